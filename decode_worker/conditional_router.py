@@ -13,6 +13,7 @@ import msgspec
 
 from pullfill.wire import Expected, RouterConfig, RouterPolicy
 
+PREFIX_HIT = "prefix_hit"
 QUEUE_FULL = "queue_full"
 QUEUE_WAIT = "queue_wait"
 QUEUE_UNAVAILABLE = "queue_unavailable"
@@ -110,7 +111,7 @@ def decide(now: Situation, config: RouterConfig) -> Decision:
     if config.policy is RouterPolicy.ALWAYS_LOCAL:
         return Decision(False, "policy_always_local")
     if now.remote_tokens == 0:
-        return Decision(False, "prefix_hit" if now.hit_tokens else "short_prompt")
+        return Decision(False, PREFIX_HIT if now.hit_tokens else "short_prompt")
     always = config.policy is RouterPolicy.ALWAYS_REMOTE
     # With the policy `cost`, CostRouter.place compares lengths and rates.
     costs = config.policy is RouterPolicy.COST
@@ -141,7 +142,7 @@ def decide(now: Situation, config: RouterConfig) -> Decision:
 def by_length(now: Situation, config: RouterConfig) -> Decision:
     """Where to prefill by the length beyond the hit alone. Pure."""
     if now.prompt_tokens - now.hit_tokens <= config.max_local_prefill_length:
-        return Decision(False, "prefix_hit" if now.hit_tokens else "short_prompt")
+        return Decision(False, PREFIX_HIT if now.hit_tokens else "short_prompt")
     return Decision(True, "long_prompt")
 
 

@@ -31,12 +31,14 @@ from pullfill.decode_worker.conditional_router import (
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.hit_blocks import HitBlocks
 from pullfill.decode_worker.ledger_types import Hold, Release, Settle
+from pullfill.decode_worker.prefix_fetch import FetchOutcome
 from pullfill.engine.groups import BlockOrder
 from pullfill.ids import new_job_id
 from pullfill.runtime import failpoints, log
 from pullfill.wire import Adapter
 
 if TYPE_CHECKING:
+    from pullfill.decode_worker.fetch_choice import FetchChoice
     from pullfill.decode_worker.step_meter import StepMeter
     from pullfill.engine.tier import Tier
 
@@ -60,6 +62,7 @@ class ConnectorScheduler:
     _late: ends of jobs that had to wait for such a load.
     tier: vLLM's own KV offloading, beside our connector. None: there is none.
     meter: measures steps, and decides by what they cost. None until the engine is built.
+    fetching: fetches prefixes from other decode workers. None: nothing can be fetched.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class ConnectorScheduler:
         self._never = never
         self._pool: Any = None
         self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
-        self._decisions: dict[str, tuple[Situation, Decision, Adapter | None, int]] = {}
+        self._decisions: dict[str, tuple[Situation, Decision, Adapter | None, int, int]] = {}
         self._waiting: set[str] = set()
         self._held: dict[str, list[Any]] = {}
         self._hit_blocks = HitBlocks(block_size, lambda: context.largest_block())
@@ -82,6 +85,7 @@ class ConnectorScheduler:
         self._late: list[Settle] = []
         self.tier: Tier | None = None
         self.meter: StepMeter | None = None
+        self.fetching: FetchChoice | None = None
 
     def bind_pool(self, pool: Any) -> None:
         """Set vLLM's block pool. Blocks in quarantine are held by its reference counts."""
@@ -110,7 +114,23 @@ class ConnectorScheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is something to tell vLLM. Then the engine must take a step."""
-        return bool(self._failed or self._late) or self._context.ledger.has_events
+        return bool(self._failed or self._late) or self.has_events
+
+    @property
+    def has_events(self) -> bool:
+        """Whether remote prefills or fetches have ended."""
+        fetched = self.fetching is not None and self.fetching.fetches.has_events
+        return fetched or self._context.ledger.has_events
+
+    @property
+    def never(self) -> str:
+        """Why this engine exchanges no KV with others. Empty: it does."""
+        return self._never
+
+    @property
+    def pool(self) -> Any:
+        """vLLM's BlockPool."""
+        return self._pool
 
     # ------------------------------------------------------------------ step 3: decide
 
@@ -128,17 +148,30 @@ class ConnectorScheduler:
         offloaded = self.tier.hit(request, hit_tokens) if self.tier is not None else 0
         if offloaded is None:
             return None, False  # it is looked up or stored at this moment: vLLM asks again
+        fetched = 0
+        # While a step still runs, it may write into blocks that vLLM would allocate now. And the
+        # tier may copy from them.
+        if self.fetching is not None and self.tier is None and not self._scheduled:
+            looked = self.fetching.look(request, hit_tokens)
+            if looked is None:
+                return None, False
+            fetched = looked
         adapter = eligibility.adapter_of(context, request)
         why_not = eligibility.ineligible(context, request, adapter, self.local_tokens, self._never)
-        situation = context.situation(request.num_prompt_tokens, hit_tokens + offloaded, why_not)
+        hit = hit_tokens + offloaded + fetched
+        situation = context.situation(request.num_prompt_tokens, hit, why_not)
         own = context.trials and context.trials.decision(request.request_id)
         config = context.router_config()
         decision = own or conditional_router.decide(situation, config)
+        if fetched:
+            decision = Decision(False, conditional_router.PREFIX_HIT)
         if self.meter is not None and not own:
             decision = self.meter.place(request, decision, situation, config)
-        self._decisions[request.request_id] = (situation, decision, adapter, offloaded)
+        self._decisions[request.request_id] = (situation, decision, adapter, offloaded, fetched)
         if decision.reason in (QUEUE_FULL, QUEUE_WAIT):
             context.queue_full()
+        if fetched:
+            return fetched, True
         # If the answer is 0, vLLM asks the tier.
         return (offloaded + situation.remote_tokens, True) if decision.remote else (0, False)
 
@@ -155,13 +188,21 @@ class ConnectorScheduler:
         made = self._decisions.pop(request.request_id, None)
         if made is None:
             return  # vLLM calls again after the load
-        situation, decision, adapter, offloaded = made
+        situation, decision, adapter, offloaded, fetched = made
         if decision.remote and not external_tokens:
             decision, offloaded = Decision(False, "engine_declined"), 0
         shown = expected(situation, decision, self._context.router_config())
-        self._context.traces.decided(request.request_id, situation, decision, shown, offloaded)
+        traces = self._context.traces
+        traces.decided(request.request_id, situation, decision, shown, offloaded, fetched)
         if self.meter is not None:
             self.meter.admitted(request.request_id, situation, decision)
+        if fetched and self.fetching is not None:
+            hit = (situation.hit_tokens - fetched) // self._block_size
+            blocks = tables[0][hit : hit + external_tokens // self._block_size]
+            self.fetching.begin(request.request_id, hit * self._block_size, blocks)
+            return
+        if self.fetching is not None:
+            self.fetching.explain(request.request_id)
         if not external_tokens:
             return
         job = self._open(request, tables, situation, adapter, external_tokens - offloaded)
@@ -270,6 +311,12 @@ class ConnectorScheduler:
         loaded: list[str] = []
         # A hold comes before the report that makes vLLM free the same blocks. So no block in
         # quarantine reaches the free list.
+        for fetch in self.fetching.fetches.take() if self.fetching is not None else ():
+            arrived = fetch.outcome is FetchOutcome.FETCHED
+            if self.meter is not None and not arrived:
+                self.meter.finished(fetch.request_id)  # it is decided about anew
+            self._context.traces.fetched(fetch)
+            (loaded if arrived else self._failed).append(fetch.request_id)
         late, self._late = self._late, []
         for event in (*late, *self._context.ledger.take_events()):
             match event:
@@ -314,6 +361,8 @@ class ConnectorScheduler:
         self._decisions.pop(request_id, None)
         if self.meter is not None:
             self.meter.finished(request_id)
+        if self.fetching is not None:
+            self.fetching.fetches.finished(request_id)
         if self._context.trials is not None:
             self._context.trials.finished(request_id, tables)
         if request_id in self._waiting:

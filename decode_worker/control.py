@@ -1,5 +1,7 @@
 """The control server: prefill workers connect here. They claim jobs, and commit or give them up.
 
+Other decode workers connect, too, to read prefixes (read_leases.py).
+
 A prefill worker has one TCP connection, and the connection is its identity. So nobody can commit in
 another's name, and when a worker dies the kernel ends its connection. What is said about a job goes
 to grants.py. Everything runs on the worker's asyncio loop.
@@ -19,6 +21,7 @@ from pullfill.decode_worker.kv_reader import KvReader, Reach
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import CancelMessage, NakDelivery, SendRevoke
 from pullfill.decode_worker.peers import Peer, Peers
+from pullfill.decode_worker.read_leases import ReadLeases
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import Checks
 from pullfill.decode_worker.verify import Verifier
@@ -40,6 +43,7 @@ from pullfill.wire import (
     Heartbeat,
     Hello,
     KvMode,
+    LeaseHello,
     Progress,
     Ready,
     Revoke,
@@ -61,6 +65,7 @@ class ControlServer:
     reach: opens a prefill worker's memory for reading. In pull mode a prefill worker whose memory
     cannot be read writes instead.
     checks: the self-check, set before `start`. Without it every prefill worker may bring KV.
+    leases: lets other decode workers read the prefix cache. Set before `start`.
     prefill_workers: number of prefill workers that pull and may bring KV.
     forecaster: is told how long the writing of KV took.
     past_stream: returns whether jobs go past the stream. Then prefill workers that report that they
@@ -108,6 +113,7 @@ class ControlServer:
         self.prefill_workers = 0
         self.past_stream: Callable[[], bool] = lambda: False
         self.checks: Checks | None = None
+        self.leases: ReadLeases | None = None
 
     async def start(self, host: str, port: int = 0) -> None:
         """Listen, and start the ledger's timer.
@@ -252,6 +258,10 @@ class ControlServer:
         except AuthFailed as exc:
             channel.write(Goodbye(reason=str(exc)))
             raise
+        if isinstance(hello, LeaseHello):
+            if self.leases is not None:
+                await self.leases.serve(channel, hello)
+            return None
         if hello.compat != self._compat.hash():
             channel.write(Goodbye(reason=f"compatibility hash differs: {hello.compat} is not ours"))
             return None

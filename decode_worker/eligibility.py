@@ -43,10 +43,15 @@ def ineligible(
 def adapter_of(context: DecodeContext, request: Any) -> Adapter | None:
     """Return the request's LoRA adapter for a job. None: it has none, or it cannot be sent.
 
-    No prefill worker may load adapters, the digest of its files may not be known yet, or its
-    name or path may be too long for a job."""
+    No prefill worker may load adapters. For other reasons see `own_adapter`."""
+    return own_adapter(context, request) if context.adapters_elsewhere() else None
+
+
+def own_adapter(context: DecodeContext, request: Any) -> Adapter | None:
+    """Return the request's LoRA adapter for another worker. None: it has none, or it cannot be
+    told: the digest of its files may not be known yet, or its name or path may be too long."""
     asked = request.lora_request
-    if asked is None or not context.adapters_elsewhere():
+    if asked is None:
         return None
     content = context.adapters.content_of(asked)
     if not content or max(len(asked.lora_name), len(asked.lora_path)) > MAX_TEXT:

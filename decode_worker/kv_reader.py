@@ -1,4 +1,7 @@
-"""Reads finished blocks out of a prefill worker's KV memory into ours (`--kv-mode pull`).
+"""Reads finished blocks out of another worker's KV memory into ours.
+
+That is a prefill worker with `--kv-mode pull`, or another decode worker that holds a prefix
+(holders.py).
 
 Each connected prefill worker has a lane (lanes.py) of its own, so a slow worker delays only its own
 jobs. The session to a worker is opened at the first read. It is closed after `IDLE_S` without a
@@ -48,7 +51,9 @@ Reach = Callable[[Sequence[RegionDescriptor]], Open]
 
 
 class KvReader:
-    """The memory of one prefill worker, and the lane in which it is read."""
+    """The memory of one other worker, and the lane in which it is read.
+
+    otherwise: what the log says of a worker whose memory cannot be reached."""
 
     def __init__(
         self,
@@ -56,8 +61,10 @@ class KvReader:
         open_session: Open,
         clock: Clock = SYSTEM_CLOCK,
         idle_s: float = IDLE_S,
+        otherwise: str = "writes from now on, because we cannot read from it",
     ) -> None:
         self._instance_id = instance_id
+        self._otherwise = otherwise
         self._open = open_session
         self._clock = clock
         self._session: PeerSession | None = None
@@ -94,12 +101,26 @@ class KvReader:
         goes on. Raises HandoffError, BadMessage and whatever `open_session` raises.
 
         wanted: called when the lane gets to this read. False: do not read."""
+        return await self.read(ready.fence, u32.unpack(ready.block_ids), blocks, wanted)
+
+    async def read(
+        self,
+        fence: FenceToken,
+        source: Sequence[int],
+        target: Sequence[int],
+        wanted: Callable[[], bool],
+    ) -> tuple[MoveResult, str]:
+        """Copy the worker's blocks `source` into our blocks `target`, as `fetch`."""
         loop = asyncio.get_running_loop()
-        source = u32.unpack(ready.block_ids)
         with self._idle.used():
             return await loop.run_in_executor(
-                self._lane, self._fetch, ready.fence, source, list(blocks), wanted
+                self._lane, self._fetch, fence, list(source), list(target), wanted
             )
+
+    def interrupt(self) -> None:
+        """End a read that waits for the worker: it raises TransferFailed soon. Never blocks."""
+        if (session := self._session) is not None:
+            session.interrupt()
 
     def leave(self, over: Callable[[], None]) -> None:
         """Take no more reads. Does not block.
@@ -158,11 +179,7 @@ class KvReader:
             self._tried_at = self._clock.monotonic()
             if not self._unreachable:
                 self._unreachable = True
-                logger.warning(
-                    "%s writes from now on, because we cannot read from it: %s",
-                    self._instance_id,
-                    exc,
-                )
+                logger.warning("%s %s: %s", self._instance_id, self._otherwise, exc)
             raise
         self._unreachable = False
         logger.info("reading from %s over %s", self._instance_id, session.transport)
@@ -195,10 +212,19 @@ def reach_for(
     """Return a function that opens a prefill worker's memory for reading. Raises ConfigError.
 
     Returns None if this worker never reads: `--kv-mode` is not pull, or its own memory cannot be
-    reached.
+    reached. For the parameters see `reach_any`."""
+    return reach_any(memories, options, key) if options.kv_mode is KvMode.PULL else None
+
+
+def reach_any(
+    memories: Sequence[LocalMemory], options: WorkerOptions, key: ClusterKey | None
+) -> Reach | None:
+    """Return a function that opens another worker's memory for reading. Raises ConfigError.
+
+    Returns None if our own memory cannot be reached.
 
     memories: of all our ranks, which the KV is read into."""
-    if options.kv_mode is not KvMode.PULL or not memories:
+    if not memories:
         return None
     names = pulled_over(memories[0], options.transports)
     transports = catalogue.peers(names, memories[0], key)

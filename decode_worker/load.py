@@ -32,6 +32,7 @@ def load_of(
         "kv_reads": counts.get(JobState.READING, 0),
         "quarantined_blocks": ledger.quarantined_blocks,
         "open_jobs": ledger.open_jobs,
+        "read_leases": control.leases.open if control.leases is not None else 0,
         "kv_free_blocks": kv.free_blocks(engine.core),
         "kv_blocks": engine.config.cache_config.num_gpu_blocks or 0,
         "prefill_workers": control.peers.instances,

@@ -240,7 +240,7 @@ class RequestServer:
                 return None
             check_fits(request, len(tokens) // 4, self._max_model_len, self.host.core)
             request.client_index = taken.frontend.index
-            request_limits.strip_transfer_params(request)
+            request_limits.strip_transfer_params(request, front_wire.holder_of(payload))
             failpoints.hit("decode.intake")
             made = yield from requests.prepare(self.host.core, request, tokens)
         except Exception as exc:

@@ -23,6 +23,7 @@ from pullfill.decode_worker.conditional_router import (
     Decision,
     Situation,
 )
+from pullfill.decode_worker.prefix_fetch import Fetch, FetchOutcome
 from pullfill.errors import Outcome
 from pullfill.runtime import metrics
 from pullfill.wire import Expected, ExplainRecord, PredictedMs, StageTimings, Timings
@@ -89,6 +90,12 @@ class _RequestTrace:
     predicted: PredictedMs | None = None
     outcome_ms: float | None = None
     regret_ms: float | None = None
+    planned_fetch: int = 0
+    fetched: int = 0
+    fetched_from: str | None = None
+    fetch: str | None = None
+    fetch_ms: float | None = None
+    again: bool = False
 
 
 class RequestTraces:
@@ -116,19 +123,27 @@ class RequestTraces:
         decision: Decision,
         expected: Expected | None = None,
         offloaded: int = 0,
+        fetched: int = 0,
     ) -> None:
         """Record the first decision of a request; later ones (after a fallback or a preemption)
-        do not change it.
+        do not change it. The one after a failed fetch does.
 
-        offloaded: how many tokens of the hit come from vLLM's own KV offloading."""
+        offloaded: how many tokens of the hit come from vLLM's own KV offloading.
+        fetched: how many will be read from another decode worker."""
         with self._lock:
-            if request_id in self._open or request_id in self.apart:
+            before = self._open.get(request_id)
+            if request_id in self.apart or (before is not None and not before.again):
                 return
             self._open[request_id] = trace = _RequestTrace(situation, decision, expected, offloaded)
+            trace.planned_fetch = fetched
+            if before is not None:  # counted already
+                trace.fetched_from, trace.fetch = before.fetched_from, before.fetch
+                trace.fetch_ms = before.fetch_ms
             if decision.reason in _BY_OUTAGE:
                 trace.outage = self.outage() or None
-        path = "remote" if decision.remote else "local"
-        _decision(path, decision.reason).inc()
+        if before is None:
+            path = "remote" if decision.remote else "local"
+            _decision(path, decision.reason).inc()
 
     def claimed(self, request_id: str, attempt: int, instance: str, queued_s: float) -> None:
         """Note that a prefill worker holds the job now."""
@@ -164,6 +179,24 @@ class RequestTraces:
         if trace is not None and (instance := trace.prefill_instance) is not None:
             at = self._clock.monotonic()
             self.measured(Measured(request_id, instance, transport, stages, kv_bytes, at))
+
+    def fetched(self, fetch: Fetch) -> None:
+        """Note how a fetch has ended that was begun. Engine thread."""
+        with self._lock:
+            if (trace := self._open.get(fetch.request_id)) is None:
+                return
+            trace.fetched_from, trace.fetch = fetch.at.instance_id, fetch.outcome.value
+            trace.fetch_ms = fetch.seconds * 1e3
+            trace.again = fetch.outcome is not FetchOutcome.FETCHED
+            if not trace.again:
+                trace.fetched, trace.kv_bytes = trace.planned_fetch, fetch.kv_bytes
+                trace.transport = fetch.transport
+
+    def not_fetched(self, request_id: str, instance_id: str, outcome: FetchOutcome) -> None:
+        """Note why a hint that another worker holds more led to no fetch. Engine thread."""
+        with self._lock:
+            if (trace := self._open.get(request_id)) is not None and trace.fetch is None:
+                trace.fetched_from, trace.fetch = instance_id, outcome.value
 
     def predicted(self, request_id: str, choice: str, predicted: PredictedMs | None) -> None:
         """Note what was expected of the request, and what was chosen."""
@@ -215,13 +248,17 @@ class RequestTraces:
         if trace is None:
             return None
         stages = trace.stages if trace.loaded else None
+        came = trace.loaded or trace.fetched > 0
         return ExplainRecord(
             request_id=request_id,
             path="remote" if trace.loaded else "local",
             reason=trace.decision.reason,
             prompt_tokens=trace.situation.prompt_tokens,
-            prefix_hit_tokens=trace.situation.hit_tokens,
+            prefix_hit_tokens=trace.situation.hit_tokens - trace.planned_fetch,
             offloaded_tokens=trace.offloaded,
+            fetched_tokens=trace.fetched,
+            fetched_from=trace.fetched_from,
+            fetch=trace.fetch,
             remote_tokens=trace.situation.remote_tokens if trace.loaded else 0,
             decode_instance=self._instance_id,
             prefill_instance=trace.prefill_instance,
@@ -233,11 +270,12 @@ class RequestTraces:
             predicted_ms=trace.predicted,
             outcome_ms=trace.outcome_ms,
             regret_ms=trace.regret_ms,
-            kv_bytes=trace.kv_bytes if trace.loaded else 0,
-            transport=trace.transport if trace.loaded else None,
+            kv_bytes=trace.kv_bytes if came else 0,
+            transport=trace.transport if came else None,
             why_not_better=trace.why_not_better if trace.loaded else (),
             timings_ms=Timings(
                 queue=trace.queue_ms,
+                fetch=trace.fetch_ms,
                 commit=trace.commit_ms,
                 claim=stages.claim_ms if stages else None,
                 prefix_read=stages.prefix_read_ms if stages else None,

@@ -107,6 +107,10 @@ class StepMeter:
             here_s = self.router.rates.work(span(now.hit_tokens, now.remote_tokens))
             self.demand.decided(now, decision, self._context.router_config(), here_s)
 
+    def prefill_s(self, start: int, tokens: int) -> float:
+        """Return how long it takes to compute `tokens` after `start` others. 0: unknown."""
+        return self.router.rates.work(span(start, tokens))
+
     def settled(self, request_id: str, loaded: bool, outcome: Outcome) -> None:
         """Note that a remote prefill has ended."""
         self.router.settled(request_id, loaded)

@@ -18,7 +18,7 @@ import msgspec
 
 from pullfill.cluster_status import Demand
 from pullfill.config import ClusterRef
-from pullfill.decode_worker import descriptors, leave
+from pullfill.decode_worker import descriptors, fetching, leave
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.kv_events import publish_blocks
@@ -95,7 +95,7 @@ class DecodeHooks(EngineHooks):
             leave.look(self.server, self._ledger)
             self._events.look()
         self.reports.look(now)
-        if self._ledger.has_events and (loaded := self._scheduler.finish()):
+        if self._scheduler.has_events and (loaded := self._scheduler.finish()):
             self._host.received(loaded)
         self.meter.before_step()
         return self._scheduler.has_work or self.copies_run()
@@ -216,6 +216,9 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             context, engine.config, engine.compat, engine.host, self._kept, control.recount,
             lambda job: publisher.encode(job),
         )  # fmt: skip
+        fetches = fetching.attach(engine, hooks.server, control, hooks.meter, options, self._key)
+        if fetches is not None:
+            parts.push_async_callback(fetches.close)
         await control.start(options.host, options.control_port)
         parts.push_async_callback(control.stop)
         address = options.advertise_control or control.address
@@ -278,6 +281,8 @@ class DecodeService(Service):
         engine, incarnation = self._engine, record.incarnation
         engine.context.incarnation = incarnation
         self._ledger.new_incarnation(incarnation)
+        if self._control.leases is not None:
+            self._control.leases.renew()
         described = descriptors.describe(engine.context, incarnation, engine.compat)
         record = msgspec.structs.replace(
             record, data=self._server.address, control=self._control_address
@@ -317,6 +322,8 @@ class DecodeService(Service):
 
     async def finished(self) -> None:
         await leave.idle(self._thread, self._server, self._ledger)
+        if self._control.leases is not None:
+            await self._control.leases.drain()
 
     async def give_up(self) -> None:
         logger.warning("migrating %d unfinished requests", self._server.active_requests)

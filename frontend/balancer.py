@@ -20,7 +20,7 @@ from pullfill.frontend.placement import Placement
 from pullfill.frontend.prefixes import Prefixes
 from pullfill.prefix import chain
 from pullfill.prefix.replica import State
-from pullfill.wire import DecodeChoice, DecodePolicy
+from pullfill.wire import DecodeChoice, DecodePolicy, PrefixHolder
 
 MAX_TOGETHER = 1024
 """For how many answers with several choices the worker is remembered."""
@@ -34,6 +34,7 @@ class Balancer:
     policy: returns the policy to use now.
     prefixes: which worker holds which blocks. None: unknown.
     frontends: returns how many frontends serve the same workers.
+    min_fetch: returns `router.min_fetch_tokens`.
 
     All choices of one answer (`n` > 1) go to one worker. So a prompt that kills workers kills only
     one at a time, and its prefix is computed once."""
@@ -43,10 +44,12 @@ class Balancer:
         policy: Callable[[], DecodePolicy],
         prefixes: Prefixes | None = None,
         frontends: Callable[[], int] = lambda: 1,
+        min_fetch: Callable[[], int] = lambda: 0,
     ) -> None:
         self._policy = policy
         self._prefixes = prefixes
         self._frontends = frontends
+        self._min_fetch = min_fetch
         self._placement = Placement(random.Random())
         self._together: dict[str, str] = {}
         self._workers: Sequence[DecodeConnection] = ()
@@ -79,6 +82,25 @@ class Balancer:
         if len(self._together) > MAX_TOGETHER:
             del self._together[next(iter(self._together))]
         return chosen
+
+    def holder(self, flight: Flight, worker: DecodeConnection) -> PrefixHolder | None:
+        """Return another worker that holds more of the prompt than the chosen one, if any.
+
+        It may drain: then its requests move, and its blocks are worth reading while it is there."""
+        least = self._min_fetch()
+        if not least or self._prefixes is None or not self._block:
+            return None
+        if _length(flight) <= least or (hashes := self._hashed(flight).hashes) is None:
+            return None
+        held = self._prefixes.matched(hashes)
+        own = held.pop(worker.instance_id, 0)
+        if not held:
+            return None
+        best = max(held, key=lambda name: held[name])
+        address = self._prefixes.control(best)
+        if not address or (held[best] - own) * self._block < least:
+            return None
+        return PrefixHolder(instance_id=best, control=address, tokens=held[best] * self._block)
 
     def sent(self, flight: Flight, worker: DecodeConnection, now: float) -> None:
         """Count a request that goes to a worker, which `choose` or a probation has chosen."""

@@ -328,7 +328,7 @@ class Dispatcher:
         flight.wire_id = front_wire.attempt_id(flight.request_id, flight.attempt)
         request.request_id = flight.wire_id
         try:
-            frames = self._codec.encode(request)
+            frames = self._codec.encode(request, self.balancer.holder(flight, worker))
         except (ValueError, OverflowError) as exc:  # e.g. an integer too large for msgpack
             self._fail(flight, f"the request cannot be sent to a decode worker: {exc}", REFUSED)
             return

@@ -251,6 +251,7 @@ class _Frontend:
                 lambda: settings.current.decode_policy,
                 pool.prefixes,
                 lambda: len(directory.workers("frontend")),
+                lambda: settings.current.min_fetch_tokens,
             )
             dispatcher = Dispatcher(
                 front_wire.FrontendCodec(),

@@ -75,6 +75,11 @@ class Prefixes:
         found = self._index.match(hashes)
         return {self._names[number]: count for number, count in found.items()}
 
+    def control(self, instance_id: str) -> str:
+        """Return the address where this worker is asked for its blocks. Empty: not followed."""
+        followed = self._followed.get(instance_id)
+        return followed.connection.record.control if followed is not None else ""
+
     def state(self, instance_id: str) -> str:
         """Return a `State` of prefix/replica.py. `none`: the worker has no events, or nobody asks.
 

@@ -165,6 +165,11 @@ class Adapters:
         adapter: as `load` has returned it."""
         return self._contents.get(adapter.lora_int_id, "")
 
+    def same(self, name: str, path: str, content: str) -> LoRARequest | None:
+        """Return the loaded adapter with this name and path, if its files have this digest."""
+        own = self._loaded.get((name, path))
+        return own if own is not None and content and self.content_of(own) == content else None
+
     def _look(self, own: LoRARequest, before: str | None) -> None:
         """Compute the digest right after the adapter was loaded: later its files may change.
 

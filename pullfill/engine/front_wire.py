@@ -5,7 +5,8 @@ ZMQ DEALER (frontend) → ROUTER (decode worker, bound at `WorkerRecord.data`). 
 
     frontend → decode                              decode → frontend
     HELO  FrontendHello           (first)          HELO  DecodeWelcome, or NOPE text
-    ADD   id, prompt as u32, EngineCoreRequest     OUT   EngineCoreOutputs frames
+    ADD   id, prompt as u32, PrefixHolder or       OUT   EngineCoreOutputs frames
+          nothing, EngineCoreRequest
     ABRT  list[request id]                         EXPL  list[ExplainRecord]
     UTIL  (call_id, method, args) frames           LAST  EXPL's and OUT's, of requests that end
                                                    BACK  list[request id]: given up, send elsewhere
@@ -46,9 +47,11 @@ from pullfill.wire import (
     ExplainRecord,
     Id,
     Message,
+    PrefixHolder,
     Text,
     Version,
     decode,
+    encode,
     u32,
 )
 
@@ -218,6 +221,12 @@ def request_id(frames: Frames) -> str:
         raise BadMessage("the id of a request is not UTF-8") from exc
 
 
+def holder_of(frames: Frames) -> PrefixHolder | None:
+    """Return the hint of an ADD payload. Raises BadMessage."""
+    hint = _bytes(frames[2])
+    return decode(hint, PrefixHolder) if len(hint) else None
+
+
 def encode_explain(records: Sequence[ExplainRecord]) -> bytes:
     """Payload of EXPL."""
     return msgspec.msgpack.encode(list(records))
@@ -267,17 +276,20 @@ class FrontendCodec:
         self._decode = MsgpackDecoder(EngineCoreOutputs).decode
         self._request_type = EngineCoreRequest
 
-    def encode(self, obj: Any) -> Frames:
+    def encode(self, obj: Any, holder: PrefixHolder | None = None) -> Frames:
         """Return the payload of ADD for an EngineCoreRequest, or of UTIL for a call.
 
-        The request is not changed."""
+        The request is not changed.
+
+        holder: another decode worker that holds the prompt's prefix."""
         if not isinstance(obj, self._request_type):
             return self._encode(obj)
         rest: Any = copy.copy(obj)
         if obj.prompt_token_ids:
             rest.prompt_token_ids = None
         tokens = u32.pack(obj.prompt_token_ids or ())
-        return [obj.request_id.encode(), tokens, *self._encode(rest)]
+        hint = b"" if holder is None else encode(holder)
+        return [obj.request_id.encode(), tokens, hint, *self._encode(rest)]
 
     def outputs(self, frames: Frames) -> Any:
         """EngineCoreOutputs of an OUT payload. Raises BadMessage."""
@@ -303,10 +315,10 @@ class WorkerCodec:
     def request(self, frames: Frames) -> tuple[Any, memoryview]:
         """Decode an ADD payload. Returns the EngineCoreRequest without its prompt, and the prompt's
         token ids as u32. Raises BadMessage."""
-        if len(frames) < 3:
-            raise BadMessage("an ADD has at least three parts")
+        if len(frames) < 4:
+            raise BadMessage("an ADD has at least four parts")
         try:
-            request = self._request(frames[2:])
+            request = self._request(frames[3:])
         except Exception as exc:
             raise BadMessage(f"not an EngineCoreRequest: {exc}") from exc
         tokens = memoryview(_bytes(frames[1]))

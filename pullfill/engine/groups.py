@@ -122,6 +122,12 @@ class Groups:
 
 
 ONE_GROUP = Groups()
+_KEEP_ALL = ("", "FullAttention", "MLAAttention")
+
+
+def keeps_all(groups: Groups) -> bool:
+    """Whether there is one group, and it keeps the blocks of the whole prompt."""
+    return groups.kinds in _KEEP_ALL
 
 
 Tables = Sequence[Sequence[int]]
@@ -149,10 +155,29 @@ def cached_block(pool: Any, block_size: int, request: Any, position: int, group:
     pool: vLLM's BlockPool.
     block_size: number of tokens of a block.
     request: vLLM's."""
+    found = pool.get_cached_block(hash_at(pool, block_size, request, position), [group])
+    return found[0] if found else None
+
+
+def hash_at(pool: Any, block_size: int, request: Any, position: int) -> Any:
+    """Return vLLM's hash of the request's tokens up to the end of the block at this position.
+
+    For the parameters see `cached_block`."""
     # With --prefix-match-unit a block has several hashes. The last one is over all its tokens.
     hashes = block_size // pool.hash_block_size
-    found = pool.get_cached_block(request.block_hashes[(position + 1) * hashes - 1], [group])
-    return found[0] if found else None
+    return request.block_hashes[(position + 1) * hashes - 1]
+
+
+def cached_run(pool: Any, block_size: int, request: Any, start: int, stop: int) -> list[Any]:
+    """Return the request's cached blocks from position `start` on, up to the first that is missing.
+
+    For models with one KV cache group. For the parameters see `cached_block`."""
+    found: list[Any] = []
+    for position in range(start, stop):
+        if (block := cached_block(pool, block_size, request, position, 0)) is None:
+            break
+        found.append(block)
+    return found
 
 
 def by_position(kv_cache_manager: Any, block_size: int) -> Callable[[Tables], Tables]:

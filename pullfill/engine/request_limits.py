@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from pullfill.engine import request_targets
+from pullfill.wire import PrefixHolder
 
 MAX_STRUCTURED = 128 << 10
 """Characters of a schema, grammar, regex, or of all choices together. To compile more takes seconds
@@ -18,6 +19,8 @@ MAX_CHOICES = 2000
 """Choices of a structured output. 20,000 took more than a minute to compile."""
 MAX_STOPS = 256
 """Stop strings of a request. The frontend looks for each of them after each token."""
+PREFIX_HOLDER = "prefix_holder"
+"""Key of the hint in the `kv_transfer_params` of vLLM's Request."""
 _TRANSFER_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
 
@@ -38,14 +41,19 @@ def why_refused(params: Any) -> str:
     return "" if structured is None else _too_large(structured)
 
 
-def strip_transfer_params(request: Any) -> None:
+def strip_transfer_params(request: Any, holder: PrefixHolder | None = None) -> None:
     """Drop what a client says about KV transfer. The client's own dict is not changed.
 
-    The frontend does this, and each decode worker again."""
+    The frontend does this, and each decode worker again.
+
+    holder: the frontend's hint, which takes that place. Generating requests only."""
     params = request.sampling_params
     extra = getattr(params, "extra_args", None)
     if extra and any(key in extra for key in _TRANSFER_KEYS):
         params.extra_args = {k: v for k, v in extra.items() if k not in _TRANSFER_KEYS} or None
+    if holder is not None and params is not None:
+        told = {_TRANSFER_KEYS[0]: {PREFIX_HOLDER: holder}}
+        params.extra_args = {**(params.extra_args or {}), **told}
 
 
 def _too_large(structured: Any) -> str:

@@ -22,7 +22,16 @@ from pullfill.errors import AuthFailed, ConfigError, PeerUnavailable
 from pullfill.net import frames
 from pullfill.net.handshake import CONTROL, Acceptance, Introduction, Seal
 from pullfill.net.security import ClusterKey
-from pullfill.wire import AuthChallenge, AuthHello, AuthProof, Goodbye, Hello, decode, encode
+from pullfill.wire import (
+    AuthChallenge,
+    AuthHello,
+    AuthProof,
+    Goodbye,
+    Hello,
+    LeaseHello,
+    decode,
+    encode,
+)
 from pullfill.wire.codec import decoder
 
 T = TypeVar("T")
@@ -190,16 +199,18 @@ class Channel(asyncio.Protocol):
 # --------------------------------------------------------------------------- opening
 
 
-async def accept(channel: Channel, key: ClusterKey | None) -> Hello:
-    """The decode worker's end. Returns the peer's Hello, once it has proved that it holds `key`.
+async def accept(channel: Channel, key: ClusterKey | None) -> Hello | LeaseHello:
+    """The decode worker's end. Returns the peer's hello, once it has proved that it holds `key`.
+
+    A prefill worker sends `Hello`, another decode worker `LeaseHello`.
 
     Raises AuthFailed (its text may be told to the peer), EOFError, BadMessage. Has no time limit.
     """
     limit = HELLO_FRAME if key is None else FIRST_FRAME
-    first: Any = await channel.read(AuthHello | Hello, limit)  # type: ignore[arg-type]
+    first: Any = await channel.read(AuthHello | Hello | LeaseHello, limit)  # type: ignore[arg-type]
     shake = Acceptance(key, CONTROL)
     if (challenge := shake.challenge(first)) is None:
-        return cast(Hello, first)
+        return cast(Hello | LeaseHello, first)
     channel.write(challenge)
     try:
         proof = await channel.read(AuthProof, FIRST_FRAME)
@@ -211,19 +222,20 @@ async def accept(channel: Channel, key: ClusterKey | None) -> Hello:
         ) from None
     incoming, outgoing = shake.check(proof)
     channel.seal(incoming=incoming, outgoing=outgoing)
-    return await channel.read(Hello, HELLO_FRAME)
+    hello: Any = await channel.read(Hello | LeaseHello, HELLO_FRAME)  # type: ignore[arg-type]
+    return cast(Hello | LeaseHello, hello)
 
 
-async def introduce(channel: Channel, key: ClusterKey | None, hello: Hello) -> None:
-    """The prefill worker's end: prove that we hold `key`, check the peer's proof, send `hello`.
+async def introduce(channel: Channel, key: ClusterKey | None, hello: Hello | LeaseHello) -> None:
+    """The connecting worker's end: prove that we hold `key`, check the peer's proof, send `hello`.
 
     Never falls back to a plain connection. Raises AuthFailed, PeerUnavailable (refused, with the
     peer's reason), ConfigError (the hello is longer than any decode worker takes), EOFError,
     BadMessage."""
     if (size := len(encode(hello)) + Seal.BYTES) > HELLO_FRAME:
         raise ConfigError(
-            f"our Hello has {size} bytes, for {len(hello.regions)} ranks; at most {HELLO_FRAME} "
-            "are taken"
+            f"our {type(hello).__name__} has {size} bytes, for all our ranks; at most "
+            f"{HELLO_FRAME} are taken"
         )
     if key is not None:
         shake = Introduction(key, CONTROL)

@@ -83,6 +83,17 @@ KV_READ_SECONDS = Histogram(
     ["transport"],
     buckets=_STAGE_BUCKETS,
 )
+PREFIX_FETCH = Counter(
+    "pullfill_prefix_fetch",
+    "Prompts whose prefix another decode worker holds, by what came of reading it from there",
+    ["outcome"],
+)
+PREFIX_FETCH_TOKENS = Counter(
+    "pullfill_prefix_fetch_tokens", "Prompt tokens whose KV was read from another decode worker"
+)
+PREFIX_LEASE = Counter(
+    "pullfill_prefix_lease", "Read leases that other decode workers asked this one for", ["result"]
+)
 KV_OFFLOAD_BYTES = Counter(
     "pullfill_kv_offload_bytes", "KV bytes copied by vLLM's own KV offloading", ["direction"]
 )

@@ -1,9 +1,9 @@
 """Every struct that crosses a process boundary (docs/wire.md describes each).
 
-`jobs`: the job on the queue. `control`: the control channel between workers. `records`: what etcd
-keeps and people read. `prefix`: what a decode worker says of its prefix cache. `codec`: how all of
-them are encoded. What else a frontend and a decode worker say to each other is in
-`engine/front_wire.py`, since it carries vLLM's own structs.
+`jobs`: the job on the queue. `control`: the control channel between workers. `lease`: read leases
+between decode workers. `records`: what etcd keeps and people read. `prefix`: what a decode worker
+says of its prefix cache. `codec`: how all of them are encoded. What else a frontend and a decode
+worker say to each other is in `engine/front_wire.py`, since it carries vLLM's own structs.
 """
 
 from __future__ import annotations
@@ -54,6 +54,18 @@ from pullfill.wire.control import (
     Welcome,
 )
 from pullfill.wire.jobs import Adapter, PrefillJob
+from pullfill.wire.lease import (
+    Lease,
+    LeaseAsk,
+    LeaseEnd,
+    LeaseEnded,
+    LeaseHello,
+    LeaseWelcome,
+    NoLease,
+    PrefixHolder,
+    ToAsker,
+    ToHolder,
+)
 from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
 from pullfill.wire.records import (
     DecodeChoice,
@@ -107,13 +119,21 @@ __all__ = [
     "Hello",
     "Id",
     "KvMode",
+    "Lease",
+    "LeaseAsk",
+    "LeaseEnd",
+    "LeaseEnded",
+    "LeaseHello",
+    "LeaseWelcome",
     "Load",
     "Message",
+    "NoLease",
     "Op",
     "PredictedMs",
     "PrefillJob",
     "PrefixEvents",
     "PrefixFollow",
+    "PrefixHolder",
     "PrefixPage",
     "Progress",
     "QueueSettings",
@@ -131,7 +151,9 @@ __all__ = [
     "SuspectRecord",
     "Text",
     "Timings",
+    "ToAsker",
     "ToDecode",
+    "ToHolder",
     "ToPrefill",
     "Trial",
     "Version",

@@ -115,6 +115,7 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     it is expected to take long, it gets more time.
     claim_timeout_s: how long of that it may wait for a prefill worker to claim it. If it is
     expected to wait long, it gets more time.
+    min_fetch_tokens: how many tokens more another decode worker must hold to be read. 0: never.
     ttft_ms, itl_ms: with the policy `cost`, the targets of requests that name none: time to the
     first token, and time between two tokens.
     """
@@ -127,6 +128,7 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     max_remote_kv_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.5
     remote_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     claim_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    min_fetch_tokens: Annotated[int, Meta(ge=0)] = 0
     ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 1000.0
     itl_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 50.0
 
@@ -251,6 +253,7 @@ class Timings(Message, frozen=True, kw_only=True):
     queue: Finite | None = None
     claim: Finite | None = None
     prefix_read: Finite | None = None
+    fetch: Finite | None = None
     prefill: Finite | None = None
     kv_write: Finite | None = None
     tail: Finite | None = None
@@ -263,8 +266,7 @@ class Expected(Message, frozen=True, kw_only=True):
 
     None: it was not measured yet, and the decision counted it as 0.
 
-    queue: the wait for a prefill worker.
-    prefill: the computation.
+    queue: the wait for a prefill worker. prefill: the computation.
     kv_write: the writing of the KV. Most of it happens during the computation.
     claim_timeout, timeout: how long the job had, or would have had, to be claimed and to be
     committed, if it made no progress.
@@ -311,6 +313,8 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     are part of `prompt_tokens`, because `decode_instance` got them as prompt.
     decode_choice: how the frontend has chosen `decode_instance`.
     offloaded_tokens: how much of `prefix_hit_tokens` came from vLLM's own KV offloading.
+    fetched_tokens: those after the hit that were read from decode worker `fetched_from`. fetch:
+    what came of the hint that it holds them.
     expected_s: the times that the decision was made on. Set for remote prefills, and for prompts
     kept local because of the queue, the link or the share of the KV cache.
     transport: the transport that carried the KV.
@@ -342,6 +346,9 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     migrated_from: tuple[str, ...] = ()
     migrated_tokens: int = 0
     offloaded_tokens: int = 0
+    fetched_tokens: int = 0
+    fetched_from: str | None = None
+    fetch: str | None = None
     choice: str | None = None
     predicted_ms: PredictedMs | None = None
     outcome_ms: Finite | None = None

@@ -195,7 +195,7 @@ class FakeDecode:
         if kind == front_wire.HELO:
             self._greet(identity)
         elif kind == front_wire.ADD:
-            found = msgspec.msgpack.decode(payload[2], type=Request)
+            found = msgspec.msgpack.decode(payload[3], type=Request)
             found.prompt_token_ids = u32.unpack(payload[1]) or found.prompt_token_ids
             self.added.append(found)
             if self.migrate:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from pullfill import wire
+from pullfill.wire import PrefixHolder
 
 STOP, LENGTH, ABORT = 0, 1, 2
 FIRST_TOKEN = 75
@@ -118,9 +119,12 @@ class _Result:
 class PlainCodec:
     """Stands in for `rpc.FrontendCodec`."""
 
-    def encode(self, obj: Any) -> list[bytes]:
+    def encode(self, obj: Any, holder: PrefixHolder | None = None) -> list[bytes]:
         encoded = msgspec.msgpack.encode(obj)
-        return [obj.request_id.encode(), b"", encoded] if isinstance(obj, Request) else [encoded]
+        if not isinstance(obj, Request):
+            return [encoded]
+        hint = b"" if holder is None else wire.encode(holder)
+        return [obj.request_id.encode(), b"", hint, encoded]
 
     def outputs(self, frames: Sequence[Any]) -> Outputs:
         outputs = wire.decode(frames[0].bytes, Outputs)

@@ -95,6 +95,7 @@ class FakeRequest:
     priority: int = 0
     arrival_time: float = 0.0
     sampling_params: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
     block_hashes: list[str] = field(default_factory=list)
 
     @property

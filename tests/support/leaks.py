@@ -35,7 +35,14 @@ def left_in(status: dict[str, Any]) -> list[str]:
         if worker["state"] == "lost":
             continue
         name, load = worker["instance_id"], worker["load"]
-        for key in ("open_jobs", "quarantined_blocks", "requests", "jobs", "running"):
+        for key in (
+            "open_jobs",
+            "quarantined_blocks",
+            "read_leases",
+            "requests",
+            "jobs",
+            "running",
+        ):
             if load.get(key):
                 found.append(f"{name} {key}={load[key]}")
         if role_blocks := load.get("kv_blocks"):

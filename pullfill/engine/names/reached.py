@@ -141,7 +141,8 @@ REACHED = {
     ),
     "vllm.v1.outputs.LogprobsLists": "logprob_token_ids logprobs",
     "vllm.v1.request.Request": (
-        "_all_token_ids _block_hasher arrival_time block_hashes cache_salt lora_request "
+        "_all_token_ids _block_hasher arrival_time block_hashes cache_salt kv_transfer_params "
+        "lora_request "
         "mm_features num_computed_tokens num_output_tokens num_preemptions num_prompt_tokens "
         "num_tokens pooling_params priority prompt_embeds prompt_token_ids request_id "
         "sampling_params skip_reading_prefix_cache status structured_output_request"

@@ -131,6 +131,7 @@ def test_router_settings_default_to_the_promised() -> None:
         "max_remote_kv_fraction": 0.5,
         "remote_timeout_s": 30.0,
         "claim_timeout_s": 10.0,
+        "min_fetch_tokens": 0,
         "ttft_ms": 1000.0,
         "itl_ms": 50.0,
     }
@@ -146,12 +147,12 @@ def test_explain_and_queue_have_the_promised_shape() -> None:
         "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
         "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
         "transport", "why_not_better", "migrated_from", "migrated_tokens", "outage",
-        "expected_s", "offloaded_tokens", "decode_choice",
+        "expected_s", "offloaded_tokens", "decode_choice", "fetched_tokens", "fetched_from", "fetch",
         "choice", "predicted_ms", "outcome_ms", "regret_ms",
     }  # fmt: skip
     assert set(shape["timings_ms"]) == {
-        "route", "queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit",
-        "first_token",
+        "route", "queue", "claim", "prefix_read", "fetch", "prefill", "kv_write", "tail",
+        "commit", "first_token",
     }  # fmt: skip
     assert set(msgspec.to_builtins(wire.QueueStatus())) == {
         "depth_jobs", "depth_tokens", "in_flight", "oldest_age_s", "age_s",

@@ -1,0 +1,125 @@
+"""Decides whether the prefix of a prompt is read from another decode worker (prefix_fetch.py).
+
+vLLM's scheduler asks about each prompt, with the local hit. The prefix is fetched if the frontend's
+hint promises enough tokens beyond the hit, if the rest of the prompt would then be computed here,
+and if reading is cheaper than computing. Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pullfill.decode_worker import conditional_router
+from pullfill.decode_worker.context import DecodeContext
+from pullfill.decode_worker.eligibility import ineligible, own_adapter
+from pullfill.decode_worker.fetch_rates import computed_s
+from pullfill.decode_worker.prefix_fetch import Answer, Fetch, PrefixFetches, Turn
+from pullfill.engine.groups import hash_at
+from pullfill.engine.request_limits import PREFIX_HOLDER
+from pullfill.wire import PrefixHolder, RouterPolicy
+
+
+class FetchChoice:
+    """See the module.
+
+    block_size: tokens of a block. pool: vLLM's BlockPool.
+    local_tokens: see `Situation`.
+    never: why this engine never exchanges KV. Empty: it does.
+    prefill_s: takes (start, tokens) and returns how long it takes to compute them here. 0: unknown.
+    """
+
+    def __init__(
+        self,
+        context: DecodeContext,
+        fetches: PrefixFetches,
+        *,
+        block_size: int,
+        pool: Any,
+        local_tokens: int,
+        never: str,
+        prefill_s: Callable[[int, int], float],
+    ) -> None:
+        self.fetches = fetches
+        self._context = context
+        self._block_size = block_size
+        self._pool = pool
+        self._local_tokens = local_tokens
+        self._never = never
+        self._prefill_s = prefill_s
+
+    def look(self, request: Any, hit: int) -> int | None:
+        """Return how many tokens beyond the local hit will be fetched: 0, or whole blocks.
+
+        None: the holder is being asked, so vLLM must ask again.
+
+        request: vLLM's Request. hit: tokens of the local prefix hit."""
+        fetch = self.fetches.known(request.request_id)
+        if fetch is None:
+            return self._first(request, hit)
+        if fetch.turn is not Turn.WAITING:
+            return 0
+        if fetch.answer is Answer.PENDING:
+            return None
+        if fetch.answer is Answer.LEASED and hit >= fetch.start:
+            tokens = fetch.leased - hit
+            if tokens >= fetch.least and self._stays(request, fetch.leased):
+                return tokens
+        self.fetches.drop(fetch)
+        return 0
+
+    def begin(self, request_id: str, hit: int, blocks: Sequence[int]) -> None:
+        """Copy the KV after the local hit into these blocks, which vLLM has allocated.
+
+        Without blocks, vLLM has declined, and the prompt is computed."""
+        if (fetch := self.fetches.known(request_id)) is None:
+            return
+        if blocks:
+            self.fetches.begin(fetch, hit, blocks)
+        else:
+            self.fetches.drop(fetch)
+
+    def explain(self, request_id: str) -> None:
+        """Note why the prefix of an admitted request is not fetched, if a hint said who has it."""
+        if (fetch := self.fetches.known(request_id)) is not None:
+            self._context.traces.not_fetched(request_id, fetch.at.instance_id, fetch.outcome)
+
+    def _first(self, request: Any, hit: int) -> int | None:
+        config, size = self._context.router_config(), self._block_size
+        hint: PrefixHolder | None = (request.kv_transfer_params or {}).get(PREFIX_HOLDER)
+        least = config.min_fetch_tokens
+        if hint is None or not least or hint.instance_id == self._context.instance_id:
+            return 0
+        end = min(hint.tokens, request.num_prompt_tokens - self._local_tokens) // size * size
+        if end - hit < least or not self._able(request) or not self._stays(request, end):
+            return 0
+        key = hash_at(self._pool, size, request, end // size - 1)
+        if self.fetches.waits(key):
+            return None
+        fetch = Fetch(
+            request.request_id,
+            hint,
+            request.prompt_token_ids,
+            start=hit,
+            end=end,
+            least=least,
+            key=key,
+            cache_salt=request.cache_salt,
+            adapter=own_adapter(self._context, request),
+        )
+        compute_s = computed_s(self._prefill_s(hit, end - hit), end - hit)
+        return None if self.fetches.ask(fetch, compute_s) else 0
+
+    def _able(self, request: Any) -> bool:
+        adapter = own_adapter(self._context, request)
+        return not request.mm_features and not ineligible(
+            self._context, request, adapter, self._local_tokens, self._never
+        )
+
+    def _stays(self, request: Any, hit: int) -> bool:
+        """Whether the rest of the prompt would be computed here, with this hit."""
+        config = self._context.router_config()
+        situation = self._context.situation(request.num_prompt_tokens, hit, "")
+        if config.policy is RouterPolicy.COST:
+            return not conditional_router.by_length(situation, config).remote
+        return not conditional_router.decide(situation, config).remote

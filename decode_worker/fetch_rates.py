@@ -1,0 +1,47 @@
+"""Says whether reading a prefix from another decode worker is cheaper than computing it.
+
+The time of a read is learned for each holder: a part that does not depend on the length, and a part
+for each byte. A holder that was not measured lately counts as cheap, so that one prompt measures
+it. Engine thread.
+"""
+
+from __future__ import annotations
+
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.cost_fit import Fit
+from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S, FORGET_S
+
+_MIB = float(1 << 20)
+_MOST = 4096
+"""How many holders are remembered."""
+
+
+class FetchRates:
+    """See the module."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._holders: dict[str, Fit] = {}
+
+    def expected_s(self, instance_id: str, kv_bytes: float) -> float:
+        """Expected seconds of a read. 0: unknown."""
+        fit = self._holders.get(instance_id)
+        if fit is None or self._clock.monotonic() - fit.at > FORGET_S:
+            return 0.0
+        return fit.of(1.0, kv_bytes / _MIB)
+
+    def worth(self, instance_id: str, kv_bytes: float, compute_s: float) -> bool:
+        """Whether a read is expected to take less time than the computation."""
+        return self.expected_s(instance_id, kv_bytes) < compute_s
+
+    def observe(self, instance_id: str, kv_bytes: float, seconds: float) -> None:
+        """Learn from one read, from the question for a lease until its end."""
+        if len(self._holders) >= _MOST:
+            self._holders = {}
+        fit = self._holders.setdefault(instance_id, Fit(keep=0.7, half_s=30.0))
+        fit.observe(1.0, kv_bytes / _MIB, seconds, self._clock.monotonic())
+
+
+def computed_s(measured_s: float, tokens: int) -> float:
+    """Seconds of computing `tokens` here. measured_s: as measured. 0: it was not."""
+    return measured_s or tokens / ASSUMED_TOKENS_PER_S

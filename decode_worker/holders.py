@@ -1,0 +1,262 @@
+"""Connections to other decode workers, to read from their prefix caches (read_leases.py).
+
+    use      connect, unless we are connected
+    ask      a lease of cached blocks
+    read     copy them, in the lane of the holder's reader (kv_reader.py)
+    end      give the lease back. Only then it is known whether the copy counts
+
+A connection is made when it is first needed. It is closed after IDLE_S without use, and after any
+failure. A holder that failed is left alone for a while: AGAIN_S, doubled with each failure.
+
+asyncio thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pullfill.decode_worker.kv_reader import KvReader, Reach
+from pullfill.errors import BadMessage, HandoffError, PeerUnavailable, PullfillError
+from pullfill.net import frames
+from pullfill.net.channel import Channel, introduce
+from pullfill.net.security import ClusterKey
+from pullfill.runtime import log
+from pullfill.runtime.idle import IDLE_S, IdleTimer
+from pullfill.runtime.waits import Waits
+from pullfill.transfer.contract import MoveResult
+from pullfill.wire import (
+    Goodbye,
+    Lease,
+    LeaseAsk,
+    LeaseEnd,
+    LeaseEnded,
+    LeaseHello,
+    LeaseWelcome,
+    NoLease,
+    PrefixHolder,
+    ToAsker,
+)
+
+logger = log.get("decode_worker.holders")
+
+CONNECT_S = 2.0
+END_S = 2.0
+"""How long a holder may take to say whether a lease was valid."""
+AGAIN_S, AGAIN_MOST_S = 2.0, 60.0
+MOST = 1024
+"""When so many holders are remembered, those without a connection are forgotten."""
+
+
+class LeaseRefused(HandoffError):
+    """The holder gave no lease. reason: see `NoLease`."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Holder:
+    """One connection to one holder. Made by `Holders.use`."""
+
+    def __init__(self, instance_id: str, channel: Channel, reader: KvReader) -> None:
+        self.instance_id = instance_id
+        self.reader = reader
+        self._channel = channel
+        self._rids = itertools.count(1)
+        self._replies: Waits[int, Any] = Waits(
+            lambda _: PeerUnavailable(f"{instance_id} does not answer in time")
+        )
+        self.lost = False
+
+    async def ask(self, make: Callable[[int], LeaseAsk], within_s: float) -> Lease:
+        """Return a lease. Raises LeaseRefused, PeerUnavailable.
+
+        make: makes the message with a given request id."""
+        reply = await self._ask(make, within_s)
+        if isinstance(reply, NoLease):
+            raise LeaseRefused(f"{self.instance_id}: {reply.reason}", reason=reply.reason)
+        if not isinstance(reply, Lease):
+            raise BadMessage("no answer to lease_ask")
+        return reply
+
+    async def read(
+        self,
+        lease: Lease,
+        source: Sequence[int],
+        target: Sequence[int],
+        wanted: Callable[[], bool],
+    ) -> tuple[MoveResult, str]:
+        """Copy leased blocks into ours. See `KvReader.read`."""
+        return await self.reader.read(lease.fence, source, target, wanted)
+
+    async def end(self, lease: Lease) -> bool:
+        """Give a lease back. Returns whether it was valid until now. Raises PeerUnavailable."""
+        match await self._ask(lambda rid: LeaseEnd(rid=rid, lease=lease.lease), END_S):
+            case LeaseEnded() as reply:
+                return reply.valid
+        return False
+
+    def forget(self, lease: Lease) -> None:
+        """Give a lease back that is not wanted. Nobody waits for the answer."""
+        self._channel.write(LeaseEnd(rid=0, lease=lease.lease), now=True)
+
+    def hears(self, message: Any) -> None:
+        if isinstance(message, Lease | NoLease | LeaseEnded):
+            answered = self._replies.answer(message.rid, message)
+            if not answered and isinstance(message, Lease):
+                self.forget(message)  # it came too late
+
+    def drop(self) -> None:
+        """End the connection. Idempotent. A read under way goes on."""
+        if self.lost:
+            return
+        self.lost = True
+        self._channel.close()
+        for future in self._replies:
+            if not future.done():
+                future.set_exception(PeerUnavailable(f"lost {self.instance_id}"))
+
+    async def _ask(self, make: Callable[[int], Any], within_s: float) -> Any:
+        if self.lost:
+            raise PeerUnavailable(f"lost {self.instance_id}")
+        rid = next(self._rids)
+        future = self._replies.open(rid, within_s)
+        try:
+            self._channel.write(make(rid), now=True)
+            return await future
+        finally:
+            self._replies.close(rid)
+
+
+class _Place:
+    """What is kept of one holder. holder: None: not connected."""
+
+    def __init__(self, rest: Callable[[_Place], bool]) -> None:
+        self.holder: Holder | None = None
+        self.connecting = asyncio.Lock()
+        self.not_before = 0.0
+        self.pause = AGAIN_S
+        self.idle = IdleTimer(lambda: rest(self), IDLE_S)
+
+
+class Holders:
+    """All of them. See the module.
+
+    hello: makes our first message. reach: opens another worker's memory.
+    key: the cluster key. A holder must hold the same one."""
+
+    def __init__(
+        self, hello: Callable[[], LeaseHello], reach: Reach, key: ClusterKey | None
+    ) -> None:
+        self._hello = hello
+        self._reach = reach
+        self._key = key
+        self._loop = asyncio.get_running_loop()
+        self._places: dict[str, _Place] = {}
+        self._readers: set[KvReader] = set()
+        self._listening: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def away(self, instance_id: str) -> bool:
+        """Whether this holder failed lately. Any thread."""
+        place = self._places.get(instance_id)
+        return place is not None and self._loop.time() < place.not_before
+
+    async def use(self, at: PrefixHolder) -> Holder:
+        """Return a connection to a holder. Raises PullfillError."""
+        if self._closed:
+            raise PeerUnavailable("this worker is leaving")
+        if (place := self._places.get(at.instance_id)) is None:
+            if len(self._places) >= MOST:
+                self._tidy()
+            place = self._places[at.instance_id] = _Place(self._rest)
+        with place.idle.used():
+            async with place.connecting:
+                if place.holder is None or place.holder.lost:
+                    try:
+                        place.holder = await self._connect(at)
+                    except (PullfillError, OSError, EOFError, TimeoutError) as exc:
+                        self.failed(at.instance_id)
+                        why = f"cannot ask {at.instance_id} for its prefix cache: {exc}"
+                        logger.info(why)
+                        raise PeerUnavailable(why) from exc
+            return place.holder
+
+    def worked(self, instance_id: str) -> None:
+        """Note that a read from this holder has succeeded."""
+        if (place := self._places.get(instance_id)) is not None:
+            place.pause, place.not_before = AGAIN_S, 0.0
+
+    def failed(self, instance_id: str) -> None:
+        """Leave this holder alone for a while. Its connection is made anew then."""
+        if (place := self._places.get(instance_id)) is None:
+            return
+        place.not_before = self._loop.time() + place.pause
+        place.pause = min(2 * place.pause, AGAIN_MOST_S)
+        if place.holder is not None:
+            place.holder.drop()
+
+    async def close(self) -> None:
+        """End all connections, and wait for the reads under way. Nothing is read afterwards."""
+        self._closed = True
+        for place in self._places.values():
+            place.idle.stop()
+            if place.holder is not None:
+                place.holder.drop()
+        for reader in list(self._readers):
+            await asyncio.to_thread(reader.close)
+        for task in self._listening:
+            task.cancel()
+        await asyncio.gather(*self._listening, return_exceptions=True)
+
+    # ------------------------------------------------------------------ inside
+
+    async def _connect(self, at: PrefixHolder) -> Holder:
+        host, port = frames.split_address(at.control)
+        async with asyncio.timeout(CONNECT_S):
+            _, channel = await self._loop.create_connection(Channel, host, port)
+            try:
+                await introduce(channel, self._key, self._hello())
+                first: Any = await channel.read(ToAsker)  # type: ignore[arg-type]
+                if isinstance(first, Goodbye):
+                    raise PeerUnavailable(f"refused: {first.reason}")
+                if not isinstance(first, LeaseWelcome):
+                    raise BadMessage("no welcome")
+                if first.decode_instance != at.instance_id:
+                    raise PeerUnavailable(f"its address is now used by {first.decode_instance}")
+                open_session = self._reach(first.regions)
+            except BaseException:
+                channel.close()
+                raise
+        reader = KvReader(at.instance_id, open_session, otherwise="cannot be read")
+        self._readers.add(reader)
+        holder = Holder(at.instance_id, channel, reader)
+        task = self._loop.create_task(self._listen(holder, channel))
+        self._listening.add(task)
+        task.add_done_callback(self._listening.discard)
+        return holder
+
+    async def _listen(self, holder: Holder, channel: Channel) -> None:
+        try:
+            channel.hear(ToAsker, holder.hears)
+            await channel.ended()
+        except (EOFError, OSError, PullfillError) as exc:
+            logger.debug("connection to %s: %s", holder.instance_id, exc)
+        finally:
+            holder.drop()
+            holder.reader.leave(lambda: self._readers.discard(holder.reader))
+
+    def _tidy(self) -> None:
+        """Forget the holders that we are not connected to."""
+        for name, place in list(self._places.items()):
+            if not place.connecting.locked() and (place.holder is None or place.holder.lost):
+                del self._places[name]
+
+    def _rest(self, place: _Place) -> bool:
+        """Close an unused connection."""
+        if place.holder is not None:
+            place.holder.drop()
+        return True

@@ -1,0 +1,364 @@
+"""Prefixes are fetched, not computed again: reads what another decode worker has cached.
+
+A frontend's hint says who holds more of a prompt than this worker (wire.PrefixHolder). One fetch:
+
+    engine thread   `look`: the true local hit is known; if reading is worth it, ask for a lease.
+                    vLLM is told to ask again (None) until the answer is there
+    asyncio         lease: how many blocks the holder really has, pinned there
+    engine thread   `look`: so many tokens will be loaded. vLLM allocates blocks. `begin`
+    lane            copies into those blocks, under the lease's fence
+    asyncio         the lease is given back. Only if it was valid until then, the copy counts
+    engine thread   `take`: loaded, or failed. After a failure the prompt is computed
+
+What always holds:
+
+- After `begin` a request waits until `take` has returned it, exactly once. Only then vLLM may reuse
+  its blocks, and then no thread copies into them: a cancelled request waits for that, too.
+- A fetch is tried once for a request. It has a deadline in each phase, so a holder that is stopped
+  delays a prompt by no more than half of its computation before the copy starts.
+- If two prompts want the same prefix, the second one waits for the first, and then has a local hit.
+
+Each field of a `Fetch` has one writer, so no lock is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pullfill.decode_worker.fetch_rates import FetchRates
+from pullfill.decode_worker.holders import Holder, Holders, LeaseRefused
+from pullfill.errors import Fenced, IncompatibleError, PullfillError
+from pullfill.runtime import log, metrics
+from pullfill.wire import Adapter, Lease, LeaseAsk, PrefixHolder, u32
+
+logger = log.get("decode_worker.fetch")
+
+MOST = 32
+"""Fetches of this worker at a time."""
+_ASK_S = (0.1, 2.0)
+"""Least and most time for the connection and the lease."""
+_COPY_S = (1.0, 8.0)
+"""Least and most time for the copy. The most is less than a lease lasts."""
+_TURN_S = 5.0
+"""How long a lease waits for vLLM to allocate blocks."""
+
+
+class FetchOutcome(enum.StrEnum):
+    """What came of a hint. All but the first: the prefix was computed."""
+
+    FETCHED = "fetched"
+    DEARER = "dearer"
+    """Reading was expected to take longer than computing."""
+    BUSY = "busy"
+    """This worker or the holder had too many such reads, or a step of the holder still ran."""
+    NOT_HELD = "not_held"
+    """The holder has too little of the prefix (any more)."""
+    UNREACHABLE = "unreachable"
+    """The holder could not be asked, did not answer in time, or may not be read."""
+    LOST = "lost"
+    """The copy broke off: the holder died, or was too slow."""
+    EXPIRED = "expired"
+    """The lease ended before the copy was confirmed: the holder had left, or registered again."""
+    CANCELLED = "cancelled"
+    """The request ended, or went another way."""
+
+
+class Answer(enum.Enum):
+    """Of the holder, as far as the asyncio thread knows."""
+
+    PENDING = 1
+    LEASED = 2
+    NONE = 3
+
+
+class Turn(enum.Enum):
+    """What the engine thread does about a fetch."""
+
+    WAITING = 1
+    COPYING = 2
+    OVER = 3
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """One prompt's fetch. Lengths are in tokens, whole blocks.
+
+    start, end: what is asked for. least: fewer tokens are not fetched.
+    key: names the prefix up to `end`.
+    within_s: for the question. copy_s: for the copy.
+
+    Written by the engine thread: turn, wanted, begin_at.
+    Written by the asyncio thread: answer, leased (the end of what is leased), outcome, seconds,
+    kv_bytes, transport, blocks (set once `begin` was called), ended."""
+
+    request_id: str
+    at: PrefixHolder
+    prompt: Sequence[int]
+    start: int
+    end: int
+    least: int
+    key: object
+    cache_salt: str | None
+    adapter: Adapter | None
+    within_s: float = 0.0
+    copy_s: float = 0.0
+    turn: Turn = Turn.WAITING
+    wanted: bool = True
+    begin_at: int = 0
+    answer: Answer = Answer.PENDING
+    leased: int = 0
+    outcome: FetchOutcome = FetchOutcome.LOST
+    seconds: float = 0.0
+    kv_bytes: int = 0
+    transport: str = ""
+    blocks: asyncio.Future[Sequence[int]] | None = None
+    ended: bool = False
+
+
+class PrefixFetches:
+    """See the module.
+
+    block_size: tokens of a block. block_bytes: bytes of a block over all layers and ranks.
+    wake: wakes the engine thread."""
+
+    def __init__(
+        self,
+        holders: Holders,
+        *,
+        block_size: int,
+        block_bytes: int,
+        wake: Callable[[], None],
+        rates: FetchRates | None = None,
+    ) -> None:
+        self._holders = holders
+        self._block_size = block_size
+        self._block_bytes = block_bytes
+        self._wake = wake
+        self._rates = rates or FetchRates()
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[str, Fetch] = {}
+        self._by_key: dict[object, Fetch] = {}
+        self._events: deque[Fetch] = deque()
+        self._running: dict[asyncio.Task[None], Fetch] = {}
+
+    # ------------------------------------------------------------------ engine thread
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def known(self, request_id: str) -> Fetch | None:
+        """Return the fetch of a request, whatever has become of it."""
+        return self._open.get(request_id)
+
+    def waits(self, key: object) -> bool:
+        """Whether the prefix with this key is being fetched for another prompt."""
+        return key in self._by_key
+
+    def ask(self, fetch: Fetch, compute_s: float) -> bool:
+        """Begin a fetch, if it is worth it. Returns whether it has begun.
+
+        compute_s: how long it would take to compute these tokens."""
+        kv_bytes = (fetch.end - fetch.start) // self._block_size * self._block_bytes
+        self._open[fetch.request_id] = fetch
+        if not self._rates.worth(fetch.at.instance_id, kv_bytes, compute_s):
+            return self._not(fetch, FetchOutcome.DEARER)
+        if self._holders.away(fetch.at.instance_id):
+            return self._not(fetch, FetchOutcome.UNREACHABLE)
+        if len(self._by_key) >= MOST:
+            return self._not(fetch, FetchOutcome.BUSY)
+        self._by_key[fetch.key] = fetch
+        expected_s = self._rates.expected_s(fetch.at.instance_id, kv_bytes)
+        fetch.within_s = _clamp(compute_s / 2, _ASK_S)
+        fetch.copy_s = _clamp(4 * max(compute_s, expected_s), _COPY_S)
+        self._loop.call_soon_threadsafe(self._start, fetch)
+        return True
+
+    def begin(self, fetch: Fetch, hit: int, blocks: Sequence[int]) -> None:
+        """Copy the leased tokens from `hit` on into these blocks. vLLM has allocated them."""
+        fetch.turn, fetch.begin_at = Turn.COPYING, hit
+        self._loop.call_soon_threadsafe(self._go, fetch, list(blocks))
+
+    def drop(self, fetch: Fetch) -> None:
+        """Let the prompt be computed. Without effect after `begin`."""
+        if fetch.turn is Turn.WAITING:
+            fetch.turn, fetch.wanted = Turn.OVER, False
+            self._by_key.pop(fetch.key, None)
+            if fetch.answer is not Answer.NONE:
+                self._loop.call_soon_threadsafe(self._stop, fetch)
+
+    def finished(self, request_id: str) -> None:
+        """The request is over in vLLM. If it is being fetched, `take` still returns it."""
+        if (fetch := self._open.get(request_id)) is None:
+            return
+        self.drop(fetch)
+        fetch.wanted = False
+        if fetch.turn is Turn.OVER:
+            del self._open[request_id]
+
+    def take(self) -> list[Fetch]:
+        """Return the fetches that were begun and have ended."""
+        taken = []
+        while self._events:
+            fetch = self._events.popleft()
+            fetch.turn = Turn.OVER
+            self._by_key.pop(fetch.key, None)
+            if not fetch.wanted:
+                del self._open[fetch.request_id]
+            if fetch.outcome is FetchOutcome.FETCHED:
+                metrics.PREFIX_FETCH_TOKENS.inc(fetch.leased - fetch.begin_at)
+                self._rates.observe(fetch.at.instance_id, fetch.kv_bytes, fetch.seconds)
+            taken.append(fetch)
+        return taken
+
+    def _not(self, fetch: Fetch, outcome: FetchOutcome) -> bool:
+        fetch.turn, fetch.answer, fetch.outcome = Turn.OVER, Answer.NONE, outcome
+        metrics.PREFIX_FETCH.labels(outcome.value).inc()
+        return False
+
+    # ------------------------------------------------------------------ asyncio thread
+
+    async def close(self) -> None:
+        """End all fetches. Afterwards nothing is copied."""
+        await self._holders.close()
+        for fetch in list(self._running.values()):
+            self._stop(fetch)
+        if self._running:
+            await asyncio.wait(list(self._running), timeout=_TURN_S)
+
+    def _start(self, fetch: Fetch) -> None:
+        fetch.blocks = self._loop.create_future()
+        # Never cancelled: its end says that no thread touches the blocks.
+        task = self._loop.create_task(self._run(fetch))
+        self._running[task] = fetch
+        task.add_done_callback(self._running.pop)
+
+    def _go(self, fetch: Fetch, blocks: list[int]) -> None:
+        if fetch.ended:  # the lease was given back while vLLM allocated
+            self._tell(fetch)
+        elif fetch.blocks is not None:
+            fetch.blocks.set_result(blocks)
+
+    def _stop(self, fetch: Fetch) -> None:
+        if fetch.blocks is not None and not fetch.blocks.done():
+            fetch.blocks.cancel()
+
+    def _tell(self, fetch: Fetch) -> None:
+        self._events.append(fetch)
+        self._wake()
+
+    async def _run(self, fetch: Fetch) -> None:
+        assert fetch.blocks is not None
+        holder: Holder | None = None
+        lease: Lease | None = None
+        began = first = time.monotonic()
+        try:
+            async with asyncio.timeout(fetch.within_s):
+                holder = await self._holders.use(fetch.at)
+            lease = await holder.ask(lambda rid: _question(rid, fetch), fetch.within_s)
+            asked_s = time.monotonic() - began
+            if not self._leased(fetch, lease):
+                return
+            blocks = await self._turn(fetch, lease)
+            if blocks is None:
+                return
+            began = time.monotonic()
+            kept, lease = lease, None
+            await self._copy(fetch, holder, kept, blocks)
+            fetch.seconds = asked_s + time.monotonic() - began
+        except LeaseRefused as exc:
+            known = exc.reason in (FetchOutcome.BUSY, FetchOutcome.NOT_HELD)
+            fetch.outcome = FetchOutcome(exc.reason) if known else FetchOutcome.UNREACHABLE
+        except (PullfillError, TimeoutError, RuntimeError) as exc:
+            self._failed(fetch, exc)
+        except Exception as exc:
+            logger.exception("fetching the prefix of %s failed", fetch.request_id)
+            self._failed(fetch, exc)
+        finally:
+            if lease is not None and holder is not None:
+                holder.forget(lease)
+            fetch.seconds = fetch.seconds or time.monotonic() - first
+            self._end(fetch)
+
+    def _leased(self, fetch: Fetch, lease: Lease) -> bool:
+        """Note what is leased. Returns whether it is enough."""
+        blocks = len(lease.block_ids) // u32.SIZE
+        end = min(fetch.start + blocks * self._block_size, fetch.end)
+        if end - fetch.start < fetch.least:
+            fetch.outcome = FetchOutcome.NOT_HELD
+            return False
+        fetch.leased = end
+        fetch.answer = Answer.LEASED
+        self._wake()
+        return True
+
+    async def _turn(self, fetch: Fetch, lease: Lease) -> Sequence[int] | None:
+        """Wait for our blocks. None: they are not wanted, or did not come in time."""
+        assert fetch.blocks is not None
+        await asyncio.wait([fetch.blocks], timeout=min(_TURN_S, lease.within_s / 2))
+        if not fetch.blocks.done() or fetch.blocks.cancelled():
+            fetch.outcome = FetchOutcome.CANCELLED
+            return None
+        return fetch.blocks.result()
+
+    async def _copy(
+        self, fetch: Fetch, holder: Holder, lease: Lease, blocks: Sequence[int]
+    ) -> None:
+        """Copy, and have the holder confirm that the lease was valid until the end."""
+        first = (fetch.begin_at - fetch.start) // self._block_size
+        source = u32.unpack(lease.block_ids)[first : first + len(blocks)]
+        timer = self._loop.call_later(fetch.copy_s, holder.reader.interrupt)
+        try:
+            moved, fetch.transport = await holder.read(lease, source, blocks, lambda: fetch.wanted)
+        except BaseException as exc:
+            holder.forget(lease)
+            if not isinstance(exc, Fenced):
+                raise
+            fetch.outcome = FetchOutcome.EXPIRED
+            return
+        finally:
+            timer.cancel()
+        fetch.kv_bytes = moved.nbytes
+        valid = await holder.end(lease)
+        fetch.outcome = FetchOutcome.FETCHED if valid else FetchOutcome.EXPIRED
+        if valid:
+            self._holders.worked(fetch.at.instance_id)
+
+    def _failed(self, fetch: Fetch, exc: Exception) -> None:
+        if not fetch.wanted:
+            fetch.outcome = FetchOutcome.CANCELLED
+            return
+        leased = fetch.answer is Answer.LEASED
+        fetch.outcome = FetchOutcome.LOST if leased else FetchOutcome.UNREACHABLE
+        log_it = logger.info if isinstance(exc, IncompatibleError) else logger.warning
+        log_it("prefix of %s is not read from %s: %s", fetch.request_id, fetch.at.instance_id, exc)
+        self._holders.failed(fetch.at.instance_id)
+
+    def _end(self, fetch: Fetch) -> None:
+        assert fetch.blocks is not None
+        fetch.ended = True
+        fetch.answer = Answer.NONE
+        metrics.PREFIX_FETCH.labels(fetch.outcome.value).inc()
+        if fetch.blocks.done() and not fetch.blocks.cancelled():
+            self._tell(fetch)
+        else:
+            self._wake()  # vLLM shall ask again
+
+
+def _clamp(value: float, bounds: tuple[float, float]) -> float:
+    return min(max(value, bounds[0]), bounds[1])
+
+
+def _question(rid: int, fetch: Fetch) -> LeaseAsk:
+    return LeaseAsk(
+        rid=rid,
+        token_ids=u32.pack(fetch.prompt[: fetch.end]),
+        start=fetch.start,
+        cache_salt=fetch.cache_salt,
+        adapter=fetch.adapter,
+    )

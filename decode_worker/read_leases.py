@@ -1,0 +1,325 @@
+"""Read leases: other decode workers copy cached blocks out of this worker's KV memory.
+
+    asker: LeaseHello → LeaseWelcome, with the descriptors of our memory
+    LeaseAsk ──intake thread──▶ vLLM's block hashes of the prompt
+             ──engine thread──▶ cached blocks found and pinned, fence opened ──▶ Lease
+    LeaseEnd ──▶ fence revoked, LeaseEnded ──proved──▶ engine thread: blocks let go
+
+What always holds:
+
+- A leased block is referenced in vLLM's block pool. So it is neither evicted nor reused.
+- That ends only after the fence was revoked, and it is proved that nobody reads under it. So each
+  read that the fence let pass has read what the block's hash says.
+- Only finished blocks are leased. Between two steps every cached block is computed; while a step
+  still runs (pipeline parallelism) no lease is given. Blocks that a prefill worker still writes, or
+  that are still copied, are not cached yet.
+- A lease ends after LEASE_S at most, or with its connection. Leases pin at most a quarter of the
+  blocks.
+- The asker's `LeaseEnd` is answered with `valid` only if the lease has not ended before, and this
+  worker has still the incarnation that it had then.
+
+asyncio thread, except where a method says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pullfill.decode_worker.context import DecodeContext
+from pullfill.decode_worker.intake import Preparation
+from pullfill.engine import requests
+from pullfill.engine.groups import cached_run, keeps_all
+from pullfill.errors import BadMessage, ConfigError, OverloadedError
+from pullfill.net.channel import Channel
+from pullfill.runtime import failpoints, log, metrics
+from pullfill.transfer.layout import describe_ranks
+from pullfill.wire import (
+    Compat,
+    FenceToken,
+    Goodbye,
+    Lease,
+    LeaseAsk,
+    LeaseEnd,
+    LeaseEnded,
+    LeaseHello,
+    LeaseWelcome,
+    NoLease,
+    ToHolder,
+    u32,
+)
+
+if TYPE_CHECKING:
+    from pullfill.decode_worker.intake import Intake
+    from pullfill.engine.host import EngineHost
+
+logger = log.get("decode_worker.leases")
+
+LEASE_S = 10.0
+"""How long a lease is valid. A copy that takes longer is not worth it."""
+MOST = 64
+"""Leases at a time, those that are asked for included."""
+SHARE = 4
+"""Leases pin at most one of so many blocks."""
+_PROOF_S = 0.02
+"""Pause before it is looked again whether a reader has let go."""
+NOT_HELD, BUSY = "not_held", "busy"
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """One lease. blocks: vLLM's."""
+
+    number: int
+    fence: FenceToken
+    blocks: list[Any]
+    incarnation: str
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Asker:
+    """One connection. leases: those that have not ended. gone: the connection has ended."""
+
+    channel: Channel
+    name: str
+    leases: dict[int, _Lease] = field(default_factory=dict)
+    gone: bool = False
+
+
+class ReadLeases:
+    """See the module.
+
+    intake: prepares requests for the engine. block_size: tokens of a block.
+    computes: see `LeaseHello`.
+    why_not: why nothing can be leased. Empty: it can."""
+
+    def __init__(
+        self,
+        context: DecodeContext,
+        host: EngineHost,
+        intake: Intake,
+        *,
+        compat: Compat,
+        computes: str,
+        block_size: int,
+        pool: Any,
+    ) -> None:
+        self._context = context
+        self._host = host
+        self._intake = intake
+        self._compat = compat
+        self._computes = computes
+        self._block_size = block_size
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._askers: set[_Asker] = set()
+        self._open = 0  # asked for, valid, or not proved quiet
+        self._pinned = 0  # engine thread
+        self._closed = False
+        self.why_not = ""
+        if context.owner is None:
+            self.why_not = "no transport reaches its KV memory"
+        elif not keeps_all(context.groups):
+            self.why_not = "its model does not keep the KV of all tokens in one group"
+
+    @property
+    def open(self) -> int:
+        """Number of leases that still pin blocks, or may soon."""
+        return self._open
+
+    async def serve(self, channel: Channel, hello: LeaseHello) -> None:
+        """Serve one asker until its connection ends. Raises what `Channel.ended` raises."""
+        if why := self._why_refused(hello):
+            channel.write(Goodbye(reason=why))
+            return
+        asker = _Asker(channel, hello.decode_instance)
+        self._askers.add(asker)
+        assert self._context.owner is not None
+        regions = describe_ranks(
+            self._context.owner,
+            self._context.memories,
+            instance_id=self._context.instance_id,
+            incarnation=self._context.incarnation,
+            compat=self._compat,
+        )
+        channel.write(
+            LeaseWelcome(decode_instance=self._context.instance_id, regions=tuple(regions))
+        )
+        logger.info("decode worker %s may read our prefix cache", asker.name)
+        try:
+            channel.hear(ToHolder, partial(self._hears, asker))
+            await channel.ended()
+        finally:
+            asker.gone = True
+            self._askers.discard(asker)
+            for lease in list(asker.leases.values()):
+                self._over(asker, lease)
+
+    def renew(self) -> None:
+        """End all connections: this worker has another incarnation now. Askers connect again."""
+        for asker in list(self._askers):
+            asker.channel.abort()
+
+    async def drain(self) -> None:
+        """Give no more leases, and wait for the end of those that are open: LEASE_S at most."""
+        self._closed = True
+        until = self._loop.time() + LEASE_S
+        while self._open and self._loop.time() < until:  # noqa: ASYNC110 (ends on three threads)
+            await asyncio.sleep(0.01)
+
+    def _why_refused(self, hello: LeaseHello) -> str:
+        if hello.compat != self._compat.hash():
+            return f"compatibility hash differs: {hello.compat} is not ours"
+        if hello.computes != self._computes:
+            return "the two workers round differently, and no self-check compares decode workers"
+        return self.why_not
+
+    def _hears(self, asker: _Asker, message: Any) -> None:
+        match message:
+            case LeaseAsk():
+                self._ask(asker, message)
+            case LeaseEnd():
+                self._end(asker, message)
+            case _:
+                raise BadMessage("an asker says only lease_ask and lease_end")
+
+    # ------------------------------------------------------------------ giving
+
+    def _ask(self, asker: _Asker, ask: LeaseAsk) -> None:
+        size = self._block_size
+        if ask.start % size or len(ask.token_ids) % 4 or len(ask.token_ids) // 4 <= ask.start:
+            raise BadMessage("a lease is asked for whole blocks after the start")
+        if self._closed or self._open >= MOST:
+            self._refuse(asker, ask, BUSY)
+            return
+        self._open += 1
+        self._host.submit(lambda core: self._put(core, asker, ask))
+
+    def _refuse(self, asker: _Asker, ask: LeaseAsk, reason: str) -> None:
+        metrics.PREFIX_LEASE.labels(reason).inc()
+        if not asker.gone:
+            asker.channel.write(NoLease(rid=ask.rid, reason=reason), now=True)
+
+    def _unfilled(self, asker: _Asker, ask: LeaseAsk, reason: str) -> None:
+        self._open -= 1
+        self._refuse(asker, ask, reason)
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        """Have `call` run on the asyncio thread. Any thread."""
+        self._loop.call_soon_threadsafe(call)
+
+    def _put(self, core: Any, asker: _Asker, ask: LeaseAsk) -> None:
+        """Engine thread."""
+        if not self._intake.put(self._prepare(core, asker, ask), len(ask.token_ids)):
+            self._tell(partial(self._unfilled, asker, ask, BUSY))
+
+    def _prepare(self, core: Any, asker: _Asker, ask: LeaseAsk) -> Preparation:
+        """Compute vLLM's block hashes of the prompt. Intake thread."""
+        lora = None
+        if (adapter := ask.adapter) is not None:
+            lora = self._context.adapters.same(adapter.name, adapter.path, adapter.content)
+            if lora is None:
+                return lambda: self._tell(partial(self._unfilled, asker, ask, NOT_HELD))
+        try:
+            request = requests.prefill_request(
+                "read-lease", (), cache_salt=ask.cache_salt, priority=0,
+                arrival_time=time.time(), lora_request=lora,
+            )  # fmt: skip
+            made = yield from requests.prepare(core, request, memoryview(ask.token_ids))
+        except Exception:
+            logger.exception("cannot hash a prompt of %s", asker.name)
+            return lambda: self._tell(partial(self._unfilled, asker, ask, BUSY))
+        return lambda: self._find(core, asker, ask, made)
+
+    def _find(self, core: Any, asker: _Asker, ask: LeaseAsk, made: Any) -> None:
+        """Pin the cached blocks and open a fence over them. Engine thread, between steps."""
+        size = self._block_size
+        stop = min(made.num_prompt_tokens // size, len(made.block_hashes))
+        room = core.vllm_config.cache_config.num_gpu_blocks // SHARE - self._pinned
+        reason, blocks = BUSY, list[Any]()
+        if not core.batch_queue and room > 0 and not asker.gone:
+            reason = NOT_HELD
+            blocks = cached_run(self._pool, size, made, ask.start // size, stop)[:room]
+        if not blocks:
+            self._tell(partial(self._unfilled, asker, ask, reason))
+            return
+        ids = [block.block_id for block in blocks]
+        assert self._context.owner is not None
+        try:
+            fence = self._context.owner.fences.open(ids, len(ids))  # to be read only
+        except (ConfigError, OverloadedError):
+            self._tell(partial(self._unfilled, asker, ask, BUSY))
+            return
+        self._pool.touch(blocks)
+        self._pinned += len(blocks)
+        lease = _Lease(next(self._numbers), fence, blocks, self._context.incarnation)
+        self._tell(partial(self._given, asker, ask, lease))
+
+    def _given(self, asker: _Asker, ask: LeaseAsk, lease: _Lease) -> None:
+        asker.leases[lease.number] = lease
+        if asker.gone:
+            self._over(asker, lease)
+            return
+        lease.timer = self._loop.call_later(LEASE_S, self._over, asker, lease)
+        metrics.PREFIX_LEASE.labels("given").inc()
+        failpoints.hit("decode.before_lease")
+        asker.channel.write(
+            Lease(
+                rid=ask.rid,
+                lease=lease.number,
+                block_ids=u32.pack([block.block_id for block in lease.blocks]),
+                fence=lease.fence,
+                within_s=LEASE_S,
+            ),
+            now=True,
+        )
+
+    # ------------------------------------------------------------------ ending
+
+    def _end(self, asker: _Asker, said: LeaseEnd) -> None:
+        failpoints.hit("decode.before_lease_end")
+        lease = asker.leases.get(said.lease)
+        valid = lease is not None and lease.incarnation == self._context.incarnation
+        if lease is not None:
+            self._over(asker, lease)
+        asker.channel.write(LeaseEnded(rid=said.rid, valid=valid), now=True)
+
+    def _over(self, asker: _Asker, lease: _Lease) -> None:
+        """End a lease, for whatever reason. Afterwards no copy made under it is confirmed."""
+        del asker.leases[lease.number]
+        if lease.timer is not None:
+            lease.timer.cancel()
+        self._let_go(lease)
+
+    def _let_go(self, lease: _Lease) -> None:
+        """Revoke the fence, and look again until it is proved that nobody reads."""
+        assert self._context.owner is not None
+        try:
+            proved = self._context.owner.fences.try_revoke(lease.fence)
+        except ConfigError as exc:
+            logger.debug("leased blocks stay pinned: %s", exc)  # we are leaving
+            return
+        except OSError:
+            logger.exception("the fence of a lease could not be checked; trying again soon")
+            proved = False
+        if proved:
+            self._host.submit(lambda _core: self._unpin(lease), wake=False)
+        else:
+            self._loop.call_later(_PROOF_S, self._let_go, lease)
+
+    def _unpin(self, lease: _Lease) -> None:
+        """Engine thread."""
+        # The tail first: it is the least useful as a cached prefix.
+        self._pool.free_blocks(reversed(lease.blocks))
+        self._pinned -= len(lease.blocks)
+        self._tell(self._unpinned)
+
+    def _unpinned(self) -> None:
+        self._open -= 1

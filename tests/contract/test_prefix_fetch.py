@@ -1,0 +1,318 @@
+"""One decode worker reads another one's cached prefix: both ends, over sockets and real memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker import holders, prefix_fetch, read_leases
+from pullfill.decode_worker.kv_reader import KvReader
+from tests.support.fetch_rig import LEAST, FetchWorker, without_vllm
+from tests.support.handoff_decode import Served
+from tests.support.kv_engine import BLOCK, NUM_BLOCKS
+from tests.support.transfer_rigs import RIGS
+
+PREFIX = 10 * BLOCK
+
+
+class Pair:
+    def __init__(self, holder: FetchWorker, asker: FetchWorker) -> None:
+        self.holder, self.asker = holder, asker
+
+
+@pytest.fixture(params=["shm", "tcp"])
+async def pair(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Pair]:
+    without_vllm(monkeypatch)
+    rig = RIGS[request.param](tmp_path)
+    made = Pair(FetchWorker(rig, "holder"), FetchWorker(rig, "asker"))
+    await made.holder.start()
+    await made.asker.start()
+    yield made
+    await made.holder.check_clean()
+    await made.asker.check_clean()
+    await made.asker.stop()
+    await made.holder.stop()
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(length)]
+
+
+async def until(what: Any) -> None:
+    async with asyncio.timeout(10.0):
+        while not what():  # noqa: ASYNC110 (nothing to wait for but the state itself)
+            await asyncio.sleep(0.001)
+
+
+class Gate:
+    """Stops the reads of all workers at their beginning, or fails them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached = threading.Event()
+        self.open = threading.Event()
+        real = KvReader._fetch
+
+        def fetch(reader: KvReader, *args: Any) -> Any:
+            self.reached.set()
+            assert self.open.wait(20.0)
+            return real(reader, *args)
+
+        monkeypatch.setattr(KvReader, "_fetch", fetch)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+async def test_a_prefix_is_read(pair: Pair) -> None:
+    tokens = prompt(PREFIX + 7)
+    pair.holder.cache(tokens[:PREFIX])
+    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
+    assert served.loaded
+    assert (told.fetch, told.fetched_from) == ("fetched", "holder")
+    assert (told.fetched_tokens, told.prefix_hit_tokens) == (PREFIX, 0)
+    assert told.kv_bytes > 0
+    assert told.timings_ms.fetch
+
+
+async def test_only_what_this_worker_lacks_is_read(pair: Pair) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    pair.asker.cache(tokens[: 3 * BLOCK])
+    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
+    assert served.loaded
+    assert (told.prefix_hit_tokens, told.fetched_tokens) == (3 * BLOCK, PREFIX - 3 * BLOCK)
+
+
+async def test_the_last_token_is_computed_here(pair: Pair) -> None:
+    tokens = prompt(PREFIX)
+    pair.holder.cache(tokens)
+    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
+    assert served.loaded
+    assert told.fetched_tokens == PREFIX - BLOCK
+
+
+async def test_the_holder_may_have_less_than_the_hint_says(pair: Pair) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens[: PREFIX // 2])
+    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
+    assert served.loaded
+    assert told.fetched_tokens == PREFIX // 2
+
+
+@pytest.mark.parametrize("held", [0, LEAST - BLOCK])
+async def test_too_little_is_computed(pair: Pair, held: int) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens[:held])
+    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
+    assert not served.loaded
+    assert (told.fetch, told.fetched_tokens) == ("not_held", 0)
+
+
+async def test_another_salt_is_another_prompt(pair: Pair) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens, salt="theirs")
+    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX), salt="ours")
+    assert (served.loaded, told.fetch) == (False, "not_held")
+    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX), salt="theirs")
+    assert (served.loaded, told.fetch) == (True, "fetched")
+
+
+async def test_workers_that_round_differently_read_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.holder.leases, "_computes", "another")
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
+    assert told.fetch == "unreachable"
+    _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
+    assert told.fetch == "unreachable", "and it is not asked again at once"
+
+
+async def test_two_prompts_with_one_prefix_read_it_once(pair: Pair) -> None:
+    tokens = prompt(PREFIX)
+    pair.holder.cache(tokens)
+    hint = pair.holder.holds(PREFIX)
+    answers = await asyncio.gather(*(pair.asker.ask([*tokens, last], hint) for last in range(3)))
+    assert sorted(told.fetched_tokens for _, told in answers) == [0, 0, PREFIX]
+    assert sorted(told.prefix_hit_tokens for _, told in answers) == [0, PREFIX, PREFIX]
+
+
+async def test_leased_blocks_are_not_reused(pair: Pair, gate: Gate) -> None:
+    tokens = prompt(PREFIX + 1)
+    leased = set(pair.holder.cache(tokens))
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    await until(gate.reached.is_set)
+    others = pair.holder.pool.allocate(NUM_BLOCKS - len(leased))
+    assert others is not None
+    assert not leased & set(others)
+    assert pair.holder.pool.allocate(1) is None, "all that is left is pinned"
+    gate.open.set()
+    told = await pair.asker.end(served)
+    assert told.fetch == "fetched"
+    pair.holder.pool.release(others)
+
+
+async def test_a_copy_after_the_lease_does_not_count(
+    pair: Pair, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_leases, "LEASE_S", 0.05)
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    await until(gate.reached.is_set)
+    await until(lambda: not pair.holder.leases.open)
+    pair.holder.cache(prompt(NUM_BLOCKS * BLOCK, seed=2))  # everything is overwritten
+    gate.open.set()
+    told = await pair.asker.end(served)
+    assert (served.loaded, told.fetch, told.fetched_tokens) == (False, "expired", 0)
+
+
+async def test_a_holder_with_another_incarnation_confirms_nothing(pair: Pair, gate: Gate) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    await until(gate.reached.is_set)
+    pair.holder.context.incarnation = "holder-i1"
+    gate.open.set()
+    told = await pair.asker.end(served)
+    assert (served.loaded, told.fetch) == (False, "expired")
+
+
+async def test_a_holder_that_is_lost_confirms_nothing(pair: Pair, gate: Gate) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    await until(gate.reached.is_set)
+    pair.holder.leases.renew()
+    await until(lambda: not pair.holder.leases._askers)
+    gate.open.set()
+    told = await pair.asker.end(served)
+    assert (served.loaded, told.fetched_tokens) == (False, 0)
+    assert told.fetch in ("lost", "expired")
+
+
+async def test_a_cancelled_request_keeps_its_blocks_until_the_reader_is_quiet(
+    pair: Pair, gate: Gate
+) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    await until(gate.reached.is_set)
+    pair.asker.abort(served)
+    await asyncio.sleep(0.05)
+    assert served.loaded is None
+    assert not set(served.table) & pair.asker.pool.free
+    gate.open.set()
+    await until(lambda: served.loaded is not None)
+    pair.asker.traces.finish(served.request.request_id)
+
+
+async def test_a_request_that_is_cancelled_while_the_holder_is_asked(pair: Pair) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    pair.holder.host.held = True
+    request = pair.asker.request(tokens, pair.holder.holds(PREFIX))
+    assert pair.asker.side.decide(request, 0) == (None, False)
+    await until(lambda: pair.holder.leases.open)
+    pair.asker.side.request_finished(request.request_id)
+    pair.holder.host.held = False
+    pair.holder.host.run()
+    await until(lambda: not pair.asker.fetches._running)
+
+
+async def test_a_holder_in_a_long_step_is_not_waited_for(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    pair.holder.host.held = True
+    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
+    assert (served.loaded, told.fetch) == (False, "unreachable")
+    pair.holder.host.held = False
+    pair.holder.host.run()
+
+
+async def test_no_lease_while_a_step_runs(pair: Pair) -> None:
+    """With pipeline parallelism the blocks of a step that still runs are cached already."""
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    pair.holder.host.core.batch_queue = [object()]
+    _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
+    assert told.fetch == "busy"
+
+
+async def test_leases_pin_a_quarter_of_the_blocks_at_most(pair: Pair) -> None:
+    tokens = prompt((NUM_BLOCKS // 2) * BLOCK + 1)
+    pair.holder.cache(tokens)
+    _, told = await pair.asker.ask(tokens, pair.holder.holds(len(tokens)))
+    assert told.fetched_tokens == NUM_BLOCKS // read_leases.SHARE * BLOCK
+
+
+async def test_a_lease_that_vllm_has_no_blocks_for_is_given_back(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_fetch, "_TURN_S", 0.05)
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    request = pair.asker.request(tokens, pair.holder.holds(PREFIX))
+    await until(lambda: pair.asker.side.decide(request, 0)[0] is not None)
+    await until(lambda: not pair.asker.fetches._running)
+    assert pair.asker.side.decide(request, 0) == (0, False)
+    pair.asker.side.request_finished(request.request_id)
+
+
+async def test_a_lease_that_ends_as_vllm_allocates(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_fetch, "_TURN_S", 0.02)
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    request = pair.asker.request(tokens, pair.holder.holds(PREFIX))
+    await until(lambda: pair.asker.side.decide(request, 0)[0] is not None)
+    table = pair.asker.pool.allocate(PREFIX // BLOCK)
+    assert table is not None
+    served = pair.asker.served[request.request_id] = Served(request, table)
+    await until(lambda: not pair.asker.fetches._running)
+    pair.asker.side.enqueue(request, [served.table], PREFIX)
+    told = await pair.asker.end(served)
+    assert (served.loaded, told.fetched_tokens) == (False, 0)
+
+
+async def test_a_holder_that_drains_waits_for_its_readers(pair: Pair, gate: Gate) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    await until(gate.reached.is_set)
+    draining = asyncio.create_task(pair.holder.leases.drain())
+    await asyncio.sleep(0.05)
+    assert not draining.done()
+    gate.open.set()
+    assert (await pair.asker.end(served)).fetch == "fetched"
+    await draining
+    other = prompt(PREFIX + 1, seed=3)
+    pair.holder.cache(other)
+    assert (await pair.asker.ask(other, pair.holder.holds(PREFIX)))[1].fetch == "busy"
+
+
+async def test_an_address_where_nobody_answers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = prompt(PREFIX + 1)
+    hint = pair.holder.holds(PREFIX)
+    pair.holder.cache(tokens)
+    await pair.holder.control.stop()
+    _, told = await pair.asker.ask(tokens, hint)
+    assert told.fetch == "unreachable"
+    assert pair.asker.holders.away("holder")
+    monkeypatch.setattr(pair.asker.holders._places["holder"], "not_before", 0.0)
+    assert holders.AGAIN_S < pair.asker.holders._places["holder"].pause

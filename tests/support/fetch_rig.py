@@ -1,0 +1,283 @@
+"""Decode workers without vLLM that read each other's cached prefixes. All else is real.
+
+ControlServer, ReadLeases, Holders, PrefixFetches, the connector's scheduler half and a KV region.
+`FetchWorker` stands for vLLM: it has a prefix cache, and asks and tells the scheduler half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker import read_leases
+from pullfill.decode_worker.conditional_router import Situation
+from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
+from pullfill.decode_worker.context import DecodeContext
+from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.fetch_choice import FetchChoice
+from pullfill.decode_worker.holders import Holders
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.prefix_fetch import PrefixFetches
+from pullfill.decode_worker.read_leases import ReadLeases
+from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.engine.request_limits import PREFIX_HOLDER
+from pullfill.wire import (
+    ExplainRecord,
+    LeaseHello,
+    PrefixHolder,
+    RouterConfig,
+    RouterPolicy,
+    u32,
+)
+from tests.support.fakes import FakePool, FakeRequest
+from tests.support.handoff_decode import COMPATIBLE, Served
+from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, compute, holds
+from tests.support.transfer_rigs import Rig
+
+LEAST = 2 * BLOCK
+
+
+def hashes_of(tokens: Sequence[int], salt: str | None) -> list[str]:
+    """A hash for each whole block, over all tokens before its end."""
+    ends = range(BLOCK, len(tokens) + 1, BLOCK)
+    return [hashlib.sha256(f"{salt}{list(tokens[:end])}".encode()).hexdigest() for end in ends]
+
+
+class CachePool(FakePool):
+    """A FakePool with a prefix cache. A block that is allocated is evicted from it."""
+
+    enable_caching = True
+
+    def allocate(self, count: int) -> list[int] | None:
+        ids = super().allocate(count)
+        self.cached = {h: block for h, block in self.cached.items() if block not in (ids or ())}
+        return ids
+
+    def hit(self, hashes: Sequence[str]) -> list[int]:
+        found = []
+        for one in hashes:
+            if (block := self.cached.get((one, 0))) is None:
+                break
+            found.append(block)
+        return found
+
+    def cache(self, hashes: Sequence[str], ids: Sequence[int]) -> None:
+        for one, block in zip(hashes, ids, strict=False):
+            self.cached.setdefault((one, 0), block)
+
+
+class FakeHost:
+    """Runs what is submitted on the loop, as an engine thread between two steps would.
+
+    held: nothing runs while it is set: a long step."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        cache = SimpleNamespace(num_gpu_blocks=NUM_BLOCKS)
+        self.core = SimpleNamespace(
+            batch_queue=None, vllm_config=SimpleNamespace(cache_config=cache)
+        )
+        self.held = False
+        self._todo: list[Callable[[Any], None]] = []
+
+    def submit(self, work: Callable[[Any], None], *, wake: bool = True) -> None:
+        self._todo.append(work)
+        self._loop.call_soon_threadsafe(self.run)
+
+    def run(self) -> None:
+        while self._todo and not self.held:
+            self._todo.pop(0)(self.core)
+
+
+class FakeIntake:
+    def put(self, preparation: Any, size: int) -> bool:
+        try:
+            while True:
+                next(preparation)
+        except StopIteration as end:
+            end.value()
+        return True
+
+
+class FetchWorker:
+    """One decode worker. asyncio thread only."""
+
+    def __init__(self, rig: Rig, name: str, *, computes: str = "c") -> None:
+        self.name = name
+        self.region = rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
+        self.pages = self.region.pages
+        self.pool = CachePool(NUM_BLOCKS, hash_block_size=BLOCK)
+        self.config = RouterConfig(policy=RouterPolicy.ALWAYS_LOCAL, min_fetch_tokens=LEAST)
+        self.traces = RequestTraces(name)
+        self.host = FakeHost()
+        self.served: dict[str, Served] = {}
+        self.computed: set[str] = set()
+        loop = asyncio.get_running_loop()
+        self.ledger = Ledger(self.region.owner.fences, incarnation=f"{name}-i0")
+        self.context = DecodeContext(
+            instance_id=name,
+            incarnation=f"{name}-i0",
+            router_config=lambda: self.config,
+            situation=lambda p, h, i: Situation(p, h, i),
+            traces=self.traces,
+            make_ledger=lambda _: self.ledger,
+            ledger=self.ledger,
+            owner=self.region.owner,
+            ranks=[SimpleNamespace(memory=self.region.memory)],  # type: ignore[list-item]
+        )
+        self.control = ControlServer(
+            instance_id=name, compat=COMPATIBLE, ledger=self.ledger, traces=self.traces,
+            cancel=_nothing, nak=_nothing,
+        )  # fmt: skip
+        self.leases = self.control.leases = ReadLeases(
+            self.context, self.host, FakeIntake(), compat=COMPATIBLE, computes=computes,  # type: ignore[arg-type]
+            block_size=BLOCK, pool=self.pool,
+        )  # fmt: skip
+        hello = LeaseHello(decode_instance=name, compat=COMPATIBLE.hash(), computes=computes)
+        self.holders = Holders(
+            lambda: hello,
+            lambda regions: lambda: rig.transport.connect(self.region.memory, *regions),
+            None,
+        )
+        self.fetches = PrefixFetches(
+            self.holders, block_size=BLOCK, block_bytes=LAYOUT.block_bytes,
+            wake=lambda: loop.call_soon_threadsafe(self.step),
+        )  # fmt: skip
+        self.side = ConnectorScheduler(self.context, BLOCK)
+        self.side.bind_pool(self.pool)
+        self.side.fetching = FetchChoice(
+            self.context, self.fetches, block_size=BLOCK, pool=self.pool, local_tokens=1,
+            never="", prefill_s=lambda start, tokens: 1.0,
+        )  # fmt: skip
+
+    async def start(self) -> None:
+        await self.control.start("127.0.0.1")
+
+    def holds(self, tokens: int) -> PrefixHolder:
+        """A frontend's hint that this worker holds the first tokens of a prompt."""
+        return PrefixHolder(
+            instance_id=self.name, control=self.control.address, tokens=tokens // BLOCK * BLOCK
+        )
+
+    def cache(self, tokens: Sequence[int], salt: str | None = None) -> list[int]:
+        """Compute a prompt here. Its whole blocks are cached then, and nobody refers to them."""
+        ids = self.pool.allocate(len(tokens) // BLOCK)
+        assert ids is not None
+        compute(self.pages, ids, tokens, 0, len(ids) * BLOCK)
+        self.pool.cache(hashes_of(tokens, salt), ids)
+        self.pool.release(ids)
+        return ids
+
+    def request(
+        self, tokens: Sequence[int], hint: PrefixHolder | None, salt: str | None = None
+    ) -> FakeRequest:
+        params = None if hint is None else {PREFIX_HOLDER: hint}
+        return FakeRequest(
+            f"r{len(self.served)}", list(tokens), cache_salt=salt, kv_transfer_params=params,
+            block_hashes=hashes_of(tokens, salt),
+        )  # fmt: skip
+
+    async def admit(self, request: FakeRequest) -> Served:
+        """Ask the scheduler half about a request until it answers, and allocate its blocks."""
+        tokens = request.prompt_token_ids or []
+        served = self.served[request.request_id] = Served(request, [])
+        while True:
+            hit = self.pool.hit(request.block_hashes)[: (len(tokens) - 1) // BLOCK]
+            external, later = self.side.decide(request, len(hit) * BLOCK)
+            if external is not None:
+                break
+            await asyncio.sleep(0.001)
+        self.pool.touch([self.pool.blocks[b] for b in hit])
+        own = self.pool.allocate(external // BLOCK)
+        assert own is not None
+        self.pages[:, own] = 0xAA
+        served.table = [*hit, *own]
+        self.side.enqueue(request, [served.table], external)
+        if not later:
+            served.loaded = False
+            self.computed.add(request.request_id)
+        return served
+
+    async def ask(
+        self, tokens: Sequence[int], hint: PrefixHolder | None, salt: str | None = None
+    ) -> tuple[Served, ExplainRecord]:
+        """Serve a prompt up to its computation. Checks what was fetched, then lets it go."""
+        served = await self.admit(self.request(tokens, hint, salt))
+        return served, await self.end(served)
+
+    async def end(self, served: Served) -> ExplainRecord:
+        """Wait until the KV is there or must be computed. Then the request ends."""
+        while served.loaded is None:  # noqa: ASYNC110 (the engine's reports)
+            await asyncio.sleep(0.001)
+        tokens = served.request.prompt_token_ids or []
+        if served.loaded:
+            assert holds(self.pages, served.table, tokens[: len(served.table) * BLOCK])
+            self.pool.cache(served.request.block_hashes, served.table)
+            self.pool.release(served.table)
+        elif not served.over:
+            self.pool.release(served.table)
+            if served.request.request_id not in self.computed:
+                self.admit_again(served)
+        self.side.request_finished(served.request.request_id)
+        record = self.traces.finish(served.request.request_id)
+        assert record is not None
+        return record
+
+    def admit_again(self, served: Served) -> None:
+        """After a failed load vLLM asks once more. The prompt is computed."""
+        external, later = self.side.decide(served.request, 0)
+        assert (external, later) == (0, False)
+        self.side.enqueue(served.request, [[]], 0)
+
+    def step(self) -> None:
+        loaded = self.side.finish()
+        later, failed = self.side.collect()
+        self.side.step_done()
+        for request_id in [*loaded, *later, *failed]:
+            served = self.served[request_id]
+            assert served.loaded is None, "told twice"
+            served.loaded = request_id not in failed
+            if served.over:
+                self.pool.release(served.table)
+
+    def abort(self, served: Served) -> None:
+        served.over = True
+        self.side.request_finished(served.request.request_id)
+
+    async def check_clean(self) -> None:
+        async with asyncio.timeout(5.0):
+            while self.leases.open:  # noqa: ASYNC110 (ends on several threads)
+                await asyncio.sleep(0.002)
+        assert self.pool.free == set(range(NUM_BLOCKS))
+        assert self.region.owner.fences.in_use == 0
+        assert not self.fetches._open
+        assert not self.fetches._by_key
+
+    async def stop(self) -> None:
+        await self.control.stop()
+        await self.fetches.close()
+        self.region.owner.close()
+
+
+async def _nothing(*_: object) -> None:
+    """A queue that nobody uses."""
+
+
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have holders hash prompts as `hashes_of` does."""
+
+    def prefill_request(name: str, tokens: Sequence[int], **fields: Any) -> Any:
+        return SimpleNamespace(**fields)
+
+    def prepare(core: Any, request: Any, data: memoryview) -> Any:
+        yield
+        tokens = u32.unpack(data)
+        return FakeRequest("lease", tokens, block_hashes=hashes_of(tokens, request.cache_salt))
+
+    requests = SimpleNamespace(prefill_request=prefill_request, prepare=prepare)
+    monkeypatch.setattr(read_leases, "requests", requests)

@@ -1,0 +1,139 @@
+"""Which prompts have their prefix fetched."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pullfill.decode_worker.conditional_router import Situation
+from pullfill.decode_worker.prefix_fetch import FetchOutcome
+from pullfill.wire import RouterPolicy
+from tests.support.fetch_rig import LEAST, FetchWorker
+from tests.support.kv_engine import BLOCK
+from tests.support.transfer_rigs import RIGS
+
+TOKENS = list(range(10 * BLOCK + 1))
+
+
+@pytest.fixture
+async def worker(tmp_path: Path) -> FetchWorker:
+    return FetchWorker(RIGS["loopback"](tmp_path), "asker")
+
+
+@pytest.fixture
+def asked(worker: FetchWorker, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+    monkeypatch.setattr(worker.fetches, "_start", found.append)
+    return found
+
+
+def hint(worker: FetchWorker, tokens: int, name: str = "holder") -> Any:
+    made = msgspec.structs.replace(worker.holds(0), instance_id=name, tokens=tokens)
+    return msgspec.structs.replace(made, control="tcp://127.0.0.1:1")
+
+
+async def look(worker: FetchWorker, holder: Any, hit: int = 0, **fields: Any) -> Any:
+    request = worker.request(TOKENS, holder)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    answer = worker.side.decide(request, hit)
+    await asyncio.sleep(0)
+    return answer
+
+
+async def test_a_prefix_that_is_long_enough_is_asked_for(
+    worker: FetchWorker, asked: list[Any]
+) -> None:
+    assert await look(worker, hint(worker, 10 * BLOCK), hit=2 * BLOCK) == (None, False)
+    (fetch,) = asked
+    assert (fetch.start, fetch.end, fetch.least) == (2 * BLOCK, 10 * BLOCK, LEAST)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_preemptions": 1},
+        {"num_output_tokens": 1},
+        {"skip_reading_prefix_cache": True},
+        {"mm_features": [object()]},
+        {"prompt_embeds": object()},
+        {"lora_request": object()},
+        {"pooling_params": object()},
+    ],
+)
+async def test_other_prompts_are_computed(
+    worker: FetchWorker, asked: list[Any], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.context.adapters, "content_of", lambda _: "")
+    assert await look(worker, hint(worker, 10 * BLOCK), **fields) == (0, False)
+    assert asked == []
+
+
+async def test_a_prefix_that_is_hardly_longer_is_computed(
+    worker: FetchWorker, asked: list[Any]
+) -> None:
+    assert await look(worker, hint(worker, 10 * BLOCK), hit=9 * BLOCK) == (0, False)
+    assert await look(worker, hint(worker, LEAST - 1)) == (0, False)
+    assert await look(worker, None) == (0, False)
+    assert await look(worker, hint(worker, 10 * BLOCK, "asker")) == (0, False), "that is us"
+    assert asked == []
+
+
+async def test_the_setting_turns_it_off(worker: FetchWorker, asked: list[Any]) -> None:
+    worker.config = msgspec.structs.replace(worker.config, min_fetch_tokens=0)
+    assert await look(worker, hint(worker, 10 * BLOCK)) == (0, False)
+    assert asked == []
+
+
+async def test_a_prompt_whose_rest_goes_to_a_prefill_worker_is_not_fetched(
+    worker: FetchWorker, asked: list[Any]
+) -> None:
+    worker.context.situation = lambda p, h, i: Situation(
+        p, h, i, prefill_workers=1, queue_available=True
+    )
+    worker.config = msgspec.structs.replace(worker.config, policy=RouterPolicy.ALWAYS_REMOTE)
+    assert (await look(worker, hint(worker, 8 * BLOCK)))[1]
+    assert asked == []
+    conditional = RouterPolicy.CONDITIONAL
+    worker.config = msgspec.structs.replace(
+        worker.config, policy=conditional, max_local_prefill_length=BLOCK
+    )
+    assert await look(worker, hint(worker, 10 * BLOCK)) == (None, False), "one token is left"
+    assert len(asked) == 1
+
+
+async def test_reading_must_be_cheaper(worker: FetchWorker, asked: list[Any]) -> None:
+    for _ in range(3):
+        worker.fetches._rates.observe("holder", 10 * worker.fetches._block_bytes, 5.0)
+    request = worker.request(TOKENS, hint(worker, 10 * BLOCK))
+    assert worker.side.decide(request, 0) == (0, False)
+    worker.side.enqueue(request, [[]], 0)
+    told = worker.traces.finish(request.request_id)
+    assert told is not None
+    assert (told.fetch, told.fetched_from) == (FetchOutcome.DEARER.value, "holder")
+    assert asked == []
+
+
+async def test_while_a_step_runs_nothing_is_fetched(worker: FetchWorker, asked: list[Any]) -> None:
+    """It may still write into blocks that vLLM would allocate for the copy."""
+    worker.side.collect()
+    assert await look(worker, hint(worker, 10 * BLOCK)) == (0, False)
+    worker.side.step_done()
+    assert await look(worker, hint(worker, 10 * BLOCK)) == (None, False)
+
+
+async def test_vllm_may_decline(worker: FetchWorker, asked: list[Any]) -> None:
+    request = worker.request(TOKENS, hint(worker, 10 * BLOCK))
+    assert worker.side.decide(request, 0) == (None, False)
+    await asyncio.sleep(0)
+    (fetch,) = asked
+    fetch.leased, fetch.answer = 10 * BLOCK, type(fetch.answer).LEASED
+    assert worker.side.decide(request, 0) == (10 * BLOCK, True)
+    worker.side.enqueue(request, [[]], 0)
+    assert not fetch.wanted
+    worker.side.request_finished(request.request_id)
+    assert not worker.fetches._open
