@@ -147,8 +147,8 @@ def test_explain_and_queue_have_the_promised_shape() -> None:
         "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
         "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
         "transport", "why_not_better", "migrated_from", "migrated_tokens", "outage",
-        "expected_s", "offloaded_tokens", "decode_choice", "fetched_tokens", "fetched_from", "fetch",
-        "choice", "predicted_ms", "outcome_ms", "regret_ms",
+        "expected_s", "offloaded_tokens", "decode_choice", "fetched_tokens", "fetched_from",
+        "fetch", "choice", "predicted_ms", "outcome_ms", "regret_ms",
     }  # fmt: skip
     assert set(shape["timings_ms"]) == {
         "route", "queue", "claim", "prefix_read", "fetch", "prefill", "kv_write", "tail",

@@ -18,7 +18,7 @@ from pullfill.frontend.explain import Trace
 from pullfill.frontend.flight import Flight
 from pullfill.frontend.prefixes import Prefixes
 from pullfill.prefix.ring import Ring
-from pullfill.wire import DecodePolicy
+from pullfill.wire import DecodePolicy, PrefixHolder
 from pullfill.wire.prefix import Op, PrefixFollow
 from tests.support.fake_vllm import request
 
@@ -31,6 +31,7 @@ class Worker:
 
     def __init__(self, name: str, block_size: int = BLOCK) -> None:
         self.instance_id = name
+        self.record = SimpleNamespace(control=f"tcp://{name}:1")
         self.ring = Ring(1000, 1000)
         self.load: front_wire.LoadReport | None = None
         self._asked: list[PrefixFollow] = []
@@ -58,7 +59,10 @@ class Rig:
     def __post_init__(self) -> None:
         self.prefixes = Prefixes(1000)
         self.workers: Any = [Worker("a"), Worker("b"), Worker("c")]
-        self.balancer = Balancer(lambda: self.policy, self.prefixes)
+        self.min_fetch = 0
+        self.balancer = Balancer(
+            lambda: self.policy, self.prefixes, min_fetch=lambda: self.min_fetch
+        )
 
     def holds(self, **prompts: Any) -> None:
         """These workers hold the blocks of these requests; all others nothing."""
@@ -236,3 +240,37 @@ async def test_before_the_workers_have_told_their_blocks_a_hash_names_two(rig: R
 async def test_workers_without_a_prefix_cache_are_chosen_by_load(rig: Rig) -> None:
     rig.workers = [Worker("a", 0), Worker("b", 0)]
     assert {rig.worker_of(request(f"r{n}", PROMPT)) for n in range(2)} == {"a", "b"}
+
+
+def holder(rig: Rig, asked: Any, worker: int) -> PrefixHolder | None:
+    flight = Flight(asked, asked.request_id, Trace(""), 0.0, 0.0, "")
+    rig.balancer.choose(flight, rig.workers, rig.now)
+    return rig.balancer.holder(flight, rig.workers[worker])
+
+
+@pytest.mark.parametrize("policy", [DecodePolicy.KV, DecodePolicy.ROUND_ROBIN])
+async def test_the_worker_that_holds_most_is_named(rig: Rig, policy: DecodePolicy) -> None:
+    rig.policy = policy
+    rig.min_fetch = 2 * BLOCK
+    rig.holds(a=request("x", PROMPT[: 4 * BLOCK]), b=request("x", PROMPT[: 9 * BLOCK]))
+    asked = request("r", PROMPT)
+    expected = PrefixHolder(instance_id="b", control="tcp://b:1", tokens=9 * BLOCK)
+    assert holder(rig, asked, 0) == expected
+    assert holder(rig, asked, 2) == expected
+    assert holder(rig, asked, 1) is None, "it holds most itself"
+
+
+async def test_nobody_is_named_who_holds_hardly_more(rig: Rig) -> None:
+    rig.holds(a=request("x", PROMPT[: 4 * BLOCK]), b=request("x", PROMPT[: 5 * BLOCK]))
+    rig.min_fetch = 2 * BLOCK
+    assert holder(rig, request("r", PROMPT), 0) is None
+    assert holder(rig, request("r2", PROMPT[: 2 * BLOCK]), 2) is None, "too short"
+    rig.min_fetch = 0
+    assert holder(rig, request("r3", PROMPT), 2) is None, "switched off"
+
+
+async def test_a_worker_that_is_lost_is_not_named(rig: Rig) -> None:
+    rig.min_fetch = BLOCK
+    rig.holds(b=request("x", PROMPT))
+    rig.prefixes.forget(rig.workers[1], 0.0)
+    assert holder(rig, request("r", PROMPT), 0) is None
