@@ -83,6 +83,7 @@ bench-quick: install ## The same in short: interference, handoff, chat (12 minut
 bench-cluster: ## Start-up, memory, handoff stages and idle CPU of a demo cluster (minutes)
 bench-control: ## CPU and latency of the control plane, 1 to 64 mock workers, 10k jobs (minutes)
 bench-demo: ## Whether the demo model's answers show what it read (seconds)
+bench-fetch: ## Prefixes read from another decode worker against computing them again (minutes)
 bench-frontend: ## CPU per streamed token against vLLM's API server (minutes)
 bench-index: ## The frontends' prefix index, 1M blocks at 64 workers: ARGS=--save (a minute)
 bench-kv-events: ## What following the prefix cache costs a decode worker (seconds)

@@ -112,7 +112,7 @@ class Fetch:
     begin_at: int = 0
     answer: Answer = Answer.PENDING
     leased: int = 0
-    outcome: FetchOutcome = FetchOutcome.LOST
+    outcome: FetchOutcome = FetchOutcome.CANCELLED
     seconds: float = 0.0
     kv_bytes: int = 0
     transport: str = ""

@@ -106,6 +106,9 @@ def test_what_was_loaded_is_known_by_its_files_of_that_moment(tmp_path: Path) ->
     eventually(lambda: bool(adapters.content_of(own)), "its files were read")
     before = adapters.content_of(own)
     assert before == content(str(path))
+    assert adapters.same("a", str(path), before) is own
+    assert adapters.same("a", str(path), "another") is None
+    assert adapters.same("b", str(path), before) is None
     (path / "adapter_model.safetensors").write_bytes(b"changed")
     assert adapters.load(core, asked("a", path, load_inplace=True)) is own, "no request loads it"
     assert adapters.content_of(own) == before

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pullfill import wire
 from pullfill.engine import front_wire
 from pullfill.errors import BadMessage
+from pullfill.wire import PrefixHolder
 
 
 def hello(**changes: str) -> front_wire.FrontendHello:
@@ -54,3 +55,11 @@ def test_refusal_text_is_printable_whatever_was_sent() -> None:
 def test_attempt_ids_differ() -> None:
     assert front_wire.attempt_id("r", 0) == "r"
     assert len({front_wire.attempt_id("r", n) for n in range(4)}) == 4
+
+
+def test_the_hint_of_a_request_is_strict() -> None:
+    holder = PrefixHolder(instance_id="h", control="tcp://h:1", tokens=64)
+    assert front_wire.holder_of([b"id", b"", wire.encode(holder), b""]) == holder
+    assert front_wire.holder_of([b"id", b"", b"", b""]) is None
+    with pytest.raises(BadMessage):
+        front_wire.holder_of([b"id", b"", b"\x80", b""])

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pullfill.engine.groups import EMPTY, BlockOrder, in_pieces
+from pullfill.engine.groups import (
+    EMPTY,
+    BlockOrder,
+    Groups,
+    cached_run,
+    in_pieces,
+    keeps_all,
+)
+from tests.support.fakes import FakePool, FakeRequest
 
 GROUPS = """
 import json, torch
@@ -209,3 +217,22 @@ def test_pages_with_states_and_pages_with_kv_are_described_as_bytes() -> None:
     assert shapes == [[4, 1, 1, page]] * 2
     assert last == [1, 2]
     assert starts == [0, 4 * page]
+
+
+def test_only_one_group_that_keeps_everything_can_be_leased() -> None:
+    assert keeps_all(Groups("FullAttention", (2,), ((),)))
+    assert keeps_all(Groups("MLAAttention", (2,), ((),)))
+    assert not keeps_all(Groups("SlidingWindow(128)", (2,), ((),)))
+    assert not keeps_all(Groups("FullAttention(128)", (2,), ((),)))
+    assert not keeps_all(Groups("2xFullAttention 4xSlidingWindow(128)", (2, 4), ((), ())))
+
+
+def test_cached_blocks_in_a_row_end_at_the_first_that_is_missing() -> None:
+    pool = FakePool(8, hash_block_size=4)
+    request = FakeRequest("r", [], block_hashes=list("abcdef"))
+    pool.cached = {("b", 0): 5, ("c", 0): 2, ("e", 0): 3, ("d", 1): 4}
+    assert [block.block_id for block in cached_run(pool, 4, request, 1, 6)] == [5, 2]
+    assert cached_run(pool, 4, request, 0, 6) == []
+    assert [block.block_id for block in cached_run(pool, 4, request, 1, 2)] == [5]
+    # Two hashes for each block: the last one names it.
+    assert [block.block_id for block in cached_run(pool, 8, request, 0, 3)] == [5]

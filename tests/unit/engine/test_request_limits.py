@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from pullfill.engine import request_limits
+from pullfill.engine.request_limits import PREFIX_HOLDER, strip_transfer_params
+from pullfill.wire import PrefixHolder
 
 
 def structured(**given: Any) -> SimpleNamespace:
@@ -42,3 +44,18 @@ def test_too_much_is_refused_with_a_reason(params: Any, words: str) -> None:
 )
 def test_what_fits_passes(params: Any) -> None:
     assert request_limits.why_refused(params) == ""
+
+
+def test_the_hint_takes_the_place_of_what_a_client_says() -> None:
+    holder = PrefixHolder(instance_id="h", control="tcp://h:1", tokens=64)
+    said = {"kv_transfer_params": {"do_remote_prefill": True}, "ttft_ms": 5}
+    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=said))
+    strip_transfer_params(request, holder)
+    told = request.sampling_params.extra_args
+    assert told == {"kv_transfer_params": {PREFIX_HOLDER: holder}, "ttft_ms": 5}
+    assert said["kv_transfer_params"] == {"do_remote_prefill": True}, "the client's own"
+    strip_transfer_params(request)
+    assert request.sampling_params.extra_args == {"ttft_ms": 5}
+    pooling = SimpleNamespace(sampling_params=None)
+    strip_transfer_params(pooling, holder)
+    assert pooling.sampling_params is None

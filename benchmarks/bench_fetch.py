@@ -1,0 +1,134 @@
+"""What it saves to read a prefix from another decode worker: `make bench-fetch`.
+
+One demo cluster with two decode workers that take turns, and no prefill worker. Each conversation
+has two turns: a prompt of 2,000 tokens, then a question. So its second turn comes to the worker
+that has not computed the first. Every other conversation has `router.min_fetch_tokens` set, the
+others compute the prefix again. The command writes results/fetch.json and .md. It exits with
+status 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks import command, machine
+from benchmarks.bench_offload import ask
+from benchmarks.live import CLI, BenchError, Live, demo_vocabulary, running, wait_for
+from benchmarks.report import Row, median, row, versus
+
+PREFIX = 2000
+QUESTION = 40
+LEAST = 256
+SETTLE_S = 0.5
+"""Settings and block events reach all processes within this time."""
+WITH, WITHOUT = "fetched", "computed"
+
+
+@dataclass
+class Seen:
+    """Second turns of one kind, in order.
+
+    ttft_ms: from the HTTP request to the first token. fetch_ms: the part of the fetch.
+    held: prompt tokens that the other worker has computed and this one has not."""
+
+    ttft_ms: list[float] = field(default_factory=list)
+    fetch_ms: list[float] = field(default_factory=list)
+    fetched: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    prefilled: list[int] = field(default_factory=list)
+    kv_mib: list[float] = field(default_factory=list)
+
+
+def configure(live: Live, **settings: object) -> None:
+    for name, value in settings.items():
+        done = subprocess.run(
+            [*CLI, "config", "set", f"router.{name}", str(value), "--state-dir",
+             str(live.state_dir)],
+            capture_output=True, text=True, check=False, timeout=60.0,
+        )  # fmt: skip
+        if done.returncode:
+            raise BenchError(f"`pullfill config set` failed: {done.stdout}{done.stderr}")
+    time.sleep(SETTLE_S)
+
+
+def note(seen: Seen, first: dict[str, Any], told: dict[str, Any]) -> None:
+    if told["decode_instance"] == first["decode_instance"]:
+        raise BenchError("both turns of a conversation went to one worker")
+    seen.ttft_ms.append(told["timings_ms"]["first_token"])
+    seen.fetch_ms.append(told["timings_ms"]["fetch"] or 0.0)
+    seen.fetched.append(told["fetched_tokens"])
+    seen.held.append(first["prompt_tokens"] - told["prefix_hit_tokens"])
+    seen.prefilled.append(
+        told["prompt_tokens"] - told["prefix_hit_tokens"] - told["fetched_tokens"]
+    )
+    seen.kv_mib.append(told["kv_bytes"] / (1 << 20))
+
+
+def converse(live: Live, pairs: int) -> dict[str, Seen]:
+    """Hold `pairs` conversations of each kind, one after the other."""
+    rng, ids = random.Random(11), range(32, demo_vocabulary())
+    seen = {WITH: Seen(), WITHOUT: Seen()}
+    http = httpx.Client(base_url=live.url, timeout=120.0)
+    for number in range(-1, pairs):  # the first pair warms up
+        kinds = [WITH, WITHOUT] if number % 2 else [WITHOUT, WITH]
+        for kind in kinds:
+            configure(live, min_fetch_tokens=LEAST if kind == WITH else 0)
+            prompt = [rng.choice(ids) for _ in range(PREFIX)]
+            tokens, first = ask(http, prompt)
+            time.sleep(SETTLE_S)
+            asked = [*prompt, *tokens, *(rng.choice(ids) for _ in range(QUESTION))]
+            _, told = ask(http, asked)
+            if number >= 0:
+                note(seen[kind], first, told)
+        if number >= 0:
+            print(f"pair {number + 1} of {pairs}: " + ", ".join(
+                f"{kind} {seen[kind].ttft_ms[-1]:.0f} ms" for kind in (WITH, WITHOUT)
+            ))  # fmt: skip
+    return seen
+
+
+def rows_of(seen: dict[str, Seen]) -> list[Row]:
+    this, other = seen[WITH], seen[WITHOUT]
+    ratios = [a / b for a, b in zip(this.ttft_ms, other.ttft_ms, strict=True)]
+    return [
+        versus("TTFT of moved turns, p50", median(this.ttft_ms), "ms", WITHOUT,
+               median(other.ttft_ms), at_most=0.5),
+        row("TTFT of moved turns, median of the pairs' ratios", median(ratios), "", at_most=0.5),
+        row("fetched, of the prefix tokens that the other worker holds",
+            sum(this.fetched) / sum(this.held), "", at_least=0.8),
+        versus("prefilled tokens of moved turns", sum(this.prefilled), "tokens", WITHOUT,
+               sum(other.prefilled)),
+        row("fetch, p50: lease, copy, confirmation", median(this.fetch_ms), "ms"),
+        row("KV of a fetch, p50", median(this.kv_mib), "MiB"),
+    ]  # fmt: skip
+
+
+def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.OtherLoad]:
+    quiet = machine.OtherLoad()
+    quiet.look()
+    with running(base / "state", "--decode", "2", "--prefill", "0") as live:
+        configure(live, decode_policy="round_robin", policy="always_local")
+        wait_for(lambda: len(live.workers("decode")) == 2, 30.0, "two decode workers")
+        with quiet.window(live.pids()):
+            seen = converse(live, options.pairs)
+    return rows_of(seen), quiet
+
+
+def main() -> int:
+    parser = command.parser(__doc__)
+    parser.add_argument("--pairs", type=int, default=12, help="conversations of each kind")
+    title = "Prompts that move between decode workers, with and without reading their prefix"
+    return command.main("fetch", title, parser.parse_args(), run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
