@@ -1,19 +1,21 @@
 """Says whether reading a prefix from another decode worker is cheaper than computing it.
 
 The time of a read is learned for each holder: a part that does not depend on the length, and a part
-for each byte. A holder that was not measured lately counts as cheap, so that one prompt measures
-it. Engine thread.
+for each byte. A holder counts as cheap until SURE reads were measured, and again when none was for
+FORGET_S. So a few slow reads do not keep prompts away from it for long. Engine thread.
 """
 
 from __future__ import annotations
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.cost_fit import Fit
-from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S, FORGET_S
+from pullfill.decode_worker.cost_rates import FORGET_S
+from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
 
 _MIB = float(1 << 20)
 _MOST = 4096
 """How many holders are remembered."""
+SURE = 8
 
 
 class FetchRates:
@@ -26,7 +28,7 @@ class FetchRates:
     def expected_s(self, instance_id: str, kv_bytes: float) -> float:
         """Expected seconds of a read. 0: unknown."""
         fit = self._holders.get(instance_id)
-        if fit is None or self._clock.monotonic() - fit.at > FORGET_S:
+        if fit is None or fit.count < SURE or self._clock.monotonic() - fit.at > FORGET_S:
             return 0.0
         return fit.of(1.0, kv_bytes / _MIB)
 
@@ -35,7 +37,8 @@ class FetchRates:
         return self.expected_s(instance_id, kv_bytes) < compute_s
 
     def observe(self, instance_id: str, kv_bytes: float, seconds: float) -> None:
-        """Learn from one read, from the question for a lease until its end."""
+        """Learn from one read, from the question for a lease until its end, without the connection
+        and the opening of the memory."""
         if len(self._holders) >= _MOST:
             self._holders = {}
         fit = self._holders.setdefault(instance_id, Fit(keep=0.7, half_s=30.0))

@@ -81,6 +81,11 @@ class KvReader:
         session = self._session
         return 0 if session is None else session.moved_bytes
 
+    @property
+    def connected(self) -> bool:
+        """Whether a session is open."""
+        return self._session is not None
+
     def within_reach(self) -> bool:
         """Whether the worker's memory could be reached at the last attempt. asyncio thread.
 

@@ -40,8 +40,8 @@ logger = log.get("decode_worker.fetch")
 
 MOST = 32
 """Fetches of this worker at a time."""
-_ASK_S = (0.1, 2.0)
-"""Least and most time for the connection and the lease."""
+_ASK_S = (0.25, 2.0)
+"""Least and most time for the connection, and again for the lease."""
 _COPY_S = (1.0, 8.0)
 """Least and most time for the copy. The most is less than a lease lasts."""
 _TURN_S = 5.0
@@ -94,7 +94,8 @@ class Fetch:
 
     Written by the engine thread: turn, wanted, begin_at.
     Written by the asyncio thread: answer, leased (the end of what is leased), outcome, seconds,
-    kv_bytes, transport, blocks (set once `begin` was called), ended."""
+    measured (nothing had to be opened first), kv_bytes, transport, blocks (set once `begin` was
+    called), ended."""
 
     request_id: str
     at: PrefixHolder
@@ -114,6 +115,7 @@ class Fetch:
     leased: int = 0
     outcome: FetchOutcome = FetchOutcome.CANCELLED
     seconds: float = 0.0
+    measured: bool = False
     kv_bytes: int = 0
     transport: str = ""
     blocks: asyncio.Future[Sequence[int]] | None = None
@@ -212,7 +214,8 @@ class PrefixFetches:
                 del self._open[fetch.request_id]
             if fetch.outcome is FetchOutcome.FETCHED:
                 metrics.PREFIX_FETCH_TOKENS.inc(fetch.leased - fetch.begin_at)
-                self._rates.observe(fetch.at.instance_id, fetch.kv_bytes, fetch.seconds)
+                if fetch.measured:
+                    self._rates.observe(fetch.at.instance_id, fetch.kv_bytes, fetch.seconds)
             taken.append(fetch)
         return taken
 
@@ -260,6 +263,8 @@ class PrefixFetches:
         try:
             async with asyncio.timeout(fetch.within_s):
                 holder = await self._holders.use(fetch.at)
+            fetch.measured = holder.reader.connected
+            began = time.monotonic()
             lease = await holder.ask(lambda rid: _question(rid, fetch), fetch.within_s)
             asked_s = time.monotonic() - began
             if not self._leased(fetch, lease):

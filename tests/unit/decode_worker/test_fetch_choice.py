@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from pullfill.decode_worker.conditional_router import Situation
+from pullfill.decode_worker.fetch_rates import SURE
 from pullfill.decode_worker.prefix_fetch import FetchOutcome
 from pullfill.wire import RouterPolicy
 from tests.support.fetch_rig import LEAST, FetchWorker
@@ -107,7 +108,7 @@ async def test_a_prompt_whose_rest_goes_to_a_prefill_worker_is_not_fetched(
 
 
 async def test_reading_must_be_cheaper(worker: FetchWorker, asked: list[Any]) -> None:
-    for _ in range(3):
+    for _ in range(SURE):
         worker.fetches._rates.observe("holder", 10 * worker.fetches._block_bytes, 5.0)
     request = worker.request(TOKENS, hint(worker, 10 * BLOCK))
     assert worker.side.decide(request, 0) == (0, False)
