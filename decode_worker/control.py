@@ -146,6 +146,11 @@ class ControlServer:
         if self._verifier is not None:
             await asyncio.to_thread(self._verifier.close)
 
+    def dismiss(self) -> None:
+        """End the connections to all prefill workers. They come again while we are registered."""
+        for peer in list(self.peers.values()):
+            peer.channel.close()
+
     def wake(self) -> None:
         """Look at the ledger's actions and deadlines. asyncio thread."""
         self._wake.ring()

@@ -46,17 +46,9 @@ async def migrate_unfinished(host: EngineHost, request_server: RequestServer) ->
     """Migrate all requests, within _MIGRATE_S.
 
     A stuck engine thread cannot do it. Then the frontends notice when this process has ended."""
-    loop = asyncio.get_running_loop()
-    done = asyncio.Event()
-
-    def work(_: Any) -> None:
-        request_server.migrate()
-        loop.call_soon_threadsafe(done.set)
-
-    host.submit(work)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_MIGRATE_S):
-            await done.wait()
+            await host.call(lambda _: request_server.migrate())
             await asyncio.sleep(_FLUSH_S)
 
 

@@ -224,6 +224,13 @@ class Ledger:
         if entry is not None and not entry.settled:
             self._give_up(entry, outcome)
 
+    @_locked
+    def take_back(self, job_id: str) -> None:
+        """Serve the request of a queued job locally: our own prefill side has pulled the job."""
+        entry = self._jobs.get(job_id)
+        if entry is not None and not entry.settled and entry.state is JobState.QUEUED:
+            self._give_up(entry, Outcome.OWN_JOB)
+
     # ------------------------------------------------------------------ grant
 
     @_locked

@@ -119,6 +119,12 @@ class RequestServer:
         for frontend in self._frontends.values():
             self._send(frontend, front_wire.DRAIN)
 
+    def dismiss(self, draining: bool) -> None:
+        """End the connections to all frontends. They connect anew while we are in the registry."""
+        self.draining = draining
+        for identity in list(self._frontends):
+            self._end(identity, b"", "is dismissed: this worker changes its role")
+
     def migrate(self, request_ids: Collection[str] | None = None) -> None:
         """Have the frontends continue these requests elsewhere, after all outputs sent so far.
         request_ids: None: all of them; call `start_drain` first."""
@@ -174,8 +180,7 @@ class RequestServer:
             return
         if frontend is None:
             if kind != front_wire.BYE:
-                # It was silent for too long and dropped; its requests here are aborted. It must
-                # know, or it would wait for them and send more.
+                # It was dropped, and its requests aborted. It must know, or it waits for them.
                 self._tell(identity, front_wire.GONE)
             return
         frontend.last_seen = self._clock.monotonic()
@@ -219,8 +224,7 @@ class RequestServer:
             return self._send(frontend, front_wire.BACK, front_wire.encode_ids([request_id]))
         if request_id in self._taken:
             return self._refuse(frontend, request_id, RuntimeError("it is here already"))
-        taken = Request(request_id, frontend)
-        here, self._first = self._first, False
+        taken, here, self._first = Request(request_id, frontend), self._first, False
         if not self.intake.put(self._prepare(taken, payload), sum(map(len, payload)), here=here):
             # Too much waits here. Another worker may have room.
             self._send(frontend, front_wire.BACK, front_wire.encode_ids([request_id]))
@@ -279,8 +283,7 @@ class RequestServer:
     def _abort(self, frontend: Frontend, request_ids: Iterable[str]) -> None:
         mine = [r for r in request_ids if r in frontend.requests]
         core: Any = self.host.core
-        inside = [r for r in mine if not self._taken[r].coming]
-        if inside and core is not None:
+        if core is not None and (inside := [r for r in mine if not self._taken[r].coming]):
             core.abort_requests(inside)
         records = []
         for request_id in mine:
@@ -328,11 +331,10 @@ class RequestServer:
                 *older, batch.scheduler_stats = self._stats.take()
                 self._send_stats(frontend, older)
             last = (front_wire.LAST, front_wire.encode_explain(records)) if records else ()
-            kind = last or (front_wire.OUT,)
-            self._send(frontend, *kind, *self._codec.encode(batch))
+            self._send(frontend, *(last or (front_wire.OUT,)), *self._codec.encode(batch))
 
     def _look(self, output: Any) -> ExplainRecord | None:
-        """Correct an output. Returns its request's record if it is the last output."""
+        """Correct an output. Returns its request's record if it is the last one."""
         vllm_outputs.correct_cached_tokens(output, self._traces.offloaded)
         if output.finish_reason is None:
             return None
@@ -353,8 +355,7 @@ class RequestServer:
 
     def check_silent(self) -> None:
         """Drop frontends that said nothing for too long; cheap, call often."""
-        now = self._clock.monotonic()
-        if now < self._next_check:
+        if (now := self._clock.monotonic()) < self._next_check:
             return
         self._next_check = now + 1.0
         if self._frontends and self._stats.due(now):
@@ -377,8 +378,7 @@ class RequestServer:
 
     def _forget(self, request_id: str) -> None:
         self._grammars.pop(request_id, None)
-        taken = self._taken.pop(request_id, None)
-        if taken is not None:
+        if (taken := self._taken.pop(request_id, None)) is not None:
             taken.wanted = False
             taken.frontend.requests.discard(request_id)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -117,9 +117,10 @@ class DecodeHooks(EngineHooks):
 
 
 class DecodeRole(Role[DecodeContext, DecodeHooks]):
-    """See Role."""
+    """See Role. copiers: what else may copy from or to the KV memory until the end."""
 
     name, connector, kv_role = "decode", "DecodeConnector", "kv_consumer"
+    module = "pullfill.decode_worker.connector"
 
     def __init__(self, cluster: ClusterRef, options: WorkerOptions) -> None:
         self._cluster = cluster
@@ -129,6 +130,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         self._traces = RequestTraces(self.instance_id)
         self._events = KvEvents()
         self._loop = asyncio.get_running_loop()
+        self.copiers: Collection[memory.Copier] = ()
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
         self._etcd = etcd
@@ -198,7 +200,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         )
         parts.push_async_callback(producer.close)
         queue.subscribe(producer.streams.configure)
-        parts.push_async_callback(memory.end, thread, context)
+        parts.push_async_callback(memory.end, thread, context, self.copiers)
         control = ControlServer(
             instance_id=self.instance_id,
             compat=engine.compat,
@@ -291,6 +293,22 @@ class DecodeService(Service):
 
     async def start(self) -> None:
         """Frontends and prefill workers connect by themselves once the worker is registered."""
+
+    async def resume(self) -> None:
+        """Be as new after a drain, before the next registration."""
+        self._outlook.draining = False
+        await self._dismiss(draining=False)
+
+    async def rest(self) -> None:
+        """Leave all peers, which this worker is no decode worker for now.
+
+        The ledger goes on: it frees the blocks of writers that are not proved quiet yet."""
+        self._control.dismiss()
+        await self._dismiss(draining=True)
+
+    async def _dismiss(self, draining: bool) -> None:
+        work = partial(self._server.dismiss, draining)
+        await self._engine.host.call(lambda _: work(), until=self._thread.dead)
 
     def reasons(self) -> list[str]:
         return self._outlook.reasons()

@@ -19,6 +19,7 @@ from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.options import ClusterOptions, FrontendOptions, StateDirOptions, WorkerOptions
 from pullfill.runtime.log import DEBUG_ENV, complain
+from pullfill.wire import WorkerRole
 
 app = typer.Typer(
     name="pullfill",
@@ -192,6 +193,31 @@ def drain(
     from pullfill.deploy import operate
 
     return operate.drain(cluster.find_to_ask(), instance, wait=wait, timeout_s=timeout)
+
+
+@command(app)
+def role(
+    cluster: ClusterOptions,
+    instance: Annotated[str, typer.Argument(metavar="INSTANCE_ID")],
+    wanted: Annotated[WorkerRole, typer.Argument(metavar="prefill|decode|both")],
+    wait: Annotated[bool, typer.Option("--wait", help="Return when it has the role")] = False,
+    timeout: Annotated[
+        float, typer.Option(metavar="S", min=0, help="Longest --wait, in seconds")
+    ] = 120.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if no decode worker is left then")
+    ] = False,
+) -> int:
+    """Change what an elastic worker is, without loading the model again.
+
+    It takes no new work, finishes what it has, and then takes work in its new role. The worker must
+    run with --elastic. `both`: it decodes, and pulls prefills while its own streams leave time.
+    """
+    from pullfill.deploy import role as orders
+
+    return orders.change(
+        cluster.find_to_ask(), instance, wanted, wait_s=timeout if wait else None, force=force
+    )
 
 
 @command(app)

@@ -22,7 +22,7 @@ from pullfill.deploy.up_options import UpOptions, frontend_url
 from pullfill.errors import ConfigError
 from pullfill.ids import new_instance_id
 from pullfill.net.security import OPEN
-from pullfill.options import ClusterOptions, RoleOptions, arguments
+from pullfill.options import ClusterOptions, RoleOptions, WorkerOptions, arguments
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
 RESTART_WAIT_S = 30.0
@@ -53,6 +53,7 @@ def check(options: UpOptions) -> None:
             "--frontends 0"
         )
     check_namespace(options.namespace)
+    _check_elastic(options)
     vllm_flags.check(options.vllm_args)
     vllm_flags.check_plain_http(options.vllm_args)
     _check_gpus(options)
@@ -71,6 +72,21 @@ def check(options: UpOptions) -> None:
         servers.nats_binary()
     elif why := servers.nats_ready(options.nats_url, 5.0):
         raise ConfigError(f"{why}. Check --nats")
+
+
+def _check_elastic(options: UpOptions) -> None:
+    """Refuse flags of one role for workers that change their roles."""
+    workers, usual = options.workers, WorkerOptions()
+    if not workers.elastic:
+        return
+    given = [f"--{role}-args" for role in ("decode", "prefill") if options.role_args.get(role)]
+    given += ["--kv-mode"] * (workers.kv_mode != usual.kv_mode)
+    given += ["--kv-digest"] * (workers.kv_digest != usual.kv_digest)
+    if given:
+        raise ConfigError(
+            f"{given[0]} is for one role, and workers with --elastic change theirs: leave out one "
+            "of the two"
+        )
 
 
 def _check_gpus(options: UpOptions) -> None:

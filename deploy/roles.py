@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pullfill.config import ClusterRef, ranks_of, split_urls
@@ -43,7 +44,8 @@ def run_worker(
     _apply(cores, local_model=os.path.isdir(model), ranks=ranks_of(arguments))
     extra = defaults.role_flags(role, arguments, gpus=accelerator.gpu_count())
     options = replace(options, model=model, cores=cores)
-    return _entry(role)(ref, options, extra + vllm_flags.for_worker(arguments))
+    entry = _elastic_entry(role) if options.elastic else _entry(role)
+    return entry(ref, options, extra + vllm_flags.for_worker(arguments))
 
 
 def run_frontend(
@@ -132,6 +134,12 @@ def warn_if_exposed(role: str, host: str, security: Security) -> None:
 
 def _warn(text: str) -> None:
     print(f"WARNING: {text}", file=sys.stderr)
+
+
+def _elastic_entry(role: str) -> Callable[[ClusterRef, Any, list[str]], int]:
+    from pullfill.elastic.main import run
+
+    return partial(run, role)
 
 
 def _entry(role: str) -> Callable[[ClusterRef, Any, list[str]], int]:

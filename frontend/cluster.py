@@ -84,7 +84,8 @@ class ClusterView:
 
     async def metrics(self, own: str) -> str:
         """`own` (this process, Prometheus text) and every worker's metrics as one text."""
-        records = [record for record in self.records() if record.http]
+        # One process may have two records, one for each role.
+        records = list({r.http: r for r in reversed(self.records()) if r.http}.values())[::-1]
         texts = await asyncio.gather(*(self._fetch(record.http + "/metrics") for record in records))
         merged = MergedMetrics()
         merged.add({}, own)

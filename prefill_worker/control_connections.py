@@ -75,6 +75,7 @@ class ControlConnections:
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._started = False
+        self._unsubscribe: Callable[[], None] = lambda: None
         self._leaving = False
         self._why_not = ""
         self._loaded, self._loaded_at = Load(), -math.inf
@@ -85,7 +86,7 @@ class ControlConnections:
 
     def start(self) -> None:
         """Connect to the decode workers in the directory, and follow its changes."""
-        self._directory.subscribe(self._on_change)
+        self._unsubscribe = self._directory.subscribe(self._on_change)
         for role in ("prefill", "decode"):
             for record in self._directory.workers(role).values():
                 self._on_change(None, record)
@@ -108,6 +109,7 @@ class ControlConnections:
 
     async def close(self) -> None:
         self._closed = True
+        self._unsubscribe()
         for connection in list(self._connections.values()):
             await connection.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -228,7 +230,7 @@ class ControlConnections:
         if record.role == "prefill":
             pulls = new is not None and new.state is WorkerState.READY and self._fits(new)
             self._standing.prefill(record.instance_id, pulls)
-        elif record.role == "decode":
+        elif record.role == "decode" and record.instance_id != self._hello.prefill_instance:
             if new is None:
                 self._left(record.instance_id)
             else:

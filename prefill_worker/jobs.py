@@ -10,9 +10,11 @@ asyncio thread only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 
+from pullfill.errors import PullfillError
 from pullfill.prefill_worker.budget import Budget
 from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.job import Job
@@ -34,7 +36,9 @@ class JobRunner:
     heartbeat_s: returns the seconds between two heartbeats for each job.
     max_deliver: returns how often the queue delivers a job at most.
     read_grants: of the decode workers that read our memory.
-    on_change: called when a job has ended or the budget has room."""
+    on_change: called when a job has ended or the budget has room.
+    take_back: takes a delivery whose job this process has asked for itself. Returns False for any
+    other."""
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class JobRunner:
         max_deliver: Callable[[], int],
         read_grants: ReadGrants | None = None,
         on_change: Callable[[], None] = lambda: None,
+        take_back: Callable[[Delivery], bool] = lambda _: False,
     ) -> None:
         self.connections = connections
         self.engine = engine
@@ -57,6 +62,7 @@ class JobRunner:
         self.calls = Calls()
         self._heartbeat_s = heartbeat_s
         self._on_change = on_change
+        self._take_back = take_back
         self._jobs: dict[str, Job] = {}
         self._kept: set[asyncio.Task[None]] = set()
         self._sends_heartbeats = False
@@ -90,6 +96,10 @@ class JobRunner:
         """Run a delivery. If its job runs here already, that run settles this newer one."""
         if (job := self._jobs.get(delivery.job_id)) is not None:
             job.message.latest = delivery
+            return
+        if self._take_back(delivery):
+            self.idle.clear()
+            self.keep(_acked(delivery))
             return
         job = self._jobs[delivery.job_id] = Job(self, delivery)
         self.budget.pulled(delivery.job_id, delivery.tokens)
@@ -167,3 +177,8 @@ class JobRunner:
         self._set_heartbeat_timer()
         for job in list(self._jobs.values()):
             await job.message.heartbeat()
+
+
+async def _acked(delivery: Delivery) -> None:
+    with contextlib.suppress(PullfillError):  # if it fails, the queue delivers it again
+        await delivery.ack()

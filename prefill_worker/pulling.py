@@ -22,6 +22,7 @@ class Pulling:
         self._puller = puller
         self._nats = nats
         self._stuck = False
+        self._busy = ""
         self._why_not = ""
         nats.on_change = self._look
         self._look()
@@ -29,17 +30,29 @@ class Pulling:
     def engine_stuck(self, stuck: bool) -> None:
         """Note that the engine is stuck, or takes steps again."""
         self._stuck = stuck
-        self._puller.pause(stuck)
+        self._pause()
+
+    def yields(self, why: str) -> None:
+        """Note why other work of this worker goes first. Empty: it pulls."""
+        if why != self._busy:
+            self._busy = why
+            self._pause()
+
+    def _pause(self) -> None:
+        self._puller.pause(self._stuck or bool(self._busy))
         self._look()
 
     def _look(self) -> None:
         why = "its engine takes no steps" if self._stuck else ""
         if not self._nats.up:
             why = why or f"NATS does not answer it: {self._nats.status().error}"
+        why = why or self._busy
         if why == self._why_not:
             return
         self._why_not = why
-        if why:
+        if why and why == self._busy:
+            logger.debug("pulling no jobs: %s", why)
+        elif why:
             logger.warning("pulling no jobs: %s", why)
         else:
             logger.info("pulling jobs again")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -29,7 +30,7 @@ from pullfill.prefill_worker.pulling import Pulling
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.self_check_job import delivery_of
 from pullfill.prefill_worker.transfer_worker import TransferWorker
-from pullfill.queue.contract import QueueConfig
+from pullfill.queue.contract import Delivery, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
@@ -42,6 +43,7 @@ from pullfill.transfer.contract import PeerTransport
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Hello, QueueSettings, RegionDescriptor, WorkerRecord
 from pullfill.worker import memory
+from pullfill.worker.context import LATER
 from pullfill.worker.process import Engine, Role, Service
 
 logger = log.get("prefill_worker")
@@ -84,9 +86,10 @@ class PrefillHooks(EngineHooks):
 
 
 class PrefillRole(Role[PrefillContext, PrefillHooks]):
-    """See Role."""
+    """See Role. copiers: whatever may still copy to decode workers."""
 
     name, connector, kv_role = "prefill", "PrefillConnector", "kv_both"
+    module = "pullfill.prefill_worker.connector"
     log_stats = False
     serving = "is pulling"
 
@@ -95,6 +98,10 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         self._options = options
         self.instance_id = options.instance_id or new_instance_id(self.name)
         self._key = cluster.security.cluster.load()
+        self.copiers: weakref.WeakSet[TransferWorker] = weakref.WeakSet()
+        self._transports: list[PeerTransport] = []
+        self._absent: dict[str, str] = {}
+        self._hello: Any = LATER  # a Hello, once the memory is open
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
         self._etcd = etcd
@@ -122,6 +129,18 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         queue: Settings[QueueSettings],
         parts: AsyncExitStack,
     ) -> PrefillService:
+        consumer = await self.connect(engine, queue, parts)
+        self.open_memory(engine)
+        parts.push_async_callback(memory.end, thread, engine.context, self.copiers)
+        return self.pull(engine, hooks, thread, consumer, parts)
+
+    async def connect(
+        self,
+        engine: Engine[PrefillContext],
+        queue: Settings[QueueSettings],
+        parts: AsyncExitStack,
+    ) -> JetStreamConsumer:
+        """Connect to the queue of the engine's model."""
         consumer = await JetStreamConsumer.connect(
             self._cluster.nats_url,
             QueueConfig(namespace=self._cluster.namespace, compat_hash=engine.compat.hash()),
@@ -130,20 +149,46 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             connect_options=self._cluster.security.nats.options(),
         )
         parts.push_async_callback(consumer.close)
-        queue.subscribe(consumer.streams.configure)
+        parts.callback(queue.subscribe(consumer.streams.configure))
+        return consumer
+
+    def open_memory(self, engine: Engine[PrefillContext]) -> None:
+        """Open our KV memory to decode workers that read it, and say what we are. Once."""
         options, config, context = self._options, engine.config, engine.context
-        transports: list[PeerTransport] = []
-        absent: dict[str, str] = {}
         if memories := context.memories:
             names = options.transports
-            transports = catalogue.peers(names, memories[0], self._key, options.host)
-            absent = catalogue.absent(names, memories[0])
-        transfer_workers: weakref.WeakSet[TransferWorker] = weakref.WeakSet()
-        parts.push_async_callback(memory.end, thread, context, transfer_workers)
+            self._transports = catalogue.peers(names, memories[0], self._key, options.host)
+            self._absent = catalogue.absent(names, memories[0])
+        self._hello = Hello(
+            prefill_instance=self.instance_id,
+            compat=engine.compat.hash(),
+            regions=readable_memory.open_region(
+                context, engine.compat, host=options.host, port=options.kv_port,
+                advertise=options.advertise_kv, transports=options.transports, key=self._key,
+            ),
+            block_size=config.cache_config.block_size,
+            computes=rounding_digest(config),
+            adapters=config.lora_config is not None,
+            features=release.this.takes_features(config.model_config),
+        )  # fmt: skip
+
+    def pull(
+        self,
+        engine: Engine[PrefillContext],
+        hooks: PrefillHooks,
+        thread: EngineThread[Any],
+        consumer: JetStreamConsumer,
+        parts: AsyncExitStack,
+        take_back: Callable[[Delivery], bool] = lambda _: False,
+    ) -> PrefillService:
+        """Build what pulls and runs jobs. Closing `parts` ends it, and the memory stays open.
+
+        take_back: as of JobRunner."""
+        options, config, context = self._options, engine.config, engine.context
         loop = asyncio.get_running_loop()
         budget = budget_of(config.scheduler_config.max_num_batched_tokens)
         blocks = -(-budget // config.cache_config.block_size)
-        kv_bytes = blocks * sum(memory.layout.block_bytes for memory in memories)
+        kv_bytes = blocks * sum(memory.layout.block_bytes for memory in context.memories)
         credits = Credits(
             options.kv_credits or max(_CREDITS, kv_bytes),
             on_room=lambda: loop.call_soon_threadsafe(puller.changed),
@@ -152,25 +197,15 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         async def open_transfer_worker(record: WorkerRecord) -> TransferWorker:
             """Connect to a decode worker's KV memory by its descriptor from the registry."""
             made = await reach.open_transfer_worker(
-                record, context, self._directory, engine.compat, transports, credits, absent
-            )
-            transfer_workers.add(made)
+                record, context, self._directory, engine.compat, self._transports, credits,
+                self._absent,
+            )  # fmt: skip
+            self.copiers.add(made)
             return made
 
         connections = ControlConnections(
             self._directory,
-            Hello(
-                prefill_instance=self.instance_id,
-                compat=engine.compat.hash(),
-                regions=readable_memory.open_region(
-                    context, engine.compat, host=options.host, port=options.kv_port,
-                    advertise=options.advertise_kv, transports=options.transports, key=self._key,
-                ),
-                block_size=config.cache_config.block_size,
-                computes=rounding_digest(config),
-                adapters=config.lora_config is not None,
-                features=release.this.takes_features(config.model_config),
-            ),
+            self._hello,
             engine.compat,
             open_transfer_worker,
             lambda connection, revoke: runner.revoked(connection, revoke),
@@ -178,7 +213,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             self._key,
             lambda trial: runner.start(delivery_of(trial.job)),
             most=options.standing_links,
-        )  # fmt: skip
+        )
         parts.push_async_callback(connections.close)
         runner = JobRunner(
             connections,
@@ -188,6 +223,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             max_deliver=lambda: consumer.max_deliver,
             read_grants=ReadGrants(context.owner.fences if context.owner else None),
             on_change=lambda: puller.changed(),
+            take_back=take_back,
         )
         parts.push_async_callback(runner.abandon)
         connections.activity = lambda: (runner.completed, runner.in_flight - runner.waiting)
@@ -259,6 +295,10 @@ class PrefillService(Service):
 
     def engine_stuck(self, stuck: bool) -> None:
         self._pulling.engine_stuck(stuck)
+
+    def yields(self, why: str) -> None:
+        """Pull no jobs while other work goes first. why: empty: pull again."""
+        self._pulling.yields(why)
 
     async def stop_taking(self) -> None:
         await self._puller.stop()

@@ -122,3 +122,4 @@ class Outcome(enum.StrEnum):
     ENGINE_STUCK = "engine_stuck"
     DIGEST_MISMATCH = "digest_mismatch"
     SELF_CHECK = "self_check"
+    OWN_JOB = "own_job"

@@ -218,6 +218,12 @@ class WorkerOptions(RoleOptions):
         least=1,
         up=True,
     )
+    elastic: bool = flag(
+        False,
+        "Let `pullfill role` change what a worker is, without loading the model again",
+        name="--elastic/--no-elastic",
+        up=True,
+    )
     transports: frozenset[str] | None = flag(
         None,
         "Transports that may move KV: cuda_ipc, shm, nccl, nixl, tcp"

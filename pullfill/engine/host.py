@@ -11,6 +11,7 @@ KV. This one sleeps until the ledger or a deadline wakes it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
@@ -27,7 +28,7 @@ import zmq
 from pullfill.engine import environment, speculation
 from pullfill.engine.heap import Heap
 from pullfill.engine.watchdog import Pulse
-from pullfill.runtime import failpoints, log
+from pullfill.runtime import failpoints, lifecycle, log
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -116,6 +117,23 @@ class EngineHost:
         self._todo.append(work)
         if wake:
             self.wake()
+
+    async def call(
+        self, work: Callable[[EngineCore], object], until: asyncio.Event | None = None
+    ) -> None:
+        """Run `work(core)` on the engine thread, and wait until that is done.
+
+        until: return when it is set, too: the engine is dead."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def run(core: EngineCore) -> None:
+            try:
+                work(core)
+            finally:
+                loop.call_soon_threadsafe(done.set)
+
+        self.submit(run)
+        await lifecycle.until(done, *([until] if until is not None else []))
 
     def wake(self) -> None:
         """Make the loop look around. From any thread, also after the end."""

@@ -23,6 +23,10 @@ TRACKED = 256
 ones that costs more than it saves."""
 
 
+PREFILL_CLIENT = -2
+"""The client index of the outputs of `prefill_request`. No frontend has it."""
+
+
 def prefill_request(
     request_id: str,
     token_ids: Sequence[int],
@@ -37,7 +41,7 @@ def prefill_request(
     nobody reads. Sampling parameters of the user never come here."""
     return _request(
         request_id, token_ids, arrival_time, cache_salt=cache_salt, priority=priority,
-        lora_request=lora_request, mm_features=mm_features,
+        lora_request=lora_request, mm_features=mm_features, client_index=PREFILL_CLIENT,
     )  # fmt: skip
 
 

@@ -125,8 +125,9 @@ class Directory:
 
     async def _load(self, instance_id: str, rank: int) -> RegionDescriptor:
         kv = await self._client.get(keys.descriptor(self._namespace, instance_id, rank))
-        member = self.get(instance_id)
-        if member is None or kv is None:
+        # A worker that is both has two records.
+        members = [r for r in self._members.values() if r.instance_id == instance_id]
+        if not members or kv is None:
             raise PeerUnavailable(f"{instance_id} rank {rank} is not registered (any more)")
         try:
             found = decode(kv.value, RegionDescriptor)
@@ -134,7 +135,7 @@ class Directory:
             raise PeerUnavailable(f"the descriptor of {instance_id} cannot be read: {exc}") from exc
         if (found.instance_id, found.rank) != (instance_id, rank):
             raise PeerUnavailable(f"the descriptor at {instance_id} rank {rank} is another's")
-        if found.incarnation != member.incarnation:
+        if all(found.incarnation != member.incarnation for member in members):
             # Its record or its descriptor is about to change. A later call finds that they agree.
             raise PeerUnavailable(f"{instance_id} is registering again")
         self._descriptors[instance_id, rank] = found

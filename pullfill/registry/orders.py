@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient, LeaseNotFound
-from pullfill.wire import WorkerRecord, decode
+from pullfill.wire import RoleOrder, WorkerRecord, WorkerRole, decode, encode
 
 _KV_ROLES = frozenset({"decode", "prefill"})
 
@@ -55,6 +55,19 @@ async def revoke_worker(
                 return None
             return worker.record
     return None
+
+
+async def order_role(
+    client: EtcdClient, namespace: str, instance_id: str, role: WorkerRole
+) -> bool:
+    """Order an elastic worker to change its role. False: it is not registered."""
+    for worker in await live_workers(client, namespace):
+        if worker.record.instance_id == instance_id:
+            key, order = keys.role_order(namespace, instance_id), encode(RoleOrder(role=role))
+            with suppress(LeaseNotFound):
+                await client.put(key, order, worker.lease_id)
+                return True
+    return False
 
 
 async def refuse_if_incompatible(

@@ -92,9 +92,10 @@ class Settings(Generic[T]):
         """The last good settings. Defaults until there are any."""
         return self._current
 
-    def subscribe(self, callback: Callable[[T], None]) -> None:
-        """Call on the loop with the new settings at each change."""
+    def subscribe(self, callback: Callable[[T], None]) -> Callable[[], None]:
+        """Call on the loop with the new settings at each change. Returns what ends that."""
         self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
 
     async def start(self, timeout_s: float = 30.0) -> Self:
         """Begin to watch. Returns itself when `current` is what etcd holds now.
@@ -122,7 +123,7 @@ class Settings(Generic[T]):
             return
         self._current = new
         _log.info("%s settings: %s", self._root, msgspec.json.encode(new).decode())
-        for callback in self._callbacks:
+        for callback in list(self._callbacks):
             try:
                 callback(new)
             except Exception:

@@ -86,6 +86,7 @@ from pullfill.wire.records import (
     WorkerRecord,
     WorkerState,
 )
+from pullfill.wire.roles import RoleOrder, WorkerRole
 
 __all__ = [
     "ALIVE_INTERVAL_S",
@@ -143,6 +144,7 @@ __all__ = [
     "Refused",
     "RegionDescriptor",
     "Revoke",
+    "RoleOrder",
     "RouterConfig",
     "RouterPolicy",
     "SelfCheck",
@@ -159,6 +161,7 @@ __all__ = [
     "Version",
     "Welcome",
     "WorkerRecord",
+    "WorkerRole",
     "WorkerState",
     "decode",
     "encode",

@@ -1,6 +1,6 @@
 """What the connector, which vLLM constructs from a class name, shares with the process around it.
 
-One engine per process, so one context per process: `install` puts it where the connector finds it.
+One engine per process, so one context per kind: `install` puts it where the connector finds it.
 """
 
 from __future__ import annotations
@@ -50,19 +50,18 @@ class WorkerContext:
 
 C = TypeVar("C", bound=WorkerContext)
 
-_context: WorkerContext | None = None
+_contexts: dict[type[WorkerContext], WorkerContext] = {}
 
 
-def install(context: WorkerContext) -> None:
-    """Make `context` the one of this process."""
-    global _context
-    _context = context
+def install(*contexts: WorkerContext) -> None:
+    """Make each of `contexts` the one of its kind in this process."""
+    _contexts.update({type(context): context for context in contexts})
 
 
 def current(kind: type[C], role: str) -> C:
     """The installed context. Raises ConfigError when vLLM was started without pullfill."""
-    if not isinstance(_context, kind):
+    if not isinstance(found := _contexts.get(kind), kind):
         raise ConfigError(
             f"the pullfill {role} connector works inside `pullfill {role}` only: start that"
         )
-    return _context
+    return found

@@ -15,8 +15,10 @@ import asyncio
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pullfill.config import ClusterRef, restarts_so_far
@@ -39,6 +41,8 @@ from pullfill.worker.context import WorkerContext
 
 C = TypeVar("C", bound=WorkerContext)
 H = TypeVar("H", bound=EngineHooks)
+AsRole = Callable[[str, "Service"], Membership]
+"""Makes a membership of this process, from the name of a role and the service that it publishes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +98,32 @@ class Service(Protocol):
         """As `give_up`, as far as possible without the engine, which is dead."""
 
 
+class Registration(Protocol):
+    """How the process is known to the cluster: `Membership`, or several of them.
+
+    revoked: set when a lease was revoked. The process then drains."""
+
+    revoked: asyncio.Event
+
+    async def join(self, wait_s: float = 0.0) -> None: ...
+
+    async def set_state(self, state: WorkerState) -> bool: ...
+
+    def note_state(self, state: WorkerState) -> None: ...
+
+    async def leave(self) -> None: ...
+
+
 class Role(ABC, Generic[C, H]):
     """What a kind of worker brings. See the module.
 
     name: `decode` or `prefill`.
-    connector, kv_role: of vLLM's KV transfer config.
+    module, connector, kv_role: of vLLM's KV transfer config.
     log_stats: as of EngineHost.
     serving: what the log says of a worker that serves."""
 
-    name: ClassVar[str]
+    name: str
+    module: ClassVar[str]
     connector: ClassVar[str]
     kv_role: ClassVar[str]
     log_stats: ClassVar[bool] = True
@@ -111,6 +132,10 @@ class Role(ABC, Generic[C, H]):
 
     def adjust(self, config: Any) -> None:
         """Change vLLM's config, from which the engine is built next. Engine thread."""
+
+    def registration(self, as_role: AsRole, service: Service) -> Registration:
+        """Return how the process joins the cluster, once its parts are built."""
+        return as_role(self.name, service)
 
     @abstractmethod
     def make_context(self, host: EngineHost, files: RegionFiles) -> C:
@@ -182,13 +207,7 @@ class WorkerProcess(Generic[C, H]):
             await probe.start(options.http_port)
             parts.push_async_callback(probe.stop)
             self._http = probe.url
-            self._membership = Membership(
-                etcd,
-                namespace,
-                options.lease_ttl_s,
-                self._describe,
-                on_reregistered=lambda i: self._log.warning("registered again as %s", i[:8]),
-            )
+            self._membership = self._role.registration(partial(self._as_role, etcd), self._service)
             parts.push_async_callback(self._membership.leave)
             await self._membership.join(options.connect_timeout_s)
             await self._service.start()
@@ -239,7 +258,7 @@ class WorkerProcess(Generic[C, H]):
             self._options.model,
             self._vllm_args,
             connector=self._role.connector,
-            module=f"pullfill.{self._role.name}_worker.connector",
+            module=self._role.module,
             kv_role=self._role.kv_role,
             engine_id=self._instance_id,
             extra={"instance_id": self._instance_id, "directory": str(files.directory)},
@@ -262,13 +281,24 @@ class WorkerProcess(Generic[C, H]):
 
     # ------------------------------------------------------------------ what others are told
 
-    def _describe(self, incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
+    def _as_role(self, etcd: EtcdClient, role: str, service: Service) -> Membership:
+        return Membership(
+            etcd,
+            self._cluster.namespace,
+            self._options.lease_ttl_s,
+            partial(self._describe, role, service),
+            on_reregistered=lambda i: self._log.warning("registered again as %s", i[:8]),
+        )
+
+    def _describe(
+        self, role: str, service: Service, incarnation: str
+    ) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         engine = self._engine
-        return self._service.describe(
+        return service.describe(
             WorkerRecord(
                 instance_id=self._instance_id,
                 incarnation=incarnation,
-                role=self._role.name,
+                role=role,
                 state=self._state,
                 model=engine.served_name,
                 model_path=self._options.model,

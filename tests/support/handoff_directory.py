@@ -21,7 +21,7 @@ class FakeDirectory:
 
     def subscribe(self, callback: Any) -> Callable[[], None]:
         self._callbacks.append(callback)
-        return lambda: self._callbacks.remove(callback)
+        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
 
     def put(self, record: WorkerRecord) -> None:
         old = self.members.get(record.instance_id)

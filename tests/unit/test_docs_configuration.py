@@ -61,7 +61,7 @@ def test_defaults_of_flags() -> None:
         for one in declared(kind):
             if not one.hidden and one.default not in (None, "", ()):
                 text = f"{one.default:g}" if isinstance(one.default, float) else str(one.default)
-                real[one.name.partition("/")[0]] = {"True": "on"}.get(text, text)
+                real[one.name.partition("/")[0]] = {"True": "on", "False": "off"}.get(text, text)
     assert {flag: text for flag, text in shown.items() if text and "--no-" not in flag} == real
 
 

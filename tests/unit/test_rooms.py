@@ -28,6 +28,8 @@ ROOMS = {
     "decode_worker": ("decode_worker", ROLE),
     "worker": ("pullfill/worker", ROLE - {"worker"}),
     "prefill_worker": ("prefill_worker", ROLE),
+    # One engine with both sides, so it must know both.
+    "elastic": ("pullfill/elastic", ROLE | {"decode_worker", "prefill_worker"}),
     "frontend": ("frontend", frozenset({"registry", "engine"})),
     # Stand-ins for tests and benchmarks: no room may import it.
     "testing": ("pullfill/testing", frozenset({"engine", "queue", "transfer"})),
@@ -40,6 +42,7 @@ ALLOWED = {room: allowed for room, (_, allowed) in ROOMS.items()}
 ENTRY_POINTS = {
     "pullfill.decode_worker.main",
     "pullfill.prefill_worker.main",
+    "pullfill.elastic.main",
     "pullfill.frontend.main",
     "pullfill.engine.names.compare",
 }
@@ -50,9 +53,8 @@ HEAVY = {"vllm", "torch", "cupy", "transformers", "safetensors"}
 
 def may_use(room: str, file: Path, package: str) -> bool:
     """Whether a heavy third party may be imported there."""
-    connector = room in ("worker", "decode_worker", "prefill_worker") and file.name.startswith(
-        "connector"
-    )
+    connector = room in ("worker", "elastic", "decode_worker", "prefill_worker")
+    connector = connector and file.name.startswith("connector")
     if room == "engine":
         return package != "cupy"
     if room == "testing":

@@ -45,6 +45,7 @@ GIVEN: dict[str, RoleOptions] = {
     "decode": WorkerOptions(
         **SHARED,
         **WORKER,
+        elastic=True,
         kv_digest=DigestMode.SAMPLE,
         kv_mode=KvMode.PULL,
         control_port=4,

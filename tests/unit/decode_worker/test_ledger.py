@@ -53,6 +53,22 @@ def test_queued_claim_grants() -> None:
     model.drain()
 
 
+def test_a_queued_job_is_taken_back_and_a_granted_one_is_not() -> None:
+    model = HandoffModel()
+    queued, under_way = model.open(2), model.open(2)
+    assert queued is not None
+    assert under_way is not None
+    model.publish(queued)
+    model.publish(under_way)
+    assert model.claim(under_way, "a").grant is not None
+    for job in (queued, under_way):
+        model.ledger.take_back(job.job.job_id)
+    assert (state(model, queued), state(model, under_way)) == (None, JobState.GRANTED)
+    settled = [event for event in told(model) if isinstance(event, Settle)]
+    assert [event.outcome for event in settled] == [Outcome.OWN_JOB]
+    model.drain()
+
+
 @pytest.mark.parametrize("how", ["abort", "deadline", "publish_failed", "incarnation", "nobody"])
 def test_queued_closes_without_a_hold(how: str) -> None:
     model = HandoffModel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from pullfill.errors import ConfigError
 from pullfill.options import FrontendOptions, WorkerOptions, parse_cores
 from pullfill.wire import DigestMode, KvMode
 
+ELASTIC = WorkerOptions(elastic=True)
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
 
 
@@ -219,6 +221,11 @@ class TestCheck:
             ({"frontends": 0, "nats_url": "nats://127.0.0.1:1"}, "no NATS server at"),
             ({"frontends": 0, "etcd_url": "http://127.0.0.1:1"}, "no etcd at"),
             ({"vllm_args": ["--ssl_certfile=c"]}, "pullfill frontend --ssl-certfile"),
+            (
+                {"workers": ELASTIC, "role_args": {"prefill": ["--max-num-seqs=2"]}},
+                "--prefill-args is for one role",
+            ),
+            ({"workers": replace(ELASTIC, kv_mode=KvMode.PULL)}, "--kv-mode is for one role"),
         ],
     )
     def test_refusals(self, changes: dict[str, object], message: str) -> None:

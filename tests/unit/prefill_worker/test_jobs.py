@@ -153,3 +153,18 @@ async def test_the_failpoint_keeps_the_queue_from_hearing(monkeypatch: pytest.Mo
     await until(lambda: bool(job.told))
     await jobs.end("a")
     await until(lambda: not jobs.runner._sends_heartbeats)
+
+
+async def test_a_job_of_this_process_is_acked_and_not_run() -> None:
+    acked: list[str] = []
+
+    class Own(Delivered):
+        async def ack(self) -> None:
+            acked.append(self.job_id)
+
+    jobs = Jobs()
+    jobs.runner._take_back = lambda delivery: delivery.job_id == "own"
+    jobs.runner.start(Own("own"))
+    assert not jobs.runner.idle.is_set()
+    await asyncio.wait_for(jobs.runner.idle.wait(), 5)
+    assert (acked, jobs.runner.in_flight) == (["own"], 0)

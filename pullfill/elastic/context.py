@@ -1,0 +1,25 @@
+"""What the connector of an elastic worker shares with the process around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pullfill.decode_worker.context import DecodeContext
+from pullfill.prefill_worker.context import PrefillContext
+from pullfill.worker.context import WorkerContext
+
+
+@dataclass(slots=True, kw_only=True)
+class ElasticContext(WorkerContext):
+    """The contexts of both sides. They share the KV memory, not the fences over it.
+
+    Each side has a fence file of its own. So a new incarnation of the decode side does not void
+    what the prefill side has granted, and the other way round."""
+
+    decode: DecodeContext
+    prefill: PrefillContext
+
+    def share(self) -> None:
+        """Give the prefill side, and ourselves, the memory that the decode side has mapped."""
+        for other in (self, self.prefill):
+            other.geometry, other.ranks = self.decode.geometry, self.decode.ranks

@@ -1,0 +1,221 @@
+"""Which roles a worker has now, and the way to others that it was ordered to have.
+
+    resting ──begin──▶ serving ──stop_taking──▶ draining ──finished──▶ resting
+
+Each role has a `Side` with this life. `Switch.run` brings the sides to what was ordered last. First
+it drains the sides that must rest: they leave routing, or pull no more, and finish their work. What
+is not finished within `drain_timeout_s` goes to other workers. Then it begins the others. If that
+fails, because etcd or NATS does not answer, it is tried again until it works or another order
+comes. The engine is not touched.
+
+What happens when something ends in the middle:
+
+- This process dies: its leases run out, as those of any worker. `pullfill up` starts it again in
+  the role of its command line.
+- SIGTERM, or the lease of a side that serves is revoked: the switch ends, the sides that serve
+  drain, and the process leaves.
+- A peer dies: its jobs and streams end like those of any worker, and the drain goes on.
+
+asyncio thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from pullfill.errors import PullfillError
+from pullfill.runtime import failpoints, log
+from pullfill.wire import WorkerState
+from pullfill.worker.process import Registration, Service
+
+logger = log.get("elastic.switch")
+
+AGAIN_S = 1.0
+"""The pause before a side that could not begin is begun again."""
+
+
+class Side(ABC):
+    """One role of the worker. See the module.
+
+    membership, service: while it serves or drains."""
+
+    def __init__(self, name: str, as_role: Callable[[str, Service], Registration]) -> None:
+        self.name = name
+        self._as_role = as_role
+        self.membership: Registration | None = None
+        self.service: Service | None = None
+        self.draining = False
+
+    @abstractmethod
+    async def open(self) -> Service:
+        """Make the service, ready to be registered."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the service: no peer uses it any more. Also after an `open` that failed."""
+
+    async def begin(self, wait_s: float) -> None:
+        """Register, and take work. Raises PullfillError. After any error the side rests.
+
+        wait_s: how long to try while etcd does not answer."""
+        try:
+            service = await self.open()
+            membership = self._as_role(self.name, service)
+            self.service, self.membership = service, membership
+            await membership.join(wait_s)
+            await service.start()
+        except BaseException:
+            await self.end()
+            raise
+
+    async def stop_taking(self) -> None:
+        """Take no new work, and tell everybody. Idempotent."""
+        if self.service is None or self.membership is None:
+            return
+        self.draining = True
+        await asyncio.gather(
+            self.service.stop_taking(), self.membership.set_state(WorkerState.DRAINING)
+        )
+
+    async def drain(self, timeout_s: float) -> None:
+        """Finish the work, or let other workers do what is left of it after `timeout_s`."""
+        await self.stop_taking()
+        if self.service is None:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.service.finished()
+        except TimeoutError:
+            await self.service.give_up()
+
+    async def end(self) -> None:
+        """Leave the registry, and rest. Idempotent."""
+        membership, self.membership = self.membership, None
+        if membership is not None:
+            await membership.leave()
+        await self.close()
+        self.service, self.draining = None, False
+
+
+class Switch:
+    """Owns the sides of one worker. See the module.
+
+    revoked: set when somebody has revoked the lease of a side that serves.
+    told: what is going on, for people. Empty between two switches."""
+
+    def __init__(self, first: str, drain_timeout_s: float) -> None:
+        self._sides: dict[str, Side] = {}
+        self._wanted = frozenset({first})
+        self._drain_timeout_s = drain_timeout_s
+        self._ordered = asyncio.Event()
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self.revoked = asyncio.Event()
+        self.told = ""
+
+    def own(self, *sides: Side) -> None:
+        """Take the sides. Once, before `join`."""
+        self._sides = {side.name: side for side in sides}
+
+    @property
+    def serving(self) -> list[Side]:
+        """The sides that do not rest, decode first."""
+        return [side for side in self._sides.values() if side.service is not None]
+
+    @property
+    def roles(self) -> str:
+        """`decode`, `prefill`, or `both`. While it changes: the role that still serves, if any."""
+        names = [side.name for side in self.serving]
+        return "both" if len(names) > 1 else "".join(names)
+
+    def order(self, wanted: frozenset[str]) -> None:
+        """Have `run` bring the worker to these roles. The last order counts."""
+        if wanted != self._wanted:
+            logger.info("ordered to be %s", " and ".join(sorted(wanted)))
+        self._wanted = wanted
+        self._ordered.set()
+
+    async def run(self) -> None:
+        """Follow orders until cancelled."""
+        while True:
+            await self._ordered.wait()
+            self._ordered.clear()
+            try:
+                while await self._step():
+                    pass
+            except Exception as exc:
+                level = logger.warning if isinstance(exc, PullfillError) else logger.exception
+                level("the change of roles has failed, and is tried again: %s", exc)
+                self.told = f"waits for another try: {exc}"
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(AGAIN_S):
+                        await self._ordered.wait()
+                self._ordered.set()
+
+    async def _step(self) -> bool:
+        """Make one change towards what is wanted. Returns False if there is nothing to change."""
+        for side in self.serving:
+            if side.name not in self._wanted:
+                await self._rest(side)
+                return True
+        for name in sorted(self._wanted):
+            if self._sides[name].service is None:
+                self.told = f"begins to {name}"
+                await self._begin(self._sides[name], 0.0)
+                return True
+        self.told = ""
+        return False
+
+    async def _begin(self, side: Side, wait_s: float) -> None:
+        await side.begin(wait_s)
+        assert side.membership is not None
+        watch = self._watch(side.membership.revoked)
+        self._watches[side.name] = asyncio.create_task(watch, name=f"revoked {side.name}")
+        logger.info("this worker is %s now", self.roles)
+
+    async def _watch(self, revoked: asyncio.Event) -> None:
+        await revoked.wait()
+        self.revoked.set()
+
+    async def _rest(self, side: Side) -> None:
+        self.told = f"drains its {side.name} side"
+        logger.info("draining the %s side", side.name)
+        await side.drain(self._drain_timeout_s)
+        failpoints.hit("elastic.drained")
+        await self._end(side)
+        failpoints.hit("elastic.left")
+
+    async def _end(self, side: Side) -> None:
+        # First: our own leaving is no order to drain.
+        if (watch := self._watches.pop(side.name, None)) is not None:
+            watch.cancel()
+        await side.end()
+
+    # ------------------------------------------------------------------ as a Registration
+
+    async def join(self, wait_s: float = 0.0) -> None:
+        """Begin the first role. Raises PullfillError."""
+        for name in self._wanted:
+            await self._begin(self._sides[name], wait_s)
+
+    async def set_state(self, state: WorkerState) -> bool:
+        """Publish `state` for every side that serves. Returns whether etcd has all of it."""
+        return all(await asyncio.gather(*(m.set_state(state) for m in self._memberships)))
+
+    def note_state(self, state: WorkerState) -> None:
+        """`set_state` without waiting."""
+        for membership in self._memberships:
+            membership.note_state(state)
+
+    @property
+    def _memberships(self) -> list[Registration]:
+        return [side.membership for side in self.serving if side.membership is not None]
+
+    async def leave(self) -> None:
+        """End all sides, for good."""
+        for side in self.serving:
+            await self._end(side)
+        for side in self._sides.values():
+            await side.end()

@@ -1,0 +1,146 @@
+"""The elastic worker's parts, put together (worker/process.py has the life of the process).
+
+One engine, one KV memory, and two sides: those of a decode worker and of a prefill worker. Which of
+them serve is the matter of switch.py. The process has one instance id in all its roles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+from pullfill import wire
+from pullfill.config import ClusterRef, ranks_of
+from pullfill.decode_worker.worker import DecodeRole
+from pullfill.elastic.context import ElasticContext
+from pullfill.elastic.hooks import ElasticHooks
+from pullfill.elastic.service import ElasticService
+from pullfill.elastic.sides import DecodeSide, PrefillSide
+from pullfill.elastic.slack import Slack
+from pullfill.elastic.switch import Switch
+from pullfill.engine.host import EngineHost
+from pullfill.engine.thread import EngineThread
+from pullfill.errors import BadMessage, ConfigError
+from pullfill.ids import new_instance_id
+from pullfill.options import WorkerOptions
+from pullfill.prefill_worker.worker import PrefillRole, PrefillService
+from pullfill.queue.contract import Delivery
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.settings import Settings
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.wire import PrefillJob, QueueSettings
+from pullfill.worker import context as contexts
+from pullfill.worker import memory
+from pullfill.worker.process import AsRole, Engine, Registration, Role, Service
+
+
+def check(options: WorkerOptions, vllm_args: list[str]) -> None:
+    """Refuse what an elastic worker cannot do yet. Raises ConfigError."""
+    if any(arg.startswith("--kv-offloading") for arg in vllm_args):
+        raise ConfigError(
+            "--elastic does not work with vLLM's KV offloading: leave out one of them"
+        )
+    if ranks_of(vllm_args) > 1:
+        raise ConfigError("--elastic works with one rank: leave out --elastic, or -tp and -pp")
+    if options.kv_port or options.advertise_kv:
+        raise ConfigError(
+            "--elastic needs a KV port for each role, and --kv-port and --advertise-kv name one: "
+            "leave them out"
+        )
+
+
+class ElasticRole(Role[ElasticContext, ElasticHooks]):
+    """See Role. name: the role in which it starts."""
+
+    module, connector, kv_role = "pullfill.elastic.connector", "ElasticConnector", "kv_both"
+    serving = "is ready (elastic)"
+
+    def __init__(self, name: str, cluster: ClusterRef, options: WorkerOptions) -> None:
+        self.name = name
+        self.instance_id = options.instance_id or new_instance_id("worker")
+        options = replace(options, instance_id=self.instance_id)
+        self._cluster = cluster
+        self._options = options
+        self._decode = DecodeRole(cluster, options)
+        self._prefill = PrefillRole(cluster, options)
+        # The decode role ends the memory of both sides.
+        self._decode.copiers = self._prefill.copiers
+
+    async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
+        self._etcd = etcd
+        await self._decode.watch(etcd, parts)
+        await self._prefill.watch(etcd, parts)
+
+    def adjust(self, config: Any) -> None:
+        self._decode.adjust(config)
+
+    def make_context(self, host: EngineHost, files: RegionFiles) -> ElasticContext:
+        decode = self._decode.make_context(host, files)
+        # The second one has no KV, only the fence of the prefill side.
+        prefill = self._prefill.make_context(host, RegionFiles(f"{self.instance_id}-r"))
+        contexts.install(decode, prefill)
+        return ElasticContext(self.instance_id, files, decode=decode, prefill=prefill)
+
+    def make_hooks(self, engine: Engine[ElasticContext]) -> ElasticHooks:
+        return ElasticHooks(
+            self._decode.make_hooks(_with(engine, engine.context.decode)),
+            self._prefill.make_hooks(_with(engine, engine.context.prefill)),
+        )
+
+    async def build(
+        self,
+        engine: Engine[ElasticContext],
+        hooks: ElasticHooks,
+        thread: EngineThread[Any],
+        queue: Settings[QueueSettings],
+        parts: AsyncExitStack,
+    ) -> ElasticService:
+        decode = _with(engine, engine.context.decode)
+        prefill = _with(engine, engine.context.prefill)
+        self._decoding = await self._decode.build(decode, hooks.decode, thread, queue, parts)
+        self._prefill.open_memory(prefill)
+        parts.push_async_callback(asyncio.to_thread, memory.close, prefill.context)
+
+        def take_back(delivery: Delivery) -> bool:
+            """Whether the job is our own decode side's. Then the decode side computes it itself."""
+            try:
+                job = wire.decode(delivery.body, PrefillJob)
+            except BadMessage:
+                return False
+            if job.decode_instance == self.instance_id:
+                decode.context.ledger.take_back(job.job_id)
+            return job.decode_instance == self.instance_id
+
+        async def pull(stack: AsyncExitStack) -> PrefillService:
+            consumer = await self._prefill.connect(prefill, queue, stack)
+            return self._prefill.pull(prefill, hooks.prefill, thread, consumer, stack, take_back)
+
+        step_tokens = engine.config.scheduler_config.max_num_batched_tokens
+
+        def step_s() -> float | None:
+            rate = prefill.context.meter.load(()).tokens_per_s
+            return step_tokens / rate if rate else None
+
+        self._pull = pull
+        self._slack = Slack(
+            lambda: hooks.decode.server.active_requests,
+            step_s,
+            lambda: decode.context.router_config().itl_ms / 1e3,
+        )
+        self._switch = Switch(self.name, self._options.drain_timeout_s)
+        return ElasticService(self._switch, self._etcd, self._cluster.namespace, self.instance_id)
+
+    def registration(self, as_role: AsRole, service: Service) -> Registration:
+        self._switch.own(
+            DecodeSide(as_role, self._decoding), PrefillSide(as_role, self._pull, self._slack)
+        )
+        return self._switch
+
+
+def _with(engine: Engine[ElasticContext], context: Any) -> Engine[Any]:
+    """The engine as one side knows it."""
+    return Engine(
+        engine.host, engine.core, engine.config, engine.served_name, engine.compat, context
+    )

@@ -1,0 +1,113 @@
+"""A running worker changes its role, without a failed request (`pullfill role`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.answers import ask_for
+from tests.support.cluster import Cluster, Worker, until
+from tests.support.load import Load
+from tests.support.oracle import Oracle
+from tests.support.prompts import ask, random_prompt, truth
+from tests.support.roles import become, decoded_by, elastic_cluster, order, prefilled_by
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def elastic(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with elastic_cluster(tmp_path_factory.mktemp("elastic"), model_path) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def worker(elastic: Cluster) -> Worker:
+    """The elastic worker, as decode worker."""
+    found = elastic.workers[-1]
+    if elastic.load_of(found)["elastic"] != "decode":
+        become(elastic, found, "decode")
+    return found
+
+
+def test_two_round_trips_under_load(elastic: Cluster, worker: Worker, oracle: Oracle) -> None:
+    with Load(elastic, seed=3000) as load:
+        for _ in range(2):
+            before = decoded_by(load, worker)
+            until(lambda n=before: decoded_by(load, worker) > n, 60, "it decodes")
+            become(elastic, worker, "prefill")
+            before = prefilled_by(load, worker)
+            until(lambda n=before: prefilled_by(load, worker) > n, 60, "it prefills")
+            become(elastic, worker, "decode")
+    load.check(oracle)
+    assert elastic.counter("pullfill_fallback_total") == 0
+    elastic.assert_clean()
+    assert not elastic.log_errors()
+
+
+def test_streams_that_run_are_finished(elastic: Cluster, worker: Worker, oracle: Oracle) -> None:
+    """The worker leaves routing at once, and keeps its role until its streams have ended."""
+    prompts = [random_prompt(60, seed=3100 + i) for i in range(4)]
+    worker.arm("engine.step=sleep:0.1")  # so that the streams outlast the order
+    answers = [ask_for(elastic, prompt, 150) for prompt in prompts]
+    until(lambda: elastic.load_of(worker).get("requests"), 30, "it has streams")
+    assert order(elastic, worker, "prefill").returncode == 0
+    until(lambda: "draining" in states(elastic, worker), 15, "it drains")
+    worker.arm("")
+    assert all(answer.done.wait(60) for answer in answers)
+    until(lambda: elastic.load_of(worker).get("elastic") == "prefill", 30, "it has changed")
+    expected = truth(oracle, prompts, 150)
+    assert [answer.tokens for answer in answers] == [tokens for tokens, _ in expected]
+    assert not any(elastic.explain(answer.request_id)["migrated_from"] for answer in answers)
+
+
+def states(cluster: Cluster, worker: Worker) -> set[str]:
+    rows = cluster.status()["workers"]
+    return {row["state"] for row in rows if row["instance_id"] == worker.instance_id}
+
+
+def test_a_worker_that_is_both_prefills_while_it_is_asked_for_nothing(
+    elastic: Cluster, worker: Worker, oracle: Oracle
+) -> None:
+    """With `both` the only prefill worker left is the elastic one."""
+    (usual,) = elastic.of("prefill")
+    become(elastic, worker, "both")
+    rows = [row for row in elastic.status()["workers"] if row["pid"] == worker.pid]
+    assert sorted(row["role"] for row in rows) == ["decode", "prefill"]
+    with Load(elastic, seed=3200, threads=2, max_tokens=3) as load:
+        until(lambda: prefilled_by(load, worker) > 0 and decoded_by(load, worker) > 0, 60, "both")
+    load.check(oracle)
+    become(elastic, worker, "decode")
+    assert usual.alive
+    elastic.assert_clean()
+
+
+def test_the_first_job_comes_soon_after_the_drain(
+    elastic: Cluster, worker: Worker, oracle: Oracle
+) -> None:
+    """2 s are allowed. The other prefill worker is held, so that this one gets the job."""
+    (other,) = elastic.of("prefill")
+    other.arm("prefill.before_claim=sleep:0.3")
+    try:
+        with Load(elastic, seed=3300, threads=4, lengths=(900,), max_tokens=2) as load:
+            until(lambda: decoded_by(load, worker), 60, "it decodes")
+            done = order(elastic, worker, "prefill", "--wait")
+            began = time.monotonic()
+            until(lambda: elastic.load_of(worker).get("completed"), 30, "its first job")
+            took_s = time.monotonic() - began
+    finally:
+        other.arm("")
+    assert done.returncode == 0, done.stderr
+    load.check(oracle)
+    print(f"first job after {took_s:.2f} s")
+
+
+def test_the_only_decode_worker_is_not_taken_away(elastic: Cluster, worker: Worker) -> None:
+    usual = elastic.of("decode")[0]
+    refused = order(elastic, usual, "prefill")
+    assert refused.returncode == 2
+    assert "start it with --elastic" in refused.stderr
+    assert ask(elastic, random_prompt(40, seed=3400)).tokens

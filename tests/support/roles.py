@@ -1,0 +1,87 @@
+"""A cluster with an elastic worker, orders to it, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.cluster import Cluster, Worker, until
+from tests.support.load import Load
+
+
+@contextmanager
+def elastic_cluster(directory: Path, model_path: Path) -> Iterator[Cluster]:
+    """One decode worker, one prefill worker, and last an elastic one that begins as decode worker.
+
+    Every prompt is prefilled remotely."""
+    cluster = Cluster(directory, model_path)
+    try:
+        cluster.start_servers()
+        for role in ("decode", "prefill", "frontend"):
+            cluster.launch(role)
+        cluster.launch("decode", "--elastic")
+        cluster.wait_ready(*cluster.workers, within_s=400)
+        cluster.set_router(policy="always_remote", max_queue_wait_s=3600)
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def order(
+    cluster: Cluster, worker: Worker, role: str, *more: str
+) -> subprocess.CompletedProcess[str]:
+    """`pullfill role`."""
+    return subprocess.run(
+        [
+            sys.executable, "-c", "from pullfill.deploy.cli import main; main()",
+            "role", worker.instance_id, role, *more,
+            "--etcd", cluster.etcd.url, "--nats", cluster.nats.url,
+            "--namespace", cluster.namespace,
+        ],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def become(cluster: Cluster, worker: Worker, role: str) -> None:
+    """Order the role. Returns when the worker has it and its peers are connected."""
+    done = order(cluster, worker, role, "--wait", "--timeout", "90")
+    assert done.returncode == 0, done.stdout + done.stderr
+    until(cluster.linked, 20, "all are connected")
+
+
+def prefilled_by(load: Load, worker: Worker) -> int:
+    """How many prompts of others the worker has prefilled."""
+    return sum(told.get("prefill_instance") == worker.instance_id for told in load.told())
+
+
+def decoded_by(load: Load, worker: Worker) -> int:
+    """How many requests the worker has answered."""
+    return sum(told["decode_instance"] == worker.instance_id for told in load.told())
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a process holds. rss_mib: memory that is not shared."""
+
+    descriptors: int
+    threads: int
+    mappings: int
+    rss_mib: float
+
+    @classmethod
+    def of(cls, worker: Worker) -> Footprint:
+        proc = Path(f"/proc/{worker.pid}")
+        status = dict(
+            line.split(":", 1) for line in (proc / "status").read_text().splitlines() if ":" in line
+        )
+        return cls(
+            descriptors=len(os.listdir(proc / "fd")),
+            threads=int(status["Threads"]),
+            mappings=(proc / "maps").read_text().count("pullfill-"),
+            rss_mib=int(status["RssAnon"].split()[0]) / 1024,
+        )

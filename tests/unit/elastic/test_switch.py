@@ -1,0 +1,200 @@
+"""Which side of an elastic worker serves, whatever comes in the middle of a change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from pullfill.elastic import switch as switches
+from pullfill.elastic.switch import Side, Switch
+from pullfill.errors import RegistryUnavailable
+from pullfill.wire import WorkerState
+from tests.support.workers import eventually
+
+BOTH = frozenset({"decode", "prefill"})
+
+
+class FakeMembership:
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.revoked = asyncio.Event()
+        self._name, self._told = name, told
+
+    async def join(self, wait_s: float = 0.0) -> None:
+        self._told.append(f"{self._name} joins")
+
+    async def set_state(self, state: WorkerState) -> bool:
+        self._told.append(f"{self._name} {state}")
+        return True
+
+    def note_state(self, state: WorkerState) -> None:
+        self._told.append(f"{self._name} notes {state}")
+
+    async def leave(self) -> None:
+        self._told.append(f"{self._name} leaves")
+
+
+class FakeService:
+    """idle: set when its work is done."""
+
+    def __init__(self, name: str, told: list[str], idle: asyncio.Event) -> None:
+        self._name, self._told, self._idle = name, told, idle
+
+    async def start(self) -> None:
+        self._told.append(f"{self._name} starts")
+
+    async def stop_taking(self) -> None:
+        self._told.append(f"{self._name} stops taking")
+
+    async def finished(self) -> None:
+        await self._idle.wait()
+
+    async def give_up(self) -> None:
+        self._told.append(f"{self._name} gives up")
+
+
+class FakeSide(Side):
+    """errors: what the next attempts to open raise."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.made: list[FakeMembership] = []
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.errors: list[Exception] = []
+        self._told = told
+
+        def as_role(role: str, service: Any) -> Any:
+            self.made.append(FakeMembership(role, told))
+            return self.made[-1]
+
+        super().__init__(name, as_role)
+
+    async def open(self) -> Any:
+        if self.errors:
+            raise self.errors.pop()
+        return FakeService(self.name, self._told, self.idle)
+
+    async def close(self) -> None:
+        self._told.append(f"{self.name} rests")
+
+
+class Rig:
+    """A worker that begins as decode worker. told: what has happened since `forget`."""
+
+    def __init__(self, drain_timeout_s: float = 60.0) -> None:
+        self.told: list[str] = []
+        self.decode, self.prefill = (FakeSide(name, self.told) for name in ("decode", "prefill"))
+        self.switch = Switch("decode", drain_timeout_s)
+        self.switch.own(self.decode, self.prefill)
+
+    async def becomes(self, roles: str) -> None:
+        await eventually(lambda: self.switch.roles == roles and not self.switch.told)
+
+
+@asynccontextmanager
+async def running(rig: Rig) -> AsyncIterator[Rig]:
+    await rig.switch.join()
+    task = asyncio.create_task(rig.switch.run())
+    rig.told.clear()
+    try:
+        yield rig
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await rig.switch.leave()
+
+
+async def test_the_old_side_leaves_before_the_new_one_begins() -> None:
+    async with running(Rig()) as rig:
+        rig.switch.order(frozenset({"prefill"}))
+        await rig.becomes("prefill")
+        assert rig.told == [
+            "decode stops taking", "decode draining", "decode leaves", "decode rests",
+            "prefill joins", "prefill starts",
+        ]  # fmt: skip
+
+
+async def test_a_round_trip_makes_a_new_membership_each_time() -> None:
+    async with running(Rig()) as rig:
+        for role in ("prefill", "decode") * 3:
+            rig.switch.order(frozenset({role}))
+            await rig.becomes(role)
+        assert (len(rig.decode.made), len(rig.prefill.made)) == (4, 3)
+        assert not rig.switch.revoked.is_set(), "our own leaving is no order to drain"
+
+
+async def test_both_adds_a_side_and_drains_none() -> None:
+    async with running(Rig()) as rig:
+        rig.switch.order(BOTH)
+        await rig.becomes("both")
+        assert rig.told == ["prefill joins", "prefill starts"]
+        rig.switch.order(frozenset({"decode"}))
+        await rig.becomes("decode")
+        assert "decode stops taking" not in rig.told
+
+
+async def test_the_same_order_twice_changes_nothing() -> None:
+    async with running(Rig()) as rig:
+        rig.switch.order(frozenset({"decode"}))
+        await asyncio.sleep(0.05)
+        assert rig.told == []
+
+
+async def test_work_that_does_not_end_is_given_up() -> None:
+    async with running(Rig(drain_timeout_s=0.05)) as rig:
+        rig.decode.idle.clear()
+        rig.switch.order(frozenset({"prefill"}))
+        await rig.becomes("prefill")
+        assert rig.told.index("decode gives up") < rig.told.index("decode leaves")
+
+
+async def test_the_last_order_counts() -> None:
+    """The worker is ordered back while it drains: it ends where it began."""
+    async with running(Rig()) as rig:
+        rig.decode.idle.clear()
+        rig.switch.order(frozenset({"prefill"}))
+        await eventually(lambda: "decode draining" in rig.told)
+        rig.switch.order(frozenset({"decode"}))
+        rig.decode.idle.set()
+        await eventually(lambda: "decode starts" in rig.told)
+        assert "prefill joins" not in rig.told
+
+
+async def test_a_side_that_cannot_begin_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switches, "AGAIN_S", 0.01)
+    async with running(Rig()) as rig:
+        rig.prefill.errors = [RegistryUnavailable("etcd is away"), RuntimeError("bug")]
+        rig.switch.order(frozenset({"prefill"}))
+        await rig.becomes("prefill")
+        assert rig.told.count("prefill rests") == 2, "what was opened is closed after each attempt"
+
+
+async def test_a_revoked_lease_of_a_side_that_serves_is_told() -> None:
+    async with running(Rig()) as rig:
+        rig.switch.order(BOTH)
+        await rig.becomes("both")
+        rig.prefill.made[-1].revoked.set()
+        await asyncio.wait_for(rig.switch.revoked.wait(), 5)
+
+
+async def test_it_can_leave_in_the_middle_of_a_drain() -> None:
+    rig = Rig()
+    async with running(rig):
+        rig.decode.idle.clear()
+        rig.switch.order(frozenset({"prefill"}))
+        await eventually(lambda: "decode draining" in rig.told)
+        assert rig.switch.roles == "decode", "it still serves its streams"
+    assert "decode leaves" in rig.told
+    assert "prefill joins" not in rig.told
+
+
+async def test_a_stuck_engine_is_told_for_every_side() -> None:
+    async with running(Rig()) as rig:
+        rig.switch.order(BOTH)
+        await rig.becomes("both")
+        rig.switch.note_state(WorkerState.DRAINING)
+        assert {"decode notes draining", "prefill notes draining"} <= set(rig.told)
+        assert await rig.switch.set_state(WorkerState.READY)
