@@ -119,6 +119,8 @@ class FetchChoice:
     def _stays(self, request: Any, hit: int) -> bool:
         """Whether the rest of the prompt would be computed here, with this hit."""
         config = self._context.router_config()
+        if config.policy is RouterPolicy.ALWAYS_REMOTE:
+            return False
         situation = self._context.situation(request.num_prompt_tokens, hit, "")
         if config.policy is RouterPolicy.COST:
             return not conditional_router.by_length(situation, config).remote

@@ -67,12 +67,14 @@ def trace(record: ExplainRecord) -> Group:
 
 
 def _lines(record: ExplainRecord) -> Iterator[Text]:
-    local = max(0, record.prompt_tokens - record.prefix_hit_tokens - record.remote_tokens)
+    here = record.prefix_hit_tokens + record.fetched_tokens
+    local = max(0, record.prompt_tokens - here - record.remote_tokens)
     yield Text(f"request {record.request_id}", style="bold")
     yield Text(f"  {_what_happened(record)}")
     off = f" ({record.offloaded_tokens} offloaded)" if record.offloaded_tokens else ""
+    fetched = f" + {record.fetched_tokens} fetched" if record.fetched_tokens else ""
     yield Text(
-        f"  prompt: {record.prompt_tokens} tokens = {record.prefix_hit_tokens} cached{off}"
+        f"  prompt: {record.prompt_tokens} tokens = {record.prefix_hit_tokens} cached{off}{fetched}"
         f" + {record.remote_tokens} prefilled remotely + {local} locally"
     )
     yield Text(f"  decode worker: {record.decode_instance}")
@@ -82,6 +84,8 @@ def _lines(record: ExplainRecord) -> Iterator[Text]:
             f"    chosen by policy {choice.policy} (reason: {choice.reason}): it was known to hold "
             f"{choice.matched_tokens} tokens of the prompt{cost}"
         )
+    if record.fetch is not None:
+        yield Text(f"  prefix held by {record.fetched_from}: {record.fetch}")
     if record.expected_s is not None:
         yield Text(f"  expected: {_expected(record.expected_s)}")
     if record.predicted_ms is not None:

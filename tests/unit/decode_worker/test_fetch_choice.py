@@ -97,7 +97,7 @@ async def test_a_prompt_whose_rest_goes_to_a_prefill_worker_is_not_fetched(
         p, h, i, prefill_workers=1, queue_available=True
     )
     worker.config = msgspec.structs.replace(worker.config, policy=RouterPolicy.ALWAYS_REMOTE)
-    assert (await look(worker, hint(worker, 8 * BLOCK)))[1]
+    assert (await look(worker, hint(worker, 10 * BLOCK)))[1]
     assert asked == []
     conditional = RouterPolicy.CONDITIONAL
     worker.config = msgspec.structs.replace(

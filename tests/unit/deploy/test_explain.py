@@ -46,6 +46,17 @@ def test_the_trace_of_a_remote_prefill() -> None:
     assert bars["prefill"] > 30
 
 
+def test_the_trace_says_what_was_read_from_another_worker() -> None:
+    local = msgspec.structs.replace(
+        REMOTE, remote_tokens=0, prefix_hit_tokens=32, fetched_tokens=1920, fetched_from="decode-2",
+        fetch="fetched",
+    )  # fmt: skip
+    text = _text(local)
+    assert "2000 tokens = 32 cached + 1920 fetched + 0 prefilled remotely + 48 locally" in text
+    assert "prefix held by decode-2: fetched" in text
+    assert "prefix held" not in _text(REMOTE)
+
+
 def test_the_trace_says_how_much_of_the_hit_was_offloaded() -> None:
     text = _text(msgspec.structs.replace(REMOTE, offloaded_tokens=256))
     assert "2000 tokens = 512 cached (256 offloaded) + 1487 prefilled remotely" in text

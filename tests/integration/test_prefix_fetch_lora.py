@@ -1,0 +1,66 @@
+"""Prefixes of LoRA adapters are read from another decode worker, over TCP, and never mixed up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import BLOCK, MODEL, Cluster
+from tests.support.lora import lora_adapter
+from tests.support.prompts import Answer, ask, random_prompt
+
+pytestmark = pytest.mark.engine
+
+FLAGS = ("--enable-lora", "--max-lora-rank=8", "--max-loras=2")
+NAMES = ("red", "blue")
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    adapters = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(NAMES):
+        lora_adapter(adapters / name, model_path, seed)
+    made = Cluster(tmp_path_factory.mktemp("fetch-lora"), model_path)
+    try:
+        made.start_servers()
+        for _ in range(2):
+            made.launch("decode", *FLAGS, "--transports", "tcp")
+        modules = [f"{name}={adapters / name}" for name in NAMES]
+        made.launch("frontend", *FLAGS, "--lora-modules", *modules)
+        made.wait_ready(*made.workers)
+        made.set_router(min_fetch_tokens=2 * BLOCK)
+        yield made
+    finally:
+        made.stop()
+
+
+def told(cluster: Cluster, prompt: list[int], model: str) -> tuple[Answer, dict[str, Any]]:
+    answer = ask(cluster, prompt, model=model)
+    time.sleep(0.3)  # block events are sent within 0.05 s
+    return answer, cluster.explain(answer.request_id)
+
+
+def test_each_adapter_has_prefixes_of_its_own(cluster: Cluster) -> None:
+    for model in (*NAMES, MODEL):  # both workers load both adapters
+        for _ in range(2):
+            ask(cluster, random_prompt(3, seed=1), model=model)
+    time.sleep(0.5)  # and know their files
+    prompt = random_prompt(600, seed=2)
+    first, before = told(cluster, prompt, "red")
+    again, after = told(cluster, prompt, "red")
+    assert before["fetch"] is None
+    assert (after["fetch"], after["fetched_from"]) == ("fetched", before["decode_instance"])
+    assert after["fetched_tokens"] >= 0.8 * len(prompt)
+    assert after["transport"] == "tcp"
+    assert again.tokens == first.tokens
+    assert again.logprobs == pytest.approx(first.logprobs, abs=TOLERANCE)
+    for model in ("blue", MODEL):
+        other, explained = told(cluster, prompt, model)
+        assert (explained["fetch"], explained["prefix_hit_tokens"]) == (None, 0)
+        assert other.logprobs != pytest.approx(first.logprobs, abs=TOLERANCE)
+    cluster.assert_clean()
