@@ -63,7 +63,8 @@ class FetchOutcome(enum.StrEnum):
     LOST = "lost"
     """The copy broke off: the holder died, or was too slow."""
     EXPIRED = "expired"
-    """The lease ended before the copy was confirmed: the holder had left, or registered again."""
+    """The lease ended before the copy was confirmed: it took too long, or vLLM had no blocks, or
+    the holder registered again."""
     CANCELLED = "cancelled"
     """The request ended, or went another way."""
 
@@ -307,7 +308,8 @@ class PrefixFetches:
         assert fetch.blocks is not None
         await asyncio.wait([fetch.blocks], timeout=min(_TURN_S, lease.within_s / 2))
         if not fetch.blocks.done() or fetch.blocks.cancelled():
-            fetch.outcome = FetchOutcome.CANCELLED
+            gone = fetch.blocks.cancelled()
+            fetch.outcome = FetchOutcome.CANCELLED if gone else FetchOutcome.EXPIRED
             return None
         return fetch.blocks.result()
 

@@ -316,3 +316,38 @@ async def test_an_address_where_nobody_answers(pair: Pair, monkeypatch: pytest.M
     assert pair.asker.holders.away("holder")
     monkeypatch.setattr(pair.asker.holders._places["holder"], "not_before", 0.0)
     assert holders.AGAIN_S < pair.asker.holders._places["holder"].pause
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_happens_what_is_loaded_is_right(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Both workers hold, evict, read and are read at once. Leases end early, clients go away.
+
+    `FetchWorker.end` compares each loaded block with what computing would have given."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(read_leases, "LEASE_S", 0.03 if seed % 2 else 1.0)
+    talks = [prompt(12 * BLOCK, seed=number) for number in range(6)]
+    seen: dict[str, int] = {}
+
+    async def one() -> None:
+        here, there = rng.sample([pair.holder, pair.asker], 2)
+        talk = rng.choice(talks)
+        tokens = [*talk[: rng.randrange(3, 12) * BLOCK], rng.randrange(1000)]
+        if rng.random() < 0.8:
+            there.cache(talk[: rng.randrange(3, 12) * BLOCK])
+        served = await here.admit(here.request(tokens, there.holds(len(tokens))))
+        if served.loaded is None and rng.random() < 0.2:
+            here.abort(served)
+            await until(lambda: served.loaded is not None)
+            here.traces.finish(served.request.request_id)
+            return
+        told = await here.end(served)
+        seen[str(told.fetch)] = seen.get(str(told.fetch), 0) + 1
+
+    async def client() -> None:
+        for _ in range(12):
+            await one()
+
+    await asyncio.gather(*(client() for _ in range(3)))
+    assert seen.get("fetched", 0) > (0 if seed % 2 else 3), seen
