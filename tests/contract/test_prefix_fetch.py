@@ -94,6 +94,24 @@ async def test_only_what_this_worker_lacks_is_read(pair: Pair) -> None:
     assert (told.prefix_hit_tokens, told.fetched_tokens) == (3 * BLOCK, PREFIX - 3 * BLOCK)
 
 
+async def test_the_local_hit_may_change_while_the_holder_is_asked(pair: Pair) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    pair.asker.cache(tokens[:BLOCK])
+    grown = pair.asker.request(tokens, pair.holder.holds(PREFIX))
+    assert pair.asker.side.decide(grown, BLOCK) == (None, False)
+    pair.asker.cache(tokens[: 4 * BLOCK])
+    served = await pair.asker.admit(grown)
+    told = await pair.asker.end(served)
+    assert (told.prefix_hit_tokens, told.fetched_tokens) == (4 * BLOCK, PREFIX - 4 * BLOCK)
+
+    shrunk = pair.asker.request([*tokens[:-1], 7], pair.holder.holds(PREFIX))
+    assert pair.asker.side.decide(shrunk, 5 * BLOCK) == (None, False)
+    pair.asker.pool.cached.clear()
+    told = await pair.asker.end(await pair.asker.admit(shrunk))
+    assert (told.prefix_hit_tokens, told.fetched_tokens) == (0, 0), "the lease begins too late"
+
+
 async def test_the_last_token_is_computed_here(pair: Pair) -> None:
     tokens = prompt(PREFIX)
     pair.holder.cache(tokens)
