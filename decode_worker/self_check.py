@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 
 logger = log.get("decode_worker.self_check")
 
-BLOCKS = 4
-"""Length of the compared prompt, in blocks."""
+BLOCKS, TOKENS = (2, 4), 256
+"""Length of the compared prompt: the least and the most blocks, and tokens that it should not
+exceed. Most of a comparison's time is the computation of these tokens."""
 _BEST = 5
 """How many of the most likely tokens have their log probabilities compared."""
 LONGEST_S = 30.0
@@ -311,6 +312,14 @@ def _word(result: SelfCheck) -> str:
     return "passed" if result.passed else "failed"
 
 
+def wanted_blocks(block_size: int) -> int:
+    """How many blocks of so many tokens the compared prompt should have.
+
+    At least two: the prefill worker computes the second one on top of the first."""
+    least, most = BLOCKS
+    return max(least, min(most, TOKENS // block_size))
+
+
 def logprobs_to_ask(kv_dtype: str) -> int | None:
     """How many log probabilities a comparison asks for; None: it compares KV only."""
     # If the KV cannot be read as numbers, nothing else is left. Then the seconds that vLLM may
@@ -333,7 +342,7 @@ def checks_for(
     That is so if no transport reaches the KV memory, if there is no model or it generates no text,
     or if no prompt of whole blocks may be prefilled remotely."""
     block_size = config.cache_config.block_size
-    fits = context.scheduler.longest_kept(BLOCKS * block_size)
+    fits = context.scheduler.longest_kept(wanted_blocks(block_size) * block_size)
     blocks = min(fits, config.model_config.max_model_len - 2) // block_size
     how = rounding_digest(config)
     generates = config.model_config.runner_type == "generate"

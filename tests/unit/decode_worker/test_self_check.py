@@ -196,3 +196,8 @@ async def test_without_a_model_there_is_nothing_to_compare() -> None:
     assert rig.checks.reason == ""
     assert rig.engine.asked == []
     await rig.checks.close()
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(16, 4), (64, 4), (80, 3), (128, 2), (1056, 2)])
+def test_large_blocks_make_no_long_prompt(size: int, blocks: int) -> None:
+    assert self_check.wanted_blocks(size) == blocks
