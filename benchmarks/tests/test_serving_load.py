@@ -139,8 +139,8 @@ class TestLanes:
 
         asks = [ask() for _ in range(9)]
         result = await asked(SseServer(script), *asks, seconds=0.1)
-        assert 2 <= len(result.answers) <= 3
-        assert all(not a.error for a in result.answers)
+        assert all(a.sent_s < 0.1 and not a.error for a in result.answers)
+        assert result.answers[-1].token_s[-1] >= 0.1
         assert not result.dry
 
     async def test_a_loop_that_ran_out_of_asks_says_so(self) -> None:

@@ -16,8 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from pullfill import releases
-from pullfill.engine import check
+from pullfill.engine import release
 from tests.support.cluster import BLOCK, Cluster, Worker, until
 from tests.support.etcd import free_ports
 from tests.support.prompts import ask_all, forget_decode_prefixes, random_prompt
@@ -163,10 +162,7 @@ def test_a_worker_without_a_prefix_cache_is_no_trouble_and_a_dead_one_is_forgott
     assert cluster.counter("pullfill_prefix_missing_workers") == 0
 
 
-@pytest.mark.skipif(
-    check.base_version(check.require_version()) != releases.VLLM,
-    reason="KV offloading is refused at start with other releases of vLLM",
-)
+@pytest.mark.skipif(not release.this.offloads_kv, reason="refused at start with vLLM 0.30")
 def test_blocks_that_are_offloaded_still_count(cluster: Cluster) -> None:
     before = cluster.of("decode")
     decode = cluster.launch("decode", "--kv-offloading-size=0.05")
