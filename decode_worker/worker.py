@@ -297,6 +297,8 @@ class DecodeService(Service):
     async def resume(self) -> None:
         """Be as new after a drain, before the next registration."""
         self._outlook.draining = False
+        if self._control.leases is not None:
+            self._control.leases.reopen()
         await self._dismiss(draining=False)
 
     async def rest(self) -> None:
@@ -304,6 +306,8 @@ class DecodeService(Service):
 
         The ledger goes on: it frees the blocks of writers that are not proved quiet yet."""
         self._control.dismiss()
+        if self._control.leases is not None:
+            self._control.leases.renew()
         await self._dismiss(draining=True)
 
     async def _dismiss(self, draining: bool) -> None:

@@ -322,6 +322,8 @@ async def test_a_holder_that_drains_waits_for_its_readers(pair: Pair, gate: Gate
     other = prompt(PREFIX + 1, seed=3)
     pair.holder.cache(other)
     assert (await pair.asker.ask(other, pair.holder.holds(PREFIX)))[1].fetch == "busy"
+    pair.holder.leases.reopen()
+    assert (await pair.asker.ask(other, pair.holder.holds(PREFIX)))[1].fetch == "fetched"
 
 
 async def test_an_address_where_nobody_answers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
