@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pullfill.engine import front_wire, outputs, speculation
+from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.errors import BadMessage
+from pullfill.runtime import log
+
+logger = log.get("decode_worker.frontends")
 
 _STATS_S = 0.25
 """Statistics are held back for this many seconds, so that one message carries those of several
@@ -42,13 +46,29 @@ class Frontend:
 class Request:
     """One request that the request server has accepted.
 
+    picture: what its frontend believed of this worker. None: it must be taken.
     coming: it is not in the engine yet.
     wanted: it was not aborted since it was accepted."""
 
     id: str
     frontend: Frontend
+    picture: front_wire.Picture | None
     coming: bool = True
     wanted: bool = True
+
+
+def refusal(request_id: str, why: Exception, instance_id: str) -> Any:
+    """Return the EngineCoreOutputs that end a request that cannot be taken, and log why.
+
+    instance_id: of this worker."""
+    fault = fault_of(why)
+    if fault is Fault.REQUEST:
+        logger.warning("request %s is refused: %s", request_id, why)
+        text = f"it is refused: {why}"
+    else:
+        logger.error("request %s could not be taken in", request_id, exc_info=why)
+        text = explained(why, f"decode worker {instance_id}")
+    return outputs.error_outputs(request_id, text, fault)
 
 
 def check_fits(request: Any, prompt_tokens: int, max_model_len: int, core: Any) -> None:

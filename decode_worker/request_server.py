@@ -16,13 +16,15 @@ from pullfill import wire
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker import utilities
 from pullfill.decode_worker.curve_auth import CurveAuth
-from pullfill.decode_worker.frontends import Frontend, HeldStats, Request, check_fits
+from pullfill.decode_worker.frontends import Frontend, HeldStats, Request, check_fits, refusal
 from pullfill.decode_worker.intake import Intake, Preparation
+from pullfill.decode_worker.redirects import Redirects
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire, request_limits, requests
 from pullfill.engine import outputs as vllm_outputs
 from pullfill.engine.adapters import Adapters
-from pullfill.engine.blame import Fault, explained, fault_of
+from pullfill.engine.front_wire import Picture
+from pullfill.engine.front_wire import RedirectReason as Reason
 from pullfill.errors import BadMessage
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints, log
@@ -40,6 +42,7 @@ class RequestServer:
     """Serves all frontends of one decode worker.
 
     Engine thread only, except for preparations (intake thread) and reads of `draining` (any).
+    redirects: sends new requests to better workers.
     welcome: returns the message for a new frontend. models: names under which the model is served.
     adapters: the LoRA adapters of this worker.
     key: the cluster key. A frontend that does not hold it is refused.
@@ -49,6 +52,7 @@ class RequestServer:
         self,
         host: EngineHost,
         traces: RequestTraces,
+        redirects: Redirects,
         *,
         welcome: Callable[[], front_wire.DecodeWelcome],
         models: Iterable[str],
@@ -74,6 +78,7 @@ class RequestServer:
         self._key = key
         self._gate: CurveAuth | None = None
         self.intake = Intake(lambda work, wake: host.submit(work, wake=wake), lambda: host.stepping)
+        self.redirects = redirects
         self.on_follow: Callable[[bytes, PrefixFollow], object] = lambda identity, message: None
         self._stats = HeldStats()
         self._first = False
@@ -185,7 +190,9 @@ class RequestServer:
             return
         frontend.last_seen = self._clock.monotonic()
         if kind == front_wire.ADD:
-            self._add(frontend, payload)
+            self._add(frontend, payload, None)
+        elif kind == front_wire.TRY:
+            self._add(frontend, payload[1:], wire.decode(payload[0].bytes, Picture))
         elif kind == front_wire.ABRT:
             self._abort(frontend, front_wire.decode_ids(payload[0].bytes))
         elif kind == front_wire.PING:
@@ -218,17 +225,17 @@ class RequestServer:
         if self.draining:
             self._send(frontend, front_wire.DRAIN)
 
-    def _add(self, frontend: Frontend, payload: list[Any]) -> None:
+    def _add(self, frontend: Frontend, payload: list[Any], picture: Picture | None) -> None:
         request_id = front_wire.request_id(payload)
+        taken = Request(request_id, frontend, picture)
         if self.draining:
-            return self._send(frontend, front_wire.BACK, front_wire.encode_ids([request_id]))
+            return self._send(frontend, *self.redirects.back(taken, Reason.DRAINING, draining=True))
         if request_id in self._taken:
             return self._refuse(frontend, request_id, RuntimeError("it is here already"))
-        taken, here, self._first = Request(request_id, frontend), self._first, False
+        here, self._first = self._first, False
         if not self.intake.put(self._prepare(taken, payload), sum(map(len, payload)), here=here):
             # Too much waits here. Another worker may have room.
-            self._send(frontend, front_wire.BACK, front_wire.encode_ids([request_id]))
-            return
+            return self._send(frontend, *self.redirects.back(taken, Reason.INTAKE_FULL))
         frontend.requests.add(request_id)
         self._taken[request_id] = taken
 
@@ -261,6 +268,9 @@ class RequestServer:
         try:
             if failure is not None:
                 raise failure
+            if answer := self.redirects.look(taken, request, self.draining):
+                self._forget(taken.id)
+                return self._send(taken.frontend, *answer)
             self._adapters.admit(core, request)
             if vllm_outputs.bound_grammar(request, core):
                 self._grammars[taken.id] = request
@@ -270,15 +280,7 @@ class RequestServer:
             self._refuse(taken.frontend, taken.id, exc)
 
     def _refuse(self, frontend: Frontend, request_id: str, why: Exception) -> None:
-        fault = fault_of(why)
-        if fault is Fault.REQUEST:
-            logger.warning("request %s is refused: %s", request_id, why)
-            text = f"it is refused: {why}"
-        else:
-            logger.error("request %s could not be taken in", request_id, exc_info=why)
-            text = explained(why, f"decode worker {self._welcome().decode_instance}")
-        failed = vllm_outputs.error_outputs(request_id, text, fault)
-        self._send_out(frontend, failed)
+        self._send_out(frontend, refusal(request_id, why, self._welcome().decode_instance))
 
     def _abort(self, frontend: Frontend, request_ids: Iterable[str]) -> None:
         mine = [r for r in request_ids if r in frontend.requests]
@@ -305,13 +307,11 @@ class RequestServer:
         except BadMessage as exc:
             return self._unreadable(frontend, front_wire.UTIL, exc)
         yield
-        return lambda: self._call(frontend, *call)
 
-    def _call(self, frontend: Frontend, call_id: int, method: str, args: list[Any]) -> None:
         def reply(answer: Any) -> None:
             self.host.submit(lambda _: self._send_out(frontend, answer))
 
-        utilities.call(self.host.core, self._adapters, call_id, method, args, reply)
+        return lambda: utilities.call(self.host.core, self._adapters, *call, reply)
 
     # ------------------------------------------------------------------ out
 

@@ -29,6 +29,7 @@ from pullfill.decode_worker.load_reports import LoadReports
 from pullfill.decode_worker.offers import offer
 from pullfill.decode_worker.outlook import Outlook
 from pullfill.decode_worker.publisher import Publisher
+from pullfill.decode_worker.redirects import Redirects
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import checks_for
@@ -81,7 +82,7 @@ class DecodeHooks(EngineHooks):
         self._look_at = 0.0
         self.server = server
         self.reports = LoadReports(
-            EngineLoad(engine.core),
+            server.redirects.load,
             server,
             lambda delay_s: _call_soon(loop, partial(loop.call_later, delay_s, engine.host.wake)),
         )
@@ -174,6 +175,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         server = RequestServer(
             engine.host,
             self._traces,
+            Redirects(EngineLoad(engine.core), tiered=kv.tier_of(engine.core) is not None),
             welcome=welcome,
             models=[engine.served_name, self._options.model],
             adapters=engine.context.adapters,

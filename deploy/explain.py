@@ -84,6 +84,8 @@ def _lines(record: ExplainRecord) -> Iterator[Text]:
             f"    chosen by policy {choice.policy} (reason: {choice.reason}): it was known to hold "
             f"{choice.matched_tokens} tokens of the prompt{cost}"
         )
+    if record.redirected_from:
+        yield Text(f"    sent there by {record.redirected_from} (reason: {record.redirect_reason})")
     if record.fetch is not None:
         yield Text(f"  prefix held by {record.fetched_from}: {record.fetch}")
     if record.expected_s is not None:

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 from pullfill.engine import front_wire, migration
 from pullfill.engine.blame import Fault, explained
 from pullfill.errors import BadMessage, PeerUnavailable
-from pullfill.frontend import metrics
+from pullfill.frontend import metrics, waiting
 from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.calls import Calls
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.explain import ExplainStore, Trace, key_of
-from pullfill.frontend.flight import Flight, Suspect, needs_turn, rank_of
+from pullfill.frontend.flight import Flight, Suspect, keep_room, needs_turn, rank_of
+from pullfill.frontend.redirects import Redirects
 from pullfill.frontend.suspects import CONFIRM_S, MAX_DEATHS, Suspects
 from pullfill.frontend.waiting import Waiting
 from pullfill.registry.suspect_records import SuspectBoard
@@ -42,18 +43,6 @@ _log = log.get("frontend.dispatch")
 
 NO_WORKER_WAIT_S = 2.0
 """How long a new request waits for a first decode worker."""
-RESEND_WAIT_S = 0.8
-"""The least time a request waits for another worker after its own was lost."""
-RESEND_WAIT_MAX_S = 2.5
-"""The most time. A worker whose connection broke may be connected again by then."""
-SILENT_WAIT_S = 4.0
-"""Between these bounds the wait ends this long after the lost worker's last sign of life. So an
-error comes within 5 s, although it takes time to notice the loss."""
-STALL_S = 4.5
-"""If several workers are lost without a token in between, all waits end this long after the first
-one's last sign of life."""
-LAST_TRY_S = 0.25
-"""But each wait has at least this much time to find a worker that is ready."""
 MAX_MIGRATIONS = 20
 """How many workers one request may leave."""
 LOOK_S = 0.1
@@ -75,6 +64,7 @@ class Dispatcher:
     board: what all frontends know about suspects.
     never: why no answer can migrate with this configuration. Empty: answers can.
     restart_wait_s: how long a request whose worker was lost waits for one that is being started.
+    redirect: returns whether workers may redirect requests.
     """
 
     def __init__(
@@ -87,6 +77,7 @@ class Dispatcher:
         *,
         never: str = "",
         restart_wait_s: float = 0.0,
+        redirect: Callable[[], bool] = lambda: True,
     ) -> None:
         self._codec = codec
         self._explain = explain
@@ -101,8 +92,9 @@ class Dispatcher:
         )
         self._calls = Calls(codec)
         self.balancer = balancer
+        self._redirects = Redirects(balancer, redirect)
         self._tasks: tuple[str, ...] | None = None
-        self._patience_s = max(RESEND_WAIT_MAX_S, restart_wait_s)
+        self._patience_s = max(waiting.RESEND_WAIT_MAX_S, restart_wait_s)
         self._restart_wait_s = restart_wait_s
         self.suspects = Suspects(
             self._patience_s,
@@ -197,6 +189,10 @@ class Dispatcher:
             raise BadMessage(f"{kind[:8]!r} with {len(frames)} frames")
         elif kind == front_wire.EXPL:
             self._explain.take(frames[0])
+        elif kind == front_wire.RDIR:
+            now = self._loop.time()
+            if (flight := self._redirects.take(worker, frames[0], now)) is not None:
+                self._try(flight, self.route, now)
         elif kind == front_wire.BACK:
             for wire_id in front_wire.decode_ids(frames[0]):
                 flight = worker.flights.pop(wire_id, None)
@@ -310,7 +306,7 @@ class Dispatcher:
             self._waiting.hold(flight)
         else:
             self._waiting.drop(flight.request_id)
-            self._send(flight, worker, now)
+            self._send(flight, worker, now, len(workers) > 1)
 
     def _choose(
         self, flight: Flight, workers: Sequence[DecodeConnection], now: float
@@ -320,7 +316,8 @@ class Dispatcher:
         around = self.suspects.turns.around(flight, workers, now)
         return self.balancer.choose(flight, around, now) if around else None
 
-    def _send(self, flight: Flight, worker: DecodeConnection, now: float) -> None:
+    def _send(self, flight: Flight, worker: DecodeConnection, now: float, several: bool) -> None:
+        """several: whether others could take it."""
         if flight.tokens:
             request = migration.migration_request(flight.request, flight.tokens)
         else:
@@ -334,10 +331,13 @@ class Dispatcher:
             return
         flight.worker, flight.sent_at, flight.asked_at, flight.proven = worker, now, 0.0, False
         worker.flights[flight.wire_id] = flight
+        kind = self._redirects.kind(flight, several)
         self.balancer.sent(flight, worker, now)
         self._explain.open(flight.wire_id, flight.trace)
-        worker.send(front_wire.ADD, *frames)
-        if flight.tokens:
+        worker.send(*kind, *frames)
+        if self._redirects.sent(flight, worker):
+            pass
+        elif flight.tokens:
             metrics.MIGRATED.labels("sent").inc()
         elif flight.attempt:
             metrics.RESENT.inc()
@@ -369,13 +369,9 @@ class Dispatcher:
         if deaths >= MAX_DEATHS or flight.attempt >= MAX_MIGRATIONS or flight.request.resumable:
             self._fail(flight, f"{reason}; given up after {flight.attempt} attempts", "given_up")
             return
-        if not flight.room and worker.welcome is not None:
-            flight.room = min(migration.room_for(flight.request), worker.welcome.max_model_len)
+        keep_room(flight, worker)
         now = self._loop.time()
-        wait = max(RESEND_WAIT_S, min(RESEND_WAIT_MAX_S, worker.heard_at + SILENT_WAIT_S - now))
-        if not lost or not flight.stalled_at:
-            flight.stalled_at = max(worker.heard_at, now + RESEND_WAIT_S - SILENT_WAIT_S)
-        wait = max(LAST_TRY_S, min(wait, flight.stalled_at + STALL_S - now))
+        wait = waiting.patience_s(flight, worker.heard_at, lost, now)
         flight.deadline = now + max(wait, self._restart_wait_s)
         flight.failure = f"{reason} and {NO_WORKER}"
         self._waiting.hold(flight)

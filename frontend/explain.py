@@ -30,7 +30,8 @@ class Trace:
     key: see `key_of`.
     migrated_from: the decode workers that it has left.
     migrated_tokens: number of tokens that were out when it left the last one.
-    decode_choice: how its last decode worker was chosen."""
+    decode_choice: how its last decode worker was chosen.
+    redirected_from, redirect_reason: the worker that has redirected it, and why."""
 
     key: str
     route_ms: float | None = None
@@ -38,6 +39,8 @@ class Trace:
     migrated_from: list[str] = field(default_factory=list)
     migrated_tokens: int = 0
     decode_choice: DecodeChoice | None = None
+    redirected_from: str | None = None
+    redirect_reason: str | None = None
 
 
 def key_of(request_id: str, external_id: str | None) -> str:
@@ -103,6 +106,8 @@ def _told(response_id: str, record: ExplainRecord, trace: Trace) -> ExplainRecor
         migrated_from=tuple(trace.migrated_from),
         migrated_tokens=trace.migrated_tokens,
         decode_choice=trace.decode_choice,
+        redirected_from=trace.redirected_from,
+        redirect_reason=trace.redirect_reason,
     )
 
 

@@ -261,6 +261,7 @@ class _Frontend:
                 board,
                 never=prepared.never,
                 restart_wait_s=options.restart_wait_s,
+                redirect=lambda: settings.current.redirect,
             )
             board.start(dispatcher.suspects)
             front = await front_app.FrontApp.build(prepared, dispatcher)

@@ -14,8 +14,30 @@ from collections.abc import Callable, Iterable
 
 from pullfill.frontend.flight import Flight, Suspect, rank_of
 
+RESEND_WAIT_S = 0.8
+"""The least time a request waits for another worker after its own was lost."""
+RESEND_WAIT_MAX_S = 2.5
+"""The most time. A worker whose connection broke may be connected again by then."""
+SILENT_WAIT_S = 4.0
+"""Between these bounds the wait ends this long after the lost worker's last sign of life. So an
+error comes within 5 s, although it takes time to notice the loss."""
+STALL_S = 4.5
+"""If several workers are lost without a token in between, all waits end this long after the first
+one's last sign of life."""
+LAST_TRY_S = 0.25
+"""But each wait has at least this much time to find a worker that is ready."""
 _TURN_S = 0.005
 """How long requests are placed before other callbacks of the event loop run."""
+
+
+def patience_s(flight: Flight, heard_at: float, lost: bool, now: float) -> float:
+    """Return how long a request that leaves its worker waits for another. Sets `stalled_at`.
+
+    heard_at: the worker's last sign of life. lost: whether it is lost."""
+    wait = max(RESEND_WAIT_S, min(RESEND_WAIT_MAX_S, heard_at + SILENT_WAIT_S - now))
+    if not lost or not flight.stalled_at:
+        flight.stalled_at = max(heard_at, now + RESEND_WAIT_S - SILENT_WAIT_S)
+    return max(LAST_TRY_S, min(wait, flight.stalled_at + STALL_S - now))
 
 
 class Waiting:

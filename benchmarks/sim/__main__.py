@@ -27,6 +27,8 @@ TRACE = Path(__file__).parents[1] / "traces" / "mini_synthetic.jsonl"
 GROW = 32
 """What gives our own trace the lengths of the one that it was made from."""
 RR = "round robin"
+STALE_S = 5.0
+"""How old everything is that frontends know, where it is old: 100 times as old as it should be."""
 SHARED = 0.1
 """Share of prompt tokens that one cache would hit, from which on prompts share prefixes."""
 
@@ -136,12 +138,23 @@ def trace_rows(workload: Workload, options: argparse.Namespace) -> list[Row]:
     label = f"{workload.name}, 4 workers"
     setup = _setup(workload, options)
     one, rows = _compared(label, workload, setup, held=True)
-    eight = _run(f"{label}, 8 frontends", workload, replace(setup, frontends=8))
-    peer = "1 frontend"
-    label = f"{label}, 8 frontends"
-    if one.hit:
-        rows.append(versus(f"{label}: hit", eight.hit, "", peer, one.hit, at_least=0.97))
-    rows.append(versus(f"{label}: TTFT p90", eight.ttft_p90, "s", peer, one.ttft_p90, at_most=1.4))
+    eight, peer = replace(setup, frontends=8), "1 frontend"
+    stale = replace(eight, net=Net(events=STALE_S, report=STALE_S))
+    for frontends, each, held in (
+        ("8 frontends", eight, True),
+        (f"8 frontends, {STALE_S:g} s behind", stale, True),
+        (f"8 frontends, {STALE_S:g} s behind, no redirects", replace(stale, redirect=False), False),
+    ):
+        name = f"{label}, {frontends}"
+        many = _run(name, workload, each)
+        if one.hit:
+            least = 0.97 if held else None
+            rows.append(versus(f"{name}: hit", many.hit, "", peer, one.hit, at_least=least))
+        most = 1.4 if held else None
+        rows.append(
+            versus(f"{name}: TTFT p90", many.ttft_p90, "s", peer, one.ttft_p90, at_most=most)
+        )
+        rows.append(row(f"{name}: redirected requests", many.redirected, ""))
     return rows
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.sim.requests import Req, Workload, mix
 from benchmarks.sim.worker import Job, Speed, Worker
+from pullfill.engine.front_wire import Picture
 from pullfill.frontend.decode_choice import Candidates
 from pullfill.frontend.placement import Placement
 from pullfill.prefix.index import PrefixIndex
@@ -42,7 +43,8 @@ class Net:
 @dataclass(slots=True, frozen=True)
 class Setup:
     """One run. blocks: cache of each worker, in KV blocks. joins: a worker joins before the request
-    of this number arrives. cold: the frontends never learn what the workers hold."""
+    of this number arrives. cold: the frontends never learn what the workers hold. redirect: workers
+    may redirect requests."""
 
     policy: DecodePolicy
     speed: Speed
@@ -53,6 +55,7 @@ class Setup:
     seed: int = 1
     joins: int = -1
     cold: bool = False
+    redirect: bool = True
 
 
 class Frontend:
@@ -75,8 +78,13 @@ class Frontend:
         self._names = dict(enumerate(names))
         self._among = self.placement.candidates(names)
 
-    def send(self, job: Job, now: float) -> str:
-        """Choose a worker for the request and count it there. Returns the worker's name."""
+    def send(
+        self, job: Job, now: float, told: tuple[str, int] | None = None
+    ) -> tuple[str, Picture | None]:
+        """Choose a worker for the request and count it there. Returns the worker's name, and what
+        the choice was made on if the worker may redirect it.
+
+        told: the worker that has redirected it, and how many leading blocks it holds."""
         req, block, placement = job.req, self._block, self.placement
         hashes = req.packed()
         begun = time.thread_time()
@@ -90,11 +98,21 @@ class Frontend:
             hashes=hashes,
             stored=stored,
             warm=not self._setup.cold,
+            told=told,
         )
         self.times.append(time.thread_time() - begun)
+        may = self._setup.redirect and told is None and choice.score is not None
+        picture = placement.picture(choice) if may else None
         job.share = placement.send(choice, req.tokens, now, block=block, hashes=hashes)
         job.reason = choice.reason
-        return choice.view.instance_id
+        return choice.view.instance_id, picture
+
+    def redirected(self, job: Job, held: int, figures: tuple[float, float, float]) -> str:
+        """The worker has not taken the request. Returns the worker's name."""
+        name: str = job.share.view.instance_id
+        self.placement.redirected(job.share, held, job.req.packed())
+        self.placement.fleet.report(name, *figures)
+        return name
 
 
 @dataclass(slots=True, eq=False)
@@ -147,17 +165,31 @@ class Cluster:
         if len(self.jobs) == self.setup.joins:
             self._join(1)
         # One client's requests come over connections to all frontends.
-        frontend = self.frontends[len(self.jobs) % len(self.frontends)]
-        job = Job(req, now)
+        job = Job(req, now, frontend=len(self.jobs) % len(self.frontends))
         self.jobs.append(job)
-        number = self._by_name[frontend.send(job, now)]
-        job.worker = number
-        self._at(now + self.setup.net.send, self._reach, number, job)
+        self._send(now, job)
 
-    def _reach(self, now: float, number: int, job: Job) -> None:
+    def _send(self, now: float, job: Job, told: tuple[str, int] | None = None) -> None:
+        name, picture = self.frontends[job.frontend].send(job, now, told)
+        job.worker = self._by_name[name]
+        self._at(now + self.setup.net.send, self._reach, job.worker, job, picture)
+
+    def _redirected(
+        self, now: float, job: Job, held: int, figures: tuple[float, float, float]
+    ) -> None:
+        name = self.frontends[job.frontend].redirected(job, held, figures)
+        self._send(now, job, (name, held))
+
+    def _reach(self, now: float, number: int, job: Job, picture: Picture | None) -> None:
         worker = self.workers[number]
+        held, taken = worker.look(job, picture)
+        if not taken:
+            job.redirects += 1
+            figures = worker.queued_tokens(), worker.cache.active, worker.cache.free
+            self._at(now + self.setup.net.send, self._redirected, job, held, figures)
+            return
         before = worker.version
-        worker.add(job, now)
+        worker.add(job, now, held)
         self._follow(now, number, before)
 
     def _step(self, now: float, number: int, version: int) -> None:

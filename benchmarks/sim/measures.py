@@ -21,6 +21,7 @@ class Outcome:
     imbalance: work of the busiest worker, divided by the mean. Work is prompt tokens computed plus
     tokens generated.
     ttft_p50, ttft_p90: seconds. decision_us: median time of a decision on this machine.
+    redirected: share of the requests that the first worker did not take.
     """
 
     hit: float
@@ -28,6 +29,7 @@ class Outcome:
     imbalance: float
     ttft_p50: float
     ttft_p90: float
+    redirected: float
     decision_us: float
     jobs: Sequence[Job]
 
@@ -49,6 +51,7 @@ def run(workload: Workload, setup: Setup) -> Outcome:
         imbalance=max(work) * len(work) / sum(work),
         ttft_p50=percentile(waits, 0.5),
         ttft_p90=percentile(waits, 0.9),
+        redirected=sum(job.redirects for job in jobs) / len(jobs),
         decision_us=1e6 * percentile(times, 0.5),
         jobs=jobs,
     )

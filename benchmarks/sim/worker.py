@@ -5,7 +5,8 @@ come, first served. Its time is linear in what it computes (`Speed`). Steps with
 taken many at a time: their end is known.
 
 The worker prefills its own prompts. Remote prefill changes who computes the rest of a prompt, not
-which decode worker holds its prefix, so it is left out.
+which decode worker holds its prefix, so it is left out. Whether a request is redirected is decided
+by the decode worker's code.
 
 The cache holds whole blocks by hash. A block that no request uses may be evicted, the one that was
 released longest ago first. Of one request the last blocks count as released first, as in vLLM.
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.sim.requests import Req
+from pullfill.decode_worker.redirects import is_full, is_gone
+from pullfill.engine.front_wire import Picture
 
 
 @dataclass(slots=True, frozen=True)
@@ -126,6 +129,7 @@ class Job:
 
     arrived, first_at, ended_at: at the frontend; first token and end at the worker. Seconds.
     worker: its number. share, reason: of the frontend that sent it.
+    frontend: number of that. redirects: how often a worker has not taken it.
     uncached: prompt tokens left to compute. Before its start: all that the cache lacked.
     hit: leading blocks that the cache had at its start. stored: leading blocks that it has now.
     blocks: those that it reserved. made: tokens of the answer so far.
@@ -136,6 +140,8 @@ class Job:
     worker: int = -1
     share: Any = None
     reason: str = ""
+    frontend: int = 0
+    redirects: int = 0
     uncached: int = 0
     computed: int = 0
     hit: int = 0
@@ -182,11 +188,34 @@ class Worker:
         """Prompt tokens that are not computed yet."""
         return sum(job.uncached for job in self.prompts) + sum(job.uncached for job in self.waiting)
 
+    def look(self, job: Job, picture: Picture | None) -> tuple[int, bool]:
+        """Return how many leading blocks of the prompt the worker holds, or will, and whether it
+        takes the request. Decided by the code of the decode worker."""
+        held = self._hit(job)
+        if picture is None:
+            return held, True
+        if is_gone(picture, held * self.block):
+            held = max(held, self._coming(job))
+        if is_gone(picture, held * self.block) or is_full(picture, self.queued_tokens()):
+            return max(held, self._coming(job)), False
+        return held, True
+
+    def _coming(self, job: Job) -> int:
+        """Leading blocks that some request here has, too."""
+        most = 0
+        for other in (*self.waiting, *self.prompts, *self.answers):
+            theirs = other.req.hashes
+            while most < min(len(theirs), len(job.req.hashes)) and (
+                theirs[most] == job.req.hashes[most]
+            ):
+                most += 1
+        return most
+
     # ---------------------------------------------------------------- work
 
-    def add(self, job: Job, now: float) -> None:
-        """Take a request. It starts with the next step."""
-        job.uncached = job.req.tokens - self._hit(job) * self.block
+    def add(self, job: Job, now: float, held: int = 0) -> None:
+        """Take a request. It starts with the next step. held: blocks of it, as `look` says."""
+        job.uncached = job.req.tokens - held * self.block
         self.waiting.append(job)
         if self.step is None:
             self._begin(now)

@@ -1,9 +1,10 @@
 """Every struct that crosses a process boundary (docs/wire.md describes each).
 
 `jobs`: the job on the queue. `control`: the control channel between workers. `lease`: read leases
-between decode workers. `records`: what etcd keeps and people read. `prefix`: what a decode worker
-says of its prefix cache. `codec`: how all of them are encoded. What else a frontend and a decode
-worker say to each other is in `engine/front_wire.py`, since it carries vLLM's own structs.
+between decode workers. `records`: what etcd keeps and people read. `self_check`: what the
+self-check has found. `prefix`: what a decode worker says of its prefix cache. `codec`: how all of
+them are encoded. What else a frontend and a decode worker say to each other is in
+`engine/front_wire.py`, since it carries vLLM's own structs.
 """
 
 from __future__ import annotations
@@ -79,7 +80,6 @@ from pullfill.wire.records import (
     RegionDescriptor,
     RouterConfig,
     RouterPolicy,
-    SelfCheck,
     ServerStatus,
     SuspectRecord,
     Timings,
@@ -87,6 +87,7 @@ from pullfill.wire.records import (
     WorkerState,
 )
 from pullfill.wire.roles import RoleOrder, WorkerRole
+from pullfill.wire.self_check import SelfCheck
 
 __all__ = [
     "ALIVE_INTERVAL_S",

@@ -106,6 +106,8 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     """`config/router`, JSON in etcd, watched by decode workers and frontends (hot).
 
     decode_policy: how frontends choose the decode worker of a request.
+    redirect: whether a decode worker may send a request to a better one, once, if the frontend was
+    wrong about its prefix or load. With the policies `kv` and `least_loaded`.
     max_local_prefill_length: tokens beyond the prefix hit that are still prefilled locally.
     max_prefill_queue_size: jobs waiting in the queue, those in work not counted, above which
     prefill stays local.
@@ -122,6 +124,7 @@ class RouterConfig(Message, frozen=True, kw_only=True):
 
     policy: RouterPolicy = RouterPolicy.CONDITIONAL
     decode_policy: DecodePolicy = DecodePolicy.KV
+    redirect: bool = True
     max_local_prefill_length: Annotated[int, Meta(ge=0)] = 512
     max_prefill_queue_size: Annotated[int, Meta(ge=0)] = 64
     max_queue_wait_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
@@ -197,52 +200,6 @@ class ProbationRecord(Message, frozen=True, kw_only=True):
     lease: int
 
 
-# --------------------------------------------------------------------------- self-check
-
-
-class SelfCheck(Message, frozen=True, kw_only=True):
-    """`self_checks/{pair}`: whether remote prefills of two kinds of workers equal local ones.
-
-    kv_difference: largest relative difference of the KV of one block in one layer. None: this
-    KV cache type cannot be read as numbers.
-    logprob_difference: largest difference of a log probability of the next token. None: vLLM would
-    compile something first, so it was not asked.
-    kv_tolerance, logprob_tolerance: what rounding explains.
-    """
-
-    v: Version = WIRE_VERSION
-    passed: bool
-    kv_difference: Finite | None
-    kv_tolerance: Finite
-    logprob_difference: Finite | None
-    logprob_tolerance: Finite
-    decode_instance: Id
-    prefill_instance: Id
-
-    def advice(self, prefill_instance: str = "", decode_instance: str = "") -> str:
-        """What a failure means and what to do. The instances: those that meet now, where they are
-        not those that were compared."""
-        prefill = prefill_instance or self.prefill_instance
-        decode = decode_instance or self.decode_instance
-        return (
-            f"self_check_failed: a remote prefill by {prefill} is not what {decode} computes "
-            f"itself: {self.in_words()}. It brings no KV. Compare versions and flags of the two "
-            "workers, then run `pullfill recheck`"
-        )
-
-    def in_words(self) -> str:
-        """The differences and their tolerances."""
-        told = [
-            f"{what} differ{s} by {value:.3g} (rounding explains {most:g})"
-            for what, s, value, most in (
-                ("KV", "s", self.kv_difference, self.kv_tolerance),
-                ("log probabilities", "", self.logprob_difference, self.logprob_tolerance),
-            )
-            if value is not None
-        ]
-        return ", ".join(told) or "nothing could be compared"
-
-
 # --------------------------------------------------------------------------- explain
 
 
@@ -312,6 +269,8 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     migrated_tokens: tokens of the answer that the client had when the last of them was lost. They
     are part of `prompt_tokens`, because `decode_instance` got them as prompt.
     decode_choice: how the frontend has chosen `decode_instance`.
+    redirected_from: the decode worker that has sent the request to `decode_instance` instead, when
+    it came. redirect_reason: why (`RedirectReason` in engine/front_wire.py).
     offloaded_tokens: how much of `prefix_hit_tokens` came from vLLM's own KV offloading.
     fetched_tokens: those after the hit that were read from decode worker `fetched_from`. fetch:
     what came of the hint that it holds them.
@@ -354,6 +313,8 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     outcome_ms: Finite | None = None
     regret_ms: Finite | None = None
     decode_choice: DecodeChoice | None = None
+    redirected_from: str | None = None
+    redirect_reason: str | None = None
 
 
 class DepthReport(Message, frozen=True, kw_only=True):

@@ -248,6 +248,7 @@ async def test_settings_set_at_the_same_time_all_stay(client: EtcdClient, ns: st
     assert await config.get_all() == {
         "router.policy": "always_local",
         "router.decode_policy": "kv",
+        "router.redirect": True,
         "router.max_local_prefill_length": 1,
         "router.max_prefill_queue_size": 2,
         "router.max_remote_kv_fraction": 0.5,

@@ -85,6 +85,7 @@ async def rig(
     board: Any = None,
     prefix_blocks: int = 0,
     policy: DecodePolicy = DecodePolicy.ROUND_ROBIN,
+    redirect: bool = True,
 ) -> AsyncIterator[Rig]:
     directory = FakeDirectory(*(worker.start().record for worker in workers))
     hello = front_wire.FrontendHello(
@@ -99,6 +100,7 @@ async def rig(
         pool.candidates,
         Alone() if board is None else board,
         restart_wait_s=restart_wait_s,
+        redirect=lambda: redirect,
     )
     dispatcher.bind(sink)
     await pool.start(dispatcher)

@@ -106,7 +106,8 @@ def test_router_settings_and_their_defaults() -> None:
     rows = re.findall(r"^\| `router\.(\w+)` \| (?:`(\w+)`|([\d.]+)) \|", COMMANDS.read_text(), re.M)
     documented = {name: word or float(number) for name, word, number in rows}
     real = msgspec.to_builtins(wire.RouterConfig())
-    assert documented == {k: v if isinstance(v, str) else float(v) for k, v in real.items()}
+    said = {k: str(v).lower() if isinstance(v, bool) else v for k, v in real.items()}
+    assert documented == {k: v if isinstance(v, str) else float(v) for k, v in said.items()}
 
 
 def test_queue_settings_and_their_defaults() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pullfill.engine import front_wire
 from pullfill.errors import PeerUnavailable
-from pullfill.frontend import dispatch
+from pullfill.frontend import dispatch, waiting
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.wire import WorkerState
 from tests.support.fake_decode import FakeDecode
@@ -100,8 +100,8 @@ async def test_death_before_the_first_token_sends_the_request_elsewhere_under_a_
 async def test_the_only_worker_dying_fails_a_request_that_had_not_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
+    monkeypatch.setattr(waiting, "RESEND_WAIT_MAX_S", 0.1)
+    monkeypatch.setattr(waiting, "RESEND_WAIT_S", 0.1)
     only = FakeDecode("decode-1", hold=True)
     async with rig(only) as r:
         await r.ready(1)

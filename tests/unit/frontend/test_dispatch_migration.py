@@ -176,8 +176,8 @@ async def test_a_seeded_request_without_a_token_starts_again_elsewhere() -> None
 
 async def test_without_another_worker_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """How soon is for tests/contract/test_frontend_lost_worker.py."""
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
+    monkeypatch.setattr(waiting, "RESEND_WAIT_MAX_S", 0.1)
+    monkeypatch.setattr(waiting, "RESEND_WAIT_S", 0.1)
     only = FakeDecode("decode-1", step_s=0.01)
     async with rig(only) as r:
         await r.ready(1)
@@ -206,8 +206,8 @@ async def test_a_worker_that_joins_in_time_takes_it() -> None:
 async def test_a_worker_too_small_for_the_rest_is_not_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
+    monkeypatch.setattr(waiting, "RESEND_WAIT_MAX_S", 0.1)
+    monkeypatch.setattr(waiting, "RESEND_WAIT_S", 0.1)
     one = FakeDecode("decode-1", step_s=0.01, max_model_len=512)
     small = FakeDecode("decode-2", max_model_len=64)
     async with rig(one, small) as r:

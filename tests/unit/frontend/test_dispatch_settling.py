@@ -11,7 +11,7 @@ import zmq
 
 from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault
-from pullfill.frontend import dispatch, metrics
+from pullfill.frontend import dispatch, metrics, waiting
 from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.dispatch import Dispatcher, Flight
 from pullfill.frontend.explain import ExplainStore
@@ -121,8 +121,8 @@ async def test_who_must_not_wait_long_does_not_wait_for_who_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dispatch, "NO_WORKER_WAIT_S", 600.0)
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
+    monkeypatch.setattr(waiting, "RESEND_WAIT_S", 0.1)
+    monkeypatch.setattr(waiting, "RESEND_WAIT_MAX_S", 0.1)
     desk = Desk(request("a"))
     (first,) = desk.workers
     desk.workers = []
@@ -145,10 +145,10 @@ async def test_one_loss_after_another_is_waited_for_once() -> None:
     desk.dispatcher.on_message(second, front_wire.BACK, [front_wire.encode_ids(["c~1"])])  # type: ignore[arg-type]
     now = second.heard_at = asyncio.get_running_loop().time()
     desk.lose()
-    wait = dispatch.STALL_S - 3.0
+    wait = waiting.STALL_S - 3.0
     assert a.deadline - now == pytest.approx(wait, abs=wait / 2)
     for flight in (b, c):
-        assert flight.deadline - now > dispatch.RESEND_WAIT_MAX_S * 0.9
+        assert flight.deadline - now > waiting.RESEND_WAIT_MAX_S * 0.9
 
 
 async def test_choices_that_fail_together_are_counted_once(
@@ -158,7 +158,7 @@ async def test_choices_that_fail_together_are_counted_once(
     failed = metrics.FAILED._value
     before = failed.get()
     monkeypatch.setattr(dispatch, "NO_WORKER_WAIT_S", 0.01)
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 600.0)
+    monkeypatch.setattr(waiting, "RESEND_WAIT_S", 600.0)
     seeded = Desk(request("a1", seed=1), request("a2", seed=1))
     seeded.say("a1", 1)
     second = Worker("B")
@@ -166,13 +166,13 @@ async def test_choices_that_fail_together_are_counted_once(
     await asyncio.sleep(0.05)
     assert (list(seeded.sink.failures), second.flights) == (["a1"], {})
     assert seeded.dispatcher.in_flight == 0
-    waiting = Desk()
-    waiting.workers = []
-    waiting.sink.open = {"a1", "a2"}
+    later = Desk()
+    later.workers = []
+    later.sink.open = {"a1", "a2"}
     for name in ("a1", "a2"):
-        waiting.dispatcher.submit(request(name))
-    await until(lambda: list(waiting.sink.failures) == ["a1"])
-    assert waiting.dispatcher.in_flight == 0
+        later.dispatcher.submit(request(name))
+    await until(lambda: list(later.sink.failures) == ["a1"])
+    assert later.dispatcher.in_flight == 0
     assert failed.get() - before == 2
 
 

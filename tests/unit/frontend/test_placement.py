@@ -67,3 +67,34 @@ def test_a_prompt_without_hashes_goes_by_load() -> None:
     first = placement.choose(DecodePolicy.KV, 100, among, 0.0)
     placement.send(first, 100, 0.0)
     assert placement.choose(DecodePolicy.KV, 100, among, 0.0).view is not first.view
+
+
+def test_a_worker_that_has_not_taken_a_prompt_is_believed() -> None:
+    """Over what it has reported, and over what was predicted: in this choice and in the next."""
+    placement = Placement(random.Random(1))
+    send(placement, choose(placement, a=100))
+    choice = choose(placement, 1.0, a=100)
+    assert placement.picture(choice).matched_tokens == 1600
+    share = placement.send(choice, 1650, 1.0, block=BLOCK, hashes=HASHES)
+    assert share.view.own_tokens == 50
+    placement.redirected(share, 10, HASHES)
+    among = placement.candidates(["a", "b", "c"])
+    again = placement.choose(
+        DecodePolicy.KV, 1650, among, 1.0, block=BLOCK, hashes=HASHES,
+        stored={"a": 100, "b": 50}, told=("a", 10),
+    )  # fmt: skip
+    assert (again.view.instance_id, again.matched_tokens) == ("b", 800)
+    # Its events come later: until then its index is wrong, but nothing is predicted any more.
+    assert choose(placement, 2.0, b=50).view.instance_id == "b"
+    assert [view.own_tokens for view in among.views] == [0, 0, 0]
+
+
+def test_the_picture_has_what_is_queued_before_the_prompt_is_sent() -> None:
+    placement = Placement(random.Random(1))
+    placement.fleet.join("a")
+    placement.fleet.report("a", 700.0, 0.0, 1000.0)
+    choice = choose(placement, a=100)
+    assert choice.view.instance_id == "a"
+    assert placement.picture(choice).queued_tokens == 700
+    placement.send(choice, 1650, 0.0, block=BLOCK, hashes=HASHES)
+    assert placement.picture(choose(placement, a=100)).queued_tokens == 750
