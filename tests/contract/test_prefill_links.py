@@ -170,6 +170,36 @@ async def test_a_record_without_an_address_waits_for_one(tmp_path: Path) -> None
         await until(lambda: links.connected == ["decode-1"])
 
 
+async def test_a_worker_that_is_both_does_not_connect_to_itself(tmp_path: Path) -> None:
+    async with following(tmp_path) as (links, directory, decode):
+        own = replace(decode.record(), instance_id="prefill-1", compat=COMPAT)
+        directory.put(own)
+        directory.put(replace(decode.record(), compat=COMPAT))
+        await until(lambda: links.connected == ["decode-1"])
+        assert not links.knows("prefill-1")
+
+
+async def test_a_closed_one_follows_the_directory_no_more(tmp_path: Path) -> None:
+    """A prefill side begins and ends many times in one process."""
+    async with following(tmp_path) as (links, directory, decode):
+        await links.close()
+        directory.put(replace(decode.record(), compat=COMPAT))
+        assert directory._callbacks == []
+        assert not links.knows("decode-1")
+
+
+async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one(tmp_path: Path) -> None:
+    async with following(tmp_path) as (links, directory, decode):
+        record = replace(decode.record(), compat=COMPAT)
+        directory.put(record)
+        await until(lambda: links.connected == ["decode-1"])
+        directory.remove("decode-1")
+        decode.server.dismiss()
+        await until(lambda: not decode.server.peers and not links._connections)
+        directory.put(replace(record, incarnation="i1"))
+        await until(lambda: links.connected == ["decode-1"])
+
+
 async def test_a_key_that_goes_and_comes_back_at_once_has_its_link(tmp_path: Path) -> None:
     """Its link was not connected, so it ends when the key goes; a moment too late to be seen."""
     async with following(tmp_path) as (links, directory, decode):

@@ -17,9 +17,9 @@ from pullfill.errors import (
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
-from pullfill.registry.orders import live_workers, revoke_worker
+from pullfill.registry.orders import live_workers, order_role, revoke_worker
 from pullfill.registry.watch import Put, watch_prefix
-from pullfill.wire import WorkerRecord, WorkerState, decode, encode
+from pullfill.wire import RoleOrder, WorkerRecord, WorkerRole, WorkerState, decode, encode
 from tests.support.etcd import EtcdServer
 from tests.support.workers import compat, eventually, member, record, region
 
@@ -277,6 +277,30 @@ async def test_descriptors_are_cached_until_the_incarnation_goes(
     with pytest.raises(PeerUnavailable):
         await directory.descriptor("decode-1", 0)
     await directory.close()
+
+
+async def test_a_worker_that_is_both_has_one_memory(client: EtcdClient, ns: str) -> None:
+    directory = Directory(client, ns, ["decode", "prefill"])
+    await directory.start()
+    for role, incarnation in (("prefill", "i1"), ("decode", "i2")):
+        both = record("worker-1", incarnation, role=role)
+        await client.put(keys.worker(ns, role, "worker-1"), encode(both))
+    await client.put(keys.descriptor(ns, "worker-1", 0), encode(region("worker-1", "i2")))
+    await eventually(lambda: all(directory.workers(role) for role in ("decode", "prefill")))
+    assert (await directory.descriptor("worker-1", 0)).incarnation == "i2"
+    await directory.close()
+
+
+async def test_an_order_hangs_on_the_lease_of_a_worker(client: EtcdClient, ns: str) -> None:
+    assert not await order_role(client, ns, "worker-1", WorkerRole.PREFILL)
+    worker = member(client, ns, "worker-1", changes={"role": "decode"})
+    await worker.join()
+    assert await order_role(client, ns, "worker-1", WorkerRole.PREFILL)
+    found = await client.get(keys.role_order(ns, "worker-1"))
+    assert found is not None
+    assert decode(found.value, RoleOrder).role.names == {"prefill"}
+    await worker.leave()
+    assert await client.get(keys.role_order(ns, "worker-1")) is None
 
 
 async def test_what_is_stored_is_the_wire_form(client: EtcdClient, ns: str) -> None:

@@ -69,19 +69,38 @@ def states(cluster: Cluster, worker: Worker) -> set[str]:
     return {row["state"] for row in rows if row["instance_id"] == worker.instance_id}
 
 
-def test_a_worker_that_is_both_prefills_while_it_is_asked_for_nothing(
+def test_a_worker_that_is_both_decodes_and_prefills(
     elastic: Cluster, worker: Worker, oracle: Oracle
 ) -> None:
-    """With `both` the only prefill worker left is the elastic one."""
-    (usual,) = elastic.of("prefill")
+    """Its streams leave time for every step: the target is 10 s between two tokens."""
+    elastic.set_router(itl_ms=10_000)
     become(elastic, worker, "both")
     rows = [row for row in elastic.status()["workers"] if row["pid"] == worker.pid]
     assert sorted(row["role"] for row in rows) == ["decode", "prefill"]
-    with Load(elastic, seed=3200, threads=2, max_tokens=3) as load:
-        until(lambda: prefilled_by(load, worker) > 0 and decoded_by(load, worker) > 0, 60, "both")
+    with Load(elastic, seed=3200, max_tokens=3) as load:
+        until(lambda: prefilled_by(load, worker) > 2 and decoded_by(load, worker) > 2, 60, "both")
     load.check(oracle)
-    become(elastic, worker, "decode")
-    assert usual.alive
+    elastic.assert_clean()
+
+
+def test_a_worker_that_is_both_pulls_nothing_while_its_streams_leave_no_time(
+    elastic: Cluster, worker: Worker
+) -> None:
+    usual = elastic.of("decode")[0]
+
+    def pulling() -> int:
+        return int(elastic.load_of(usual).get("prefill_workers_pulling", 0))
+
+    elastic.set_router(itl_ms=0.01)
+    become(elastic, worker, "both")
+    until(lambda: pulling() == 2, 20, "it is asked for nothing")
+    worker.arm("engine.step=sleep:0.05")
+    answers = [ask_for(elastic, random_prompt(40, seed=3250 + i), 100) for i in range(2)]
+    until(lambda: pulling() == 1, 10, "its streams go first")
+    worker.arm("")
+    assert all(answer.done.wait(60) for answer in answers)
+    until(lambda: pulling() == 2, 10, "it pulls again")
+    elastic.set_router(itl_ms=50)
     elastic.assert_clean()
 
 
@@ -111,3 +130,17 @@ def test_the_only_decode_worker_is_not_taken_away(elastic: Cluster, worker: Work
     assert refused.returncode == 2
     assert "start it with --elastic" in refused.stderr
     assert ask(elastic, random_prompt(40, seed=3400)).tokens
+
+
+def test_it_drains_in_its_new_roles(elastic: Cluster, worker: Worker, oracle: Oracle) -> None:
+    """The last test here: the worker is gone after it."""
+    become(elastic, worker, "both")
+    with Load(elastic, seed=3500) as load:
+        until(lambda: decoded_by(load, worker), 60, "it decodes")
+        assert worker.stop() == 0
+        done = len(load.done)
+        until(lambda: len(load.done) > done + 3, 60, "load goes on")
+    load.check(oracle)
+    assert len(elastic.incarnations()) == 2
+    elastic.assert_clean()
+    assert not elastic.log_errors()
