@@ -14,13 +14,14 @@ from typing import Any
 from pullfill.engine import migration
 from pullfill.engine.front_wire import Picture
 from pullfill.frontend import metrics
-from pullfill.frontend.decode_choice import Candidates, Choice
+from pullfill.frontend.decode_choice import KNOWN, Candidates, Choice
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.flight import Flight, Hashed
 from pullfill.frontend.placement import Placement
 from pullfill.frontend.prefixes import Prefixes
 from pullfill.prefix import chain
 from pullfill.prefix.replica import State
+from pullfill.prefix.table import SLOTS
 from pullfill.wire import DecodeChoice, DecodePolicy, PrefixHolder
 
 MAX_TOGETHER = 1024
@@ -93,7 +94,9 @@ class Balancer:
             return None
         if _length(flight) <= least or (hashes := self._hashed(flight).hashes) is None:
             return None
-        held = self._prefixes.matched(hashes)
+        held = self._prefixes.matched(hashes).blocks
+        if worker.instance_id not in held and len(held) == KNOWN:
+            held = self._prefixes.matched(hashes, SLOTS).blocks
         own = held.pop(worker.instance_id, 0)
         if flight.redirect is not None and flight.redirect[0] == worker.instance_id:
             own = flight.redirect[1].held_tokens // self._block  # it has just said so itself
@@ -196,8 +199,8 @@ class Balancer:
         hashed = self._hashed(flight) if policy is DecodePolicy.KV else _NOT_HASHED
         stored = None
         if self._prefixes is not None and hashed.hashes is not None:
-            held = self._prefixes.matched(hashed.hashes)
-            stored = {name: blocks for name, blocks in held.items() if name in among.by_id}
+            stored = self._prefixes.matched(hashed.hashes)
+            stored.only(among.by_id)
         return self._placement.choose(
             policy,
             _length(flight),

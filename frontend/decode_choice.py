@@ -21,12 +21,13 @@ The simulator (`benchmarks/sim/`) decides with this code. Its results chose the 
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 import random
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -52,9 +53,13 @@ CROWD_HALF = 8
 MAX_CROWDS = 16_384
 """For how many prefixes the prompts are counted."""
 SAMPLE = 16
-"""Of more workers than this, only so many are compared, besides those that hold the prefix."""
+"""Of more workers than this, only so many are compared, besides those that hold the prefix.
+
+Half of it, if fewer than HOLDERS hold the prefix: then it is a conversation, which seldom moves."""
 HOLDERS = 8
 """Of the workers that hold most of the prompt, only so many are compared."""
+KNOWN = 64
+"""Of the workers that hold most of the prompt, only so many are looked up."""
 NEAR = 0.75
 """Those hold at least this share of what the best one holds."""
 
@@ -81,14 +86,32 @@ class WorkerView:
 
 @dataclass(slots=True)
 class Candidates:
-    """The workers that can take a request: the same ones in both, at least one."""
+    """The workers that can take a request: the same ones in all, at least one. ids: sorted."""
 
     views: Sequence[WorkerView]
     by_id: Mapping[str, WorkerView]
+    ids: Sequence[str]
 
     @classmethod
     def of(cls, views: Sequence[WorkerView]) -> Candidates:
-        return cls(views, {view.instance_id: view for view in views})
+        by_id = {view.instance_id: view for view in views}
+        return cls(views, by_id, sorted(by_id))
+
+
+@dataclass(slots=True)
+class Held:
+    """Which workers hold the beginning of a prompt.
+
+    blocks: instance id -> leading blocks, of KNOWN workers at most. The caller may change it.
+    more: how many others hold as much as the best of these."""
+
+    blocks: dict[str, int]
+    more: int = 0
+
+    def only(self, ids: Container[str]) -> None:
+        """Leave out all workers but these."""
+        for gone in [name for name in self.blocks if name not in ids]:
+            del self.blocks[gone]
 
 
 @dataclass(slots=True)
@@ -102,6 +125,7 @@ class Ask:
     was sent to it.
     stored: most leading blocks that any worker holds already.
     warm: whether `matched` can be relied on.
+    more: how many other workers hold `stored` blocks.
     """
 
     tokens: int
@@ -110,6 +134,7 @@ class Ask:
     matched: Mapping[str, int] = field(default_factory=dict)
     stored: int = 0
     warm: bool = True
+    more: int = 0
 
 
 @dataclass(slots=True)
@@ -152,10 +177,9 @@ class Chooser:
         """Choose one of `among`. The time it takes hardly depends on how many there are."""
         views = among.views
         if policy is DecodePolicy.ROUND_ROBIN:
-            after = [view for view in views if view.instance_id > self._last]
-            chosen = min(after or views, key=lambda view: view.instance_id)
-            self._last = chosen.instance_id
-            return _plain(policy, ask, chosen, "turn")
+            place = bisect.bisect_right(among.ids, self._last)
+            self._last = among.ids[place % len(among.ids)]
+            return _plain(policy, ask, among.by_id[self._last], "turn")
         if policy is DecodePolicy.RANDOM:
             return _plain(policy, ask, self._rng.choice(views), "random")
         if policy is DecodePolicy.LEAST_LOADED:
@@ -195,12 +219,12 @@ class Chooser:
             self._crowds.popitem(last=False)
         if seen * self.peers <= CROWD:
             return 1.0
-        holders = list(ask.matched.values()).count(longest)
+        holders = list(ask.matched.values()).count(longest) + ask.more
         return 1.0 / (1.0 + max(0.0, seen * self.peers / holders - CROWD) / CROWD_HALF)
 
-    def _some(self, views: Sequence[WorkerView]) -> Sequence[WorkerView]:
-        """At most SAMPLE of them, other ones at each call."""
-        return views if len(views) <= SAMPLE else self._spread(views, SAMPLE)
+    def _some(self, views: Sequence[WorkerView], count: int = SAMPLE) -> Sequence[WorkerView]:
+        """At most `count` of them, other ones at each call."""
+        return views if len(views) <= count else self._spread(views, count)
 
     def _near(
         self, matched: Mapping[str, int], among: Candidates, deep: float
@@ -209,13 +233,14 @@ class Chooser:
         if len(among.views) <= SAMPLE + HOLDERS:
             return among.views
         ids = [name for name, blocks in matched.items() if blocks >= deep]
+        others = self._some(among.views, SAMPLE if len(ids) >= HOLDERS else SAMPLE // 2)
         if len(ids) > HOLDERS:
             ids = self._spread(ids, HOLDERS)
-        holders = [among.by_id[name] for name in ids if name in among.by_id]
-        return [*holders, *self._some(among.views)]
+        return [*(among.by_id[name] for name in ids if name in among.by_id), *others]
 
     def _spread(self, items: Sequence[_T], count: int) -> list[_T]:
-        start, stride = self._rng.randrange(len(items)), len(items) // count
+        # A third of the time that randrange takes.
+        start, stride = int(self._rng.random() * len(items)), len(items) // count
         return [items[(start + i * stride) % len(items)] for i in range(count)]
 
 
@@ -225,23 +250,24 @@ def _costs(
     """What it costs to send the prompt to each worker, in tokens.
 
     least: leading blocks from which on they count. worth: what each of them counts."""
-    block, matched, tokens = ask.block, ask.matched, ask.tokens
-    weight = block / BLOCK_TOKENS
+    block, tokens, blocks_held = ask.block, ask.tokens, ask.matched.get
+    weight, all_of_it, saves = block / BLOCK_TOKENS, ALPHA * tokens, ALPHA * block * worth
     mean = sum([view.work for view in views]) / len(views)
     costs = []
     for view in views:
-        held = matched.get(view.instance_id, 0)
-        saved = held * block * worth if held >= least else 0.0
+        held = blocks_held(view.instance_id, 0)
         lag = view.work - mean
-        if abs(lag) > LAG_TOKENS:
+        if not -LAG_TOKENS < lag < LAG_TOKENS:
             lag = math.copysign(LAG_TOKENS, lag)
         cost = (
             view.others_tokens
             + view.own_tokens
             + (view.others_blocks + view.own_blocks) * weight
-            + ALPHA * (tokens - saved)
+            + all_of_it
             + LAG * lag
         )
+        if held >= least:
+            cost -= saves * held
         if view.free_blocks is not None and tokens > (room := (held + view.free_blocks) * block):
             cost += tokens - room  # it waits until other requests have freed the rest
         costs.append(cost)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pullfill.engine.front_wire import Picture
-from pullfill.frontend.decode_choice import HOLDERS, Ask, Candidates, Choice, Chooser
+from pullfill.frontend.decode_choice import HOLDERS, Ask, Candidates, Choice, Chooser, Held
 from pullfill.frontend.fleet import Fleet, Share
 from pullfill.prefix.chain import HashArray
 from pullfill.prefix.predicted import Predicted
@@ -59,20 +59,21 @@ class Placement:
         *,
         block: int = 0,
         hashes: HashArray | None = None,
-        stored: Mapping[str, int] | None = None,
+        stored: Held | None = None,
         warm: bool = True,
         told: tuple[str, int] | None = None,
     ) -> Choice:
         """Choose a worker for a prompt of `tokens` tokens.
 
         block, hashes: tokens per block and the chain hashes of the prompt's blocks.
-        stored: instance id -> leading blocks that it holds. warm: whether that can be relied on.
+        stored: what the workers hold of it. warm: whether that can be relied on.
         told: a worker, and how many leading blocks it holds. It has just said so itself, so this
         counts, whatever else is known of it.
         now: monotonic seconds."""
         if hashes is None or not len(hashes) or not block:
             return self.chooser.choose(policy, Ask(tokens, block), among)
-        known = dict(stored or ())
+        held = stored if stored is not None else Held({})
+        known = held.blocks
         known.update((told,) if told else ())
         most = max(known.values(), default=0)
         # A hash names all blocks before it, too. So it is enough to look at what comes after those
@@ -83,7 +84,8 @@ class Placement:
             name = self._names[number]
             known[name] = max(begin + blocks, known.get(name, 0))
         known.update((told,) if told else ())
-        return self.chooser.choose(policy, Ask(tokens, block, hashes, known, most, warm), among)
+        ask = Ask(tokens, block, hashes, known, most, warm, held.more)
+        return self.chooser.choose(policy, ask, among)
 
     def picture(self, choice: Choice) -> Picture:
         """Return what the choice of a worker was made on. Call it before `send`."""

@@ -20,6 +20,7 @@ from pullfill import wire
 from pullfill.engine import front_wire
 from pullfill.errors import BadMessage
 from pullfill.frontend import metrics
+from pullfill.frontend.decode_choice import KNOWN, Held
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.prefix.chain import Hashes
 from pullfill.prefix.index import PrefixIndex
@@ -67,13 +68,14 @@ class Prefixes:
 
     # ---------------------------------------------------------------- questions
 
-    def matched(self, hashes: Hashes) -> dict[str, int]:
+    def matched(self, hashes: Hashes, most: int = KNOWN) -> Held:
         """Return how many leading blocks each worker holds. Those that lack the first are left out.
 
         hashes: of a prompt's blocks (prefix/chain.py). Workers with another block size hold none of
-        these: their hashes differ."""
-        found = self._index.match(hashes)
-        return {self._names[number]: count for number, count in found.items()}
+        these: their hashes differ.
+        most: of more workers than this, only those that hold most of the blocks are named."""
+        found, more = self._index.deepest(hashes, most)
+        return Held({self._names[number]: count for number, count in found.items()}, more)
 
     def control(self, instance_id: str) -> str:
         """Return the address where this worker is asked for its blocks. Empty: not followed."""

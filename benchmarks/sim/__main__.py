@@ -29,6 +29,11 @@ GROW = 32
 RR = "round robin"
 STALE_S = 5.0
 """How old everything is that frontends know, where it is old: 100 times as old as it should be."""
+KNOWING = "all work known, none moves"
+MUCH_MORE = 1.1
+EACH = 100
+CONVERSATIONS = 10_000
+"""Of 1,000 workers each gets 10. More would take many minutes."""
 SHARED = 0.1
 """Share of prompt tokens that one cache would hit, from which on prompts share prefixes."""
 
@@ -105,7 +110,7 @@ def _run(label: str, workload: Workload, setup: Setup) -> Outcome:
 
 def _compared(
     label: str, workload: Workload, setup: Setup, held: bool
-) -> tuple[Outcome, list[Row]]:
+) -> tuple[Outcome, Outcome, list[Row]]:
     """Compare kv with one pool and with round robin. held: the targets apply.
 
     The target of TTFT is for prompts that share a prefix. What shares little has only queues to
@@ -121,6 +126,7 @@ def _compared(
         *([hit] if hit else []),
         row(f"{label}: hit, {RR}", turns.hit, ""),
         row(f"{label}: imbalance", kv.imbalance, "", at_most=1.05 if held else None),
+        row(f"{label}: imbalance, {RR}", turns.imbalance, ""),
         versus(
             f"{label}: TTFT p90",
             kv.ttft_p90,
@@ -130,14 +136,14 @@ def _compared(
             at_most=0.45 if held and kv.pool >= SHARED else None,
         ),
     ]
-    return kv, rows
+    return kv, turns, rows
 
 
 def trace_rows(workload: Workload, options: argparse.Namespace) -> list[Row]:
     """4 workers against one pool and round robin, then 8 frontends against one."""
     label = f"{workload.name}, 4 workers"
     setup = _setup(workload, options)
-    one, rows = _compared(label, workload, setup, held=True)
+    one, _, rows = _compared(label, workload, setup, held=True)
     eight, peer = replace(setup, frontends=8), "1 frontend"
     stale = replace(eight, net=Net(events=STALE_S, report=STALE_S))
     for frontends, each, held in (
@@ -159,14 +165,25 @@ def trace_rows(workload: Workload, options: argparse.Namespace) -> list[Row]:
 
 
 def size_rows(workers: int, options: argparse.Namespace) -> list[Row]:
-    """Conversations, as many per worker at each size."""
-    count = max(10 * workers, 400)
+    """Conversations: EACH for each worker, but CONVERSATIONS at most, or a run takes too long.
+
+    The fewer a worker has, the more its share of the work depends on how long single conversations
+    become, which nobody knows when they begin. So the imbalance is compared with that of a choice
+    that knows the work of all workers exactly and moves no conversation. Round robin computes
+    prefixes again: its workers have more work, so the same excess is a smaller share of it."""
+    count = min(EACH * workers, CONVERSATIONS)
     workload = workloads.conversations(
         count, 300.0, seed=options.seed, prompts=max(20, workers), turns=4.0
     )
     setup = _setup(workload, options, workers)
-    label = f"conversations, {workers} workers"
-    kv, rows = _compared(label, workload, setup, held=False)
+    label = f"conversations, {workers} workers, {count / workers:g} each"
+    kv, turns, rows = _compared(label, workload, setup, held=False)
+    rows.append(
+        versus(f"{label}: imbalance", kv.imbalance, "", KNOWING, kv.stay, at_most=MUCH_MORE)
+    )
+    rows.append(
+        versus(f"{label}: work beyond the mean", kv.excess, "tokens", RR, turns.excess, at_most=1.0)
+    )
     rows.append(row(f"{label}: time of a decision, median", kv.decision_us, "us", at_most=100.0))
     return rows
 
@@ -214,7 +231,7 @@ def other_rows(options: argparse.Namespace) -> list[Row]:
     ):
         rows += _compared(
             f"{workload.name}, 4 workers", workload, _setup(workload, options), False
-        )[1]
+        )[2]
     return rows
 
 

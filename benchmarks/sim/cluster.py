@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.sim.requests import Req, Workload, mix
 from benchmarks.sim.worker import Job, Speed, Worker
 from pullfill.engine.front_wire import Picture
-from pullfill.frontend.decode_choice import Candidates
+from pullfill.frontend.decode_choice import KNOWN, Candidates, Held
 from pullfill.frontend.placement import Placement
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire import DecodePolicy
@@ -61,12 +61,13 @@ class Setup:
 class Frontend:
     """What one frontend decides with.
 
+    texts: at least the number of different blocks in the workload.
     times: CPU seconds of each decision on this machine, with the look into the index."""
 
-    def __init__(self, setup: Setup, number: int, block: int) -> None:
+    def __init__(self, setup: Setup, number: int, block: int, texts: int) -> None:
         self.placement = Placement(random.Random(mix(setup.seed, number)))
         self.placement.chooser.peers = setup.frontends
-        self.index = PrefixIndex(max(1 << 16, 2 * setup.workers * setup.blocks))
+        self.index = PrefixIndex(max(1 << 16, min(2 * setup.workers * setup.blocks, texts)))
         self.times: list[float] = []
         self._setup = setup
         self._block = block
@@ -88,7 +89,8 @@ class Frontend:
         req, block, placement = job.req, self._block, self.placement
         hashes = req.packed()
         begun = time.thread_time()
-        stored = {self._names[n]: blocks for n, blocks in self.index.match(hashes).items()}
+        found, more = self.index.deepest(hashes, KNOWN)
+        stored = Held({self._names[n]: blocks for n, blocks in found.items()}, more)
         choice = placement.choose(
             self._setup.policy,
             req.tokens,
@@ -135,7 +137,8 @@ class Cluster:
     def run(self) -> Cluster:
         """Run until every request has ended. Returns itself."""
         setup, block = self.setup, self.workload.block
-        self.frontends = [Frontend(setup, n, block) for n in range(setup.frontends)]
+        texts = self.workload.blocks()
+        self.frontends = [Frontend(setup, n, block, texts) for n in range(setup.frontends)]
         self._join(setup.workers)
         for req in self.workload.requests:
             if req.follows is None:

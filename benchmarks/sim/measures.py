@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from benchmarks.report import percentile
 from benchmarks.sim.cluster import Cluster, Setup
@@ -19,7 +20,8 @@ class Outcome:
     hit: share of the prompt tokens that were in the worker's cache. pool: the same share, if all
     workers had one cache together and each prompt were computed at once.
     imbalance: work of the busiest worker, divided by the mean. Work is prompt tokens computed plus
-    tokens generated.
+    tokens generated. excess: the same as a difference, in tokens.
+    stay: the imbalance of a choice that never moves a conversation, but knows all work exactly.
     ttft_p50, ttft_p90: seconds. decision_us: median time of a decision on this machine.
     redirected: share of the requests that the first worker did not take.
     """
@@ -27,6 +29,8 @@ class Outcome:
     hit: float
     pool: float
     imbalance: float
+    excess: float
+    stay: float
     ttft_p50: float
     ttft_p90: float
     redirected: float
@@ -41,20 +45,63 @@ def run(workload: Workload, setup: Setup) -> Outcome:
     total = sum(job.req.tokens for job in jobs)
     work = [0] * len(cluster.workers)
     for job in jobs:
-        work[job.worker] += job.req.tokens - job.hit * block + job.req.output
+        work[job.worker] += work_of(job, block)
+    mean = sum(work) / len(work)
     waits = [job.first_at - job.arrived for job in jobs]
     times = [seconds for frontend in cluster.frontends for seconds in frontend.times]
     return Outcome(
         hit=sum(job.hit for job in jobs) * block / total,
-        pool=1.0
-        - uncached((job.req for job in jobs), block, 1, setup.workers * setup.blocks) / total,
-        imbalance=max(work) * len(work) / sum(work),
+        pool=pool(workload, setup.workers * setup.blocks),
+        imbalance=max(work) / mean,
+        excess=max(work) - mean,
+        stay=stay(jobs, len(work), block),
         ttft_p50=percentile(waits, 0.5),
         ttft_p90=percentile(waits, 0.9),
         redirected=sum(job.redirects for job in jobs) / len(jobs),
         decision_us=1e6 * percentile(times, 0.5),
         jobs=jobs,
     )
+
+
+def work_of(job: Job, block: int) -> int:
+    """Tokens that the worker computed or generated for a request."""
+    return job.req.tokens - job.hit * block + job.req.output
+
+
+def stay(jobs: Sequence[Job], workers: int, block: int) -> float:
+    """The imbalance if each conversation stayed at one worker: the one that had the least work when
+    it began."""
+    work = [0] * workers
+    homes: dict[int, int] = {}
+    for job in jobs:
+        home = homes.get(job.req.session)
+        if home is None:
+            home = homes[job.req.session] = work.index(min(work))
+        work[home] += work_of(job, block)
+    return max(work) * workers / sum(work)
+
+
+@lru_cache(maxsize=1)
+def pool(workload: Workload, blocks: int) -> float:
+    """Share of the prompt tokens that one cache of `blocks` blocks would hit."""
+    total = sum(req.tokens for req in workload.requests)
+    return 1.0 - uncached(in_turn(workload), workload.block, 1, blocks) / total
+
+
+def in_turn(workload: Workload) -> list[Req]:
+    """The requests in order of their arrival, as far as it is known before a run: without the time
+    that answers take."""
+    starts = starts_of(workload)
+    return sorted(workload.requests, key=lambda req: starts[req.number])
+
+
+def starts_of(workload: Workload) -> dict[int, float]:
+    """When each request comes, in seconds, without the time that answers take."""
+    starts: dict[int, float] = {}
+    for req in workload.requests:
+        begin = starts[req.follows.number] if req.follows is not None else 0.0
+        starts[req.number] = begin + req.at
+    return starts
 
 
 def uncached(requests: Iterable[Req], block: int, caches: int, blocks: int) -> int:
@@ -77,13 +124,9 @@ def speed_for(workload: Workload, workers: int, blocks: int, load: float) -> Spe
 
     So a workload means the same on all: lengths and pauses of a trace fit one engine, and this is
     it. Times of requests that follow others are estimated without the time of the answers."""
-    starts: dict[int, float] = {}
-    for req in workload.requests:
-        begin = starts[req.follows.number] if req.follows is not None else 0.0
-        starts[req.number] = begin + req.at
-    in_turn = sorted(workload.requests, key=lambda req: starts[req.number])
+    starts = starts_of(workload)
     span = max(1.0, max(starts.values()) - min(starts.values()))
-    work = uncached(in_turn, workload.block, workers, blocks)
+    work = uncached(in_turn(workload), workload.block, workers, blocks)
     work += sum(req.output for req in workload.requests)
     return Speed(load * workers * span / work)
 

@@ -65,6 +65,15 @@ class Workload:
     block: int
     requests: list[Req]
 
+    def blocks(self) -> int:
+        """At least the number of different blocks: a turn repeats those of the turn before."""
+        count = 0
+        for req in self.requests:
+            count += len(req.hashes) + len(req.answer)
+            if req.follows is not None:
+                count -= len(req.follows.hashes) + len(req.follows.answer)
+        return count
+
 
 class Text:
     """The blocks of a growing text: chain hashes of `block` tokens each.

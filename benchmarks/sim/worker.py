@@ -14,6 +14,7 @@ released longest ago first. Of one request the last blocks count as released fir
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -67,29 +68,28 @@ class Cache:
 
     def hit(self, hashes: list[int]) -> int:
         """Number of leading blocks that are cached."""
-        for depth, name in enumerate(hashes):
-            if name not in self._users and name not in self._idle:
-                return depth
-        return len(hashes)
+        # A block leaves before those in front of it: whoever used it used them, and released it
+        # first. So the cached ones are the leading ones.
+        users, idle = self._users, self._idle
+        return bisect.bisect_left(
+            hashes, True, key=lambda name: name not in users and name not in idle
+        )
 
     def admit(self, hashes: list[int], hit: int, fresh: int) -> bool:
         """Pin the `hit` leading blocks and reserve `fresh` others. False: there is no room."""
-        idle = sum(name in self._idle for name in hashes[:hit])
-        if idle + fresh > self.free:
+        held = hashes[:hit]
+        if sum(map(self._idle.__contains__, held)) + fresh > self.free:
             return False
-        for name in hashes[:hit]:
-            self._pin(name)
+        self._pin(held)
         self._reserved += fresh
         self._shrink()
         return True
 
     def store(self, hashes: list[int]) -> None:
         """Turn reserved blocks into cached ones, which their request goes on using."""
-        new = []
-        for name in hashes:
-            if name not in self._users and name not in self._idle:
-                new.append(name)
-            self._pin(name)
+        users, idle = self._users, self._idle
+        new = [name for name in hashes if name not in users and name not in idle]
+        self._pin(hashes)
         self._reserved -= len(hashes)
         if new:
             self._events.append((True, new))
@@ -98,22 +98,27 @@ class Cache:
     def release(self, hashes: list[int], reserved: int) -> None:
         """A request ends. reserved: blocks that it never filled."""
         self._reserved -= reserved
+        users, idle = self._users, self._idle
         for name in reversed(hashes):
-            left = self._users[name] - 1
+            left = users[name] - 1
             if left:
-                self._users[name] = left
+                users[name] = left
             else:
-                del self._users[name]
-                self._idle[name] = None
+                del users[name]
+                idle[name] = None
 
     def take(self) -> list[tuple[bool, list[int]]]:
         """Return what was stored (True) or removed (False) since the last call, in order."""
         events, self._events = self._events, []
         return events
 
-    def _pin(self, name: int) -> None:
-        self._idle.pop(name, None)
-        self._users[name] = self._users.get(name, 0) + 1
+    def _pin(self, hashes: list[int]) -> None:
+        users, idle = self._users, self._idle
+        for name in hashes:
+            before = users.get(name, 0)
+            users[name] = before + 1
+            if not before:
+                idle.pop(name, None)
 
     def _shrink(self) -> None:
         gone = []

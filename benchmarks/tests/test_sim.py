@@ -12,7 +12,7 @@ import pytest
 from benchmarks.sim import workloads
 from benchmarks.sim.__main__ import GROW, TRACE
 from benchmarks.sim.cluster import Net, Setup
-from benchmarks.sim.measures import computed_at, joiner_share, run, speed_for
+from benchmarks.sim.measures import computed_at, joiner_share, run, speed_for, stay
 from benchmarks.sim.requests import Req, Text, Workload
 from benchmarks.sim.trace import load
 from benchmarks.sim.worker import Cache, Job, Speed, Worker
@@ -147,6 +147,22 @@ def test_a_broken_line_of_a_trace_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps(line(1, 1, 1)) + "\n{}")
     with pytest.raises(ValueError, match="line 2"):
         load(path)
+
+
+def test_conversations_that_stay_are_as_uneven_as_their_lengths() -> None:
+    """The third begins where the least work was: after 10 and 30 tokens, at the first worker."""
+    jobs = [
+        Job(Req(n, 0.0, tokens, 5, [], session=session), 0.0)
+        for n, (session, tokens) in enumerate([(1, 5), (2, 25), (3, 5), (1, 45), (3, 55)])
+    ]
+    assert stay(jobs, 2, 16) == pytest.approx(2 * 130 / 160)
+    assert stay(jobs[:2], 2, 16) == pytest.approx(2 * 30 / 40)
+
+
+def test_a_workload_has_no_more_different_blocks_than_it_says() -> None:
+    workload = workloads.conversations(50, 30.0, seed=3)
+    different = {name for req in workload.requests for name in req.hashes + req.answer}
+    assert len(different) <= workload.blocks() <= 1.5 * len(different)
 
 
 # ------------------------------------------------------------------------------- runs

@@ -49,6 +49,11 @@ def _untouched(words: int) -> HashArray:
     return np.frombuffer(memory, np.uint64)
 
 
+def _pairs(flat: NDArray[np.int64]) -> dict[int, int]:
+    found = flat.tolist()
+    return dict(zip(found[::2], found[1::2], strict=True))
+
+
 class PrefixIndex:
     """A bounded set of (worker, block hash). A worker is a number that the owner gives.
 
@@ -100,7 +105,7 @@ class PrefixIndex:
         self._free: list[int] = []
         self._used = 0
         self._dead: deque[int] = deque()
-        self._at = 0
+        self._at = self._turn = 0
 
     def store(self, worker: int, hashes: Hashes) -> int:
         """The worker holds these blocks now. Returns how many were refused, for want of room."""
@@ -157,12 +162,24 @@ class PrefixIndex:
 
     def match(self, hashes: Hashes) -> dict[int, int]:
         """How many leading blocks each worker holds; workers that lack the first are left out."""
-        array = as_array(hashes)
-        if not len(array):
-            return {}
-        told = table.match(self._m, array, self._seen, self._names, self._out)
-        found = self._out[:told].tolist()
-        return dict(zip(found[::2], found[1::2], strict=True))
+        return _pairs(self._out[: self._match(hashes)])
+
+    def deepest(self, hashes: Hashes, most: int) -> tuple[dict[int, int], int]:
+        """As `match`, but of more than `most` workers only those that hold most of the blocks.
+
+        Of workers that hold the longest prefix and are more than that, each call gives others.
+        Returns also how many of these are left out."""
+        told = self._match(hashes)
+        if told <= 2 * most:
+            return _pairs(self._out[:told]), 0
+        depths = self._out[1:told:2]  # the shortest first
+        first = int(np.searchsorted(depths, depths[-1]))
+        ties = len(depths) - first
+        if ties <= most:
+            return _pairs(self._out[told - 2 * most : told]), 0
+        self._turn += 1
+        places = first + (self._turn + np.arange(most) * ties // most) % ties
+        return dict.fromkeys(self._out[2 * places].tolist(), int(depths[-1])), ties - most
 
     def blocks(self, worker: int) -> int:
         """How many blocks the worker holds."""
@@ -214,6 +231,13 @@ class PrefixIndex:
     def __len__(self) -> int:
         """How many different blocks are kept, those included that `tidy` has not reached."""
         return int(self._m.meta[table.BLOCKS])
+
+    def _match(self, hashes: Hashes) -> int:
+        """Write (worker, leading blocks) to `_out`. Returns the numbers written."""
+        array = as_array(hashes)
+        if not len(array):
+            return 0
+        return int(table.match(self._m, array, self._seen, self._names, self._out))
 
     def _change(self, slot: int, hashes: Hashes, op: int, ops: Ops = _NO_OPS) -> int:
         array = as_array(hashes)

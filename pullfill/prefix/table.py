@@ -28,7 +28,7 @@ SEGMENT = 1024
 FULL, STEP = 768, 32
 """A segment is split at FULL entries, or up to 7 STEP earlier, so that not all split at once."""
 SLOTS, FETCH, CLASSES = 4096, 128, 7
-"""Entries that a lookup fetches at the same time. Rows have 1 to 64 words: SLOTS bits."""
+"""Entries that a lookup fetches at the same time, at most. Rows have 1 to 64 words: SLOTS bits."""
 
 DEPTH, USED, BLOCKS, LIMIT, BUMP, K1, K2, FREE = range(8)
 """Memory.meta: bits that choose a segment; segments in use; different blocks; most blocks; words of
@@ -350,12 +350,12 @@ def match(m: Memory, hashes: Any, seen: Any, names: Any, out: Any) -> Any:
     left, here = seen[words : 2 * words], seen[2 * words :]
     for word in range(words):
         left[word] = seen[word]
-    told, before = 0, _U0
+    told, before, fetched, many = 0, _U0, 0, 8  # most lookups of predicted blocks need one
     for number in range(len(hashes)):
-        if number % FETCH == 0:
-            # Touch the next entries, so that the memory brings them at the same time. Their sum is
-            # written somewhere, or the compiler would leave this out.
-            for ahead in range(number, min(number + FETCH, len(hashes))):
+        if number == fetched:
+            # Touch the next ones: memory brings them at once. The sum is for the compiler.
+            fetched, many = min(number + many, len(hashes)), min(4 * many, FETCH)
+            for ahead in range(number, fetched):
                 mixed = _mix(m, hashes[ahead])
                 segment = m.directory[_front(mixed, m.meta[DEPTH])]
                 out[2 * SLOTS] += np.int64(m.table[2 * (segment * SEGMENT + _home(mixed))])

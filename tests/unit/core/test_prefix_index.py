@@ -25,6 +25,23 @@ def test_each_worker_matches_its_leading_blocks() -> None:
     assert [index.blocks(worker) for worker in range(6)] == [0, 16, 3, 15, 15, 0]
 
 
+def test_of_many_workers_those_that_hold_most_are_named() -> None:
+    index = PrefixIndex(100)
+    for worker in range(20):
+        index.store(worker, PROMPT[: 5 if worker < 8 else 9])
+    assert index.deepest(PROMPT, 20) == (index.match(PROMPT), 0)
+    assert index.deepest(PROMPT[:0], 20) == ({}, 0)
+    found, left_out = index.deepest(PROMPT, 15)
+    assert left_out == 0
+    assert sorted(found.values()) == [5] * 3 + [9] * 12
+    named = set()
+    for _ in range(12):
+        found, left_out = index.deepest(PROMPT, 3)
+        assert (len(found), set(found.values()), left_out) == (3, {9}, 9)
+        named |= set(found)
+    assert named == set(range(8, 20))
+
+
 def test_a_forgotten_worker_matches_nothing_and_may_come_back() -> None:
     index = PrefixIndex(100)
     index.store(1, PROMPT)

@@ -13,7 +13,7 @@ from pullfill import wire
 from pullfill.engine import front_wire
 from pullfill.frontend import balancer as module
 from pullfill.frontend.balancer import Balancer, hashes_of
-from pullfill.frontend.decode_choice import ALPHA
+from pullfill.frontend.decode_choice import ALPHA, KNOWN
 from pullfill.frontend.explain import Trace
 from pullfill.frontend.flight import Flight
 from pullfill.frontend.prefixes import Prefixes
@@ -258,6 +258,15 @@ async def test_the_worker_that_holds_most_is_named(rig: Rig, policy: DecodePolic
     assert holder(rig, asked, 0) == expected
     assert holder(rig, asked, 2) == expected
     assert holder(rig, asked, 1) is None, "it holds most itself"
+
+
+async def test_what_the_chosen_worker_holds_counts_although_many_hold_more(rig: Rig) -> None:
+    rig.workers = [Worker(f"w{n}") for n in range(KNOWN + 2)]
+    rig.min_fetch = 2 * BLOCK
+    most, least = request("x", PROMPT[: 9 * BLOCK]), request("y", PROMPT[: 8 * BLOCK])
+    rig.holds(w0=least, **{w.instance_id: most for w in rig.workers[1:]})
+    assert holder(rig, request("r", PROMPT), 0) is None
+    assert {holder(rig, request(f"r{n}", PROMPT), 9) for n in range(20)} == {None}
 
 
 async def test_nobody_is_named_who_holds_hardly_more(rig: Rig) -> None:

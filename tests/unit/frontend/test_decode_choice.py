@@ -103,6 +103,17 @@ def test_prompts_that_differ_after_a_shared_prefix_get_to_all_workers() -> None:
     assert max(works) <= 1.1 * sum(works) / 4
 
 
+def test_a_prefix_that_many_others_hold_too_is_not_crowded() -> None:
+    names = [f"w{n}" for n in range(200)]
+    among, held = views(*names), dict.fromkeys(names[: decode_choice.KNOWN], 90)
+    for more, full in ((0, False), (900, True)):
+        by = chooser()
+        for _ in range(1000):
+            what = Ask(1600, BLOCK, HASHES[:100], held, 90, True, more)
+            choice = kv(by, what, among)
+        assert (choice.score == decode_choice.ALPHA * 160) is full
+
+
 def test_a_conversation_stays_although_its_worker_has_done_all_the_work() -> None:
     by, among = chooser(), views("a", "b")
     for turn in range(1, 15):

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from pullfill.frontend.decode_choice import Choice
+from pullfill.frontend.decode_choice import Choice, Held
 from pullfill.frontend.placement import PREDICTED_S, Placement
 from pullfill.wire import DecodePolicy
 
@@ -17,7 +17,7 @@ HASHES = np.arange(1, 101, dtype=np.uint64)
 def choose(placement: Placement, now: float = 0.0, **stored: int) -> Choice:
     among = placement.candidates(["a", "b", "c"])
     return placement.choose(
-        DecodePolicy.KV, 1650, among, now, block=BLOCK, hashes=HASHES, stored=stored
+        DecodePolicy.KV, 1650, among, now, block=BLOCK, hashes=HASHES, stored=Held(stored)
     )
 
 
@@ -81,7 +81,7 @@ def test_a_worker_that_has_not_taken_a_prompt_is_believed() -> None:
     among = placement.candidates(["a", "b", "c"])
     again = placement.choose(
         DecodePolicy.KV, 1650, among, 1.0, block=BLOCK, hashes=HASHES,
-        stored={"a": 100, "b": 50}, told=("a", 10),
+        stored=Held({"a": 100, "b": 50}), told=("a", 10),
     )  # fmt: skip
     assert (again.view.instance_id, again.matched_tokens) == ("b", 800)
     # Its events come later: until then its index is wrong, but nothing is predicted any more.

@@ -68,11 +68,11 @@ async def test_a_worker_is_cold_until_it_has_told_its_blocks(rig: Rig) -> None:
     worker.ring.append(Op.STORE, BLOCKS)
     rig.follow(worker)
     assert rig.state(worker) == "cold"
-    assert rig.prefixes.matched(BLOCKS) == {}
+    assert rig.prefixes.matched(BLOCKS).blocks == {}
     told = value("pullfill_prefix_events_total")
     rig.answer(worker)
     assert rig.state(worker) == "warm"
-    assert rig.prefixes.matched(BLOCKS) == {"a": 5}
+    assert rig.prefixes.matched(BLOCKS).blocks == {"a": 5}
     assert rig.prefixes.block_size("a") == 32
     assert rig.prefixes.status("a", rig.now) == {
         "state": "warm", "blocks": 5, "refused": 0, "since_s": 0.0
@@ -87,8 +87,8 @@ async def test_leading_blocks_of_each_worker(rig: Rig) -> None:
         worker.ring.append(Op.STORE, blocks)
         rig.follow(worker)
         rig.answer(worker)
-    assert rig.prefixes.matched(BLOCKS) == {"a": 2}
-    assert rig.prefixes.matched(BLOCKS[1:]) == {"a": 1, "b": 4}
+    assert rig.prefixes.matched(BLOCKS).blocks == {"a": 2}
+    assert rig.prefixes.matched(BLOCKS[1:]).blocks == {"a": 1, "b": 4}
 
 
 async def test_a_lost_worker_is_forgotten_and_comes_back_cold(rig: Rig) -> None:
@@ -97,9 +97,9 @@ async def test_a_lost_worker_is_forgotten_and_comes_back_cold(rig: Rig) -> None:
     rig.follow(worker)
     rig.answer(worker)
     rig.prefixes.forget(worker, rig.now)  # type: ignore[arg-type]
-    assert (rig.state(worker), rig.prefixes.matched(BLOCKS)) == ("none", {})
+    assert (rig.state(worker), rig.prefixes.matched(BLOCKS).blocks) == ("none", {})
     rig.answer(worker)  # what was still on its way
-    assert rig.prefixes.matched(BLOCKS) == {}
+    assert rig.prefixes.matched(BLOCKS).blocks == {}
     again = Worker("a")
     rig.follow(again)
     assert rig.state(again) == "cold"
@@ -119,7 +119,7 @@ async def test_a_gap_is_healed_and_counted(rig: Rig) -> None:
     assert rig.state(worker) == "behind"
     assert value("pullfill_prefix_gaps_total", what="gaps") == before + 1
     rig.answer(worker)
-    assert (rig.state(worker), rig.prefixes.matched(BLOCKS)) == ("warm", {"a": 5})
+    assert (rig.state(worker), rig.prefixes.matched(BLOCKS).blocks) == ("warm", {"a": 5})
 
 
 async def test_events_that_stay_away_are_asked_for_again_and_told(rig: Rig) -> None:
@@ -176,7 +176,7 @@ async def test_blocks_beyond_the_bound_are_refused_and_no_trouble() -> None:
     assert rig.state(worker) == "warm"
     told = rig.prefixes.status("a", rig.now)
     assert (told["blocks"], told["refused"]) == (3, 2)
-    assert rig.prefixes.matched(BLOCKS) == {"a": 3}
+    assert rig.prefixes.matched(BLOCKS).blocks == {"a": 3}
 
 
 @pytest.mark.parametrize(
