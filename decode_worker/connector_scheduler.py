@@ -32,8 +32,10 @@ from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.hit_blocks import HitBlocks
 from pullfill.decode_worker.ledger_types import Hold, Release, Settle
 from pullfill.decode_worker.prefix_fetch import FetchOutcome
+from pullfill.engine import request_targets
 from pullfill.engine.groups import BlockOrder
 from pullfill.ids import new_job_id
+from pullfill.queue.urgency import urgency_of
 from pullfill.runtime import failpoints, log
 from pullfill.wire import Adapter
 
@@ -255,6 +257,11 @@ class ConnectorScheduler:
             priority=request.priority,
             timeout_s=timeout_s,
             claim_timeout_s=claim_timeout_s,
+            urgency=urgency_of(
+                request_targets.targets(request.sampling_params)[0],
+                config.tight_ttft_ms,
+                config.loose_ttft_ms,
+            ),
         )
         self._waiting.add(job.request_id)
         if self._context.trials is not None:

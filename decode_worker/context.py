@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pullfill.decode_worker.conditional_router import Situation
 from pullfill.engine.adapters import Adapters
+from pullfill.queue.urgency import Urgency
 from pullfill.worker.context import LATER, WorkerContext
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class OpenedJob:
     priority: int
     timeout_s: float
     claim_timeout_s: float
+    urgency: Urgency = Urgency.NORMAL
     features: Sequence[Any] = ()
 
 

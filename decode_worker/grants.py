@@ -50,7 +50,7 @@ class Grants:
 
     spawn: runs a task that may outlast the handling of a message.
     act: carries out the actions that the ledger has queued.
-    committed: called with the queue's receipt of each committed job.
+    claimed, committed: called with the queue's receipt of each job that is granted, or committed.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Grants:
         self._forecaster = forecaster
         self._spawn = spawn
         self._act = act
+        self.claimed: Callable[[Any], None] = lambda _receipt: None
         self.committed: Callable[[Any], None] = lambda _receipt: None
 
     # ------------------------------------------------------------------ step 5: grant
@@ -85,6 +86,8 @@ class Grants:
             self._traces.claimed(entry.request_id, grant.attempt, peer.instance_id, grant.queued_s)
             features = entry.features
         peer.channel.write(peer.grant(claim, self._ledger.incarnation, grant, features))
+        if entry is not None and entry.receipt is not None:
+            self.claimed(entry.receipt)
 
     def _refuse(self, peer: Peer, claim: Claim, claimed: Claimed) -> None:
         reason = claimed.refused

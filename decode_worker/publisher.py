@@ -11,10 +11,12 @@ from collections import deque
 
 from pullfill.decode_worker.context import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.ledger_types import JobState
 from pullfill.engine import features
 from pullfill.errors import Outcome, PullfillError, QueueFull
 from pullfill.ids import job_digest
 from pullfill.queue.contract import JobProducer
+from pullfill.queue.urgency import Urgency
 from pullfill.runtime import failpoints, log
 from pullfill.wire import MAX_TEXT, PrefillJob, encode, u32
 
@@ -82,7 +84,7 @@ class Publisher:
                 cache_salt=job.cache_salt,
                 adapter=job.adapter,
                 features=features.digest(brought),
-                priority=job.priority,
+                priority=job.priority * len(Urgency) + job.urgency,
                 timeout_s=job.timeout_s,
             )
         )
@@ -97,7 +99,7 @@ class Publisher:
             self._ledger.set_digest(job.job_id, digest, brought)
             failpoints.hit("decode.publish")
             tokens = len(job.token_ids) - job.hit_tokens
-            receipt = await self._queue.publish(job.job_id, body, tokens)
+            receipt = await self._queue.publish(job.job_id, body, tokens, job.urgency)
         except QueueFull:
             self._ledger.publish_failed(job.job_id, Outcome.QUEUE_FULL)
         except PullfillError as exc:
@@ -108,5 +110,8 @@ class Publisher:
             self._ledger.publish_failed(job.job_id, Outcome.PUBLISH_FAILED)
         else:
             self._ledger.published(job.job_id, receipt, digest)
+            entry = self._ledger.find(job.job_id)
+            if entry is None or entry.state is not JobState.QUEUED:
+                self._queue.claimed(receipt)  # the claim came before the answer of the queue
         finally:
             del self._tasks[job.job_id]  # a done callback would cost a turn of the loop

@@ -230,7 +230,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             self._loop, producer, context.ledger, instance_id=self.instance_id,
             compat_hash=engine.compat.hash(), block_size=engine.config.cache_config.block_size,
         )  # fmt: skip
-        control.grants.committed = producer.committed
+        control.grants.claimed, control.grants.committed = producer.claimed, producer.committed
         control.past_stream = lambda: producer.past_stream
         outlook = Outlook(
             context.ledger,

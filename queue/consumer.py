@@ -2,11 +2,11 @@
 
 Life: `connect` → `pull` repeatedly (one caller at a time) → `drain` → `close`.
 
-Each pull request asks for one job, so a worker never holds jobs that it has no budget for. A
-request lives on the server until it is answered or has expired, after REQUEST_S at most. If its
-caller is cancelled, the next `pull` waits for the same request. A job that arrives while nobody
-pulls is given back at once. If no answer comes within GRACE_S after the expiry, the server counts
-as hung.
+Each pull request asks for one job, so a worker never holds jobs that it has no budget for. One
+request waits for a job that is in no lane. While jobs wait in lanes (lanes.py), others ask the lane
+whose turn it is for what is there now. Every FIRST_EVERY_S one asks for a job that is in no lane
+instead. If a pull is cancelled, the next one waits for the same request.
+A job that arrives while nobody pulls is given back at once.
 
 A job may also come on the direct subject, while the stream has no leader (producer.py). A worker
 takes it only if it waits for one at that moment.
@@ -18,10 +18,9 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, PullfillError, QueueUnavailable
@@ -29,9 +28,12 @@ from pullfill.queue.acks import Acks
 from pullfill.queue.contract import Delivery, QueueConfig
 from pullfill.queue.deadletter import DeadLetters
 from pullfill.queue.delivery import IN_PROGRESS, JetStreamDelivery
-from pullfill.queue.names import CONSUMER, MSG_ID, TAKEN, Names
+from pullfill.queue.lanes import Lanes
+from pullfill.queue.names import MSG_ID, TAKEN, Names
 from pullfill.queue.nats_connection import NatsConnection, NoResponders, NotSent
+from pullfill.queue.pull_requests import GRACE_S, NO_CONSUMER, PullRequests, Request
 from pullfill.queue.streams import NOT_SET, Streams
+from pullfill.queue.urgency import Lane
 from pullfill.runtime import log
 from pullfill.runtime.health import Health
 from pullfill.runtime.lifecycle import end
@@ -41,7 +43,7 @@ from pullfill.wire import QueueSettings
 logger = log.get("queue")
 
 REQUEST_S = 2.0
-GRACE_S = 1.0
+FIRST_EVERY_S = 0.05
 SHORTEST_S = 0.02
 """The server does not answer requests that expire within about a millisecond."""
 SETTLE_TRY_S = 1.0
@@ -49,8 +51,6 @@ SETTLE_TRIES = 2
 PULLS = "pulls"
 """The part of the server's health that says whether it answers pull requests."""
 _HEAL_PAUSE_S = 0.05
-_NO_MESSAGES = "404"
-_EXPIRED = "408"
 
 
 class JetStreamConsumer:
@@ -68,8 +68,8 @@ class JetStreamConsumer:
         self.streams = Streams(connection, self._names, config, settings)
         self.letters = DeadLetters(connection, self._names)
         self.acks = Acks(connection, lambda: self.stream_id)
-        self._inbox = ""
-        self._subscription: Subscription | None = None
+        self.lanes = Lanes(connection, self._names, lambda: self._wake.ring())
+        self._requests = PullRequests(connection, self._names, self._on_message)
         self._arrived: deque[JetStreamDelivery] = deque()
         self._wake = Bell()
         self._pulling = asyncio.Lock()
@@ -77,11 +77,7 @@ class JetStreamConsumer:
         self._waiting = False
         self._draining = False
         self._checking: asyncio.Task[None] | None = None
-        # The one pull request that may be live on the server, and the answer that ended it.
-        self._request = 0
-        self._live_until = 0.0
-        self._generation = 0
-        self._status = ""
+        self._first_at = 0.0
 
     @classmethod
     async def connect(
@@ -119,6 +115,7 @@ class JetStreamConsumer:
 
     async def close(self) -> None:
         await self.streams.close()
+        await self.lanes.close()
         await end(self._checking)
         if self.connection.up:
             await self.drain()
@@ -132,8 +129,7 @@ class JetStreamConsumer:
     async def drain(self) -> None:
         self._draining = True
         self._wake.ring()
-        subscription, self._subscription = self._subscription, None
-        if subscription is not None:
+        if (subscription := self._requests.leave()) is not None:
             # nats-py's own drain writes its PING before commands that wait in its buffer. So the
             # server may answer before it reads UNSUB. A job that it sends in between is lost until
             # `ack_wait_s` have passed. A request is written after UNSUB, so after its answer no job
@@ -149,7 +145,7 @@ class JetStreamConsumer:
     # ------------------------------------------------------------------ pull
 
     async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> list[Delivery]:
-        taken: list[Delivery] = []
+        taken: list[JetStreamDelivery] = []
         async with self._pulling:
             self._waiting = True
             try:
@@ -160,6 +156,7 @@ class JetStreamConsumer:
                         break
                     taken.append(job)
                     tokens += job.tokens
+                    self.lanes.turns.took(job.urgency, job.tokens, job.lane)
             except QueueUnavailable as exc:
                 if self.connection.up and self.health.up:  # it is JetStream that does not work
                     self.health.failed(str(exc), PULLS)
@@ -172,74 +169,97 @@ class JetStreamConsumer:
                 self._waiting = False
                 self._give_back(list(self._arrived))
                 self._arrived.clear()
-        return taken
+                if self._requests.lives and any(job.lane for job in taken):
+                    await self._requests.withdraw()
+        return list(taken)
 
     async def _next(self, wait_s: float) -> JetStreamDelivery | None:
         """Return one job. None: none came within `wait_s`, or drain. Raises QueueUnavailable."""
         deadline = SYSTEM_CLOCK.monotonic() + wait_s
+        if wait_s <= 0 and not self.lanes.turns:
+            await self.lanes.look()
         while not self._draining:
             if self._arrived:
                 return self._arrived.popleft()
-            left = deadline - SYSTEM_CLOCK.monotonic()
+            now = SYSTEM_CLOCK.monotonic()
+            lives = self._requests.lives
             if not self.connection.up:
-                if left <= 0 or not await self.connection.wait_up(left):
+                if now >= deadline or not await self.connection.wait_up(deadline - now):
                     raise QueueUnavailable(f"NATS at {self.connection.shown_url} is not connected")
-                continue
-            if not self.stream_id:
-                await self._heal(deadline)
-                continue
-            if not self._request_lives():
-                if wait_s > 0 and left < SHORTEST_S:
-                    return None
-                await self._ask(left)
+            elif not self.stream_id:
+                await self._heal("nothing known", deadline)
+            elif (lane := self.lanes.turns.next()) is not None:
+                first = not lives and now >= self._first_at
+                await self._take(None if first else lane, deadline)
             elif wait_s <= 0:
-                return None
-            # An older request may outlive this call. Then its answer is given back. A request that
-            # ends with this call is waited for, so that nothing is left behind.
-            outlives = self._live_until > deadline + GRACE_S
-            until = deadline if outlives else self._live_until + GRACE_S
-            if not await self._answered(until):
-                if outlives:
+                if lives or not await self._take(None, deadline):
                     return None
-                self._live_until = 0.0
-                raise QueueUnavailable(f"NATS at {self.connection.shown_url} does not answer pulls")
-            if self._status in (_NO_MESSAGES, _EXPIRED):
-                self._status = ""
-                if wait_s <= 0:
-                    return self._arrived.popleft() if self._arrived else None
-            elif self._status:
-                await self._heal(deadline)
+            elif (now > deadline - SHORTEST_S and not lives) or not await self._wait(deadline):
+                return None
         return None
 
-    def _request_lives(self) -> bool:
-        return (
-            self._live_until > 0
-            and self._generation == self.connection.generation
-            and SYSTEM_CLOCK.monotonic() < self._live_until + GRACE_S
-        )
-
-    async def _ask(self, wait_s: float) -> None:
-        """Send one pull request. wait_s: 0 asks only for what is there now."""
-        self._request += 1
-        self._generation = self.connection.generation
-        self._status = ""
-        lifetime = min(wait_s, REQUEST_S)
-        if wait_s > 0:
-            ask = b'{"batch":1,"expires":%d}' % int(lifetime * 1e9)
-        else:
-            ask = b'{"batch":1,"no_wait":true}'
-        self._live_until = SYSTEM_CLOCK.monotonic() + max(0.0, lifetime)
+    async def _take(self, lane: Lane | None, deadline: float) -> bool:
+        """Ask a lane for what is there now. False: there is nothing."""
+        now = SYSTEM_CLOCK.monotonic()
+        if lane is None:
+            self._first_at = now + FIRST_EVERY_S
         await self.acks.push()
-        await self.connection.publish(
-            f"$JS.API.CONSUMER.MSG.NEXT.{self._names.stream}.{CONSUMER}",
-            ask,
-            reply=f"{self._inbox}.{self._request}",
-        )
+        request = await self._requests.ask(lane)
+        answered = await self._answered(request, now + GRACE_S)
+        self._requests.asking = None
+        if not answered:
+            self._silent(lane)
+        if not request.status:
+            return True
+        if lane is None and not request.found_nothing:
+            await self._heal(request.status, deadline)
+            return True
+        if lane is not None and request.status == NO_CONSUMER:
+            await self._make_consumer(lane)
+        elif lane is not None:
+            self.lanes.turns.empty(lane)
+        return False
 
-    async def _answered(self, until: float) -> bool:
-        """Wait for a job, a status, drain or a lost connection. False: `until` passed first."""
-        while not (self._arrived or self._status or self._draining):
-            if self._generation != self.connection.generation or not self.connection.up:
+    async def _make_consumer(self, lane: Lane) -> None:
+        """Make the consumer of a lane that nobody has taken a job from yet."""
+        try:
+            await self.streams.ensure_lane(lane)
+        except BaseException:
+            self.lanes.turns.empty(lane)
+            raise
+
+    async def _wait(self, deadline: float) -> bool:
+        """Wait for a job that is in no lane, or until one may wait in a lane.
+
+        False: `deadline` has passed."""
+        request = self._requests.waiting
+        if request is None or not self._requests.lives:
+            await self.acks.push()
+            left = deadline - SYSTEM_CLOCK.monotonic()
+            request = await self._requests.wait(min(left, REQUEST_S))
+            self.lanes.look_soon()
+        # An older request may outlive this call. Then its answer is given back. A request that
+        # ends with this call is waited for, so that nothing is left behind.
+        outlives = request.live_until > deadline + GRACE_S
+        until = deadline if outlives else request.live_until + GRACE_S
+        if not await self._answered(request, until, or_lanes=True):
+            if outlives:
+                return False
+            self._silent(None)
+        if request.status:
+            self._requests.waiting = None
+            if not request.found_nothing:
+                await self._heal(request.status, deadline)
+        return True
+
+    async def _answered(self, request: Request, until: float, *, or_lanes: bool = False) -> bool:
+        """Wait for a job, a status, drain or a lost connection. False: `until` passed first.
+
+        or_lanes: a job that may wait in a lane ends the wait, too."""
+        while not (self._arrived or request.status or self._draining):
+            if request.generation != self.connection.generation or not self.connection.up:
+                return True
+            if or_lanes and self.lanes.turns:
                 return True
             left = until - SYSTEM_CLOCK.monotonic()
             self._wake.clear()
@@ -247,12 +267,19 @@ class JetStreamConsumer:
                 return False
         return True
 
-    async def _heal(self, deadline: float) -> None:
+    def _silent(self, lane: Lane | None) -> NoReturn:
+        """Handle a request without an answer."""
+        if lane is None:
+            self._requests.waiting = None
+        else:
+            self.lanes.turns.empty(lane)
+        raise QueueUnavailable(f"NATS at {self.connection.shown_url} does not answer pulls")
+
+    async def _heal(self, status: str, deadline: float) -> None:
         """Check and repair the stream after a pull ended with an unexpected status.
 
         The consumer or stream is gone, or the server shuts down. Returns earlier if a job arrives
         meanwhile."""
-        status, self._status = self._status, ""
         logger.debug("pull ended with %s; checking the stream", status)
         unknown = not self.stream_id
         checking = self._checking = self._checking or asyncio.create_task(self.streams.ensure())
@@ -281,16 +308,14 @@ class JetStreamConsumer:
         try:
             job = JetStreamDelivery(self, msg)
         except BadMessage:
-            token = msg.subject.rpartition(".")[2]
-            if token == str(self._request):
-                self._status = (msg.headers or {}).get("Status", "?")
-                if self._status in (_NO_MESSAGES, _EXPIRED):
+            if (request := self._requests.status_came(msg)) is not None:
+                if request.found_nothing:
                     self.health.ok(PULLS)
-                self._live_until = 0.0
                 self._wake.ring()
             return
         self.health.ok(PULLS)
-        self._live_until = 0.0
+        self.lanes.arrived(job)
+        self._requests.job_came(job.lane)
         if self._waiting and not self._draining:
             self._arrived.append(job)
             self._wake.ring()
@@ -324,8 +349,8 @@ class JetStreamConsumer:
         client = self.connection.client
         await self.letters.collect()
         if not self._draining:
-            self._inbox = client.new_inbox()
-            self._subscription = await client.subscribe(f"{self._inbox}.*", cb=self._on_message)
+            await self._requests.subscribe()
+            await self.lanes.subscribe()
             await client.subscribe(self._names.direct, queue="pullfill", cb=self._on_direct)
         await self._renew()
 

@@ -5,6 +5,9 @@ Life of a job: `publish` → pending → `pull` → in flight, kept alive by `in
 silent for `ack_wait_s`, the job is pending again. After `max_deliver` deliveries it becomes a dead
 letter.
 
+Order: a job that finds other jobs waiting gets in line by its urgency and its length
+(urgency.py). A job that finds none waiting is the next to be delivered.
+
 A job may be delivered twice. A late ack of an earlier delivery settles it. The queue is no fence:
 the decode worker's ledger decides who may write.
 
@@ -18,6 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from pullfill.queue.urgency import Urgency
 from pullfill.wire import QueueStatus
 
 
@@ -30,7 +34,7 @@ class QueueConfig:
 
     max_jobs: jobs pending and in flight.
     max_bytes: size of all jobs. -1: no limit.
-    max_in_flight: deliveries in flight, over all workers.
+    max_in_flight: deliveries in flight, over all workers, of jobs of each lane (urgency.py).
     max_age_s: a job is removed after this time. By then nobody waits for it.
     replicas: number of servers of a NATS cluster that hold each stream.
     """
@@ -114,8 +118,12 @@ class Delivery(Protocol):
 class JobProducer(Protocol):
     """The decode worker's side. `depth`, `look_again` and `available` may be used on any thread."""
 
-    async def publish(self, job_id: str, body: bytes, tokens: int) -> Receipt:
+    async def publish(
+        self, job_id: str, body: bytes, tokens: int, urgency: Urgency = Urgency.NORMAL
+    ) -> Receipt:
         """Store one job durably. The same `job_id` again is a duplicate, not a second job.
+
+        tokens: number of tokens to compute.
 
         Raises QueueFull (a limit is reached, or the body is larger than the server takes: then not
         `retryable`), QueueUnavailable (no answer within `publish_timeout_s`; at once while
@@ -127,6 +135,9 @@ class JobProducer(Protocol):
         """Remove a job, pending or in flight. Returns whether it was still there.
 
         Never raises. While the server is away it returns False, and removes the job later."""
+
+    def claimed(self, receipt: Receipt) -> None:
+        """Note that the job waits no longer: a prefill worker has it."""
 
     def committed(self, receipt: Receipt) -> None:
         """Stop counting the job in `depth`. It is done, and its message will be acked soon."""

@@ -17,8 +17,10 @@ from nats.aio.msg import Msg
 
 from pullfill.errors import PullfillError
 from pullfill.queue.contract import DeadLetter
-from pullfill.queue.names import CONSUMER, DELIVERIES, JOB_ID, MSG_ID, REASON, Names
+from pullfill.queue.depth import lanes_in
+from pullfill.queue.names import DELIVERIES, JOB_ID, MSG_ID, REASON, Names, consumer_of
 from pullfill.queue.nats_connection import API_TIMEOUT_S, ApiError, NatsConnection, read_reply
+from pullfill.queue.urgency import Lane
 from pullfill.runtime import log, metrics
 from pullfill.runtime.lifecycle import end
 
@@ -61,7 +63,7 @@ class DeadLetters:
 
     async def collect(self) -> None:
         """Move jobs that used up their deliveries. Call it on each new connection."""
-        subject = f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{self._names.stream}.{CONSUMER}"
+        subject = f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{self._names.stream}.*"
         await self._connection.client.subscribe(subject, queue="pullfill", cb=self._on_advisory)
         if self._task is None:
             self._task = asyncio.create_task(self._sweep_for_ever(), name="queue-sweep")
@@ -87,15 +89,24 @@ class DeadLetters:
         """Move the jobs whose advisory nobody heard. Returns how many.
 
         Such a message is neither pending nor in flight. The server does not list those in flight,
-        so this does nothing while there are any."""
-        info = await self._connection.api(f"CONSUMER.INFO.{self._names.stream}.{CONSUMER}")
+        so this does nothing for a consumer that has any."""
+        about = f"STREAM.INFO.{self._names.stream}"
+        info = await self._connection.api(about, {"subjects_filter": self._names.lanes})
+        return sum([await self._sweep(lane) for lane in (None, *lanes_in(info))])
+
+    async def _sweep(self, lane: Lane | None) -> int:
+        try:
+            about = f"CONSUMER.INFO.{self._names.stream}.{consumer_of(lane)}"
+            info = await self._connection.api(about)
+        except ApiError:
+            return 0
         if info["num_ack_pending"]:
             return 0
         last = info["delivered"]["stream_seq"]
         moved = 0
         seq = 0
         while True:
-            ask = {"seq": seq + 1, "next_by_subj": self._names.jobs}
+            ask = {"seq": seq + 1, "next_by_subj": self._names.jobs_of(lane)}
             try:
                 answer = await self._connection.api(f"STREAM.MSG.GET.{self._names.stream}", ask)
             except ApiError:

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 from nats.aio.msg import Msg
 
 from pullfill.queue.contract import DeadLetter
-from pullfill.queue.names import MSG_ID, TOKENS, AckInfo, parse_ack, subject_tokens
+from pullfill.queue.names import (
+    MSG_ID,
+    TOKENS,
+    URGENCY,
+    AckInfo,
+    consumer_lane,
+    parse_ack,
+    subject_tokens,
+)
+from pullfill.queue.urgency import read_urgency
 from pullfill.runtime import log
 
 if TYPE_CHECKING:
@@ -16,6 +25,7 @@ if TYPE_CHECKING:
 logger = log.get("queue")
 
 IN_PROGRESS = b"+WPI"
+_NO_ACK = AckInfo("", "", 1, 0, 0)
 
 
 class JetStreamDelivery:
@@ -24,6 +34,7 @@ class JetStreamDelivery:
     It remembers the id of the stream that it was pulled from. If the server loses its data, the
     same ack subject may mean another job. Then this delivery settles nothing.
 
+    lane: where the job waited. None: in no lane. pending: jobs that still wait there.
     past_stream: the job came on the direct subject. There is no message to settle. If the job is
     not done, its decode worker serves it, after the claim timeout at the latest.
 
@@ -32,10 +43,13 @@ class JetStreamDelivery:
 
     def __init__(self, owner: JetStreamConsumer, msg: Msg, *, past_stream: bool = False) -> None:
         headers = msg.headers or {}
-        ack = AckInfo("", "", 1, 0) if past_stream else parse_ack(msg.reply)
+        ack = _NO_ACK if past_stream else parse_ack(msg.reply)
         self.job_id: str = (headers.get(MSG_ID) or f"seq-{ack.seq}")[:128]
         self.body: bytes = msg.data
         self.tokens: int = _tokens(msg)
+        self.urgency = read_urgency(headers.get(URGENCY))
+        self.lane = None if past_stream else consumer_lane(ack.consumer)
+        self.pending = ack.pending
         self.number: int = ack.number
         self.ack_subject: str = "" if past_stream else msg.reply
         self._owner = owner
@@ -53,6 +67,8 @@ class JetStreamDelivery:
         self._settled = True
         delay = b' {"delay": %d}' % int(delay_s * 1e9) if delay_s > 0 else b""
         await self._owner.tell(self._stream_id, self.ack_subject, b"-NAK" + delay)
+        if self.lane is not None:
+            await self._owner.lanes.notice(self.lane, delay_s)
 
     async def term(self, reason: str) -> None:
         if self._past_stream:

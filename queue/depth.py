@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -32,8 +32,16 @@ from nats.aio.subscription import Subscription
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import BadMessage, QueueUnavailable
-from pullfill.queue.names import Names, round_up_tokens, subject_tokens
-from pullfill.queue.nats_connection import NatsConnection
+from pullfill.queue.names import (
+    Names,
+    consumer_of,
+    round_up_tokens,
+    subject_lane,
+    subject_tokens,
+)
+from pullfill.queue.nats_connection import ApiError, NatsConnection
+from pullfill.queue.streams import CONSUMER_NOT_FOUND
+from pullfill.queue.urgency import Lane
 from pullfill.runtime import log
 from pullfill.wire import DepthReport, QueueStatus, decode, encode
 
@@ -61,8 +69,16 @@ class Snapshot:
 EMPTY = Snapshot(0, 0, 0, 0.0, 0, "")
 
 
-def read_snapshot(stream: Mapping[str, Any], consumer: Mapping[str, Any]) -> Snapshot:
-    """From STREAM.INFO (with `subjects_filter`) and CONSUMER.INFO (may be empty)."""
+def lanes_in(stream: Mapping[str, Any]) -> set[Lane]:
+    """The lanes that hold jobs, waiting or in flight, from STREAM.INFO (with `subjects_filter`)."""
+    found = map(subject_lane, stream["state"].get("subjects") or ())
+    return {lane for lane in found if lane is not None}
+
+
+def read_snapshot(
+    stream: Mapping[str, Any], consumers: Iterable[Mapping[str, Any]] = ()
+) -> Snapshot:
+    """From STREAM.INFO (with `subjects_filter`) and the CONSUMER.INFO of consumers."""
     state = stream["state"]
     counts: Mapping[str, int] = state.get("subjects") or {}
     jobs = sum(counts.values())
@@ -73,11 +89,32 @@ def read_snapshot(stream: Mapping[str, Any], consumer: Mapping[str, Any]) -> Sna
     return Snapshot(
         jobs=jobs,
         tokens=sum(count * subject_tokens(subject) for subject, count in counts.items()),
-        in_flight=min(jobs, int(consumer.get("num_ack_pending", 0))),
+        in_flight=min(jobs, sum(int(one.get("num_ack_pending", 0)) for one in consumers)),
         oldest_age_s=age,
         last_seq=int(state.get("last_seq", 0)),
         stream_id=str(stream.get("created", "")),
     )
+
+
+async def ask_depth(connection: NatsConnection, names: Names, timeout_s: float) -> Snapshot:
+    """Ask the server. Raises as `NatsConnection.api`."""
+
+    async def about(lane: Lane | None) -> dict[str, Any]:
+        try:
+            operation = f"CONSUMER.INFO.{names.stream}.{consumer_of(lane)}"
+            return await connection.api(operation, None, timeout_s)
+        except ApiError as exc:
+            if lane is None or exc.err_code != CONSUMER_NOT_FOUND:
+                raise
+            return {}  # no worker has taken a job from this lane yet
+
+    stream, consumer = await asyncio.gather(
+        connection.api(
+            f"STREAM.INFO.{names.stream}", {"subjects_filter": names.all_jobs}, timeout_s
+        ),
+        about(None),
+    )
+    return read_snapshot(stream, (consumer, *await asyncio.gather(*map(about, lanes_in(stream)))))
 
 
 class DepthCache:
@@ -90,6 +127,19 @@ class DepthCache:
         self._ours: dict[int, tuple[int, float]] = {}
         self._gone: dict[int, tuple[float, int]] = {}
         self._delta = (0, 0)
+        # Own jobs that a prefill worker has since, by when we were told.
+        self._claimed: dict[int, float] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Number of jobs that no prefill worker has, as far as we know."""
+        snapshot = self._snapshot
+        known = snapshot.jobs - snapshot.in_flight + len(self._ours) - len(self._claimed)
+        return max(0, known)
+
+    def claimed(self, seq: int) -> None:
+        """Our job `seq` waits no longer."""
+        self._claimed[seq] = self._clock.monotonic()
 
     def published(self, seq: int, tokens: int) -> None:
         """Our job `seq` is stored."""
@@ -102,6 +152,7 @@ class DepthCache:
         """Stop counting our job `seq`. Its message is removed, or will be soon."""
         ours = self._ours.pop(seq, None)
         if ours is not None:
+            self._claimed.pop(seq, None)
             self._shift(-1, -ours[0])
         elif seq not in self._gone:
             self._gone[seq] = (self._clock.monotonic(), rounded := round_up_tokens(tokens))
@@ -111,9 +162,13 @@ class DepthCache:
         """Take a snapshot that was asked for at `asked_at` (this cache's clock)."""
         self._ours = {s: t for s, t in self._ours.items() if s > snapshot.last_seq}
         self._gone = {s: g for s, g in self._gone.items() if g[0] >= asked_at}
+        self._claimed = {
+            s: at for s, at in self._claimed.items() if s in self._ours or at >= asked_at
+        }
         if snapshot.stream_id != self._snapshot.stream_id:
             self._ours.clear()
             self._gone.clear()
+            self._claimed.clear()
         self._snapshot, self._taken = snapshot, asked_at
         self._delta = (
             len(self._ours) - len(self._gone),

@@ -2,11 +2,14 @@
 
 producer.py         publish, cancel, depth, circuit breaker
 consumer.py         pull, drain, settling
+pull_requests.py    the pull requests of a worker
+lanes.py            in which lanes jobs wait, notices
+urgency.py          which waiting job comes next
 delivery.py         one delivery
 acks.py             acks, sent until they are confirmed
 nats_connection.py  one connection, redialled after each loss
 pulse.py            notices a server that does not answer
-streams.py          makes and checks the streams and the consumer
+streams.py          makes and checks the streams and the consumers
 names.py            names of streams and subjects, token counts in subjects, ack subjects
 depth.py            depth from a cache, shared between decode workers
 deadletter.py       jobs that nobody may try again

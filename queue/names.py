@@ -2,11 +2,16 @@
 
     stream            PULLFILL-{namespace}-{compat_hash}
     job subject       pullfill.{namespace}.{compat_hash}.job.{tokens, rounded up}
+    of a lane         pullfill.{namespace}.{compat_hash}.job.{lane}.{tokens, rounded up}
     void subject      pullfill.{namespace}.{compat_hash}.void
     depth subjects    pullfill.{namespace}.{compat_hash}.depth.{want, report} (depth.py)
+    notices           pullfill.{namespace}.{compat_hash}.depth.waiting (lanes.py)
     direct subject    pullfill.{namespace}.{compat_hash}.direct (in no stream)
     dead stream       {stream}-dead, subject pullfill.{namespace}.{compat_hash}.dead
-    consumer          prefill (durable, shared by all prefill workers)
+    consumers         prefill, prefill-{lane} (durable, shared by all prefill workers)
+
+A lane is `tight-0`, `normal-3` and so on (urgency.py). A job that finds the queue empty goes to no
+lane, and so all workers that are free need only wait at the consumer `prefill`.
 
 The token count is the last subject token because the server then counts jobs per token count for
 us. One STREAM.INFO tells the depth in tokens, right after any restart and with any number of
@@ -21,16 +26,20 @@ and the job is refused as a duplicate if it arrives later. In both cases the mes
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from pullfill.errors import BadMessage, ConfigError
 from pullfill.ids import is_name
+from pullfill.queue.urgency import Lane, parse_lane
 
 CONSUMER = "prefill"
+"""The consumer of the jobs that are in no lane."""
 
 MSG_ID = "Nats-Msg-Id"
 EXPECTED_STREAM = "Nats-Expected-Stream"
 TOKENS = "Pullfill-Tokens"
+URGENCY = "Pullfill-Urgency"
 JOB_ID = "Pullfill-Job"
 REASON = "Pullfill-Reason"
 TAKEN = b"+OK"
@@ -47,7 +56,8 @@ def round_up_tokens(tokens: int) -> int:
 class Names:
     """All names of one queue.
 
-    jobs: wildcard over all job subjects.
+    jobs: wildcard over the subjects of jobs that are in no lane. lanes: of those that are in one.
+    all_jobs: wildcard over both.
     direct: prefill workers that wait for a job listen here, in the queue group `pullfill`.
     depth: the common part of both depth subjects, without the last word.
 
@@ -63,14 +73,41 @@ class Names:
         self.stream = f"PULLFILL-{namespace}-{compat_hash}"
         self.dead_stream = f"{self.stream}-dead"
         self.jobs = f"{root}.job.*"
+        self.lanes = f"{root}.job.*.*"
+        self.all_jobs = f"{root}.job.>"
         self.void = f"{root}.void"
         self.direct = f"{root}.direct"
         self.dead = f"{root}.dead"
         self.depth = f"{root}.depth"
+        self.notices = f"{root}.depth.waiting"
 
-    def job(self, tokens: int) -> str:
-        """Subject of a job with so many tokens."""
-        return f"{self.jobs[:-1]}{round_up_tokens(max(0, tokens))}"
+    def job(self, tokens: int, lane: Lane | None = None) -> str:
+        """Subject of a job with so many tokens. lane: None if it is in none."""
+        of_lane = f"{lane.label}." if lane else ""
+        return f"{self.jobs[:-1]}{of_lane}{round_up_tokens(max(0, tokens))}"
+
+    def jobs_of(self, lane: Lane | None) -> str:
+        """Wildcard over the job subjects of one lane. None: of no lane."""
+        return f"{self.jobs[:-1]}{lane.label}.*" if lane else self.jobs
+
+
+def consumer_of(lane: Lane | None) -> str:
+    """Name of the consumer of a lane. None: of the jobs that are in none."""
+    return f"{CONSUMER}-{lane.label}" if lane else CONSUMER
+
+
+def consumer_lane(consumer: str) -> Lane | None:
+    """The lane of a consumer. None: of the jobs that are in none. Raises BadMessage."""
+    if consumer == CONSUMER:
+        return None
+    return parse_lane(consumer.removeprefix(f"{CONSUMER}-"))
+
+
+def subject_lane(subject: str) -> Lane | None:
+    """The lane of a job subject. None: it is in none, or the subject is no job's."""
+    with contextlib.suppress(BadMessage, IndexError):
+        return parse_lane(subject.rsplit(".", 2)[-2])
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +118,8 @@ class AckInfo:
     consumer: str
     number: int
     seq: int
+    pending: int
+    """Jobs of this consumer that were not delivered yet."""
 
 
 def parse_ack(subject: str) -> AckInfo:
@@ -88,8 +127,9 @@ def parse_ack(subject: str) -> AckInfo:
     parts = subject.split(".")
     if subject.isprintable() and " " not in subject and parts[:2] == ["$JS", "ACK"]:
         fields = parts[2:] if len(parts) == 9 else parts[4:] if len(parts) >= 11 else []
-        if fields and subject.isascii() and all(map(str.isdigit, fields[2:6])):
-            return AckInfo(fields[0], fields[1], int(fields[2]), int(fields[3]))
+        if fields and subject.isascii() and all(map(str.isdigit, fields[2:7])):
+            number, seq, pending = int(fields[2]), int(fields[3]), int(fields[6])
+            return AckInfo(fields[0], fields[1], number, seq, pending)
     raise BadMessage(f"not an ack subject: {subject[:200]!r}")
 
 

@@ -2,8 +2,7 @@
 
 Life: `connect` → `publish`/`cancel`/`nak` → `close`.
 
-Refresh: a background task asks the server for the queue's depth regularly. Normally one producer of
-the model asks and tells the others (depth.py).
+Refresh: a background task learns the queue's depth regularly (depth.py).
 
 Circuit breaker: one publish or refresh without an answer opens it. Then `available` is False and
 nothing is published. The next answered refresh closes it. So a stopped server costs one
@@ -13,6 +12,9 @@ Jobs past the stream: if the server that leads the stream dies, NATS takes 4 to 
 leader. Meanwhile a job is sent as a request on the direct subject, and one prefill worker that
 waits for a job takes it. `available` stays False until a worker has answered that it would take
 one. Nothing stores such a job: if it is lost, its decode worker serves it locally.
+
+Lanes: a job that finds others waiting is stored in a lane (urgency.py), and a notice tells workers
+(lanes.py). If the cached depth is wrong about that, the job comes a millisecond later, or early.
 
 Debts: a publish without an answer, or a cancel that could not be sent, is remembered. The next
 answered refresh settles it.
@@ -31,8 +33,18 @@ from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue import streams
 from pullfill.queue.contract import QueueConfig, Receipt
 from pullfill.queue.deadletter import delete_message
-from pullfill.queue.depth import DepthCache, SharedDepth, Snapshot, read_snapshot
-from pullfill.queue.names import CONSUMER, EXPECTED_STREAM, MSG_ID, TAKEN, TOKENS, Names, parse_ack
+from pullfill.queue.depth import DepthCache, SharedDepth, Snapshot, ask_depth
+from pullfill.queue.lanes import send_notice
+from pullfill.queue.names import (
+    EXPECTED_STREAM,
+    MSG_ID,
+    TAKEN,
+    TOKENS,
+    URGENCY,
+    Names,
+    consumer_lane,
+    parse_ack,
+)
 from pullfill.queue.nats_connection import (
     ApiError,
     NatsConnection,
@@ -41,6 +53,7 @@ from pullfill.queue.nats_connection import (
     read_reply,
 )
 from pullfill.queue.streams import NOT_SET, Streams
+from pullfill.queue.urgency import Lane, Urgency, lane_of
 from pullfill.runtime import log, timer_grid
 from pullfill.runtime.health import Health
 from pullfill.runtime.lifecycle import end
@@ -137,15 +150,18 @@ class JetStreamProducer:
 
     # ------------------------------------------------------------------ jobs
 
-    async def publish(self, job_id: str, body: bytes, tokens: int) -> Receipt:
+    async def publish(
+        self, job_id: str, body: bytes, tokens: int, urgency: Urgency = Urgency.NORMAL
+    ) -> Receipt:
         if not self.available:
             raise QueueUnavailable("the job queue does not answer now")
         self._touch()
         if not self._answering:
             return await self._hand_over(job_id, body, tokens)
         stream_id = self.streams.stream_id
+        lane = lane_of(urgency, tokens) if self._depth.waiting else None
         try:
-            answer = await self._store(job_id, body, tokens)
+            answer = await self._store(job_id, body, tokens, urgency, lane)
         except NoResponders as exc:
             # The stream has no leader, or is gone. Then the background task makes it again.
             self._trip(exc)
@@ -169,6 +185,8 @@ class JetStreamProducer:
         seq, duplicate = int(answer["seq"]), bool(answer.get("duplicate", False))
         if not duplicate:
             self._depth.published(seq, tokens)
+            if lane is not None:
+                await send_notice(self.connection, self._names, lane)
         return Receipt(job_id, seq, duplicate, stream_id, tokens)
 
     async def cancel(self, receipt: Receipt) -> bool:
@@ -182,14 +200,19 @@ class JetStreamProducer:
             self._owe(receipt.job_id, receipt)
         return False
 
+    def claimed(self, receipt: Receipt) -> None:
+        if receipt.stream_id == self.streams.stream_id:
+            self._depth.claimed(receipt.seq)
+
     def committed(self, receipt: Receipt) -> None:
         if receipt.stream_id == self.streams.stream_id:
             self._depth.cancelled(receipt.seq, receipt.tokens)
 
     async def nak(self, ack_subject: str, receipt: Receipt | None) -> None:
         ack = parse_ack(ack_subject)
-        if (ack.stream, ack.consumer) != (self._names.stream, CONSUMER):
+        if ack.stream != self._names.stream:
             raise BadMessage(f"ack subject of another queue: {ack_subject[:200]!r}")
+        lane = consumer_lane(ack.consumer)
         if receipt is None or receipt.stream_id != self.streams.stream_id:
             return
         if ack.seq != receipt.seq:
@@ -197,11 +220,17 @@ class JetStreamProducer:
         if self.connection.up:
             with contextlib.suppress(NotSent):
                 await self.connection.publish(ack_subject, b"-NAK")
+                if lane is not None:
+                    await send_notice(self.connection, self._names, lane)
 
-    async def _store(self, job_id: str, body: bytes, tokens: int) -> dict[str, Any]:
+    async def _store(
+        self, job_id: str, body: bytes, tokens: int, urgency: Urgency, lane: Lane | None
+    ) -> dict[str, Any]:
         headers = {MSG_ID: job_id, TOKENS: str(tokens), EXPECTED_STREAM: self._names.stream}
+        if urgency is not Urgency.NORMAL:
+            headers[URGENCY] = urgency.label
         reply = await self.connection.request(
-            self._names.job(tokens), body, self.streams.publish_timeout_s, headers
+            self._names.job(tokens, lane), body, self.streams.publish_timeout_s, headers
         )
         return read_reply(reply)
 
@@ -225,7 +254,6 @@ class JetStreamProducer:
         return False
 
     async def _remove(self, receipt: Receipt) -> bool:
-        """Delete one job of the current stream."""
         there = await delete_message(
             self.connection, self._names.stream, receipt.seq, self.streams.publish_timeout_s
         )
@@ -241,7 +269,7 @@ class JetStreamProducer:
             self._trip(QueueUnavailable("JetStream does not answer"))
             return
         # `start` returns right after this: be usable then, without waiting for the watcher.
-        self._depth.store(await self._ask(), SYSTEM_CLOCK.monotonic())
+        self._depth.store(await ask_depth(*self._about), SYSTEM_CLOCK.monotonic())
         self._answers()
         self._kick.ring()
 
@@ -284,13 +312,17 @@ class JetStreamProducer:
                 logger.exception("a reply of the job queue could not be handled")
                 self._trip(exc)
 
+    @property
+    def _about(self) -> tuple[NatsConnection, Names, float]:
+        return self.connection, self._names, self.streams.publish_timeout_s
+
     async def _look(self) -> None:
         """Refresh the depth. If the server answers, close the breaker and settle the debts."""
         if self._answering and not self._debts and await self._shared.want():
             return
         asked_at = self._asked_at = SYSTEM_CLOCK.monotonic()
         try:
-            snapshot = await self._ask()
+            snapshot = await ask_depth(*self._about)
         except ApiError as exc:
             self._trip(exc)
             if exc.err_code in (streams.STREAM_NOT_FOUND, streams.CONSUMER_NOT_FOUND):
@@ -340,16 +372,6 @@ class JetStreamProducer:
         else:
             pause = STEADY_REFRESH_S
         return timer_grid.before(self._asked_at + pause, pause) - now
-
-    async def _ask(self) -> Snapshot:
-        names, timeout_s = self._names, self.streams.publish_timeout_s
-        stream, consumer = await asyncio.gather(
-            self.connection.api(
-                f"STREAM.INFO.{names.stream}", {"subjects_filter": names.jobs}, timeout_s
-            ),
-            self.connection.api(f"CONSUMER.INFO.{names.stream}.{CONSUMER}", None, timeout_s),
-        )
-        return read_snapshot(stream, consumer)
 
     def _owe(self, job_id: str, receipt: Receipt | None) -> None:
         if len(self._debts) < MAX_DEBTS:

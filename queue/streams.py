@@ -1,4 +1,6 @@
-"""Makes and checks the streams and the consumer of one queue, over each new connection.
+"""Makes and checks the streams and the consumers of one queue, over each new connection.
+
+The consumer of a lane is made when a worker first takes a job from that lane.
 
 What is missing is made, as `QueueConfig` says. So if a server comes back without its data, the
 first worker that reconnects repairs it.
@@ -15,8 +17,9 @@ from typing import Any
 
 from pullfill.errors import ConfigError, QueueUnavailable
 from pullfill.queue.contract import QueueConfig
-from pullfill.queue.names import CONSUMER, Names
+from pullfill.queue.names import Names, consumer_of
 from pullfill.queue.nats_connection import ApiError, NatsConnection
+from pullfill.queue.urgency import Lane
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
 from pullfill.wire import QueueSettings
@@ -51,7 +54,7 @@ def job_stream(names: Names, config: QueueConfig) -> dict[str, Any]:
     return _stream(config, config.max_age_s) | {
         "name": names.stream,
         "description": "pullfill prefill jobs",
-        "subjects": [names.jobs, names.void],
+        "subjects": [names.jobs, names.lanes, names.void],
         "retention": "workqueue",
         "discard": "new",
         "max_msgs": config.max_jobs,
@@ -83,13 +86,14 @@ def _stream(config: QueueConfig, max_age_s: float) -> dict[str, Any]:
     }
 
 
-def consumer(names: Names, config: QueueConfig) -> dict[str, Any]:
-    """One durable pull consumer for all prefill workers."""
+def consumer(names: Names, config: QueueConfig, lane: Lane | None = None) -> dict[str, Any]:
+    """The durable pull consumer of a lane, for all prefill workers. None: of jobs in no lane."""
+    name = consumer_of(lane)
     return {
-        "durable_name": CONSUMER,
-        "name": CONSUMER,
+        "durable_name": name,
+        "name": name,
         "description": "all prefill workers",
-        "filter_subject": names.jobs,
+        "filter_subject": names.jobs_of(lane),
         "deliver_policy": "all",
         "ack_policy": "explicit",
         "ack_wait": _ns(config.ack_wait_s),
@@ -101,12 +105,13 @@ def consumer(names: Names, config: QueueConfig) -> dict[str, Any]:
 
 
 class Streams:
-    """The streams and the consumer of one queue, over the connection of one producer or consumer.
+    """The streams and the consumers of one queue, over the connection of one producer or consumer.
 
     settings: the values of `queue.*`. `configure` changes them.
     stream_id: the time at which the job stream was made, as the server writes it. It identifies the
     stream: a stream that is made again after a loss of data has another one.
-    ack_wait_s, max_deliver: as the consumer on the server has them.
+    ack_wait_s, max_deliver: as the consumer of jobs in no lane has them on the server. The others
+    follow it.
     publish_timeout_s: how long a producer waits for an answer.
     """
 
@@ -120,6 +125,7 @@ class Streams:
         self._names = names
         self._config = config
         self._settings = settings
+        self._lanes: set[Lane] = set()
         self._known_once = False
         self._task: asyncio.Task[None] | None = None
 
@@ -169,9 +175,9 @@ class Streams:
         return True
 
     async def ensure(self) -> None:
-        """Make the streams and the consumer if missing. Else change the fields that `queue.*` sets.
+        """Make the streams and the consumers if missing.
 
-        Raises ConfigError, QueueUnavailable.
+        Else change the fields that `queue.*` sets. Raises ConfigError, QueueUnavailable.
         """
         config, settings = self._config, self._settings
         owned = _set_fields(num_replicas=settings.replicas)
@@ -179,14 +185,23 @@ class Streams:
         info = await self._ensure_stream(job_stream(self._names, config), own_jobs)
         await self._ensure_stream(dead_stream(self._names, config), owned)
         terms = await self._ensure_consumer(
+            None,
             _set_fields(
                 ack_wait=None if settings.ack_wait_s is None else _ns(settings.ack_wait_s),
                 max_deliver=settings.max_deliver,
-            )
+            ),
         )
-        self.stream_id = str(info["created"])
         self.ack_wait_s = terms.get("ack_wait", _ns(config.ack_wait_s)) / 1e9
         self.max_deliver = terms.get("max_deliver", config.max_deliver)
+        await asyncio.gather(*(self.ensure_lane(lane) for lane in self._lanes))
+        self.stream_id = str(info["created"])
+
+    async def ensure_lane(self, lane: Lane) -> None:
+        """Make the consumer of a lane, or let it follow the settings. Raises as `ensure`."""
+        self._lanes.add(lane)
+        await self._ensure_consumer(
+            lane, {"ack_wait": _ns(self.ack_wait_s), "max_deliver": self.max_deliver}
+        )
 
     async def _ensure_stream(self, new: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:
         """Return the stream's info.
@@ -228,12 +243,12 @@ class Streams:
             logger.info("changed NATS stream %s: %s", name, changed)
         return info
 
-    async def _ensure_consumer(self, owned: dict[str, Any]) -> dict[str, Any]:
+    async def _ensure_consumer(self, lane: Lane | None, owned: dict[str, Any]) -> dict[str, Any]:
         """Return the consumer's configuration. owned: the fields to change if it exists."""
-        names, stream = self._names, self._names.stream
-        new = consumer(names, self._config)
-        create = f"CONSUMER.CREATE.{stream}.{CONSUMER}.{names.jobs}"
-        about = f"CONSUMER.INFO.{stream}.{CONSUMER}"
+        names, stream, name = self._names, self._names.stream, consumer_of(lane)
+        new = consumer(names, self._config, lane)
+        create = f"CONSUMER.CREATE.{stream}.{name}.{names.jobs_of(lane)}"
+        about = f"CONSUMER.INFO.{stream}.{name}"
         info = await self._info(about, CONSUMER_NOT_FOUND)
         if info is None:
             made = {"stream_name": stream, "action": "create", "config": new | owned}
@@ -241,12 +256,12 @@ class Streams:
                 return dict((await self._connection.api(create, made))["config"])
             except ApiError as exc:
                 if exc.err_code not in _CONSUMER_EXISTS:
-                    raise self._unusable(exc) from exc
+                    raise self._unusable(name, exc) from exc
             info = await self._connection.api(about)  # another worker was faster
         has: dict[str, Any] = info["config"]
         for field in ("filter_subject", "ack_policy"):
             if has.get(field) != new[field]:
-                raise self._unusable(f"its {field} is {has.get(field)!r}, not {new[field]!r}")
+                raise self._unusable(name, f"its {field} is {has.get(field)!r}, not {new[field]!r}")
         changed = _differences(has, owned)
         if not changed:
             return has
@@ -256,9 +271,9 @@ class Streams:
         except ApiError as exc:
             if exc.code == 503:
                 raise
-            _tell_refused(f"the NATS consumer of stream {stream}", changed, exc)
+            _tell_refused(f"the NATS consumer {name} of stream {stream}", changed, exc)
         else:
-            logger.info("changed the NATS consumer of stream %s: %s", stream, changed)
+            logger.info("changed the NATS consumer %s of stream %s: %s", name, stream, changed)
         return has
 
     async def _info(self, operation: str, not_found: int) -> dict[str, Any] | None:
@@ -269,7 +284,7 @@ class Streams:
                 raise
         return None
 
-    def _unusable(self, why: ApiError | str) -> Exception:
+    def _unusable(self, name: str, why: ApiError | str) -> Exception:
         """Return the error to raise for a consumer that cannot be made or used."""
         if isinstance(why, ApiError):
             if why.code == 503 or why.err_code in (STREAM_NOT_FOUND, _NO_PEERS):
@@ -277,8 +292,8 @@ class Streams:
             why = why.description
         stream = self._names.stream
         return ConfigError(
-            f"the NATS consumer {CONSUMER} of stream {stream} cannot be used: {why}. Delete it "
-            f"(`nats consumer rm {stream} {CONSUMER}`) and start again"
+            f"the NATS consumer {name} of stream {stream} cannot be used: {why}. Delete it "
+            f"(`nats consumer rm {stream} {name}`) and start again"
         )
 
 

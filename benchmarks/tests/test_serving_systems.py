@@ -19,7 +19,7 @@ from benchmarks.serving.workloads import LONG_OUT, SHORT_IN, SHORT_OUT, SWEEP_IN
 from pullfill.demo.recipe import MARKUP_TOKENS, SPECIAL_TOKENS
 from pullfill.demo.tokenizer import build_tokenizer
 from pullfill.deploy.defaults import usable_cores
-from pullfill.wire.records import RouterConfig
+from pullfill.wire import RouterConfig
 
 
 class TestModel:

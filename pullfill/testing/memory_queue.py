@@ -18,6 +18,7 @@ from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import BadMessage, QueueFull, QueueUnavailable
 from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt
 from pullfill.queue.names import round_up_tokens
+from pullfill.queue.urgency import LANES, Lane, Turns, Urgency, lane_of
 from pullfill.wire import QueueStatus
 
 DUPLICATE_WINDOW_S = 120.0
@@ -31,6 +32,8 @@ class _Job:
     body: bytes
     tokens: int
     stored_at: float
+    urgency: Urgency = Urgency.NORMAL
+    lane: Lane | None = None
     deliveries: int = 0
     in_flight: bool = False
     ready_at: float = 0.0
@@ -76,7 +79,7 @@ class MemoryQueue:
         if not self.offline:
             self.check_online()
 
-    def store(self, job_id: str, body: bytes, tokens: int) -> Receipt:
+    def store(self, job_id: str, body: bytes, tokens: int, urgency: Urgency) -> Receipt:
         now = self.clock.monotonic()
         seen = self._seen.get(job_id)
         if seen is not None and now - seen[1] < DUPLICATE_WINDOW_S:
@@ -85,7 +88,9 @@ class MemoryQueue:
             raise QueueFull(f"the job queue is full: {self.config.max_jobs} jobs")
         self._seq += 1
         self._seen[job_id] = (self._seq, now)
-        self._jobs[self._seq] = _Job(job_id, self._seq, body, tokens, now)
+        waiting = any(not job.in_flight for job in self._jobs.values())
+        lane = lane_of(urgency, tokens) if waiting else None
+        self._jobs[self._seq] = _Job(job_id, self._seq, body, tokens, now, urgency, lane)
         self._changed.set()
         return Receipt(job_id, self._seq, False, "memory", tokens)
 
@@ -112,12 +117,13 @@ class MemoryQueue:
         if all(known.job_id != letter.job_id for known in self.dead):
             self.dead.append(letter)
 
-    async def take(self) -> _Job | None:
-        """Return the oldest job that may be delivered now.
+    async def take(self, turns: Turns) -> _Job | None:
+        """Return the job that a worker with these turns gets now.
 
         A job that has used up its deliveries becomes a dead letter here, as on the server."""
         now = self.clock.monotonic()
         self._expire(now)
+        ready: dict[Lane | None, _Job] = {}
         for job in list(self._jobs.values()):
             if job.ready_at > now:
                 continue
@@ -125,13 +131,19 @@ class MemoryQueue:
                 self.remove(job.seq)
                 await self.bury(DeadLetter(job.job_id, "max_deliver", job.deliveries, job.body))
                 continue
-            if sum(other.in_flight for other in self._jobs.values()) >= self.config.max_in_flight:
-                return None
-            job.deliveries += 1
-            job.in_flight = True
-            job.ready_at = now + self.config.ack_wait_s
-            return job
-        return None
+            ready.setdefault(job.lane, job)
+        if sum(other.in_flight for other in self._jobs.values()) >= self.config.max_in_flight:
+            return None
+        for lane in LANES:
+            (turns.fill if lane in ready else turns.empty)(lane)
+        if not ready:
+            return None
+        job = ready[None if None in ready else turns.next()]
+        job.deliveries += 1
+        job.in_flight = True
+        job.ready_at = now + self.config.ack_wait_s
+        turns.took(job.urgency, job.tokens, job.lane)
+        return job
 
     def status(self) -> QueueStatus:
         now = self.clock.monotonic()
@@ -213,15 +225,20 @@ class MemoryProducer:
     def look_again(self) -> None:
         """The depth is exact as it is."""
 
-    async def publish(self, job_id: str, body: bytes, tokens: int) -> Receipt:
+    async def publish(
+        self, job_id: str, body: bytes, tokens: int, urgency: Urgency = Urgency.NORMAL
+    ) -> Receipt:
         self._queue.check_online()
-        return self._queue.store(job_id, body, tokens)
+        return self._queue.store(job_id, body, tokens, urgency)
 
     async def cancel(self, receipt: Receipt) -> bool:
         if self._queue.offline:
             self._queue.owe(receipt.job_id, receipt.seq)
             return False
         return self._queue.remove(receipt.seq)
+
+    def claimed(self, receipt: Receipt) -> None:
+        """Which jobs wait is known exactly."""
 
     def committed(self, receipt: Receipt) -> None:
         """The depth is exact as it is."""
@@ -248,6 +265,7 @@ class MemoryConsumer:
     def __init__(self, queue: MemoryQueue) -> None:
         self.running: Callable[[], Iterable[Delivery]] = tuple
         self._queue = queue
+        self._turns = Turns()
         self._draining = False
         self.ack_wait_s = queue.config.ack_wait_s
         self.max_deliver = queue.config.max_deliver
@@ -262,7 +280,7 @@ class MemoryConsumer:
                 break
             if not self._queue.offline:
                 self._queue.check_online()
-                job = await self._queue.take()
+                job = await self._queue.take(self._turns)
                 if job is not None:
                     taken.append(MemoryDelivery(self._queue, job))
                     tokens += job.tokens

@@ -1,10 +1,10 @@
 """Every struct that crosses a process boundary (docs/wire.md describes each).
 
 `jobs`: the job on the queue. `control`: the control channel between workers. `lease`: read leases
-between decode workers. `records`: what etcd keeps and people read. `self_check`: what the
-self-check has found. `prefix`: what a decode worker says of its prefix cache. `codec`: how all of
-them are encoded. What else a frontend and a decode worker say to each other is in
-`engine/front_wire.py`, since it carries vLLM's own structs.
+between decode workers. `records`: what etcd keeps and people read. `settings`: what `pullfill
+config` writes. `self_check`: what the self-check has found. `prefix`: what a decode worker says of
+its prefix cache. `codec`: how all of them are encoded. What else a frontend and a decode worker say
+to each other is in `engine/front_wire.py`, since it carries vLLM's own structs.
 """
 
 from __future__ import annotations
@@ -70,16 +70,12 @@ from pullfill.wire.lease import (
 from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
 from pullfill.wire.records import (
     DecodeChoice,
-    DecodePolicy,
     DepthReport,
     Expected,
     ExplainRecord,
     PredictedMs,
-    QueueSettings,
     QueueStatus,
     RegionDescriptor,
-    RouterConfig,
-    RouterPolicy,
     ServerStatus,
     SuspectRecord,
     Timings,
@@ -88,6 +84,7 @@ from pullfill.wire.records import (
 )
 from pullfill.wire.roles import RoleOrder, WorkerRole
 from pullfill.wire.self_check import SelfCheck
+from pullfill.wire.settings import DecodePolicy, QueueSettings, RouterConfig, RouterPolicy
 
 __all__ = [
     "ALIVE_INTERVAL_S",

@@ -30,6 +30,7 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     read. A position counts blocks. See engine/groups.py for the order.
     kept_from: the same for blocks that are written.
     features: digest of the multimodal inputs that the grant brings. Empty: there are none.
+    priority: in the prefill worker's engine. The smallest comes first.
     request_id: for people who read a dead letter.
     timeout_s: how long from publish the decode worker waits before it serves locally.
     """

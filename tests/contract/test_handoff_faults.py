@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from pullfill.errors import Outcome
+from pullfill.queue.urgency import Urgency
 from pullfill.wire import WIRE_VERSION, PrefillJob, decode, encode, u32
 from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import Cluster, hold, prompt, settled, stuck_in_a_write, until
@@ -28,8 +29,8 @@ class Tampered:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    async def publish(self, job_id: str, body: bytes, tokens: int) -> Any:
-        return await self._inner.publish(job_id, self._change(body), tokens)
+    async def publish(self, job_id: str, body: bytes, tokens: int, urgency: Urgency) -> Any:
+        return await self._inner.publish(job_id, self._change(body), tokens, urgency)
 
 
 def forged(**changes: Any) -> Callable[[bytes], bytes]:

@@ -207,7 +207,7 @@ async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_wo
     """JetStream without a quorum: its connections stand and answer PINGs."""
     consumer = ends.consumer
     with monkeypatch.context() as lost:
-        lost.setattr("pullfill.queue.consumer.CONSUMER", "nobody")
+        lost.setattr("pullfill.queue.pull_requests.consumer_of", lambda _: "nobody")
         lost.setattr(consumer.streams, "ensure", _unavailable)
         with contextlib.suppress(QueueUnavailable):
             assert await consumer.pull(1, 1, 0.1) == []

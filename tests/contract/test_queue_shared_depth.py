@@ -33,7 +33,7 @@ class Watched:
 
     async def start(self) -> None:
         self.witness = await nats.connect(self.server.url)
-        await self.witness.subscribe("$JS.API.CONSUMER.INFO.>", cb=self._note)
+        await self.witness.subscribe("$JS.API.STREAM.INFO.>", cb=self._note)
         for _ in range(3):
             self.producers.append(
                 await JetStreamProducer.connect(self.server.url, CONFIG, wait_s=HANG_S)

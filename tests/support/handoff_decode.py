@@ -89,6 +89,7 @@ class DecodeHalf:
             verifier=verifier_for(self.ledger, [self.region.memory], BLOCK),
             reach=lambda regions: lambda: rig.transport.connect(self.region.memory, *regions),
         )
+        self.control.grants.claimed = producer.claimed
         self.control.grants.committed = producer.committed
         config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=timeout_s)
         self.side = ConnectorScheduler(

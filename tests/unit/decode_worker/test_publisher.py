@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 from pullfill.decode_worker.context import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.queue.contract import Receipt
+from pullfill.queue.urgency import Urgency
 from pullfill.testing.loopback import LoopbackFences
 
 
@@ -18,9 +20,15 @@ class Queue:
 
     def __init__(self) -> None:
         self.stored: list[str] = []
+        self.urgencies: list[Urgency] = []
+        self.claims: list[str] = []
 
-    async def publish(self, job_id: str, body: bytes, tokens: int) -> Receipt:
+    def claimed(self, receipt: Receipt) -> None:
+        self.claims.append(receipt.job_id)
+
+    async def publish(self, job_id: str, body: bytes, tokens: int, urgency: Urgency) -> Receipt:
         self.stored.append(job_id)
+        self.urgencies.append(urgency)
         return Receipt(job_id, len(self.stored), False, "s", tokens)
 
 
@@ -67,3 +75,22 @@ async def test_jobs_of_one_step_wake_the_loop_once_and_are_all_published() -> No
                 await asyncio.sleep(0)
     assert len(woken) == 2
     assert queue.stored == [f"j{number}.{index}" for number in range(2) for index in range(3)]
+
+
+async def test_a_job_is_published_with_its_urgency_and_claimed_if_the_claim_came_first() -> None:
+    """Otherwise the queue would believe that the job waits, and put the next one into a lane."""
+    loop, queue = asyncio.get_running_loop(), Queue()
+    ledger = Ledger(LoopbackFences(8, 8), incarnation="i")
+    publisher = Publisher(
+        loop, queue, ledger,  # type: ignore[arg-type]
+        instance_id="d", compat_hash="c", block_size=4,
+    )  # fmt: skip
+    for name, urgency in (("waits", Urgency.LOOSE), ("taken", Urgency.TIGHT)):
+        ledger.open(name, f"r-{name}", (1,), first_target=0, timeout_s=5.0)
+        publisher.submit(replace(opened(name), urgency=urgency))
+    ledger.grant("taken", "i", "writer")
+    async with asyncio.timeout(5.0):
+        while len(queue.claims) < 1:  # noqa: ASYNC110 - nothing to wait on
+            await asyncio.sleep(0)
+    assert queue.urgencies == [Urgency.LOOSE, Urgency.TIGHT]
+    assert queue.claims == ["taken"]

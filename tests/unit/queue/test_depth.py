@@ -82,9 +82,9 @@ def test_reading_what_the_server_says() -> None:
             "subjects": {"p.job.10": 2, "p.job.64": 1, "p.job.many": 1},
         },
     }
-    taken = read_snapshot(stream, {"num_ack_pending": 3})
+    taken = read_snapshot(stream, [{"num_ack_pending": 1}, {}, {"num_ack_pending": 2}])
     assert (taken.jobs, taken.tokens, taken.in_flight, taken.last_seq) == (4, 84, 3, 7)
     assert 2.3 < taken.oldest_age_s < 2.4
     stream["state"] = {"first_ts": "0001-01-01T00:00:00Z", "last_seq": 7}
-    empty = read_snapshot(stream, {"num_ack_pending": 3})
+    empty = read_snapshot(stream, [{"num_ack_pending": 1}, {}, {"num_ack_pending": 2}])
     assert (empty.jobs, empty.tokens, empty.in_flight, empty.oldest_age_s) == (0, 0, 0, 0.0)

@@ -37,7 +37,7 @@ def test_a_foreign_subject_counts_nothing(subject: str) -> None:
 )
 def test_both_forms_of_ack_subject(subject: str) -> None:
     ack = parse_ack(subject)
-    assert (ack.stream, ack.consumer, ack.number, ack.seq) == ("S", "C", 3, 17)
+    assert (ack.stream, ack.consumer, ack.number, ack.seq, ack.pending) == ("S", "C", 3, 17, 4)
 
 
 @settings(max_examples=50)

@@ -1,0 +1,113 @@
+"""The lanes as one prefill worker knows them, and the notices that tell it of jobs in them.
+
+A free worker waits at NATS for a job that is in no lane. It asks a lane for a job only if it
+believes that one waits there. It learns that from:
+
+- notices: plain NATS messages on `{root}.depth.waiting` with the label of a lane. A producer sends
+  one after it has stored a job in the lane, and who gives a job of a lane back sends one, too.
+- deliveries: NATS writes into each how many jobs of its lane still wait.
+- a look: NATS is asked for all lanes every LOOK_S. It finds jobs whose notice was lost, and those
+  that NATS delivers again because their worker died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from nats.aio.msg import Msg
+
+from pullfill.clock import SYSTEM_CLOCK
+from pullfill.errors import BadMessage, QueueUnavailable
+from pullfill.queue.delivery import JetStreamDelivery
+from pullfill.queue.depth import lanes_in
+from pullfill.queue.names import Names
+from pullfill.queue.nats_connection import NatsConnection, NotSent
+from pullfill.queue.urgency import Lane, Turns, parse_lane
+from pullfill.runtime.lifecycle import end
+
+LOOK_S = 2.0
+
+
+async def send_notice(connection: NatsConnection, names: Names, lane: Lane) -> None:
+    """Tell all prefill workers that a job waits in this lane. Never raises."""
+    with contextlib.suppress(NotSent):
+        await connection.publish(names.notices, lane.label.encode())
+
+
+class Lanes:
+    """See the module. Belongs to one consumer, and to its loop.
+
+    turns: which lane comes next.
+    on_fill: called when a job may wait in a lane."""
+
+    def __init__(
+        self, connection: NatsConnection, names: Names, on_fill: Callable[[], None]
+    ) -> None:
+        self.turns = Turns()
+        self._connection = connection
+        self._names = names
+        self._on_fill = on_fill
+        self._looked_at = 0.0
+        self._looking: asyncio.Task[None] | None = None
+        self._delayed: set[asyncio.TimerHandle] = set()
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def subscribe(self) -> None:
+        """Listen to notices over a new connection, and look soon for what came before."""
+        await self._connection.client.subscribe(self._names.notices, cb=self._on_notice)
+        self._looked_at = 0.0
+
+    async def notice(self, lane: Lane, delay_s: float = 0.0) -> None:
+        """Tell all prefill workers that a job waits in this lane, after a delay. Never raises."""
+        if delay_s > 0:
+            loop = asyncio.get_running_loop()
+            self._delayed = {timer for timer in self._delayed if timer.when() > loop.time()}
+            self._delayed.add(loop.call_later(delay_s, self._notice_now, lane))
+        else:
+            await send_notice(self._connection, self._names, lane)
+
+    def _notice_now(self, lane: Lane) -> None:
+        task = asyncio.ensure_future(self.notice(lane))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def close(self) -> None:
+        for timer in self._delayed:
+            timer.cancel()
+        await end(self._looking, *self._sending)
+
+    def arrived(self, job: JetStreamDelivery) -> None:
+        """Note what a delivery says about its lane."""
+        # NATS does not count jobs that it delivers again. They come before new ones.
+        if job.lane is not None and (job.pending or job.number > 1):
+            self.turns.fill(job.lane)
+        elif job.lane is not None:
+            self.turns.empty(job.lane)
+
+    def look_soon(self) -> None:
+        """Look in the background, if the last look is LOOK_S old."""
+        now = SYSTEM_CLOCK.monotonic()
+        idle = self._looking is None or self._looking.done()
+        if idle and now - self._looked_at >= LOOK_S:
+            self._looking = asyncio.create_task(self.look(), name="queue-look")
+
+    async def look(self) -> None:
+        """Ask NATS which lanes hold jobs. Errors are not raised.
+
+        A lane whose jobs are all in flight is found, too. The first pull from it finds nothing."""
+        self._looked_at = SYSTEM_CLOCK.monotonic()
+        with contextlib.suppress(QueueUnavailable):
+            about = f"STREAM.INFO.{self._names.stream}"
+            info = await self._connection.api(about, {"subjects_filter": self._names.lanes})
+            for lane in lanes_in(info):
+                self._fill(lane)
+
+    async def _on_notice(self, msg: Msg) -> None:
+        with contextlib.suppress(BadMessage):
+            self._fill(parse_lane(msg.data.decode("ascii", "replace")))
+
+    def _fill(self, lane: Lane) -> None:
+        self.turns.fill(lane)
+        self._on_fill()
