@@ -72,6 +72,7 @@ soak: install ## Mixed faults under load: make soak [ARGS="--minutes 10 --seed 1
 sim: install ## Simulate how prompts are spread over decode workers, and local or remote (minutes)
 	$(BIN)/python -m benchmarks.sim $(ARGS)
 	$(BIN)/python -m benchmarks.sim.local_or_remote --save
+	$(BIN)/python -m benchmarks.sim.queue_urgency --save
 
 bench: install-nixl ## Serving beside aggregated vLLM, NIXL and others: all of it (an hour)
 	$(BIN)/python -m benchmarks.bench_serving --save $(ARGS)

@@ -1,0 +1,264 @@
+"""The order of the queue under more load than the prefill workers can take: `make sim`.
+
+Lanes, turns and what a decode worker knows of the queue are the production code (queue/urgency.py,
+queue/depth.py). Prefill workers and time are simulated. A job that no worker takes within CLAIM_S
+is taken back by its decode worker, which computes it itself. So it is not computed twice.
+
+    tight    up to 2,000 tokens, 0.5 s to the first token
+    normal   up to 8,000 tokens, 3 s
+    loose    up to 12,000 tokens, 30 s
+
+A job that has begun is not interrupted. So one prefill worker alone misses more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.report import Row, finish, row
+from pullfill.prefill_worker.puller import budget_of
+from pullfill.queue.depth import DepthCache, Snapshot
+from pullfill.queue.producer import STEADY_REFRESH_S
+from pullfill.queue.urgency import Lane, Turns, Urgency, lane_of, urgency_of
+from pullfill.wire import RouterConfig
+
+SECONDS = 300.0
+SPEED = 40_000.0
+"""Tokens per second of a prefill worker."""
+WORKERS = (1, 2, 4, 16, 64)
+EACH_S = 0.01
+"""Seconds of work per job, whatever its length."""
+CLAIM_S = RouterConfig().claim_timeout_s
+BUDGET = budget_of(8192)
+TARGET_MS = {Urgency.TIGHT: 500.0, Urgency.NORMAL: 3000.0, Urgency.LOOSE: 30_000.0}
+LENGTHS = {Urgency.TIGHT: (520, 2000), Urgency.NORMAL: (520, 8000), Urgency.LOOSE: (2000, 12_000)}
+SHARES = {Urgency.TIGHT: 0.3, Urgency.NORMAL: 0.4, Urgency.LOOSE: 0.3}
+"""Share of the tokens that are asked for."""
+
+
+@dataclass(slots=True)
+class Job:
+    seq: int
+    at: float
+    tokens: int
+    urgency: Urgency
+    asker: int
+    lane: Lane | None = None
+    taken: bool = False
+    gone: bool = False
+    done_at: float = float("inf")
+
+    @property
+    def in_time(self) -> bool:
+        """Whether its first token comes within the target of its request."""
+        return self.done_at - self.at <= TARGET_MS[self.urgency] / 1e3
+
+
+@dataclass(slots=True)
+class Clock:
+    now: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@dataclass(slots=True)
+class Worker:
+    """Computes its jobs one after another, the most urgent first.
+
+    tokens: of the jobs that it has. pulled: those that it has not begun."""
+
+    turns: Turns = field(default_factory=Turns)
+    tokens: int = 0
+    busy: bool = False
+    pulled: list[Job] = field(default_factory=list)
+
+
+class Queue:
+    """The job queue, its prefill workers, and as many decode workers.
+
+    fifo: no lanes, as a peer to compare with."""
+
+    def __init__(self, workers: int, *, fifo: bool) -> None:
+        self.clock = Clock()
+        self.workers = [Worker() for _ in range(workers)]
+        self._fifo = fifo
+        self._caches = [DepthCache(self.clock) for _ in range(workers)]
+        self._waiting: dict[Lane | None, deque[Job]] = defaultdict(deque)
+        self._jobs = self._in_flight = 0
+        self._ends: list[tuple[float, int, Worker, Job]] = []
+        self._serial = itertools.count()
+        self._refresh_at = 0.0
+
+    def run(self, jobs: Sequence[Job], until: float) -> None:
+        """Simulate up to a time."""
+        arrivals = deque(jobs)
+        while True:
+            next_end = self._ends[0][0] if self._ends else float("inf")
+            next_job = arrivals[0].at if arrivals else float("inf")
+            self.clock.now = now = min(next_end, next_job, self._refresh_at)
+            if now >= until:
+                return
+            if now == self._refresh_at:
+                self._refresh()
+            elif now == next_end:
+                self._end(*heapq.heappop(self._ends)[2:])
+            else:
+                self._publish(arrivals.popleft())
+            self._take_back()
+            for worker in sorted(self.workers, key=lambda one: one.tokens):
+                while worker.tokens < BUDGET and (job := self._next(worker)) is not None:
+                    self._take(worker, job)
+
+    def _publish(self, job: Job) -> None:
+        cache = self._caches[job.asker]
+        lane = lane_of(job.urgency, job.tokens) if cache.waiting and not self._fifo else None
+        cache.published(job.seq, job.tokens)
+        job.lane = lane
+        self._waiting[lane].append(job)
+        self._jobs += 1
+        if lane is not None:
+            for worker in self.workers:
+                worker.turns.fill(lane)
+
+    def _next(self, worker: Worker) -> Job | None:
+        if self._waiting[None]:
+            return self._waiting[None].popleft()
+        while (lane := worker.turns.next()) is not None:
+            if waiting := self._waiting[lane]:
+                return waiting.popleft()
+            worker.turns.empty(lane)
+        return None
+
+    def _take(self, worker: Worker, job: Job) -> None:
+        self._in_flight += 1
+        self._caches[job.asker].claimed(job.seq)
+        worker.turns.took(job.urgency, job.tokens, job.lane)
+        job.taken = True
+        worker.tokens += job.tokens
+        worker.pulled.append(job)
+        self._begin(worker)
+
+    def _begin(self, worker: Worker) -> None:
+        if worker.pulled and not worker.busy:
+            worker.busy = True
+            job = min(worker.pulled, key=lambda one: 0 if self._fifo else one.urgency)
+            worker.pulled.remove(job)
+            ends = self.clock.now + EACH_S + job.tokens / SPEED
+            heapq.heappush(self._ends, (ends, next(self._serial), worker, job))
+
+    def _end(self, worker: Worker, job: Job) -> None:
+        worker.busy = False
+        self._begin(worker)
+        self._jobs -= 1
+        self._in_flight -= 1
+        self._caches[job.asker].cancelled(job.seq, job.tokens)
+        worker.tokens -= job.tokens
+        job.done_at = self.clock.now
+
+    def _take_back(self) -> None:
+        """What a decode worker does with a job that nobody claims."""
+        for waiting in self._waiting.values():
+            while waiting and self.clock.now - waiting[0].at > CLAIM_S:
+                job = waiting.popleft()
+                job.gone = True
+                self._jobs -= 1
+                self._caches[job.asker].cancelled(job.seq, job.tokens)
+
+    def _refresh(self) -> None:
+        self._refresh_at += STEADY_REFRESH_S
+        last = max((job.seq for q in self._waiting.values() for job in q), default=0)
+        last = max(last, max((end[3].seq for end in self._ends), default=0))
+        snapshot = Snapshot(self._jobs, 0, self._in_flight, 0.0, last, "sim")
+        for cache in self._caches:
+            cache.store(snapshot, self.clock.now)
+
+
+def asks(workers: int, load: float, seconds: float, seed: int) -> list[Job]:
+    """Jobs whose tokens are `load` times what the workers compute."""
+    rng = random.Random(seed)
+    config = RouterConfig()
+    found = []
+    for urgency, share in SHARES.items():
+        low, high = LENGTHS[urgency]
+        mean = (low + high) / 2
+        rate = load * share * workers / (mean / SPEED + EACH_S)
+        at = 0.0
+        while (at := at + rng.expovariate(rate)) < seconds:
+            named = urgency_of(TARGET_MS[urgency], config.tight_ttft_ms, config.loose_ttft_ms)
+            found.append(Job(0, at, rng.randint(low, high), named, rng.randrange(workers)))
+    found.sort(key=lambda job: job.at)
+    for seq, job in enumerate(found, 1):
+        job.seq = seq
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """in_time: share of the jobs of each urgency within their target. work: share of the computed
+    tokens."""
+
+    in_time: dict[Urgency, float]
+    work: dict[Urgency, float]
+
+
+def simulate(
+    workers: int, load: float, fifo: bool = False, seconds: float = SECONDS, seed: int = 1
+) -> Outcome:
+    """One run. Jobs of the last 30 s do not count: their targets come later than the end."""
+    jobs = asks(workers, load, seconds, seed)
+    Queue(workers, fifo=fifo).run(jobs, seconds)
+    counted = [job for job in jobs if job.at < seconds - 30.0]
+    in_time, work = {}, {}
+    total = sum(job.tokens for job in counted if job.taken)
+    for urgency in Urgency:
+        mine = [job for job in counted if job.urgency is urgency]
+        in_time[urgency] = sum(job.in_time for job in mine) / len(mine)
+        taken = sum(job.tokens for job in mine if job.taken)
+        work[urgency] = taken / total
+    return Outcome(in_time, work)
+
+
+def rows(load: float, seed: int, seconds: float = SECONDS) -> list[Row]:
+    """As many decode workers as prefill workers, in order of arrival and by urgency."""
+    found = []
+    for workers in WORKERS:
+        run, fifo = (simulate(workers, load, fifo, seconds, seed) for fifo in (False, True))
+        label = f"{load:g}x load, {workers} prefill worker{'s' * (workers > 1)}"
+        for urgency in Urgency:
+            least = 0.95 if urgency is Urgency.TIGHT and workers > 1 else None
+            metric = f"{label}: {urgency.label} in time"
+            found.append(row(metric, run.in_time[urgency], "", at_least=least))
+            found.append(row(f"{metric}, in order of arrival", fifo.in_time[urgency], ""))
+        found.append(row(f"{label}: share of loose", run.work[Urgency.LOOSE], "", at_least=0.10))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sim.queue_urgency",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--load", type=float, default=1.2, help="of what the workers can compute")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--save", action="store_true", help="write results/sim-queue.json and .md")
+    options = parser.parse_args(argv)
+    return finish(
+        "sim-queue",
+        rows(options.load, options.seed),
+        quiet=True,  # nothing depends on the machine
+        save=options.save,
+        title="Urgency in the queue, simulated",
+        more="Written by `make sim`. All figures are simulated; the seed decides.",
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
