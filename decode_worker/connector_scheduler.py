@@ -263,6 +263,9 @@ class ConnectorScheduler:
                 config.loose_ttft_ms,
             ),
         )
+        hedge_s = None
+        if config.hedge and self.meter is not None:
+            hedge_s = self.meter.begin_here_in(job.request_id)
         self._waiting.add(job.request_id)
         if self._context.trials is not None:
             self._context.trials.opened(job.request_id)
@@ -276,6 +279,7 @@ class ConnectorScheduler:
             tokens=external_tokens,
             timeout_s=timeout_s,
             claim_timeout_s=claim_timeout_s,
+            hedge_s=hedge_s,
             stall_s=config.remote_timeout_s,
         )
         return job

@@ -181,6 +181,15 @@ class CostRouter:
         (self._away if remote else self._local)[request_id] = made
         return made.choice.value, _shown(made.options)
 
+    def begin_here_in(self, request_id: str) -> float | None:
+        """Return in how many seconds a remote prompt must begin here to meet its target for the
+        first token. None: it cannot any more, or nothing is known."""
+        if (request := self._away.get(request_id)) is None:
+            return None
+        here = min(o.ttft_s for o in request.options if o.choice is not Choice.REMOTE)
+        left = request.targets.ttft_s - request.waited_s - here
+        return left if left > 0 else None
+
     def settled(self, request_id: str, loaded: bool) -> None:
         """Note that a remote prefill has ended. If its KV was not loaded, it is computed here."""
         request = self._back(request_id)

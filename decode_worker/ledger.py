@@ -162,6 +162,7 @@ class Ledger:
         hit_tokens: int = 0,
         tokens: int = 0,
         claim_timeout_s: float | None = None,
+        hedge_s: float | None = None,
         stall_s: float | None = None,
     ) -> None:
         """Register a job before it is published. Its request waits until the job is settled.
@@ -170,6 +171,8 @@ class Ledger:
         order, hit_tokens: see `Entry`.
         tokens: number of tokens to compute.
         claim_timeout_s: most seconds for each wait for a claim. None: as timeout_s.
+        hedge_s: seconds without a claim after which the prompt is computed here, although it could
+        wait longer. None: never.
         stall_s: an attempt that makes progress goes on beyond timeout_s, and ends after this many
         seconds without progress. None: as timeout_s."""
         now = self._clock.monotonic()
@@ -183,6 +186,7 @@ class Ledger:
             deadline=now + timeout_s,
             claim_timeout_s=timeout_s if claim_timeout_s is None else claim_timeout_s,
             stall_s=timeout_s if stall_s is None else stall_s,
+            hedge_at=math.inf if hedge_s is None else now + hedge_s,
             order=order,
             hit_tokens=hit_tokens,
             tokens=tokens,
@@ -592,7 +596,10 @@ class Ledger:
     def _expire(self, entry: Entry) -> None:
         """The job has been in its state for too long. The outcome tells which state that was."""
         if entry.state is JobState.QUEUED:
-            self._nobody_claimed(entry)
+            if self._clock.monotonic() < entry.queued_at + entry.claim_timeout_s:
+                self._give_up(entry, Outcome.HEDGED)
+            else:
+                self._nobody_claimed(entry)
             return
         outcome = Outcome.TIMEOUT
         if entry.state is JobState.QUARANTINED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from pullfill.engine.groups import ONE_TABLE, BlockOrder
@@ -37,6 +38,7 @@ class Entry:
     deadline: when the whole job ends, by the ledger's clock.
     queued_at, claim_timeout_s: when the job was last queued, and how long it may then wait for a
     claim.
+    hedge_at: when the prompt is computed here if no prefill worker has claimed it.
     stall_s: an attempt that makes progress may go on beyond the deadline. It ends after this many
     seconds without progress.
     order: which blocks of each KV cache group are written.
@@ -60,6 +62,7 @@ class Entry:
     deadline: float
     claim_timeout_s: float
     stall_s: float
+    hedge_at: float = math.inf
     order: BlockOrder = ONE_TABLE
     hit_tokens: int = 0
     tokens: int = 0
@@ -86,7 +89,7 @@ class Entry:
     def due(self) -> float:
         """When the job has been in its state for too long."""
         if self.state is JobState.QUEUED:
-            return min(self.deadline, self.queued_at + self.claim_timeout_s)
+            return min(self.deadline, self.queued_at + self.claim_timeout_s, self.hedge_at)
         if self.state is JobState.QUARANTINED:
             return min(self.deadline, self.quarantined_at + NO_PROOF_S)
         return self.deadline

@@ -111,6 +111,10 @@ class StepMeter:
         """Return how long it takes to compute `tokens` after `start` others. 0: unknown."""
         return self.router.rates.work(span(start, tokens))
 
+    def begin_here_in(self, request_id: str) -> float | None:
+        """See `CostRouter.begin_here_in`."""
+        return self.router.begin_here_in(request_id)
+
     def settled(self, request_id: str, loaded: bool, outcome: Outcome) -> None:
         """Note that a remote prefill has ended."""
         self.router.settled(request_id, loaded)

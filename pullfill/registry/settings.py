@@ -37,6 +37,7 @@ _ALLOWED = {
     "remote_timeout_s": "seconds, more than 0 and at most 3600",
     "ttft_ms": "milliseconds, more than 0 and at most 3600000",
     "itl_ms": "milliseconds, more than 0 and at most 3600000",
+    "hedge": "true or false",
     "tight_ttft_ms": "milliseconds, more than 0 and at most 3600000",
     "loose_ttft_ms": "milliseconds, more than 0 and at most 3600000",
     "claim_timeout_s": "seconds, more than 0 and at most 3600",

@@ -47,6 +47,8 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     min_fetch_tokens: how many tokens more another decode worker must hold to be read. 0: never.
     ttft_ms, itl_ms: with the policy `cost`, the targets of requests that name none: time to the
     first token, and time between two tokens.
+    hedge: compute a prompt that no prefill worker has claimed here, as soon as that is needed to
+    meet its target for the first token.
     tight_ttft_ms, loose_ttft_ms: jobs of requests whose target for the first token is at most the
     one come first in the queue, and those of requests whose target is at least the other come last.
     """
@@ -63,6 +65,7 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     min_fetch_tokens: Annotated[int, Meta(ge=0)] = 0
     ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 1000.0
     itl_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 50.0
+    hedge: bool = False
     tight_ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 500.0
     loose_ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 5000.0
 

@@ -286,3 +286,16 @@ def test_a_decision_does_not_look_at_every_stream(rig: Rig) -> None:
     few = price()
     rig.streams(100)
     assert price() < 3 * few
+
+
+def test_when_a_remote_prompt_must_begin_here(rig: Rig) -> None:
+    """Its target less what computing it here takes. Nothing, if that is too late already."""
+    name, decision, _ = rig.ask(4000, ttft_s=2.0)
+    assert decision.remote
+    left = rig.router.begin_here_in(name)
+    assert left == pytest.approx(2.0 - 4000 * LOCAL_S - 4 * STEP_S, abs=0.1)
+    late, decision, _ = rig.ask(4000, ttft_s=1.0)
+    assert decision.remote
+    assert rig.router.begin_here_in(late) is None
+    here, _, _ = rig.ask(400, able=Decision(False, "queue_full"))
+    assert rig.router.begin_here_in(here) is None

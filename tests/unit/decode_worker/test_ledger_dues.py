@@ -10,6 +10,7 @@ from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import Entry, NakDelivery, Settle
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
+from pullfill.wire import RefuseReason
 from tests.support.fakes import FakeClock
 from tests.support.handoff_model import CLAIM_S, HandoffModel, granted
 
@@ -274,3 +275,38 @@ def test_uncomputed_tokens_shrink_with_the_blocks_that_are_written(ledger: Ledge
     assert ledger.uncomputed() == 75
     ledger.cancel("r")
     assert ledger.uncomputed() == 0
+
+
+def test_a_hedged_job_goes_local_before_its_claim_timeout(ledger: Ledger, clock: FakeClock) -> None:
+    """And its waiting is no sign that nobody claims: its patience was its own."""
+    for number in range(4):
+        fill(ledger, 1, start=number, hedge_s=0.5)
+    assert ledger.tick() == pytest.approx(0.5)
+    clock.advance(0.5)
+    ledger.tick()
+    settled = [event for event in ledger.take_events() if isinstance(event, Settle)]
+    assert [(e.loaded, e.outcome) for e in settled] == [(False, Outcome.HEDGED)] * 4
+    assert not ledger.claims.stalled
+    assert ledger.grant("j0", "i", "w").refused is RefuseReason.CLOSED
+
+
+def test_a_claim_ends_the_hedge(ledger: Ledger, clock: FakeClock) -> None:
+    fill(ledger, 1, hedge_s=0.5)
+    assert ledger.grant("j0", "i", "w").grant is not None
+    clock.advance(0.6)
+    ledger.tick()
+    assert not ledger.take_events(), "the prefill worker has won"
+    ledger.gave_up("j0", 1, "i", "w", "cause", retry=True)
+    ledger.tick()
+    (event,) = ledger.take_events()
+    assert isinstance(event, Settle)
+    assert event.outcome is Outcome.HEDGED, "there is no time for another one"
+
+
+def test_the_claim_timeout_comes_first_if_it_is_shorter(ledger: Ledger, clock: FakeClock) -> None:
+    fill(ledger, 1, hedge_s=20.0, claim_timeout_s=10.0)
+    clock.advance(10.0)
+    ledger.tick()
+    (event,) = ledger.take_events()
+    assert isinstance(event, Settle)
+    assert event.outcome is Outcome.CLAIM_TIMEOUT
