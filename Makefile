@@ -69,10 +69,11 @@ chaos-report: install ## One process killed under load: failures, recovery, free
 soak: install ## Mixed faults under load: make soak [ARGS="--minutes 10 --seed 1"]
 	$(BIN)/python -m benchmarks.chaos_soak $(ARGS)
 
-sim: install ## Simulate how prompts are spread over decode workers, and local or remote (minutes)
+sim: install ## Simulate how prompts are spread, local or remote, and changes of role (minutes)
 	$(BIN)/python -m benchmarks.sim $(ARGS)
 	$(BIN)/python -m benchmarks.sim.local_or_remote --save
 	$(BIN)/python -m benchmarks.sim.queue_urgency --save
+	$(BIN)/python -m benchmarks.sim.roles --save
 
 bench: install-nixl ## Serving beside aggregated vLLM, NIXL and others: all of it (an hour)
 	$(BIN)/python -m benchmarks.bench_serving --save $(ARGS)

@@ -30,7 +30,7 @@ from pullfill.cluster_status import Demand
 
 PREFILL, DECODE = "prefill", "decode"
 _TRACE = 0.01
-"""A smaller need is none."""
+"""A smaller need for prefill workers is none that a decode worker should change sides for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Settings:
     drain_s: float = 30.0
     band: float = 0.15
     settle_s: float = 10.0
-    cool_down_s: float = 60.0
+    cool_down_s: float = 20.0
     reverse_s: float = 120.0
     min_decode: int = 1
     min_prefill: int = 0
@@ -213,8 +213,10 @@ def _decode(seen: Observation, told: list[Demand], settings: Settings) -> Need:
 
 
 def _right(now: int, need: float, least: int, band: float) -> int:
-    """The number of workers for a need. Fewer than now only if that leaves `band` to spare."""
-    if need < _TRACE:
+    """The number of workers for a need. Fewer than now only if that leaves `band` to spare.
+
+    Any need is for one worker: no long prompt has come for a while if there is none."""
+    if need <= 0:
         return least
     wanted = max(1, least, math.ceil(need))
     return wanted if wanted > now else max(wanted, min(now, math.ceil(need + band)))

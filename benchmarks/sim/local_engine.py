@@ -2,8 +2,8 @@
 
 `DecodeEngine` schedules as vLLM does: running requests first, in order, then waiting ones while the
 step has tokens left. Where a prompt is computed is decided by `conditional_router.decide` and
-`CostRouter`, and `PrefillChunks` sizes the chunks. Only the model's time and the way to a prefill
-worker are made up (`Speed`).
+`CostRouter`, `PrefillChunks` sizes the chunks, and `DemandMeter` tells the planner. Only the
+model's time and the way to a prefill worker are made up (`Speed`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from pullfill.decode_worker.conditional_router import Decision, Situation, decide
+from pullfill.decode_worker.cost_rates import span
 from pullfill.decode_worker.cost_requests import Targets
 from pullfill.decode_worker.cost_router import CostRouter
+from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.request_trace import Measured
 from pullfill.engine.chunks import PrefillChunks
 from pullfill.wire import RouterConfig, RouterPolicy, StageTimings
@@ -207,12 +209,21 @@ class DecodeEngine:
         )
         self._chunks = PrefillChunks(SimpleNamespace(scheduler=self._vllm))
         self.router = CostRouter(setup.step_tokens, clock=world)
+        self.demand = DemandMeter(world)
+        self.open_tokens = 0
+        self.requests = 0
         self._waiting: deque[Request] = deque()
         self._loaded: deque[Request] = deque()
         self._stepping = False
         self.reasons: dict[str, int] = {}
 
+    @property
+    def seats(self) -> float:
+        """Share of the seats that requests take, or wait for."""
+        return (len(self._vllm.running) + len(self._waiting) + len(self._loaded)) / MAX_RUNNING
+
     def add(self, request: Request) -> None:
+        self.requests += 1
         self._waiting.append(request)
         self._wake()
 
@@ -243,9 +254,13 @@ class DecodeEngine:
                     request.token(world.now)
                     if request.made >= request.output:
                         running.remove(request)
+            if (target_s := self.router.tightest_itl_s) and plan.streams:
+                gap_s = self.router.rates.base(plan.streams) if prompts else seconds
+                self.demand.stepped(seconds, min(gap_s, seconds), target_s)
             self.router.stepped(plan, seconds)
             for request, _ in tokens:
                 if request.made >= request.output:
+                    self.requests -= 1
                     self.router.finished(request.name)
             self._step()
 
@@ -302,12 +317,16 @@ class DecodeEngine:
             decision = placed
         self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
         request.choice, _ = router.admitted(request.name, decision.remote)
+        here_s = router.rates.work(span(now.hit_tokens, now.remote_tokens))
+        self.demand.decided(now, decision, self._config, here_s)
         if decision.remote:
+            self.open_tokens += now.remote_tokens
             pool.put(request, lambda done: self._committed(request, done))
         return decision.remote
 
     def _committed(self, request: Request, done: Measured) -> None:
         request.computed = request.prompt - 1
+        self.open_tokens -= request.prompt - 1 - request.hit
         self.router.committed(done)
         self.router.settled(request.name, True)
         self._loaded.append(request)

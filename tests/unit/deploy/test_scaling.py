@@ -52,9 +52,10 @@ def seen(
     ("prefills", "long", "right"),
     [
         (0, 0.0, 0),
+        (0, 0.001, 1),
         (0, 0.1, 1),
         (1, 0.0, 0),
-        (1, 0.01, 1),
+        (1, 0.001, 1),
         (1, 0.69, 1),
         (1, 0.71, 2),
         (1, 2.9, 5),
@@ -104,6 +105,7 @@ def test_no_move_without_a_gain(observation: Observation, why: str) -> None:
 def test_long_prompts_get_a_first_prefill_worker_if_one_can_be_spared() -> None:
     assert plan(seen(0, 2, long=0.1, streams=0.5), State(), NOW).moves
     assert not plan(seen(0, 2, streams=0.5), State(), NOW).moves
+    assert not plan(seen(0, 2, long=0.005, streams=0.5), State(), NOW).moves, "hardly any"
 
 
 def test_the_last_prefill_worker_goes_when_nothing_is_for_it() -> None:

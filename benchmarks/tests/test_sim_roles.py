@@ -1,0 +1,58 @@
+"""The simulation of role switches: the planner follows a square wave, and seldom moves."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.sim import roles as sim
+from pullfill.deploy.scaling import DECODE, PREFILL, Settings
+
+WAVE = sim.Wave(periods=1)
+
+
+def test_a_square_wave_that_fits_no_split() -> None:
+    """Goodput is better than that of every static split. Each half costs the moves it needs."""
+    static = {n: sim.run(sim.WAVES[0], n, None, 1).good for n in range(1, sim.WORKERS)}
+    found = sim.run(sim.WAVES[0], max(static, key=lambda n: static[n]), Settings(), 1)
+    assert found.good >= max(static.values())
+    assert [to for _, to in found.moves] == 2 * [PREFILL] + 2 * [DECODE] + 2 * [PREFILL]
+
+
+def test_each_move_comes_soon_after_the_wave_turns() -> None:
+    found = sim.run(WAVE, 1, Settings(), 2)
+    assert [to for _, to in found.moves] == 2 * [PREFILL]
+    assert all(WAVE.half_s < at < WAVE.half_s + 60.0 for at, _ in found.moves)
+
+
+@pytest.mark.parametrize("half_s", [10.0, 30.0, 60.0])
+def test_a_fast_wave_is_not_followed(half_s: float) -> None:
+    wave = sim.Wave(half_s=half_s, periods=round(300 / half_s))
+    settings = Settings()
+    found = sim.run(wave, 1, settings, 1)
+    changes = sum(one != other for (_, one), (_, other) in itertools.pairwise(found.moves))
+    assert changes <= wave.seconds / settings.reverse_s
+    assert len(found.moves) <= 4 * wave.periods
+
+
+def test_without_pauses_it_would_oscillate() -> None:
+    """So the test above could fail."""
+    wave = sim.Wave(half_s=30.0, periods=10)
+    wild = replace(Settings(), settle_s=0.0, cool_down_s=0.0, reverse_s=0.0, band=0.0)
+    assert len(sim.run(wave, 1, wild, 1).moves) > 2 * len(sim.run(wave, 1, Settings(), 1).moves)
+
+
+def test_every_request_is_answered_and_the_same_seed_gives_the_same_result() -> None:
+    asks: list[sim.Request] = []
+
+    class Kept(sim.Wave):
+        def requests(self, rng: random.Random) -> list[sim.Request]:
+            asks.extend(super().requests(rng))
+            return asks
+
+    first = sim.run(Kept(periods=1), 1, Settings(), 3)
+    assert [ask for ask in asks if ask.made != ask.output] == []
+    assert first == sim.run(WAVE, 1, Settings(), 3)
