@@ -27,6 +27,10 @@ class Pulling:
         nats.on_change = self._look
         self._look()
 
+    def close(self) -> None:
+        """Watch NATS no more: the connection to it is about to be closed."""
+        self._nats.on_change = lambda: None
+
     def engine_stuck(self, stuck: bool) -> None:
         """Note that the engine is stuck, or takes steps again."""
         self._stuck = stuck

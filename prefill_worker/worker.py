@@ -232,11 +232,16 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         puller = Puller(consumer, runner, budget_tokens=budget, max_jobs=_MAX_JOBS, credits=credits)
         parts.push_async_callback(puller.stop)
         healths = [consumer.health, self._etcd.health]
-        return PrefillService(engine, thread, connections, runner, puller, credits, healths)
+        made = PrefillService(engine, thread, connections, runner, puller, credits, healths)
+        parts.callback(made.pulling.close)
+        return made
 
 
 class PrefillService(Service):
-    """See Service. healths: of NATS and of etcd."""
+    """See Service.
+
+    healths: of NATS and of etcd.
+    pulling: whether this worker pulls jobs."""
 
     def __init__(
         self,
@@ -255,7 +260,7 @@ class PrefillService(Service):
         self._puller = puller
         self._credits = credits
         self._healths = healths
-        self._pulling = Pulling(connections, puller, healths[0])
+        self.pulling = Pulling(connections, puller, healths[0])
 
     def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         return record, []  # decode workers get our regions with Hello
@@ -294,11 +299,7 @@ class PrefillService(Service):
         self._credits.refresh_metrics()
 
     def engine_stuck(self, stuck: bool) -> None:
-        self._pulling.engine_stuck(stuck)
-
-    def yields(self, why: str) -> None:
-        """Pull no jobs while other work goes first. why: empty: pull again."""
-        self._pulling.yields(why)
+        self.pulling.engine_stuck(stuck)
 
     async def stop_taking(self) -> None:
         await self._puller.stop()

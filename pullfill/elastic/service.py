@@ -14,6 +14,7 @@ from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
+from pullfill.runtime.health import UP
 from pullfill.runtime.lifecycle import end
 from pullfill.wire import RegionDescriptor, RoleOrder, WorkerRecord, decode
 from pullfill.worker.process import Service
@@ -71,6 +72,9 @@ class ElasticService(Service):
         return {**status, "load": load}
 
     def refresh_metrics(self) -> None:
+        # The gauge is of the process, and a connection of a side that rests has set it to 0.
+        for name, server in self.status().get("servers", {}).items():
+            UP.labels(name).set(server["up"])
         for service in self._serving:
             service.refresh_metrics()
 

@@ -59,7 +59,7 @@ class PrefillSide(Side):
     async def _yield(self, service: PrefillService) -> None:
         """Have the service pull only while there is slack."""
         while True:
-            service.yields(self._slack.look())
+            service.pulling.yields(self._slack.look())
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:

@@ -24,4 +24,6 @@ def test_other_work_pauses_the_pulling_and_decode_workers_know() -> None:
     pulling.yields("")
     assert told == [True, "its engine takes no steps", True], "still paused"
     pulling.engine_stuck(False)
+    pulling.close()
+    health.failed("closed")
     assert told[-3:] == [False, "changed", ""]
