@@ -62,7 +62,7 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     max_remote_kv_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.5
     remote_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     claim_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
-    min_fetch_tokens: Annotated[int, Meta(ge=0)] = 0
+    min_fetch_tokens: Annotated[int, Meta(ge=0)] = 256
     ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 1000.0
     itl_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 50.0
     hedge: bool = False

@@ -254,6 +254,7 @@ async def test_settings_set_at_the_same_time_all_stay(client: EtcdClient, ns: st
         "router.max_remote_kv_fraction": 0.5,
         "router.remote_timeout_s": 3.0,
         "router.claim_timeout_s": 10.0,
+        "router.min_fetch_tokens": 256,
         "router.ttft_ms": 1000.0,
         "router.itl_ms": 50.0,
         "router.max_queue_wait_s": 10.0,

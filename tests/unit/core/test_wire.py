@@ -132,7 +132,7 @@ def test_router_settings_default_to_the_promised() -> None:
         "max_remote_kv_fraction": 0.5,
         "remote_timeout_s": 30.0,
         "claim_timeout_s": 10.0,
-        "min_fetch_tokens": 0,
+        "min_fetch_tokens": 256,
         "ttft_ms": 1000.0,
         "itl_ms": 50.0,
     }
