@@ -59,7 +59,7 @@ class FetchChoice:
             return self._first(request, hit)
         if fetch.turn is not Turn.WAITING:
             return 0
-        if fetch.answer is Answer.PENDING:
+        if self.fetches.pending(fetch):
             return None
         if fetch.answer is Answer.LEASED and hit >= fetch.start:
             tokens = fetch.leased - hit

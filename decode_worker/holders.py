@@ -6,7 +6,8 @@
     end      give the lease back. Only then it is known whether the copy counts
 
 A connection is made when it is first needed. It is closed after IDLE_S without use, and after any
-failure. A holder that failed is left alone for a while: AGAIN_S, doubled with each failure.
+failure. A holder that failed is left alone for a while: AGAIN_S, doubled with each failure. One
+that only did not answer in time keeps its connection, and is left alone for AGAIN_S.
 
 asyncio thread only.
 """
@@ -58,6 +59,10 @@ class LeaseRefused(HandoffError):
         self.reason = reason
 
 
+class NotInTime(PeerUnavailable):
+    """The holder has not answered, but its connection is there."""
+
+
 class Holder:
     """One connection to one holder. Made by `Holders.use`."""
 
@@ -67,7 +72,7 @@ class Holder:
         self._channel = channel
         self._rids = itertools.count(1)
         self._replies: Waits[int, Any] = Waits(
-            lambda _: PeerUnavailable(f"{instance_id} does not answer in time")
+            lambda _: NotInTime(f"{instance_id} does not answer in time")
         )
         self.lost = False
 
@@ -189,6 +194,11 @@ class Holders:
         """Note that a read from this holder has succeeded."""
         if (place := self._places.get(instance_id)) is not None:
             place.pause, place.not_before = AGAIN_S, 0.0
+
+    def slow(self, instance_id: str) -> None:
+        """Do not ask this holder for AGAIN_S: its engine is in a long step."""
+        if (place := self._places.get(instance_id)) is not None:
+            place.not_before = self._loop.time() + AGAIN_S
 
     def failed(self, instance_id: str) -> None:
         """Leave this holder alone for a while. Its connection is made anew then."""

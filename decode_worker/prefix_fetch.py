@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pullfill.decode_worker.fetch_rates import FetchRates
-from pullfill.decode_worker.holders import Holder, Holders, LeaseRefused
+from pullfill.decode_worker.holders import Holder, Holders, LeaseRefused, NotInTime
 from pullfill.errors import Fenced, IncompatibleError, PullfillError
 from pullfill.runtime import log, metrics
 from pullfill.wire import Adapter, Lease, LeaseAsk, PrefixHolder, u32
@@ -93,7 +93,7 @@ class Fetch:
     key: names the prefix up to `end`.
     within_s: for the question. copy_s: for the copy.
 
-    Written by the engine thread: turn, wanted, begin_at.
+    Written by the engine thread: turn, wanted, begin_at, answer_by (when to go on without it).
     Written by the asyncio thread: answer, leased (the end of what is leased), outcome, seconds,
     measured (nothing had to be opened first), kv_bytes, transport, blocks (set once `begin` was
     called), ended."""
@@ -112,6 +112,7 @@ class Fetch:
     turn: Turn = Turn.WAITING
     wanted: bool = True
     begin_at: int = 0
+    answer_by: float = 0.0
     answer: Answer = Answer.PENDING
     leased: int = 0
     outcome: FetchOutcome = FetchOutcome.CANCELLED
@@ -179,8 +180,13 @@ class PrefixFetches:
         expected_s = self._rates.expected_s(fetch.at.instance_id, kv_bytes)
         fetch.within_s = _clamp(compute_s / 2, _ASK_S)
         fetch.copy_s = _clamp(4 * max(compute_s, expected_s), _COPY_S)
+        fetch.answer_by = time.monotonic() + 2 * fetch.within_s + 1.0
         self._loop.call_soon_threadsafe(self._start, fetch)
         return True
+
+    def pending(self, fetch: Fetch) -> bool:
+        """Whether the holder is still being asked. No longer once the asyncio thread is late."""
+        return fetch.answer is Answer.PENDING and time.monotonic() < fetch.answer_by
 
     def begin(self, fetch: Fetch, hit: int, blocks: Sequence[int]) -> None:
         """Copy the leased tokens from `hit` on into these blocks. vLLM has allocated them."""
@@ -344,7 +350,10 @@ class PrefixFetches:
         fetch.outcome = FetchOutcome.LOST if leased else FetchOutcome.UNREACHABLE
         log_it = logger.info if isinstance(exc, IncompatibleError) else logger.warning
         log_it("prefix of %s is not read from %s: %s", fetch.request_id, fetch.at.instance_id, exc)
-        self._holders.failed(fetch.at.instance_id)
+        if isinstance(exc, NotInTime) and not leased:
+            self._holders.slow(fetch.at.instance_id)
+        else:
+            self._holders.failed(fetch.at.instance_id)
 
     def _end(self, fetch: Fetch) -> None:
         assert fetch.blocks is not None

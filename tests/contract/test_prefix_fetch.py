@@ -260,6 +260,11 @@ async def test_a_holder_in_a_long_step_is_not_waited_for(
     assert (served.loaded, told.fetch) == (False, "unreachable")
     pair.holder.host.held = False
     pair.holder.host.run()
+    _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
+    assert told.fetch == "unreachable", "it is left alone for a while"
+    monkeypatch.setattr(pair.asker.holders._places["holder"], "not_before", 0.0)
+    _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
+    assert told.fetch == "fetched"
 
 
 async def test_no_lease_while_a_step_runs(pair: Pair) -> None:

@@ -127,6 +127,22 @@ async def test_while_a_step_runs_nothing_is_fetched(worker: FetchWorker, asked: 
     assert await look(worker, hint(worker, 10 * BLOCK)) == (None, False)
 
 
+async def test_no_prompt_waits_for_an_asyncio_thread_that_hangs(
+    worker: FetchWorker, asked: list[Any]
+) -> None:
+    request = worker.request(TOKENS, hint(worker, 10 * BLOCK))
+    assert worker.side.decide(request, 0) == (None, False)
+    assert worker.side.decide(request, 0) == (None, False)
+    fetch = worker.fetches.known(request.request_id)
+    assert fetch is not None
+    fetch.answer_by = 0.0
+    assert worker.side.decide(request, 0) == (0, False)
+    assert worker.side.decide(request, 0) == (0, False)
+    worker.side.request_finished(request.request_id)
+    assert not worker.fetches._open
+    assert not worker.fetches._by_key
+
+
 async def test_vllm_may_decline(worker: FetchWorker, asked: list[Any]) -> None:
     request = worker.request(TOKENS, hint(worker, 10 * BLOCK))
     assert worker.side.decide(request, 0) == (None, False)
