@@ -255,6 +255,7 @@ async def test_a_holder_in_a_long_step_is_not_waited_for(
 ) -> None:
     tokens = prompt(PREFIX + 1)
     pair.holder.cache(tokens)
+    pair.asker.prefill_s = 0.5
     pair.holder.host.held = True
     served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
     assert (served.loaded, told.fetch) == (False, "unreachable")
@@ -263,6 +264,7 @@ async def test_a_holder_in_a_long_step_is_not_waited_for(
     _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
     assert told.fetch == "unreachable", "it is left alone for a while"
     monkeypatch.setattr(pair.asker.holders._places["holder"], "not_before", 0.0)
+    pair.asker.prefill_s = 4.0
     _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
     assert told.fetch == "fetched"
 

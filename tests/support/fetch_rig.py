@@ -105,7 +105,9 @@ class FakeIntake:
 
 
 class FetchWorker:
-    """One decode worker. asyncio thread only."""
+    """One decode worker. asyncio thread only.
+
+    prefill_s: what it takes to compute a prompt. Half of it is the time to ask a holder."""
 
     def __init__(self, rig: Rig, name: str, *, computes: str = "c") -> None:
         self.name = name
@@ -115,6 +117,7 @@ class FetchWorker:
         self.config = RouterConfig(policy=RouterPolicy.ALWAYS_LOCAL, min_fetch_tokens=LEAST)
         self.traces = RequestTraces(name)
         self.host = FakeHost()
+        self.prefill_s = 4.0
         self.served: dict[str, Served] = {}
         self.computed: set[str] = set()
         loop = asyncio.get_running_loop()
@@ -152,7 +155,7 @@ class FetchWorker:
         self.side.bind_pool(self.pool)
         self.side.fetching = FetchChoice(
             self.context, self.fetches, block_size=BLOCK, pool=self.pool, local_tokens=1,
-            never="", prefill_s=lambda start, tokens: 1.0,
+            never="", prefill_s=lambda start, tokens: self.prefill_s,
         )  # fmt: skip
 
     async def start(self) -> None:
