@@ -127,7 +127,9 @@ class DepthCache:
         self._ours: dict[int, tuple[int, float]] = {}
         self._gone: dict[int, tuple[float, int]] = {}
         self._delta = (0, 0)
-        # Own jobs that a prefill worker has since, by when we were told.
+        # Own jobs that a prefill worker has, and those that wait no longer since the snapshot, by
+        # when we were told.
+        self._held: set[int] = set()
         self._claimed: dict[int, float] = {}
 
     @property
@@ -139,6 +141,7 @@ class DepthCache:
 
     def claimed(self, seq: int) -> None:
         """Our job `seq` waits no longer."""
+        self._held.add(seq)
         self._claimed[seq] = self._clock.monotonic()
 
     def published(self, seq: int, tokens: int) -> None:
@@ -155,8 +158,11 @@ class DepthCache:
             self._claimed.pop(seq, None)
             self._shift(-1, -ours[0])
         elif seq not in self._gone:
+            if seq not in self._held:
+                self._claimed[seq] = self._clock.monotonic()
             self._gone[seq] = (self._clock.monotonic(), rounded := round_up_tokens(tokens))
             self._shift(-1, -rounded)
+        self._held.discard(seq)
 
     def store(self, snapshot: Snapshot, asked_at: float) -> None:
         """Take a snapshot that was asked for at `asked_at` (this cache's clock)."""
@@ -169,6 +175,7 @@ class DepthCache:
             self._ours.clear()
             self._gone.clear()
             self._claimed.clear()
+            self._held.clear()
         self._snapshot, self._taken = snapshot, asked_at
         self._delta = (
             len(self._ours) - len(self._gone),

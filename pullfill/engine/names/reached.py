@@ -60,8 +60,8 @@ REACHED = {
         "enable_cumem_allocator enable_log_requests enable_lora enable_sleep_mode "
         "enable_return_routed_experts kv_offloading_backend kv_offloading_size kv_transfer_config "
         "logits_processors mm_processor_cache_gb "
-        "reasoning_parser reasoning_parser_plugin served_model_name structured_outputs_config "
-        "worker_cls"
+        "reasoning_parser reasoning_parser_plugin scheduling_policy served_model_name "
+        "structured_outputs_config worker_cls"
     ),
     "vllm.entrypoints.launchers.cli_args.FrontendArgs": (
         "api_key disable_uvicorn_access_log root_path ssl_ca_certs ssl_cert_reqs ssl_certfile "

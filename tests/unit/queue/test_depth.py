@@ -88,3 +88,24 @@ def test_reading_what_the_server_says() -> None:
     stream["state"] = {"first_ts": "0001-01-01T00:00:00Z", "last_seq": 7}
     empty = read_snapshot(stream, [{"num_ack_pending": 1}, {}, {"num_ack_pending": 2}])
     assert (empty.jobs, empty.tokens, empty.in_flight, empty.oldest_age_s) == (0, 0, 0, 0.0)
+
+
+def test_a_job_waits_until_a_prefill_worker_has_it() -> None:
+    clock = FakeClock()
+    cache = DepthCache(clock)
+    cache.store(Snapshot(4, 40, 2, 1.0, 5, "s"), 99.0)
+    assert cache.waiting == 2
+    cache.published(6, 10)
+    assert cache.waiting == 3
+    cache.claimed(6)
+    assert cache.waiting == 2
+    cache.cancelled(6, 10)
+    assert cache.waiting == 2, "it did not wait any more"
+    cache.claimed(4)
+    cache.cancelled(4, 10)
+    assert cache.waiting == 1
+    cache.cancelled(5, 10)
+    assert cache.waiting == 0, "it was taken back before a worker had it"
+    clock.now = 101.0
+    cache.store(Snapshot(2, 20, 2, 1.0, 6, "s"), 100.5)
+    assert cache.waiting == 0
