@@ -133,6 +133,9 @@ def test_router_settings_default_to_the_promised() -> None:
         "remote_timeout_s": 30.0,
         "claim_timeout_s": 10.0,
         "min_fetch_tokens": 256,
+        "hedge": False,
+        "tight_ttft_ms": 500.0,
+        "loose_ttft_ms": 5000.0,
         "ttft_ms": 1000.0,
         "itl_ms": 50.0,
     }
