@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry import keys
@@ -245,20 +246,10 @@ async def test_settings_set_at_the_same_time_all_stay(client: EtcdClient, ns: st
         config.set("max_prefill_queue_size", "2"),
         config.set("remote_timeout_s", "3"),
     )
-    assert await config.get_all() == {
+    defaults = {f"router.{name}": value for name, value in to_builtins(RouterConfig()).items()}
+    assert await config.get_all() == defaults | {
         "router.policy": "always_local",
-        "router.decode_policy": "kv",
-        "router.redirect": True,
         "router.max_local_prefill_length": 1,
         "router.max_prefill_queue_size": 2,
-        "router.max_remote_kv_fraction": 0.5,
         "router.remote_timeout_s": 3.0,
-        "router.claim_timeout_s": 10.0,
-        "router.min_fetch_tokens": 256,
-        "router.hedge": False,
-        "router.tight_ttft_ms": 500.0,
-        "router.loose_ttft_ms": 5000.0,
-        "router.ttft_ms": 1000.0,
-        "router.itl_ms": 50.0,
-        "router.max_queue_wait_s": 10.0,
     }
