@@ -90,7 +90,7 @@ class Balancer:
 
         It may drain: then its requests move, and its blocks are worth reading while it is there."""
         least = self._min_fetch()
-        if not least or self._prefixes is None or not self._block:
+        if not least or self._prefixes is None or not self._block or self._prefixes.workers < 2:
             return None
         if _length(flight) <= least or (hashes := self._hashed(flight).hashes) is None:
             return None

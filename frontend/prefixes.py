@@ -77,6 +77,11 @@ class Prefixes:
         found, more = self._index.deepest(hashes, most)
         return Held({self._names[number]: count for number, count in found.items()}, more)
 
+    @property
+    def workers(self) -> int:
+        """Number of workers whose blocks are followed."""
+        return len(self._followed)
+
     def control(self, instance_id: str) -> str:
         """Return the address where this worker is asked for its blocks. Empty: not followed."""
         followed = self._followed.get(instance_id)
