@@ -55,10 +55,10 @@ MAX_CROWDS = 16_384
 SAMPLE = 16
 """Of more workers than this, only so many are compared, besides those that hold the prefix.
 
-Half of it, if fewer than HOLDERS hold the prefix: then it is a conversation, which seldom moves."""
+A fourth, if fewer than HOLDERS hold the prefix: then it is a conversation, which seldom moves."""
 HOLDERS = 8
 """Of the workers that hold most of the prompt, only so many are compared."""
-KNOWN = 64
+KNOWN = SAMPLE + HOLDERS
 """Of the workers that hold most of the prompt, only so many are looked up."""
 NEAR = 0.75
 """Those hold at least this share of what the best one holds."""
@@ -230,10 +230,10 @@ class Chooser:
         self, matched: Mapping[str, int], among: Candidates, deep: float
     ) -> Sequence[WorkerView]:
         """The workers to compare: some with `deep` blocks of the prompt, and some others."""
-        if len(among.views) <= SAMPLE + HOLDERS:
+        if len(among.views) <= KNOWN:
             return among.views
         ids = [name for name, blocks in matched.items() if blocks >= deep]
-        others = self._some(among.views, SAMPLE if len(ids) >= HOLDERS else SAMPLE // 2)
+        others = self._some(among.views, SAMPLE if len(ids) >= HOLDERS else SAMPLE // 4)
         if len(ids) > HOLDERS:
             ids = self._spread(ids, HOLDERS)
         return [*(among.by_id[name] for name in ids if name in among.by_id), *others]
