@@ -307,6 +307,7 @@ class DecodeService(Service):
         """Leave all peers, which this worker is no decode worker for now.
 
         The ledger goes on: it frees the blocks of writers that are not proved quiet yet."""
+        show_demand(Demand())  # nobody asks for them now: they must not stay at the last value
         self._control.dismiss()
         if self._control.leases is not None:
             self._control.leases.renew()

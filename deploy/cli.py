@@ -165,6 +165,19 @@ def plan(
     watch: Annotated[
         float, typer.Option(metavar="S", min=0, help="Look again every S seconds")
     ] = 0.0,
+    apply: Annotated[
+        bool,
+        typer.Option("--apply", help="Change roles of workers with --elastic, one at a time"),
+    ] = False,
+    min_decode: Annotated[
+        int, typer.Option(metavar="N", min=1, help="--apply leaves so many decode workers")
+    ] = 1,
+    min_prefill: Annotated[
+        int, typer.Option(metavar="N", min=0, help="--apply leaves so many prefill workers")
+    ] = 0,
+    cool_down: Annotated[
+        float, typer.Option(metavar="S", min=0, help="Least time between two changes of role")
+    ] = 20.0,
     prefill_use: Annotated[
         float, typer.Option(metavar="SHARE", min=0.05, max=1, help="Right use of prefill workers")
     ] = 0.7,
@@ -172,12 +185,24 @@ def plan(
         float, typer.Option(metavar="SHARE", min=0.05, max=1, help="Right use of decode workers")
     ] = 0.8,
 ) -> int:
-    """Say how many workers of each role are right, and why."""
+    """Say how many workers of each role are right, and why.
+
+    With --apply it goes on looking, every 5 seconds. It changes a role only if that has been right
+    for 10 s, and never back within 120 s.
+    """
     from pullfill.deploy import planner
     from pullfill.deploy.scaling import Settings
 
-    settings = Settings(prefill_use=prefill_use, decode_use=decode_use)
-    return planner.plan(cluster.find_to_ask(), settings, as_json=as_json, watch_s=watch)
+    settings = Settings(
+        prefill_use=prefill_use,
+        decode_use=decode_use,
+        cool_down_s=cool_down,
+        reverse_s=max(120.0, cool_down),
+        min_decode=min_decode,
+        min_prefill=min_prefill,
+    )
+    ref = cluster.find_to_ask()
+    return planner.plan(ref, settings, as_json=as_json, watch_s=watch, apply=apply)
 
 
 @command(app)

@@ -1,10 +1,15 @@
-"""`pullfill plan`: says how many workers of each role are right, and why."""
+"""`pullfill plan`: says how many workers of each role are right, and why.
+
+With `--apply` it orders changes of role, as `pullfill role` does. Before each order it writes a
+RoleMove to etcd, where the next look, another planner, or this one after a restart finds it. So all
+planners of a cluster keep the pauses of one. If a planner dies between the two, nothing changes,
+and the pause passes. A worker that dies while it changes is waited for ABSENT_S long."""
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console, Group
@@ -12,29 +17,52 @@ from rich.table import Table
 from rich.text import Text
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import scaling
-from pullfill.deploy.scaling import Plan, Settings, State
+from pullfill.deploy import role, scaling
+from pullfill.deploy.members import ask_etcd
+from pullfill.deploy.scaling import Move, Observation, Plan, Settings, State
 from pullfill.deploy.status import ask
-from pullfill.errors import UnavailableError
+from pullfill.errors import PullfillError, UnavailableError
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.orders import last_move, note_move
+from pullfill.runtime.log import complain
+from pullfill.wire import RoleMove, WorkerRole
+
+LOOK_S = 5.0
+"""How often `--apply` looks, unless told otherwise."""
+ABSENT_S = 30.0
 
 
 def plan(
-    ref: ClusterRef, settings: Settings, *, as_json: bool = False, watch_s: float = 0.0
+    ref: ClusterRef,
+    settings: Settings,
+    *,
+    as_json: bool = False,
+    watch_s: float = 0.0,
+    apply: bool = False,
 ) -> int:
     """Print the plan. Return the exit code.
 
     watch_s: look again every so many seconds, until interrupted. 0: once.
+    apply: order what is planned, one change of role at a time. It implies a watch.
 
-    Raises UnavailableError if no decode worker tells its demand."""
-    console, state = Console(), State()
+    Raises PullfillError if the first look fails, e.g. because no decode worker tells its demand."""
+    console, state, looked = Console(), State(), False
+    watch_s = watch_s or (LOOK_S if apply else 0.0)
     while True:
-        found = look(ref, settings, state)
-        # Nobody moves the worker, so the same move stays right.
-        state = state if found.moves else found.state
-        if as_json:
-            print(json.dumps(told(found)), flush=True)
+        try:
+            found = step(ref, settings, state) if apply else look(ref, settings, state)
+        except PullfillError as exc:
+            if not looked:
+                raise
+            complain(exc)
         else:
-            console.print(shown(found))
+            looked = True
+            # If nobody moves the worker, the same move stays right.
+            state = found.state if apply or not found.moves else state
+            if as_json:
+                print(json.dumps(told(found)), flush=True)
+            else:
+                console.print(shown(found))
         if not watch_s:
             return 0
         time.sleep(watch_s)
@@ -42,13 +70,62 @@ def plan(
 
 def look(ref: ClusterRef, settings: Settings, state: State) -> Plan:
     """Ask the cluster, and plan."""
+    return scaling.plan(_seen(ref), state, settings)
+
+
+def step(ref: ClusterRef, settings: Settings, state: State) -> Plan:
+    """Ask the cluster, plan, and order the move if there is one."""
+    last, revision = ask_etcd(ref, last_move)
+    seen = _seen(ref)
+    if last is not None:
+        seen, state = remembered(last, time.time() - last.at, seen, state)
+    found = scaling.plan(seen, state, settings)
+    for move in found.moves:
+
+        async def carry_out(etcd: EtcdClient, namespace: str, move: Move = move) -> bool:
+            return await _carry_out(etcd, namespace, move, revision)
+
+        if not ask_etcd(ref, carry_out):
+            why = "another planner has ordered a change of role at this moment"
+            return replace(found, moves=(), reasons=(why,), state=state)
+    return found
+
+
+def remembered(
+    last: RoleMove, age_s: float, seen: Observation, state: State
+) -> tuple[Observation, State]:
+    """Add the last order of any planner to what is known. age_s: how old it is."""
+    age_s = max(0.0, age_s)  # the clocks of two machines differ
+    if seen.at - age_s > state.moved_at:
+        state = replace(state, moved_to=str(last.after), moved_at=seen.at - age_s)
+    arrived = any(
+        (member.instance_id, member.role) == (last.instance_id, last.after)
+        for member in seen.members
+    )
+    # Between its two roles a worker is registered in none.
+    if not arrived and age_s < ABSENT_S and last.instance_id not in seen.changing:
+        seen = replace(seen, changing=(*seen.changing, last.instance_id))
+    return seen, state
+
+
+async def _carry_out(etcd: EtcdClient, namespace: str, move: Move, revision: int) -> bool:
+    """Order the move. False: another planner was faster."""
+    before, after = WorkerRole(move.before), WorkerRole(move.after)
+    noted = RoleMove(instance_id=move.instance_id, before=before, after=after, at=time.time())
+    if not await note_move(etcd, namespace, noted, revision):
+        return False
+    await role.order(etcd, namespace, move.instance_id, after)
+    return True
+
+
+def _seen(ref: ClusterRef) -> Observation:
     seen = scaling.observe(ask(ref), time.monotonic())
     if not seen.demands:
         raise UnavailableError(
             "no decode worker says how much it has to do: see `pullfill status`, or start one with "
             "`pullfill decode`"
         )
-    return scaling.plan(seen, state, settings)
+    return seen
 
 
 def told(found: Plan) -> dict[str, Any]:

@@ -34,14 +34,7 @@ async def _change(
 ) -> int:
     began = time.monotonic()
     async with etcd_of(ref) as etcd:
-        records = await workers(etcd, ref.namespace)
-        if all(record.instance_id != instance_id for record in records):
-            there = ", ".join({r.instance_id: 0 for r in records if r.role != "frontend"}) or "none"
-            raise ConfigError(f"no worker {instance_id!r} is registered; there are: {there}")
-        record = next(record for record in records if record.instance_id == instance_id)
-        check(records, record, await asyncio.to_thread(ask_worker, record), wanted, force=force)
-        if not await order_role(etcd, ref.namespace, instance_id, wanted):
-            raise UnavailableError(f"{instance_id} changes its role at this moment: try again")
+        await order(etcd, ref.namespace, instance_id, wanted, force=force)
         if wait_s is None:
             typer.echo(f"{instance_id} is ordered to be {wanted}; `pullfill status` tells when")
             return 0
@@ -56,6 +49,20 @@ async def _change(
                 await asyncio.sleep(_POLL_S)
     typer.echo(f"{instance_id} is {wanted} after {time.monotonic() - began:.1f} s")
     return 0
+
+
+async def order(
+    etcd: EtcdClient, namespace: str, instance_id: str, wanted: WorkerRole, *, force: bool = False
+) -> None:
+    """Order the role, if the worker can have it. Raises ConfigError, UnavailableError."""
+    records = await workers(etcd, namespace)
+    if all(record.instance_id != instance_id for record in records):
+        there = ", ".join({r.instance_id: 0 for r in records if r.role != "frontend"}) or "none"
+        raise ConfigError(f"no worker {instance_id!r} is registered; there are: {there}")
+    record = next(record for record in records if record.instance_id == instance_id)
+    check(records, record, await asyncio.to_thread(ask_worker, record), wanted, force=force)
+    if not await order_role(etcd, namespace, instance_id, wanted):
+        raise UnavailableError(f"{instance_id} changes its role at this moment: try again")
 
 
 def check(

@@ -60,11 +60,14 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One worker that is ready. busy: requests or jobs that it has."""
+    """One worker that is ready.
+
+    busy: requests or jobs that it has. elastic: whether it can change sides."""
 
     instance_id: str
     role: str
     busy: int = 0
+    elastic: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +138,25 @@ class Plan:
 
 
 def observe(status: Mapping[str, Any], at: float) -> Observation:
-    """Read the object of `GET /pullfill/status`. A worker that does not report counts as gone."""
+    """Read the object of `GET /pullfill/status`. A worker that does not report counts as gone.
+
+    One that is both has two rows, and counts as a decode worker: streams come first there."""
     members, demands, changing = [], {}, []
-    for row in status["workers"]:
+    rows = status["workers"]
+    decodes = {row["instance_id"] for row in rows if row["role"] == DECODE}
+    for row in rows:
         name, load = row["instance_id"], row.get("load") or {}
-        if row["state"] == "draining":
+        if row["state"] == "draining" or "switch" in load:
             changing.append(name)
         if row["state"] != "ready" or row["role"] not in (PREFILL, DECODE):
             continue
+        if row["role"] == PREFILL and name in decodes:
+            continue
         busy = int(load.get("requests", 0)) + int(load.get("jobs", 0))
-        members.append(Member(name, row["role"], busy))
+        members.append(Member(name, row["role"], busy, "elastic" in load))
         if row["role"] == DECODE and "demand" in load:
             demands[name] = msgspec.convert(load["demand"], Demand)
-    return Observation(at, tuple(members), demands, tuple(changing))
+    return Observation(at, tuple(members), demands, tuple(dict.fromkeys(changing)))
 
 
 def plan(seen: Observation, state: State, settings: Settings) -> Plan:
@@ -158,17 +167,21 @@ def plan(seen: Observation, state: State, settings: Settings) -> Plan:
     prefill = _prefill(seen, told, backlog, prompts, missed, settings)
     decode = _decode(seen, told, settings)
     found = Plan(prefill, decode, backlog, missed / prompts if prompts else 0.0, state=state)
-    to = _better(prefill, decode, settings)
+    able = {member.role for member in seen.members if member.elastic}
+    to = _better(prefill, decode, settings, able)
     if not to:
         short = [need.role for need in (prefill, decode) if need.need > need.now]
         why = f"{' and '.join(short)}: no worker to spare" if short else "no role is short"
+        if short and not able:
+            why += " (only workers with --elastic can change their role)"
         return replace(found, reasons=(why,), state=replace(state, wanted=""))
     if state.wanted != to:
         state = replace(state, wanted=to, since=seen.at)
     if why := _not_yet(seen, state, settings, to):
         return replace(found, reasons=(why,), state=state)
     before = DECODE if to == PREFILL else PREFILL
-    one = min(seen.of(before), key=lambda member: (member.busy, member.instance_id))
+    givers = [member for member in seen.of(before) if member.elastic]
+    one = min(givers, key=lambda member: (member.busy, member.instance_id))
     move = Move(one.instance_id, before, to)
     need = prefill if to == PREFILL else decode
     why = f"{one.instance_id} to {to}: {need.need:.2g} {to} workers are needed, {need.now} there"
@@ -189,8 +202,8 @@ def _prefill(
     late = max(0.0, backlog - settings.backlog_s) * max(1, now) / settings.drain_s
     need = busy / settings.prefill_use + late
     right = _right(now, need, settings.min_prefill, settings.band)
-    why = f"long prompts keep {busy:.2g} busy, {settings.prefill_use:.0%} use of each is right"
-    why += f"; {backlog:.1f} s of work wait"
+    why = f"long prompts keep {busy:.2g} workers busy; each should work {settings.prefill_use:.0%}"
+    why += f" of the time; {backlog:.1f} s of work wait"
     if missed:
         why += f"; {missed} of {prompts} long prompts were computed by decode workers"
     return Need(PREFILL, now, need, right, why)
@@ -207,8 +220,8 @@ def _decode(seen: Observation, told: list[Demand], settings: Settings) -> Need:
         parts = {"streams": fullest.streams, "KV cache": fullest.kv, "seats": fullest.seats}
         part = max(parts, key=lambda name: parts[name])
         mean = sum(one.pressure for one in told) / len(told)
-        why = f"{mean:.2g} full on average, {settings.decode_use:.2g} is right"
-        why += f"; the fullest {fullest.pressure:.2g}, by its {part}"
+        why = f"the mean pressure is {mean:.2g}, {settings.decode_use:.2g} is right"
+        why += f"; the highest is {fullest.pressure:.2g}, from the {part}"
     return Need(DECODE, now, need, right, why)
 
 
@@ -222,16 +235,19 @@ def _right(now: int, need: float, least: int, band: float) -> int:
     return wanted if wanted > now else max(wanted, min(now, math.ceil(need + band)))
 
 
-def _better(prefill: Need, decode: Need, settings: Settings) -> str:
-    """Return the role that should get a worker of the other one. Empty: neither."""
+def _better(prefill: Need, decode: Need, settings: Settings, able: set[str]) -> str:
+    """Return the role that should get a worker of the other one. Empty: neither.
+
+    able: the roles of which a worker can change sides."""
     now = _worst(prefill.need, prefill.now, decode.need, decode.now, settings.band)
     if now <= 1.0:
         return ""
     options = {}
-    if decode.now > settings.min_decode:
+    if decode.now > settings.min_decode and DECODE in able:
         options[PREFILL] = prefill.now + 1, decode.now - 1
     # The last prefill worker stays as long as anything is for it.
-    if prefill.now > max(settings.min_prefill, int(prefill.need >= _TRACE)):
+    least = max(settings.min_prefill, int(prefill.need >= _TRACE))
+    if prefill.now > least and PREFILL in able:
         options[DECODE] = prefill.now - 1, decode.now + 1
     worst = {
         to: _worst(prefill.need, p, decode.need, d, settings.band) for to, (p, d) in options.items()

@@ -82,7 +82,7 @@ from pullfill.wire.records import (
     WorkerRecord,
     WorkerState,
 )
-from pullfill.wire.roles import RoleOrder, WorkerRole
+from pullfill.wire.roles import RoleMove, RoleOrder, WorkerRole
 from pullfill.wire.self_check import SelfCheck
 from pullfill.wire.settings import DecodePolicy, QueueSettings, RouterConfig, RouterPolicy
 
@@ -142,6 +142,7 @@ __all__ = [
     "Refused",
     "RegionDescriptor",
     "Revoke",
+    "RoleMove",
     "RoleOrder",
     "RouterConfig",
     "RouterPolicy",

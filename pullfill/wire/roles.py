@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from pullfill.wire.codec import WIRE_VERSION, Message, Version
+from pullfill.wire.codec import WIRE_VERSION, Finite, Id, Message, Version
 
 
 class WorkerRole(enum.StrEnum):
@@ -18,6 +18,21 @@ class WorkerRole(enum.StrEnum):
     def names(self) -> frozenset[str]:
         """The roles under which such a worker is registered."""
         return frozenset({"decode", "prefill"} if self is WorkerRole.BOTH else {str(self)})
+
+
+class RoleMove(Message, frozen=True, kw_only=True):
+    """`planner`: the last order of `pullfill plan --apply`.
+
+    A planner writes the key only if no other one has written it since. So several planners together
+    move no faster than one.
+
+    before, after: roles of the worker. at: when, in seconds since 1970 by the writer's clock."""
+
+    v: Version = WIRE_VERSION
+    instance_id: Id
+    before: WorkerRole
+    after: WorkerRole
+    at: Finite
 
 
 class RoleOrder(Message, frozen=True, kw_only=True):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,16 +15,19 @@ from rich.console import Console
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import planner, scaling
-from pullfill.deploy.scaling import Settings, State
+from pullfill.deploy.scaling import DECODE, PREFILL, Member, Observation, Settings, State
 from pullfill.errors import UnavailableError
+from pullfill.registry.client import KeyValue
+from pullfill.wire import RoleMove, WorkerRole, decode
 
 REF = ClusterRef("default", "http://h:1", "nats://h:1")
 
 
 def cluster(**demand: float) -> dict[str, Any]:
     rows = [{"instance_id": f"decode-{n}", "role": "decode", "state": "ready"} for n in (1, 2)]
-    rows[0] |= {"load": {"requests": 4, "demand": demand}}  # type: ignore[dict-item]
-    rows[1] |= {"load": {"requests": 1, "demand": {}}}  # type: ignore[dict-item]
+    elastic = {"elastic": "decode"}
+    rows[0] |= {"load": {"requests": 4, "demand": demand, **elastic}}  # type: ignore[dict-item]
+    rows[1] |= {"load": {"requests": 1, "demand": {}, **elastic}}  # type: ignore[dict-item]
     return {"workers": rows}
 
 
@@ -38,12 +45,12 @@ def test_json(found: scaling.Plan) -> None:
         "now": 0,
         "need": pytest.approx(0.714, abs=0.001),
         "right": 1,
-        "why": "long prompts keep 0.5 busy, 70% use of each is right; 4.0 s of work wait; "
-        "8 of 8 long prompts were computed by decode workers",
+        "why": "long prompts keep 0.5 workers busy; each should work 70% of the time; "
+        "4.0 s of work wait; 8 of 8 long prompts were computed by decode workers",
     }
     assert told["decode"]["right"] == 1
     assert told["decode"]["why"] == (
-        "0.3 full on average, 0.8 is right; the fullest 0.6, by its KV cache"
+        "the mean pressure is 0.3, 0.8 is right; the highest is 0.6, from the KV cache"
     )
     assert (told["backlog_s"], told["missed"]) == (4.0, 1.0)
     assert told["moves"] == [{"instance_id": "decode-2", "from": "decode", "to": "prefill"}]
@@ -87,3 +94,129 @@ def test_a_watch_settles_and_does_not_take_a_move_for_made(
     with pytest.raises(KeyboardInterrupt):
         planner.plan(REF, Settings(settle_s=10.0), as_json=True, watch_s=5.0)
     assert [len(one["moves"]) for one in looks()] == [0, 0, 1, 1, 1]
+
+
+# ------------------------------------------------------------------ --apply
+
+
+class Etcd:
+    """The planner's key. between: runs once between a planner's read and its write."""
+
+    def __init__(self) -> None:
+        self.value, self.revision = b"", 0
+        self.between: Callable[[], None] | None = None
+
+    async def get(self, key: str) -> KeyValue | None:
+        assert key == "/pullfill/default/planner"
+        return KeyValue(value=self.value, mod_revision=self.revision) if self.revision else None
+
+    async def put_if(self, key: str, value: bytes, *, mod_revision: int) -> bool:
+        between, self.between = self.between, None
+        if between is not None:
+            between()
+        if mod_revision != self.revision:
+            return False
+        self.value, self.revision = value, self.revision + 1
+        return True
+
+    @property
+    def move(self) -> RoleMove:
+        return decode(self.value, RoleMove)
+
+
+class Rig:
+    """Planners of one cluster, which wants its first prefill worker."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.etcd, self.orders = Etcd(), list[tuple[str, str]]()
+        self.told = cluster(prefill_demand=0.5)
+        monkeypatch.setattr(planner, "ask", lambda _: self.told)
+        monkeypatch.setattr(planner, "ask_etcd", self._ask_etcd)
+        monkeypatch.setattr(planner.role, "order", self._order)
+
+    def _ask_etcd(self, _: ClusterRef, question: Callable[[Any, str], Awaitable[Any]]) -> Any:
+        async def ask() -> Any:
+            return await question(self.etcd, "default")
+
+        return asyncio.run(ask())
+
+    async def _order(self, _: Etcd, namespace: str, instance_id: str, wanted: WorkerRole) -> None:
+        assert self.etcd.move.instance_id == instance_id, "first noted, then ordered"
+        self.orders.append((instance_id, wanted))
+
+    def step(self, settings: Settings = Settings(settle_s=0.0)) -> scaling.Plan:  # noqa: B008
+        return planner.step(REF, settings, State())
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(monkeypatch)
+
+
+def test_a_move_is_ordered_as_pullfill_role_does(rig: Rig) -> None:
+    assert rig.step().moves
+    assert rig.orders == [("decode-2", WorkerRole.PREFILL)]
+    assert abs(rig.etcd.move.at - time.time()) < 5
+
+
+def test_a_planner_that_starts_again_keeps_the_pause(rig: Rig) -> None:
+    rig.step()
+    rig.told["workers"][1]["role"] = "prefill"
+    rig.told["workers"].append(cluster()["workers"][1] | {"instance_id": "decode-3"})
+    rig.told["workers"][0]["load"]["demand"]["prefill_demand"] = 1.5
+    again = rig.step()
+    assert not again.moves
+    assert "20 s away" in again.reasons[0]
+    assert rig.step(Settings(settle_s=0.0, cool_down_s=0.0)).moves
+
+
+def test_nobody_is_ordered_while_the_last_one_is_on_its_way(rig: Rig) -> None:
+    rig.step()
+    rig.told["workers"][1]["instance_id"] = "decode-4"  # decode-2 is registered in no role
+    found = rig.step(Settings(settle_s=0.0, cool_down_s=0.0))
+    assert not found.moves
+    assert "decode-2" in found.reasons[0]
+
+
+def test_of_two_planners_one_orders(rig: Rig) -> None:
+    def other() -> None:
+        rig.etcd.revision += 1
+
+    rig.etcd.between = other
+    found = rig.step()
+    assert (found.moves, rig.orders) == ((), [])
+    assert "another planner" in found.reasons[0]
+    assert not found.state.moved_to
+
+
+def test_a_worker_that_died_on_its_way_is_not_waited_for_for_ever() -> None:
+    seen = Observation(500.0, (Member("p", PREFILL), Member("d", DECODE)), {})
+    gone = RoleMove(instance_id="x", before=WorkerRole.DECODE, after=WorkerRole.PREFILL, at=1000.0)
+    now, state = planner.remembered(gone, planner.ABSENT_S - 1, seen, State())
+    assert now.changing == ("x",)
+    assert (state.moved_to, state.moved_at) == ("prefill", 500.0 - planner.ABSENT_S + 1)
+    assert planner.remembered(gone, planner.ABSENT_S, seen, State())[0] == seen
+    arrived = replace(seen, members=(*seen.members, Member("x", PREFILL)))
+    assert planner.remembered(gone, 1.0, arrived, State())[0] == arrived
+    ahead, state = planner.remembered(gone, -50.0, seen, State())
+    assert (ahead.changing, state.moved_at) == (("x",), 500.0)
+
+
+def test_a_look_that_fails_does_not_end_a_watch(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pauses = iter([lambda: rig.told.update(workers=[]), lambda: rig.told.update(cluster())])
+
+    def sleep(seconds: float) -> None:
+        assert seconds == planner.LOOK_S
+        pause = next(pauses, None)
+        if pause is None:
+            raise KeyboardInterrupt
+        pause()
+
+    monkeypatch.setattr(planner.time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        planner.plan(REF, Settings(), as_json=True, apply=True)
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 2
+    assert "pullfill status" in said.err

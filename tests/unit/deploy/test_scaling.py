@@ -114,6 +114,17 @@ def test_the_last_prefill_worker_goes_when_nothing_is_for_it() -> None:
     assert not plan(observation, State(), replace(NOW, min_prefill=1)).moves
 
 
+def test_only_elastic_workers_change_sides() -> None:
+    observation = seen(1, 3, long=1.2, streams=1.0)
+    fixed = tuple(replace(m, elastic=m.instance_id == "d0") for m in observation.members)
+    found = plan(replace(observation, members=fixed), State(), NOW)
+    assert found.moves == (Move("d0", DECODE, PREFILL),)
+    fixed = tuple(replace(member, elastic=False) for member in fixed)
+    found = plan(replace(observation, members=fixed), State(), NOW)
+    assert not found.moves
+    assert "--elastic" in found.reasons[0]
+
+
 def test_the_last_decode_worker_stays() -> None:
     for least in (1, 2):
         observation = seen(1, least, long=30.0)
@@ -203,11 +214,19 @@ def test_the_observation_is_read_from_the_status() -> None:
                 row("d1", "decode", "ready", requests=3, demand={"pressure": 0.5, "later": 1}),
                 row("d2", "decode", "lost"),
                 row("d3", "decode", "draining", demand={"pressure": 9.0}),
-                row("p1", "prefill", "ready", jobs=2),
+                row("p1", "prefill", "ready", jobs=2, elastic="prefill"),
+                row("b1", "decode", "ready", requests=1, elastic="both", demand={}),
+                row("b1", "prefill", "ready", requests=1, elastic="both", demand={}),
+                row("s1", "prefill", "ready", elastic="prefill", switch="drains"),
             ]
         },
         7.0,
     )
-    assert told.members == (Member("d1", DECODE, 3), Member("p1", PREFILL, 2))
-    assert told.demands == {"d1": Demand(pressure=0.5)}
-    assert (told.at, told.changing) == (7.0, ("d3",))
+    assert told.members == (
+        Member("d1", DECODE, 3, elastic=False),
+        Member("p1", PREFILL, 2),
+        Member("b1", DECODE, 1),
+        Member("s1", PREFILL),
+    )
+    assert told.demands == {"d1": Demand(pressure=0.5), "b1": Demand()}
+    assert (told.at, told.changing) == (7.0, ("d3", "s1"))

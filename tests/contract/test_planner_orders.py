@@ -1,0 +1,90 @@
+"""What `pullfill plan --apply` writes to one real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from pullfill.cluster_status import Report
+from pullfill.config import ClusterRef
+from pullfill.deploy import planner, role
+from pullfill.deploy.scaling import Move, Plan, Settings, State
+from pullfill.errors import UnavailableError
+from pullfill.registry import keys
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.orders import last_move
+from pullfill.wire import RoleOrder, WorkerRole, decode
+from tests.support.etcd import EtcdServer
+from tests.support.workers import member
+
+DECODES = ("decode-1", "decode-2")
+NOW = Settings(settle_s=0.0)
+
+
+def row(instance_id: str, of: str, **load: Any) -> dict[str, Any]:
+    load |= {"elastic": of} | ({"demand": {"prefill_demand": 0.2}} if of == "decode" else {})
+    return {"instance_id": instance_id, "role": of, "state": "ready", "load": load}
+
+
+@pytest.fixture
+async def ref(
+    client: EtcdClient, etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[ClusterRef]:
+    """A cluster of two elastic decode workers, which no prefill worker helps."""
+    members = [member(client, ns, name, ttl_s=10) for name in DECODES]
+    for one in members:
+        await one.join()
+    told = {"workers": [row(name, "decode", requests=int(name[-1])) for name in DECODES]}
+    monkeypatch.setattr(planner, "ask", lambda _: told)
+    monkeypatch.setattr(role, "ask_worker", lambda record: Report(load={"elastic": record.role}))
+    yield ClusterRef(ns, etcd.url, "nats://")
+    for one in members:
+        await one.leave()
+
+
+async def step(ref: ClusterRef) -> Plan:
+    """One look of a planner that has just started."""
+    return await asyncio.to_thread(planner.step, ref, NOW, State())
+
+
+async def test_a_move_is_an_order_to_the_worker(client: EtcdClient, ref: ClusterRef) -> None:
+    found = await step(ref)
+    assert found.moves == (Move("decode-1", "decode", "prefill"),)
+    ordered = await client.get(keys.role_order(ref.namespace, "decode-1"))
+    assert ordered is not None
+    assert decode(ordered.value, RoleOrder).role is WorkerRole.PREFILL
+    assert await client.get(keys.role_order(ref.namespace, "decode-2")) is None
+    last, revision = await last_move(client, ref.namespace)
+    assert last is not None
+    assert (last.instance_id, last.after) == ("decode-1", WorkerRole.PREFILL)
+    again = await step(ref)
+    assert (again.moves, (await last_move(client, ref.namespace))[1]) == ((), revision)
+
+
+async def test_of_many_planners_one_orders(client: EtcdClient, ref: ClusterRef) -> None:
+    plans = await asyncio.gather(*(step(ref) for _ in range(6)))
+    assert sum(len(one.moves) for one in plans) == 1
+    kv = await client.get(keys.planner(ref.namespace))
+    assert kv is not None
+    assert kv.version == 1
+
+
+async def test_an_order_that_cannot_be_read_is_replaced(
+    client: EtcdClient, ref: ClusterRef
+) -> None:
+    await client.put(keys.planner(ref.namespace), b"{")
+    assert (await step(ref)).moves
+    assert (await last_move(client, ref.namespace))[0] is not None
+
+
+async def test_an_order_that_is_refused_costs_a_pause(
+    client: EtcdClient, ref: ClusterRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(role, "ask_worker", lambda _: None)
+    with pytest.raises(UnavailableError, match="does not answer"):
+        await step(ref)
+    assert await client.get(keys.role_order(ref.namespace, "decode-1")) is None
+    assert not (await step(ref)).moves
