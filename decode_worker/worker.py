@@ -130,6 +130,8 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         self._key = cluster.security.cluster.load()
         self._traces = RequestTraces(self.instance_id)
         self._events = KvEvents()
+        # The engine may look before `watch` has read the stored settings.
+        self._router_config: Callable[[], RouterConfig] = RouterConfig
         self._loop = asyncio.get_running_loop()
         self.copiers: Collection[memory.Copier] = ()
 
@@ -138,8 +140,9 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         namespace = self._cluster.namespace
         self._kept = await SelfChecks.started(etcd, namespace)
         parts.push_async_callback(self._kept.close)
-        self._router_settings = await Settings(etcd, namespace, RouterConfig).start()
-        parts.push_async_callback(self._router_settings.close)
+        settings = await Settings(etcd, namespace, RouterConfig).start()
+        parts.push_async_callback(settings.close)
+        self._router_config = lambda: settings.current
 
     def adjust(self, config: Any) -> None:
         self._events.switch_on(config)
@@ -159,7 +162,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             self.instance_id,
             files,
             incarnation=new_incarnation(),
-            router_config=lambda: self._router_settings.current,
+            router_config=lambda: self._router_config(),
             traces=self._traces,
             make_ledger=make_ledger,
             offer=partial(
