@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from pullfill.engine.front_wire import LoadReport, Redirect, RedirectReason
+from pullfill.registry import keys
 from tests.support.etcd import EtcdServer, free_ports
 from tests.support.fake_decode import FakeDecode
-from tests.support.frontend_http import PATIENCE_S, Served, frontend, workers
+from tests.support.frontend_http import (
+    NAMESPACE,
+    PATIENCE_S,
+    Served,
+    expected,
+    frontend,
+    until,
+    workers,
+)
 
 Pair = tuple[str, Served, Served]
 PROMPT = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -66,3 +80,61 @@ async def test_the_other_serves_the_port_alone_when_one_is_killed(pair: Pair) ->
         one.process.wait(PATIENCE_S)
         for _ in range(20):
             await ask(shared)
+
+
+async def streamed(url: str, tokens: int) -> tuple[str, str]:
+    """Stream an answer. Return its id and its text."""
+    body = {**PROMPT, "max_tokens": tokens, "stream": True}
+    events: list[Any] = []
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
+        http.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line.removeprefix("data: ")))
+    return events[0]["id"], "".join(event["choices"][0]["text"] for event in events)
+
+
+async def explained(url: str, request_id: str) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
+        answer = await http.get(f"/pullfill/requests/{request_id}")
+        told: dict[str, Any] = answer.raise_for_status().json()
+        return told
+
+
+async def test_each_is_redirected_once_and_no_client_can_tell(pair: Pair) -> None:
+    """Neither knows what the other one has sent. Each worker says that its queue is full."""
+    _, one, two = pair
+    one.etcd.ctl("put", keys.config(NAMESPACE, "router"), '{"decode_policy":"least_loaded"}')
+    idle = LoadReport(
+        running=0, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=999
+    )
+    busy = msgspec.structs.replace(idle, uncached_tokens_queued=50_000)
+    full = Redirect(request_id="", reason=RedirectReason.QUEUE_FULL, held_tokens=0, load=busy)
+    fakes = [
+        FakeDecode(
+            f"decode-{n}", model="m", max_model_len=512, load=idle, redirect=full, step_s=0.02
+        )
+        for n in (1, 2)
+    ]
+    async with workers(one, *fakes, seen_by=[two]):
+        for served in (one, two):
+            before = sum(len(fake.added) for fake in fakes)
+            asked = asyncio.create_task(streamed(served.url, 40))
+            await until(lambda now=before + 1: sum(len(fake.added) for fake in fakes) == now)
+            (second,) = [fake for fake in fakes if fake.active]
+            (first,) = [fake for fake in fakes if fake is not second]
+            prompt = second.added[-1].prompt_token_ids or []
+            if served is two:  # the worker that it was sent to dies
+                await until(lambda at=second: any(a.sent > 5 for a in at.active))
+                await asyncio.to_thread(second.die)
+            request_id, text = await asked
+            assert text == expected(prompt, 40)
+            told = await explained(served.url, request_id)
+            assert (told["redirected_from"], told["redirect_reason"]) == (
+                first.instance_id,
+                "queue_full",
+            )
+            assert told["migrated_from"] == ([second.instance_id] if served is two else [])
+        assert sum(len(fake.pictures) for fake in fakes) == 2
