@@ -47,6 +47,8 @@ REPEATING = {"allowed_token_ids": list(FEW)}
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
+    if ZOO[request.param].missing:
+        pytest.skip(ZOO[request.param].missing)
     directory = tmp_path_factory.mktemp("zoo")
     flags: tuple[str, ...] = ()
     front: tuple[str, ...] = (SPECULATE,)  # to count drafts

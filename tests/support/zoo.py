@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pullfill.engine import release
 from pullfill.engine.speculation import CACHED_ON_CPU, MAMBA_ON_CPU
 from tests.support.checkpoint import DEEPSEEK, IMAGE_ID, TINY, random_checkpoint, tiny_checkpoint
 
@@ -50,6 +51,7 @@ class Model:
     dtype: what vLLM's CPU build takes.
     processor: of images, as in `random_checkpoint`.
     local: why the decode worker prefills its prompts. Empty: prefill workers do.
+    missing: why the installed vLLM cannot load it. Empty: it can.
     local_with_flags: the same if a worker has two ranks or speculates.
     block_bytes: KV bytes that one block takes on all decode ranks. 0: not looked at.
     mocked: the test that shows with mock engines, over vLLM's scheduler and its cache configuration
@@ -69,6 +71,7 @@ class Model:
     lora: str = ""
     speculation: str = ""
     dtype: str = "float32"
+    missing: str = ""
     processor: dict[str, object] | None = None
     local: str = ""
     local_with_flags: str = ""
@@ -197,6 +200,9 @@ ZOO = {
         flags=("--no-enable-prefix-caching",),
         local_with_flags="kv_groups",
         speculation=MAMBA_ON_CPU,
+        missing=""
+        if release.this.convolves_float32
+        else "before 0.32, vLLM loads Mamba-2 in bfloat16 only on CPUs with AVX-512 BF16",
         mocked="tests/integration/test_states.py",
     ),
     "Qwen3-Next": Model(

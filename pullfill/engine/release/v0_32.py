@@ -10,10 +10,12 @@ class Release:
 
     prompt_logprobs: the SamplingParams that ask for log probabilities of the prompt.
     speculates_on_cpu: whether an engine on CPU survives its first draft.
-    offloads_kv: whether vLLM's KV offloading beside our connector is tested."""
+    offloads_kv: whether vLLM's KV offloading beside our connector is tested.
+    convolves_float32: whether Mamba-2 layers load in float32 on CPUs with AVX-512 BF16."""
 
     speculates_on_cpu = True
     offloads_kv = True
+    convolves_float32 = True
 
     prompt_logprobs: tuple[str, ...] = (
         "prompt_logprobs",
