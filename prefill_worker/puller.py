@@ -5,6 +5,10 @@ written. It is not larger, so that other workers get the rest. A prompt that fil
 the pulling: a worker that is free sooner may take the next job. Jobs count from their grant
 (budget.py). The number of deliveries without a grant is limited, too.
 
+A tight job (queue/urgency.py) may exceed the budget, up to twice the budget, if the engine has a
+second prompt: it goes past that one in the engine. Otherwise nothing is gained, and another worker
+may be free sooner.
+
 While a decode worker has no KV credit left (credits.py), nothing is pulled, because the next job
 may be of that decode worker. After `patience_s` there is one more pull all the same. So a slow
 decode worker delays the jobs of others by `patience_s` each time. A stopped one does so only once:
@@ -69,6 +73,7 @@ class Puller:
         self._pause_s = _PAUSE_SOONEST_S
 
     def start(self) -> None:
+        self._consumer.on_urgent = self._room.ring
         self._task = asyncio.create_task(self._run())
 
     def changed(self) -> None:
@@ -105,6 +110,10 @@ class Puller:
         self._room.clear()
         await self._room.wait(at_most_s)
 
+    def _urgent(self, free_tokens: int, jobs: int) -> bool:
+        """Whether a tight job may be pulled beyond the budget."""
+        return jobs > 1 and free_tokens > -self._budget and self._consumer.urgent
+
     async def _run(self) -> None:
         while True:
             await self.pull()
@@ -117,7 +126,9 @@ class Puller:
         waiting = self._runner.waiting
         free_tokens = self._budget - self._runner.in_flight_tokens
         free_jobs = self._max_jobs - (self._runner.in_flight - waiting)
-        if self._paused or free_tokens <= 0 or free_jobs <= 0 or waiting >= MAX_WAITING:
+        full = free_tokens <= 0
+        no_room = full and not self._urgent(free_tokens, self._max_jobs - free_jobs)
+        if self._paused or no_room or free_jobs <= 0 or waiting >= MAX_WAITING:
             await self._wait_for_room(_WAIT_S)
             return
         now = asyncio.get_running_loop().time()
@@ -125,7 +136,7 @@ class Puller:
             # One job per pull. A pull for more would wait until it knows that there are no more.
             # The next pull gets the next job just as soon.
             wait_s = timer_grid.before(now + _WAIT_S, _WAIT_S / 2) - now
-            deliveries = await self._consumer.pull(free_tokens, 1, wait_s)
+            deliveries = await self._consumer.pull(free_tokens, 1, wait_s, urgent_only=full)
         except Exception as exc:
             level = logger.debug if isinstance(exc, PullfillError) else logger.exception
             level("no jobs now: %s", exc)

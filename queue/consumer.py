@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from nats.aio.msg import Msg
 
@@ -33,7 +33,7 @@ from pullfill.queue.names import MSG_ID, TAKEN, Names
 from pullfill.queue.nats_connection import NatsConnection, NoResponders, NotSent
 from pullfill.queue.pull_requests import GRACE_S, NO_CONSUMER, PullRequests, Request
 from pullfill.queue.streams import NOT_SET, Streams
-from pullfill.queue.urgency import Lane
+from pullfill.queue.urgency import Lane, Urgency
 from pullfill.runtime import log
 from pullfill.runtime.health import Health
 from pullfill.runtime.lifecycle import end
@@ -63,12 +63,13 @@ class JetStreamConsumer:
         self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
     ) -> None:
         self.running: Callable[[], Iterable[Delivery]] = tuple
+        self.on_urgent: Callable[[], None] = lambda: None
         self.connection = connection
         self._names = Names(config.namespace, config.compat_hash)
         self.streams = Streams(connection, self._names, config, settings)
         self.letters = DeadLetters(connection, self._names)
         self.acks = Acks(connection, lambda: self.stream_id)
-        self.lanes = Lanes(connection, self._names, lambda: self._wake.ring())
+        self.lanes = Lanes(connection, self._names, self._on_fill)
         self._requests = PullRequests(connection, self._names, self._on_message)
         self._arrived: deque[JetStreamDelivery] = deque()
         self._wake = Bell()
@@ -144,14 +145,25 @@ class JetStreamConsumer:
 
     # ------------------------------------------------------------------ pull
 
-    async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> list[Delivery]:
+    @property
+    def urgent(self) -> bool:
+        return self.lanes.turns.urgent
+
+    def _on_fill(self, lane: Lane) -> None:
+        self._wake.ring()
+        if lane.urgency is Urgency.TIGHT:
+            self.on_urgent()
+
+    async def pull(
+        self, budget_tokens: int, max_jobs: int, wait_s: float, *, urgent_only: bool = False
+    ) -> list[Delivery]:
         taken: list[JetStreamDelivery] = []
         async with self._pulling:
             self._waiting = True
             try:
                 tokens = 0
                 while len(taken) < max_jobs and not (taken and tokens >= budget_tokens):
-                    job = await self._next(0.0 if taken else wait_s)
+                    job = await self._next(0.0 if taken else wait_s, urgent_only)
                     if job is None:
                         break
                     taken.append(job)
@@ -173,7 +185,7 @@ class JetStreamConsumer:
                     await self._requests.withdraw()
         return list(taken)
 
-    async def _next(self, wait_s: float) -> JetStreamDelivery | None:
+    async def _next(self, wait_s: float, urgent_only: bool) -> JetStreamDelivery | None:
         """Return one job. None: none came within `wait_s`, or drain. Raises QueueUnavailable."""
         deadline = SYSTEM_CLOCK.monotonic() + wait_s
         if wait_s <= 0 and not self.lanes.turns:
@@ -181,6 +193,8 @@ class JetStreamConsumer:
         while not self._draining:
             if self._arrived:
                 return self._arrived.popleft()
+            if urgent_only and not self.urgent:
+                return None
             now = SYSTEM_CLOCK.monotonic()
             lives = self._requests.lives
             if not self.connection.up:
@@ -189,7 +203,7 @@ class JetStreamConsumer:
             elif not self.stream_id:
                 await self._heal("nothing known", deadline)
             elif (lane := self.lanes.turns.next()) is not None:
-                first = not lives and now >= self._first_at
+                first = not (lives or urgent_only) and now >= self._first_at
                 await self._take(None if first else lane, deadline)
             elif wait_s <= 0:
                 if lives or not await self._take(None, deadline):
@@ -207,26 +221,21 @@ class JetStreamConsumer:
         request = await self._requests.ask(lane)
         answered = await self._answered(request, now + GRACE_S)
         self._requests.asking = None
+        if not answered and lane is not None:
+            self.lanes.turns.empty(lane)
         if not answered:
-            self._silent(lane)
+            raise QueueUnavailable(f"NATS at {self.connection.shown_url} does not answer pulls")
         if not request.status:
             return True
         if lane is None and not request.found_nothing:
             await self._heal(request.status, deadline)
             return True
-        if lane is not None and request.status == NO_CONSUMER:
-            await self._make_consumer(lane)
-        elif lane is not None:
-            self.lanes.turns.empty(lane)
+        if lane is not None:
+            passed = self.lanes.turns.empty(lane)
+            if request.status == NO_CONSUMER:
+                await self.streams.ensure_lane(lane)
+                self.lanes.turns.fill(lane, passed)
         return False
-
-    async def _make_consumer(self, lane: Lane) -> None:
-        """Make the consumer of a lane that nobody has taken a job from yet."""
-        try:
-            await self.streams.ensure_lane(lane)
-        except BaseException:
-            self.lanes.turns.empty(lane)
-            raise
 
     async def _wait(self, deadline: float) -> bool:
         """Wait for a job that is in no lane, or until one may wait in a lane.
@@ -245,7 +254,8 @@ class JetStreamConsumer:
         if not await self._answered(request, until, or_lanes=True):
             if outlives:
                 return False
-            self._silent(None)
+            self._requests.waiting = None
+            raise QueueUnavailable(f"NATS at {self.connection.shown_url} does not answer pulls")
         if request.status:
             self._requests.waiting = None
             if not request.found_nothing:
@@ -266,14 +276,6 @@ class JetStreamConsumer:
             if left <= 0 or not await self._wake.wait(left):
                 return False
         return True
-
-    def _silent(self, lane: Lane | None) -> NoReturn:
-        """Handle a request without an answer."""
-        if lane is None:
-            self._requests.waiting = None
-        else:
-            self.lanes.turns.empty(lane)
-        raise QueueUnavailable(f"NATS at {self.connection.shown_url} does not answer pulls")
 
     async def _heal(self, status: str, deadline: float) -> None:
         """Check and repair the stream after a pull ended with an unexpected status.

@@ -173,9 +173,15 @@ class JobConsumer(Protocol):
     """The prefill worker's side.
 
     running: returns the deliveries that are worked on. The owner sets it. Over a new connection a
-    heartbeat is sent for each of them before the next pull."""
+    heartbeat is sent for each of them before the next pull.
+    on_urgent: called when a tight job may wait. The owner sets it."""
 
     running: Callable[[], Iterable[Delivery]]
+    on_urgent: Callable[[], None]
+
+    @property
+    def urgent(self) -> bool:
+        """Whether a tight job is next, as far as known. Does no I/O."""
 
     @property
     def ack_wait_s(self) -> float:
@@ -185,8 +191,12 @@ class JobConsumer(Protocol):
     def max_deliver(self) -> int:
         """Number of deliveries of one job, after which it becomes a dead letter."""
 
-    async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> list[Delivery]:
+    async def pull(
+        self, budget_tokens: int, max_jobs: int, wait_s: float, *, urgent_only: bool = False
+    ) -> list[Delivery]:
         """Return up to `max_jobs` jobs. Waits for the first one, at most `wait_s`.
+
+        urgent_only: take nothing but tight jobs whose turn it is, and do not wait.
 
         Takes no more once the sum of `tokens` reaches `budget_tokens`. The first job is taken
         whatever its size. Returns [] if there is none, and after `drain`. Raises QueueUnavailable

@@ -47,6 +47,7 @@ from pullfill.wire import DepthReport, QueueStatus, decode, encode
 
 REPORT_S = 0.3
 """How long to wait for a report. Longer than an asker's pause between two requests to NATS."""
+NOTICE_S = 0.2
 _LOG_EVERY_S = 60.0
 
 logger = log.get("queue")
@@ -131,6 +132,7 @@ class DepthCache:
         # when we were told.
         self._held: set[int] = set()
         self._claimed: dict[int, float] = {}
+        self._noticed: dict[Lane, tuple[int, float]] = {}
 
     @property
     def waiting(self) -> int:
@@ -143,6 +145,18 @@ class DepthCache:
         """Our job `seq` waits no longer."""
         self._held.add(seq)
         self._claimed[seq] = self._clock.monotonic()
+
+    def to_notice(self, lane: Lane, seq: int) -> bool:
+        """Whether prefill workers must be told that our job `seq` waits in this lane.
+
+        They know of the lane while an earlier one of ours waits there. A notice may get lost, so
+        that holds for NOTICE_S."""
+        now = self._clock.monotonic()
+        before, at = self._noticed.get(lane, (0, -NOTICE_S))
+        if before in self._ours and before not in self._claimed and now - at < NOTICE_S:
+            return False
+        self._noticed[lane] = seq, now
+        return True
 
     def published(self, seq: int, tokens: int) -> None:
         """Our job `seq` is stored."""

@@ -40,10 +40,10 @@ class Lanes:
     """See the module. Belongs to one consumer, and to its loop.
 
     turns: which lane comes next.
-    on_fill: called when a job may wait in a lane."""
+    on_fill: called with a lane in which a job may wait."""
 
     def __init__(
-        self, connection: NatsConnection, names: Names, on_fill: Callable[[], None]
+        self, connection: NatsConnection, names: Names, on_fill: Callable[[Lane], None]
     ) -> None:
         self.turns = Turns()
         self._connection = connection
@@ -110,4 +110,4 @@ class Lanes:
 
     def _fill(self, lane: Lane) -> None:
         self.turns.fill(lane)
-        self._on_fill()
+        self._on_fill(lane)

@@ -185,7 +185,7 @@ class JetStreamProducer:
         seq, duplicate = int(answer["seq"]), bool(answer.get("duplicate", False))
         if not duplicate:
             self._depth.published(seq, tokens)
-            if lane is not None:
+            if lane is not None and self._depth.to_notice(lane, seq):
                 await send_notice(self.connection, self._names, lane)
         return Receipt(job_id, seq, duplicate, stream_id, tokens)
 

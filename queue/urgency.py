@@ -100,13 +100,19 @@ class Turns:
         """Whether a job waits in any lane."""
         return bool(self._passed)
 
-    def fill(self, lane: Lane) -> None:
-        """Note that a job waits in this lane."""
-        self._passed.setdefault(lane, 0)
+    def fill(self, lane: Lane, passed: int = 0) -> None:
+        """Note that a job waits in this lane. passed: tokens that have passed it, if it is new."""
+        self._passed.setdefault(lane, passed)
 
-    def empty(self, lane: Lane) -> None:
-        """Note that no job waits in this lane."""
-        self._passed.pop(lane, None)
+    def empty(self, lane: Lane) -> int:
+        """Note that no job waits in this lane. Returns how many tokens have passed it."""
+        return self._passed.pop(lane, 0)
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the next job is tight."""
+        lane = self.next()
+        return lane is not None and lane.urgency is Urgency.TIGHT
 
     def next(self) -> Lane | None:
         """Return the lane to take a job from now. None: no job waits."""

@@ -8,7 +8,7 @@ is taken back by its decode worker, which computes it itself. So it is not compu
     normal   up to 8,000 tokens, 3 s
     loose    up to 12,000 tokens, 30 s
 
-A job that has begun is not interrupted. So one prefill worker alone misses more.
+A job that has begun is not interrupted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.report import Row, finish, row
 from pullfill.prefill_worker.puller import budget_of
 from pullfill.queue.depth import DepthCache, Snapshot
 from pullfill.queue.producer import STEADY_REFRESH_S
-from pullfill.queue.urgency import Lane, Turns, Urgency, lane_of, urgency_of
+from pullfill.queue.urgency import LANES, Lane, Turns, Urgency, lane_of, urgency_of
 from pullfill.wire import RouterConfig
 
 SECONDS = 300.0
@@ -40,6 +40,7 @@ TARGET_MS = {Urgency.TIGHT: 500.0, Urgency.NORMAL: 3000.0, Urgency.LOOSE: 30_000
 LENGTHS = {Urgency.TIGHT: (520, 2000), Urgency.NORMAL: (520, 8000), Urgency.LOOSE: (2000, 12_000)}
 SHARES = {Urgency.TIGHT: 0.3, Urgency.NORMAL: 0.4, Urgency.LOOSE: 0.3}
 """Share of the tokens that are asked for."""
+_TIGHT = tuple(lane for lane in LANES if lane.urgency is Urgency.TIGHT)
 
 
 @dataclass(slots=True)
@@ -113,7 +114,7 @@ class Queue:
                 self._publish(arrivals.popleft())
             self._take_back()
             for worker in sorted(self.workers, key=lambda one: one.tokens):
-                while worker.tokens < BUDGET and (job := self._next(worker)) is not None:
+                while self._room(worker) and (job := self._next(worker)) is not None:
                     self._take(worker, job)
 
     def _publish(self, job: Job) -> None:
@@ -126,6 +127,17 @@ class Queue:
         if lane is not None:
             for worker in self.workers:
                 worker.turns.fill(lane)
+
+    def _room(self, worker: Worker) -> bool:
+        """As the puller (prefill_worker/puller.py)."""
+        if worker.tokens < BUDGET:
+            return True
+        if self._fifo or not worker.pulled or worker.tokens >= 2 * BUDGET:
+            return False
+        if not any(self._waiting[lane] for lane in _TIGHT):
+            return False
+        lane = worker.turns.next()
+        return lane in _TIGHT and bool(self._waiting[lane])
 
     def _next(self, worker: Worker) -> Job | None:
         if self._waiting[None]:
@@ -232,7 +244,7 @@ def rows(load: float, seed: int, seconds: float = SECONDS) -> list[Row]:
         run, fifo = (simulate(workers, load, fifo, seconds, seed) for fifo in (False, True))
         label = f"{load:g}x load, {workers} prefill worker{'s' * (workers > 1)}"
         for urgency in Urgency:
-            least = 0.95 if urgency is Urgency.TIGHT and workers > 1 else None
+            least = 0.95 if urgency is Urgency.TIGHT else None
             metric = f"{label}: {urgency.label} in time"
             found.append(row(metric, run.in_time[urgency], "", at_least=least))
             found.append(row(f"{metric}, in order of arrival", fifo.in_time[urgency], ""))

@@ -53,13 +53,15 @@ class MemoryQueue:
     _debts: dict[str, int] = field(default_factory=dict)
     _acked: list[int] = field(default_factory=list)
     _seq: int = 0
+    _consumers: list[MemoryConsumer] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def producer(self) -> MemoryProducer:
         return MemoryProducer(self)
 
     def consumer(self) -> MemoryConsumer:
-        return MemoryConsumer(self)
+        self._consumers.append(made := MemoryConsumer(self))
+        return made
 
     def check_online(self) -> None:
         """Raise QueueUnavailable while `offline`. After that, do what was asked meanwhile."""
@@ -92,6 +94,8 @@ class MemoryQueue:
         lane = lane_of(urgency, tokens) if waiting else None
         self._jobs[self._seq] = _Job(job_id, self._seq, body, tokens, now, urgency, lane)
         self._changed.set()
+        for consumer in self._consumers if urgency is Urgency.TIGHT else ():
+            consumer.on_urgent()
         return Receipt(job_id, self._seq, False, "memory", tokens)
 
     def remove(self, seq: int) -> bool:
@@ -117,7 +121,7 @@ class MemoryQueue:
         if all(known.job_id != letter.job_id for known in self.dead):
             self.dead.append(letter)
 
-    async def take(self, turns: Turns) -> _Job | None:
+    async def take(self, turns: Turns, *, urgent_only: bool = False) -> _Job | None:
         """Return the job that a worker with these turns gets now.
 
         A job that has used up its deliveries becomes a dead letter here, as on the server."""
@@ -136,14 +140,24 @@ class MemoryQueue:
             return None
         for lane in LANES:
             (turns.fill if lane in ready else turns.empty)(lane)
-        if not ready:
+        if not ready or (urgent_only and not turns.urgent):
             return None
+        if urgent_only:
+            ready.pop(None, None)
         job = ready[None if None in ready else turns.next()]
         job.deliveries += 1
         job.in_flight = True
         job.ready_at = now + self.config.ack_wait_s
         turns.took(job.urgency, job.tokens, job.lane)
         return job
+
+    def urgent(self, turns: Turns) -> bool:
+        """Whether a tight job is next for a worker with these turns."""
+        now = self.clock.monotonic()
+        for lane in LANES:
+            jobs = (job for job in self._jobs.values() if job.lane == lane and job.ready_at <= now)
+            (turns.fill if any(jobs) else turns.empty)(lane)
+        return turns.urgent
 
     def status(self) -> QueueStatus:
         now = self.clock.monotonic()
@@ -264,13 +278,20 @@ class MemoryConsumer:
 
     def __init__(self, queue: MemoryQueue) -> None:
         self.running: Callable[[], Iterable[Delivery]] = tuple
+        self.on_urgent: Callable[[], None] = lambda: None
         self._queue = queue
         self._turns = Turns()
         self._draining = False
         self.ack_wait_s = queue.config.ack_wait_s
         self.max_deliver = queue.config.max_deliver
 
-    async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> list[Delivery]:
+    @property
+    def urgent(self) -> bool:
+        return self._queue.urgent(self._turns)
+
+    async def pull(
+        self, budget_tokens: int, max_jobs: int, wait_s: float, *, urgent_only: bool = False
+    ) -> list[Delivery]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         taken: list[Delivery] = []
@@ -280,13 +301,13 @@ class MemoryConsumer:
                 break
             if not self._queue.offline:
                 self._queue.check_online()
-                job = await self._queue.take(self._turns)
+                job = await self._queue.take(self._turns, urgent_only=urgent_only)
                 if job is not None:
                     taken.append(MemoryDelivery(self._queue, job))
                     tokens += job.tokens
                     continue
             left = deadline - loop.time()
-            if taken or left <= 0:
+            if taken or left <= 0 or urgent_only:
                 break
             await self._queue.wait_changed(left)
         if not taken and not self._draining:

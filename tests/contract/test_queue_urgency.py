@@ -104,6 +104,25 @@ async def test_a_waiting_worker_hears_of_a_job_in_a_lane(bench: Bench) -> None:
     await held.ack()
 
 
+async def test_a_worker_may_take_nothing_but_urgent_jobs(bench: Bench) -> None:
+    rung: list[int] = []
+    bench.consumer.on_urgent = lambda: rung.append(1)
+    await publish(bench, J("first", 100), J("normal", 100))
+    await noticed(bench)
+    assert not bench.consumer.urgent
+    assert await bench.consumer.pull(1, 1, SOON_S, urgent_only=True) == []
+    assert not rung
+    await publish(bench, J("tight", 100, TIGHT))
+    await noticed(bench)
+    assert rung
+    assert bench.consumer.urgent
+    [job] = await bench.consumer.pull(1, 9, SOON_S, urgent_only=True)
+    assert job.job_id == "tight"
+    assert not bench.consumer.urgent
+    await job.ack()
+    assert await handed_out(bench, 2) == ["first", "normal"]
+
+
 @pytest.fixture
 async def lane(bench: Bench) -> Delivery:
     """A job of a lane, delivered."""

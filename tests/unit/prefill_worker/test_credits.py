@@ -97,7 +97,7 @@ class Rig:
             patience_s=patience_s,
         )  # fmt: skip
 
-    async def _pull(self, *_: float) -> list[Any]:
+    async def _pull(self, *_: float, **__: bool) -> list[Any]:
         self.pulls += 1
         await asyncio.sleep(0.001)
         return []

@@ -53,7 +53,7 @@ async def test_what_cannot_be_given_back_does_not_end_the_pulling() -> None:
     async def nak(_: float = 0.0) -> None:
         raise NotSent("no connection to NATS")
 
-    async def pull(*_: float) -> list[Any]:
+    async def pull(*_: float, **__: bool) -> list[Any]:
         pulls.put_nowait(None)
         if pulls.qsize() > 1:
             await asyncio.sleep(100)

@@ -12,6 +12,7 @@ from pullfill.deploy.defaults import PREFILL_CHUNK
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.queue.contract import QueueConfig
+from pullfill.queue.urgency import Urgency
 from pullfill.testing.memory_queue import MemoryQueue
 
 
@@ -39,9 +40,13 @@ class Consumer:
         self._real, self._runner = real, runner
         self.asked: list[tuple[int, int]] = []
 
-    async def pull(self, budget_tokens: int, max_jobs: int, wait_s: float) -> Any:
+    @property
+    def urgent(self) -> bool:
+        return bool(self._real.urgent)
+
+    async def pull(self, budget: int, max_jobs: int, wait_s: float, **how: bool) -> Any:
         self.asked.append((max_jobs, len(self._runner.started)))
-        return await self._real.pull(budget_tokens, max_jobs, wait_s)
+        return await self._real.pull(budget, max_jobs, wait_s, **how)
 
     async def drain(self) -> None:
         await self._real.drain()
@@ -92,3 +97,32 @@ async def test_small_steps_do_not_leave_the_engine_without_a_second_prompt() -> 
     await started(runner, 2)
     await puller.stop()
     assert runner.started == ["j0", "j1"], "and the third is for other workers"
+
+
+async def test_a_tight_job_goes_past_the_prompt_that_waits_in_the_engine() -> None:
+    """Beyond the budget, once over. Others wait for room, and so does a tight one without need."""
+    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
+    producer = queue.producer()
+    fake: Any = runner
+    puller = Puller(
+        queue.consumer(), fake, budget_tokens=1000, max_jobs=32, credits=Credits(1 << 20)
+    )
+    puller.start()
+    await producer.publish("one", b"", 1000)
+    await started(runner, 1)
+    await producer.publish("two", b"", 10)
+    await producer.publish("tight", b"", 10, Urgency.TIGHT)
+    await asyncio.sleep(0.05)
+    assert runner.started == ["one"], "it would gain nothing: the engine has no second prompt"
+    runner.in_flight_tokens = 0
+    puller.changed()
+    await started(runner, 3)
+    await producer.publish("big", b"", 1000)
+    await started(runner, 4)
+    await producer.publish("next", b"", 10)
+    for number in range(3):
+        await producer.publish(f"tight{number}", b"", 600, Urgency.TIGHT)
+    await started(runner, 6)
+    await asyncio.sleep(0.05)
+    await puller.stop()
+    assert runner.started == ["one", "two", "tight", "big", "tight0", "tight1"]

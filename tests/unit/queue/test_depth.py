@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pullfill.queue.depth import DepthCache, Snapshot, read_snapshot
+from pullfill.queue.depth import NOTICE_S, DepthCache, Snapshot, read_snapshot
+from pullfill.queue.urgency import Lane, Urgency
 
 
 class FakeClock:
@@ -109,3 +110,18 @@ def test_a_job_waits_until_a_prefill_worker_has_it() -> None:
     clock.now = 101.0
     cache.store(Snapshot(2, 20, 2, 1.0, 6, "s"), 100.5)
     assert cache.waiting == 0
+
+
+def test_workers_are_told_of_a_lane_only_if_they_may_not_know() -> None:
+    clock = FakeClock()
+    cache = DepthCache(clock)
+    short, long = Lane(Urgency.NORMAL, 0), Lane(Urgency.NORMAL, 3)
+    for seq in (1, 2, 3, 4):
+        cache.published(seq, 10)
+    assert cache.to_notice(short, 1)
+    assert not cache.to_notice(short, 2), "they know, as the first still waits"
+    assert cache.to_notice(long, 3)
+    cache.claimed(1)
+    assert cache.to_notice(short, 4), "the lane may have become empty meanwhile"
+    clock.now += NOTICE_S
+    assert cache.to_notice(short, 5), "the last notice may have been lost"
