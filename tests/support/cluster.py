@@ -254,11 +254,13 @@ class Cluster:
         return False
 
     def linked(self) -> bool:
-        """Whether every prefill worker is connected to every decode worker."""
+        """Whether every prefill worker is connected to every decode worker but itself."""
         entries = self.status()["workers"]
         prefill = {w["instance_id"] for w in entries if w["role"] == "prefill"}
         decode = [w for w in entries if w["role"] == "decode"]
-        return all(prefill <= set(w["load"].get("prefill_workers", [])) for w in decode)
+        return all(
+            prefill <= {w["instance_id"], *w["load"].get("prefill_workers", ())} for w in decode
+        )
 
     def stop(self) -> None:
         """End everything, whatever state it is in."""
