@@ -129,7 +129,7 @@ def _seen(ref: ClusterRef) -> Observation:
 
 
 def told(found: Plan) -> dict[str, Any]:
-    """Return the plan for JSON (docs/wire.md)."""
+    """Return the plan for JSON. moves: with `--apply`, those that were ordered in this look."""
     roles = {need.role: asdict(need) for need in (found.prefill, found.decode)}
     for need in roles.values():
         del need["role"]
