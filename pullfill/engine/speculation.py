@@ -19,13 +19,10 @@ from pullfill.errors import BadMessage, ConfigError
 
 _WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """vLLM's names of methods, as in `--speculative-config`."""
-MAMBA_ON_CPU = (
-    "vLLM's CPU build keeps rejected drafts in the state of Mamba layers, so answers would be wrong"
+STATES_ON_CPU = (
+    "vLLM's CPU build answers wrong, or fails, when it speculates with Mamba or linear attention layers"
 )
-CACHED_ON_CPU = (
-    "vLLM's CPU build lacks Triton, which it needs to speculate with a prefix cache of states"
-)
-"""Why workers with Mamba layers, or of linear attention, refuse to speculate."""
+"""Why workers with such layers refuse to speculate on CPU."""
 _NEGLIGIBLE = 1e-5
 """vLLM's own bound: it takes a smaller min_p, or temperature, for 0."""
 
@@ -79,16 +76,10 @@ def check_config(vllm_config: Any) -> None:
             f"--speculative-config: vLLM {check.require_version()} cannot speculate on CPU; leave "
             f"it out, or install vLLM {releases.VLLM}"
         )
-    model = vllm_config.model_config
-    if not model.has_inner_state:
-        return
-    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
-    if "linear_attention" not in kinds:
-        # `causal_conv1d_update_cpu` is not told how many drafts were accepted. Kernels of linear
-        # attention are.
-        raise ConfigError(f"--speculative-config: {MAMBA_ON_CPU}; leave it out")
-    if vllm_config.cache_config.mamba_cache_mode != "none":
-        raise ConfigError(f"--speculative-config: {CACHED_ON_CPU}; add --no-enable-prefix-caching")
+    if vllm_config.model_config.has_inner_state:
+        # `causal_conv1d_update_cpu` is not told how many drafts were accepted, so rejected ones
+        # stay in the state. With a prefix cache of states it would need Triton.
+        raise ConfigError(f"--speculative-config: {STATES_ON_CPU}; leave it out")
 
 
 def check_params(vllm_config: Any, params: Any) -> None:

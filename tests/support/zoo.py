@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pullfill.engine import release
-from pullfill.engine.speculation import CACHED_ON_CPU, MAMBA_ON_CPU
+from pullfill.engine.speculation import STATES_ON_CPU
 from tests.support.checkpoint import DEEPSEEK, IMAGE_ID, TINY, random_checkpoint, tiny_checkpoint
 
 LATENT_BYTES = 16 * 4 * 576 * 4
@@ -199,7 +199,7 @@ ZOO = {
         # With a prefix cache vLLM's CPU kernel of Mamba-2 fails at the first prompt.
         flags=("--no-enable-prefix-caching",),
         local_with_flags="kv_groups",
-        speculation=MAMBA_ON_CPU,
+        speculation=STATES_ON_CPU,
         missing=""
         if release.this.convolves_float32
         else "before 0.32, vLLM loads Mamba-2 in bfloat16 only on CPUs with AVX-512 BF16",
@@ -227,13 +227,13 @@ ZOO = {
         dtype="bfloat16",
         lora=_NO_LORA,
         local_with_flags="kv_groups",
+        speculation=STATES_ON_CPU,
     ),
 }
 ZOO["Qwen3-Next, prefix cache"] = replace(
     ZOO["Qwen3-Next"],
     flags=("--enable-prefix-caching",),
     caches=True,
-    speculation=CACHED_ON_CPU,
 )
 for _name in ("DeepSeek-V3", "Gemma 3", "Mistral"):
     # MLA has one latent cache for all heads: each decode rank gets a copy.
