@@ -15,7 +15,7 @@ What always holds:
 - After `begin` a request waits until `take` has returned it, exactly once. Only then vLLM may reuse
   its blocks, and then no thread copies into them: a cancelled request waits for that, too.
 - A fetch is tried once for a request. It has a deadline in each phase, so a holder that is stopped
-  delays a prompt by no more than half of its computation before the copy starts.
+  delays one prompt by 2 s at most before the copy starts, and is left alone then.
 - If two prompts want the same prefix, the second one waits for the first, and then has a local hit.
 
 Each field of a `Fetch` has one writer, so no lock is needed.
@@ -40,8 +40,8 @@ logger = log.get("decode_worker.fetch")
 
 MOST = 32
 """Fetches of this worker at a time."""
-_ASK_S = (0.25, 2.0)
-"""Least and most time for the connection, and again for the lease."""
+_ASK_S = (1.0, 2.0)
+"""Least and most time for the connection, and again for the lease. A loaded machine needs it."""
 _COPY_S = (1.0, 8.0)
 """Least and most time for the copy. The most is less than a lease lasts."""
 _TURN_S = 5.0
