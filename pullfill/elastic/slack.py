@@ -2,7 +2,8 @@
 
 While it answers nobody, they do. Otherwise each step that computes a part of a job delays every
 stream by the time of that step. So it pulls jobs only while such a step fits into the target for
-the time between two tokens (`router.itl_ms`). Until one was measured, it does not.
+the time between two tokens (`router.itl_ms`). Until one was measured, it pulls: nothing else would
+measure one on a worker that always has streams.
 
 Jobs under way go on when the streams leave no time any more. They are few (puller.py).
 """
@@ -53,6 +54,6 @@ class Slack:
         if not self._requests():
             return ""
         step_s, itl_s = self._step_s(), self._itl_s()
-        if step_s is not None and step_s <= itl_s:
+        if step_s is None or step_s <= itl_s:
             return ""
         return "its own streams leave no time"

@@ -94,8 +94,11 @@ def test_a_worker_that_is_both_pulls_nothing_while_its_streams_leave_no_time(
     def pulling() -> int:
         return int(elastic.load_of(usual).get("prefill_workers_pulling", 0))
 
-    elastic.set_router(itl_ms=0.01)
+    elastic.set_router(itl_ms=10_000)
     become(elastic, worker, "both")
+    with Load(elastic, seed=3240, max_tokens=3) as load:
+        until(lambda: prefilled_by(load, worker), 60, "a step is measured")
+    elastic.set_router(itl_ms=0.01)
     until(lambda: pulling() == 2, 20, "it is asked for nothing")
     worker.arm("engine.step=sleep:0.05")
     answers = [ask_for(elastic, random_prompt(40, seed=3250 + i), 100) for i in range(2)]
@@ -149,6 +152,6 @@ def test_it_drains_in_its_new_roles(elastic: Cluster, worker: Worker, oracle: Or
         done = len(load.done)
         until(lambda: len(load.done) > done + 3, 60, "load goes on")
     load.check(oracle)
-    assert len(elastic.incarnations()) == 2
+    until(lambda: len(elastic.incarnations()) == 2, 20, "the others are registered")
     elastic.assert_clean()
     assert not elastic.log_errors()
