@@ -52,15 +52,16 @@ async def test_choices_and_batches_are_requests_of_their_own(served: Served) -> 
         record = (await http.get(f"/pullfill/requests/{done.id}")).json()
         assert record["request_id"] == done.id
         assert set(record["timings_ms"]) == {
-            "route", "queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit",
-            "first_token",
+            "route", "queue", "claim", "fetch", "prefix_read", "prefill", "kv_write", "tail",
+            "commit", "first_token",
         }  # fmt: skip
         assert set(record) == {
             "request_id", "path", "reason", "prompt_tokens", "prefix_hit_tokens", "remote_tokens",
             "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
             "migrated_from", "migrated_tokens", "transport", "why_not_better", "outage",
             "expected_s", "offloaded_tokens", "decode_choice", "predicted_ms", "outcome_ms",
-            "choice", "regret_ms",
+            "choice", "regret_ms", "redirected_from", "redirect_reason", "fetched_tokens",
+            "fetched_from", "fetch",
         }  # fmt: skip
         assert 0 < record["timings_ms"]["route"] < record["timings_ms"]["first_token"]
         missing = await http.get("/pullfill/requests/chatcmpl-none")
