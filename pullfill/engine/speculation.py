@@ -19,7 +19,9 @@ from pullfill.errors import BadMessage, ConfigError
 
 _WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """vLLM's names of methods, as in `--speculative-config`."""
-STATES_ON_CPU = "vLLM's CPU build answers wrong, or fails, when it speculates with Mamba or linear attention layers"
+STATES_ON_CPU = (
+    "vLLM's CPU build answers wrong, or fails, if it speculates with Mamba or linear attention"
+)
 """Why workers with such layers refuse to speculate on CPU."""
 _NEGLIGIBLE = 1e-5
 """vLLM's own bound: it takes a smaller min_p, or temperature, for 0."""

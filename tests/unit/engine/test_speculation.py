@@ -56,7 +56,7 @@ def test_refused_on_cpu_where_vllm_dies_of_it(monkeypatch: pytest.MonkeyPatch) -
 
 def test_refused_on_cpu_for_states_that_it_would_spoil(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release, "this", release.of("0.31.0"))
-    with pytest.raises(ConfigError, match="Mamba or linear attention layers; leave it out"):
+    with pytest.raises(ConfigError, match="Mamba or linear attention; leave it out"):
         speculation.check_config(config(state=True))
     speculation.check_config(config(device="cuda", state=True))
     speculation.check_config(config())
