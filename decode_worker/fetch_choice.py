@@ -82,6 +82,7 @@ class FetchChoice:
     def explain(self, request_id: str) -> None:
         """Note why the prefix of an admitted request is not fetched, if a hint said who has it."""
         if (fetch := self.fetches.known(request_id)) is not None:
+            self.fetches.drop(fetch)  # with pipeline parallelism it may still be asked for
             self._context.traces.not_fetched(request_id, fetch.at.instance_id, fetch.outcome)
 
     def _first(self, request: Any, hit: int) -> int | None:

@@ -47,6 +47,8 @@ CONNECT_S = 2.0
 END_S = 2.0
 """How long a holder may take to say whether a lease was valid."""
 AGAIN_S, AGAIN_MOST_S = 2.0, 60.0
+_AGAIN_S = 0.25
+"""Pause before a read that is too slow is interrupted once more."""
 MOST = 1024
 """When so many holders are remembered, those without a connection are forgotten."""
 
@@ -93,9 +95,38 @@ class Holder:
         source: Sequence[int],
         target: Sequence[int],
         wanted: Callable[[], bool],
+        within_s: float,
     ) -> tuple[MoveResult, str]:
-        """Copy leased blocks into ours. See `KvReader.read`."""
-        return await self.reader.read(lease.fence, source, target, wanted)
+        """Copy leased blocks into ours. See `KvReader.read`.
+
+        within_s: then a copy that has begun is interrupted. One that still waits for those before
+        it raises LeaseRefused at once, and never begins."""
+        loop, begun, late = asyncio.get_running_loop(), False, False
+
+        def begin() -> bool:  # in the lane. First `begun`, then `late`: `end_it` does the opposite
+            nonlocal begun
+            begun = True
+            return not late and wanted()
+
+        def end_it() -> None:
+            nonlocal late, timer
+            late = True
+            if not begun:
+                reading.cancel()
+                return
+            self.reader.interrupt()
+            timer = loop.call_later(_AGAIN_S, end_it)  # it may just have been connecting
+
+        reading = loop.create_task(self.reader.read(lease.fence, source, target, begin))
+        timer = loop.call_later(within_s, end_it)
+        try:
+            return await reading
+        except asyncio.CancelledError as exc:
+            if not late:
+                raise
+            raise LeaseRefused(f"{self.instance_id}: other reads took long", reason="busy") from exc
+        finally:
+            timer.cancel()
 
     async def end(self, lease: Lease) -> bool:
         """Give a lease back. Returns whether it was valid until now. Raises PeerUnavailable."""
@@ -188,6 +219,9 @@ class Holders:
                         why = f"cannot ask {at.instance_id} for its prefix cache: {exc}"
                         logger.info(why)
                         raise PeerUnavailable(why) from exc
+            if self._closed:
+                place.holder.drop()
+                raise PeerUnavailable("this worker is leaving")
             return place.holder
 
     def worked(self, instance_id: str) -> None:

@@ -249,9 +249,12 @@ class PrefixFetches:
         task.add_done_callback(self._running.pop)
 
     def _go(self, fetch: Fetch, blocks: list[int]) -> None:
+        assert fetch.blocks is not None
         if fetch.ended:  # the lease was given back while vLLM allocated
             self._tell(fetch)
-        elif fetch.blocks is not None:
+        elif fetch.blocks.cancelled():  # by `close`: it ends in a moment
+            self._loop.call_soon(self._go, fetch, blocks)
+        else:
             fetch.blocks.set_result(blocks)
 
     def _stop(self, fetch: Fetch) -> None:
@@ -325,17 +328,16 @@ class PrefixFetches:
         """Copy, and have the holder confirm that the lease was valid until the end."""
         first = (fetch.begin_at - fetch.start) // self._block_size
         source = u32.unpack(lease.block_ids)[first : first + len(blocks)]
-        timer = self._loop.call_later(fetch.copy_s, holder.reader.interrupt)
         try:
-            moved, fetch.transport = await holder.read(lease, source, blocks, lambda: fetch.wanted)
+            moved, fetch.transport = await holder.read(
+                lease, source, blocks, lambda: fetch.wanted, fetch.copy_s
+            )
         except BaseException as exc:
             holder.forget(lease)
             if not isinstance(exc, Fenced):
                 raise
             fetch.outcome = FetchOutcome.EXPIRED
             return
-        finally:
-            timer.cancel()
         fetch.kv_bytes = moved.nbytes
         valid = await holder.end(lease)
         fetch.outcome = FetchOutcome.FETCHED if valid else FetchOutcome.EXPIRED

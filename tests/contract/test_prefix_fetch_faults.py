@@ -1,0 +1,173 @@
+"""Prefix fetches when something is late, broken or about to end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker import prefix_fetch, read_leases
+from pullfill.decode_worker.holders import Holders
+from pullfill.decode_worker.kv_reader import KvReader
+from pullfill.errors import PeerUnavailable, TransferFailed
+from pullfill.wire import Lease, u32
+from tests.contract.test_prefix_fetch import PREFIX, Pair, pair, prompt, until
+from tests.support.handoff_decode import Served
+from tests.support.kv_engine import BLOCK, NUM_BLOCKS
+
+__all__ = ["pair"]
+
+
+class SlowReads:
+    """The first read waits until `open` is set, or until it is interrupted, as over TCP."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self.begun = 0
+        interrupted = threading.Event()
+        real = KvReader._fetch
+
+        def fetch(reader: KvReader, fence: Any, source: Any, target: Any, wanted: Any) -> Any:
+            self.begun += 1
+            self.reached.set()
+            if not wanted():
+                return real(reader, fence, source, target, lambda: False)
+            while not self.open.wait(0.005):
+                if interrupted.is_set():
+                    interrupted.clear()
+                    raise TransferFailed("interrupted")
+            return real(reader, fence, source, target, lambda: True)
+
+        monkeypatch.setattr(KvReader, "_fetch", fetch)
+        monkeypatch.setattr(KvReader, "interrupt", lambda _: interrupted.set())
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowReads:
+    return SlowReads(monkeypatch)
+
+
+async def test_a_read_in_the_queue_does_not_interrupt_the_one_before_it(
+    pair: Pair, slow: SlowReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = prompt(PREFIX + 1), prompt(PREFIX + 1, seed=2)
+    pool = pair.holder.pool
+    cached = pair.holder.cache(first)
+    pool.touch([pool.blocks[b] for b in cached])
+    pair.holder.cache(second)
+    pool.release(cached)
+    one = await pair.asker.admit(pair.asker.request(first, pair.holder.holds(PREFIX)))
+    await until(slow.reached.is_set)
+    monkeypatch.setattr(prefix_fetch, "_COPY_S", (0.05, 0.05))
+    two = await pair.asker.admit(pair.asker.request(second, pair.holder.holds(PREFIX)))
+    await until(lambda: two.loaded is not None or one.loaded is not None)
+    assert one.loaded is None
+    assert two.loaded is False, "it is computed, and need not wait for the lane"
+    slow.open.set()
+    assert (await pair.asker.end(one)).fetch == "fetched"
+    assert (await pair.asker.end(two)).fetch == "busy"
+
+
+async def test_a_read_that_is_too_slow_is_interrupted(
+    pair: Pair, slow: SlowReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_fetch, "_COPY_S", (0.05, 0.05))
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    assert (await pair.asker.end(served)).fetch == "lost"
+
+
+async def test_a_lease_is_given_back_when_its_prompt_goes_another_way(pair: Pair) -> None:
+    """With pipeline parallelism a step may run when vLLM asks again. Then nothing is fetched."""
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    side, request = pair.asker.side, pair.asker.request(tokens, pair.holder.holds(PREFIX))
+    assert side.decide(request, 0) == (None, False)
+    await until(lambda: pair.holder.leases.open)
+    side._scheduled.append([])
+    assert side.decide(request, 0) == (0, False)
+    side.enqueue(request, [[]], 0)
+    side._scheduled.clear()
+    async with asyncio.timeout(2.0):
+        await until(lambda: not pair.holder.leases.open)
+    assert not pair.asker.fetches._by_key, "other prompts would wait until this request is over"
+    side.request_finished(request.request_id)
+
+
+async def test_blocks_that_come_as_the_worker_leaves(pair: Pair) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    request = pair.asker.request(tokens, pair.holder.holds(PREFIX))
+    await until(lambda: pair.asker.side.decide(request, 0)[0] is not None)
+    table = pair.asker.pool.allocate(PREFIX // BLOCK)
+    assert table is not None
+    served = pair.asker.served[request.request_id] = Served(request, table)
+    fetch = pair.asker.fetches.known(request.request_id)
+    assert fetch is not None
+    pair.asker.fetches._stop(fetch)  # what `close` does
+    pair.asker.side.enqueue(request, [table], PREFIX)
+    await until(lambda: served.loaded is not None)
+    told = await pair.asker.end(served)
+    assert (served.loaded, told.fetched_tokens) == (False, 0)
+
+
+async def test_a_connection_that_is_made_while_the_worker_leaves(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, go = Holders._connect, asyncio.Event()
+
+    async def connect(self: Holders, at: Any) -> Any:
+        await go.wait()
+        return await real(self, at)
+
+    monkeypatch.setattr(Holders, "_connect", connect)
+    using = asyncio.create_task(pair.asker.holders.use(pair.holder.holds(PREFIX)))
+    await asyncio.sleep(0)
+    await pair.asker.holders.close()
+    go.set()
+    with pytest.raises(PeerUnavailable):
+        await using
+    await until(lambda: not pair.holder.leases._askers)
+
+
+@pytest.mark.parametrize("wrong", ["beyond", "odd", "many", "twice", "none", "late"])
+async def test_a_holder_that_answers_nonsense(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    real = read_leases.ReadLeases._given
+
+    def given(self: Any, asker: Any, ask: Any, lease: Any) -> None:
+        write = asker.channel.write
+
+        def other(message: Any, **options: Any) -> None:
+            if isinstance(message, Lease):
+                ids = u32.unpack(message.block_ids)
+                blocks, within_s = {
+                    "beyond": (u32.pack([NUM_BLOCKS + 9, *ids[1:]]), 10.0),
+                    "odd": (message.block_ids[:-1], 10.0),
+                    "many": (u32.pack([*ids, *ids, 1 << 31]), 10.0),
+                    "twice": (u32.pack([ids[0]] * len(ids)), 10.0),
+                    "none": (b"", 10.0),
+                    "late": (message.block_ids, -1.0),
+                }[wrong]
+                message = Lease(
+                    rid=message.rid, lease=message.lease, block_ids=blocks, fence=message.fence,
+                    within_s=within_s,
+                )  # fmt: skip
+            write(message, **options)
+
+        monkeypatch.setattr(asker.channel, "write", other, raising=False)
+        real(self, asker, ask, lease)
+
+    monkeypatch.setattr(read_leases.ReadLeases, "_given", given)
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    if wrong == "twice":
+        await until(lambda: served.loaded is not None)
+        served.loaded = False  # a lie that nobody can see. The asker must be clean afterwards
+    told = await pair.asker.end(served)
+    assert served.loaded is (wrong == "many"), told
