@@ -102,6 +102,7 @@ class Holder:
         within_s: then a copy that has begun is interrupted. One that still waits for those before
         it raises LeaseRefused at once, and never begins."""
         loop, begun, late = asyncio.get_running_loop(), False, False
+        timer = loop.call_later(within_s, lambda: end_it())
 
         def begin() -> bool:  # in the lane. First `begun`, then `late`: `end_it` does the opposite
             nonlocal begun
@@ -118,7 +119,6 @@ class Holder:
             timer = loop.call_later(_AGAIN_S, end_it)  # it may just have been connecting
 
         reading = loop.create_task(self.reader.read(lease.fence, source, target, begin))
-        timer = loop.call_later(within_s, end_it)
         try:
             return await reading
         except asyncio.CancelledError as exc:

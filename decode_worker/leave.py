@@ -65,26 +65,30 @@ def last_words(request_server: RequestServer, untouched: set[str]) -> None:
     time.sleep(_FLUSH_S)
 
 
-def look(request_server: RequestServer, ledger: Ledger) -> None:
+def look(request_server: RequestServer, ledger: Ledger, leased: int = 0) -> None:
     """Periodic work of the engine thread between its steps.
 
     Drops silent frontends, and migrates requests that find no blocks. Handles the ledger's
-    deadlines if the asyncio thread hangs, which normally does so."""
+    deadlines if the asyncio thread hangs, which normally does so.
+
+    leased: see `make_way`."""
     request_server.check_silent()
     ledger.tick_overdue()
-    make_way(request_server, ledger)
+    make_way(request_server, ledger, leased)
 
 
-def make_way(request_server: RequestServer, ledger: Ledger) -> None:
+def make_way(request_server: RequestServer, ledger: Ledger, leased: int = 0) -> None:
     """Migrate requests that wait for blocks while blocks are in quarantine.
 
     The writer of these blocks may be stopped for ever, and vLLM would wait as long. Engine thread,
-    before each step."""
+    before each step.
+
+    leased: blocks whose reader is not proved quiet (`ReadLeases.unproved_blocks`)."""
     ids = request_server.host.waiting_for_blocks(NO_ROOM_S)
-    if ids and (blocks := ledger.quarantined_blocks):
+    if ids and (blocks := ledger.quarantined_blocks + leased):
         logger.warning(
             "migrating %d requests: no room for them while %d blocks are in quarantine; "
-            "continue or end the prefill worker that is stopped",
+            "continue or end the worker that is stopped",
             len(ids),
             blocks,
         )

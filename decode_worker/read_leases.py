@@ -73,13 +73,14 @@ NOT_HELD, BUSY = "not_held", "busy"
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """One lease. blocks: vLLM's."""
+    """One lease. blocks: vLLM's. unproved: it has ended, but its reader may still read."""
 
     number: int
     fence: FenceToken
     blocks: list[Any]
     incarnation: str
     timer: asyncio.TimerHandle | None = None
+    unproved: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +123,8 @@ class ReadLeases:
         self._askers: set[_Asker] = set()
         self._open = 0  # asked for, valid, or not proved quiet
         self._pinned = 0  # engine thread
+        self.unproved_blocks = 0
+        """Blocks of leases that have ended while their reader may still read: it is stopped."""
         self._closed = False
         self.why_not = ""
         if context.owner is None:
@@ -313,6 +316,9 @@ class ReadLeases:
         except OSError:
             logger.exception("the fence of a lease could not be checked; trying again soon")
             proved = False
+        if proved == lease.unproved:
+            self.unproved_blocks += -len(lease.blocks) if proved else len(lease.blocks)
+            lease.unproved = not proved
         if proved:
             self._host.submit(lambda _core: self._unpin(lease), wake=False)
         else:

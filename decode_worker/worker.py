@@ -80,6 +80,7 @@ class DecodeHooks(EngineHooks):
         self.meter = StepMeter(engine.context, PrefillChunks(engine.core))
         self._scheduler.meter = self.meter
         self._look_at = 0.0
+        self.unproved_blocks: Callable[[], int] = lambda: 0
         self.server = server
         self.reports = LoadReports(
             server.redirects.load,
@@ -93,7 +94,7 @@ class DecodeHooks(EngineHooks):
     def before_step(self) -> bool:
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + _LOOK_S
-            leave.look(self.server, self._ledger)
+            leave.look(self.server, self._ledger, self.unproved_blocks())
             self._events.look()
         self.reports.look(now)
         if self._scheduler.has_events and (loaded := self._scheduler.finish()):
@@ -226,6 +227,8 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         fetches = fetching.attach(engine, hooks.server, control, hooks.meter, options, self._key)
         if fetches is not None:
             parts.push_async_callback(fetches.close)
+        if (leases := control.leases) is not None:
+            hooks.unproved_blocks = lambda: leases.unproved_blocks
         await control.start(options.host, options.control_port)
         parts.push_async_callback(control.stop)
         address = options.advertise_control or control.address

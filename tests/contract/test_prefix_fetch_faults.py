@@ -12,6 +12,7 @@ from pullfill.decode_worker import prefix_fetch, read_leases
 from pullfill.decode_worker.holders import Holders
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.errors import PeerUnavailable, TransferFailed
+from pullfill.transfer.shm.fence import ShmHold
 from pullfill.wire import Lease, u32
 from tests.contract.test_prefix_fetch import PREFIX, Pair, pair, prompt, until
 from tests.support.handoff_decode import Served
@@ -171,3 +172,28 @@ async def test_a_holder_that_answers_nonsense(
         served.loaded = False  # a lie that nobody can see. The asker must be clean afterwards
     told = await pair.asker.end(served)
     assert served.loaded is (wrong == "many"), told
+
+
+@pytest.mark.parametrize("pair", ["shm"], indirect=True)
+async def test_blocks_of_an_asker_that_is_stopped_stay_pinned_and_are_counted(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_leases, "LEASE_S", 0.05)
+    reached, go = threading.Event(), threading.Event()
+
+    def stopped(hold: object, verb: str) -> None:
+        reached.set()
+        assert go.wait(20.0)
+
+    monkeypatch.setattr(ShmHold, "inside_batch", stopped)
+    tokens = prompt(PREFIX + 1)
+    leased = set(pair.holder.cache(tokens))
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    await until(reached.is_set)
+    await until(lambda: pair.holder.leases.unproved_blocks)
+    assert pair.holder.leases.unproved_blocks == len(leased)
+    assert not leased & pair.holder.pool.free
+    go.set()
+    assert (await pair.asker.end(served)).fetch == "expired"
+    await until(lambda: not pair.holder.leases.open)
+    assert pair.holder.leases.unproved_blocks == 0

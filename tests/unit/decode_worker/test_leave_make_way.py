@@ -36,3 +36,10 @@ def test_who_is_handed_back(waited_s: float, quarantined: int, returned: set[str
     ledger: Any = SimpleNamespace(quarantined_blocks=quarantined)
     make_way(request_server, ledger)
     assert request_server.returned == returned
+
+
+def test_blocks_whose_reader_is_stopped_make_way_too() -> None:
+    request_server: Any = _Shim({"a"}, NO_ROOM_S)
+    ledger: Any = SimpleNamespace(quarantined_blocks=0)
+    make_way(request_server, ledger, leased=3)
+    assert request_server.returned == {"a"}
