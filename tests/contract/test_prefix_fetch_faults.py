@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -197,3 +199,36 @@ async def test_blocks_of_an_asker_that_is_stopped_stay_pinned_and_are_counted(
     assert (await pair.asker.end(served)).fetch == "expired"
     await until(lambda: not pair.holder.leases.open)
     assert pair.holder.leases.unproved_blocks == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_reads_that_are_cut_off_at_any_moment(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Each loaded block is what computing gives, and no copy goes on after its prompt was told."""
+    rng = random.Random(seed)
+    real = KvReader._fetch
+
+    def fetch(reader: KvReader, *args: Any) -> Any:
+        time.sleep(rng.random() * 0.004)
+        return real(reader, *args)
+
+    monkeypatch.setattr(KvReader, "_fetch", fetch)
+    monkeypatch.setattr(prefix_fetch, "_COPY_S", (0.0, 0.004))
+    monkeypatch.setattr(Holders, "failed", lambda *_: None)  # else the first one ends them all
+    talks = [prompt(PREFIX, seed=number) for number in range(3)]
+    seen = set()
+
+    async def client(number: int) -> None:
+        for turn in range(8):
+            talk = rng.choice(talks)
+            if rng.random() < 0.8:
+                pair.holder.cache(talk)
+            pair.asker.pool.cached.clear()
+            tokens = [*talk[: rng.randrange(4, 10) * BLOCK], number, turn]
+            served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+            seen.add((await pair.asker.end(served)).fetch)
+
+    pair.asker.prefill_s = 0.0005
+    await asyncio.gather(*map(client, range(3)))
+    assert seen - {"not_held"}
