@@ -50,13 +50,22 @@ class Completion:
 class Oracle:
     """One plain engine over `model`. Start it with `start` or `with`. Thread-safe.
 
+    last_apart: compute each prompt alone, and its last token in a step of its own, as after a
+    remote prefill. A model of 16 bits then rounds otherwise. Prompts are token ids.
     engine_args: more keyword arguments of `vllm.LLM`.
     """
 
     def __init__(
-        self, model: Path, *, max_model_len: int = 4096, log: Path | None = None, **engine_args: Any
+        self,
+        model: Path,
+        *,
+        max_model_len: int = 4096,
+        log: Path | None = None,
+        last_apart: bool = False,
+        **engine_args: Any,
     ) -> None:
         self._args = {"model": str(model), "max_model_len": max_model_len, **engine_args}
+        self._args |= {"last_apart": last_apart}
         if log is None:
             handle, name = tempfile.mkstemp(prefix="pullfill-oracle-", suffix=".log")
             os.close(handle)
@@ -198,6 +207,7 @@ def _serve(args: dict[str, Any], requests: IO[str], answers: IO[str]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.v1.metrics.reader import Counter
 
+    last_apart = args.pop("last_apart")
     engine = LLM(
         **{
             "dtype": "float32",
@@ -228,11 +238,21 @@ def _serve(args: dict[str, Any], requests: IO[str], answers: IO[str]) -> None:
             prompts: Any = [
                 p if isinstance(p, str) else {"prompt_token_ids": p} for p in request["prompts"]
             ]
-            outs = engine.generate(prompts, SamplingParams(**request["params"]), use_tqdm=False)
+            params = SamplingParams(**request["params"])
+            if last_apart:
+                outs = [_with_last_apart(engine, prompt, params) for prompt in prompts]
+            else:
+                outs = engine.generate(prompts, params, use_tqdm=False)
         except Exception as exc:  # bad prompts and parameters; the engine itself goes on
             say({"error": f"{type(exc).__name__}: {exc}"})
             continue
         say({"answers": [_plain(out.outputs[0]) for out in outs]})
+
+
+def _with_last_apart(engine: Any, prompt: Any, params: Any) -> Any:
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    scheduler.max_num_scheduled_tokens = max(1, len(prompt["prompt_token_ids"]) - 1)
+    return engine.generate([prompt], params, use_tqdm=False)[0]
 
 
 def _plain(output: Any) -> dict[str, Any]:
