@@ -23,11 +23,12 @@ NOT_LINKED = "no decode worker is connected to it"
 class Demand(msgspec.Struct, kw_only=True, frozen=True):
     """What one decode worker tells the planner, over the last 30 s (decode_worker/demand.py).
 
-    backlog_s: seconds until the prefill workers have computed its open jobs, all working on these.
-    Without a prefill worker: seconds that one would need for the prompts that wanted one.
-    prefill_demand: number of prefill workers that its prompts keep busy all the time.
+    backlog_s: seconds that all prefill workers together need for its open jobs. Without a prefill
+    worker: seconds that one would need for the long prompts.
+    prefill_demand: number of prefill workers that its long prompts keep busy all the time.
     tokens_per_s: prompt tokens that one prefill worker computes in a second.
-    prompts: those that wanted a prefill worker. missed: those of them that were computed here.
+    prompts: number of long prompts, which want a prefill worker.
+    missed: how many of these the decode worker computed itself.
     pressure: how full the worker is, the largest of `streams`, `kv` and `seats`. 1: full."""
 
     backlog_s: float = 0.0
@@ -95,21 +96,26 @@ def queue_of(reports: Reports) -> QueueStatus | None:
 
 
 def troubles_of(reports: Reports) -> dict[str, list[str]]:
-    """Return for each worker that reports why it cannot work, one line for each reason."""
-    decode = [report for record, report in reports if record.role == "decode" and report]
-    linked = {name for report in decode for name in report.load.get("prefill_workers", ())}
-    linked |= {check["prefill_instance"] for report in decode for check in report.self_checks}
+    """Return for each worker that reports why it cannot work, one line for each reason.
+
+    A worker that is both has two records. All its lines come under its one id."""
+    decode = {r.instance_id: report for r, report in reports if r.role == "decode" and report}
+    linked = {name for report in decode.values() for name in report.load.get("prefill_workers", ())}
+    checks = [check for report in decode.values() for check in report.self_checks]
+    linked |= {check["prefill_instance"] for check in checks}
     troubles: dict[str, list[str]] = {}
     for record, report in reports:
         if report is None:
             continue
         servers = ((name, report.servers.get(name)) for name in ("nats", "etcd"))
         told = [outage_of(name, status) for name, status in servers if status and not status.up]
-        if record.role == "prefill" and decode and record.instance_id not in linked:
+        others = decode.keys() - {record.instance_id}
+        if record.role == "prefill" and others and record.instance_id not in linked:
             told.append(NOT_LINKED)
         if record.role == "decode":
             told += [check["advice"] for check in report.self_checks if check["advice"]]
-        troubles[record.instance_id] = told
+        known = troubles.setdefault(record.instance_id, [])
+        known += [line for line in told if line not in known]
     return troubles
 
 

@@ -72,6 +72,19 @@ def test_a_prefill_worker_without_a_link_is_named() -> None:
     assert cluster_status.reasons_of(nobody_tells, ETCD) == [], "nobody knows"
 
 
+def test_a_worker_that_is_both_has_a_row_for_each_role_and_all_its_troubles_in_each() -> None:
+    checks = [{"prefill_instance": "p", "result": "failed", "advice": "wrong KV"}]
+    both = said(AWAY, load={"elastic": "both", "self_checks": checks, "prefill_workers": []})
+    reports = [(record("w-1", role=role), both) for role in ("decode", "prefill")]
+    rows = cluster_status.status_of(reports, ETCD, 0.0)["workers"]
+    assert [(row["instance_id"], row["role"]) for row in rows] == [
+        ("w-1", "decode"),
+        ("w-1", "prefill"),
+    ]
+    outage = "NATS unreachable for 12 s: nats://h:1: refused"
+    assert [row["troubles"] for row in rows] == [[outage, "wrong KV"]] * 2
+
+
 def test_etcd_is_what_the_frontend_sees() -> None:
     away = ServerStatus(up=False, since_s=3.0, error="http://h:2: refused")
     assert cluster_status.reasons_of([], away) == ["etcd unreachable for 3 s: http://h:2: refused"]
