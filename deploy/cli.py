@@ -167,28 +167,36 @@ def plan(
     ] = 0.0,
     apply: Annotated[
         bool,
-        typer.Option("--apply", help="Change roles of workers with --elastic, one at a time"),
+        typer.Option("--apply", help="Change the roles of --elastic workers, one at a time"),
     ] = False,
     min_decode: Annotated[
-        int, typer.Option(metavar="N", min=1, help="--apply leaves so many decode workers")
+        int, typer.Option(metavar="N", min=1, help="--apply keeps at least N decode workers")
     ] = 1,
     min_prefill: Annotated[
-        int, typer.Option(metavar="N", min=0, help="--apply leaves so many prefill workers")
+        int, typer.Option(metavar="N", min=0, help="--apply keeps at least N prefill workers")
     ] = 0,
     cool_down: Annotated[
-        float, typer.Option(metavar="S", min=0, help="Least time between two changes of role")
+        float,
+        typer.Option(metavar="S", min=0, help="--apply waits at least S seconds after a change"),
     ] = 20.0,
     prefill_use: Annotated[
-        float, typer.Option(metavar="SHARE", min=0.05, max=1, help="Right use of prefill workers")
+        float,
+        typer.Option(
+            metavar="SHARE", min=0.05, max=1, help="Share of time a prefill worker should work"
+        ),
     ] = 0.7,
     decode_use: Annotated[
-        float, typer.Option(metavar="SHARE", min=0.05, max=1, help="Right use of decode workers")
+        float,
+        typer.Option(
+            metavar="SHARE", min=0.05, max=1, help="How full a decode worker should be; 1: full"
+        ),
     ] = 0.8,
 ) -> int:
-    """Say how many workers of each role are right, and why.
+    """Say how many prefill and decode workers are right, and why.
 
-    With --apply it goes on looking, every 5 seconds. It changes a role only if that has been right
-    for 10 s, and never back within 120 s.
+    With --apply this command runs until you interrupt it, and looks every 5 s.
+    A change of role must be right for 10 s. A change in the other direction
+    waits for 120 s.
     """
     from pullfill.deploy import planner
     from pullfill.deploy.scaling import Settings
@@ -225,18 +233,21 @@ def role(
     cluster: ClusterOptions,
     instance: Annotated[str, typer.Argument(metavar="INSTANCE_ID")],
     wanted: Annotated[WorkerRole, typer.Argument(metavar="prefill|decode|both")],
-    wait: Annotated[bool, typer.Option("--wait", help="Return when it has the role")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return when the worker has the role")
+    ] = False,
     timeout: Annotated[
         float, typer.Option(metavar="S", min=0, help="Longest --wait, in seconds")
     ] = 120.0,
     force: Annotated[
-        bool, typer.Option("--force", help="Also if no decode worker is left then")
+        bool, typer.Option("--force", help="Do so even if no decode worker is left")
     ] = False,
 ) -> int:
-    """Change what an elastic worker is, without loading the model again.
+    """Change the role of a worker that runs with --elastic, without loading the model again.
 
-    It takes no new work, finishes what it has, and then takes work in its new role. The worker must
-    run with --elastic. `both`: it decodes, and pulls prefills while its own streams leave time.
+    The worker takes no new work, finishes what it has, and then works in its
+    new role. A worker that is `both` decodes, and prefills for others while its
+    own streams leave time.
     """
     from pullfill.deploy import role as orders
 

@@ -75,7 +75,7 @@ def check(options: UpOptions) -> None:
 
 
 def _check_elastic(options: UpOptions) -> None:
-    """Refuse flags of one role for workers that change their roles."""
+    """Refuse flags of one role together with --elastic. Raises ConfigError."""
     workers, usual = options.workers, WorkerOptions()
     if not workers.elastic:
         return

@@ -1,9 +1,9 @@
 """`pullfill plan`: says how many workers of each role are right, and why.
 
 With `--apply` it orders changes of role, as `pullfill role` does. Before each order it writes a
-RoleMove to etcd, where the next look, another planner, or this one after a restart finds it. So all
-planners of a cluster keep the pauses of one. If a planner dies between the two, nothing changes,
-and the pause passes. A worker that dies while it changes is waited for ABSENT_S long."""
+RoleMove to etcd. Other planners find it there, and so does this one after a restart. So several
+planners together make as long pauses as one. If a planner dies between RoleMove and order, no role
+changes, and the pause passes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from pullfill.wire import RoleMove, WorkerRole
 LOOK_S = 5.0
 """How often `--apply` looks, unless told otherwise."""
 ABSENT_S = 30.0
+"""How long to wait for a worker that was ordered and is not registered. It may have died."""
 
 
 def plan(
@@ -57,7 +58,7 @@ def plan(
             complain(exc)
         else:
             looked = True
-            # If nobody moves the worker, the same move stays right.
+            # Without --apply nobody has made the move, so it must not start a pause.
             state = found.state if apply or not found.moves else state
             if as_json:
                 print(json.dumps(told(found)), flush=True)

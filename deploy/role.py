@@ -36,14 +36,14 @@ async def _change(
     async with etcd_of(ref) as etcd:
         await order(etcd, ref.namespace, instance_id, wanted, force=force)
         if wait_s is None:
-            typer.echo(f"{instance_id} is ordered to be {wanted}; `pullfill status` tells when")
+            typer.echo(f"{instance_id} is ordered to be {wanted}; `pullfill status` shows its role")
             return 0
         with Console().status(f"{instance_id} becomes {wanted} ..."):
             while not await _has(etcd, ref.namespace, instance_id, wanted):
                 if time.monotonic() - began > wait_s:
                     typer.echo(
-                        f"{instance_id} is not {wanted} after {wait_s:.0f} s, and goes on trying: "
-                        "`pullfill status` tells what it does"
+                        f"{instance_id} is not {wanted} after {wait_s:.0f} s, but goes on trying: "
+                        "`pullfill status` shows what it does"
                     )
                     return 1
                 await asyncio.sleep(_POLL_S)
@@ -57,7 +57,8 @@ async def order(
     """Order the role, if the worker can have it. Raises ConfigError, UnavailableError."""
     records = await workers(etcd, namespace)
     if all(record.instance_id != instance_id for record in records):
-        there = ", ".join({r.instance_id: 0 for r in records if r.role != "frontend"}) or "none"
+        others = dict.fromkeys(r.instance_id for r in records if r.role != "frontend")
+        there = ", ".join(others) or "none"
         raise ConfigError(f"no worker {instance_id!r} is registered; there are: {there}")
     record = next(record for record in records if record.instance_id == instance_id)
     check(records, record, await asyncio.to_thread(ask_worker, record), wanted, force=force)
@@ -88,8 +89,8 @@ def check(
     if wanted is WorkerRole.PREFILL and not force:
         if all(other.state is not WorkerState.READY for other in others):
             raise ConfigError(
-                f"{name} is the only decode worker: nothing could be served. Start another one "
-                "first, or use --force"
+                f"{name} is the only decode worker: without it no request is served. Start another "
+                "one first, or use --force"
             )
 
 

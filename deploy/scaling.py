@@ -1,4 +1,4 @@
-"""How many workers of each role are right, and which one should change sides: pure functions.
+"""How many workers of each role are right, and which one should change its role: pure functions.
 
     observe   what the cluster tells → Observation
     plan      Observation, State, Settings → Plan, with the State for the next look
@@ -9,12 +9,12 @@ all pressures (decode_worker/demand.py), over `decode_use`. A role is short if i
 number of its workers.
 
 `Need.right` is for an autoscaler, which adds and removes workers. A move is for a fixed number of
-workers: one of them changes sides if a role is short and the worse of the two roles gets better by
-`band`. Moves do not oscillate:
+workers: one of them changes its role. It does so if a role is short, and if the move makes the
+worse of the two roles better by `band`. These rules keep moves from oscillating:
 
-    one worker at a time, and none while another one changes sides
+    one worker at a time, and none while another one changes its role
     the same move must be right for `settle_s`
-    the next move comes after `cool_down_s`, one back after `reverse_s`
+    the next move comes after `cool_down_s`, one in the other direction after `reverse_s`
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pullfill.cluster_status import Demand
 
 PREFILL, DECODE = "prefill", "decode"
 _TRACE = 0.01
-"""A smaller need for prefill workers is none that a decode worker should change sides for."""
+"""For a smaller need, no decode worker becomes a prefill worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Settings:
 
     prefill_use: share of the time that a prefill worker should work. The rest is for bursts.
     decode_use: pressure that a decode worker should have.
-    backlog_s: seconds of queued work that are no reason for more prefill workers.
-    drain_s: within so many seconds a longer backlog should be gone.
-    band: share by which a move must make things better, and of a worker by which a role must have
-    too many.
+    backlog_s: a backlog of at most so many seconds needs no more prefill workers.
+    drain_s: seconds within which a longer backlog should be gone.
+    band: share by which a move must make the worse role better. An autoscaler may remove a worker
+    only if the others have this part of a worker to spare.
     settle_s, cool_down_s, reverse_s: see the module.
-    min_decode, min_prefill: number of workers that remain at least."""
+    min_decode, min_prefill: least number of workers that stay."""
 
     prefill_use: float = 0.7
     decode_use: float = 0.8
@@ -62,7 +62,7 @@ class Settings:
 class Member:
     """One worker that is ready.
 
-    busy: requests or jobs that it has. elastic: whether it can change sides."""
+    busy: number of requests and jobs that it has. elastic: whether it can change its role."""
 
     instance_id: str
     role: str
@@ -75,7 +75,7 @@ class Observation:
     """What is known of the cluster at the time `at`, in seconds of a monotonic clock.
 
     demands: what each decode worker tells, by instance id.
-    changing: workers that are on their way to the other role, or leave."""
+    changing: ids of workers that change their role, or leave."""
 
     at: float
     members: tuple[Member, ...]
@@ -90,8 +90,10 @@ class Observation:
 class Need:
     """What one role needs.
 
-    now: number of its workers. need: workers that its work would keep as busy as they should be.
-    right: number of workers for an autoscaler. why: the figures behind that, in a sentence."""
+    now: number of its workers.
+    need: number of workers that its work would keep as busy as they should be.
+    right: number of workers for an autoscaler.
+    why: the figures behind `need`, for people."""
 
     role: str
     now: int
@@ -102,7 +104,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One worker changes sides."""
+    """One worker changes its role."""
 
     instance_id: str
     before: str
@@ -111,10 +113,10 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a look leaves to the next one.
+    """What one look at the cluster passes to the next one.
 
-    wanted: the role that got short first, and has been since `since`.
-    moved_to, moved_at: the role of the last move, and when it was made."""
+    wanted, since: the role that should get a worker, and since when. Empty: neither.
+    moved_to, moved_at: the new role of the worker that moved last, and when."""
 
     wanted: str = ""
     since: float = 0.0
@@ -126,7 +128,8 @@ class State:
 class Plan:
     """One look at the cluster.
 
-    moves: what to do now, one move at most. reasons: why, or why nothing is done."""
+    backlog_s: the sum of all backlogs. missed: share of long prompts computed by decode workers.
+    moves: what to do now, one move at most. reasons: why, or why there is no move."""
 
     prefill: Need
     decode: Need
@@ -140,7 +143,7 @@ class Plan:
 def observe(status: Mapping[str, Any], at: float) -> Observation:
     """Read the object of `GET /pullfill/status`. A worker that does not report counts as gone.
 
-    One that is both has two rows, and counts as a decode worker: streams come first there."""
+    A worker that is both has two rows. It counts as a decode worker, since its streams go first."""
     members, demands, changing = [], {}, []
     rows = status["workers"]
     decodes = {row["instance_id"] for row in rows if row["role"] == DECODE}
@@ -171,7 +174,9 @@ def plan(seen: Observation, state: State, settings: Settings) -> Plan:
     to = _better(prefill, decode, settings, able)
     if not to:
         short = [need.role for need in (prefill, decode) if need.need > need.now]
-        why = f"{' and '.join(short)}: no worker to spare" if short else "no role is short"
+        why = "each role has enough workers"
+        if short:
+            why = f"more {' and '.join(short)} workers are needed, but no other one can be spared"
         if short and not able:
             why += " (only workers with --elastic can change their role)"
         return replace(found, reasons=(why,), state=replace(state, wanted=""))
@@ -184,7 +189,7 @@ def plan(seen: Observation, state: State, settings: Settings) -> Plan:
     one = min(givers, key=lambda member: (member.busy, member.instance_id))
     move = Move(one.instance_id, before, to)
     need = prefill if to == PREFILL else decode
-    why = f"{one.instance_id} to {to}: {need.need:.2g} {to} workers are needed, {need.now} there"
+    why = f"{one.instance_id} to {to}: {need.need:.2g} {to} workers are needed, there: {need.now}"
     done = State(moved_to=to, moved_at=seen.at)
     return replace(found, moves=(move,), reasons=(why,), state=done)
 
@@ -214,7 +219,7 @@ def _decode(seen: Observation, told: list[Demand], settings: Settings) -> Need:
     # A decode worker that has just started reports nothing yet. It is taken for idle.
     need = sum(one.pressure for one in told) / settings.decode_use
     right = _right(now, need, settings.min_decode, settings.band)
-    why = "none reports"
+    why = "no decode worker reports"
     if told:
         fullest = max(told, key=lambda one: one.pressure)
         parts = {"streams": fullest.streams, "KV cache": fullest.kv, "seats": fullest.seats}
@@ -226,9 +231,9 @@ def _decode(seen: Observation, told: list[Demand], settings: Settings) -> Need:
 
 
 def _right(now: int, need: float, least: int, band: float) -> int:
-    """The number of workers for a need. Fewer than now only if that leaves `band` to spare.
+    """Return the number of workers for a need. It falls only if that leaves `band` to spare.
 
-    Any need is for one worker: no long prompt has come for a while if there is none."""
+    Any need asks for one worker. There is no need at all if no long prompt came for a while."""
     if need <= 0:
         return least
     wanted = max(1, least, math.ceil(need))
@@ -238,14 +243,14 @@ def _right(now: int, need: float, least: int, band: float) -> int:
 def _better(prefill: Need, decode: Need, settings: Settings, able: set[str]) -> str:
     """Return the role that should get a worker of the other one. Empty: neither.
 
-    able: the roles of which a worker can change sides."""
+    able: the roles that have a worker which can change."""
     now = _worst(prefill.need, prefill.now, decode.need, decode.now, settings.band)
     if now <= 1.0:
         return ""
     options = {}
     if decode.now > settings.min_decode and DECODE in able:
         options[PREFILL] = prefill.now + 1, decode.now - 1
-    # The last prefill worker stays as long as anything is for it.
+    # The last prefill worker stays while long prompts come.
     least = max(settings.min_prefill, int(prefill.need >= _TRACE))
     if prefill.now > least and PREFILL in able:
         options[DECODE] = prefill.now - 1, decode.now + 1
@@ -257,23 +262,25 @@ def _better(prefill: Need, decode: Need, settings: Settings, able: set[str]) -> 
 
 
 def _worst(prefill: float, prefills: int, decode: float, decodes: int, band: float) -> float:
-    """Return need over workers of the role that has it worst."""
+    """Return the need for each worker, of the role where it is higher."""
     if decodes == 0:
         return math.inf
     if prefills:
         return max(prefill / prefills, decode / decodes)
-    # Decode workers do all. With long prompts that is worth a move if one of them can be spared.
+    # Decode workers do all work. With long prompts the result is always high enough for a move, so
+    # that one of them becomes a prefill worker if it can be spared.
     together = (prefill + decode) / decodes
     return together if prefill < _TRACE else max(together, 1.001 / (1.0 - band))
 
 
 def _not_yet(seen: Observation, state: State, settings: Settings, to: str) -> str:
-    """Return why a move has to wait. Empty: it has not."""
+    """Return why a move has to wait. Empty: now is the time."""
+    short = f"more {to} workers are needed"
     if seen.changing:
-        return f"{to} is short; {', '.join(seen.changing)} drains or changes sides: waiting for it"
+        return f"{short}; waiting for {', '.join(seen.changing)} to drain or to change its role"
     pause = settings.cool_down_s if state.moved_to in ("", to) else settings.reverse_s
     left = max(
         state.moved_at + pause - seen.at if state.moved_to else 0.0,
         state.since + settings.settle_s - seen.at,
     )
-    return f"{to} is short; a move is {left:.0f} s away if it stays so" if left > 0 else ""
+    return f"{short}; if that stays so, a worker changes in {left:.0f} s" if left > 0 else ""

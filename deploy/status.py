@@ -130,7 +130,9 @@ def _queue_line(queue: dict[str, Any] | None) -> str:
 
 
 def processes(ref: ClusterRef) -> dict[str, Any]:
-    """Return `processes` and `supervisor` of `status --json`. {}: `up` has not started it here."""
+    """Return `processes` and `supervisor` of `status --json`. {}: `up` has not started it here.
+
+    The `role` of a process is that of its command line. `workers` has the role that it has now."""
     if ref.state_dir is None:
         return {}
     state = StateDir(ref.state_dir)

@@ -220,7 +220,7 @@ class WorkerOptions(RoleOptions):
     )
     elastic: bool = flag(
         False,
-        "Let `pullfill role` change what a worker is, without loading the model again",
+        "Let `pullfill role` change the role of a worker without loading the model again",
         name="--elastic/--no-elastic",
         up=True,
     )

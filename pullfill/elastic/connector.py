@@ -1,11 +1,12 @@
 """The connector that stock vLLM loads in an elastic worker (`kv_connector_module_path`).
 
-vLLM constructs the connector once, when the engine starts. So this one has both: the decode
-worker's connector and the prefill worker's. Each of vLLM's calls about a request goes to one of
-them. A request is a prefill job if the prefill side has a task for it, from before vLLM gets the
-request until after vLLM has dropped it. Every other request is a client's.
+vLLM constructs the connector once, when the engine starts. So this one holds two: the connector of
+a decode worker and that of a prefill worker. Each of vLLM's calls about a request goes to one of
+them. A request is a prefill job if the prefill side has a task for it. The task is there before
+vLLM gets the request, and stays until vLLM has dropped it. Every other request is a client's.
 
-Both are told of every step, also while only one side serves: a step plan and its end must pair up.
+Both connectors are told of every step, even while only one side serves. Each of them pairs the plan
+of a step with its end.
 """
 
 from __future__ import annotations

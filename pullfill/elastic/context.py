@@ -20,6 +20,6 @@ class ElasticContext(WorkerContext):
     prefill: PrefillContext
 
     def share(self) -> None:
-        """Give the prefill side, and ourselves, the memory that the decode side has mapped."""
+        """Show the prefill side, and this context, the memory that the decode side has mapped."""
         for other in (self, self.prefill):
             other.geometry, other.ranks = self.decode.geometry, self.decode.ranks

@@ -27,7 +27,8 @@ class ElasticHooks(EngineHooks):
     def on_outputs(self, outputs: dict[int, Any]) -> None:
         if (jobs := outputs.pop(PREFILL_CLIENT, None)) is not None:
             self.prefill.on_outputs({PREFILL_CLIENT: jobs})
-            # A step's statistics come with any of its outputs. Those of clients go to a frontend.
+            # vLLM sends a step's statistics with one of its outputs. Frontends need them, and get
+            # the outputs of clients only.
             for other in outputs.values():
                 other.scheduler_stats = other.scheduler_stats or jobs.scheduler_stats
                 break

@@ -12,7 +12,7 @@ from pullfill.worker.run import run_worker
 
 
 def run(role: str, cluster: ClusterRef, options: WorkerOptions, vllm_args: Sequence[str]) -> int:
-    """One elastic worker that begins as `role`; does not return (worker/run.py)."""
+    """Run one elastic worker that begins as `role`. Does not return (worker/run.py)."""
 
     async def serve() -> int:
         check(options, list(vllm_args))

@@ -72,7 +72,8 @@ class ElasticService(Service):
         return {**status, "load": load}
 
     def refresh_metrics(self) -> None:
-        # The gauge is of the process, and a connection of a side that rests has set it to 0.
+        # The gauge belongs to the process. A side that rests has closed its connection to NATS, and
+        # that has set the gauge to 0.
         for name, server in self.status().get("servers", {}).items():
             UP.labels(name).set(server["up"])
         for service in self._serving:

@@ -1,11 +1,11 @@
 """Whether the streams of a worker that is both leave time for prefill jobs.
 
-While it answers nobody, they do. Otherwise each step that computes a part of a job delays every
-stream by the time of that step. So it pulls jobs only while such a step fits into the target for
-the time between two tokens (`router.itl_ms`). Until one was measured, it pulls: nothing else would
-measure one on a worker that always has streams.
+Without streams there is time. Otherwise each step that computes a part of a job delays every stream
+by the time of that step. So the worker pulls jobs only while such a step fits into the target for
+the time between two tokens (`router.itl_ms`). It also pulls before the first step is measured: a
+worker that always has streams would otherwise never measure one.
 
-Jobs under way go on when the streams leave no time any more. They are few (puller.py).
+When the streams leave no time any more, jobs under way are finished. They are few (puller.py).
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Which roles a worker has now, and the way to others that it was ordered to have.
+"""Which roles a worker has now, and how it gets to the roles that it is ordered to have.
 
     resting ──begin──▶ serving ──stop_taking──▶ draining ──finished──▶ resting
 
-Each role has a `Side` with this life. `Switch.run` brings the sides to what was ordered last. First
-it drains the sides that must rest: they leave routing, or pull no more, and finish their work. What
-is not finished within `drain_timeout_s` goes to other workers. Then it begins the others. If that
-fails, because etcd or NATS does not answer, it is tried again until it works or another order
-comes. The engine is not touched.
+Each role has a `Side` with this life. `Switch.run` follows the last order. First it drains the
+sides that must rest: they take no new work, and finish what they have. What is not finished within
+`drain_timeout_s` goes to other workers. Then it begins the other sides. If that fails, because etcd
+or NATS does not answer, it tries again until it works or another order comes. The engine runs on.
 
 What happens when something ends in the middle:
 
@@ -104,7 +103,7 @@ class Switch:
     """Owns the sides of one worker. See the module.
 
     revoked: set when somebody has revoked the lease of a side that serves.
-    told: what is going on, for people. Empty between two switches."""
+    told: what the switch is doing, for people. Empty: nothing."""
 
     def __init__(self, first: str, drain_timeout_s: float) -> None:
         self._sides: dict[str, Side] = {}

@@ -1,7 +1,7 @@
 """The elastic worker's parts, put together (worker/process.py has the life of the process).
 
-One engine, one KV memory, and two sides: those of a decode worker and of a prefill worker. Which of
-them serve is the matter of switch.py. The process has one instance id in all its roles.
+It has one engine, one KV memory and two sides: that of a decode worker and that of a prefill
+worker. switch.py decides which of them serve. The process has one instance id in all its roles.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
         parts.push_async_callback(asyncio.to_thread, memory.close, prefill.context)
 
         def take_back(delivery: Delivery) -> bool:
-            """Whether the job is our own decode side's. Then the decode side computes it itself."""
+            """Return whether our own decode side sent the job. Then it takes the job back, and
+            prefills the prompt itself."""
             try:
                 job = wire.decode(delivery.body, PrefillJob)
             except BadMessage:
@@ -140,7 +141,7 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
 
 
 def _with(engine: Engine[ElasticContext], context: Any) -> Engine[Any]:
-    """The engine as one side knows it."""
+    """Return the engine with the context of one side."""
     return Engine(
         engine.host, engine.core, engine.config, engine.served_name, engine.compat, context
     )

@@ -135,7 +135,7 @@ def log_times(worker: Worker, what: str) -> list[datetime]:
     return [datetime.fromisoformat(line[:23].replace(",", ".")) for line in lines]
 
 
-def test_the_only_decode_worker_is_not_taken_away(elastic: Cluster, worker: Worker) -> None:
+def test_a_worker_without_the_flag_keeps_its_role(elastic: Cluster, worker: Worker) -> None:
     usual = elastic.of("decode")[0]
     refused = order(elastic, usual, "prefill")
     assert refused.returncode == 2

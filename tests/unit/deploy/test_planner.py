@@ -166,7 +166,7 @@ def test_a_planner_that_starts_again_keeps_the_pause(rig: Rig) -> None:
     rig.told["workers"][0]["load"]["demand"]["prefill_demand"] = 1.5
     again = rig.step()
     assert not again.moves
-    assert "prefill is short; a move is" in again.reasons[0]
+    assert "if that stays so, a worker changes in" in again.reasons[0]
     assert rig.step(Settings(settle_s=0.0, cool_down_s=0.0)).moves
 
 

@@ -1,4 +1,4 @@
-"""The planner's policy: what is right, which worker changes sides, and how seldom."""
+"""The planner's policy: what is right, which worker changes its role, and how seldom."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from pullfill.deploy.scaling import (
 )
 
 NOW = Settings(settle_s=0.0)
+ENOUGH = "each role has enough workers"
+NONE_TO_SPARE = "more {} workers are needed, but no other one can be spared"
 
 
 def seen(
@@ -82,7 +84,7 @@ def test_decode_workers_for_an_autoscaler(decodes: int, streams: float, right: i
 def test_the_idlest_worker_changes_to_the_role_that_is_short() -> None:
     found = plan(seen(1, 3, long=1.2, streams=1.0), State(), NOW)
     assert found.moves == (Move("d2", DECODE, PREFILL),)
-    assert found.reasons == ("d2 to prefill: 1.7 prefill workers are needed, 1 there",)
+    assert found.reasons == ("d2 to prefill: 1.7 prefill workers are needed, there: 1",)
     found = plan(seen(3, 1, long=0.3, streams=1.4), State(), NOW)
     assert found.moves == (Move("p2", PREFILL, DECODE),)
 
@@ -90,11 +92,11 @@ def test_the_idlest_worker_changes_to_the_role_that_is_short() -> None:
 @pytest.mark.parametrize(
     ("observation", "why"),
     [
-        (seen(1, 3, long=0.3, streams=1.0), "no role is short"),
-        (seen(1, 1, long=3.0), "prefill: no worker to spare"),
-        (seen(1, 2, long=1.0, streams=2.0), "prefill and decode: no worker to spare"),
-        (seen(1, 2, long=0.8, streams=1.0), "prefill: no worker to spare"),
-        (seen(0, 2, long=0.1, streams=1.5), "prefill: no worker to spare"),
+        (seen(1, 3, long=0.3, streams=1.0), ENOUGH),
+        (seen(1, 1, long=3.0), NONE_TO_SPARE.format("prefill")),
+        (seen(1, 2, long=1.0, streams=2.0), NONE_TO_SPARE.format("prefill and decode")),
+        (seen(1, 2, long=0.8, streams=1.0), NONE_TO_SPARE.format("prefill")),
+        (seen(0, 2, long=0.1, streams=1.5), NONE_TO_SPARE.format("prefill")),
     ],
 )
 def test_no_move_without_a_gain(observation: Observation, why: str) -> None:
@@ -114,7 +116,7 @@ def test_the_last_prefill_worker_goes_when_nothing_is_for_it() -> None:
     assert not plan(observation, State(), replace(NOW, min_prefill=1)).moves
 
 
-def test_only_elastic_workers_change_sides() -> None:
+def test_only_elastic_workers_change_their_role() -> None:
     observation = seen(1, 3, long=1.2, streams=1.0)
     fixed = tuple(replace(m, elastic=m.instance_id == "d0") for m in observation.members)
     found = plan(replace(observation, members=fixed), State(), NOW)
@@ -135,7 +137,9 @@ def test_a_shortage_must_last() -> None:
     settings = Settings(settle_s=10.0)
     first = plan(seen(1, 3, long=1.2, at=100.0), State(), settings)
     assert not first.moves
-    assert first.reasons == ("prefill is short; a move is 10 s away if it stays so",)
+    assert first.reasons == (
+        "more prefill workers are needed; if that stays so, a worker changes in 10 s",
+    )
     calm = plan(seen(1, 3, long=0.2, at=105.0), first.state, settings)
     again = plan(seen(1, 3, long=1.2, at=106.0), calm.state, settings)
     assert not plan(seen(1, 3, long=1.2, at=115.0), again.state, settings).moves
