@@ -171,8 +171,8 @@ class Ledger:
         order, hit_tokens: see `Entry`.
         tokens: number of tokens to compute.
         claim_timeout_s: most seconds for each wait for a claim. None: as timeout_s.
-        hedge_s: seconds without a claim after which the prompt is computed here, although it could
-        wait longer. None: never.
+        hedge_s: if nobody claims the job within so many seconds, the prompt is computed here, even
+        if claim_timeout_s is longer. None: claim_timeout_s alone counts.
         stall_s: an attempt that makes progress goes on beyond timeout_s, and ends after this many
         seconds without progress. None: as timeout_s."""
         now = self._clock.monotonic()
@@ -596,7 +596,7 @@ class Ledger:
     def _expire(self, entry: Entry) -> None:
         """The job has been in its state for too long. The outcome tells which state that was."""
         if entry.state is JobState.QUEUED:
-            if self._clock.monotonic() < entry.queued_at + entry.claim_timeout_s:
+            if entry.due == entry.hedge_at:
                 self._give_up(entry, Outcome.HEDGED)
             else:
                 self._nobody_claimed(entry)
@@ -723,13 +723,7 @@ class Ledger:
         if not self._jobs:
             return 0
         with self._lock:
-            left = 0.0
-            for e in self._jobs.values():
-                if e.state is JobState.QUEUED:
-                    left += e.tokens
-                elif e.state is JobState.GRANTED:
-                    left += e.tokens * (1.0 - min(1.0, e.written / max(1, e.targets)))
-            return round(left)
+            return round(sum(e.uncomputed for e in self._jobs.values()))
 
     def unwritten(self) -> int:
         """Number of blocks that are not written yet, over all jobs that prefill workers hold."""

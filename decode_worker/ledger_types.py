@@ -86,6 +86,15 @@ class Entry:
         return len(self.blocks) - self.first_target
 
     @property
+    def uncomputed(self) -> float:
+        """Number of tokens that a prefill worker has still to compute, judged by its blocks."""
+        if self.state is JobState.QUEUED:
+            return self.tokens
+        if self.state is JobState.GRANTED:
+            return self.tokens * (1.0 - min(1.0, self.written / max(1, self.targets)))
+        return 0.0
+
+    @property
     def due(self) -> float:
         """When the job has been in its state for too long."""
         if self.state is JobState.QUEUED:

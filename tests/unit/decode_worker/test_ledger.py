@@ -374,23 +374,6 @@ def test_a_publish_that_ends_after_its_job_was_given_up_is_cancelled() -> None:
     model.drain()
 
 
-def test_with_the_last_worker_gone_nobody_waits_for_its_deadline() -> None:
-    """Unclaimed jobs and jobs that wait for another attempt are given up too."""
-    model = HandoffModel()
-    queued = model.open(1)
-    again, grant = granted(model)
-    assert queued is not None
-    model.publish(queued)
-    assert model.begin_batch(grant)
-    model.lose("a", others_alive=True)
-    model.lose("b", others_alive=False)
-    model.step()
-    assert queued.reports == [False]
-    assert again.reports == [False]
-    assert not set(again.job.blocks) & model.pool.free
-    model.drain()
-
-
 def test_actions_name_what_the_queue_needs() -> None:
     ledger = Ledger(LoopbackFences(8, 2), incarnation="i0", clock=FakeClock())
     ledger.open("j", "r", (1, 2), first_target=0, timeout_s=5.0)

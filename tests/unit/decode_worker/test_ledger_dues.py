@@ -310,3 +310,34 @@ def test_the_claim_timeout_comes_first_if_it_is_shorter(ledger: Ledger, clock: F
     (event,) = ledger.take_events()
     assert isinstance(event, Settle)
     assert event.outcome is Outcome.CLAIM_TIMEOUT
+
+
+def test_a_job_that_waits_again_until_its_deadline_was_not_hedged(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    fill(ledger, 1, timeout_s=12.0, claim_timeout_s=10.0)
+    ledger.grant("j0", "i", "w")
+    clock.advance(5.0)
+    ledger.gave_up("j0", 1, "i", "w", "cause", retry=True)
+    clock.advance(7.0)
+    ledger.tick()
+    (event,) = ledger.take_events()
+    assert isinstance(event, Settle)
+    assert event.outcome is Outcome.CLAIM_TIMEOUT
+
+
+def test_with_the_last_worker_gone_nobody_waits_for_its_deadline() -> None:
+    """Unclaimed jobs and jobs that wait for another attempt are given up too."""
+    model = HandoffModel()
+    queued = model.open(1)
+    again, grant = granted(model)
+    assert queued is not None
+    model.publish(queued)
+    assert model.begin_batch(grant)
+    model.lose("a", others_alive=True)
+    model.lose("b", others_alive=False)
+    model.step()
+    assert queued.reports == [False]
+    assert again.reports == [False]
+    assert not set(again.job.blocks) & model.pool.free
+    model.drain()
