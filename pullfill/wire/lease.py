@@ -7,7 +7,11 @@ may send.
 
 from __future__ import annotations
 
-from pullfill.wire.codec import WIRE_VERSION, Count, Finite, Id, Message, Text, Version
+from typing import Annotated
+
+from msgspec import Meta
+
+from pullfill.wire.codec import WIRE_VERSION, Count, Id, Message, Text, Version
 from pullfill.wire.control import FenceToken, Goodbye
 from pullfill.wire.jobs import Adapter
 from pullfill.wire.records import RegionDescriptor
@@ -69,18 +73,20 @@ class Lease(Message, tag="lease", frozen=True, kw_only=True):
     lease: Count
     block_ids: bytes
     fence: FenceToken
-    within_s: Finite
+    within_s: Annotated[float, Meta(gt=0, le=3600)]
 
 
 class NoLease(Message, tag="no_lease", frozen=True, kw_only=True):
-    """No lease. reason: `not_held`, or `busy`: a limit is reached."""
+    """The holder gives no lease.
+
+    reason: `not_held`: the blocks are not cached. `busy`: a limit is reached, or a step runs."""
 
     rid: Count
     reason: Text
 
 
 class LeaseEnd(Message, tag="lease_end", frozen=True, kw_only=True):
-    """The asker has copied the blocks, or does not want them any more."""
+    """The asker has copied the blocks, or does not want them any more. rid 0: no answer is read."""
 
     rid: Count
     lease: Count

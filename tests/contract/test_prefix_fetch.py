@@ -25,6 +25,21 @@ class Pair:
     def __init__(self, holder: FetchWorker, asker: FetchWorker) -> None:
         self.holder, self.asker = holder, asker
 
+    async def leased(self) -> Any:
+        """Return a request of the asker. The holder has leased its prefix."""
+        tokens = prompt(PREFIX + 1)
+        self.holder.cache(tokens)
+        request = self.asker.request(tokens, self.holder.holds(PREFIX))
+        await until(lambda: self.asker.side.decide(request, 0)[0] is not None)
+        return request
+
+    def allocate(self, request: Any) -> Served:
+        """Allocate blocks for the prefix of a request of the asker."""
+        table = self.asker.pool.allocate(PREFIX // BLOCK)
+        assert table is not None
+        served = self.asker.served[request.request_id] = Served(request, table)
+        return served
+
 
 @pytest.fixture(params=["shm", "tcp"])
 async def pair(
@@ -289,10 +304,7 @@ async def test_a_lease_that_vllm_has_no_blocks_for_is_given_back(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_fetch, "_TURN_S", 0.05)
-    tokens = prompt(PREFIX + 1)
-    pair.holder.cache(tokens)
-    request = pair.asker.request(tokens, pair.holder.holds(PREFIX))
-    await until(lambda: pair.asker.side.decide(request, 0)[0] is not None)
+    request = await pair.leased()
     await until(lambda: not pair.asker.fetches._running)
     assert pair.asker.side.decide(request, 0) == (0, False)
     pair.asker.side.request_finished(request.request_id)
@@ -302,13 +314,8 @@ async def test_a_lease_that_ends_as_vllm_allocates(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_fetch, "_TURN_S", 0.02)
-    tokens = prompt(PREFIX + 1)
-    pair.holder.cache(tokens)
-    request = pair.asker.request(tokens, pair.holder.holds(PREFIX))
-    await until(lambda: pair.asker.side.decide(request, 0)[0] is not None)
-    table = pair.asker.pool.allocate(PREFIX // BLOCK)
-    assert table is not None
-    served = pair.asker.served[request.request_id] = Served(request, table)
+    request = await pair.leased()
+    served = pair.allocate(request)
     await until(lambda: not pair.asker.fetches._running)
     pair.asker.side.enqueue(request, [served.table], PREFIX)
     told = await pair.asker.end(served)

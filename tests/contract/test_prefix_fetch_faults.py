@@ -17,7 +17,6 @@ from pullfill.errors import PeerUnavailable, TransferFailed
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.wire import Lease, u32
 from tests.contract.test_prefix_fetch import PREFIX, Pair, pair, prompt, until
-from tests.support.handoff_decode import Served
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS
 
 __all__ = ["pair"]
@@ -101,17 +100,12 @@ async def test_a_lease_is_given_back_when_its_prompt_goes_another_way(pair: Pair
 
 
 async def test_blocks_that_come_as_the_worker_leaves(pair: Pair) -> None:
-    tokens = prompt(PREFIX + 1)
-    pair.holder.cache(tokens)
-    request = pair.asker.request(tokens, pair.holder.holds(PREFIX))
-    await until(lambda: pair.asker.side.decide(request, 0)[0] is not None)
-    table = pair.asker.pool.allocate(PREFIX // BLOCK)
-    assert table is not None
-    served = pair.asker.served[request.request_id] = Served(request, table)
+    request = await pair.leased()
+    served = pair.allocate(request)
     fetch = pair.asker.fetches.known(request.request_id)
     assert fetch is not None
     pair.asker.fetches._stop(fetch)  # what `close` does
-    pair.asker.side.enqueue(request, [table], PREFIX)
+    pair.asker.side.enqueue(request, [served.table], PREFIX)
     await until(lambda: served.loaded is not None)
     told = await pair.asker.end(served)
     assert (served.loaded, told.fetched_tokens) == (False, 0)
