@@ -1,17 +1,17 @@
 """Measures what decides how many workers of each role are needed: `pullfill plan`, autoscalers.
 
-A prompt *wants* a prefill worker if it is sent to one, or is long enough for one and stays here
-because there is none, or too few. Its tokens count for WINDOW_S, so a scrape every few seconds sees
-each of them.
+A prompt *wants* a prefill worker if it is sent to one. It also does if it is long enough for one
+and stays here because there are no prefill workers, or too few. Its tokens count for WINDOW_S, so a
+scrape every few seconds sees all of them.
 
-The pressure says how full this worker is. 1: it should get no more streams. It is the largest of
+The pressure says how full this worker is. At 1 it should get no more streams. It is the largest of
 
-    streams     time between two tokens over its target, without long prompts: they are what
-                prefill workers are for
+    streams     time between two tokens, divided by its target. Long prompts do not count: prefill
+                workers are there for them
     kv          share of the KV blocks that requests hold
-    seats       requests over `--max-num-seqs`
+    seats       number of requests, divided by `--max-num-seqs`
 
-The engine thread notes, any thread reads.
+The engine thread writes. Any thread may read.
 """
 
 from __future__ import annotations
@@ -41,19 +41,21 @@ _BUCKET_S = 1.0
 _LACK = frozenset({NO_PREFILL_WORKER, SELF_CHECK_PENDING, CLAIMS_STALLED, QUEUE_FULL, QUEUE_WAIT})
 """Reasons for a local prefill that more prefill workers would remove."""
 _BY_COST = frozenset({"cost_local", "cost_chunked"})
+"""Reasons for a local prefill that was cheaper than a remote one."""
 _FULL = 0.9
-"""Short prompts never count for a larger share of the time. The division stays finite."""
+"""Short prompts count for at most this share of the time, so that the division stays finite."""
 
 
 @dataclass(slots=True)
 class _Bucket:
     """What was noted in one second.
 
-    tokens, prompts: those that wanted a prefill worker.
-    kept: tokens of those among them that stayed because there was no prefill worker.
-    missed: prompts that were computed here although they wanted a prefill worker.
-    here_s: seconds of computation of the other prompts.
-    streams_s: seconds with streams, each weighted by time between tokens over its target."""
+    prompts: number of prompts that wanted a prefill worker. tokens: their tokens to compute.
+    kept: tokens of those prompts that stayed because there was no prefill worker.
+    missed: number of prompts that wanted a prefill worker and were computed here.
+    here_s: seconds of computation of all other prompts.
+    streams_s: seconds with streams, each multiplied by the time between two tokens and divided by
+    the target of that time."""
 
     at: float
     tokens: int = 0
@@ -65,7 +67,7 @@ class _Bucket:
 
 
 class DemandMeter:
-    """See the module."""
+    """Counts the last WINDOW_S of one decode worker."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
@@ -135,8 +137,8 @@ class DemandMeter:
         open_tokens: tokens of its jobs that prefill workers have still to compute.
         rates: tokens per second of each connected prefill worker that has measured them.
         pool: number of prefill workers that pull.
-        own_rate: tokens per second of this engine. 0: not measured. It stands for a prefill worker
-        as long as none has told its rate.
+        own_rate: tokens per second of this engine. 0: not measured. A prefill worker is taken to be
+        as fast as long as none has told its rate.
         kv, seats: see the module."""
         with self._lock:
             self._forget(self._clock.monotonic())

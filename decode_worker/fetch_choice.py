@@ -21,7 +21,7 @@ from pullfill.wire import PrefixHolder, RouterPolicy
 
 
 class FetchChoice:
-    """See the module.
+    """Decides about each prompt, and begins its fetch.
 
     block_size: tokens of a block. pool: vLLM's BlockPool.
     local_tokens: see `Situation`.

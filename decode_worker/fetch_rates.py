@@ -14,12 +14,13 @@ from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
 
 _MIB = float(1 << 20)
 _MOST = 4096
-"""How many holders are remembered."""
+"""When so many holders are remembered, all are forgotten."""
 SURE = 8
+"""Reads of a holder after which its measured time counts."""
 
 
 class FetchRates:
-    """See the module."""
+    """Learns how long reads from each holder take."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
@@ -37,8 +38,10 @@ class FetchRates:
         return self.expected_s(instance_id, kv_bytes) < compute_s
 
     def observe(self, instance_id: str, kv_bytes: float, seconds: float) -> None:
-        """Learn from one read, from the question for a lease until its end, without the connection
-        and the opening of the memory."""
+        """Learn from one read.
+
+        seconds: from the question for a lease until the lease is given back. Connecting to the
+        holder and opening its memory are not part of it."""
         if len(self._holders) >= _MOST:
             self._holders = {}
         fit = self._holders.setdefault(instance_id, Fit(keep=0.7, half_s=30.0))
@@ -46,5 +49,7 @@ class FetchRates:
 
 
 def computed_s(measured_s: float, tokens: int) -> float:
-    """Seconds of computing `tokens` here. measured_s: as measured. 0: it was not."""
+    """Return how many seconds it takes to compute `tokens` here.
+
+    measured_s: what the measured rates say. 0: nothing is measured, so a rate is assumed."""
     return measured_s or tokens / ASSUMED_TOKENS_PER_S

@@ -1,13 +1,14 @@
 """Connections to other decode workers, to read from their prefix caches (read_leases.py).
 
-    use      connect, unless we are connected
-    ask      a lease of cached blocks
-    read     copy them, in the lane of the holder's reader (kv_reader.py)
-    end      give the lease back. Only then it is known whether the copy counts
+    use      connect to a holder, unless we are connected
+    ask      ask it for a lease of cached blocks
+    read     copy these blocks, in the lane of the holder's reader (kv_reader.py)
+    end      give the lease back. The answer says whether the copy counts
 
 A connection is made when it is first needed. It is closed after IDLE_S without use, and after any
-failure. A holder that failed is left alone for a while: AGAIN_S, doubled with each failure. One
-that only did not answer in time keeps its connection, and is left alone for AGAIN_S.
+failure. A holder that failed is not asked for AGAIN_S, and twice as long after each further
+failure. A holder that only did not answer in time keeps its connection, and is not asked for
+AGAIN_S.
 
 asyncio thread only.
 """
@@ -47,7 +48,8 @@ CONNECT_S = 2.0
 END_S = 2.0
 """How long a holder may take to say whether a lease was valid."""
 AGAIN_S, AGAIN_MOST_S = 2.0, 60.0
-_AGAIN_S = 0.25
+"""Least and most time for which a holder that failed is not asked."""
+_INTERRUPT_S = 0.25
 """Pause before a read that is too slow is interrupted once more."""
 MOST = 1024
 """When so many holders are remembered, those without a connection are forgotten."""
@@ -62,7 +64,7 @@ class LeaseRefused(HandoffError):
 
 
 class NotInTime(PeerUnavailable):
-    """The holder has not answered, but its connection is there."""
+    """The holder has not answered in time, but its connection is open."""
 
 
 class Holder:
@@ -99,12 +101,14 @@ class Holder:
     ) -> tuple[MoveResult, str]:
         """Copy leased blocks into ours. See `KvReader.read`.
 
-        within_s: then a copy that has begun is interrupted. One that still waits for those before
-        it raises LeaseRefused at once, and never begins."""
+        within_s: a copy that takes longer is interrupted. If it has not begun by then, because
+        other reads from this holder come first, it never begins, and LeaseRefused is raised."""
         loop, begun, late = asyncio.get_running_loop(), False, False
         timer = loop.call_later(within_s, lambda: end_it())
 
-        def begin() -> bool:  # in the lane. First `begun`, then `late`: `end_it` does the opposite
+        # `begin` runs in the lane, `end_it` here. Each sets its own flag before it reads the other
+        # one. So no copy begins unseen.
+        def begin() -> bool:
             nonlocal begun
             begun = True
             return not late and wanted()
@@ -116,7 +120,7 @@ class Holder:
                 reading.cancel()
                 return
             self.reader.interrupt()
-            timer = loop.call_later(_AGAIN_S, end_it)  # it may just have been connecting
+            timer = loop.call_later(_INTERRUPT_S, end_it)  # it may just have been connecting
 
         reading = loop.create_task(self.reader.read(lease.fence, source, target, begin))
         try:
@@ -136,10 +140,11 @@ class Holder:
         return False
 
     def forget(self, lease: Lease) -> None:
-        """Give a lease back that is not wanted. Nobody waits for the answer."""
+        """Give back a lease that is not wanted, without waiting for the answer."""
         self._channel.write(LeaseEnd(rid=0, lease=lease.lease), now=True)
 
     def hears(self, message: Any) -> None:
+        """Take a message of the holder."""
         if isinstance(message, Lease | NoLease | LeaseEnded):
             answered = self._replies.answer(message.rid, message)
             if not answered and isinstance(message, Lease):
@@ -168,7 +173,13 @@ class Holder:
 
 
 class _Place:
-    """What is kept of one holder. holder: None: not connected."""
+    """What `Holders` remembers about one holder, also while there is no connection to it.
+
+    holder: the connection. None: there has been none yet.
+    connecting: held while the connection is made, so that it is made once.
+    not_before: when the holder may be asked again, by the loop's clock.
+    pause: how long it is not asked after its next failure, in seconds.
+    idle: closes the connection after IDLE_S without use."""
 
     def __init__(self, rest: Callable[[_Place], bool]) -> None:
         self.holder: Holder | None = None
@@ -179,9 +190,10 @@ class _Place:
 
 
 class Holders:
-    """All of them. See the module.
+    """Makes, keeps and closes the connections to all holders.
 
-    hello: makes our first message. reach: opens another worker's memory.
+    hello: makes the first message of a connection.
+    reach: opens another worker's KV memory for reading.
     key: the cluster key. A holder must hold the same one."""
 
     def __init__(
@@ -230,12 +242,14 @@ class Holders:
             place.pause, place.not_before = AGAIN_S, 0.0
 
     def slow(self, instance_id: str) -> None:
-        """Do not ask this holder for AGAIN_S: its engine is in a long step."""
+        """Note that this holder has not answered in time, as in a long step of its engine.
+
+        It is not asked for AGAIN_S."""
         if (place := self._places.get(instance_id)) is not None:
             place.not_before = self._loop.time() + AGAIN_S
 
     def failed(self, instance_id: str) -> None:
-        """Leave this holder alone for a while. Its connection is made anew then."""
+        """Close the connection to this holder, and do not ask it for a while."""
         if (place := self._places.get(instance_id)) is None:
             return
         place.not_before = self._loop.time() + place.pause

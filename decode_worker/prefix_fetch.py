@@ -1,4 +1,4 @@
-"""Prefixes are fetched, not computed again: reads what another decode worker has cached.
+"""Fetches prefixes: reads what another decode worker has cached, instead of computing it again.
 
 A frontend's hint says who holds more of a prompt than this worker (wire.PrefixHolder). One fetch:
 
@@ -14,8 +14,8 @@ What always holds:
 
 - After `begin` a request waits until `take` has returned it, exactly once. Only then vLLM may reuse
   its blocks, and then no thread copies into them: a cancelled request waits for that, too.
-- A fetch is tried once for a request. It has a deadline in each phase, so a holder that is stopped
-  delays one prompt by 2 s at most before the copy starts, and is left alone then.
+- A fetch is tried once for a request. It has a deadline in each phase. So a holder that is stopped
+  delays one prompt by 2 s at most before the copy starts. Afterwards it is not asked for a while.
 - If two prompts want the same prefix, the second one waits for the first, and then has a local hit.
 
 Each field of a `Fetch` has one writer, so no lock is needed.
@@ -41,15 +41,15 @@ logger = log.get("decode_worker.fetch")
 MOST = 32
 """Fetches of this worker at a time."""
 _ASK_S = (1.0, 2.0)
-"""Least and most time for the connection, and again for the lease. A loaded machine needs it."""
+"""Least and most time for the connection, and again for the answer with the lease."""
 _COPY_S = (1.0, 8.0)
-"""Least and most time for the copy. The most is less than a lease lasts."""
+"""Least and most time for the copy. The most is shorter than a lease (read_leases.LEASE_S)."""
 _TURN_S = 5.0
 """How long a lease waits for vLLM to allocate blocks."""
 
 
 class FetchOutcome(enum.StrEnum):
-    """What came of a hint. All but the first: the prefix was computed."""
+    """What came of a hint. With all but FETCHED the prefix was computed."""
 
     FETCHED = "fetched"
     DEARER = "dearer"
@@ -70,7 +70,9 @@ class FetchOutcome(enum.StrEnum):
 
 
 class Answer(enum.Enum):
-    """Of the holder, as far as the asyncio thread knows."""
+    """What the holder has answered to the question for a lease. Set by the asyncio thread.
+
+    NONE: no lease, or the fetch has ended."""
 
     PENDING = 1
     LEASED = 2
@@ -78,7 +80,9 @@ class Answer(enum.Enum):
 
 
 class Turn(enum.Enum):
-    """What the engine thread does about a fetch."""
+    """How far a fetch is for the engine thread.
+
+    WAITING: `begin` was not called. COPYING: it was, and `take` has not returned the fetch."""
 
     WAITING = 1
     COPYING = 2
@@ -89,14 +93,25 @@ class Turn(enum.Enum):
 class Fetch:
     """One prompt's fetch. Lengths are in tokens, whole blocks.
 
-    start, end: what is asked for. least: fewer tokens are not fetched.
+    at: the holder.
+    start, end: the lease is asked for the tokens from `start` to `end`.
+    least: fewer tokens are not fetched.
     key: names the prefix up to `end`.
-    within_s: for the question. copy_s: for the copy.
+    within_s: most seconds for the connection, and again for the answer. copy_s: for the copy.
 
-    Written by the engine thread: turn, wanted, begin_at, answer_by (when to go on without it).
-    Written by the asyncio thread: answer, leased (the end of what is leased), outcome, seconds,
-    measured (nothing had to be opened first), kv_bytes, transport, blocks (set once `begin` was
-    called), ended."""
+    Written by the engine thread:
+
+    wanted: False once the request has ended or goes another way.
+    begin_at: where the copy begins, which is the end of the local hit.
+    answer_by: when the prompt is computed if the holder is still being asked.
+
+    Written by the asyncio thread:
+
+    leased: the end of what is leased.
+    seconds: how long the read has taken. measured: nothing had to be opened for it.
+    kv_bytes, transport: of the copy.
+    blocks: has a result once `begin` was called.
+    ended: nothing is copied any more."""
 
     request_id: str
     at: PrefixHolder
@@ -125,7 +140,7 @@ class Fetch:
 
 
 class PrefixFetches:
-    """See the module.
+    """All fetches of this worker.
 
     block_size: tokens of a block. block_bytes: bytes of a block over all layers and ranks.
     wake: wakes the engine thread."""
@@ -185,7 +200,7 @@ class PrefixFetches:
         return True
 
     def pending(self, fetch: Fetch) -> bool:
-        """Whether the holder is still being asked. No longer once the asyncio thread is late."""
+        """Whether the holder is still being asked, and there is time to wait for its answer."""
         return fetch.answer is Answer.PENDING and time.monotonic() < fetch.answer_by
 
     def begin(self, fetch: Fetch, hit: int, blocks: Sequence[int]) -> None:
@@ -365,7 +380,7 @@ class PrefixFetches:
         if fetch.blocks.done() and not fetch.blocks.cancelled():
             self._tell(fetch)
         else:
-            self._wake()  # vLLM shall ask again
+            self._wake()  # so that vLLM asks again
 
 
 def _clamp(value: float, bounds: tuple[float, float]) -> float:

@@ -65,15 +65,19 @@ LEASE_S = 10.0
 MOST = 64
 """Leases at a time, those that are asked for included."""
 SHARE = 4
-"""Leases pin at most one of so many blocks."""
+"""Leases pin at most 1 / SHARE of the blocks."""
 _PROOF_S = 0.02
-"""Pause before it is looked again whether a reader has let go."""
+"""Pause between two looks whether a reader has let go of a fence."""
 NOT_HELD, BUSY = "not_held", "busy"
 
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """One lease. blocks: vLLM's. unproved: it has ended, but its reader may still read."""
+    """One lease.
+
+    blocks: vLLM's blocks that it pins.
+    incarnation: of this worker when the lease was given.
+    unproved: the lease has ended, but its reader may still read."""
 
     number: int
     fence: FenceToken
@@ -94,11 +98,11 @@ class _Asker:
 
 
 class ReadLeases:
-    """See the module.
+    """Gives leases to all askers, and ends them.
 
     intake: prepares requests for the engine. block_size: tokens of a block.
-    computes: see `LeaseHello`.
-    why_not: why nothing can be leased. Empty: it can."""
+    computes: see `LeaseHello`. pool: vLLM's BlockPool.
+    why_not: why nothing can be leased. Empty: something can."""
 
     def __init__(
         self,
@@ -121,10 +125,11 @@ class ReadLeases:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._askers: set[_Asker] = set()
-        self._open = 0  # asked for, valid, or not proved quiet
-        self._pinned = 0  # engine thread
+        self._open = 0  # leases that are asked for, valid, or not proved quiet
+        self._pinned = 0  # blocks that leases pin. Engine thread
         self.unproved_blocks = 0
-        """Blocks of leases that have ended while their reader may still read: it is stopped."""
+        """Blocks of leases that have ended although their readers may still read, as a stopped
+        process may."""
         self._closed = False
         self.why_not = ""
         if context.owner is None:

@@ -6,11 +6,11 @@ gets the truth (`Redirect`), and decides alone: another worker, or this one afte
 request so (ADD) that this cannot happen twice. So several frontends need no shared state: what one
 of them does not know of the others' requests, the worker knows.
 
-Costs one search in the prefix cache, which the next load report does not repeat. Other requests are
-looked at only if the prefix is not there, because one of them may bring it, and before a redirect.
+This costs one search in the prefix cache. The next load report uses its result. Other requests are
+searched only before a redirect, and if the prefix is not cached, because one of them may bring it.
 
 If the worker dies before it has answered, the frontend sends the request elsewhere, as always. If
-the frontend dies, the worker has nothing of it.
+the frontend dies after a redirect, the worker has nothing of the request.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pullfill.engine.front_wire import Picture, Redirect, RedirectReason
 from pullfill.engine.load import EngineLoad
 
 GONE_TOKENS = 256
-"""The prefix is gone if it is shorter than expected by more. Evicting begins at the end of a
-prompt, and a little of it is not worth another message."""
+"""A prefix counts as gone if more than so many of the expected tokens are missing. vLLM evicts the
+end of a prompt first, and to miss a few tokens is not worth another message."""
 FULL_TOKENS = 1024
 FULL_SHARE = 0.5
-"""The queue is full if it is longer than expected by more than both: tokens, and share of what was
-expected."""
+"""A queue counts as full if it exceeds what was expected by more than FULL_TOKENS, and by more than
+FULL_SHARE of what was expected."""
 
 
 def is_gone(picture: Picture, held_tokens: int) -> bool:
@@ -44,7 +44,7 @@ def is_full(picture: Picture, queued_tokens: int) -> bool:
 
 
 class Redirects:
-    """See the module. What it returns are the frames of a message to the frontend.
+    """Compares what frontends believed with what is true. Returns messages to frontends, as frames.
 
     tiered: vLLM offloads KV. Then blocks that have left the prefix cache may still be held, so a
     prefix is never gone."""

@@ -119,7 +119,9 @@ class DecodeHooks(EngineHooks):
 
 
 class DecodeRole(Role[DecodeContext, DecodeHooks]):
-    """See Role. copiers: what else may copy from or to the KV memory until the end."""
+    """See Role.
+
+    copiers: others that may copy from or to the KV memory. It is closed after they have ended."""
 
     name, connector, kv_role = "decode", "DecodeConnector", "kv_consumer"
     module = "pullfill.decode_worker.connector"
@@ -303,17 +305,17 @@ class DecodeService(Service):
         """Frontends and prefill workers connect by themselves once the worker is registered."""
 
     async def resume(self) -> None:
-        """Be as new after a drain, before the next registration."""
+        """Serve again after a drain. Call it before the worker registers again."""
         self._outlook.draining = False
         if self._control.leases is not None:
             self._control.leases.reopen()
         await self._dismiss(draining=False)
 
     async def rest(self) -> None:
-        """Leave all peers, which this worker is no decode worker for now.
+        """End the connections to all peers. This worker is no decode worker until `resume`.
 
         The ledger goes on: it frees the blocks of writers that are not proved quiet yet."""
-        show_demand(Demand())  # nobody asks for them now: they must not stay at the last value
+        show_demand(Demand())  # the gauges are not refreshed now. They must not keep old values
         self._control.dismiss()
         if self._control.leases is not None:
             self._control.leases.renew()

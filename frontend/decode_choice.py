@@ -55,7 +55,8 @@ MAX_CROWDS = 16_384
 SAMPLE = 16
 """Of more workers than this, only so many are compared, besides those that hold the prefix.
 
-A fourth, if fewer than HOLDERS hold the prefix: then it is a conversation, which seldom moves."""
+If fewer than HOLDERS workers hold the prefix, it is SAMPLE / 4: such a prompt continues a
+conversation, which seldom moves to another worker."""
 HOLDERS = 8
 """Of the workers that hold most of the prompt, only so many are compared."""
 KNOWN = SAMPLE + HOLDERS
@@ -86,7 +87,9 @@ class WorkerView:
 
 @dataclass(slots=True)
 class Candidates:
-    """The workers that can take a request: the same ones in all, at least one. ids: sorted."""
+    """The workers that can take a request, at least one. All fields hold the same workers.
+
+    ids: sorted instance ids."""
 
     views: Sequence[WorkerView]
     by_id: Mapping[str, WorkerView]
@@ -103,7 +106,7 @@ class Held:
     """Which workers hold the beginning of a prompt.
 
     blocks: instance id -> leading blocks, of KNOWN workers at most. The caller may change it.
-    more: how many others hold as much as the best of these."""
+    more: number of other workers that hold as much as the best of these."""
 
     blocks: dict[str, int]
     more: int = 0
@@ -239,7 +242,7 @@ class Chooser:
         return [*(among.by_id[name] for name in ids if name in among.by_id), *others]
 
     def _spread(self, items: Sequence[_T], count: int) -> list[_T]:
-        # A third of the time that randrange takes.
+        # `randrange` takes longer.
         start, stride = int(self._rng.random() * len(items)), len(items) // count
         return [items[(start + i * stride) % len(items)] for i in range(count)]
 

@@ -317,7 +317,7 @@ class Dispatcher:
         return self.balancer.choose(flight, around, now) if around else None
 
     def _send(self, flight: Flight, worker: DecodeConnection, now: float, several: bool) -> None:
-        """several: whether others could take it."""
+        """Send a request to a worker. several: whether other workers could take it."""
         if flight.tokens:
             request = migration.migration_request(flight.request, flight.tokens)
         else:
@@ -335,11 +335,10 @@ class Dispatcher:
         self.balancer.sent(flight, worker, now)
         self._explain.open(flight.wire_id, flight.trace)
         worker.send(*kind, *frames)
-        if self._redirects.sent(flight, worker):
-            pass
-        elif flight.tokens:
+        redirected = self._redirects.sent(flight, worker)
+        if flight.tokens:
             metrics.MIGRATED.labels("sent").inc()
-        elif flight.attempt:
+        elif flight.attempt and not redirected:
             metrics.RESENT.inc()
         if flight.trace.route_ms is None:
             flight.trace.route_ms = (time.monotonic() - flight.submitted) * 1000.0

@@ -74,7 +74,8 @@ class Placement:
             return self.chooser.choose(policy, Ask(tokens, block), among)
         held = stored if stored is not None else Held({})
         known = held.blocks
-        known.update((told,) if told else ())
+        if told is not None:
+            known[told[0]] = told[1]
         most = max(known.values(), default=0)
         # A hash names all blocks before it, too. So it is enough to look at what comes after those
         # that are stored; and at the last of them, while few workers hold it.
@@ -83,7 +84,8 @@ class Placement:
         for number, blocks in self._predicted.match(hashes[begin:], now).items():
             name = self._names[number]
             known[name] = max(begin + blocks, known.get(name, 0))
-        known.update((told,) if told else ())
+        if told is not None:
+            known[told[0]] = told[1]
         ask = Ask(tokens, block, hashes, known, most, warm, held.more)
         return self.chooser.choose(policy, ask, among)
 

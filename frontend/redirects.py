@@ -6,11 +6,11 @@ compares it with the truth (decode_worker/redirects.py). If it was far off, the 
 the request, and says what is true (`Redirect`). With that the choice is made again, among all
 workers, and is final: the request goes out as ADD.
 
-The client sees none of it: no token can be out. It is no error, and no migration. `explain` says
-it, and `pullfill_redirect_total`.
+The client notices nothing, because no token can have been sent. A redirect is neither an error nor
+a migration. `explain` shows it, and `pullfill_redirect_total` counts it.
 
-If the worker dies before it has answered, the dispatcher sends the request elsewhere. If the second
-worker dies, too. Both are migrations, and then nobody redirects any more.
+If a worker dies before it has answered, or the second worker dies, the dispatcher sends the request
+elsewhere. That is a migration, and afterwards nobody redirects the request any more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pullfill.frontend.waiting import RESEND_WAIT_S
 from pullfill.wire.codec import decoder
 
 _CANNOT = frozenset({RedirectReason.DRAINING, RedirectReason.INTAKE_FULL})
-"""With these reasons the worker cannot take the request at all."""
+"""Reasons that say that the worker cannot take the request at all."""
 
 _redirect = decoder(Redirect)
 

@@ -37,7 +37,7 @@ class Pulling:
         self._pause()
 
     def yields(self, why: str) -> None:
-        """Note why other work of this worker goes first. Empty: it pulls."""
+        """Note why other work of this worker goes first. Empty: no work does, so it pulls."""
         if why != self._busy:
             self._busy = why
             self._pause()

@@ -86,7 +86,7 @@ class PrefillHooks(EngineHooks):
 
 
 class PrefillRole(Role[PrefillContext, PrefillHooks]):
-    """See Role. copiers: whatever may still copy to decode workers."""
+    """See Role. copiers: the transfer workers that may still copy to decode workers."""
 
     name, connector, kv_role = "prefill", "PrefillConnector", "kv_both"
     module = "pullfill.prefill_worker.connector"
@@ -183,7 +183,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
     ) -> PrefillService:
         """Build what pulls and runs jobs. Closing `parts` ends it, and the memory stays open.
 
-        take_back: as of JobRunner."""
+        take_back: see JobRunner."""
         options, config, context = self._options, engine.config, engine.context
         loop = asyncio.get_running_loop()
         budget = budget_of(config.scheduler_config.max_num_batched_tokens)

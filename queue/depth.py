@@ -48,6 +48,7 @@ from pullfill.wire import DepthReport, QueueStatus, decode, encode
 REPORT_S = 0.3
 """How long to wait for a report. Longer than an asker's pause between two requests to NATS."""
 NOTICE_S = 0.2
+"""Most time between two notices for one lane in which jobs wait."""
 _LOG_EVERY_S = 60.0
 
 logger = log.get("queue")
@@ -128,10 +129,11 @@ class DepthCache:
         self._ours: dict[int, tuple[int, float]] = {}
         self._gone: dict[int, tuple[float, int]] = {}
         self._delta = (0, 0)
-        # Own jobs that a prefill worker has, and those that wait no longer since the snapshot, by
-        # when we were told.
+        # Own jobs that a prefill worker has.
         self._held: set[int] = set()
+        # Own jobs that the snapshot may still count as waiting, and when they ceased to wait.
         self._claimed: dict[int, float] = {}
+        # The last job of each lane for which a notice was sent, and when.
         self._noticed: dict[Lane, tuple[int, float]] = {}
 
     @property
@@ -149,8 +151,8 @@ class DepthCache:
     def to_notice(self, lane: Lane, seq: int) -> bool:
         """Whether prefill workers must be told that our job `seq` waits in this lane.
 
-        They know of the lane while an earlier one of ours waits there. A notice may get lost, so
-        that holds for NOTICE_S."""
+        They have been told of the lane if an earlier job of ours still waits there. But a notice
+        may get lost, so they are told again after NOTICE_S."""
         now = self._clock.monotonic()
         before, at = self._noticed.get(lane, (0, -NOTICE_S))
         if before in self._ours and before not in self._claimed and now - at < NOTICE_S:

@@ -37,7 +37,7 @@ async def send_notice(connection: NatsConnection, names: Names, lane: Lane) -> N
 
 
 class Lanes:
-    """See the module. Belongs to one consumer, and to its loop.
+    """Which lanes hold jobs, as one consumer knows it. Used on the consumer's loop only.
 
     turns: which lane comes next.
     on_fill: called with a lane in which a job may wait."""

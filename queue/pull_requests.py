@@ -49,10 +49,10 @@ class Request:
 
 
 class PullRequests:
-    """See the module.
+    """Sends requests, and notes how they end.
 
-    waiting: the request that waits for a job that is in no lane. asking: the one for what is there
-    now. None: there is none, or a job has ended it.
+    waiting: the request that waits for a job that is in no lane. asking: the request for a job that
+    is there now. None: there is none, or a job has ended it.
     on_message: takes what comes to the inbox."""
 
     def __init__(

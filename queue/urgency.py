@@ -27,6 +27,7 @@ QUANTUM = 2048
 SIZES = (1024, 4096, 16384)
 """Most tokens of a job in the lanes of an urgency, but for the last lane, which has no limit."""
 PATIENCE = 4
+"""See the module."""
 
 
 class Urgency(enum.IntEnum):
@@ -61,14 +62,16 @@ def read_urgency(label: str | None) -> Urgency:
 
 
 class Lane(NamedTuple):
-    """size: index in SIZES of the most tokens of its jobs; after the last, no limit."""
+    """The waiting jobs of one urgency and of about one size.
+
+    size: index in SIZES of the most tokens of its jobs. len(SIZES): there is no limit."""
 
     urgency: Urgency
     size: int
 
     @property
     def label(self) -> str:
-        """As in `parse_lane`."""
+        """Its name, as in `tight-0`."""
         return f"{self.urgency.label}-{self.size}"
 
 
@@ -82,7 +85,7 @@ def lane_of(urgency: Urgency, tokens: int) -> Lane:
 
 
 def parse_lane(label: str) -> Lane:
-    """Read `tight-0`. Raises BadMessage."""
+    """Return the lane with this label. Raises BadMessage."""
     if (lane := _BY_LABEL.get(label)) is None:
         raise BadMessage(f"not a lane: {label[:100]!r}")
     return lane

@@ -24,7 +24,7 @@ ones that costs more than it saves."""
 
 
 PREFILL_CLIENT = -2
-"""The client index of the outputs of `prefill_request`. No frontend has it."""
+"""The client index of the outputs of a `prefill_request`. Frontends have other ones."""
 
 
 def prefill_request(

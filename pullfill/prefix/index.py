@@ -34,15 +34,16 @@ _NO_OPS: Ops = np.empty(0, np.uint8)
 
 
 def _touched(words: int) -> HashArray:
-    """Memory that is taken now. numpy asks for huge pages, which make lookups a fifth faster, but
-    the first touch of one can hold the caller for 5 ms."""
+    """Allocate memory, and touch all of it now.
+
+    numpy asks for huge pages. They make lookups faster, but the first touch of one takes long."""
     memory = np.empty(words, np.uint64)
     memory[:: mmap.PAGESIZE // 8] = 0
     return memory
 
 
 def _untouched(words: int) -> HashArray:
-    """Memory that is taken page by page, as it is used, and never in huge pages."""
+    """Allocate memory that is taken page by page as it is used, and never in huge pages."""
     memory = mmap.mmap(-1, 8 * words)
     with contextlib.suppress(OSError):  # a kernel that has no huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)

@@ -28,7 +28,7 @@ SEGMENT = 1024
 FULL, STEP = 768, 32
 """A segment is split at FULL entries, or up to 7 STEP earlier, so that not all split at once."""
 SLOTS, FETCH, CLASSES = 4096, 128, 7
-"""Entries that a lookup fetches at the same time, at most. Rows have 1 to 64 words: SLOTS bits."""
+"""Most workers; most entries that a lookup fetches at once; sizes of rows (1 to 64 words)."""
 
 DEPTH, USED, BLOCKS, LIMIT, BUMP, K1, K2, FREE = range(8)
 """Memory.meta: bits that choose a segment; segments in use; different blocks; most blocks; words of
@@ -353,7 +353,7 @@ def match(m: Memory, hashes: Any, seen: Any, names: Any, out: Any) -> Any:
     told, before, fetched, many = 0, _U0, 0, 8  # most lookups of predicted blocks need one
     for number in range(len(hashes)):
         if number == fetched:
-            # Touch the next ones: memory brings them at once. The sum is for the compiler.
+            # Touch the next ones: memory brings them at once. Unused loads would be compiled away.
             fetched, many = min(number + many, len(hashes)), min(4 * many, FETCH)
             for ahead in range(number, fetched):
                 mixed = _mix(m, hashes[ahead])

@@ -44,13 +44,14 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     it is expected to take long, it gets more time.
     claim_timeout_s: how long of that it may wait for a prefill worker to claim it. If it is
     expected to wait long, it gets more time.
-    min_fetch_tokens: how many tokens more another decode worker must hold to be read. 0: never.
+    min_fetch_tokens: a prefix is read from another decode worker only if that holds at least so
+    many tokens more. 0: never.
     ttft_ms, itl_ms: with the policy `cost`, the targets of requests that name none: time to the
     first token, and time between two tokens.
-    hedge: compute a prompt that no prefill worker has claimed here, as soon as that is needed to
-    meet its target for the first token.
-    tight_ttft_ms, loose_ttft_ms: jobs of requests whose target for the first token is at most the
-    one come first in the queue, and those of requests whose target is at least the other come last.
+    hedge: as long as no prefill worker has claimed a prompt, the decode worker may compute it. It
+    does so as soon as that is needed to meet the target for the first token.
+    tight_ttft_ms: jobs whose target for the first token is at most this come first in the queue.
+    loose_ttft_ms: jobs whose target for the first token is at least this come last in the queue.
     """
 
     policy: RouterPolicy = RouterPolicy.CONDITIONAL

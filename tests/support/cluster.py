@@ -302,13 +302,13 @@ class Cluster:
             self._client = None
 
     def status(self) -> dict[str, Any]:
-        answer = self._get("/pullfill/status")
+        return self._get("/pullfill/status")
+
+    def _get(self, path: str) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        answer = web.get(f"{self.frontend_url}{path}", timeout=10.0, headers=headers)
         result: dict[str, Any] = answer.raise_for_status().json()
         return result
-
-    def _get(self, path: str) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {self.api_key}"}
-        return web.get(f"{self.frontend_url}{path}", timeout=10.0, headers=headers)
 
     def load_of(self, worker: Worker) -> dict[str, Any]:
         """What a worker reports of itself. Waits for one that is late with its answer to the
@@ -340,14 +340,11 @@ class Cluster:
         self.etcd.ctl("lease", "revoke", f"{lease:x}")
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        answer = self._get(f"/pullfill/requests/{request_id}")
-        result: dict[str, Any] = answer.raise_for_status().json()
-        return result
+        return self._get(f"/pullfill/requests/{request_id}")
 
     def counter(self, name: str, **labels: str) -> float:
         """Sum of a metric over the cluster, from the frontend's one scrape."""
-        found = self.samples(name)
-        return sum(value for key, value in found.items() if labels.items() <= set(key))
+        return sum(v for key, v in self.samples(name).items() if labels.items() <= set(key))
 
     def samples(self, *names: str) -> dict[tuple[tuple[str, str], ...], float]:
         """All samples of these metrics by their labels, in order, `__name__` first."""
@@ -364,10 +361,8 @@ class Cluster:
         says that they act."""
         self._router |= settings
         wanted = msgspec.convert(self._router, RouterConfig)
-        key, value = (
-            keys.config(self.namespace, "router"),
-            msgspec.json.encode(self._router).decode(),
-        )
+        key = keys.config(self.namespace, "router")
+        value = msgspec.json.encode(self._router).decode()
         if self.etcd.ctl("get", key, "--print-value-only").strip() != value:
             self.etcd.ctl("put", key, value)
         deciding = [w for w in self.of("decode") if w.instance_id and not w.stopped]

@@ -253,12 +253,6 @@ def test_a_job_names_the_features_that_a_prefill_worker_takes() -> None:
     assert rig.side.decide(both, 0) == (0, False)
 
 
-def test_salt_and_priority_go_with_the_job() -> None:
-    rig = Rig()
-    rig.send(20, cache_salt="s" * MAX_TEXT, priority=-3)
-    assert (rig.published[0].cache_salt, rig.published[0].priority) == ("s" * MAX_TEXT, -3)
-
-
 def test_explain_shows_what_the_decision_was_made_on() -> None:
     rig = Rig()
     told = Forecast(wait_s=4.0, prefill_s=2.0, write_s=3.0, commit_within_s=50.0)
