@@ -1,17 +1,17 @@
 """What it saves to read a prefix from another decode worker: `make bench-fetch`.
 
-One demo cluster with two decode workers that take turns, and no prefill worker. Each conversation
-has two turns: a prompt of 2,000 tokens, then a question. So its second turn comes to the worker
-that has not computed the first. Every other conversation has `router.min_fetch_tokens` set, the
-others compute the prefix again. The command writes results/fetch.json and .md. It exits with
-status 1 if a target is missed.
+A demo cluster has two decode workers, which get requests in turn, and no prefill worker. A
+conversation is a prompt of 2,000 tokens, then a question. So the worker that gets the question has
+not computed the prompt. Conversations come in pairs. In one, the worker reads the prefix from the
+other worker (`router.min_fetch_tokens`). In the other, it computes the prefix again. The
+conversation that comes first changes with each pair. The command writes results/fetch.json and .md.
+It exits with status 1 if a target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -22,14 +22,14 @@ import httpx
 
 from benchmarks import command, machine
 from benchmarks.bench_offload import ask
-from benchmarks.live import CLI, BenchError, Live, demo_vocabulary, running, wait_for
+from benchmarks.live import BenchError, Live, demo_vocabulary, running, wait_for
 from benchmarks.report import Row, median, row, versus
 
 PREFIX = 2000
 QUESTION = 40
 LEAST = 256
 SETTLE_S = 0.5
-"""Settings and block events reach all processes within this time."""
+"""Seconds within which settings and block events reach all processes."""
 WITH, WITHOUT = "fetched", "computed"
 
 
@@ -37,8 +37,11 @@ WITH, WITHOUT = "fetched", "computed"
 class Seen:
     """Second turns of one kind, in order.
 
-    ttft_ms: from the HTTP request to the first token. fetch_ms: the part of the fetch.
-    held: prompt tokens that the other worker has computed and this one has not."""
+    ttft_ms: from the HTTP request to the first token.
+    fetch_ms: the time of the fetch, which is a part of `ttft_ms`. 0: nothing was fetched.
+    fetched, prefilled: prompt tokens that the worker has read, and has computed.
+    held: prompt tokens of the first turn that the worker did not have. The other worker has them.
+    kv_mib: KV that was read, in MiB."""
 
     ttft_ms: list[float] = field(default_factory=list)
     fetch_ms: list[float] = field(default_factory=list)
@@ -48,19 +51,10 @@ class Seen:
     kv_mib: list[float] = field(default_factory=list)
 
 
-def configure(live: Live, **settings: object) -> None:
-    for name, value in settings.items():
-        done = subprocess.run(
-            [*CLI, "config", "set", f"router.{name}", str(value), "--state-dir",
-             str(live.state_dir)],
-            capture_output=True, text=True, check=False, timeout=60.0,
-        )  # fmt: skip
-        if done.returncode:
-            raise BenchError(f"`pullfill config set` failed: {done.stdout}{done.stderr}")
-    time.sleep(SETTLE_S)
-
-
 def note(seen: Seen, first: dict[str, Any], told: dict[str, Any]) -> None:
+    """Note a second turn. Raises BenchError if it came to the worker of the first.
+
+    first, told: explain records of both turns."""
     if told["decode_instance"] == first["decode_instance"]:
         raise BenchError("both turns of a conversation went to one worker")
     seen.ttft_ms.append(told["timings_ms"]["first_token"])
@@ -81,7 +75,8 @@ def converse(live: Live, pairs: int) -> dict[str, Seen]:
     for number in range(-1, pairs):  # the first pair warms up
         kinds = [WITH, WITHOUT] if number % 2 else [WITHOUT, WITH]
         for kind in kinds:
-            configure(live, min_fetch_tokens=LEAST if kind == WITH else 0)
+            live.configure(min_fetch_tokens=LEAST if kind == WITH else 0)
+            time.sleep(SETTLE_S)
             prompt = [rng.choice(ids) for _ in range(PREFIX)]
             tokens, first = ask(http, prompt)
             time.sleep(SETTLE_S)
@@ -116,7 +111,7 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Oth
     quiet = machine.OtherLoad()
     quiet.look()
     with running(base / "state", "--decode", "2", "--prefill", "0") as live:
-        configure(live, decode_policy="round_robin", policy="always_local")
+        live.configure(decode_policy="round_robin", policy="always_local")
         wait_for(lambda: len(live.workers("decode")) == 2, 30.0, "two decode workers")
         with quiet.window(live.pids()):
             seen = converse(live, options.pairs)

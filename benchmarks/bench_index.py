@@ -1,9 +1,9 @@
 """The prefix index of a frontend: lookups, block events, memory, and a frontend that starts anew.
 
-1M different blocks, in prompts of 512 blocks, at 64 workers. Every eighth prompt is at all workers,
-like a system prompt; the others are at one or two. Everything runs in this process, on one core;
-what the workers send was encoded before. A call that returns lets the event loop go on: so the
-longest call is how long a loop is held.
+64 workers hold 1M different blocks, in prompts of 512 blocks. Every eighth prompt is at all
+workers, like a system prompt. The others are at one or two. Everything runs in this process, on one
+core. Messages of workers are encoded before the measurement. A call blocks the event loop until it
+returns, so the longest call is a row.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pullfill.wire.prefix import MAX_EVENTS, Op, PrefixEvents, PrefixFollow, Pre
 PROMPT = 512
 BLOCK_SIZE = 16
 SHARED = 8
-"""Every so many-th prompt is at all workers."""
+"""One prompt of so many is at all workers."""
 SLICE_S = 0.001
-"""What `tidy` gets at once."""
+"""Seconds that one call of `tidy` may take."""
 SERVE_S = 0.001
-"""While a frontend starts anew, it looks a prompt up this often."""
+"""Seconds between two lookups of a frontend that starts anew."""
 CHANGING = 200_000
-"""Blocks that are stored and removed in the measurement of events."""
+"""Blocks that `events` stores and removes."""
 MIB = 2**20
 _decode = decoder(PrefixEvents | PrefixPage)
 T = TypeVar("T")
@@ -47,7 +47,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """prompts: of PROMPT blocks each. churned: blocks that come and go. lookups: timed ones."""
+    """The size of the measurement.
+
+    prompts: number of prompts, of PROMPT blocks each.
+    churned: number of blocks that `churn` stores.
+    lookups: number of lookups."""
 
     prompts: int = 1_000_000 // PROMPT
     workers: int = 64
@@ -61,9 +65,11 @@ class Scale:
 
 @dataclass(slots=True)
 class Held:
-    """The longest call of each kind, in seconds. cpu: only what the call itself used.
+    """How long calls took, in seconds.
 
-    last: the last call, without the reading of the CPU clock."""
+    last: the last call. It excludes the time to read the CPU clock.
+    longest: the longest call of each kind.
+    cpu: the most CPU time that a call of each kind used."""
 
     last: float = 0.0
     longest: dict[str, float] = field(default_factory=dict)
@@ -80,7 +86,7 @@ class Held:
 
 
 class Plan:
-    """Which prompts there are, and where."""
+    """The prompts, and the workers that hold them."""
 
     def __init__(self, scale: Scale, seed: int = 1) -> None:
         self.scale = scale
@@ -90,13 +96,13 @@ class Plan:
         self.homes = rng.integers(0, scale.workers, (scale.prompts, 2))
 
     def at(self, prompt: int) -> list[int]:
-        """The workers that hold it."""
+        """Return the workers that hold a prompt."""
         if prompt % SHARED == 0:
             return list(range(self.scale.workers))
         return sorted(set(self.homes[prompt].tolist()))
 
     def of(self, worker: int) -> HashArray:
-        """The blocks of a worker."""
+        """Return the blocks that a worker holds."""
         return self.prompts[[worker in self.at(n) for n in range(len(self.prompts))]].ravel()
 
 
@@ -115,7 +121,7 @@ def rss() -> int:
 
 
 def hashing() -> Row:
-    """Names of the blocks of a prompt of 8192 tokens."""
+    """Hash the blocks of a prompt of 8192 tokens."""
     tokens, seed, taken = os.urandom(4 * 8192), root("salt", "adapter", BLOCK_SIZE), []
     for _ in range(2000):
         begin = time.perf_counter()
@@ -125,14 +131,13 @@ def hashing() -> Row:
 
 
 def filled(plan: Plan, held: Held) -> tuple[PrefixIndex, list[Row]]:
-    """An index with everything, and what it costs. Several hashes are stored in one call."""
+    """Fill an index with all blocks. One call stores one prompt at one worker."""
     before, took, count = rss(), 0.0, 0
     index = PrefixIndex(plan.scale.blocks + CHANGING)
     for prompt, hashes in enumerate(plan.prompts):
         for worker in plan.at(prompt):
-            begin = time.perf_counter()
             refused = held.time("store", index.store, worker, hashes)
-            took += time.perf_counter() - begin
+            took += held.last
             count += PROMPT
             assert refused == 0
     grown = (rss() - before) / len(index)
@@ -143,7 +148,7 @@ def filled(plan: Plan, held: Held) -> tuple[PrefixIndex, list[Row]]:
 
 
 def lookups(plan: Plan, index: PrefixIndex, held: Held) -> list[Row]:
-    """Lookups of prompts in random order, so that most are in no cache of the CPU."""
+    """Look prompts up in random order, so that most of them are in no cache of the CPU."""
     rng = np.random.default_rng(2)
     taken: list[float] = []
     shared: list[float] = []
@@ -162,8 +167,9 @@ def lookups(plan: Plan, index: PrefixIndex, held: Held) -> list[Row]:
 
 
 def events(plan: Plan, index: PrefixIndex, held: Held) -> list[Row]:
-    """Block events as they come from one more worker: decoded, checked, applied to the full index.
-    Each message stores new blocks and removes those of the message before."""
+    """Receive block events of one more worker: decode and check them, and apply them to the index.
+
+    Each message stores new blocks. It removes the blocks that the message before it has stored."""
     rows, worker = [], plan.scale.workers
     some = np.random.default_rng(4).integers(1, 2**64 - 1, CHANGING, np.uint64)
     for size in (MAX_EVENTS, 64):
@@ -187,7 +193,10 @@ def events(plan: Plan, index: PrefixIndex, held: Held) -> list[Row]:
 
 
 def churn(plan: Plan, index: PrefixIndex, held: Held) -> Row:
-    """Blocks come and go. First a fifth as many do, since segments that were nearly full split."""
+    """Replace blocks of a worker by new ones, again and again.
+
+    A fifth more is replaced before memory is measured: segments that were nearly full split then.
+    """
     rng, turn = np.random.default_rng(3), 0
     part = list(pieces(plan.of(0)))
     before, peak, settle = 0, 0, plan.scale.churned // 5
@@ -207,7 +216,7 @@ def churn(plan: Plan, index: PrefixIndex, held: Held) -> Row:
 
 
 def forgetting(plan: Plan, index: PrefixIndex, held: Held) -> list[Row]:
-    """A worker dies."""
+    """Forget a worker that has died."""
     begin = time.perf_counter()
     held.time("forget", index.forget, 1)
     unseen = time.perf_counter() - begin
@@ -222,9 +231,9 @@ def forgetting(plan: Plan, index: PrefixIndex, held: Held) -> list[Row]:
 
 
 async def starting(plan: Plan, held: Held) -> list[Row]:
-    """A frontend starts anew: every worker sends a snapshot, and prompts are looked up all along.
+    """A frontend starts anew: every worker sends a snapshot, while the frontend looks up prompts.
 
-    The snapshots are encoded before, since the workers do that, each for itself."""
+    Snapshots are encoded before the measurement, because that is the work of the workers."""
     scale, messages, index = plan.scale, [], PrefixIndex(plan.scale.blocks)
     replicas = [Replica(index, worker, 0.0) for worker in range(scale.workers)]
     for worker in range(scale.workers):
@@ -260,7 +269,7 @@ async def starting(plan: Plan, held: Held) -> list[Row]:
 
 
 def importing() -> Row:
-    """The compiled functions are loaded from numba's cache: after the first time, that is."""
+    """Import the index in a new process. Its compiled functions come from numba's cache."""
     code = "import numpy, numba, time; t = time.perf_counter(); import pullfill.prefix.index"
     command = [sys.executable, "-c", f"{code}; print(time.perf_counter() - t)"]
     took = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -10,7 +10,6 @@ of the short ones, which is one chunk's, with nothing computing beside it.
 from __future__ import annotations
 
 import random
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.live import CLI, BenchError, Live, running, wait_for
+from benchmarks.live import BenchError, Live, running, wait_for
 from benchmarks.machine import OtherLoad
 from benchmarks.report import Row, median, row, versus
 from pullfill.demo.recipe import Recipe
@@ -46,10 +45,7 @@ def rows(prompts: int, quiet: OtherLoad) -> list[Row]:
     model = tiny_checkpoint(recipe=RECIPE)
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
         with running(Path(directory) / "state", "--model", str(model), *FLAGS) as live:
-            config = ["config", "set", "router.policy", "always_remote"]
-            subprocess.run(
-                [*CLI, *config, "--state-dir", str(live.state_dir)], check=True, capture_output=True
-            )
+            live.configure(policy="always_remote")
             wait_for(live.linked, 60.0, "a prefill worker pulls")
             with quiet.window(live.pids()):
                 long, short = _ask(live, prompts)

@@ -58,6 +58,23 @@ class Live:
     def workers(self, role: str) -> list[dict[str, Any]]:
         return [w for w in self.get("/pullfill/status")["workers"] if w["role"] == role]
 
+    def configure(self, **settings: object) -> None:
+        """Run `pullfill config set router.NAME VALUE` for each setting.
+
+        Raises BenchError with its output. Workers follow soon after it returns."""
+        for name, value in settings.items():
+            setting = [f"router.{name}", str(value)]
+            done = subprocess.run(
+                [*CLI, "config", "set", *setting, "--state-dir", str(self.state_dir)],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=60.0,
+            )
+            if done.returncode:
+                output = done.stdout[-500:] + done.stderr[-500:]
+                raise BenchError(f"{' = '.join(setting)} was not set: {output}")
+
     def linked(self) -> set[str]:
         """Prefill workers that every ready decode worker is connected to, and that pull."""
         seen = [set(w["load"].get("prefill_workers", [])) for w in self.workers("decode")]

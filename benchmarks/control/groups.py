@@ -11,8 +11,8 @@ The windows are longer than any prompt, so jobs list the blocks of all groups fr
 Each model has one worker of each kind. All are up at the same time, and take the load in turns.
 
 A round has two windows for each model, in the order 1 2 3 3 2 1. So a machine that gets slower
-during a round slows all models alike. The ratio is the median over the rounds, and a row beside it
-says how well this median is known.
+during a round slows all models alike. A row has the median of the ratio over the rounds, and
+another row has the 95 % interval of this median.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ ONE, FOUR, FOUR_OF_16 = "one", "four", "four of 16"
 LAYERS, WINDOW = 4, 4000
 GROUPED = {"windows": LAYERS - 1, "window": WINDOW}
 TURN = 512
-"""Tokens: the first prompt of a conversation has as many, the second twice as many."""
+"""Tokens of the first prompt of a conversation. The second prompt has twice as many."""
 PER_LOOP, AT_ONCE = 100, 16
-"""Conversations of a closed loop: all, and those under way at the same time."""
+"""Conversations of a closed loop: in all, and at the same time."""
 PER_PACED = 30
 MORE_ROUNDS = 4
-"""Times as many rounds as other parts have. A window of one model differs from the next one by as
-much as the target allows, so only a median of many rounds tells."""
+"""This part has MORE_ROUNDS times as many rounds as the other parts. Two windows of the same model
+differ by as much as TARGET allows. So only the median of many rounds is precise enough."""
 TARGET = 1.05
 STAGES = ("queue", "claim", "prefix_read", "kv_write", "commit")
 UNITS = {"CPU beside engines": "ms", "the same at a fixed rate": "ms", "time of all stages": "ms"}
 
 Found = dict[str, dict[str, list[float]]]
-"""By name of the figure, then of the model: a value for each round."""
+"""Values by figure and model. Each list has one value per round."""
 
 
 def flags() -> dict[str, list[str]]:
@@ -58,7 +58,7 @@ def flags() -> dict[str, list[str]]:
 
 
 def run(plant: Plant, rounds: int, quiet: machine.OtherLoad) -> list[Row]:
-    """Rows with the ratios. Raises BenchError."""
+    """Measure all models, and return the rows. Raises BenchError."""
     found: Found = {figure: defaultdict(list) for figure in UNITS}
     failed = local = 0
     with ExitStack() as stack:
@@ -93,9 +93,12 @@ def run(plant: Plant, rounds: int, quiet: machine.OtherLoad) -> list[Row]:
 
 
 def _window(fleet: Fleet, seed: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Load one model: its figures, and the sums of what both loads say.
+    """Load one model twice: as a closed loop, then at a fixed rate.
 
-    seed: of the prompts. No two windows of a model may share it, or prefixes are hit."""
+    Returns its figures, and the sums of both loads' counts of requests.
+
+    seed: of the prompts. Each window of a model needs another seed, because the same prompts would
+    be prefix hits."""
     with fleet.window() as used:
         loop = fleet.driver.do(
             "load", conversations=PER_LOOP, at_once=AT_ONCE, turn=TURN, seed=1000 + seed
@@ -115,9 +118,9 @@ def _window(fleet: Fleet, seed: int) -> tuple[dict[str, float], dict[str, float]
 
 
 def rows_of(found: Found) -> list[Row]:
-    """For each figure and each model of four groups: its ratio, and how well that is known.
+    """Compare both models of four groups with ONE. Only `FOUR` has a target.
 
-    Only `FOUR` has a target."""
+    Returns two rows for each figure: the ratio, and its interval."""
     rows = []
     for name in (FOUR, FOUR_OF_16):
         for figure, unit in UNITS.items():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.live import CLI, BenchError, Live, running, wait_for
+from benchmarks.live import Live, running, wait_for
 from benchmarks.serving import model
 from benchmarks.serving.contract import Kind, Running
 from tests.support import web
@@ -53,19 +52,11 @@ def cluster(
 
 
 def set_policy(live: Live, policy: str) -> None:
-    """`pullfill config set router.policy`; returns once requests are treated so.
+    """Set `router.policy`, and wait until the decode worker follows it.
 
-    Raises BenchError with what it printed, or when the worker does not follow.
+    Raises BenchError with the output of `pullfill config set`, or if the worker does not follow.
     """
-    done = subprocess.run(
-        [*CLI, "config", "set", "router.policy", policy, "--state-dir", str(live.state_dir)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60.0,
-    )
-    if done.returncode:
-        raise BenchError(f"router.policy = {policy}: {done.stdout[-500:]}{done.stderr[-500:]}")
+    live.configure(policy=policy)
     wait_for(
         lambda: _reason_of_a_short_one(live) in SHORT_REASON[policy],
         FOLLOW_LIMIT_S,

@@ -1,10 +1,11 @@
 """Simulates the choice of the decode worker: `make sim`.
 
 The decisions are made by the code of the frontend, over the index of blocks that it uses. Workers,
-network and time are simulated (worker.py, cluster.py), so this takes minutes for 1,000 workers, and
-the same seed gives the same figures. Only the time of a decision depends on the machine.
+network and time are simulated (worker.py, cluster.py). The same seed gives the same figures. Only
+the time of a decision depends on the machine. 1,000 workers take minutes.
 
-Engines are as fast as the workload needs: round robin keeps them busy for --load of the time.
+The speed of the engines is chosen for each workload: round robin keeps them busy for a share --load
+of the time.
 Writes results/sim.json and .md. Exit status 1 when a target is missed.
 """
 
@@ -25,17 +26,20 @@ from pullfill.wire import DecodePolicy
 
 TRACE = Path(__file__).parents[1] / "traces" / "mini_synthetic.jsonl"
 GROW = 32
-"""What gives our own trace the lengths of the one that it was made from."""
+"""Our trace has the lengths of the trace that it was made from, divided by this factor."""
 RR = "round robin"
 STALE_S = 5.0
-"""How old everything is that frontends know, where it is old: 100 times as old as it should be."""
-KNOWING = "all work known, none moves"
-MUCH_MORE = 1.1
+"""Delay of KV events and load reports in runs with stale frontends: 100 times the default."""
+REFERENCE = "a choice that knows all work and moves no conversation"
+OVER_REFERENCE = 1.1
+"""Target: the imbalance is at most this many times that of the reference (`measures.stay`)."""
 EACH = 100
+"""Conversations per worker."""
 CONVERSATIONS = 10_000
-"""Of 1,000 workers each gets 10. More would take many minutes."""
+"""Most conversations of a run. With 1,000 workers, that is 10 per worker. More take many minutes.
+"""
 SHARED = 0.1
-"""Share of prompt tokens that one cache would hit, from which on prompts share prefixes."""
+"""The target of TTFT holds if one cache would hit at least this share of the prompt tokens."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,10 +115,12 @@ def _run(label: str, workload: Workload, setup: Setup) -> Outcome:
 def _compared(
     label: str, workload: Workload, setup: Setup, held: bool
 ) -> tuple[Outcome, Outcome, list[Row]]:
-    """Compare kv with one pool and with round robin. held: the targets apply.
+    """Compare the policy kv with one cache for all workers, and with round robin.
 
-    The target of TTFT is for prompts that share a prefix. What shares little has only queues to
-    gain from."""
+    The target of TTFT is only for prompts that share prefixes (SHARED). Other prompts can gain from
+    shorter queues only.
+
+    held: the rows have targets."""
     kv = _run(label, workload, setup)
     turns = _run(label, workload, replace(setup, policy=DecodePolicy.ROUND_ROBIN))
     hit = None
@@ -140,7 +146,7 @@ def _compared(
 
 
 def trace_rows(workload: Workload, options: argparse.Namespace) -> list[Row]:
-    """4 workers against one pool and round robin, then 8 frontends against one."""
+    """Compare 4 workers with one cache and with round robin, then 8 frontends with one."""
     label = f"{workload.name}, 4 workers"
     setup = _setup(workload, options)
     one, _, rows = _compared(label, workload, setup, held=True)
@@ -165,12 +171,15 @@ def trace_rows(workload: Workload, options: argparse.Namespace) -> list[Row]:
 
 
 def size_rows(workers: int, options: argparse.Namespace) -> list[Row]:
-    """Conversations: EACH for each worker, but CONVERSATIONS at most, or a run takes too long.
+    """Simulate EACH conversations per worker, but at most CONVERSATIONS in all.
 
-    The fewer a worker has, the more its share of the work depends on how long single conversations
-    become, which nobody knows when they begin. So the imbalance is compared with that of a choice
-    that knows the work of all workers exactly and moves no conversation. Round robin computes
-    prefixes again: its workers have more work, so the same excess is a smaller share of it."""
+    With few conversations per worker, a single long conversation makes its worker the busiest. When
+    a conversation begins, nobody knows how long it will become. So the target compares the
+    imbalance with that of a reference choice (`measures.stay`), not with 1.
+
+    Against round robin, the work beyond the mean is compared in tokens, not as a share of the mean.
+    Round robin computes prefixes again, so its mean is larger, and the same tokens would be a
+    smaller share of it."""
     count = min(EACH * workers, CONVERSATIONS)
     workload = workloads.conversations(
         count, 300.0, seed=options.seed, prompts=max(20, workers), turns=4.0
@@ -179,7 +188,7 @@ def size_rows(workers: int, options: argparse.Namespace) -> list[Row]:
     label = f"conversations, {workers} workers, {count / workers:g} each"
     kv, turns, rows = _compared(label, workload, setup, held=False)
     rows.append(
-        versus(f"{label}: imbalance", kv.imbalance, "", KNOWING, kv.stay, at_most=MUCH_MORE)
+        versus(f"{label}: imbalance", kv.imbalance, "", REFERENCE, kv.stay, at_most=OVER_REFERENCE)
     )
     rows.append(
         versus(f"{label}: work beyond the mean", kv.excess, "tokens", RR, turns.excess, at_most=1.0)
@@ -189,7 +198,7 @@ def size_rows(workers: int, options: argparse.Namespace) -> list[Row]:
 
 
 def paced_rows(options: argparse.Namespace) -> list[Row]:
-    """Requests with one system prompt, one at a time."""
+    """Simulate requests that share one system prompt and come one at a time."""
     rows = []
     for system, frontends in ((2048, 1), (8192, 1), (2048, 8)):
         workload = workloads.paced(400, seed=options.seed, system=system)
@@ -200,7 +209,9 @@ def paced_rows(options: argparse.Namespace) -> list[Row]:
 
 
 def join_rows(options: argparse.Namespace) -> list[Row]:
-    """A fifth worker joins; the mean over 8 seeds, as 100 requests hold few new sessions."""
+    """A fifth worker joins four.
+
+    100 requests hold few new sessions, so the row is the mean over 8 seeds."""
     shares = []
     for seed in range(options.seed, options.seed + 8):
         workload = workloads.conversations(300, 300.0, seed=seed, turns=2.0)
@@ -211,7 +222,7 @@ def join_rows(options: argparse.Namespace) -> list[Row]:
 
 
 def burst_rows(options: argparse.Namespace) -> list[Row]:
-    """Siblings with a long prefix."""
+    """Simulate bursts of requests that share a long prefix."""
     rows = []
     for groups, siblings in ((16, 4), (4, 16)):
         workload = workloads.bursts(groups, siblings, seed=options.seed)
@@ -223,7 +234,7 @@ def burst_rows(options: argparse.Namespace) -> list[Row]:
 
 
 def other_rows(options: argparse.Namespace) -> list[Row]:
-    """Workloads without a target: they show where the policy gains less."""
+    """Simulate workloads without targets, where the policy gains less."""
     rows: list[Row] = []
     for workload in (
         workloads.documents(1500, 300.0, seed=options.seed),

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.sim.requests import Req, Workload, mix
-from benchmarks.sim.worker import Job, Speed, Worker
+from benchmarks.sim.worker import Figures, Job, Speed, Worker
 from pullfill.engine.front_wire import Picture
 from pullfill.frontend.decode_choice import KNOWN, Candidates, Held
 from pullfill.frontend.placement import Placement
@@ -42,9 +42,12 @@ class Net:
 
 @dataclass(slots=True, frozen=True)
 class Setup:
-    """One run. blocks: cache of each worker, in KV blocks. joins: a worker joins before the request
-    of this number arrives. cold: the frontends never learn what the workers hold. redirect: workers
-    may redirect requests."""
+    """The settings of one run.
+
+    blocks: cache of each worker, in KV blocks.
+    joins: a worker joins before the request of this number arrives. -1: none joins.
+    cold: the frontends never learn which blocks the workers hold.
+    redirect: workers may redirect requests."""
 
     policy: DecodePolicy
     speed: Speed
@@ -59,10 +62,12 @@ class Setup:
 
 
 class Frontend:
-    """What one frontend decides with.
+    """One frontend: the production code that chooses a worker.
 
+    number: of this frontend. It is part of the seed.
+    block: tokens per block.
     texts: at least the number of different blocks in the workload.
-    times: CPU seconds of each decision on this machine, with the look into the index."""
+    times: CPU seconds of each decision on this machine, the lookup in the index included."""
 
     def __init__(self, setup: Setup, number: int, block: int, texts: int) -> None:
         self.placement = Placement(random.Random(mix(setup.seed, number)))
@@ -75,17 +80,20 @@ class Frontend:
         self._among: Candidates
 
     def join(self, names: list[str]) -> None:
-        """These are the workers from now on; each has its place in the list as number."""
+        """Set the workers to choose from. The index knows each by its place in the list."""
         self._names = dict(enumerate(names))
         self._among = self.placement.candidates(names)
 
     def send(
         self, job: Job, now: float, told: tuple[str, int] | None = None
     ) -> tuple[str, Picture | None]:
-        """Choose a worker for the request and count it there. Returns the worker's name, and what
-        the choice was made on if the worker may redirect it.
+        """Choose a worker for the request, and count the request there.
 
-        told: the worker that has redirected it, and how many leading blocks it holds."""
+        Returns the worker's name and, if the worker may redirect the request, what this frontend
+        believes of the worker.
+
+        told: the worker that has redirected the request, and how many leading blocks that worker
+        holds."""
         req, block, placement = job.req, self._block, self.placement
         hashes = req.packed()
         begun = time.thread_time()
@@ -109,8 +117,11 @@ class Frontend:
         job.reason = choice.reason
         return choice.view.instance_id, picture
 
-    def redirected(self, job: Job, held: int, figures: tuple[float, float, float]) -> str:
-        """The worker has not taken the request. Returns the worker's name."""
+    def redirected(self, job: Job, held: int, figures: Figures) -> str:
+        """Undo `send` after the worker has refused the request. Returns the worker's name.
+
+        held: number of leading blocks of the prompt that the worker holds.
+        figures: the load of the worker at its refusal."""
         name: str = job.share.view.instance_id
         self.placement.redirected(job.share, held, job.req.packed())
         self.placement.fleet.report(name, *figures)
@@ -177,9 +188,7 @@ class Cluster:
         job.worker = self._by_name[name]
         self._at(now + self.setup.net.send, self._reach, job.worker, job, picture)
 
-    def _redirected(
-        self, now: float, job: Job, held: int, figures: tuple[float, float, float]
-    ) -> None:
+    def _redirected(self, now: float, job: Job, held: int, figures: Figures) -> None:
         name = self.frontends[job.frontend].redirected(job, held, figures)
         self._send(now, job, (name, held))
 
@@ -188,8 +197,8 @@ class Cluster:
         held, taken = worker.look(job, picture)
         if not taken:
             job.redirects += 1
-            figures = worker.queued_tokens(), worker.cache.active, worker.cache.free
-            self._at(now + self.setup.net.send, self._redirected, job, held, figures)
+            send_s = self.setup.net.send
+            self._at(now + send_s, self._redirected, job, held, worker.figures())
             return
         before = worker.version
         worker.add(job, now, held)
@@ -214,16 +223,15 @@ class Cluster:
             self._at(worker.step.end, self._step, number, worker.version)
         last = self._reports[number]
         if last > now:
-            return  # a report that comes later will tell this, too
+            return  # a report is due already, and it will contain this change
         self._reports[number] = when = max(now, last + self.setup.net.report)
         self._at(when, self._report, number)
 
     def _report(self, now: float, number: int) -> None:
         worker = self.workers[number]
-        figures = worker.queued_tokens(), worker.cache.active, worker.cache.free
-        self._at(now + self.setup.net.send, self._reported, worker.name, figures)
+        self._at(now + self.setup.net.send, self._reported, worker.name, worker.figures())
 
-    def _reported(self, now: float, name: str, figures: tuple[float, float, float]) -> None:
+    def _reported(self, now: float, name: str, figures: Figures) -> None:
         for frontend in self.frontends:
             frontend.placement.fleet.report(name, *figures)
 

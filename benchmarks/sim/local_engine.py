@@ -1,22 +1,20 @@
 """A decode worker's engine and prefill workers in simulated time, under the production router.
 
 `DecodeEngine` schedules as vLLM does: running requests first, in order, then waiting ones while the
-step has tokens left. Where a prompt is computed is decided by `conditional_router.decide` and
-`CostRouter`, `PrefillChunks` sizes the chunks, and `DemandMeter` tells the planner. Only the
-model's time and the way to a prefill worker are made up (`Speed`).
+step has tokens left. The production code decides where a prompt is computed
+(`conditional_router.decide`, `CostRouter`), sizes the chunks (`PrefillChunks`), and measures the
+demand for the planner (`DemandMeter`). Only the times are made up: `Speed` and WAY_S.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from benchmarks.sim.world import World
 from pullfill.decode_worker.conditional_router import Decision, Situation, decide
 from pullfill.decode_worker.cost_rates import span
 from pullfill.decode_worker.cost_requests import Targets
@@ -82,31 +80,6 @@ class Request:
             self.first = now
         self.made += 1
         self.last = now
-
-
-class World:
-    """The clock, and what happens when."""
-
-    def __init__(self, seed: int) -> None:
-        self.now = 0.0
-        self.random = random.Random(seed)
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._serial = itertools.count()
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def at(self, when: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._serial), what))
-
-    def run(self) -> None:
-        """Until nothing is left to happen."""
-        while self._events:
-            self.now, _, what = heapq.heappop(self._events)
-            what()
-
-    def noisy(self, seconds: float, jitter: float) -> float:
-        return seconds * math.exp(self.random.gauss(0.0, jitter)) if jitter else seconds
 
 
 @dataclass(slots=True)
@@ -176,7 +149,8 @@ class Pool:
 class Setup:
     """How one engine is run.
 
-    policy: None: it is a plain vLLM server. threshold: of its `max_local_prefill_length`.
+    policy: of its router. None: it is a plain vLLM server.
+    threshold: its `router.max_local_prefill_length`.
     chunk: its `--long-prefill-token-threshold`."""
 
     policy: RouterPolicy | None
@@ -187,7 +161,14 @@ class Setup:
 
 
 class DecodeEngine:
-    """One engine. See the module. Made with the pool that its prompts may go to."""
+    """One decode worker's engine. `add` gives it a request.
+
+    pool: the prefill workers that compute its remote prompts.
+    speed_at: the engine's speed at a time.
+    requests: number of requests that have not ended.
+    open_tokens: prompt tokens that prefill workers have still to compute for this engine.
+    reasons: number of decisions with each reason.
+    """
 
     def __init__(
         self, world: World, setup: Setup, pool: Pool, speed_at: Callable[[float], Speed]
@@ -219,7 +200,7 @@ class DecodeEngine:
 
     @property
     def seats(self) -> float:
-        """Share of the seats that requests take, or wait for."""
+        """Requests that run or wait, divided by the most that may run at once (MAX_RUNNING)."""
         return (len(self._vllm.running) + len(self._waiting) + len(self._loaded)) / MAX_RUNNING
 
     def add(self, request: Request) -> None:

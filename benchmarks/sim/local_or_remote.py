@@ -12,14 +12,14 @@ because every system is asked the same at the same times.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.report import Row, finish, percentile, row, versus
+from benchmarks.report import Row, percentile, row, versus
+from benchmarks.sim import command
 from benchmarks.sim.local_engine import (
     DecodeEngine,
     Pool,
@@ -27,8 +27,8 @@ from benchmarks.sim.local_engine import (
     Request,
     Setup,
     Speed,
-    World,
 )
+from benchmarks.sim.world import World
 from pullfill.decode_worker.conditional_router import Decision, Situation
 from pullfill.decode_worker.cost_rates import FORGET_S
 from pullfill.decode_worker.cost_requests import Targets
@@ -97,7 +97,11 @@ WORKLOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one run gave. errors: when, and |prediction / outcome - 1|. reasons: counts."""
+    """The result of one run.
+
+    good: share of good requests. ttft_p90: seconds.
+    errors: time and |prediction / outcome - 1| of each prediction.
+    reasons: number of decisions with each reason."""
 
     good: float
     ttft_p90: float
@@ -137,7 +141,7 @@ def run(workload: Workload, setup: Setup, seed: int, *, prefill: int = 1) -> Res
 
 
 def measure(seeds: int) -> list[Row]:
-    """All rows."""
+    """Return the rows of all workloads."""
     rows: list[Row] = []
     errors: list[float] = []
     learned: list[float] = []
@@ -213,16 +217,12 @@ def decision_us() -> float:
     return statistics.median(took[48:]) * 1e6
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each workload")
-    parser.add_argument("--save", action="store_true", help="write results/sim-local-or-remote.*")
-    told = parser.parse_args()
-    return finish(
-        "sim-local-or-remote", measure(told.seeds), quiet=True, save=told.save,
-        title="The policy cost against static thresholds, simulated",
-    )  # fmt: skip
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(
+        command.main(
+            "sim-local-or-remote",
+            "The policy cost against static thresholds, simulated",
+            __doc__,
+            measure,
+        )
+    )

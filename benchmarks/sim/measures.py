@@ -1,4 +1,4 @@
-"""What a simulated run is judged by, and how fast the engines have to be for a workload."""
+"""Figures of a simulated run, and the speed of engines that fits a workload."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from benchmarks.sim.worker import Cache, Job, Speed
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """One run.
+    """The figures of one run. Work is prompt tokens computed plus tokens generated.
 
-    hit: share of the prompt tokens that were in the worker's cache. pool: the same share, if all
-    workers had one cache together and each prompt were computed at once.
-    imbalance: work of the busiest worker, divided by the mean. Work is prompt tokens computed plus
-    tokens generated. excess: the same as a difference, in tokens.
-    stay: the imbalance of a choice that never moves a conversation, but knows all work exactly.
-    ttft_p50, ttft_p90: seconds. decision_us: median time of a decision on this machine.
-    redirected: share of the requests that the first worker did not take.
+    hit: share of the prompt tokens that were in the worker's cache.
+    pool: the same share, if all workers had one cache together and each prompt were computed at
+    once.
+    imbalance: work of the busiest worker, divided by the mean of all workers.
+    excess: work of the busiest worker minus the mean, in tokens.
+    stay: the imbalance of a reference choice (function `stay`).
+    ttft_p50, ttft_p90: seconds.
+    redirected: share of the requests that the first worker refused.
+    decision_us: median time of a decision on this machine, in microseconds.
     """
 
     hit: float
@@ -69,8 +71,12 @@ def work_of(job: Job, block: int) -> int:
 
 
 def stay(jobs: Sequence[Job], workers: int, block: int) -> float:
-    """The imbalance if each conversation stayed at one worker: the one that had the least work when
-    it began."""
+    """Return the imbalance of a reference choice.
+
+    The reference sends a new conversation to the worker with the least work so far. All its later
+    requests go to the same worker. The reference knows the work of each worker exactly, while
+    frontends only estimate it.
+    """
     work = [0] * workers
     homes: dict[int, int] = {}
     for job in jobs:
@@ -89,14 +95,16 @@ def pool(workload: Workload, blocks: int) -> float:
 
 
 def in_turn(workload: Workload) -> list[Req]:
-    """The requests in order of their arrival, as far as it is known before a run: without the time
-    that answers take."""
+    """Return the requests in the order of `starts_of`."""
     starts = starts_of(workload)
     return sorted(workload.requests, key=lambda req: starts[req.number])
 
 
 def starts_of(workload: Workload) -> dict[int, float]:
-    """When each request comes, in seconds, without the time that answers take."""
+    """Return the estimated arrival of each request, in seconds, by its number.
+
+    A request that follows another one arrives a pause after the end of that one's answer. The time
+    of answers is not known before a run. The estimate leaves it out."""
     starts: dict[int, float] = {}
     for req in workload.requests:
         begin = starts[req.follows.number] if req.follows is not None else 0.0
@@ -120,10 +128,10 @@ def uncached(requests: Iterable[Req], block: int, caches: int, blocks: int) -> i
 
 
 def speed_for(workload: Workload, workers: int, blocks: int, load: float) -> Speed:
-    """Engines that round robin keeps busy for a share `load` of the time.
+    """Return the speed at which round robin keeps the engines busy for a share `load` of the time.
 
-    So a workload means the same on all: lengths and pauses of a trace fit one engine, and this is
-    it. Times of requests that follow others are estimated without the time of the answers."""
+    So every workload is an equal load, whatever engines its trace was recorded with. Arrivals are
+    those of `starts_of`."""
     starts = starts_of(workload)
     span = max(1.0, max(starts.values()) - min(starts.values()))
     work = uncached(in_turn(workload), workload.block, workers, blocks)
@@ -132,8 +140,13 @@ def speed_for(workload: Workload, workers: int, blocks: int, load: float) -> Spe
 
 
 def joiner_share(outcome: Outcome, joins: int, workers: int, within: int) -> float:
-    """New sessions that the worker that joined got, of the next `within` requests. 1: as many as
-    each of `workers` workers, it included, would get."""
+    """Return the new worker's share of the sessions that begin after it joined.
+
+    1: an equal share.
+
+    joins: number of the request before which the worker joined.
+    workers: number of workers with the new one, which is the last.
+    within: only so many requests after `joins` count."""
     started = {job.req.session for job in outcome.jobs[:joins]}
     new = []
     for job in outcome.jobs[joins : joins + within]:

@@ -1,27 +1,26 @@
-"""The order of the queue under more load than the prefill workers can take: `make sim`.
+"""The order of the queue when the load exceeds what the prefill workers can compute: `make sim`.
 
-Lanes, turns and what a decode worker knows of the queue are the production code (queue/urgency.py,
-queue/depth.py). Prefill workers and time are simulated. A job that no worker takes within CLAIM_S
-is taken back by its decode worker, which computes it itself. So it is not computed twice.
+The production code chooses lanes and turns (queue/urgency.py) and tells decode workers how long the
+queue is (queue/depth.py). Prefill workers and time are simulated. If no prefill worker takes a job
+within CLAIM_S, its decode worker removes the job from the queue and computes the prompt itself.
 
     tight    up to 2,000 tokens, 0.5 s to the first token
     normal   up to 8,000 tokens, 3 s
     loose    up to 12,000 tokens, 30 s
 
-A job that has begun is not interrupted.
+A prefill worker that has begun a job is not interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
-import itertools
 import random
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.report import Row, finish, row
+from benchmarks.sim.world import World
 from pullfill.prefill_worker.puller import budget_of
 from pullfill.queue.depth import DepthCache, Snapshot
 from pullfill.queue.producer import STEADY_REFRESH_S
@@ -39,12 +38,21 @@ BUDGET = budget_of(8192)
 TARGET_MS = {Urgency.TIGHT: 500.0, Urgency.NORMAL: 3000.0, Urgency.LOOSE: 30_000.0}
 LENGTHS = {Urgency.TIGHT: (520, 2000), Urgency.NORMAL: (520, 8000), Urgency.LOOSE: (2000, 12_000)}
 SHARES = {Urgency.TIGHT: 0.3, Urgency.NORMAL: 0.4, Urgency.LOOSE: 0.3}
-"""Share of the tokens that are asked for."""
+"""Share of each urgency in the offered work."""
 _TIGHT = tuple(lane for lane in LANES if lane.urgency is Urgency.TIGHT)
 
 
 @dataclass(slots=True)
 class Job:
+    """A prompt for a prefill worker.
+
+    seq: number of its message in the queue, from 1.
+    at, done_at: time of its arrival and of its end, in seconds.
+    asker: number of its decode worker.
+    lane: where it waits. None: no job waited when it was published, or `fifo` is set.
+    taken: a prefill worker has pulled it.
+    gone: its decode worker has taken it back."""
+
     seq: int
     at: float
     tokens: int
@@ -62,65 +70,60 @@ class Job:
 
 
 @dataclass(slots=True)
-class Clock:
-    now: float = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@dataclass(slots=True)
 class Worker:
-    """Computes its jobs one after another, the most urgent first.
+    """A prefill worker. It computes its jobs one after another, the most urgent first.
 
-    tokens: of the jobs that it has. pulled: those that it has not begun."""
+    turns: which lane it pulls from next.
+    tokens: prompt tokens of the jobs that it has pulled and not finished.
+    job: the job that it computes.
+    pulled: the jobs that it has pulled and not begun."""
 
     turns: Turns = field(default_factory=Turns)
     tokens: int = 0
-    busy: bool = False
+    job: Job | None = None
     pulled: list[Job] = field(default_factory=list)
 
 
 class Queue:
     """The job queue, its prefill workers, and as many decode workers.
 
-    fifo: no lanes, as a peer to compare with."""
+    fifo: without lanes, in order of arrival. For comparison."""
 
     def __init__(self, workers: int, *, fifo: bool) -> None:
-        self.clock = Clock()
+        self._world = World()
         self.workers = [Worker() for _ in range(workers)]
         self._fifo = fifo
-        self._caches = [DepthCache(self.clock) for _ in range(workers)]
+        self._caches = [DepthCache(self._world) for _ in range(workers)]
         self._waiting: dict[Lane | None, deque[Job]] = defaultdict(deque)
-        self._jobs = self._in_flight = 0
-        self._ends: list[tuple[float, int, Worker, Job]] = []
-        self._serial = itertools.count()
-        self._refresh_at = 0.0
+        self._jobs = self._in_flight = self._last_seq = 0
 
     def run(self, jobs: Sequence[Job], until: float) -> None:
         """Simulate up to a time."""
-        arrivals = deque(jobs)
-        while True:
-            next_end = self._ends[0][0] if self._ends else float("inf")
-            next_job = arrivals[0].at if arrivals else float("inf")
-            self.clock.now = now = min(next_end, next_job, self._refresh_at)
-            if now >= until:
-                return
-            if now == self._refresh_at:
-                self._refresh()
-            elif now == next_end:
-                self._end(*heapq.heappop(self._ends)[2:])
-            else:
-                self._publish(arrivals.popleft())
+        self._at(0.0, self._refresh)
+        for job in jobs:
+            self._at(job.at, self._publish, job)
+        self._world.run(until)
+
+    def _at(self, when: float, what: Callable[..., None], *args: object) -> None:
+        """Call `what` at a time. Then decode workers take jobs back, and prefill workers pull."""
+
+        def happen() -> None:
+            what(*args)
             self._take_back()
-            for worker in sorted(self.workers, key=lambda one: one.tokens):
-                while self._room(worker) and (job := self._next(worker)) is not None:
-                    self._take(worker, job)
+            self._pull()
+
+        self._world.at(when, happen)
+
+    def _pull(self) -> None:
+        for worker in sorted(self.workers, key=lambda one: one.tokens):
+            while self._room(worker) and (job := self._next(worker)) is not None:
+                self._take(worker, job)
 
     def _publish(self, job: Job) -> None:
         cache = self._caches[job.asker]
         lane = lane_of(job.urgency, job.tokens) if cache.waiting and not self._fifo else None
         cache.published(job.seq, job.tokens)
+        self._last_seq = job.seq
         job.lane = lane
         self._waiting[lane].append(job)
         self._jobs += 1
@@ -129,7 +132,7 @@ class Queue:
                 worker.turns.fill(lane)
 
     def _room(self, worker: Worker) -> bool:
-        """As the puller (prefill_worker/puller.py)."""
+        """Whether the worker may pull, by the rules of prefill_worker/puller.py."""
         if worker.tokens < BUDGET:
             return True
         if self._fifo or not worker.pulled or worker.tokens >= 2 * BUDGET:
@@ -158,42 +161,42 @@ class Queue:
         self._begin(worker)
 
     def _begin(self, worker: Worker) -> None:
-        if worker.pulled and not worker.busy:
-            worker.busy = True
+        if worker.pulled and worker.job is None:
             job = min(worker.pulled, key=lambda one: 0 if self._fifo else one.urgency)
             worker.pulled.remove(job)
-            ends = self.clock.now + EACH_S + job.tokens / SPEED
-            heapq.heappush(self._ends, (ends, next(self._serial), worker, job))
+            worker.job = job
+            self._at(self._world.now + EACH_S + job.tokens / SPEED, self._end, worker, job)
 
     def _end(self, worker: Worker, job: Job) -> None:
-        worker.busy = False
+        worker.job = None
         self._begin(worker)
         self._jobs -= 1
         self._in_flight -= 1
         self._caches[job.asker].cancelled(job.seq, job.tokens)
         worker.tokens -= job.tokens
-        job.done_at = self.clock.now
+        job.done_at = self._world.now
 
     def _take_back(self) -> None:
-        """What a decode worker does with a job that nobody claims."""
+        """Remove the jobs that no prefill worker has claimed in time, as decode workers do."""
         for waiting in self._waiting.values():
-            while waiting and self.clock.now - waiting[0].at > CLAIM_S:
+            while waiting and self._world.now - waiting[0].at > CLAIM_S:
                 job = waiting.popleft()
                 job.gone = True
                 self._jobs -= 1
                 self._caches[job.asker].cancelled(job.seq, job.tokens)
 
     def _refresh(self) -> None:
-        self._refresh_at += STEADY_REFRESH_S
-        last = max((job.seq for q in self._waiting.values() for job in q), default=0)
-        last = max(last, max((end[3].seq for end in self._ends), default=0))
-        snapshot = Snapshot(self._jobs, 0, self._in_flight, 0.0, last, "sim")
+        """Tell all decode workers the true depth. Repeats itself every STEADY_REFRESH_S."""
+        self._at(self._world.now + STEADY_REFRESH_S, self._refresh)
+        snapshot = Snapshot(self._jobs, 0, self._in_flight, 0.0, self._last_seq, "sim")
         for cache in self._caches:
-            cache.store(snapshot, self.clock.now)
+            cache.store(snapshot, self._world.now)
 
 
 def asks(workers: int, load: float, seconds: float, seed: int) -> list[Job]:
-    """Jobs whose tokens are `load` times what the workers compute."""
+    """Return random jobs, in order of arrival.
+
+    load: their work, divided by what the workers can compute."""
     rng = random.Random(seed)
     config = RouterConfig()
     found = []
@@ -213,8 +216,10 @@ def asks(workers: int, load: float, seconds: float, seed: int) -> list[Job]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """in_time: share of the jobs of each urgency within their target. work: share of the computed
-    tokens."""
+    """The figures of one run, by urgency.
+
+    in_time: share of the jobs whose first token came within their target.
+    work: share of all tokens that prefill workers took."""
 
     in_time: dict[Urgency, float]
     work: dict[Urgency, float]
@@ -223,7 +228,9 @@ class Outcome:
 def simulate(
     workers: int, load: float, fifo: bool = False, seconds: float = SECONDS, seed: int = 1
 ) -> Outcome:
-    """One run. Jobs of the last 30 s do not count: their targets come later than the end."""
+    """Run once.
+
+    Jobs of the last 30 s do not count, because the run may end before the time of their targets."""
     jobs = asks(workers, load, seconds, seed)
     Queue(workers, fifo=fifo).run(jobs, seconds)
     counted = [job for job in jobs if job.at < seconds - 30.0]
@@ -238,7 +245,7 @@ def simulate(
 
 
 def rows(load: float, seed: int, seconds: float = SECONDS) -> list[Row]:
-    """As many decode workers as prefill workers, in order of arrival and by urgency."""
+    """Return rows that compare order by urgency with order of arrival, for each of WORKERS."""
     found = []
     for workers in WORKERS:
         run, fifo = (simulate(workers, load, fifo, seconds, seed) for fifo in (False, True))

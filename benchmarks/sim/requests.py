@@ -66,7 +66,9 @@ class Workload:
     requests: list[Req]
 
     def blocks(self) -> int:
-        """At least the number of different blocks: a turn repeats those of the turn before."""
+        """Return an upper bound of the number of different blocks.
+
+        A turn repeats the blocks of the turn before, so each of those counts once."""
         count = 0
         for req in self.requests:
             count += len(req.hashes) + len(req.answer)

@@ -1,24 +1,25 @@
 """The planner's role switches against every static split, in simulated time: `make sim`.
 
-Four workers under a square wave: streams that need decode workers, then documents that need prefill
-workers. The planner (deploy/scaling.py) looks every LOOK_S. A worker that changes sides finishes
-what it has, and serves the other side CHANGE_S later. A request goes to the decode worker with the
-fewest. Goodput is as in local_or_remote.py, whose engines are used.
+Four workers get a load that is a square wave: streams, which need decode workers, then documents,
+which need prefill workers. The planner (deploy/scaling.py) decides every LOOK_S seconds. A worker
+that changes its role first finishes its requests. It begins with the new role CHANGE_S seconds
+later. A request goes to the decode worker with the fewest requests. Engines are those of
+local_engine.py. Goodput is the share of good requests, as in local_or_remote.py.
 
     wave        no split fits both halves
     light       one prefill worker and three decode workers nearly fit both
-    fast        the same as `wave`, but each half is over before a worker could change sides
+    fast        the same load as `wave`, but each half ends before a worker could change its role
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.report import Row, finish, row, versus
+from benchmarks.report import Row, row, versus
+from benchmarks.sim import command
 from benchmarks.sim.local_engine import (
     DecodeEngine,
     Pool,
@@ -26,8 +27,8 @@ from benchmarks.sim.local_engine import (
     Request,
     Setup,
     Speed,
-    World,
 )
+from benchmarks.sim.world import World
 from pullfill.cluster_status import Demand
 from pullfill.deploy.scaling import DECODE, PREFILL, Member, Observation, Settings, State, plan
 from pullfill.wire import RouterPolicy
@@ -37,7 +38,7 @@ LOOK_S = 5.0
 CHANGE_S = 2.0
 _DRAIN_LOOK_S = 0.1
 _TOKENS = 1024
-"""The length of prompt that tells a worker's rate."""
+"""A worker's tokens per second are those of a prompt of this length."""
 SPEED = Speed(base_s=0.02, stream_s=0.001)
 ITL_S = 0.1
 
@@ -46,13 +47,15 @@ ITL_S = 0.1
 class Wave:
     """A square wave: half_s seconds of streams, then as many of documents, `periods` times.
 
-    streams, documents: requests per second."""
+    streams, documents: requests per second.
+    target: least goodput, divided by that of the best static split."""
 
     name: str = "wave"
     half_s: float = 300.0
     periods: int = 2
     streams: float = 3.0
     documents: float = 3.3
+    target: float = 0.95
 
     @property
     def seconds(self) -> float:
@@ -76,7 +79,7 @@ class Wave:
 
 @dataclass(slots=True, eq=False)
 class Site:
-    """A worker with both sides of its process. role: empty while the worker changes sides."""
+    """A worker. It can decode and prefill. role: empty while the worker changes its role."""
 
     name: str
     role: str
@@ -90,7 +93,8 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """good: share of good requests. moves: when, and to which role."""
+    """good: share of good requests.
+    moves: time and new role of each change of role, in order."""
 
     good: float
     moves: Sequence[tuple[float, str]]
@@ -98,7 +102,7 @@ class Result:
 
 @dataclass(slots=True, eq=False)
 class Sites:
-    """All workers, and the planner. settings: None: nobody changes sides."""
+    """All workers, and the planner. settings: of the planner. None: no worker changes its role."""
 
     world: World
     prefills: int
@@ -188,14 +192,14 @@ def run(wave: Wave, prefills: int, settings: Settings | None, seed: int) -> Resu
 
 
 WAVES = (
-    Wave(),
+    Wave(target=1.0),
     Wave("light", documents=2.8),
     Wave("fast", half_s=10.0, periods=60),
 )
 
 
 def measure(seeds: int) -> list[Row]:
-    """All rows. The planner begins with the best static split."""
+    """Return the rows of all waves. With the planner, a run begins with the best static split."""
     rows: list[Row] = []
     for wave in WAVES:
         static = {
@@ -210,26 +214,26 @@ def measure(seeds: int) -> list[Row]:
             wave.name, {k: round(v, 3) for k, v in static.items()}, round(good, 3), found[0].moves
         )
         peer = f"best split, {best} prefill and {WORKERS - best} decode"
-        least = {"wave": 1.0, "light": 0.95, "fast": 0.95}[wave.name]
         rows += [
             versus(
-                f"{wave.name}: goodput", 100 * good, "%", peer, 100 * static[best], at_least=least
+                f"{wave.name}: goodput",
+                100 * good,
+                "%",
+                peer,
+                100 * static[best],
+                at_least=wave.target,
             ),
             row(f"{wave.name}: workers that change sides in a period", moves, "", 4),
         ]
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each wave")
-    parser.add_argument("--save", action="store_true", help="write results/sim-roles.*")
-    told = parser.parse_args()
-    return finish(
-        "sim-roles", measure(told.seeds), quiet=True, save=told.save,
-        title="The planner's role switches against static splits, simulated",
-    )  # fmt: skip
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(
+        command.main(
+            "sim-roles",
+            "The planner's role switches against static splits, simulated",
+            __doc__,
+            measure,
+        )
+    )

@@ -5,8 +5,8 @@ come, first served. Its time is linear in what it computes (`Speed`). Steps with
 taken many at a time: their end is known.
 
 The worker prefills its own prompts. Remote prefill changes who computes the rest of a prompt, not
-which decode worker holds its prefix, so it is left out. Whether a request is redirected is decided
-by the decode worker's code.
+which decode worker holds its prefix, so it is left out. The decode worker's own code decides
+whether a request is redirected.
 
 The cache holds whole blocks by hash. A block that no request uses may be evicted, the one that was
 released longest ago first. Of one request the last blocks count as released first, as in vLLM.
@@ -23,6 +23,9 @@ from typing import Any
 from benchmarks.sim.requests import Req
 from pullfill.decode_worker.redirects import is_full, is_gone
 from pullfill.engine.front_wire import Picture
+
+Figures = tuple[int, int, int]
+"""A load report: prompt tokens to compute, KV blocks in use, and blocks that are free."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,8 +71,9 @@ class Cache:
 
     def hit(self, hashes: list[int]) -> int:
         """Number of leading blocks that are cached."""
-        # A block leaves before those in front of it: whoever used it used them, and released it
-        # first. So the cached ones are the leading ones.
+        # A request that uses a block uses all blocks in front of it, and releases them after it. So
+        # a block is evicted before the blocks in front of it, and the cached blocks are the
+        # leading ones.
         users, idle = self._users, self._idle
         return bisect.bisect_left(
             hashes, True, key=lambda name: name not in users and name not in idle
@@ -132,12 +136,16 @@ class Cache:
 class Job:
     """A request at a worker.
 
-    arrived, first_at, ended_at: at the frontend; first token and end at the worker. Seconds.
-    worker: its number. share, reason: of the frontend that sent it.
-    frontend: number of that. redirects: how often a worker has not taken it.
-    uncached: prompt tokens left to compute. Before its start: all that the cache lacked.
-    hit: leading blocks that the cache had at its start. stored: leading blocks that it has now.
-    blocks: those that it reserved. made: tokens of the answer so far.
+    arrived: time of arrival at the frontend, in seconds.
+    first_at, ended_at: time of the first token and of the end at the worker, in seconds.
+    worker, frontend: number of the worker, and of the frontend that sent the request.
+    share: what the frontend counted at the worker. reason: of the frontend's choice.
+    redirects: number of workers that have refused the request.
+    uncached: prompt tokens left to compute. Before the start: those that the cache lacked.
+    computed: prompt tokens computed.
+    hit, stored: leading blocks in the cache: at the start, and now.
+    blocks: number of blocks that the request has reserved.
+    made: tokens of the answer so far.
     """
 
     req: Req
@@ -172,9 +180,9 @@ class Step:
 
 
 class Worker:
-    """One worker. The cluster calls `add`, and `finish` when `step.end` has come.
+    """One worker. The cluster calls `add`, and at the time `step.end` it calls `finish`.
 
-    version: changes with `step` and with its end."""
+    version: grows whenever `step` is replaced or gets another end."""
 
     def __init__(self, name: str, blocks: int, block: int, speed: Speed) -> None:
         self.name = name
@@ -193,9 +201,18 @@ class Worker:
         """Prompt tokens that are not computed yet."""
         return sum(job.uncached for job in self.prompts) + sum(job.uncached for job in self.waiting)
 
+    def figures(self) -> Figures:
+        """Return what a load report says."""
+        return self.queued_tokens(), self.cache.active, self.cache.free
+
     def look(self, job: Job, picture: Picture | None) -> tuple[int, bool]:
-        """Return how many leading blocks of the prompt the worker holds, or will, and whether it
-        takes the request. Decided by the code of the decode worker."""
+        """Decide whether the worker takes a request, as the decode worker does (redirects.py).
+
+        Returns the number of leading blocks of the prompt that the worker holds, and True if it
+        takes the request. Blocks that its requests will compute may be included in the number.
+
+        picture: what the frontend believes of the worker. None: the worker must take the request.
+        """
         held = self._hit(job)
         if picture is None:
             return held, True
@@ -206,7 +223,7 @@ class Worker:
         return held, True
 
     def _coming(self, job: Job) -> int:
-        """Leading blocks that some request here has, too."""
+        """Return how many leading blocks the prompt shares with some request of this worker."""
         most = 0
         for other in (*self.waiting, *self.prompts, *self.answers):
             theirs = other.req.hashes
@@ -219,7 +236,7 @@ class Worker:
     # ---------------------------------------------------------------- work
 
     def add(self, job: Job, now: float, held: int = 0) -> None:
-        """Take a request. It starts with the next step. held: blocks of it, as `look` says."""
+        """Take a request. It starts with the next step. held: the number that `look` returned."""
         job.uncached = job.req.tokens - held * self.block
         self.waiting.append(job)
         if self.step is None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -220,6 +221,18 @@ class TestWaiting:
     def test_it_gives_up_by_name(self) -> None:
         with pytest.raises(live.BenchError, match="the sun rises"):
             live.wait_for(lambda: False, 0.01, "the sun rises", 0.001)
+
+    def test_settings_are_given_to_the_command_line_and_its_failure_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The command fails at the second setting."""
+        code = "import sys; print(*sys.argv[1:]); sys.exit('ttft_ms' in sys.argv[3])"
+        monkeypatch.setattr(live, "CLI", [sys.executable, "-c", code])
+        cluster = live.Live(tmp_path, 0.0, SimpleNamespace())  # type: ignore[arg-type]
+        cluster.configure(policy="cost")
+        with pytest.raises(live.BenchError) as failed:
+            cluster.configure(policy="cost", ttft_ms=5)
+        assert f"config set router.ttft_ms 5 --state-dir {tmp_path}" in str(failed.value)
 
     def test_children_end_with_their_block(self, tmp_path: Path) -> None:
         with live.child([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "l") as p:

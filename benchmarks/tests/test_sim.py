@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.sim import workloads
+from benchmarks.report import row
+from benchmarks.sim import command, workloads
 from benchmarks.sim.__main__ import GROW, TRACE
 from benchmarks.sim.cluster import Net, Setup
 from benchmarks.sim.measures import computed_at, joiner_share, run, speed_for, stay
@@ -163,6 +164,15 @@ def test_a_workload_has_no_more_different_blocks_than_it_says() -> None:
     workload = workloads.conversations(50, 30.0, seed=3)
     different = {name for req in workload.requests for name in req.hashes + req.answer}
     assert len(different) <= workload.blocks() <= 1.5 * len(different)
+
+
+@pytest.mark.parametrize(("limit", "status"), [(2.0, 0), (1.0, 1)])
+def test_a_command_runs_the_seeds_that_it_is_given_and_fails_with_its_targets(
+    limit: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sim", "--seeds", "2"])
+    assert command.main("sim-x", "X", "", lambda seeds: [row("runs", seeds, "", limit)]) == status
+    assert "| runs | 2 |" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------- runs
