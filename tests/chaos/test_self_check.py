@@ -3,9 +3,6 @@ The result is kept and shown, and a command clears it."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -15,6 +12,7 @@ from pullfill.registry import keys
 from pullfill.wire import SelfCheck
 from tests.support.checkpoint import deepseek_checkpoint
 from tests.support.cluster import Cluster, until
+from tests.support.command import pullfill
 from tests.support.prompts import ask, random_prompt
 
 WRONG = '--compilation-config={"custom_ops": ["+rotary_embedding"]}'
@@ -50,16 +48,6 @@ def _results(cluster: Cluster) -> list[SelfCheck]:
     return [msgspec.json.decode(line, type=SelfCheck) for line in lines if line]
 
 
-def _pullfill(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
-    where = ("--etcd", cluster.etcd.url, "--nats", cluster.nats.url)
-    return subprocess.run(
-        [sys.executable, "-c", "from pullfill.deploy.cli import main; main()", *words, *where,
-         "--namespace", cluster.namespace],
-        capture_output=True, text=True, check=False, timeout=60,
-        env={**os.environ, "COLUMNS": "400"},
-    )  # fmt: skip
-
-
 @pytest.mark.engine
 def test_row_29_workers_that_differ_hand_nothing_over(wrong: Cluster) -> None:
     (decode,) = wrong.of("decode")
@@ -78,10 +66,10 @@ def test_row_29_workers_that_differ_hand_nothing_over(wrong: Cluster) -> None:
     assert (told["path"], told["reason"]) == ("local", "self_check_failed")
     assert size in told["outage"]
 
-    doctor = _pullfill(wrong, "doctor")
+    doctor = pullfill(wrong, "doctor")
     assert doctor.returncode == 1
-    status = _pullfill(wrong, "status")
-    explained = _pullfill(wrong, "explain", answer.request_id)
+    status = pullfill(wrong, "status")
+    explained = pullfill(wrong, "explain", answer.request_id)
     for said in (doctor.stdout, status.stdout, explained.stdout):
         assert "self_check_failed" in said
         assert size in said
@@ -100,5 +88,5 @@ def test_row_29_a_failure_is_kept_until_somebody_clears_it(wrong: Cluster) -> No
     wrong.wait_ready(*[w for w in wrong.workers if w.alive])
     assert wrong.load_of(decode)["self_check"] == "self_check_failed"
     assert wrong.counter("pullfill_self_check_total") == before
-    assert "forgot 1" in _pullfill(wrong, "recheck").stdout
+    assert "forgot 1" in pullfill(wrong, "recheck").stdout
     until(lambda: wrong.counter("pullfill_self_check_total") == before + 1, 60, "checked again")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import Cluster, until
+from tests.support.command import pullfill
 from tests.support.prompts import ask, random_prompt
 
 pytestmark = pytest.mark.engine
@@ -91,14 +90,7 @@ def test_the_policy_changes_while_the_cluster_runs(cluster: Cluster) -> None:
 
 
 def _set_policy(cluster: Cluster, policy: str) -> None:
-    done = subprocess.run(
-        [
-            sys.executable, "-c", "from pullfill.deploy.cli import main; main()",
-            "config", "set", "router.decode_policy", policy,
-            "--etcd", cluster.etcd.url, "--namespace", cluster.namespace,
-        ],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = pullfill(cluster, "config", "set", "router.decode_policy", policy)
     assert done.returncode == 0, done.stdout + done.stderr
     (frontend,) = cluster.of("frontend")
     until(lambda: frontend.router.decode_policy == policy, 10.0, "the frontend follows")

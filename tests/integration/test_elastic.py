@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.support.cluster import Cluster, until
+from tests.support.command import pullfill
 from tests.support.load import Load
 from tests.support.oracle import Oracle
 
@@ -36,15 +34,7 @@ def test_second_decode_joins_by_hand_and_is_drained_by_command(
         second = cluster.launch("decode")
         cluster.wait_ready(second)
         until(lambda: second.instance_id in load.decode_instances(), 30, "it takes work")
-        drained = subprocess.run(
-            [
-                sys.executable, "-c", "from pullfill.deploy.cli import main; main()",
-                "drain", second.instance_id, "--wait", "--timeout", "30",
-                "--etcd", cluster.etcd.url, "--nats", cluster.nats.url,
-                "--namespace", cluster.namespace,
-            ],
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        drained = pullfill(cluster, "drain", second.instance_id, "--wait", "--timeout", "30")
         assert drained.returncode == 0, drained.stdout + drained.stderr
         assert second.process.wait(10) == 0
         done_before = len(load.done)

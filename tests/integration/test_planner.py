@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import MODEL, Cluster, until
+from tests.support.command import command, pullfill
 from tests.support.prompts import random_prompt
 
 pytestmark = pytest.mark.engine
@@ -29,14 +29,7 @@ def alone(tmp_path: Path, model_path: Path) -> Iterator[Cluster]:
 
 
 def plan(cluster: Cluster) -> dict[str, Any]:
-    done = subprocess.run(
-        [
-            sys.executable, "-c", "from pullfill.deploy.cli import main; main()", "plan", "--json",
-            "--etcd", cluster.etcd.url, "--nats", cluster.nats.url,
-            "--namespace", cluster.namespace,
-        ],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = pullfill(cluster, "plan", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     return told
@@ -113,14 +106,8 @@ def planning(cluster: Cluster) -> Iterator[Path]:
     log = cluster.directory / "plan.jsonl"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [
-                sys.executable, "-c", "from pullfill.deploy.cli import main; main()", "plan",
-                "--json", "--apply", "--watch", "0.5",
-                "--etcd", cluster.etcd.url, "--nats", cluster.nats.url,
-                "--namespace", cluster.namespace,
-            ],
-            stdout=out,
-        )  # fmt: skip
+            command(cluster, "plan", "--json", "--apply", "--watch", "0.5"), stdout=out
+        )
         try:
             yield log
             assert process.poll() is None, "it goes on until it is told to end"

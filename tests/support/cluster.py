@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from pullfill.runtime.failpoints import parse as check_failpoints
 from pullfill.transfer.shm.files import shm_dir, sweep
 from pullfill.wire import RouterConfig, WorkerRecord, decode
 from tests.support import web
+from tests.support.command import PULLFILL
 from tests.support.etcd import EtcdServer, free_ports
 from tests.support.leaks import left_in
 from tests.support.nats import NatsServer
@@ -51,7 +51,6 @@ FLAGS = (
 )
 PATIENT = '{"publish_timeout_s": 3.0}'
 """Queue settings: a test machine may stand still for longer than NATS takes to store a job."""
-_MAIN = "from pullfill.deploy.cli import main; main()"
 
 
 def until(check: Callable[[], Any], within_s: float, what: str) -> Any:
@@ -219,7 +218,7 @@ class Cluster:
             assert not namespace, "only forked workers enter a namespace"
             with log.open("ab") as out:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _MAIN, *command],
+                    [*PULLFILL, *command],
                     env=full,
                     stdin=subprocess.DEVNULL,
                     stdout=out,

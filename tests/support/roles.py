@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.cluster import Cluster, Worker, until
+from tests.support.command import pullfill
 from tests.support.load import Load
 
 
@@ -36,15 +36,7 @@ def order(
     cluster: Cluster, worker: Worker, role: str, *more: str
 ) -> subprocess.CompletedProcess[str]:
     """`pullfill role`."""
-    return subprocess.run(
-        [
-            sys.executable, "-c", "from pullfill.deploy.cli import main; main()",
-            "role", worker.instance_id, role, *more,
-            "--etcd", cluster.etcd.url, "--nats", cluster.nats.url,
-            "--namespace", cluster.namespace,
-        ],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    return pullfill(cluster, "role", worker.instance_id, role, *more, timeout_s=120)
 
 
 def become(cluster: Cluster, worker: Worker, role: str) -> None:
