@@ -9,15 +9,14 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from dataclasses import replace
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from pullfill.deploy import cli_local
 from pullfill.deploy.command import command, expanded
-from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
-from pullfill.options import ClusterOptions, FrontendOptions, StateDirOptions, WorkerOptions
+from pullfill.options import ClusterOptions, FrontendOptions, WorkerOptions
 from pullfill.runtime.log import DEBUG_ENV, complain
 from pullfill.wire import WorkerRole
 
@@ -61,69 +60,7 @@ def _root(
         os.environ[DEBUG_ENV] = "1"
 
 
-@command(app, vllm=True)
-def up(
-    context: typer.Context,
-    options: UpOptions,
-    cluster: ClusterOptions,
-    workers: WorkerOptions,
-    frontend: FrontendOptions,
-    detach: Annotated[bool, typer.Option("--detach", help="Return once all is ready")] = False,
-    decode_args: Annotated[
-        str | None,
-        typer.Option(metavar="FLAGS", help='vLLM flags of decode workers only, e.g. "-tp 2"'),
-    ] = None,
-    prefill_args: Annotated[
-        str | None, typer.Option(metavar="FLAGS", help="vLLM flags of prefill workers only")
-    ] = None,
-) -> int:
-    """Start a cluster on this machine: NATS, etcd, workers and frontends.
-
-    Flags not listed here go to vLLM, e.g. --max-model-len 8192.
-    """
-    from pullfill.deploy import up as command_up
-    from pullfill.deploy import vllm_flags
-    from pullfill.net.security import load
-
-    own = _own_flags(context, "up", "decode", "prefill")
-    of_decode = vllm_flags.of_role("--decode-args", decode_args, own)
-    options = replace(
-        options,
-        namespace=cluster.namespace or "default",
-        etcd_url=cluster.etcd,
-        nats_url=cluster.nats,
-        security=load(cluster.security),
-        workers=workers,
-        frontend=frontend,
-        vllm_args=list(context.args),
-        role_args={
-            "decode": of_decode,
-            "frontend": vllm_flags.for_frontend(of_decode),
-            "prefill": vllm_flags.of_role("--prefill-args", prefill_args, own),
-        },
-    )
-    return command_up.up(options, cluster.state_dir, detach=detach)
-
-
-def _own_flags(context: typer.Context, *commands: str) -> set[str]:
-    """Return every flag of these commands of pullfill, e.g. `--port`."""
-    group: Any = context.find_root().command
-    params = [param for name in commands for param in group.commands[name].params]
-    flags = {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
-    return flags | set(context.help_option_names)
-
-
-@command(app)
-def down(
-    cluster: StateDirOptions,
-    timeout: Annotated[
-        float, typer.Option(metavar="S", min=0, help="How long workers may finish their streams")
-    ] = 60.0,
-) -> int:
-    """Drain and stop the cluster of a state directory."""
-    from pullfill.deploy import down as command_down
-
-    return command_down.down(cluster.state_dir, timeout_s=timeout)
+cli_local.add_to(app)
 
 
 @command(app, vllm=True)

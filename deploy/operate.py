@@ -16,7 +16,7 @@ from pullfill.net.this_host import host_id
 from pullfill.registry import self_checks
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.orders import revoke_worker
-from pullfill.registry.settings import UNSET, Settings, find, root_of
+from pullfill.registry.settings import UNSET, Settings, find, root_of, store
 from pullfill.wire import QueueSettings, RouterConfig, WorkerRecord
 
 _POLL_S = 0.1
@@ -93,10 +93,10 @@ def config_set(ref: ClusterRef, key: str, value: str) -> int:
     """Store one setting; workers that watch follow at once. Raises ConfigError for a bad one."""
     kind, name = find(key)
 
-    async def store(etcd: EtcdClient, namespace: str) -> object:
-        return getattr(await Settings(etcd, namespace, kind).set(name, value), name)
+    async def change(etcd: EtcdClient, namespace: str) -> object:
+        return await store(etcd, namespace, key, value)
 
-    new = ask_etcd(ref, store)
+    new = ask_etcd(ref, change)
     typer.echo(f"{root_of(kind)}.{name} = {UNSET if new is None else new}")
     return 0
 

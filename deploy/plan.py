@@ -11,18 +11,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pullfill
 from pullfill.config import ClusterRef, check_namespace, ranks_of
-from pullfill.deploy import accelerator, defaults, servers, vllm_flags
+from pullfill.deploy import accelerator, defaults, devices, servers, vllm_flags
 from pullfill.deploy.procs import CLUSTER_ENV, spawn
 from pullfill.deploy.up_options import UpOptions, frontend_url
 from pullfill.errors import ConfigError
 from pullfill.ids import new_instance_id
 from pullfill.net.security import OPEN
 from pullfill.options import ClusterOptions, RoleOptions, WorkerOptions, arguments
+from pullfill.registry import settings
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
 RESTART_WAIT_S = 30.0
@@ -33,6 +34,7 @@ RESTART_WAIT_S = 30.0
 class ProcessSpec:
     """One process to start.
 
+    place: where a worker runs.
     url: where a frontend answers. Empty for others.
     after: name of the worker on the same GPU that must be ready first. Empty: none."""
 
@@ -41,6 +43,7 @@ class ProcessSpec:
     argv: list[str]
     env: dict[str, str]
     instance_id: str | None = None
+    place: defaults.Placement = field(default_factory=defaults.Placement)
     url: str = ""
     after: str = ""
 
@@ -56,7 +59,9 @@ def check(options: UpOptions) -> None:
     _check_elastic(options)
     vllm_flags.check(options.vllm_args)
     vllm_flags.check_plain_http(options.vllm_args)
+    devices.check(options)
     _check_gpus(options)
+    check_settings(options.settings)
     check_model(options.model)
     if options.port == 0:
         options.port = servers.free_port()
@@ -93,13 +98,25 @@ def _check_gpus(options: UpOptions) -> None:
     """Refuse too few GPUs. Workers may share a GPU only if none of them needs several."""
     if why := accelerator.why_not_mig():
         raise ConfigError(why)
-    needed, here = worker_ranks(options), accelerator.gpu_count()
-    if here and max(needed, default=1) > 1 and sum(needed) > here:
-        each = " + ".join(map(str, needed))
-        raise ConfigError(
-            f"the workers need {sum(needed)} GPUs (TP x PP: {each}), but there are {here}: start "
-            "fewer workers, or choose a smaller -tp or -pp"
-        )
+    ranks = ranks_by_role(options)
+    for pool in devices.pools(options):
+        needed = [ranks[role] for role in pool.roles for _ in range(getattr(options, role))]
+        here = len(pool.gpus)
+        if here and max(needed, default=1) > 1 and sum(needed) > here:
+            each = " + ".join(map(str, needed))
+            raise ConfigError(
+                f"the workers need {sum(needed)} GPUs (TP x PP: {each}), but there are {here}: "
+                "start fewer workers, or choose a smaller -tp or -pp"
+            )
+
+
+def check_settings(given: Sequence[str]) -> None:
+    """Refuse what is not `KEY=VALUE` of a setting. Raises ConfigError."""
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text!r}: give KEY=VALUE, e.g. router.policy=cost")
+        settings.check(key, value)
 
 
 def _check_security(options: UpOptions) -> None:
@@ -168,9 +185,8 @@ def _existing(path: Path) -> Path:
 
 def engine_arguments(options: UpOptions) -> list[str]:
     """Return the vLLM flags of every process: the defaults, then the user's."""
-    workers = options.decode + options.prefill
-    base = defaults.engine_flags(options.model, gpus=accelerator.gpu_count(), workers=workers)
-    return base + options.vllm_args
+    workers, gpus = devices.most_on_a_gpu(options)
+    return defaults.engine_flags(options.model, gpus=gpus, workers=workers) + options.vllm_args
 
 
 def worker_arguments(options: UpOptions, role: str) -> list[str]:
@@ -178,10 +194,9 @@ def worker_arguments(options: UpOptions, role: str) -> list[str]:
     return engine_arguments(options) + options.role_args.get(role, [])
 
 
-def worker_ranks(options: UpOptions) -> list[int]:
-    """Return TP x PP of each worker, first the decode workers."""
-    decode, prefill = (ranks_of(worker_arguments(options, r)) for r in ("decode", "prefill"))
-    return [decode] * options.decode + [prefill] * options.prefill
+def ranks_by_role(options: UpOptions) -> dict[str, int]:
+    """Return TP x PP of a decode worker and of a prefill worker."""
+    return {role: ranks_of(worker_arguments(options, role)) for role in devices.ROLES}
 
 
 def role_command(role: str, cluster: ClusterRef, model: str, options: RoleOptions) -> list[str]:
@@ -200,13 +215,16 @@ def role_command(role: str, cluster: ClusterRef, model: str, options: RoleOption
 
 def placements(options: UpOptions) -> list[defaults.Placement]:
     """Return where each worker runs: first the decode workers, then the prefill workers."""
-    return defaults.place(
-        worker_ranks(options),
-        cores=defaults.usable_cores(),
-        gpus=accelerator.gpu_count(),
-        pin=options.workers.pin,
-        one_core=options.model == defaults.DEMO,
-    )
+    ranks, small = ranks_by_role(options), options.model == defaults.DEMO
+    return [
+        place
+        for pool in devices.pools(options)
+        for place in pool.place(
+            [ranks[role] for role in pool.roles for _ in range(getattr(options, role))],
+            pin=options.workers.pin,
+            small=small,
+        )
+    ]
 
 
 def other_cores(options: UpOptions) -> tuple[int, ...]:
@@ -246,7 +264,9 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
         instance = new_instance_id(role)
         argv = role_command(role, cluster, model, replace(told, instance_id=instance)) + flags
         env = defaults.worker_env(base, place, local_model=local)
-        return ProcessSpec(name=name, role=role, argv=argv, env=env, instance_id=instance, **more)
+        return ProcessSpec(
+            name=name, role=role, argv=argv, env=env, instance_id=instance, place=place, **more
+        )
 
     specs: list[ProcessSpec] = []
     names = [f"decode-{i}" for i in range(options.decode)]

@@ -26,6 +26,7 @@ from pullfill.deploy.state import Launch, Locked, StateDir, new_cluster_id
 from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
+from pullfill.registry.settings import store as store_setting
 from pullfill.wire import WorkerState
 
 START_FAILED_DRAIN_S = 5.0
@@ -167,6 +168,7 @@ class Supervisor:
             self._state.path,
             options.security,
         )
+        await self._store_settings(ref)
         specs = plan.worker_specs(options, ref, self._cluster_id)
         for spec in specs:
             if spec.after:
@@ -195,6 +197,14 @@ class Supervisor:
             maker.kill()
             maker.wait()
         self._view.set("demo model", "ready", str(plan.demo_directory()))
+
+    async def _store_settings(self, ref: ClusterRef) -> None:
+        """Store what `--set` gives, before any worker reads it."""
+        if self._options.settings:
+            async with members.etcd_of(ref, wait_s=SERVER_READY_S) as etcd:
+                for text in self._options.settings:
+                    key, _, value = text.partition("=")
+                    await store_setting(etcd, ref.namespace, key, value)
 
     async def _start_server(
         self,

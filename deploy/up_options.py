@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from pullfill.net.security import OPEN, Security
-from pullfill.options import PORT, FrontendOptions, WorkerOptions, flag
+from pullfill.options import PORT, FrontendOptions, WorkerOptions, flag, parse_numbers
+
+_DEVICES = "Only these GPUs for {} workers, e.g. 0-3; on CPU, these cores"
+
+
+def _devices(role: str) -> dict[str, Any]:
+    """Return how the flag for the devices of a role is parsed."""
+    return {
+        "metavar": "N",
+        "given": str | None,
+        "parse": lambda text: parse_numbers(f"--{role}-devices", text),
+    }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -14,6 +26,7 @@ class UpOptions:
 
     workers, frontend: what every worker and every frontend is started with.
     etcd_url, nats_url: servers to use. None: start one.
+    settings: `KEY=VALUE`, stored in etcd before workers start.
     vllm_args: vLLM flags of every process.
     role_args: vLLM flags by role. They come after the flags for all roles.
     """
@@ -22,6 +35,8 @@ class UpOptions:
     decode: int = flag(1, "Decode workers", metavar="N", least=0)
     prefill: int = flag(1, "Prefill workers", metavar="N", least=0)
     frontends: int = flag(1, "HTTP frontends", metavar="N", least=0)
+    decode_devices: tuple[int, ...] = flag((), _DEVICES.format("decode"), **_devices("decode"))
+    prefill_devices: tuple[int, ...] = flag((), _DEVICES.format("prefill"), **_devices("prefill"))
     host: str = flag("127.0.0.1", "Where frontends listen", metavar="H")
     port: int = flag(
         8000,
@@ -36,6 +51,7 @@ class UpOptions:
     security: Security = OPEN
     workers: WorkerOptions = field(default_factory=WorkerOptions)
     frontend: FrontendOptions = field(default_factory=FrontendOptions)
+    settings: list[str] = field(default_factory=list)
     vllm_args: list[str] = field(default_factory=list)
     role_args: dict[str, list[str]] = field(default_factory=dict)
 

@@ -126,7 +126,12 @@ def check_url(flag: str, url: str | None) -> str | None:
 
 def parse_cores(text: str | None) -> tuple[int, ...]:
     """Return the core numbers of `3` or `0-3,8`. Raises ConfigError."""
-    cores: list[int] = []
+    return parse_numbers("--cpu", text, "core numbers")
+
+
+def parse_numbers(flag: str, text: str | None, what: str = "numbers") -> tuple[int, ...]:
+    """Return the numbers of `3` or `0-3,8`, each once. None: (). Raises ConfigError."""
+    found: list[int] = []
     for part in text.split(",") if text is not None else ():
         low, dash, high = part.strip().partition("-")
         try:
@@ -134,9 +139,9 @@ def parse_cores(text: str | None) -> tuple[int, ...]:
         except ValueError:
             first, last = 0, -1
         if last < first:
-            raise ConfigError(f"--cpu {text!r}: give core numbers, e.g. 1 or 0-3")
-        cores.extend(range(first, last + 1))
-    return tuple(dict.fromkeys(cores))
+            raise ConfigError(f"{flag} {text!r}: give {what}, e.g. 1 or 0-3")
+        found.extend(range(first, last + 1))
+    return tuple(dict.fromkeys(found))
 
 
 # --------------------------------------------------------------------------- options

@@ -9,6 +9,7 @@ Life: `start` → `current` changes by itself → `close`. `set` and `get_all` n
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
@@ -71,14 +72,30 @@ def find(key: str) -> tuple[type[Message], str]:
         name = key.removeprefix(f"{root}.")
         if name in kind.__struct_fields__ and (name != key or kind is RouterConfig):
             return kind, name
-    known = ", ".join(f"{root}.{field}" for kind, root in _ROOT.items()
-                      for field in kind.__struct_fields__)  # fmt: skip
-    raise ConfigError(f"no setting {key!r}; there are: {known}")
+    known = [f"{root}.{f}" for kind, root in _ROOT.items() for f in kind.__struct_fields__]
+    near = get_close_matches(key, known, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise ConfigError(f"no setting {key!r}{hint}; there are: {', '.join(known)}")
+
+
+def check(key: str, text: str) -> None:
+    """Raise ConfigError if there is no such setting, or if the text is no value for it."""
+    kind, name = find(key)
+    if text != UNSET:
+        _from_text(kind, name, text)
 
 
 def root_of(kind: type[Message]) -> str:
     """`router` or `queue`: how the keys of these settings begin."""
     return _ROOT[kind]
+
+
+async def store(client: EtcdClient, namespace: str, key: str, text: str) -> Any:
+    """Store one setting, e.g. `router.policy`. Return its new value.
+
+    Raises ConfigError for an unknown setting or a bad value."""
+    kind, name = find(key)
+    return getattr(await Settings(client, namespace, kind).set(name, text), name)
 
 
 class Settings(Generic[T]):

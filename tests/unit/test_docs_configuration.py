@@ -43,7 +43,7 @@ def test_configuration_lists_every_command_and_flag() -> None:
             rows[command] = set(re.findall(r"--[a-z-]+", row[1]))
     for named, of in flag_rows():
         for command in (c for word in of.split(", ") for c in PROCESSES[word]):
-            rows[command] |= set(re.findall(r"--[a-z-]+", named))
+            rows[command] |= set(re.findall(r"(?<![a-z-])--?[a-z][a-z-]*", named))
     assert set(rows) == {c for c in commands() if c != "config"}
     common = {"--help", "-h", "--state-dir", "--etcd", "--nats", "--namespace", "--security"}
     for command, listed in rows.items():

@@ -1,0 +1,208 @@
+"""Reads the file of `pullfill up --file`: YAML whose keys are the flags of `up`, without `--`.
+
+    model: /models/m
+    decode: 2
+    prefill: 3
+    decode-devices: 0-1
+    transports: [shm, tcp]
+    vllm-args: {max-model-len: 8192}
+    decode-args: {kv-cache-memory-bytes: 4294967296}
+    set:
+      router.policy: cost
+
+The file has no options of its own: its values go through the command's parser, as texts, and count
+where a flag is not given. So YAML's own types do not matter: `kv-digest: off` is the word off.
+Every refusal is one line that names the file, the line and the key.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+import yaml
+
+from pullfill.deploy import vllm_flags
+from pullfill.errors import ConfigError
+from pullfill.registry import settings
+
+VLLM_KEYS = ("vllm-args", "decode-args", "prefill-args")
+"""Keys that hold flags for vLLM: a text, a list, or a mapping of flags and values."""
+SET = "set"
+NOT_IN_FILES = frozenset({"file", "dry-run", "help"})
+_KEY = re.compile(r"([\w.-]+)\s*:(?:\s|$)")
+
+
+def read(
+    path: str,
+    context: typer.Context,
+    own: Collection[str],
+    parsers: Mapping[str, Callable[[Any], Any]],
+) -> dict[str, Any]:
+    """Return the values of the file, by name of the parameter of the command in `context`.
+
+    own: flags of pullfill, which may not stand among vLLM's.
+    parsers: refuse values of some flags, e.g. `--transports`, with a ConfigError.
+
+    Raises ConfigError."""
+    root = _parsed(path)
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{_where(path, root)}: give `KEY: VALUE` lines, e.g. `decode: 2`")
+    params = {
+        name: param
+        for param in context.command.params
+        for name in (flag.removeprefix("--") for flag in param.opts if flag.startswith("--"))
+        if name not in NOT_IN_FILES
+    }
+    values: dict[str, Any] = {}
+    for key, node in _pairs(path, root):
+        param, where = params.get(key), f"{_where(path, node)}: {key}"
+        if param is None:
+            raise ConfigError(_unknown(_where(path, node), key, params))
+        try:
+            if key in VLLM_KEYS:
+                value: Any = shlex.join(_vllm(path, key, node, own))
+            elif key == SET:
+                value = _settings(path, node)
+            else:
+                value = _text(where, node)
+            checked = param.process_value(context, value)
+            if parse := parsers.get(f"--{key}"):
+                _with_place(where, parse, checked)
+        except typer.BadParameter as exc:
+            raise ConfigError(f"{where}: {exc.message}") from None
+        values[str(param.name)] = value
+    return values
+
+
+def _with_place(where: str, parse: Callable[[Any], Any], value: Any) -> None:
+    try:
+        parse(value)
+    except ConfigError as exc:
+        raise ConfigError(f"{where}: {exc}") from None
+
+
+def _where(path: str, node: yaml.Node) -> str:
+    return f"{path}, line {node.start_mark.line + 1}"
+
+
+def _unknown(where: str, key: str, known: Collection[str]) -> str:
+    near = get_close_matches(key.replace("_", "-"), sorted(known), n=1)
+    hint = f"did you mean {near[0]}?" if near else "`pullfill up --help` lists them, without --"
+    return f"{where}: there is no key {key!r}: {hint}"
+
+
+def _parsed(path: str) -> yaml.Node | None:
+    """Return the nodes of the file, which know their lines. None: it is empty."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path} ({exc.strerror}): check --file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text: give a YAML file") from None
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark or exc.context_mark
+        line = mark.line if mark else 0
+        begin = exc.context_mark.line if exc.context_mark else line
+        key = _key_above(text.splitlines(), min(begin, line))
+        raise ConfigError(f"{path}, line {line + 1}: {key}{exc.problem or exc.context}") from None
+    except (yaml.YAMLError, RecursionError) as exc:
+        why = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
+        raise ConfigError(f"{path} is not YAML: {why}") from None
+
+
+def _key_above(lines: list[str], line: int) -> str:
+    """Return `KEY: `, the key that the broken part belongs to. Empty: there is none."""
+    for text in reversed(lines[: line + 1]):
+        if found := _KEY.match(text.strip()):
+            return f"{found[1]}: "
+    return ""
+
+
+def _pairs(path: str, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:
+    """Yield keys and values. Raises ConfigError for a key that is no word or comes twice."""
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        where = _where(path, key)
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{where}: a key must be a word, e.g. `decode: 2`")
+        if key.value in seen:
+            raise ConfigError(f"{where}: {key.value} stands in line {seen[key.value]} already")
+        seen[key.value] = key.start_mark.line + 1
+        yield key.value, value
+
+
+def _text(where: str, node: yaml.Node) -> str:
+    """Return a value as it would stand on the command line: of a list, `A,B`."""
+    if isinstance(node, yaml.SequenceNode):
+        return ",".join(_text(where, item) for item in node.value)
+    if not isinstance(node, yaml.ScalarNode):
+        raise ConfigError(f"{where}: give one value, not a mapping")
+    if node.tag == "tag:yaml.org,2002:null" and not node.style:
+        raise ConfigError(f"{where}: has no value: give one, or leave the key out")
+    return str(node.value)
+
+
+def _settings(path: str, node: yaml.Node) -> list[str]:
+    """Return `KEY=VALUE` for each setting."""
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{_where(path, node)}: {SET}: give settings, e.g. `router.policy: cost`")
+    found = []
+    for key, value in _pairs(path, node):
+        where = _where(path, value)
+        text = _text(f"{where}: {SET}: {key}", value)
+        try:
+            settings.check(key, text)
+        except ConfigError as exc:
+            raise ConfigError(f"{where}: {SET}: {exc}") from None
+        found.append(f"{key}={text}")
+    return found
+
+
+# --------------------------------------------------------------------------- flags of vLLM
+
+
+def _vllm(path: str, key: str, node: yaml.Node, own: Collection[str]) -> list[str]:
+    """Return vLLM flags. Each is checked with its line."""
+
+    def checked(at: yaml.Node, text: str) -> list[str]:
+        try:
+            return vllm_flags.of_role(key, text, own)
+        except ConfigError as exc:
+            raise ConfigError(f"{_where(path, at)}: {exc}") from None
+
+    if isinstance(node, yaml.MappingNode):
+        arguments: list[str] = []
+        for flag, value in _pairs(path, node):
+            words = _flag(f"{_where(path, value)}: {key}: {flag}", flag, value)
+            arguments += checked(value, shlex.join(words))
+        return arguments
+    where = f"{_where(path, node)}: {key}"
+    if isinstance(node, yaml.SequenceNode):
+        return checked(node, shlex.join(_text(where, item) for item in node.value))
+    return checked(node, _text(where, node))
+
+
+def _flag(where: str, name: str, node: yaml.Node) -> list[str]:
+    """Return one vLLM flag with its value: `a: 1` is `--a=1`, `a: true` is `--a`."""
+    flag = name if name.startswith("-") else f"--{name}"
+    if isinstance(node, yaml.MappingNode):
+        value = yaml.SafeLoader("").construct_document(node)
+        return [f"{flag}={json.dumps(value, default=str)}"]
+    if isinstance(node, yaml.SequenceNode):
+        return [flag, *(_text(where, item) for item in node.value)]
+    text = _text(where, node)
+    plain = isinstance(node, yaml.ScalarNode) and not node.style  # "true" in quotes is a text
+    if plain and text in ("true", "false"):
+        return [flag if text == "true" else f"--no-{flag.lstrip('-')}"]
+    return [f"{flag}={text}"]

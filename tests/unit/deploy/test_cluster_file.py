@@ -1,0 +1,175 @@
+"""The file of `up --file`: what it gives, and what is said about a line that is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pullfill.deploy import cli
+from pullfill.deploy.up_options import UpOptions
+from pullfill.errors import ConfigError
+from pullfill.wire import DigestMode, KvMode
+from tests.support.docs import COMMANDS
+
+GOOD = """
+# All kinds of values.
+model: org/m
+decode: 2
+prefill: 3
+frontends: 2
+port: 9000
+decode-devices: 0
+prefill-devices: [1, 2-3]
+transports: [shm, tcp]
+kv-digest: off          # in YAML 1.1 this would be false
+kv-mode: pull
+pin: no
+max-inflight: 7
+namespace: blue
+state-dir: /s
+vllm-args:
+  max-model-len: 8192
+  enforce-eager: true
+  enable-prefix-caching: false
+  lora-modules: [a=b, c=d]
+  speculative-config: {method: ngram, num_speculative_tokens: 3}
+decode-args: --max-num-seqs 8 --seed '7'
+prefill-args: [-tp, 2]
+set:
+  router.policy: cost
+  queue.max_jobs: 10
+"""
+
+
+class Up:
+    """Runs `up` on a file. options: what it was called with."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "cluster.yaml"
+        self.options: UpOptions | None = None
+        self.state_dir: str | None = None
+
+    def __call__(self, text: str | bytes, *flags: str) -> UpOptions:
+        self.path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        result = CliRunner().invoke(cli.app, ["up", "-f", str(self.path), *flags])
+        if result.exception is not None:
+            raise result.exception
+        assert self.options is not None, result.output
+        return self.options
+
+
+@pytest.fixture
+def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Up:
+    it = Up(tmp_path)
+
+    def start(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
+        it.options, it.state_dir = options, state_dir
+        return 0
+
+    monkeypatch.setattr("pullfill.deploy.up.up", start)
+    return it
+
+
+def test_every_key_is_a_flag(up: Up) -> None:
+    got = up(GOOD)
+    assert (got.model, got.decode, got.prefill, got.frontends) == ("org/m", 2, 3, 2)
+    assert (got.port, got.namespace, up.state_dir) == (9000, "blue", "/s")
+    assert (got.decode_devices, got.prefill_devices) == ((0,), (1, 2, 3))
+    assert got.workers.transports == {"shm", "tcp"}
+    assert (got.workers.kv_digest, got.workers.kv_mode) == (DigestMode.OFF, KvMode.PULL)
+    assert (got.workers.pin, got.restart, got.frontend.max_inflight) == (False, True, 7)
+    *plain, speculation = got.vllm_args
+    assert plain == [
+        "--max-model-len=8192", "--enforce-eager", "--no-enable-prefix-caching",
+        "--lora-modules", "a=b", "c=d",
+    ]  # fmt: skip
+    name, _, value = speculation.partition("=")
+    assert name == "--speculative-config"
+    assert json.loads(value) == {"method": "ngram", "num_speculative_tokens": 3}
+    assert got.role_args["decode"] == ["--max-num-seqs", "8", "--seed", "7"]
+    assert got.role_args["prefill"] == ["-tp", "2"]
+    assert got.settings == ["router.policy=cost", "queue.max_jobs=10"]
+
+
+def test_the_example_of_the_documents_works(up: Up) -> None:
+    (example,) = re.findall(r"```yaml\n(model: .*?)```", COMMANDS.read_text(), re.DOTALL)
+    got = up(example)
+    assert (got.decode_devices, got.role_args["prefill"]) == ((0, 1), ["--tensor-parallel-size=2"])
+
+
+def test_flags_win_over_the_file(up: Up) -> None:
+    got = up("decode: 2\nprefill: 2\nvllm-args: {seed: 1}", "--prefill", "5", "--seed=2")
+    assert (got.decode, got.prefill) == (2, 5)
+    assert got.vllm_args == ["--seed=1", "--seed=2"], "the last one counts"
+
+
+def test_an_empty_file_changes_nothing(up: Up) -> None:
+    assert (
+        up("# nothing\n")
+        == up("{}")
+        == UpOptions(role_args={"decode": [], "frontend": [], "prefill": []})
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "told"),
+    [
+        ("model: m/n\nport: [8000\ndecode: 2\n", 3, "port: expected ',' or ']'"),
+        ("model: m/n\nport 8000\ndecode: 2\n", 3, "model: could not find expected ':'"),
+        ("\tdecode: 1\n", 1, "decode: found character"),
+        ("decode: 1\n---\ndecode: 2\n", 2, "but found another document"),
+        ("- a\n", 1, "give `KEY: VALUE` lines"),
+        ("? [a]\n: b\n", 1, "a key must be a word"),
+        ("decode: 1\ndecod: 2\n", 2, "no key 'decod': did you mean decode?"),
+        ("kv_mode: pull\n", 1, "no key 'kv_mode': did you mean kv-mode?"),
+        ("restar: no\n", 1, "did you mean restart?"),
+        ("zzz: 1\n", 1, "no key 'zzz': `pullfill up --help` lists them"),
+        ("file: other.yaml\n", 1, "no key 'file'"),
+        ("decode: 1\nport: 1\ndecode: 2\n", 3, "decode stands in line 1 already"),
+        ("decode:\n", 1, "decode: has no value"),
+        ("decode: two\n", 1, "decode: "),
+        ("decode: -1\n", 1, "decode: "),
+        ("model: {a: b}\n", 1, "model: give one value"),
+        ("\npin: maybe\n", 2, "pin: "),
+        ("kv-mode: poll\n", 1, "kv-mode: "),
+        ("transports: [shm, udp]\n", 1, "transports: no transport is called 'udp'"),
+        ("decode-devices: 1-x\n", 1, "decode-devices: "),
+        ("set: router.policy\n", 1, "set: give settings"),
+        ("set:\n  router.policy: never\n", 2, "set: router.policy: 'never' is not allowed"),
+        ("set:\n  router.polcy: cost\n", 2, "set: no setting 'router.polcy' (did you mean router."),
+        ("vllm-args: -tp '2\n", 1, "vllm-args \"-tp '2\" cannot be read"),
+        ("vllm-args:\n  seed: 1\n  port: 9\n", 3, "--port in"),
+        ("decode-args:\n  seed: 1\n  kv-transfer-config: x\n", 3, "own to set"),
+        ("prefill-args: [word]\n", 1, "prefill-args: unexpected argument 'word'"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_one_line_that_names_line_and_key(
+    up: Up, text: str, line: int, told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        up(text)
+    said = str(caught.value)
+    assert said.startswith(f"{up.path}, line {line}: "), said
+    assert told in said
+    assert "\n" not in said
+    assert up.options is None
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [(b"model: \xff\n", "is not UTF-8"), (b"a: \x01\n", "is not YAML"), ("[" * 5000, "YAML")],
+)
+def test_what_is_no_yaml_at_all(up: Up, text: str | bytes, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        up(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(up: Up, tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["up", "--file", str(tmp_path / "no")])
+    assert "cannot read" in str(result.exception)
+    assert "--file" in str(result.exception)
