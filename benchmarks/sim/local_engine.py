@@ -75,7 +75,8 @@ class Request:
 
     def token(self, now: float) -> None:
         if self.made:
-            self.worst_gap = max(self.worst_gap, now - self.last)
+            if now - self.last > self.worst_gap:
+                self.worst_gap = now - self.last
         else:
             self.first = now
         self.made += 1
@@ -229,20 +230,21 @@ class DecodeEngine:
         seconds = world.noisy(speed.step(len(tokens) - len(prompts), prompts), speed.jitter)
 
         def done() -> None:
+            now, over = world.now, list[Request]()
             for request, count in tokens:
                 request.computed += count
                 if request.computed >= request.prompt:
-                    request.token(world.now)
+                    request.token(now)
                     if request.made >= request.output:
                         running.remove(request)
+                        over.append(request)
             if (target_s := self.router.tightest_itl_s) and plan.streams:
                 gap_s = self.router.rates.base(plan.streams) if prompts else seconds
                 self.demand.stepped(seconds, min(gap_s, seconds), target_s)
             self.router.stepped(plan, seconds)
-            for request, _ in tokens:
-                if request.made >= request.output:
-                    self.requests -= 1
-                    self.router.finished(request.name)
+            for request in over:
+                self.requests -= 1
+                self.router.finished(request.name)
             self._step()
 
         world.at(world.now + seconds, done)
@@ -255,8 +257,9 @@ class DecodeEngine:
         for request in vllm.running:
             if budget <= 0:
                 break
-            wanted = max(1, request.prompt - request.computed)
-            count = min(wanted, cap or wanted, budget)
+            count = 1  # most are streams, which take one token each
+            if (wanted := request.prompt - request.computed) > 1:
+                count = min(wanted, cap or wanted, budget)
             found.append((request, count))
             budget -= count
         while budget > 0 and len(vllm.running) < MAX_RUNNING and (self._loaded or self._waiting):

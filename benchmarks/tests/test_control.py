@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,9 +293,18 @@ def test_each_round_of_groups_loads_every_model_twice_with_new_prompts(
         slow = 1.0 + len(loads)  # the machine gets slower and slower
         return dict.fromkeys(groups.UNITS, slow), {"failed": 0, "requests": 2, "remote": 2}
 
+    ours: set[tuple[int, ...]] = set()
+
+    def quiet(pids: list[int]) -> Any:  # the real one reads all of /proc
+        ours.add(tuple(pids))
+        return nullcontext()
+
     monkeypatch.setattr(groups, "Fleet", fleet)
     monkeypatch.setattr(groups, "_window", window)
-    rows = groups.run(SimpleNamespace(servers=[]), 2, machine.OtherLoad())  # type: ignore[arg-type]
+    plant: Any = SimpleNamespace(servers=[4])
+    load: Any = SimpleNamespace(window=quiet)
+    rows = groups.run(plant, 2, load)
+    assert ours == {(1, 2, 3, 1, 2, 3, 1, 2, 3, 4)}
     assert len(loads) == len(set(loads)) == (2 * groups.MORE_ROUNDS + 1) * 6
     assert [row.value for row in rows[:2]] == [0, 0]
     assert {row.ratio for row in rows[2::2]} == {1.0}

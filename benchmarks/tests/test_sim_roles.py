@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -12,6 +13,12 @@ from benchmarks.sim import roles as sim
 from pullfill.deploy.scaling import DECODE, PREFILL, Settings
 
 WAVE = sim.Wave(periods=1)
+
+
+@cache
+def planned(wave: sim.Wave, seed: int) -> sim.Result:
+    """A run with the usual settings that begins with one prefill worker."""
+    return sim.run(wave, 1, Settings(), seed)
 
 
 def test_a_square_wave_that_fits_no_split() -> None:
@@ -23,7 +30,7 @@ def test_a_square_wave_that_fits_no_split() -> None:
 
 
 def test_each_move_comes_soon_after_the_wave_turns() -> None:
-    found = sim.run(WAVE, 1, Settings(), 2)
+    found = planned(WAVE, 2)
     assert [to for _, to in found.moves] == 2 * [PREFILL]
     assert all(WAVE.half_s < at < WAVE.half_s + 60.0 for at, _ in found.moves)
 
@@ -31,10 +38,9 @@ def test_each_move_comes_soon_after_the_wave_turns() -> None:
 @pytest.mark.parametrize("half_s", [10.0, 30.0, 60.0])
 def test_a_fast_wave_is_not_followed(half_s: float) -> None:
     wave = sim.Wave(half_s=half_s, periods=round(300 / half_s))
-    settings = Settings()
-    found = sim.run(wave, 1, settings, 1)
+    found = planned(wave, 1)
     changes = sum(one != other for (_, one), (_, other) in itertools.pairwise(found.moves))
-    assert changes <= wave.seconds / settings.reverse_s
+    assert changes <= wave.seconds / Settings().reverse_s
     assert len(found.moves) <= 4 * wave.periods
 
 
@@ -42,7 +48,7 @@ def test_without_pauses_it_would_oscillate() -> None:
     """So the test above could fail."""
     wave = sim.Wave(half_s=30.0, periods=10)
     wild = replace(Settings(), settle_s=0.0, cool_down_s=0.0, reverse_s=0.0, band=0.0)
-    assert len(sim.run(wave, 1, wild, 1).moves) > 2 * len(sim.run(wave, 1, Settings(), 1).moves)
+    assert len(sim.run(wave, 1, wild, 1).moves) > 2 * len(planned(wave, 1).moves)
 
 
 def test_every_request_is_answered_and_the_same_seed_gives_the_same_result() -> None:
@@ -53,6 +59,7 @@ def test_every_request_is_answered_and_the_same_seed_gives_the_same_result() -> 
             asks.extend(super().requests(rng))
             return asks
 
-    first = sim.run(Kept(periods=1), 1, Settings(), 3)
+    first = sim.run(Kept(half_s=100.0, periods=1), 1, Settings(), 3)
+    assert {to for _, to in first.moves} == {PREFILL}
     assert [ask for ask in asks if ask.made != ask.output] == []
-    assert first == sim.run(WAVE, 1, Settings(), 3)
+    assert first == planned(sim.Wave(half_s=100.0, periods=1), 3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 
 Names = frozenset[str]
 ANY: Names = frozenset({"Any"})
@@ -28,6 +29,12 @@ def _names(node: ast.AST | None) -> Names:
     return frozenset(found)
 
 
+@cache
+def _nodes(module: ast.Module) -> list[ast.AST]:
+    """All nodes. A walk through all of the source takes half a second."""
+    return list(ast.walk(module))
+
+
 class Source:
     """All classes, functions and unions of some modules, by name."""
 
@@ -40,7 +47,7 @@ class Source:
         self.bases: dict[str, Names] = {}
         self.unions: dict[str, Names] = {}
         for module in modules.values():
-            for node in ast.walk(module):
+            for node in _nodes(module):
                 if isinstance(node, ast.ClassDef):
                     self._add_class(node)
             for node in module.body:
@@ -125,7 +132,7 @@ class _Reads(ast.NodeVisitor):
 
     def _given(self, module: ast.Module) -> Names:
         """What the classes that the module makes pass to the callbacks that it gives them."""
-        calls = [node.func for node in ast.walk(module) if isinstance(node, ast.Call)]
+        calls = [node.func for node in _nodes(module) if isinstance(node, ast.Call)]
         made = {func.id for func in calls if isinstance(func, ast.Name)}
         members = [self._source.members[name] for name in made if name in self._source.bases]
         told = [names for found in members for names in found.values() if "Callable" in names]
@@ -285,12 +292,12 @@ class _Reads(ast.NodeVisitor):
 def _taken(module: ast.Module) -> Names:
     """Names that the module uses for more than what it makes and returns."""
     made = set[int]()
-    for node in ast.walk(module):
+    for node in _nodes(module):
         if isinstance(node, ast.Call):
             made.add(id(node.func))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None:
             made |= set(map(id, ast.walk(node.returns)))
-    used = [node for node in ast.walk(module) if id(node) not in made]
+    used = [node for node in _nodes(module) if id(node) not in made]
     names = {node.id for node in used if isinstance(node, ast.Name)}
     return frozenset(names | {node.attr for node in used if isinstance(node, ast.Attribute)})
 

@@ -13,7 +13,10 @@ import pytest
 
 from pullfill.engine.adapters import AdapterFiles, Adapters, content
 from pullfill.errors import BadMessage
+from tests.support.late import Late
 from tests.support.waiting import eventually
+
+lora: Any = Late("vllm.lora.request")
 
 
 class Core:
@@ -60,9 +63,7 @@ class Core:
 
 
 def asked(name: str, path: Path, number: int = 1, **more: Any) -> Any:
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(name, number, str(path), **more)
+    return lora.LoRARequest(name, number, str(path), **more)
 
 
 def an_adapter(directory: Path, weights: bytes = b"w") -> Path:

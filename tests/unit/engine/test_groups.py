@@ -2,94 +2,109 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pullfill.engine.groups import (
+    BESIDE_TIER,
     EMPTY,
     BlockOrder,
     Groups,
+    by_position,
     cached_run,
+    caches_of,
+    groups_of,
     in_pieces,
     keeps_all,
+    kept_from,
+    why_local,
 )
 from tests.support.fakes import FakePool, FakeRequest
+from tests.support.late import Late
 
-GROUPS = """
-import json, torch
-from types import SimpleNamespace
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec,
-    SlidingWindowSpec,
-)
-from pullfill.engine.groups import BESIDE_TIER, by_position, groups_of, kept_from, why_local
+torch: Any = Late("torch")
 
-common = dict(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
-full = FullAttentionSpec(**common)
-def state(mode="align", tokens=16, **more):
-    more.setdefault("page_size_padded", full.page_size_bytes)
-    shapes, dtypes = ((3, 8), (2, 8)), (torch.bfloat16, torch.float32)
-    return MambaSpec(
-        block_size=tokens, shapes=shapes, dtypes=dtypes, mamba_cache_mode=mode, **more
+
+def specs_by_name() -> dict[str, list[Any]]:
+    """KV cache groups of models, as vLLM describes them."""
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        SlidingWindowSpec,
     )
-specs = {
-    "full": [full],
-    "full that stands for a window": [FullAttentionSpec(**common, sliding_window=64)],
-    "window": [SlidingWindowSpec(**common, sliding_window=64)],
-    "chunks": [ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)],
-    "both": [full, SlidingWindowSpec(**common, sliding_window=64)],
-    "state": [state()],
-    "kv and states": [full, state()],
-    "no prefix cache": [state("none", 512), full],
-    "states of drafts": [full, state(num_speculative_blocks=2)],
-    "every state": [full, state("all")],
-    "small states": [full, state(page_size_padded=None)],
-    "ranks": [full, state()],
-    "tier": [full, state()],
-    "heads": [
-        full, SlidingWindowSpec(**common | {"num_kv_heads": 4, "head_size": 4}, sliding_window=64)
-    ],
-    "blocks": [full, SlidingWindowSpec(**common | {"block_size": 32}, sliding_window=64)],
-}
-def told(name):
-    groups = [KVCacheGroupSpec([f"{name}{i}"], spec) for i, spec in enumerate(specs[name])]
-    config = KVCacheConfig(32, [], groups)
+
+    common: dict[str, Any] = dict(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    full = FullAttentionSpec(**common)
+
+    def window(**more: Any) -> Any:
+        return SlidingWindowSpec(**common | more, sliding_window=64)
+
+    def state(mode: str = "align", tokens: int = 16, **more: Any) -> Any:
+        more.setdefault("page_size_padded", full.page_size_bytes)
+        shapes, dtypes = ((3, 8), (2, 8)), (torch.bfloat16, torch.float32)
+        return MambaSpec(
+            block_size=tokens, shapes=shapes, dtypes=dtypes, mamba_cache_mode=mode, **more
+        )
+
+    return {
+        "full": [full],
+        "full that stands for a window": [FullAttentionSpec(**common, sliding_window=64)],
+        "window": [window()],
+        "chunks": [ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)],
+        "both": [full, window()],
+        "state": [state()],
+        "kv and states": [full, state()],
+        "no prefix cache": [state("none", 512), full],
+        "states of drafts": [full, state(num_speculative_blocks=2)],
+        "every state": [full, state("all")],
+        "small states": [full, state(page_size_padded=None)],
+        "ranks": [full, state()],
+        "tier": [full, state()],
+        "heads": [full, window(num_kv_heads=4, head_size=4)],
+        "blocks": [full, window(block_size=32)],
+    }
+
+
+def what_is_kept(name: str, specs: list[Any]) -> tuple[str, list[Any], str, list[int], Any]:
+    """Kinds of the groups, what vLLM keeps of prompts of several lengths, why prompts stay local,
+    the lengths of block tables, and the states."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    parts = [KVCacheGroupSpec([f"{name}{i}"], spec) for i, spec in enumerate(specs)]
+    config = KVCacheConfig(32, [], parts)
     ranks = 2 if name == "ranks" else 1
-    parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=ranks)
-    cache = SimpleNamespace(block_size=16)
     settings = {BESIDE_TIER: True} if name == "tier" else {}
-    transfer = SimpleNamespace(kv_connector_extra_config=settings)
-    vllm_config = SimpleNamespace(
-        parallel_config=parallel, cache_config=cache, kv_transfer_config=transfer
+    vllm_config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=ranks),
+        cache_config=SimpleNamespace(block_size=16),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=settings),
     )
-    kept, tables = [], []
+    kept: list[Any] = []
+    tables: Any = []
     why = why_local(vllm_config, config)
     size = 512 if name == "no prefix cache" else 16
     if not why:
         manager = KVCacheManager(
-            config, max_model_len=512, scheduler_block_size=size, hash_block_size=size,
+            config,
+            max_model_len=512,
+            scheduler_block_size=size,
+            hash_block_size=size,
             enable_caching=name != "no prefix cache",
         )
-        kept = [kept_from(manager, 16)(tokens) for tokens in (0, 1, 63, 64, 79, 300)]
-        tables = by_position(manager, 16)([[7 + i] for i in range(len(groups))])
+        kept = [list(kept_from(manager, 16)(tokens)) for tokens in (0, 1, 63, 64, 79, 300)]
+        tables = by_position(manager, 16)([[7 + i] for i in range(len(parts))])
     groups = groups_of(config)
-    return [groups.kinds, kept, why, list(map(len, tables)), groups.states]
-print(json.dumps({name: told(name) for name in specs}))
-"""
+    return groups.kinds, kept, why, list(map(len, tables)), groups.states
 
 
 def test_what_vllm_keeps_of_a_prompt_and_which_models_stay_local() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", GROUPS], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = {name: what_is_kept(name, specs) for name, specs in specs_by_name().items()}
     assert {name: kept for name, (_, kept, *_) in told.items() if kept} == {
         "full": [[0]] * 6,
         "full that stands for a window": [[0]] * 6,
@@ -101,7 +116,7 @@ def test_what_vllm_keeps_of_a_prompt_and_which_models_stay_local() -> None:
     }
     assert told["kv and states"][3] == [1, 1]
     assert told["no prefix cache"][3] == [512 // 16, 1], "one block for all positions"
-    assert told["no prefix cache"][4] == [[["bfloat16", 48], ["float32", 64]], []]
+    assert told["no prefix cache"][4] == ((("bfloat16", 48), ("float32", 64)), ())
     parts = "3x8:bfloat16,2x8:float32"
     kinds_of_states = {
         "state": f"Mamba(MAMBA2,align,{parts})",
@@ -179,43 +194,36 @@ def test_pieces_are_named_like_blocks(kept: list[int], start: int, pieces: int, 
     )
 
 
-MEMORY = """
-import json, torch
-from types import SimpleNamespace
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
-from pullfill.engine.groups import caches_of
-
-full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
-page, blocks = full.page_size_bytes, 4
-state = MambaSpec(
-    block_size=16, shapes=((3, 8),), dtypes=(torch.float32,), page_size_padded=page,
-    mamba_cache_mode="align",
-)
-groups = [KVCacheGroupSpec(["kv0"], full), KVCacheGroupSpec(["state0", "state1"], state)]
-memory = torch.zeros((2, blocks, page), dtype=torch.int8)
-kernel = memory[0].view(torch.float32).view(2 * blocks, 2, 8, 16)  # of 8 tokens
-states = [layer[:, None, None, : state.state_content_size_bytes] for layer in memory]
-found = caches_of(
-    KVCacheConfig(blocks, [], groups), {"state1": states[1], "state0": states[0], "kv0": kernel}
-)
-for layer, view in enumerate(found.values()):
-    view[blocks - 1, 0, 0, page - 1] = layer + 1
-print(json.dumps([
-    [list(view.shape) for view in found.values()], page, memory[:, -1, -1].tolist(),
-    [view.data_ptr() - memory.data_ptr() for view in found.values()],
-]))
-"""
-
-
 def test_pages_with_states_and_pages_with_kv_are_described_as_bytes() -> None:
     """Whole pages, also where vLLM cuts those with KV for its kernels and some layers have none."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False, timeout=120
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MambaSpec,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    shapes, page, last, starts = json.loads(done.stdout.splitlines()[-1])
-    assert shapes == [[4, 1, 1, page]] * 2
-    assert last == [1, 2]
+
+    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    page, blocks = full.page_size_bytes, 4
+    state = MambaSpec(
+        block_size=16,
+        shapes=((3, 8),),
+        dtypes=(torch.float32,),
+        page_size_padded=page,
+        mamba_cache_mode="align",
+    )
+    groups = [KVCacheGroupSpec(["kv0"], full), KVCacheGroupSpec(["state0", "state1"], state)]
+    memory = torch.zeros((2, blocks, page), dtype=torch.int8)
+    kernel = memory[0].view(torch.float32).view(2 * blocks, 2, 8, 16)  # of 8 tokens
+    states = [layer[:, None, None, : state.state_content_size_bytes] for layer in memory]
+    found = caches_of(
+        KVCacheConfig(blocks, [], groups), {"state1": states[1], "state0": states[0], "kv0": kernel}
+    )
+    for layer, view in enumerate(found.values()):
+        view[blocks - 1, 0, 0, page - 1] = layer + 1
+    assert [list(view.shape) for view in found.values()] == [[4, 1, 1, page]] * 2
+    assert memory[:, -1, -1].tolist() == [1, 2]
+    starts = [view.data_ptr() - memory.data_ptr() for view in found.values()]
     assert starts == [0, 4 * page]
 
 
