@@ -67,7 +67,7 @@ class CostRouter:
         self._requests: dict[str, Placed] = {}
         self._local: dict[str, Placed] = {}
         self._away: dict[str, Placed] = {}
-        self._loaded: set[str] = set()
+        self._loaded: dict[str, None] = {}  # in the order of their commits
         self._itl: dict[float, int] = {}
         self._last: dict[int, Last] = {}
         self._committed: deque[Measured] = deque()
@@ -194,7 +194,7 @@ class CostRouter:
         """Note that a remote prefill has ended. If its KV was not loaded, it is computed here."""
         request = self._back(request_id)
         if request is not None and loaded:
-            self._loaded.add(request_id)
+            self._loaded[request_id] = None
         elif request is not None:
             request.raw_s = 0.0
             request.choice = Choice.CHUNKED if self._chunks else Choice.AT_ONCE
@@ -227,11 +227,10 @@ class CostRouter:
             request.left = max(0, request.left - now)
             if not request.left:
                 first.append(name)
-        for name in self._loaded & tokens.keys():
-            first.append(name)
+        first += [name for name in self._loaded if name in tokens]
         for name in first:
             self._local.pop(name, None)
-            self._loaded.discard(name)
+            self._loaded.pop(name, None)
         streams = len(tokens) - prompts
         return Step(streams, (x1, x2), tuple(first), others <= _STREAM_TOKENS * streams)
 
@@ -251,7 +250,7 @@ class CostRouter:
         self._proposed.pop(request_id, None)
         self._local.pop(request_id, None)
         self._back(request_id)
-        self._loaded.discard(request_id)
+        self._loaded.pop(request_id, None)
         request = self._requests.pop(request_id, None)
         if request is not None and request.streaming:
             target = request.targets.itl_s

@@ -224,6 +224,17 @@ def test_nothing_is_left_of_requests_that_are_over(rig: Rig) -> None:
     assert not router._itl
 
 
+def test_first_tokens_of_one_step_are_told_in_the_order_of_the_commits(rig: Rig) -> None:
+    """Not in that of hashes, which differs from process to process. Each one changes the rates."""
+    names = []
+    for _ in range(12):
+        name, _, _ = rig.ask(1000)
+        rig.router.admitted(name, True)
+        rig.router.settled(name, True)
+        names.append(name)
+    assert [name for name, _ in rig.step(STEP_S, **dict.fromkeys(names, 1))] == names
+
+
 def test_steps_with_work_that_nobody_announced_teach_nothing(rig: Rig) -> None:
     before = rig.router.rates.base(1)
     for _ in range(20):
