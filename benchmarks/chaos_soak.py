@@ -34,6 +34,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -69,6 +70,7 @@ STEPS = {"always_local": range(1024, 1536), "always_remote": range(512, 1024)}
 POLICY_S = 1.0
 """For a router setting to arrive."""
 STOP_S, NATS_S, ETCD_S = 8.0, 6.0, 9.0
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:.* {2}.*\n)*.*")
 
 
 class Faults:
@@ -240,7 +242,7 @@ def soak(options: argparse.Namespace, base: Path) -> list[Row]:
         dead = [name for name, pid in lasting.items() if not _alive(cluster, pid)]
         sampler.look_at_maps()
         sampler.write(base / "memory.csv")
-        errors = [line for line in cluster.log_errors() if "Traceback" in line]
+        errors = _tracebacks(cluster)
     asks, wrong = load.ended, work.wrong(load.ended)
     for ask in load.failed()[:20] + wrong[:20]:
         print(f"  {ask.request_id} at {ask.url}, {len(ask.tokens)} tokens: {ask.error or 'wrong'}")
@@ -276,6 +278,12 @@ def _complaint(check: Callable[[], object]) -> str:
     except (AssertionError, BenchError) as exc:
         return str(exc) or "not whole again"
     return ""
+
+
+def _tracebacks(cluster: ChaosCluster) -> list[str]:
+    """What the workers' logs hold of each traceback: its frames and its error."""
+    texts = ((w.log.name, w.log.read_text(errors="replace")) for w in cluster.workers)
+    return [f"{name}: {found[0]}" for name, text in texts for found in _TRACEBACK.finditer(text)]
 
 
 def _alive(cluster: ChaosCluster, pid: int) -> bool:

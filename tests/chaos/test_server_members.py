@@ -78,6 +78,20 @@ class Traffic:
                 self.pulled.setdefault(job.job_id, time.monotonic())
                 await job.ack()
 
+    async def more(self, jobs: int, within_s: float = HANG_S) -> None:
+        """Wait until this many more jobs were pulled."""
+        enough = len(self.pulled) + jobs
+        try:
+            await until(lambda: len(self.pulled) >= enough, within_s)
+        except TimeoutError:
+            raise AssertionError(
+                f"{enough - len(self.pulled)} of {jobs} jobs did not come within {within_s:g} s. "
+                f"{self.failed} publishes failed, the slowest took {self.slowest_s:.1f} s. "
+                f"Producer: {self.producer.health.status()}. "
+                f"Consumer: {self.consumer.health.status()}. "
+                f"Ended: {[task for task in self._tasks if task.done()]}"
+            ) from None
+
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -111,15 +125,14 @@ async def test_jobs_flow_again_after_the_stream_leader_is_killed(
         assert before["config"]["num_replicas"] == 3
         identity = producer.streams.stream_id
         traffic = Traffic(producer, consumer)
-        await until(lambda: len(traffic.pulled) > 20)
+        await traffic.more(20)
         leader.kill()
         killed, flow = time.monotonic(), len(traffic.pulled)
-        await until(lambda: len(traffic.pulled) > flow + 20, HANG_S)
-        assert sorted(traffic.pulled.values())[flow + 20] < killed + AGAIN_S
+        await traffic.more(20)
+        assert sorted(traffic.pulled.values())[flow + 19] < killed + AGAIN_S
         await cluster.info(stream)  # it has a leader again
         await until(lambda: producer.streams.stream_id == consumer.stream_id == identity, HANG_S)
-        flow = len(traffic.pulled)
-        await until(lambda: len(traffic.pulled) > flow + 20, HANG_S)
+        await traffic.more(20)
         traffic.publishing = False  # what was on its way to a dead connection is pulled again
         await until(lambda: producer.depth().depth_jobs == 0 and producer.available, HANG_S)
         await traffic.stop()
