@@ -128,11 +128,17 @@ class KvReader:
             session.interrupt()
 
     def leave(self, over: Callable[[], None]) -> None:
-        """Take no more reads. Does not block.
+        """Take no more reads. Does not block. May be called after `close`.
 
-        over: called in the lane, once the reads so far have ended and the session is closed."""
+        over: called in the lane, once the reads so far have ended and the session is closed. After
+        `close` it is called at once."""
         self._left = True
-        self._lane.submit(self._let_go).add_done_callback(lambda _: over())
+        try:
+            self._lane.submit(self._let_go).add_done_callback(lambda _: over())
+        except RuntimeError:
+            if not self._closing:
+                raise
+            over()
         self._lane.shutdown(wait=False)
 
     def close(self) -> None:

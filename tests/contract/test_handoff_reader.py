@@ -139,3 +139,15 @@ async def test_over_what_it_came_is_told_though_the_session_is_gone_by_then(
         reader._fetch = fetch  # type: ignore[method-assign]
         assert await transport_of(decode, 1) == "loopback"
         await cluster.check_clean()
+
+
+async def test_a_link_that_is_lost_after_the_close_is_left_all_the_same() -> None:
+    """While a worker stops, its readers are closed before the loop hears that their links ended."""
+    gone: list[str] = []
+    before, after = (KvReader(name, lambda: pytest.fail("nothing is read")) for name in "ab")
+    before.leave(lambda: gone.append("before"))
+    before.close()
+    after.close()
+    after.leave(lambda: gone.append("after"))
+    after.leave(lambda: gone.append("twice"))
+    assert gone == ["before", "after", "twice"]
