@@ -1,0 +1,35 @@
+"""Command lines in files of deploy/, read by the real parser."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import typer
+
+from pullfill.deploy import vllm_flags
+from pullfill.deploy.cli import app
+
+ENGINE_FLAGS = {"served-model-name", "enforce-eager", "kv-cache-memory-bytes", "max-model-len"}
+"""vLLM's, as far as they are used here: what our own command line does not know goes to vLLM."""
+
+
+@cache
+def command_line() -> Any:
+    return typer.main.get_command(app)
+
+
+def parse(arguments: list[str]) -> dict[str, Any]:
+    """Values of our options, by the real parser. What goes to vLLM must be a flag of vLLM's."""
+    role = arguments[0]
+    context = command_line().commands[role].make_context(role, arguments[1:])
+    for group in vllm_flags.group_flags(context.args):
+        name = group[0].split("=")[0].removeprefix("--")
+        known = ENGINE_FLAGS | (vllm_flags.FRONTEND_ONLY if role == "frontend" else set())
+        assert name in known, f"{role} does not know --{name}"
+    return dict(context.params)
+
+
+def expand(text: str, values: dict[str, str], pattern: str) -> str:
+    return re.sub(pattern, lambda found: values[found[1]], text)

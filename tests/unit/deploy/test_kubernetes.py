@@ -1,0 +1,292 @@
+"""The Helm chart: the real command line, NATS and etcd take what its pods run.
+
+No Kubernetes here. Helm itself renders the chart; test_kubernetes_schema.py validates the objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
+from urllib.parse import urlsplit
+
+import pytest
+from prometheus_client import Gauge
+
+from pullfill.config import split_urls
+from pullfill.deploy import servers
+from pullfill.deploy.scaling import Settings
+from pullfill.registry import settings
+from pullfill.runtime import metrics
+from pullfill.runtime.lifecycle import EXIT_S
+from pullfill.wire import QueueSettings
+from tests.support.chart import of_kind, pods, render, the_container
+from tests.support.flags import command_line, expand, parse
+
+WORKERS = {"decode", "prefill"}
+ROLES = WORKERS | {"frontend"}
+OURS = {f"pullfill-{r}" for r in ROLES}
+SERVERS = {"pullfill-nats", "pullfill-etcd"}
+SECRET = {"securitySecret": "keys"}
+
+
+def arguments(container: dict[str, Any]) -> list[str]:
+    return [expand(a, {"POD_IP": "10.0.0.7"}, r"\$\((\w+)\)") for a in container["args"]]
+
+
+def members(name: str) -> set[str]:
+    """Names under which the pods of a StatefulSet are known."""
+    found = of_kind(render(), "StatefulSet")[name]
+    service = of_kind(render(), "Service")[found["spec"]["serviceName"]]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"]
+    return {f"{name}-{i}.{service['metadata']['name']}" for i in range(found["spec"]["replicas"])}
+
+
+def hosts(urls: str, port: int) -> set[str]:
+    """Host names of `urls`, each of which names this port."""
+    found = [urlsplit(url) for url in split_urls(urls)]
+    assert {one.port for one in found} == {port}
+    return {str(one.hostname) for one in found}
+
+
+def bytes_of(quantity: str) -> int:
+    return int(quantity.removesuffix("Gi")) << 30
+
+
+def test_all_roles_and_both_servers_are_there() -> None:
+    assert set(pods(render())) == OURS | SERVERS
+    assert all("namespace" not in d["metadata"] for d in render())
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+def test_a_pods_command_line(role: str) -> None:
+    template = pods(render())[f"pullfill-{role}"]
+    container = the_container(template)
+    env = {e["name"]: e["valueFrom"] for e in container["env"]}
+    assert env["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    options = parse(arguments(container))
+    assert container["args"][0] == role
+    if role == "frontend":
+        assert options["advertise"] == f"http://10.0.0.7:{options['port']}"
+    else:
+        assert options["host"] == "10.0.0.7"
+        assert env["OMP_NUM_THREADS"]["resourceFieldRef"]
+    assert hosts(options["etcd"], 2379) == members("pullfill-etcd")
+    assert hosts(options["nats"], 4222) == members("pullfill-nats")
+    assert (options["namespace"], options["model"]) == ("default", "Qwen/Qwen2.5-0.5B-Instruct")
+    ports = {p["name"]: p["containerPort"] for p in container["ports"]}
+    if role == "frontend":
+        assert ports == {"http": options["port"]}
+    else:
+        known = ("http", "kv", "control", "data")
+        assert ports == {n: options[f"{n}_port"] for n in known if f"{n}_port" in options}
+        assert {"http", "kv"} <= set(ports)
+
+
+@pytest.mark.parametrize("role", sorted(WORKERS))
+def test_the_kv_cache_has_room(role: str) -> None:
+    template = pods(render())[f"pullfill-{role}"]
+    container = the_container(template)
+    (shm,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/dev/shm"]
+    (volume,) = [v for v in template["spec"]["volumes"] if v["name"] == shm["name"]]
+    assert volume["emptyDir"]["medium"] == "Memory"
+    (kv,) = [a for a in container["args"] if a.startswith("--kv-cache-memory-bytes=")]
+    limit = bytes_of(container["resources"]["limits"]["memory"])
+    assert limit > bytes_of(volume["emptyDir"]["sizeLimit"]) > int(kv.split("=")[1])
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+@pytest.mark.parametrize("drain", [60, 600])
+def test_kubernetes_waits_longer_than_a_drain(role: str, drain: int) -> None:
+    """SIGTERM drains. A frontend first waits until the Service sends it no more connections."""
+    template = pods(render(drainTimeoutSeconds=drain))[f"pullfill-{role}"]
+    container = the_container(template)
+    hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
+    assert (hook is not None) == (role == "frontend")
+    before = float(hook[1]) if hook else 0.0
+    assert hook is None or hook[0] == "sleep"
+    assert parse(arguments(container))["drain_timeout"] == drain
+    assert template["spec"]["terminationGracePeriodSeconds"] >= before + drain + EXIT_S
+
+
+@pytest.mark.parametrize("name", sorted(OURS | SERVERS))
+def test_ports_probes_volumes_and_rights(name: str) -> None:
+    template = pods(render(**SECRET))[name]
+    pod, container = template["spec"], the_container(template)
+    named = {p["name"] for p in container["ports"]}
+    probes = {k: p["httpGet"] for k, p in container.items() if k.endswith("Probe")}
+    assert {p["port"] for p in probes.values()} <= named
+    if name in OURS:
+        paths = {k: p["path"] for k, p in probes.items()}
+        assert paths == {
+            "startupProbe": "/live", "livenessProbe": "/live", "readinessProbe": "/ready",
+        }  # fmt: skip
+    claims = of_kind(render(), "StatefulSet").get(name, {}).get("spec", {})
+    volumes = {v["name"] for v in pod.get("volumes", [])} | {
+        claim["metadata"]["name"] for claim in claims.get("volumeClaimTemplates", [])
+    }
+    assert {m["name"] for m in container.get("volumeMounts", [])} == volumes
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+
+
+def test_what_selects_pods_finds_them() -> None:
+    """Services, disruption budgets and network policies."""
+    templates = pods(render())
+    labels = {name: t["metadata"]["labels"] for name, t in templates.items()}
+
+    def found(selector: dict[str, Any]) -> set[str]:
+        wanted = selector.get("matchLabels", {}).items()
+        rules = selector.get("matchExpressions", [])
+        return {
+            name for name, has in labels.items()
+            if wanted <= has.items() and all(has.get(r["key"]) in r["values"] for r in rules)
+        }  # fmt: skip
+
+    for name, workload in of_kind(render(), "Deployment", "StatefulSet").items():
+        assert found(workload["spec"]["selector"]) == {name}
+    services = of_kind(render(), "Service")
+    assert set(services) == SERVERS | {"pullfill-frontend"}
+    for name, service in services.items():
+        assert found({"matchLabels": service["spec"]["selector"]}) == {name}
+        named = {p["name"] for p in the_container(templates[name])["ports"]}
+        assert {p["targetPort"] for p in service["spec"]["ports"]} <= named
+    for kind, key in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
+        objects = of_kind(render(), kind)
+        assert set(objects) == OURS | SERVERS
+        for name, one in objects.items():
+            assert found(one["spec"][key]) == {name}
+    allowed = {
+        (name, port["port"]): [found(peer["podSelector"]) for peer in rule.get("from", [])]
+        for name, policy in of_kind(render(), "NetworkPolicy").items()
+        for rule in policy["spec"]["ingress"]
+        for port in rule["ports"]
+    }
+    workers = {f"pullfill-{w}" for w in WORKERS}
+    front = {"pullfill-frontend"}
+    assert allowed == {
+        ("pullfill-frontend", "http"): [],
+        ("pullfill-decode", "control"): [workers], ("pullfill-decode", "kv"): [workers],
+        ("pullfill-decode", "data"): [front], ("pullfill-decode", "http"): [front],
+        ("pullfill-prefill", "kv"): [workers], ("pullfill-prefill", "http"): [front],
+        ("pullfill-nats", "client"): [OURS], ("pullfill-nats", "cluster"): [{"pullfill-nats"}],
+        ("pullfill-etcd", "client"): [OURS], ("pullfill-etcd", "peer"): [{"pullfill-etcd"}],
+    }  # fmt: skip
+    for name, port in allowed:
+        assert port in {p["name"] for p in the_container(templates[name])["ports"]}
+
+
+def test_frontends_reach_each_other_also_with_chosen_clients() -> None:
+    peer = {"namespaceSelector": {"matchLabels": {"team": "x"}}}
+    documents = render(networkPolicy={"clients": [peer]})
+    policy = of_kind(documents, "NetworkPolicy")["pullfill-frontend"]
+    first, second = policy["spec"]["ingress"][0]["from"]
+    assert first == peer
+    assert second["podSelector"] == policy["spec"]["podSelector"]
+
+
+# ------------------------------------------------------------------ servers
+
+
+def test_the_real_nats_server_takes_its_configuration(tmp_path: Path) -> None:
+    text = of_kind(render(), "ConfigMap")["pullfill-nats"]["data"]["nats.conf"]
+    assert 'store_dir: "/data"' in text
+    config = tmp_path / "nats.conf"
+    config.write_text(text.replace("/data", str(tmp_path / "data")))
+    done = subprocess.run(
+        [str(servers.nats_binary()), "-t", "-c", str(config)],
+        capture_output=True,
+        check=False,
+        env={"POD_NAME": "pullfill-nats-1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(re.findall(r"nats-route://([\w.-]+):6222", text)) == members("pullfill-nats")
+    assert "server_name: $POD_NAME" in text
+    (env,) = the_container(pods(render())["pullfill-nats"])["env"]
+    assert env["name"] == "POD_NAME"
+
+
+def test_the_real_etcd_knows_the_flags() -> None:
+    done = subprocess.run(
+        [str(servers.etcd_binary()), "--help"], capture_output=True, text=True, check=False
+    )
+    known = set(re.findall(r"--[a-z-]+", done.stdout + done.stderr))
+    container = the_container(pods(render())["pullfill-etcd"])
+    assert {a.split("=")[0] for a in container["args"]} <= known
+    flags = dict(a.removeprefix("--").split("=", 1) for a in container["args"])
+    found = dict(one.split("=") for one in flags["initial-cluster"].split(","))
+    assert hosts(",".join(found.values()), 2380) == members("pullfill-etcd")
+    for name, url in found.items():
+        assert flags["name"] == "$(POD_NAME)"
+        assert flags["initial-advertise-peer-urls"].replace("$(POD_NAME)", name) == url
+        assert urlsplit(url).hostname == f"{name}.pullfill-etcd"
+
+
+def test_the_servers_are_three_and_the_streams_have_as_many_replicas() -> None:
+    found = of_kind(render(), "StatefulSet")
+    assert {name: one["spec"]["replicas"] for name, one in found.items()} == dict.fromkeys(
+        SERVERS, 3
+    )
+    for one in found.values():
+        assert one["spec"]["podManagementPolicy"] == "Parallel", "one alone never becomes ready"
+        assert one["spec"]["volumeClaimTemplates"]
+    (job,) = of_kind(render(**SECRET), "Job").values()
+    container = the_container(job["spec"]["template"])
+    assert container["args"][:2] == ["config", "set"]
+    command = command_line().commands["config"].commands["set"]
+    told = command.make_context("set", container["args"][2:]).params
+    assert settings.find(told["key"]) == (QueueSettings, "replicas")
+    etcd: Any = AsyncMock()
+    etcd.get.return_value = None
+    stored = settings.Settings(etcd, "n", QueueSettings).set("replicas", told["value"])
+    assert asyncio.run(stored).replicas == 3
+    assert hosts(told["etcd"], 2379) == members("pullfill-etcd")
+    assert told["namespace"] == "default"
+
+
+# ------------------------------------------------------------------ KEDA
+
+
+def test_keda_scales_deployments_that_exist() -> None:
+    assert not of_kind(render(), "ScaledObject")
+    documents = render(keda={"enabled": True})
+    scaled = of_kind(documents, "ScaledObject")
+    assert set(scaled) == {"pullfill-prefill", "pullfill-decode"}
+    deployments = of_kind(documents, "Deployment")
+    assert {n for n, d in deployments.items() if "replicas" not in d["spec"]} == set(scaled), (
+        "an upgrade would undo what KEDA has done"
+    )
+    for name, one in scaled.items():
+        spec = one["spec"]
+        assert spec["scaleTargetRef"]["name"] == name
+        least = Settings().min_prefill if name == "pullfill-prefill" else Settings().min_decode
+        assert spec["minReplicaCount"] == least < spec["maxReplicaCount"]
+        for trigger in spec["triggers"]:
+            assert trigger["type"] == "prometheus"
+            assert trigger["metricType"] in ("AverageValue", "Value")
+            assert urlsplit(trigger["metadata"]["serverAddress"]).port
+            assert least or "activationThreshold" in trigger["metadata"]
+
+
+def test_keda_has_the_planners_thresholds() -> None:
+    thresholds = {
+        trigger["metadata"]["query"]: float(trigger["metadata"]["threshold"])
+        for one in of_kind(render(keda={"enabled": True}), "ScaledObject").values()
+        for trigger in one["spec"]["triggers"]
+    }
+    plan = Settings()
+    assert thresholds == {
+        sum_of(metrics.PREFILL_DEMAND): plan.prefill_use,
+        sum_of(metrics.BACKLOG_SECONDS): plan.backlog_s,
+        sum_of(metrics.DECODE_PRESSURE): plan.decode_use,
+    }
+
+
+def sum_of(gauge: Gauge) -> str:
+    """Each decode worker once, however many frontends are scraped."""
+    (family,) = gauge.describe()
+    return f'sum(max by (instance_id) ({family.name}{{role="decode"}}))'

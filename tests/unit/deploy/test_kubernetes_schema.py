@@ -1,0 +1,103 @@
+"""Three releases of Kubernetes accept the objects of the chart; wrong values are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import helm_python as helm
+import kubernetes_validate
+import pytest
+
+from tests.support.chart import CHART, of_kind, pods, render, the_container
+from tests.support.flags import parse
+
+RELEASES = ("1.35", "1.36", "1.37")
+WITHOUT_SCHEMA = {"ScaledObject"}
+"""KEDA brings it. test_kubernetes.py looks at its fields."""
+EVERYTHING: dict[str, Any] = {
+    "global": {"image": "registry:5000/pullfill:1", "imagePullSecrets": [{"name": "s"}]},
+    "securitySecret": "keys",
+    "nats": {"storageClassName": "fast"},
+    "etcd": {"storageClassName": "fast"},
+    "decode": {
+        "args": ["--max-model-len=4096"],
+        "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "t"}}}],
+        "cacheClaim": "models",
+        "resources": {"limits": {"nvidia.com/gpu": 1}},
+        "nodeSelector": {"gpu": "yes"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+    },
+    "frontend": {"args": ["--max-inflight=64"], "cacheClaim": "models"},
+    "networkPolicy": {"clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+    "keda": {"enabled": True},
+}
+ELSEWHERE = {
+    "nats": {"enabled": False}, "natsUrl": "nats://n:4222",
+    "etcd": {"enabled": False}, "etcdUrl": "https://e:2379",
+    "networkPolicy": {"enabled": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("values", [{}, EVERYTHING, ELSEWHERE], ids=["least", "most", "elsewhere"])
+def test_a_release_accepts_each_object(release: str, values: dict[str, Any]) -> None:
+    for one in render(**values):
+        if one["kind"] not in WITHOUT_SCHEMA:
+            assert kubernetes_validate.validate(one, release, strict=True) == release
+
+
+def test_a_mistake_is_found() -> None:
+    (wrong,) = [d for d in render() if d["metadata"]["name"] == "pullfill-prefill"][:1]
+    for change in ({"specs": {}}, {"spec": {"maxUnavailable": []}}):
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate({**wrong, **change}, RELEASES[0], strict=True)
+
+
+def test_helm_finds_nothing_wrong() -> None:
+    found = helm.lint(str(CHART))
+    assert found["errors"] == []
+    assert [m["error"] for m in found["messages"]] == ["icon is recommended"]
+
+
+def test_servers_elsewhere() -> None:
+    documents = render(**ELSEWHERE)
+    assert set(pods(documents)) == {"pullfill-decode", "pullfill-prefill", "pullfill-frontend"}
+    assert not of_kind(documents, "Job"), "others decide how many replicas their streams have"
+    for template in pods(documents).values():
+        options = parse(the_container(template)["args"])
+        assert (options["nats"], options["etcd"]) == ("nats://n:4222", "https://e:2379")
+
+
+def test_values_reach_the_pods() -> None:
+    documents = render(**EVERYTHING)
+    images = {the_container(t)["image"] for t in pods(documents).values()}
+    assert images == {"registry:5000/pullfill:1"}
+    template = pods(documents)["pullfill-decode"]
+    container = the_container(template)
+    options = parse(container["args"])
+    assert str(options["security"]) == "/etc/pullfill/security.toml"
+    assert "HF_TOKEN" in {e["name"] for e in container["env"]}
+    volumes = {v["name"]: v for v in template["spec"]["volumes"]}
+    assert volumes["cache"]["persistentVolumeClaim"] == {"claimName": "models"}
+    assert volumes["security"]["secret"] == {"secretName": "keys", "defaultMode": 0o440}
+    assert template["spec"]["tolerations"] == EVERYTHING["decode"]["tolerations"]
+    front = the_container(pods(documents)["pullfill-frontend"])
+    assert parse(front["args"])["max_inflight"] == 64
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"modle": "m"}, "modle"),
+        ({"decode": {"replica": 2}}, "replica"),
+        ({"prefill": {"args": ["enforce-eager"]}}, "enforce-eager"),
+        ({"nats": {"replicas": 2}}, "replicas"),
+        ({"drainTimeoutSeconds": "60"}, "drainTimeoutSeconds"),
+        ({"nats": {"enabled": False}}, "natsUrl is needed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_value_is_refused_by_its_name(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(helm.HelmError, match=named):
+        render(**values)
