@@ -20,6 +20,7 @@ import aiohttp
 from pullfill import cluster_status
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.registry.directory import Directory
+from pullfill.runtime import exposition
 from pullfill.runtime.health import Health
 from pullfill.wire import WorkerRecord, WorkerState
 
@@ -32,7 +33,10 @@ ROLES = ("decode", "prefill")
 ASKED_BY = "x-pullfill-asked-by"
 """Header of a question from another frontend, with its instance id. It is not passed on."""
 
-_SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? [^ ]+( -?\d+)?\Z")
+# OpenMetrics has timestamps with fractions, and exemplars: ` # {trace_id="..."} value timestamp`.
+_SAMPLE = re.compile(
+    r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? [^ ]+( -?[\d.]+)?( # \{.*\} [^ ]+( [\d.]+)?)?\Z"
+)
 _SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)\Z")
 
 
@@ -82,11 +86,17 @@ class ClusterView:
         fresh = [(r, s if s is not None and s.age_s < FRESH_S else None) for r, s in told]
         return cluster_status.reasons_of(fresh, self._etcd.status())
 
-    async def metrics(self, own: str) -> str:
-        """`own` (this process, Prometheus text) and every worker's metrics as one text."""
+    async def metrics(self, own: str, accept: str = "") -> str:
+        """`own` (the page of this process) and every worker's metrics as one text.
+
+        accept: the scraper's header. Workers get one that asks for the same format."""
         # One process may have two records, one for each role.
         records = list({r.http: r for r in reversed(self.records()) if r.http}.values())[::-1]
-        texts = await asyncio.gather(*(self._fetch(record.http + "/metrics") for record in records))
+        wanted = exposition.wants_openmetrics(accept)
+        headers = {"accept": exposition.OPENMETRICS if wanted else "text/plain"}
+        texts = await asyncio.gather(
+            *(self._fetch(record.http + "/metrics", headers) for record in records)
+        )
         merged = MergedMetrics()
         merged.add({}, own)
         for record, body in zip(records, texts, strict=True):
@@ -94,7 +104,7 @@ class ClusterView:
                 await asyncio.sleep(0)  # streams go on between the pages of two workers
                 labels = {"instance_id": record.instance_id, "role": record.role}
                 merged.add(labels, body.decode("utf-8", "replace"))
-        return merged.text()
+        return merged.text() + (exposition.END if wanted else "")
 
     async def record_elsewhere(self, request_id: str, authorization: str = "") -> bytes | None:
         """Return what another frontend tells of a request, as JSON. None: none knows it.
@@ -174,8 +184,8 @@ class MergedMetrics:
         self._families: dict[str, _Family] = {}
 
     def add(self, labels: Mapping[str, str], text: str) -> None:
-        """A text in the 0.0.4 format; `labels` are added to its samples. Lines that are neither
-        header nor sample are dropped, so one broken worker cannot spoil the page."""
+        """A text in one format; `labels` are added to its samples. Lines that are neither header
+        nor sample are dropped, so one broken worker cannot spoil the page."""
         extra = ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
         current: _Family | None = None
         for line in text.splitlines():
@@ -203,7 +213,9 @@ class _Family:
         self.samples: list[str] = []
 
     def has(self, sample: str) -> bool:
-        return sample == self.name or _SUFFIX.sub("", sample) == _SUFFIX.sub("", self.name)
+        # A histogram may be called `x_total`: only one suffix is the sample's own.
+        bare = _SUFFIX.sub("", sample)
+        return self.name in (sample, bare) or bare == _SUFFIX.sub("", self.name)
 
     def text(self) -> str:
         header = [line for line in (self.help, self.type) if line]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,6 +17,7 @@ from pullfill.frontend.cluster import ASKED_BY, ClusterView, reasons_of
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.explain import MAX_RECORDS, ExplainStore, to_json
+from pullfill.runtime import exposition
 from pullfill.wire import WorkerState
 
 NO_PREFILL = (
@@ -117,7 +117,9 @@ class Admin:
         error = {"message": message, "type": "NotFoundError", "param": None, "code": 404}
         return JSONResponse({"error": error}, status_code=404)
 
-    async def metrics(self, _: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
         self.settle()
-        text = await self.view.metrics(generate_latest(REGISTRY).decode())
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        accept = request.headers.get("accept", "")
+        own, kind = exposition.page(accept)
+        text = await self.view.metrics(own.decode(), accept)
+        return Response(text, headers={"Content-Type": kind})

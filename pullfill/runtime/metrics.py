@@ -4,6 +4,7 @@ The frontend adds `instance_id` and `role` when it merges what workers report.""
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from pullfill.runtime.health import UP as UP
 
@@ -25,6 +27,8 @@ class Histograms(Collector):
     A remote prefill is observed seven times. `observe` makes an eighth of the function calls of
     `Histogram.observe`.
 
+    Each bucket shows the last trace that fell into it, as an OpenMetrics exemplar.
+
     All values of a label must be observed on one thread. Scrapes may come from any thread."""
 
     def __init__(self, name: str, text: str, label: str, buckets: Sequence[float]) -> None:
@@ -33,14 +37,19 @@ class Histograms(Collector):
         self._bounds = tuple(buckets)
         self._counts: dict[str, list[int]] = {}
         self._sums: dict[str, float] = {}
+        self._exemplars: dict[tuple[str, int], Exemplar] = {}
         REGISTRY.register(self)
 
-    def observe(self, label: str, value: float) -> None:
+    def observe(self, label: str, value: float, trace_id: str = "") -> None:
+        """Count a value. trace_id: of the request, in hex. Empty: it is not traced."""
         if (counts := self._counts.get(label)) is None:
             self._sums[label] = 0.0
             counts = self._counts[label] = [0] * (len(self._bounds) + 1)
-        counts[bisect_left(self._bounds, value)] += 1
+        bucket = bisect_left(self._bounds, value)
+        counts[bucket] += 1
         self._sums[label] += value
+        if trace_id:
+            self._exemplars[label, bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def describe(self) -> list[HistogramMetricFamily]:
         return [HistogramMetricFamily(self._name, self._text, labels=[self._label])]
@@ -49,9 +58,10 @@ class Histograms(Collector):
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
         for label, counts in list(self._counts.items()):
             below, buckets = 0, list[Any]()
-            for bound, count in zip([*map(str, self._bounds), "+Inf"], list(counts), strict=True):
+            bounds = [*map(str, self._bounds), "+Inf"]
+            for at, (bound, count) in enumerate(zip(bounds, list(counts), strict=True)):
                 below += count
-                buckets.append((bound, below))
+                buckets.append((bound, below, self._exemplars.get((label, at))))
             family.add_metric([label], buckets, self._sums[label])
         yield family
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
 from pullfill.errors import ConfigError
+from pullfill.runtime import exposition
 
 
 class ProbeServer:
@@ -70,11 +70,10 @@ class ProbeServer:
         ok, detail = self._ready()
         return web.json_response({"ready": ok, **detail}, status=200 if ok else 503)
 
-    async def _on_metrics(self, _: web.Request) -> web.Response:
+    async def _on_metrics(self, request: web.Request) -> web.Response:
         self._refresh()
-        return web.Response(
-            body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
+        body, kind = exposition.page(request.headers.get("accept", ""))
+        return web.Response(body=body, headers={"Content-Type": kind})
 
     async def _on_status(self, _: web.Request) -> web.Response:
         return web.json_response(self._status())

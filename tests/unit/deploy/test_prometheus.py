@@ -6,33 +6,21 @@ import re
 from pathlib import Path
 from typing import Any
 
-import prometheus_client
 import pytest
 import yaml
+from prometheus_client import generate_latest
 
 from pullfill import wire
-from pullfill.frontend import metrics as frontend_metrics
-from pullfill.runtime import metrics
+from tests.support.metrics import labels_of_metrics
+from tests.support.prometheus import missing, promtool
 
+CASES = Path(__file__).resolve().parent / "alerts.test.yaml"
 ALERTS = Path(__file__).resolve().parents[3] / "deploy" / "prometheus" / "alerts.yaml"
-MERGED = {"instance_id", "role"}
-"""Labels that a frontend adds to what workers report."""
 
 
 def rules() -> list[dict[str, Any]]:
     (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
     return list(group["rules"])
-
-
-def labels_of_metrics() -> dict[str, set[str]]:
-    found = {}
-    for module, more in ((metrics, MERGED), (frontend_metrics, set())):
-        for metric in vars(module).values():
-            if isinstance(metric, prometheus_client.metrics.MetricWrapperBase):
-                (family,) = metric.describe()
-                name = family.name + ("_total" if family.type == "counter" else "")
-                found[name] = set(metric._labelnames) | more
-    return found
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda r: r["alert"])
@@ -61,5 +49,25 @@ def test_the_age_is_the_default_claim_timeout() -> None:
     assert float(rule["expr"].rpartition("> ")[2]) == wire.RouterConfig().claim_timeout_s
 
 
-def test_seven_alerts() -> None:
-    assert len(rules()) == 7
+needs_promtool = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@needs_promtool
+def test_promtool_takes_the_rules() -> None:
+    assert f"{len(rules())} rules found" in promtool("check", "rules", str(ALERTS))
+
+
+@needs_promtool
+def test_each_alert_fires_when_it_must_and_not_before() -> None:
+    """alerts.test.yaml: input series beside the alerts that promtool must find at some minute."""
+    cases = yaml.safe_load(CASES.read_text())["tests"]
+    told = [
+        (one["alertname"], bool(one["exp_alerts"])) for c in cases for one in c["alert_rule_test"]
+    ]
+    assert set(told) == {(rule["alert"], fires) for rule in rules() for fires in (True, False)}
+    promtool("test", "rules", str(CASES))
+
+
+@needs_promtool
+def test_promtool_finds_nothing_wrong_with_our_names() -> None:
+    promtool("check", "metrics", stdin=generate_latest().decode())
