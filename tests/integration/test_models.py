@@ -68,7 +68,7 @@ def test_cold(served: Served) -> None:
         assert len(record.compat.kv_groups.split()) == served.model.groups
     cold = [random_prompt(length, seed=1) for length in SHORT_PROMPTS]
     answers = [ask(cluster, prompt, STEPS) for prompt in cold]
-    served.check(cold, answers)
+    served.check_alone(cold, answers)
     served.check_paths(answers)
     served.check_bytes(cold, answers)
     assert len({tuple(answer.tokens) for answer in answers}) > len(cold) // 2, "prompts matter"
@@ -137,11 +137,24 @@ def test_cancelled(served: Served) -> None:
 def test_killed(served: Served) -> None:
     """The decode worker computes what its prefill worker did not."""
     cluster = served.cluster
-    cluster.of("prefill")[0].arm("prefill.before_commit=kill@1")
     prompts = [random_prompt(length, seed=7) for length in (700, 1100)]
-    served.check(prompts, ask_all(cluster, prompts, STEPS))
+    if served.model.dtype == "float32":
+        kill_prefill(served)
+        served.check(prompts, ask_all(cluster, prompts, STEPS))
+    else:  # prompts that share steps are cut at tokens that the test does not know
+        for prompt in prompts:
+            kill_prefill(served)
+            served.check_alone([prompt], [ask(cluster, prompt, STEPS)])
     assert cluster.of("prefill") == [] or served.model.local
     cluster.assert_clean()
+
+
+def kill_prefill(served: Served) -> None:
+    """Let the prefill worker die at its next commit. Starts one if there is none."""
+    cluster = served.cluster
+    if not cluster.of("prefill"):
+        cluster.wait_ready(served.launch("prefill"))
+    cluster.of("prefill")[0].arm("prefill.before_commit=kill@1")
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,8 +51,6 @@ class Completion:
 class Oracle:
     """One plain engine over `model`. Start it with `start` or `with`. Thread-safe.
 
-    last_apart: compute each prompt alone, and its last token in a step of its own, as after a
-    remote prefill. A model of 16 bits then rounds otherwise. Prompts are token ids.
     engine_args: more keyword arguments of `vllm.LLM`.
     """
 
@@ -61,11 +60,9 @@ class Oracle:
         *,
         max_model_len: int = 4096,
         log: Path | None = None,
-        last_apart: bool = False,
         **engine_args: Any,
     ) -> None:
         self._args = {"model": str(model), "max_model_len": max_model_len, **engine_args}
-        self._args |= {"last_apart": last_apart}
         if log is None:
             handle, name = tempfile.mkstemp(prefix="pullfill-oracle-", suffix=".log")
             os.close(handle)
@@ -138,20 +135,25 @@ class Oracle:
         max_tokens: int,
         *,
         logprobs: int | None = None,
+        ends: Sequence[Sequence[int]] = (),
         **sampling: Any,
     ) -> list[Completion]:
         """One completion per prompt (text or token ids), in order; greedy unless told otherwise.
 
-        sampling: more keyword arguments of vLLM's SamplingParams. Prompts not answered before run
-        as one batch. Raises OracleError.
+        ends: for each prompt of token ids, the numbers of tokens after which a step ends. The last
+        is the whole prompt. A model of 16 bits rounds by them. Each prompt is then computed alone.
+        Without it prompts not answered before run as one batch.
+        sampling: more keyword arguments of vLLM's SamplingParams. Raises OracleError.
         """
         params = {
             "temperature": 0.0, "max_tokens": max_tokens, "logprobs": logprobs, **sampling
         }  # fmt: skip
         plain = [p if isinstance(p, str) else list(p) for p in prompts]
-        keys = [json.dumps([p, params], sort_keys=True) for p in plain]
+        stops = [list(e) for e in ends] or [list[int]()] * len(plain)
+        asked = list(zip(plain, stops, strict=True))
+        keys = [json.dumps([each, params], sort_keys=True) for each in asked]
         with self._lock:
-            missing = {k: p for k, p in zip(keys, plain, strict=True) if k not in self._known}
+            missing = {k: each for k, each in zip(keys, asked, strict=True) if k not in self._known}
             fresh: dict[str, Completion] = {}
             if missing:
                 self._send({"prompts": list(missing.values()), "params": params})
@@ -207,7 +209,6 @@ def _serve(args: dict[str, Any], requests: IO[str], answers: IO[str]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.v1.metrics.reader import Counter
 
-    last_apart = args.pop("last_apart")
     engine = LLM(
         **{
             "dtype": "float32",
@@ -236,11 +237,12 @@ def _serve(args: dict[str, Any], requests: IO[str], answers: IO[str]) -> None:
             continue
         try:
             prompts: Any = [
-                p if isinstance(p, str) else {"prompt_token_ids": p} for p in request["prompts"]
+                p if isinstance(p, str) else {"prompt_token_ids": p} for p, _ in request["prompts"]
             ]
             params = SamplingParams(**request["params"])
-            if last_apart:
-                outs = [_with_last_apart(engine, prompt, params) for prompt in prompts]
+            ends = [end for _, end in request["prompts"]]
+            if all(ends):
+                outs = [_in_steps(engine, p, params, e) for p, e in zip(prompts, ends, strict=True)]
             else:
                 outs = engine.generate(prompts, params, use_tqdm=False)
         except Exception as exc:  # bad prompts and parameters; the engine itself goes on
@@ -249,10 +251,25 @@ def _serve(args: dict[str, Any], requests: IO[str], answers: IO[str]) -> None:
         say({"answers": [_plain(out.outputs[0]) for out in outs]})
 
 
-def _with_last_apart(engine: Any, prompt: Any, params: Any) -> Any:
+def _in_steps(engine: Any, prompt: Any, params: Any, ends: list[int]) -> Any:
+    """Compute a prompt in steps that end after so many tokens of it."""
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    scheduler.max_num_scheduled_tokens = max(1, len(prompt["prompt_token_ids"]) - 1)
-    return engine.generate([prompt], params, use_tqdm=False)[0]
+    schedule, usual = scheduler.schedule, scheduler.max_num_scheduled_tokens
+    sizes, taken = [end - start for start, end in pairwise((0, *ends))], list[int]()
+
+    def schedule_next(*args: Any) -> Any:
+        scheduler.max_num_scheduled_tokens = sizes[len(taken)] if len(taken) < len(sizes) else usual
+        output = schedule(*args)
+        taken.append(output.total_num_scheduled_tokens)
+        return output
+
+    scheduler.schedule = schedule_next
+    try:
+        (result,) = engine.generate([prompt], params, use_tqdm=False)
+    finally:
+        scheduler.schedule, scheduler.max_num_scheduled_tokens = schedule, usual
+    assert taken[: len(sizes)] == sizes, f"asked for steps of {sizes}, not {taken}"
+    return result
 
 
 def _plain(output: Any) -> dict[str, Any]:

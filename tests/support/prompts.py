@@ -123,10 +123,18 @@ def forget_decode_prefixes(cluster: Cluster, *, offloaded: bool = False) -> None
 
 
 def truth(
-    oracle: Oracle, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: object
+    oracle: Oracle,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    ends: Sequence[Sequence[int]] = (),
+    **sampling: object,
 ) -> list[tuple[list[int], list[float]]]:
-    """(tokens, their log probabilities) of each prompt by the aggregated engine, as `ask` asks."""
-    answers = oracle.generate(prompts, max_tokens, logprobs=1, ignore_eos=True, **sampling)
+    """(tokens, their log probabilities) of each prompt by the aggregated engine, as `ask` asks.
+
+    ends: of steps, as for `Oracle.generate`."""
+    answers = oracle.generate(
+        prompts, max_tokens, logprobs=1, ends=ends, ignore_eos=True, **sampling
+    )
     return [
         (a.token_ids, [step[t] for step, t in zip(a.logprobs or [], a.token_ids, strict=True)])
         for a in answers

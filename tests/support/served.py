@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ STEPS = 6
 """Tokens of an answer."""
 TOLERANCE = 1e-4
 """Of log probabilities."""
+CHUNK = 512
+"""Tokens of a step, of `Cluster.launch`."""
 ROUNDED = 0.1
 """The same, of a model that computes in 16 bits."""
 
@@ -28,9 +30,7 @@ class Served:
     """name, model: of the zoo.
 
     flags: of all processes.
-    plain: arguments of the plain engine.
-    apart: the plain engine that computes the last token of a prompt apart, for a model of 16 bits.
-    """
+    plain: arguments of the plain engine."""
 
     name: str
     model: Model
@@ -38,7 +38,6 @@ class Served:
     oracle: Oracle
     flags: Sequence[str]
     plain: dict[str, Any]
-    apart: Oracle | None = None
 
     def launch(self, role: str, *more: str) -> Worker:
         """Start a worker with the zoo's flags and these. Does not wait."""
@@ -61,9 +60,54 @@ class Served:
 
         steps, sampling: what the cluster was asked with, as for `ask`."""
         expected = truth(self.oracle, prompts, steps, **sampling)
-        if self.apart is not None:
+        if self.model.dtype != "float32":
             self._check_rounded(prompts, answers, expected, steps, **sampling)
             return
+        self._check_equal(prompts, answers, expected)
+
+    def check_alone(self, prompts: list[list[int]], answers: list[Answer]) -> None:
+        """As `check`, for prompts that were asked one after the other.
+
+        Their steps are known. For a model of 16 bits the plain engine computes in the same steps.
+        It then rounds the same, so log probabilities are as equal as those of 32 bits."""
+        if self.model.dtype == "float32":
+            self.check(prompts, answers)
+            return
+        ends = [self._ends(*each) for each in zip(prompts, answers, strict=True)]
+        self._check_equal(prompts, answers, truth(self.oracle, prompts, STEPS, ends=ends))
+
+    def _ends(self, prompt: list[int], answer: Answer) -> list[int]:
+        """Numbers of tokens after which a step of the prompt ended, if it was alone."""
+        told = self.cluster.explain(answer.request_id)
+        remote = told["path"] == "remote" and not told["fallback"]
+        if not remote or len(prompt) == 1:
+            return self._chunks(len(prompt))
+        # The decode worker computes the last token.
+        return [*self._chunks(len(prompt) - 1), len(prompt)]
+
+    def _chunks(self, length: int) -> list[int]:
+        """The same, of so many tokens that one worker computes from the first on."""
+        (unit,) = {r.compat.block_size for r in self.cluster.records("decode").values() if r.compat}
+        if not self.model.caches:
+            unit = 1
+        # With a prefix cache, vLLM ends steps at blocks, also at the last whole one of a prompt:
+        # there it keeps states.
+        last, ends = length - length % unit, [0]
+        while ends[-1] < length:
+            end = min(ends[-1] + CHUNK, length)
+            if end < last:
+                end -= end % unit
+            elif ends[-1] < last:
+                end = last
+            ends.append(end)
+        return ends[1:]
+
+    def _check_equal(
+        self,
+        prompts: list[list[int]],
+        answers: list[Answer],
+        expected: list[tuple[list[int], list[float]]],
+    ) -> None:
         for prompt, answer, (tokens, logprobs) in zip(prompts, answers, expected, strict=True):
             what = f"{self.name}: prompt of {len(prompt)} tokens"
             assert answer.tokens == tokens, what
@@ -80,8 +124,8 @@ class Served:
         """Assert that each answer is that of the plain engine, with the last token apart or not.
 
         In 16 bits another expert may be chosen by one rounding, and all that follows differs."""
-        assert self.apart is not None
-        others, equal = truth(self.apart, prompts, steps, **sampling), 0
+        apart = [[len(prompt) - 1, len(prompt)] for prompt in prompts]
+        others, equal = truth(self.oracle, prompts, steps, ends=apart, **sampling), 0
         for prompt, answer, *both in zip(prompts, answers, expected, others, strict=True):
             what = f"{self.name}: prompt of {len(prompt)} tokens: {answer}, not {both}"
             assert any(
@@ -133,12 +177,9 @@ def serving(
     # Ranks that compute a long prompt leave their main process no time for the usual 2 s.
     cluster = Cluster(directory, path, kv_mib=192, lease_ttl_s=10)
     plain = {"block_size": model.block_size, "dtype": model.dtype, **model.plain}
-    with Oracle(path, **plain) as oracle, ExitStack() as stack:
-        apart = None
-        if model.dtype != "float32":
-            apart = stack.enter_context(Oracle(path, last_apart=True, **plain))
+    with Oracle(path, **plain) as oracle:
         try:
-            served = Served(name, model, cluster, oracle, common, plain, apart)
+            served = Served(name, model, cluster, oracle, common, plain)
             cluster.start_servers()
             for role in ("decode", "prefill"):
                 served.launch(role)
