@@ -261,7 +261,7 @@ class Ledger:
         entry.written = 0
         entry.state, entry.writer, entry.fence = JobState.GRANTED, writer, fence
         entry.ack_subject = ack_subject
-        now = self._clock.monotonic()
+        entry.granted_at = now = self._clock.monotonic()
         return Claimed(
             GrantView(
                 entry.attempt,
@@ -703,6 +703,11 @@ class Ledger:
         """Number of requests that wait for a job. A settled job may be open for its blocks only."""
         with self._lock:
             return sum(not entry.settled for entry in self._jobs.values())
+
+    def oldest(self, limit: int) -> tuple[float, list[Entry]]:
+        """Return the time, and the first jobs that were opened. Read them at once."""
+        with self._lock:
+            return self._clock.monotonic(), list(itertools.islice(self._jobs.values(), limit))
 
     def counts(self) -> dict[JobState, int]:
         """Number of open jobs in each state."""

@@ -51,7 +51,8 @@ class Entry:
     written: number of target blocks that the current attempt has reported as written.
     reading: whether our own reader copies into the blocks, or will.
     settled: whether the request was told how its remote prefill ended.
-    held: whether the engine was told to hold the blocks."""
+    held: whether the engine was told to hold the blocks.
+    quarantined_at, granted_at: when it last came into that state."""
 
     job_id: str
     request_id: str
@@ -79,6 +80,7 @@ class Entry:
     settled: bool = False
     held: bool = False
     quarantined_at: float = 0.0
+    granted_at: float = 0.0
 
     @property
     def targets(self) -> int:
@@ -93,6 +95,13 @@ class Entry:
         if self.state is JobState.GRANTED:
             return self.tokens * (1.0 - min(1.0, self.written / max(1, self.targets)))
         return 0.0
+
+    @property
+    def since(self) -> float:
+        """When the job came into its state. Of one under way: when it was granted."""
+        if self.state is JobState.QUEUED:
+            return self.queued_at
+        return self.quarantined_at if self.state is JobState.QUARANTINED else self.granted_at
 
     @property
     def due(self) -> float:

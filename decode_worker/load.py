@@ -7,10 +7,12 @@ from typing import Any
 from pullfill.cluster_status import Demand
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import UNDER_WAY, JobState
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.engine import kv
+from pullfill.live_view import FLOWS, OpenJob
 from pullfill.runtime import metrics
 from pullfill.worker.process import Engine
 
@@ -39,6 +41,26 @@ def load_of(
         "prefill_workers_pulling": control.prefill_workers,
         **(control.checks.told() if control.checks else {}),
     }
+
+
+def jobs_of(ledger: Ledger, limit: int = FLOWS) -> list[OpenJob]:
+    """Return the open jobs, for the live page. Only when somebody looks. Any thread."""
+    now, entries = ledger.oldest(limit)
+    return [
+        OpenJob(
+            job_id=entry.job_id,
+            request_id=entry.request_id,
+            state=entry.state.value,
+            tokens=entry.tokens,
+            attempt=entry.attempt,
+            open_s=now - entry.opened_at,
+            stage_s=max(0.0, now - entry.since),
+            queue_s=entry.granted_at - entry.opened_at if entry.attempt else None,
+            written=min(1.0, entry.written / max(1, entry.targets)),
+        )
+        for entry in entries
+        if not entry.settled
+    ]
 
 
 def demand_of(engine: Engine[DecodeContext], control: ControlServer, meter: StepMeter) -> Demand:

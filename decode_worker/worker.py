@@ -24,7 +24,7 @@ from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.kv_events import publish_blocks
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.load import demand_of, load_of, show_demand
+from pullfill.decode_worker.load import demand_of, jobs_of, load_of, show_demand
 from pullfill.decode_worker.load_reports import LoadReports
 from pullfill.decode_worker.offers import offer
 from pullfill.decode_worker.outlook import Outlook
@@ -336,6 +336,9 @@ class DecodeService(Service):
         load["prefix"] = self._blocks.status()
         load["demand"] = msgspec.to_builtins(self._demand())
         return {"load": load, **self._outlook.servers()}
+
+    def jobs(self) -> dict[str, Any]:
+        return {"jobs": msgspec.to_builtins(jobs_of(self._ledger))}
 
     def refresh_metrics(self) -> None:
         self._outlook.refresh_metrics()

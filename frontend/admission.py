@@ -19,7 +19,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from pullfill.engine import request_targets
@@ -251,13 +251,20 @@ def _replay(body: list[Message], receive: Receive) -> Receive:
 
 
 async def respond(
-    send: Send, status: int, message: str, kind: str, *, retry_after_s: int | None = None
+    send: Send,
+    status: int,
+    message: str,
+    kind: str,
+    *,
+    retry_after_s: int | None = None,
+    headers: Iterable[tuple[bytes, bytes]] = (),
 ) -> None:
     """Send an error as OpenAI clients expect it."""
     error = {"message": message, "type": kind, "param": None, "code": status}
     body = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    length = b"%d" % len(body)
+    head = [(b"content-type", b"application/json"), (b"content-length", length), *headers]
     if retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % retry_after_s))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+        head.append((b"retry-after", b"%d" % retry_after_s))
+    await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body})

@@ -44,11 +44,13 @@ class ClusterView:
     """Fetches the reports of all workers, over one HTTP session. `close` it at the end.
 
     etcd: the health of etcd, as this process sees it.
-    own_id: the instance id of this frontend."""
+    own_id: the instance id of this frontend.
+    with_jobs: ask for the open jobs, too (`Report.jobs`, `held`). Set while somebody looks."""
 
     def __init__(self, directory: Directory, etcd: Health, own_id: str = "") -> None:
         self._directory = directory
-        self._etcd = etcd
+        self.etcd = etcd
+        self.with_jobs = False
         self._own_id = own_id
         self._session: aiohttp.ClientSession | None = None
         self._looking: asyncio.Task[dict[str, cluster_status.Report]] | None = None
@@ -70,9 +72,13 @@ class ClusterView:
 
     async def status(self) -> dict[str, Any]:
         """The object of `GET /pullfill/status` (docs/wire.md)."""
+        told = await self.reports()
+        return cluster_status.status_of(told, self.etcd.status(), self._directory.age_s)
+
+    async def reports(self) -> list[tuple[WorkerRecord, cluster_status.Report | None]]:
+        """Return the record and the report of every worker."""
         reports = await self._look()
-        told = [(record, reports.get(record.instance_id)) for record in self.records()]
-        return cluster_status.status_of(told, self._etcd.status(), self._directory.age_s)
+        return [(record, reports.get(record.instance_id)) for record in self.records()]
 
     async def reasons(self) -> list[str]:
         """Return which servers and workers are away or cut off, for /ready.
@@ -84,7 +90,7 @@ class ClusterView:
                     await asyncio.shield(self._look())
         told = [(record, self._last.get(record.instance_id)) for record in self.records()]
         fresh = [(r, s if s is not None and s.age_s < FRESH_S else None) for r, s in told]
-        return cluster_status.reasons_of(fresh, self._etcd.status())
+        return cluster_status.reasons_of(fresh, self.etcd.status())
 
     async def metrics(self, own: str, accept: str = "") -> str:
         """`own` (the page of this process) and every worker's metrics as one text.
@@ -143,7 +149,8 @@ class ClusterView:
         return {i: report for i, report in zip(records, found, strict=True) if report is not None}
 
     async def _ask(self, record: WorkerRecord) -> cluster_status.Report | None:
-        body = await self._fetch(record.http + "/status") if record.http else None
+        path = "/status?jobs" if self.with_jobs else "/status"
+        body = await self._fetch(record.http + path) if record.http else None
         report = cluster_status.read_report(body or b"")
         if report is not None:
             self._last[record.instance_id] = report

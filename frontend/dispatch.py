@@ -65,6 +65,7 @@ class Dispatcher:
     never: why no answer can migrate with this configuration. Empty: answers can.
     restart_wait_s: how long a request whose worker was lost waits for one that is being started.
     redirect: returns whether workers may redirect requests.
+    flights: the requests submitted and not ended, by id. Read it only.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Dispatcher:
         self._never = never
         self._sink: DecodeClient
         self._loop = asyncio.get_running_loop()
-        self._flights: dict[str, Flight] = {}
+        self.flights: dict[str, Flight] = {}
         self._waiting = Waiting(
             lambda flight, now: self._try(flight, self.route, now),
             lambda flight: self._fail(flight, flight.failure),
@@ -102,7 +103,7 @@ class Dispatcher:
             self._waiting.all_soon,
             self._recall,
             board,
-            self._flights.values,
+            self.flights.values,
         )
 
     def bind(self, sink: DecodeClient) -> None:
@@ -112,13 +113,13 @@ class Dispatcher:
     @property
     def in_flight(self) -> int:
         """Number of requests submitted and not ended."""
-        return len(self._flights)
+        return len(self.flights)
 
     # ---------------------------------------------------------------- DecodePort
 
     def submit(self, request: Any) -> None:
         request_id: str = request.request_id
-        known = self._flights.get(request_id)
+        known = self.flights.get(request_id)
         if known is not None:  # a further part of a streaming input goes where the first went
             known.request = request
             if known.worker is not None:
@@ -127,9 +128,10 @@ class Dispatcher:
         now, submitted = self._loop.time(), time.monotonic()
         trace = Trace(key_of(request_id, request.external_req_id))
         age = min(max(0.0, time.time() - request.arrival_time), 60.0)
+        trace.arrived_at = time.time() - age
         flight = Flight(request, request_id, trace, submitted - age, submitted, NO_WORKER)
         flight.deadline = now + NO_WORKER_WAIT_S
-        self._flights[request_id] = flight
+        self.flights[request_id] = flight
         if refusal := self.suspects.meet(flight):
             self._fail(flight, refusal, REFUSED)
         else:
@@ -138,7 +140,7 @@ class Dispatcher:
     def abort(self, request_ids: Sequence[str]) -> None:
         by_worker: dict[DecodeConnection, list[str]] = {}
         for request_id in request_ids:
-            flight = self._flights.pop(request_id, None)
+            flight = self.flights.pop(request_id, None)
             if flight is None:
                 continue
             self._waiting.drop(request_id)
@@ -257,14 +259,15 @@ class Dispatcher:
             self._fail(flight, out.stop_reason, OURS if fault is Fault.OURS else REFUSED)
             out.new_token_ids = []
             return False
-        del self._flights[flight.request_id]
+        del self.flights[flight.request_id]
+        flight.trace.ended(flight.arrived, len(flight.tokens), flight.request.sampling_params)
         self.balancer.left(flight)
         self.suspects.on_end(flight, finished=True)
         return True
 
     def _try(self, flight: Flight, step: Callable[..., None], *args: Any) -> None:
         """Run one step of a request that has not ended. An exception ends this request alone."""
-        if self._flights.get(flight.request_id) is not flight:
+        if self.flights.get(flight.request_id) is not flight:
             return  # it ended with another choice of its answer
         try:
             step(flight, *args)
@@ -377,7 +380,7 @@ class Dispatcher:
         self._waiting.soon((flight,))
 
     def _fail(self, flight: Flight, message: str, result: str = "no_worker") -> None:
-        if self._flights.pop(flight.request_id, None) is None:
+        if self.flights.pop(flight.request_id, None) is None:
             return
         self._waiting.drop(flight.request_id)
         self.balancer.left(flight)

@@ -10,13 +10,15 @@ finds the record of the first prompt and choice.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from pullfill.engine import front_wire
+from pullfill.engine import front_wire, request_targets
 from pullfill.engine.migration import choice_of
 from pullfill.wire import DecodeChoice, ExplainRecord
 
@@ -31,7 +33,12 @@ class Trace:
     migrated_from: the decode workers that it has left.
     migrated_tokens: number of tokens that were out when it left the last one.
     decode_choice: how its last decode worker was chosen.
-    redirected_from, redirect_reason: the worker that has redirected it, and why."""
+    redirected_from, redirect_reason: the worker that has redirected it, and why.
+    arrived_at: when it came, in seconds since 1970.
+    answer_ms: from then to the end of its answer. None: it has not ended, or was cancelled.
+    answer_tokens: length of its answer.
+    targets_ms: what it names for TTFT and ITL. None: nothing.
+    serial: number of its record in the order of their coming."""
 
     key: str
     route_ms: float | None = None
@@ -41,6 +48,19 @@ class Trace:
     decode_choice: DecodeChoice | None = None
     redirected_from: str | None = None
     redirect_reason: str | None = None
+    arrived_at: float = 0.0
+    answer_ms: float | None = None
+    answer_tokens: int = 0
+    targets_ms: tuple[float | None, float | None] = (None, None)
+    serial: int = 0
+
+    def ended(self, arrived: float, tokens: int, params: Any) -> None:
+        """Note that its answer has ended.
+
+        arrived: `time.monotonic` when it came. params: vLLM's SamplingParams."""
+        self.answer_ms = (time.monotonic() - arrived) * 1000.0
+        self.answer_tokens = tokens
+        self.targets_ms = request_targets.targets(params)
 
 
 def key_of(request_id: str, external_id: str | None) -> str:
@@ -58,6 +78,7 @@ class ExplainStore:
         self._limit = limit
         self._open: OrderedDict[str, Trace] = OrderedDict()
         self._records: OrderedDict[str, tuple[ExplainRecord, Trace]] = OrderedDict()
+        self._serial = 0
 
     def open(self, wire_id: str, trace: Trace) -> None:
         """Remember what request goes by `wire_id` at a worker, until its record comes."""
@@ -76,9 +97,18 @@ class ExplainStore:
         if trace is None:
             return
         self._records.pop(trace.key, None)
+        self._serial += 1
+        trace.serial = self._serial
         self._records[trace.key] = record, trace
         if len(self._records) > self._limit:
             self._records.popitem(last=False)
+
+    def since(self, serial: int) -> Iterator[tuple[ExplainRecord, Trace]]:
+        """Yield the records that came after the one with this number, newest first."""
+        for record, trace in reversed(self._records.values()):
+            if trace.serial <= serial:
+                return
+            yield record, trace
 
     def get(self, response_id: str) -> ExplainRecord | None:
         """The record of a response id, or of one of its parts (module docstring)."""

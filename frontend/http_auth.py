@@ -6,14 +6,25 @@ as open or serving is administrative. So a route that a later vLLM adds is close
 Without an admin key, administrative routes answer only to clients on this machine: a peer on a
 loopback address, without headers of a proxy or of a browser page.
 
+The live page is administrative, and a browser cannot send what other clients send. So for its
+paths, which only read:
+
+- A key may come as the password of HTTP Basic, which the browser asks for. The routes behind get it
+  as a Bearer key.
+- On this machine a page of this frontend may ask, too. It must have come by a loopback name, or
+  a page of another site could point its own name at this machine.
+
 The check runs once per request, in front of everything else.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Iterable
 
 from pullfill.frontend import metrics
@@ -28,8 +39,14 @@ SERVING_PATHS = ENGINE_PATHS | {
     "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/pullfill/status",
 }  # fmt: skip
 SERVING_PREFIXES = ("/v1/models/", "/v1/responses/", "/pullfill/requests/")
+PAGE = "/pullfill/ui"
+_PAGE_PREFIX = f"{PAGE}/"
 _SPOKEN_FOR = frozenset({b"forwarded", b"via", b"x-real-ip", b"origin", b"sec-fetch-site"})
 _SPOKEN_FOR_PREFIXES = (b"x-forwarded-", b"x-envoy-")
+_OF_PAGE = frozenset({(b"sec-fetch-site", b"none"), (b"sec-fetch-site", b"same-origin")})
+"""What a browser says of an address that its user has typed, and of what a page asks of its own."""
+_LOOPBACK_NAME = re.compile(rb"(?i)(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
+_CHALLENGE = ((b"www-authenticate", b'Basic realm="pullfill", charset="UTF-8"'),)
 
 
 class HttpAuth:
@@ -53,11 +70,14 @@ class HttpAuth:
         self._admin = [_digest(key.encode()) for key in admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 0
+        status, page = 0, False
         if scope["type"] in ("http", "websocket"):
             if self._root_path:
                 scope["root_path"] = self._root_path
-            status, why = self._judge(scope)
+            page = _is_page(scope)
+            if page:
+                _use_password(scope)
+            status, why = self._judge(scope, page)
         if not status:
             await self._app(scope, receive, send)
             return
@@ -66,9 +86,10 @@ class HttpAuth:
             await send({"type": "websocket.close", "code": 1008, "reason": why})
         else:
             kind = "AuthenticationError" if status == 401 else "PermissionDeniedError"
-            await respond(send, status, why, kind)
+            challenge = _CHALLENGE if status == 401 and page else ()
+            await respond(send, status, why, kind, headers=challenge)
 
-    def _judge(self, scope: Scope) -> tuple[int, str]:
+    def _judge(self, scope: Scope, page: bool) -> tuple[int, str]:
         """Return (0, "") if the request may pass, else the HTTP status and the message."""
         path, method = route_of(scope), scope.get("method", "GET")
         if path in OPEN_PATHS or method == "OPTIONS":
@@ -80,9 +101,11 @@ class HttpAuth:
             return 401, "this frontend wants an API key: send `Authorization: Bearer KEY`"
         if path in SERVING_PATHS or path.startswith(SERVING_PREFIXES):
             return 0, ""
+        if self._admin and page:
+            return 401, f"{path} is for administrators: the password is an admin key"
         if self._admin:
             return 403, f"{path} is for administrators: send `Authorization: Bearer ADMIN_KEY`"
-        if _from_here(scope):
+        if _from_here(scope, page):
             return 0, ""
         return 403, (
             f"{path} is for administrators, and without an admin key it answers to this machine "
@@ -113,9 +136,38 @@ def _bearer(scope: Scope) -> bytes | None:
     return _digest(token.strip()) if scheme.lower() == b"bearer" else None
 
 
-def _from_here(scope: Scope) -> bool:
+def _is_page(scope: Scope) -> bool:
+    """Whether the request is for the live page."""
+    if scope["type"] != "http" or scope.get("method") not in ("GET", "HEAD"):
+        return False
+    path = route_of(scope)
+    return path == PAGE or path.startswith(_PAGE_PREFIX)
+
+
+def _use_password(scope: Scope) -> None:
+    """Turn the password of HTTP Basic into a Bearer key. The user's name may be any."""
+    headers = []
+    for name, value in scope["headers"]:
+        scheme, _, coded = value.partition(b" ")
+        if name == b"authorization" and scheme.lower() == b"basic":
+            try:
+                _, _, password = base64.b64decode(coded, validate=True).partition(b":")
+            except binascii.Error:
+                continue
+            value = b"Bearer " + password
+        headers.append((name, value))
+    scope["headers"] = headers
+
+
+def _from_here(scope: Scope, page: bool) -> bool:
     """Whether the request was made on this machine, as far as its headers tell."""
-    if any(n in _SPOKEN_FOR or n.startswith(_SPOKEN_FOR_PREFIXES) for n, _ in scope["headers"]):
+    headers = scope["headers"]
+    if page:
+        names = [value for name, value in headers if name == b"host"]
+        if not all(map(_LOOPBACK_NAME.fullmatch, names)):
+            return False
+        headers = [h for h in headers if h not in _OF_PAGE]
+    if any(n in _SPOKEN_FOR or n.startswith(_SPOKEN_FOR_PREFIXES) for n, _ in headers):
         return False
     client = scope.get("client")
     try:

@@ -32,6 +32,7 @@ from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.http_auth import HttpAuth
+from pullfill.frontend.live_view import LiveView
 from pullfill.frontend.routes import Admin
 from pullfill.ids import new_instance_id
 from pullfill.net.security import FrontendSecurity
@@ -269,9 +270,19 @@ class _Frontend:
             dispatcher.bind(front.client)
             await pool.start(dispatcher)
             stack.push_async_callback(pool.stop)
-            admin = Admin(
-                pool, view, explain, front.settle, dispatcher.suspects.listed, board.listed
+            live = LiveView(
+                view,
+                explain,
+                dispatcher.flights.values,
+                lambda: (settings.current.ttft_ms, settings.current.itl_ms),
+                frontend=self._instance_id,
+                model=prepared.names[0],
+                since=self._started_at,
+                frontends=lambda: len(directory.workers("frontend")),
             )
+            directory.subscribe(live.marks.on_change)
+            suspects = dispatcher.suspects.listed
+            admin = Admin(pool, view, explain, front.settle, suspects, board.listed, live)
             admin.attach(front.app)
             admission = Admission(front.app, pool.wait_ready, options.max_inflight)
             app = HttpAuth(admission, *keys, root_path=prepared.args.root_path or "")
@@ -332,7 +343,7 @@ class _Frontend:
         if not serving.done():
             if not self._stop.drain.is_set():
                 self._stop.ask("lease revoked")
-            admin.draining = True
+            admin.drain()
             exit_within(self._options.drain_timeout_s + EXIT_S, 1)
             await membership.set_state(WorkerState.DRAINING)
             server.should_exit = True

@@ -1,4 +1,5 @@
-"""The frontend's own routes: /live, /ready, /pullfill/status, /pullfill/requests/ID, /metrics."""
+"""The frontend's own routes: /live, /ready, /pullfill/status, /pullfill/requests/ID, /metrics.
+And those of the live page (live_page.py)."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pullfill.frontend import live_page
 from pullfill.frontend.cluster import ASKED_BY, ClusterView, reasons_of
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.explain import MAX_RECORDS, ExplainStore, to_json
+from pullfill.frontend.live_view import LiveView
 from pullfill.runtime import exposition
 from pullfill.wire import WorkerState
 
@@ -32,7 +35,8 @@ class Admin:
     suspected: returns the entries of `suspects` of this frontend.
     refused: returns those of all frontends. They replace entries of the same fingerprint.
     settle: enters vLLM's late statistics into the metrics. Called before the metrics are read.
-    draining: set by the process when it takes no new requests."""
+    page: makes what the live page shows.
+    draining: the process takes no new requests. See `drain`."""
 
     pool: WorkerPool
     view: ClusterView
@@ -40,6 +44,7 @@ class Admin:
     settle: Callable[[], None]
     suspected: Callable[[], list[dict[str, object]]]
     refused: Callable[[], list[dict[str, object]]]
+    page: LiveView
     draining: bool = False
 
     def attach(self, app: Starlette) -> None:
@@ -50,7 +55,13 @@ class Admin:
             Route("/pullfill/status", self.status),
             Route("/pullfill/requests/{request_id}", self.request),
             Route("/metrics", self.metrics),
+            *live_page.routes(self.page, self.request),
         ]
+
+    def drain(self) -> None:
+        """Take no new requests, and end the streams of the live page."""
+        self.draining = True
+        self.page.close()
 
     async def live(self, _: Request) -> Response:
         return JSONResponse({"live": True})

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pullfill.errors import PullfillError
+from pullfill.live_view import FLOWS, HeldJob
 from pullfill.prefill_worker.budget import Budget
 from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.job import Job
@@ -91,6 +93,16 @@ class JobRunner:
         """Return the newest delivery of each job that runs here, unless it is settled."""
         deliveries = [job.message.to_settle for job in self._jobs.values()]
         return [delivery for delivery in deliveries if delivery is not None]
+
+    def held(self) -> list[HeldJob]:
+        """Return the jobs that run here, for the live page. Only when somebody looks."""
+        now = time.monotonic()
+        return [
+            HeldJob(job_id=job.job_id, computed=task.computed, kv_s=task.computed_for(now))
+            if (task := job.task) is not None
+            else HeldJob(job_id=job.job_id)
+            for job in list(self._jobs.values())[:FLOWS]
+        ]
 
     def start(self, delivery: Delivery) -> None:
         """Run a delivery. If its job runs here already, that run settles this newer one."""

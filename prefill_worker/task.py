@@ -269,6 +269,19 @@ class PrefillTask:
         """Ours, one for each target block, in the order of the prompt, once all are kept."""
         return [self.kept[block] for block in self.targets]
 
+    @property
+    def computed(self) -> float:
+        """The share of its positions that is computed, or will be after the steps planned so far.
+
+        0 to 1."""
+        positions = self.positions - self.first_target
+        return min(1.0, (self.scheduled - self.first_target) / max(1, positions))
+
+    def computed_for(self, now: float) -> float | None:
+        """Seconds since all is computed. None: it is not."""
+        over = self.last_compute > 0 and self.scheduled >= self.positions
+        return max(0.0, now - self.last_compute) if over else None
+
     def timings(self, claim_ms: float) -> StageTimings:
         """What was measured until now, when the commit (or `Ready`) goes out."""
         computed = self.last_compute or self.started

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
+import msgspec
+
 from pullfill.config import ClusterRef
 from pullfill.engine import features, kv, release
 from pullfill.engine.compat import rounding_digest
@@ -285,7 +287,9 @@ class PrefillService(Service):
             "servers": servers_json(*self._healths),
             "load": {
                 "jobs": runner.in_flight,
+                "unclaimed": runner.waiting,
                 "tokens": runner.in_flight_tokens,
+                "tokens_per_s": self._engine.context.meter.load(()).tokens_per_s,
                 "completed": runner.completed,
                 "failed": runner.failed,
                 "decode_workers": self._connections.connected,
@@ -294,6 +298,9 @@ class PrefillService(Service):
                 "kv_credits": self._credits.describe(),
             },
         }
+
+    def jobs(self) -> dict[str, Any]:
+        return {"held": msgspec.to_builtins(self._runner.held())}
 
     def refresh_metrics(self) -> None:
         self._credits.refresh_metrics()

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK
+from pullfill.live_view import HeldJob, OpenJob
 from pullfill.runtime.health import outage_of
 from pullfill.wire.records import QueueStatus, ServerStatus, WorkerRecord, WorkerState
 
@@ -47,12 +48,16 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
 
     servers: the status of NATS and etcd, as this worker sees it.
     routes: of a prefill worker: how it writes to each decode worker.
+    jobs, held: the open jobs of a decode worker, and those that a prefill worker has. Told only to
+    who asks for them.
     at: when the answer came, by the clock of this process."""
 
     load: dict[str, Any] = {}
     servers: dict[str, ServerStatus] = {}
     queue: QueueStatus | None = None
     routes: dict[str, dict[str, Any]] = {}
+    jobs: tuple[OpenJob, ...] = ()
+    held: tuple[HeldJob, ...] = ()
     at: float = msgspec.field(default_factory=SYSTEM_CLOCK.monotonic)
 
     @property

@@ -71,6 +71,9 @@ class ElasticService(Service):
             status |= found
         return {**status, "load": load}
 
+    def jobs(self) -> dict[str, Any]:
+        return {key: found for service in self._serving for key, found in service.jobs().items()}
+
     def refresh_metrics(self) -> None:
         # The gauge belongs to the process. A side that rests has closed its connection to NATS, and
         # that has set the gauge to 0.

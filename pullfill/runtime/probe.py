@@ -21,6 +21,7 @@ class ProbeServer:
     ready: returns whether the worker is ready, and details.
     status: returns load and state.
     refresh_metrics: called before the metrics are read.
+    jobs: returns what `/status?jobs` has besides.
     """
 
     def __init__(
@@ -29,11 +30,13 @@ class ProbeServer:
         ready: Callable[[], tuple[bool, dict[str, Any]]],
         status: Callable[[], dict[str, Any]],
         refresh_metrics: Callable[[], None] = lambda: None,
+        jobs: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._host = host
         self._ready = ready
         self._status = status
         self._refresh = refresh_metrics
+        self._jobs = jobs
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -75,5 +78,6 @@ class ProbeServer:
         body, kind = exposition.page(request.headers.get("accept", ""))
         return web.Response(body=body, headers={"Content-Type": kind})
 
-    async def _on_status(self, _: web.Request) -> web.Response:
-        return web.json_response(self._status())
+    async def _on_status(self, request: web.Request) -> web.Response:
+        jobs = self._jobs() if "jobs" in request.query else {}
+        return web.json_response({**self._status(), **jobs})

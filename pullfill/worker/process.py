@@ -79,6 +79,9 @@ class Service(Protocol):
     def status(self) -> dict[str, Any]:
         """Further entries of /status."""
 
+    def jobs(self) -> dict[str, Any]:
+        """Further entries of /status?jobs: `jobs`, `held` (pullfill/live_view.py)."""
+
     def refresh_metrics(self) -> None:
         """Set the gauges that nothing else sets."""
 
@@ -201,8 +204,9 @@ class WorkerProcess(Generic[C, H]):
             self._engine, hooks = await thread.ready
             self._service = await self._role.build(self._engine, hooks, thread, queue, parts)
             self._guard = EngineWatchdog(thread, options.engine_stall_s, self._on_stuck)
+            service = self._service
             probe = ProbeServer(
-                options.host, self._ready, self._status, self._service.refresh_metrics
+                options.host, self._ready, self._status, service.refresh_metrics, service.jobs
             )
             await probe.start(options.http_port)
             parts.push_async_callback(probe.stop)

@@ -40,6 +40,9 @@ def test_the_wheel_holds_every_file_of_every_room(wheel: Path) -> None:
     assert expected <= set(inside)
     assert all(inside[name].file_size or name.endswith("__init__.py") for name in expected)
     assert "pullfill/queue/__init__.py" not in inside
+    page = {f"pullfill/{p.relative_to(ROOT)}" for p in (ROOT / "frontend" / "ui").iterdir()}
+    assert len(page) > 5
+    assert page <= set(inside)
     assert "pullfill/py.typed" in inside
     assert not any(name.startswith(("tests/", "queue/", "deploy/")) for name in inside)
 

@@ -44,7 +44,9 @@ class Worker:
 @pytest.fixture
 async def worker() -> AsyncIterator[tuple[Worker, ProbeServer]]:
     it = Worker()
-    server = ProbeServer("127.0.0.1", it.is_ready, lambda: {"state": "ready"}, it.refresh)
+    server = ProbeServer(
+        "127.0.0.1", it.is_ready, lambda: {"state": "ready"}, it.refresh, lambda: {"jobs": [1]}
+    )
     await server.start()
     yield it, server
     await server.stop()
@@ -126,3 +128,9 @@ def test_quick_histograms_tell_what_prometheus_clients_own_do() -> None:
     finally:
         REGISTRY.unregister(quick)
         REGISTRY.unregister(own)
+
+
+async def test_jobs_are_told_only_to_who_asks(worker: tuple[Worker, ProbeServer]) -> None:
+    _, server = worker
+    assert await _get(f"{server.url}/status") == (200, '{"state": "ready"}')
+    assert await _get(f"{server.url}/status?jobs") == (200, '{"state": "ready", "jobs": [1]}')

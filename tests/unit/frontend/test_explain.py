@@ -57,3 +57,14 @@ def test_explain_store_is_bounded_and_ignores_requests_it_never_sent() -> None:
         store.open(f"w{i}", Trace(f"k{i}"))
         store.put(record(f"w{i}"))
     assert [store.get(f"k{i}") is not None for i in range(5)] == [False, False, True, True, True]
+
+
+def test_records_since_a_number_come_newest_first_and_each_once() -> None:
+    store = ExplainStore(limit=3)
+    for i in range(5):
+        store.open(f"w{i}", Trace(f"k{i}"))
+        store.put(record(f"w{i}"))
+    found = [(trace.key, trace.serial) for _, trace in store.since(0)]
+    assert found == [("k4", 5), ("k3", 4), ("k2", 3)]
+    assert [trace.key for _, trace in store.since(4)] == ["k4"]
+    assert list(store.since(5)) == []

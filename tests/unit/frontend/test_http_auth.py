@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from typing import Any
 
 import pytest
@@ -137,3 +138,91 @@ def test_no_header_that_is_not_the_key_is_the_key(header: bytes, path: str) -> N
 def test_two_keys_in_one_request_are_none() -> None:
     both = [(b"authorization", f"Bearer {k}".encode()) for k in (KEY, "x")]
     assert call("/v1/completions", api=(KEY,), headers=both) == 401
+
+
+PAGE_PATHS = (
+    "/pullfill/ui",
+    "/pullfill/ui/events",
+    "/pullfill/ui/app.js",
+    "/pullfill/ui/requests/r",
+)
+
+
+def basic(password: str, user: str = "") -> list[tuple[bytes, bytes]]:
+    coded = base64.b64encode(f"{user}:{password}".encode())
+    return [(b"authorization", b"Basic " + coded)]
+
+
+@pytest.mark.parametrize("path", PAGE_PATHS)
+def test_the_live_page_is_for_administrators(path: str) -> None:
+    assert call(path, "GET") == 403
+    assert call(path, "GET", client=HERE) == 200
+    assert call(path, "GET", api=(KEY,), key=KEY) == 403
+    assert call(path, "GET", api=(KEY,), client=HERE) == 401
+    assert call(path, "GET", admin=(ADMIN,), client=HERE) == 401
+    assert call(path, "GET", admin=(ADMIN,), api=(KEY,), key=KEY) == 401
+    assert call(path, "GET", admin=(ADMIN,), key=ADMIN) == 200
+
+
+def test_a_browser_shows_a_key_as_a_password_for_the_page_only() -> None:
+    for path in PAGE_PATHS:
+        assert call(path, "GET", admin=(ADMIN,), headers=basic(ADMIN)) == 200
+        assert call(path, "HEAD", admin=(ADMIN,), headers=basic(ADMIN, "any")) == 200
+        assert call(path, "GET", admin=(ADMIN,), headers=basic("wrong")) == 401
+        assert call(path, "GET", api=(KEY,), client=HERE, headers=basic(KEY)) == 200
+        assert call(path, "POST", admin=(ADMIN,), headers=basic(ADMIN)) == 403
+    # A browser sends a password that it knows to every path, also for a page of another site.
+    for path in (RESET, "/pullfill/uix", "/v1/load_lora_adapter"):
+        assert call(path, admin=(ADMIN,), headers=basic(ADMIN)) == 403
+        assert call(path, "GET", admin=(ADMIN,), headers=basic(ADMIN)) == 403
+    broken = [(b"authorization", b"Basic %%%")]
+    assert call(PAGE_PATHS[0], "GET", admin=(ADMIN,), headers=broken) == 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost:8000", "sec-fetch-site": "none"}, 200),
+        ({"host": "127.0.0.1:8000", "sec-fetch-site": "same-origin"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "LOCALHOST"}, 200),
+        ({"host": "localhost", "sec-fetch-site": "cross-site"}, 403),
+        ({"host": "localhost", "sec-fetch-site": "same-site"}, 403),
+        ({"host": "localhost", "origin": "http://evil.example"}, 403),
+        ({"host": "localhost", "x-forwarded-for": "1.2.3.4"}, 403),
+        # A page whose name leads to 127.0.0.1 is of the same origin, so only its name tells.
+        ({"host": "evil.example:8000", "sec-fetch-site": "same-origin"}, 403),
+        ({"host": "localhost.evil.example"}, 403),
+        ({"host": "127.0.0.1.evil.example"}, 403),
+    ],
+)  # fmt: skip
+def test_on_this_machine_only_the_page_itself_may_ask(headers: dict[str, str], status: int) -> None:
+    sent = [(name.encode(), value.encode()) for name, value in headers.items()]
+    assert call("/pullfill/ui/events", "GET", client=HERE, headers=sent) == status
+    assert call("/pullfill/ui/events", "GET", client=THERE, headers=sent) == 403
+
+
+def test_a_browser_is_asked_for_a_password_at_the_page_only() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    for path in ("/pullfill/ui", RESET):
+        scope = {"type": "http", "method": "GET", "path": path, "headers": [], "client": THERE}
+        auth = HttpAuth(None, (KEY,), (ADMIN,))  # type: ignore[arg-type]
+        asyncio.run(auth(scope, None, send))  # type: ignore[arg-type]
+    challenges = [dict(m["headers"]).get(b"www-authenticate") for m in sent if "headers" in m]
+    assert challenges == [b'Basic realm="pullfill", charset="UTF-8"', None]
+
+
+def test_the_routes_behind_get_a_password_as_a_key() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend(scope["headers"])
+
+    headers = [(b"x", b"y"), *basic(ADMIN)]
+    scope = {"type": "http", "method": "GET", "path": "/pullfill/ui", "headers": headers}
+    asyncio.run(HttpAuth(app, (), (ADMIN,))(scope, None, None))  # type: ignore[arg-type]
+    assert seen == [(b"x", b"y"), (b"authorization", f"Bearer {ADMIN}".encode())]

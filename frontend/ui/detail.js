@@ -1,0 +1,164 @@
+// The dialog: one request with its waterfall, or one worker with its history.
+
+import { Chart } from "./charts.js";
+import { clock, count, h, ms, percent, seconds, STAGES, told } from "./dom.js";
+import { state } from "./tables.js";
+import { comparisonTable, waterfall } from "./waterfall.js";
+
+function facts(pairs) {
+  const known = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return h("dl", {}, known.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+}
+
+export class Detail {
+  /** page: has `snapshot`, `points()`, `ended` and `marks()`. */
+  constructor(dialog, page) {
+    this.dialog = dialog;
+    this.page = page;
+    this.update = null;
+    this.charts = [];
+    dialog.addEventListener("close", () => this.clear());
+    dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
+  }
+
+  clear() {
+    this.update = null;
+    for (const chart of this.charts) chart.drop();
+    this.charts = [];
+  }
+
+  /** Called with each snapshot. */
+  refresh() {
+    this.update?.();
+  }
+
+  open(title, ...parts) {
+    this.clear();
+    const close = h("button", { type: "button", onclick: () => this.dialog.close(), autofocus: true }, "Close");
+    this.dialog.replaceChildren(h("header", {}, h("h2", { id: "detail-title" }, title), close), ...parts);
+    if (!this.dialog.open) this.dialog.showModal();
+  }
+
+  // ------------------------------------------------------------------ a request
+
+  request(id) {
+    const body = h("div");
+    this.open(`Request ${id}`, body);
+    let asked = false;
+    this.update = () => {
+      const flow = (this.page.snapshot?.flows ?? []).find((one) => one.id === id);
+      if (flow !== undefined) {
+        body.replaceChildren(underWay(flow));
+      } else if (!asked) {
+        asked = true;
+        this.ask(id, body);
+      }
+    };
+    this.update();
+  }
+
+  async ask(id, body) {
+    const row = this.page.ended.find((one) => one.id === id);
+    try {
+      const answer = await fetch(`ui/requests/${encodeURIComponent(id)}`);
+      if (answer.ok) body.replaceChildren(...record(await answer.json(), row));
+      else body.replaceChildren(h("p", { class: "warn" }, await why(answer)));
+    } catch (error) {
+      body.replaceChildren(h("p", { class: "bad" }, `The frontend does not answer: ${error.message}`));
+    }
+  }
+
+  // ------------------------------------------------------------------ a worker
+
+  worker(id) {
+    const pick = (index) => (point) => point.workers?.[id]?.[index] ?? null;
+    const charts = [
+      new Chart({ title: "KV use", format: percent, top: 1, lines: [{ name: "in use", pick: pick(0), colour: "blue", area: true }] }),
+      new Chart({ title: "Requests or jobs", format: count, top: 1, lines: [
+        { name: "running", pick: pick(1), colour: "blue" }, { name: "waiting", pick: pick(2), colour: "orange", dash: true }] }),
+      new Chart({ title: "Tokens/s", format: count, top: 1, lines: [{ name: "tokens/s", pick: pick(3), colour: "green" }] }),
+    ];
+    const [about, load, events] = [h("div"), h("div"), h("div")];
+    const all = h("details", {}, h("summary", {}, "All it tells of its load"), load);
+    this.open(`Worker ${id}`, about, all, ...charts.map((chart) => chart.element), events);
+    this.charts = charts;
+    this.update = () => {
+      const { snapshot } = this.page;
+      const row = (snapshot.workers ?? []).find((one) => one.instance_id === id);
+      const marks = this.page.marks().filter((mark) => mark.who === id);
+      about.replaceChildren(...aboutWorker(row));
+      load.replaceChildren(facts(Object.entries(row?.load ?? {}).map(([name, value]) => [name, typeof value === "number" ? count(value) : value])));
+      for (const chart of charts) chart.show(this.page.points(), marks, snapshot.at);
+      events.replaceChildren(...marks.map((mark) => h("p", {}, `${clock(mark.at)} ${told(mark)}`)));
+    };
+    this.update();
+  }
+}
+
+async function why(answer) {
+  try {
+    const { error } = await answer.json();
+    return error.message ?? String(error);
+  } catch {
+    return `The frontend answers ${answer.status}.`;
+  }
+}
+
+function underWay(flow) {
+  return facts([
+    ["stage", `${STAGES[flow.stage]}, for ${seconds(flow.stage_s)}`],
+    ["since it came", seconds(flow.age_s)],
+    ["prompt", `${count(flow.tokens ?? 0)} tokens`],
+    ["answer", flow.made ? `${count(flow.made)} tokens so far` : null],
+    ["done", flow.done === undefined ? null : percent(flow.done)],
+    ["in the queue", flow.queue_s === undefined ? null : seconds(flow.queue_s)],
+    ["prefill", flow.prefill_s === undefined ? null : seconds(flow.prefill_s)],
+    ["attempt", flow.attempt || null],
+    ["decode worker", flow.decode], ["prefill worker", flow.prefill],
+    ["frontend", flow.own === false ? "another one" : null],
+  ]);
+}
+
+function record(told_, row) {
+  const path = told_.path === "remote" ? "prefilled by a prefill worker" : told_.fallback
+    ? `sent to be prefilled remotely, then done locally: ${told_.fallback}` : "prefilled by the decode worker itself";
+  const predicted = told_.predicted_ms ?? {};
+  const choices = [["remote", predicted.remote], ["local", predicted.local], ["local in chunks", predicted.local_chunked]];
+  const said = choices.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => `${name} ${ms(value)}`).join(", ");
+  const here = (told_.prefix_hit_tokens ?? 0) + (told_.fetched_tokens ?? 0);
+  const local = Math.max(0, told_.prompt_tokens - here - told_.remote_tokens);
+  const fetched = told_.fetched_tokens ? ` + ${told_.fetched_tokens} fetched` : "";
+  const choice = told_.decode_choice;
+  return [
+    facts([
+      ["what happened", `${path} (reason: ${told_.reason})`],
+      ["prompt", `${told_.prompt_tokens} tokens = ${told_.prefix_hit_tokens} cached${fetched} + ${told_.remote_tokens} remotely + ${local} locally`],
+      ["answer", row ? `${row.made ?? 0} tokens in ${ms(row.total_ms)}, ${ms(row.itl_ms)} between two` : null],
+      ["decode worker", choice ? `${told_.decode_instance} (${choice.policy}: ${choice.reason}, ${choice.matched_tokens} tokens known there)` : told_.decode_instance],
+      ["redirected from", told_.redirected_from ? `${told_.redirected_from}: ${told_.redirect_reason}` : null],
+      ["prefill worker", told_.prefill_instance ? `${told_.prefill_instance} (attempts: ${told_.attempts})` : null],
+      ["KV written", told_.kv_bytes ? `${count(told_.kv_bytes)} bytes${told_.transport ? ` over ${told_.transport}` : ""}` : null],
+      ["not over", (told_.why_not_better ?? []).join("; ")],
+      ["continued after", (told_.migrated_from ?? []).join(", ")],
+      ["at that time", told_.outage],
+      ["predicted", said],
+    ]),
+    h("h3", {}, "From its arrival to its first token"),
+    waterfall(told_),
+    told_.expected_s ? h("p", { class: "hint" }, "Dashed: what was expected when it was decided.") : null,
+    comparisonTable(told_),
+  ].filter((part) => part !== null);
+}
+
+function aboutWorker(row) {
+  if (row === undefined) return [h("p", { class: "warn" }, "This worker has left.")];
+  return [
+    ...(row.troubles ?? []).map((line) => h("p", { class: "warn" }, `⚠ ${line}`)),
+    facts([
+      ["role", row.role], ["state", state(row.state)], ["model", row.model], ["host", `${row.host}, pid ${row.pid}`],
+      ["restarts", String(row.restarts ?? 0)],
+      ["pressure", row.pressure === undefined ? null : `${percent(row.pressure)} full`],
+      ["its jobs in the queue", row.backlog_s === undefined ? null : `${seconds(row.backlog_s)} of work`],
+    ]),
+  ];
+}

@@ -1,0 +1,230 @@
+"""The live page in a real browser, over a scripted cluster. No engine.
+
+tests/integration/test_live_page.py looks at a real one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvicorn
+
+from tests.support.browser import chromium, look
+from tests.support.live_script import DRAINING, EVIL, ScriptedLive, app
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+PAGE = "/pullfill/ui"
+
+
+@contextmanager
+def serving(port: int = 0) -> Iterator[int]:
+    """The scripted frontend, in a thread. port: 0: any. Yields the port."""
+    live = ScriptedLive()
+    config = uvicorn.Config(app(live), port=port, log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        live.closed = server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving() as port:
+        yield f"http://127.0.0.1:{port}{PAGE}"
+
+
+def test_the_page_shows_a_cluster_and_runs_no_text_of_requests(browser: Browser, url: str) -> None:
+    with look(browser, url) as found:
+        page = found.page
+        page.wait_for_selector("#workers tbody tr")
+        assert page.locator("#link").inner_text() == "live"
+        assert page.locator("#workers tbody tr").count() == 8
+        row = page.locator("#workers tr", has_text=DRAINING)
+        assert "draining" in row.inner_text()
+        lanes = page.locator(".lane")
+        assert lanes.count() == 5
+        assert page.locator(".chip").count() > 5
+        page.wait_for_function(
+            "() => window.pullfill.memory.snapshot.flows.some(f => f.id.includes('<img'))"
+        )
+        assert page.evaluate("window.hacked") is None
+        assert page.locator("img").count() == 0
+        page.evaluate("id => window.pullfill.detail.request(id)", EVIL)
+        assert EVIL in page.locator("dialog h2").inner_text()
+        assert page.locator("img").count() == 0
+
+
+def test_a_request_opens_its_waterfall_and_a_worker_its_history(browser: Browser, url: str) -> None:
+    with look(browser, url) as found:
+        page = found.page
+        page.locator("#ended button").first.click()
+        fall = page.locator("dialog svg.fall")
+        fall.wait_for()
+        assert fall.locator("rect.actual").count() == 9
+        assert fall.locator("rect.expected").count() == 3
+        assert "prefill 921 ms" in str(fall.get_attribute("aria-label"))
+        assert "310 ms" in page.locator("dialog table").inner_text(), "what was predicted"
+        page.keyboard.press("Escape")
+        assert not page.locator("dialog").is_visible()
+        page.locator("#workers button", has_text=DRAINING).click()
+        assert page.locator("dialog svg path.line").count() >= 4
+        assert "drains" in page.locator("dialog").inner_text()
+        page.locator("dialog button", has_text="Close").click()
+
+
+def test_charts_are_read_with_the_keyboard(browser: Browser, url: str) -> None:
+    with look(browser, url) as found:
+        page = found.page
+        page.wait_for_selector("#charts path.line")
+        labels = page.locator("#charts svg").evaluate_all("all => all.map(e => e.ariaLabel)")
+        assert [label.split(":")[0] for label in labels] == [
+            "Time to first token", "Time between tokens", "Tokens/s", "Requests/s",
+            "Queue, seconds of work", "KV use of decode workers",
+        ]  # fmt: skip
+        chart = page.locator("#charts svg").first
+        chart.focus()
+        page.keyboard.press("PageUp")
+        page.keyboard.press("ArrowLeft")
+        assert " at " in str(chart.get_attribute("aria-label"))
+        assert page.locator("#charts line.cursor").count() == 6, "one cursor for all"
+        page.keyboard.press("Escape")
+        assert " at " not in str(chart.get_attribute("aria-label"))
+        kinds = page.locator("#charts svg").first.locator("rect")
+        assert kinds.evaluate_all("all => all.map(e => e.getAttribute('class'))") == [
+            "m-outage", "m-joined", "m-drain",
+        ]  # fmt: skip
+        page.keyboard.press("p")
+        assert page.locator("#link").inner_text() == "paused"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_it_fits_and_can_be_read(browser: Browser, url: str, scheme: Any, width: int) -> None:
+    """Nothing is wider than the screen, and text stands out from what is behind it (WCAG AA)."""
+    options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
+    with look(browser, url, **options) as found:
+        page = found.page
+        page.wait_for_selector("#ended tbody tr")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(LEAST_CONTRAST) >= 4.5
+
+
+LEAST_CONTRAST = """() => {
+  const channel = (c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const behind = (e) => {
+    for (; e; e = e.parentElement) {
+      const c = parse(getComputedStyle(e).backgroundColor);
+      if (c.length < 4 || c[3] > 0) return c;
+    }
+  };
+  let least = 99;
+  for (const e of document.querySelectorAll("h1,h2,h3,p,td,th,b,span,button")) {
+    if (!e.textContent.trim() || !e.checkVisibility()) continue;
+    const [a, b] = [light(parse(getComputedStyle(e).color)), light(behind(e))];
+    least = Math.min(least, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05));
+  }
+  return least;
+}"""
+
+
+def test_the_data_path_of_each_chart(browser: Browser, url: str) -> None:
+    with look(browser, url) as found:
+        page = found.page
+        page.wait_for_selector("#charts path.line")
+
+        def run(module: str, code: str) -> Any:
+            return page.evaluate(
+                f"async () => {{ const m = await import('/pullfill/ui/{module}'); {code} }}"
+            )
+
+        points = "[{at: 0, v: 1}, {at: 5, v: 2}, {at: 10}, {at: 15, v: 4}, {at: 60, v: 5}]"
+        values = run("charts.js", f"return m.series({points}, (p) => p.v)")
+        assert values == [[2.5, 1], [7.5, 2], [12.5, None], [17.5, 4], [62.5, 5]]
+        runs = run("charts.js", f"return m.runs(m.series({points}, (p) => p.v))")
+        assert runs == [[[2.5, 1], [7.5, 2]], [[17.5, 4]], [[62.5, 5]]], "no line across a gap"
+        tops = run("charts.js", "return [0, 0.3, 1, 1.1, 4.9, 73, 2000].map(m.ceiling)")
+        assert tops == [1, 0.5, 1, 2, 5, 100, 2000]
+        at = run("charts.js", f"return [4, 12, 40].map((t) => m.pointAt({points}, t)?.at ?? null)")
+        assert at == [0, 10, None]
+        counts = "[{decisions: {'remote a': 1, 'local b': 2}}, {}, {decisions: {'remote a': 4}}]"
+        assert run("tables.js", f"return m.decisionsOf({counts})") == [
+            ["remote", "a", 5], ["local", "b", 2],
+        ]  # fmt: skip
+        # Each line of the page against what the frontend sent.
+        lines = page.evaluate(LINES)
+        sent = page.evaluate("window.pullfill.memory.points()")[-30]
+        seconds = sent.get("seconds", 5)
+        kv = max(v[0] for name, v in sent["workers"].items() if name.startswith("decode"))
+        assert lines == [
+            [*sent["ttft_ms"]], [*sent["itl_ms"]], [sent["tokens_per_s"]],
+            [sent["done"] / seconds, sent.get("good", 0) / seconds], [sent["backlog_s"]], [kv],
+        ]  # fmt: skip
+
+
+LINES = """() => {
+  const point = window.pullfill.memory.points().at(-30);
+  return window.pullfill.charts.map((chart) => chart.lines.map((line) => line.pick(point)));
+}"""
+
+
+def test_memory_keeps_what_a_new_frontend_does_not_know(browser: Browser, url: str) -> None:
+    with look(browser, url) as found:
+        told = found.page.evaluate("""async () => {
+          const { Memory } = await import("/pullfill/ui/memory.js");
+          const memory = new Memory();
+          const row = (id) => ({ id, at: 1000, path: "local", reason: "short" });
+          memory.take({ at: 1000, frontend: "f", since: 5, whole: true, ended: [row("a")],
+            points: [{ at: 990, done: 4 }, { at: 995, done: 2, backlog_s: 1 }] });
+          memory.take({ at: 1001, frontend: "f", since: 5, ended: [row("b")],
+            points: [{ at: 995, done: 3 }] });
+          const before = memory.points().map((p) => p.done);
+          memory.take({ at: 1003, frontend: "f", since: 1002, whole: true,
+            ended: [row("b"), row("c")],
+            points: [{ at: 995, backlog_s: 2 }, { at: 1000, done: 1 }] });
+          const after = memory.points().map((p) => [p.done, p.backlog_s ?? null]);
+          memory.take({ at: 2500, frontend: "f", since: 1002, points: [] });
+          const ids = memory.ended.map((r) => r.id);
+          return [before, after, ids, memory.own.length, memory.points().length];
+        }""")
+    assert told == [[4, 3], [[4, None], [3, 2], [1, None]], ["a", "b", "c"], 0, 0]
+
+
+def test_the_page_connects_again_when_its_frontend_restarts(browser: Browser) -> None:
+    with ExitStack() as first, ExitStack() as second:
+        port = first.enter_context(serving())
+        found = second.enter_context(look(browser, f"http://127.0.0.1:{port}{PAGE}"))
+        found.expected = ("ERR_CONNECTION", "ERR_INCOMPLETE", "ERR_EMPTY", "/ui/events failed")
+        page = found.page
+        page.wait_for_selector("#ended tbody tr")
+        since, ended = page.evaluate(KNOWN)
+        first.close()
+        page.locator("#link", has_text="connecting again").wait_for()
+        assert page.locator("#workers tbody tr").count() == 8, "what is known stays"
+        second.enter_context(serving(port))
+        page.locator("#link", has_text="live").wait_for()
+        again, more = page.evaluate(KNOWN)
+        assert again > since
+        assert more >= ended
+        assert "was restarted" in page.locator("#marks").inner_text()
+
+
+KNOWN = "() => [window.pullfill.memory.snapshot.since, window.pullfill.memory.ended.length]"

@@ -1,0 +1,85 @@
+"""Where requests under way are, from flights and from the reports of workers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill.cluster_status import Report
+from pullfill.frontend.explain import Trace
+from pullfill.frontend.live_flows import flows_of
+from pullfill.live_view import Flow, HeldJob, OpenJob, Stage
+from tests.support.workers import record
+
+NOW = 100.0
+DECODE, PREFILL = record("d", role="decode"), record("p", role="prefill")
+
+
+def flight(name: str = "r", arrived: float = NOW - 3, **fields: Any) -> Any:
+    known: dict[str, Any] = {
+        "request": SimpleNamespace(prompt_token_ids=[1, 2, 3]), "wire_id": f"{name}-wire",
+        "trace": Trace(name, route_ms=500.0), "arrived": arrived, "submitted": arrived + 0.5,
+        "worker": SimpleNamespace(instance_id="d"), "tokens": [],
+    }  # fmt: skip
+    return SimpleNamespace(**(known | fields))
+
+
+def one(job: OpenJob | None = None, held: HeldJob | None = None, **fields: Any) -> Flow:
+    reports = [
+        (DECODE, Report(jobs=(job,) if job else ())),
+        (PREFILL, Report(held=(held,) if held else ())),
+    ]
+    (flow,), hidden = flows_of([flight(**fields)], reports, NOW)
+    assert hidden == 0
+    assert (flow.id, flow.own, flow.age_s) == ("r", True, 3.0)
+    return flow
+
+
+def job(state: str = "queued", **fields: Any) -> OpenJob:
+    return OpenJob(job_id="j", request_id="r-wire", state=state, **fields)
+
+
+def test_without_a_job_a_request_is_at_the_frontend_or_at_its_decode_worker() -> None:
+    assert one(worker=None).stage is Stage.ROUTE
+    assert one(worker=None).stage_s == 2.5
+    flow = one()
+    assert (flow.stage, flow.stage_s, flow.decode, flow.tokens) == (Stage.PROMPT, 2.0, "d", 3)
+
+
+def test_with_a_token_its_answer_is_under_way_whatever_an_old_report_says() -> None:
+    trace = Trace("r", first_token_ms=1000.0)
+    flow = one(job(), tokens=[5, 6], trace=trace)
+    assert (flow.stage, flow.made, flow.stage_s) == (Stage.DECODE, 2, 2.0)
+
+
+def test_a_job_moves_from_the_queue_to_prefill_and_to_kv() -> None:
+    flow = one(job(open_s=1.5, stage_s=1.5))
+    assert (flow.stage, flow.stage_s, flow.queue_s) == (Stage.QUEUE, 1.5, 1.5)
+    granted = job("granted", open_s=2.0, stage_s=0.5, queue_s=1.5, attempt=1, written=0.25)
+    flow = one(granted, HeldJob(job_id="j", computed=0.75))
+    assert (flow.stage, flow.prefill, flow.done) == (Stage.PREFILL, "p", 0.75)
+    assert (flow.queue_s, flow.prefill_s, flow.attempt) == (1.5, 0.5, 1)
+    flow = one(granted, HeldJob(job_id="j", computed=1.0, kv_s=0.125))
+    assert (flow.stage, flow.stage_s, flow.done, flow.prefill_s) == (Stage.KV, 0.125, 0.25, 0.375)
+    assert one(granted).stage is Stage.PREFILL, "its prefill worker does not answer"
+
+
+@pytest.mark.parametrize(
+    ("state", "stage"),
+    [("quarantined", Stage.QUEUE), ("reading", Stage.KV), ("verifying", Stage.KV)],
+)
+def test_every_state_of_a_job_is_a_stage(state: str, stage: Stage) -> None:
+    assert one(job(state)).stage is stage
+
+
+def test_jobs_of_other_frontends_are_shown_the_oldest_first() -> None:
+    other = OpenJob(job_id="o", request_id="theirs", state="queued", tokens=70, open_s=9.0)
+    flights = [flight("a", NOW - 1), flight("b", NOW - 2)]
+    flows, hidden = flows_of(flights, [(DECODE, Report(jobs=(other,))), (PREFILL, None)], NOW, 2)
+    assert [(flow.id, flow.own, flow.age_s) for flow in flows] == [
+        ("theirs", False, 9.0),
+        ("b", True, 2.0),
+    ]
+    assert (flows[0].tokens, flows[0].decode, hidden) == (70, "d", 1)

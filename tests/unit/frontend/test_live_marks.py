@@ -1,0 +1,92 @@
+"""What the live page marks: who joined, drained, was lost, and which server was away."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pullfill.cluster_status import Report
+from pullfill.frontend.live_marks import MAX_MARKS, Marks
+from pullfill.live_view import HISTORY_S
+from pullfill.wire import ServerStatus, WorkerState
+from tests.support.workers import record
+
+READY = record("decode-1", role="decode", pid=1)
+UP = ServerStatus(up=True, since_s=999.0)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def told(marks: Marks) -> list[tuple[str, str, float, float | None]]:
+    return [(m.kind, m.who, m.at, m.until) for m in marks.marks()]
+
+
+def test_changes_in_the_registry_are_marks() -> None:
+    clock = Clock()
+    marks = Marks(0.0, clock)
+    marks.on_change(None, READY)
+    clock.now += 1
+    again = msgspec.structs.replace(READY, pid=2)
+    marks.on_change(READY, again)
+    clock.now += 1
+    draining = msgspec.structs.replace(again, state=WorkerState.DRAINING)
+    marks.on_change(again, draining)
+    clock.now += 7
+    marks.on_change(draining, None)
+    assert told(marks) == [
+        ("joined", "decode-1", 1000.0, None),
+        ("restarted", "decode-1", 1001.0, None),
+        ("drain", "decode-1", 1002.0, 1009.0),
+        ("left", "decode-1", 1009.0, None),
+    ]
+
+
+def test_an_outage_lasts_until_the_server_answers() -> None:
+    clock = Clock()
+    marks = Marks(0.0, clock)
+    marks.seen([], {"nats": UP})
+    away = ServerStatus(up=False, since_s=3.0, error="nats://h:1: refused")
+    marks.seen([], {"nats": away})
+    clock.now += 4
+    marks.seen([], {"nats": msgspec.structs.replace(away, since_s=7.0)})
+    assert told(marks) == [("outage", "nats", 997.0, None)], "once, and it is not over"
+    clock.now += 2
+    marks.seen([], {"nats": ServerStatus(up=True, since_s=0.5)})
+    assert told(marks) == [("outage", "nats", 997.0, 1005.5)]
+    assert marks.marks()[0].text == "nats://h:1: refused"
+
+
+def test_an_outage_that_nobody_saw_is_known_by_its_end() -> None:
+    clock = Clock()
+    marks = Marks(0.0, clock)
+    marks.seen([], {"nats": ServerStatus(up=True, since_s=40.0)})
+    assert told(marks) == [("outage", "nats", 960.0, 960.0)]
+    fresh = Marks(clock.now - 20, clock)
+    fresh.seen([], {"nats": ServerStatus(up=True, since_s=12.0)})
+    assert told(fresh) == [], "it came up when we did"
+
+
+def test_a_worker_that_does_not_answer_is_lost_until_it_does() -> None:
+    clock = Clock()
+    marks = Marks(0.0, clock)
+    marks.seen([(READY, None)], {})
+    clock.now += 3
+    marks.seen([(READY, Report())], {})
+    assert told(marks) == [("lost", "decode-1", 1000.0, 1003.0)]
+
+
+def test_marks_are_bounded_and_what_lasts_is_kept() -> None:
+    clock = Clock()
+    marks = Marks(0.0, clock)
+    marks.seen([], {"nats": ServerStatus(up=False, since_s=0.0, error="e")})
+    clock.now += HISTORY_S + 1
+    assert [kind for kind, *_ in told(marks)] == ["outage"]
+    for _ in range(2 * MAX_MARKS):
+        marks.on_change(None, READY)
+    assert len(marks.marks()) == MAX_MARKS
+    clock.now += HISTORY_S + 1
+    assert told(marks) == []

@@ -1,0 +1,151 @@
+"""The routes of the live page: files, headers, and the stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pullfill.errors import OverloadedError
+from pullfill.frontend import live_page
+from pullfill.frontend.live_page import FILES, EventStream
+
+
+class Live:
+    """Yields what a test puts in, until `close`."""
+
+    def __init__(self) -> None:
+        self.bodies: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.full = False
+        self.over = 0
+
+    def watch(self) -> AsyncIterator[bytes]:
+        if self.full:
+            raise OverloadedError("too many look")
+        return self._watch()
+
+    async def _watch(self) -> AsyncIterator[bytes]:
+        try:
+            while (body := await self.bodies.get()) is not None:
+                yield body
+        finally:
+            self.over += 1
+
+
+def client(live: Live) -> httpx.AsyncClient:
+    async def request(found: Request) -> Response:
+        return JSONResponse({"request_id": found.path_params["request_id"]})
+
+    made: Any = live
+    app = Starlette(routes=live_page.routes(made, request))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t")
+
+
+async def test_every_file_that_the_page_names_is_there_and_runs_nothing_of_others() -> None:
+    async with client(Live()) as http:
+        page = await http.get("/pullfill/ui")
+        assert page.headers["content-type"].startswith("text/html")
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        for name in re.findall(r'(?:href|src)="([^"#]+)"', page.text):
+            assert name.startswith("ui/"), "relative, so a proxy may serve it below a prefix"
+            file = await http.get(f"/pullfill/{name}")
+            assert file.status_code == 200
+            assert file.headers["content-security-policy"] == policy
+            assert file.headers["x-content-type-options"] == "nosniff"
+        script = await http.get("/pullfill/ui/app.js")
+        assert script.headers["content-type"].startswith("text/javascript")
+
+
+def test_scripts_import_what_is_there_and_never_make_elements_of_text() -> None:
+    for file in FILES.glob("*.js"):
+        text = file.read_text()
+        for name in re.findall(r'from "\./([^"]+)"', text):
+            assert (FILES / name).is_file(), f"{file.name} imports {name}"
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+        assert not re.search(r"https?://(?!www\.w3\.org/)", text), "nothing from elsewhere"
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "index.html", "..%2froutes.py", "app.py"])
+async def test_other_files_are_not_served(name: str) -> None:
+    async with client(Live()) as http:
+        assert (await http.get(f"/pullfill/ui/{name}")).status_code == 404
+
+
+async def test_the_page_with_a_slash_leads_to_the_page() -> None:
+    async with client(Live()) as http:
+        assert (await http.get("/pullfill/ui/")).headers["location"] == "../ui"
+
+
+async def test_requests_are_told_below_the_page_too() -> None:
+    async with client(Live()) as http:
+        told = await http.get("/pullfill/ui/requests/cmpl-1")
+    assert told.json() == {"request_id": "cmpl-1"}
+
+
+async def test_events_end_with_their_source() -> None:
+    live = Live()
+    for body in (b'{"a":1}', b'{"b":2}', None):
+        live.bodies.put_nowait(body)
+    async with client(live) as http:
+        answer = await http.get("/pullfill/ui/events")
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert "content-length" not in answer.headers
+        assert answer.text == 'retry: 1000\n\ndata: {"a":1}\n\ndata: {"b":2}\n\n'
+        live.full = True
+        refused = await http.get("/pullfill/ui/events")
+    assert (refused.status_code, refused.json()["error"]) == (503, "too many look")
+
+
+class Peer:
+    """One ASGI connection. deaf: what is sent to it is never taken."""
+
+    def __init__(self, deaf: bool = False) -> None:
+        self.sent: list[Any] = []
+        self.gone = asyncio.Event()
+        self._deaf = deaf
+
+    async def receive(self) -> Any:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        if self._deaf and message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+        self.sent.append(message)
+
+
+async def test_a_viewer_that_disconnects_ends_its_source() -> None:
+    live, peer = Live(), Peer()
+    live.bodies.put_nowait(b"{}")
+    running = asyncio.ensure_future(
+        EventStream(live.watch())({"method": "GET"}, peer.receive, peer.send)
+    )
+    while len(peer.sent) < 3:  # noqa: ASYNC110 - the stream has no event to wait for
+        await asyncio.sleep(0)
+    assert live.over == 0
+    peer.gone.set()
+    await asyncio.wait_for(running, 5)
+    assert live.over == 1
+
+
+async def test_a_viewer_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "SEND_S", 0.02)
+    peer = Peer(deaf=True)
+    stream = EventStream(Live().watch())
+    await asyncio.wait_for(stream({"method": "GET"}, peer.receive, peer.send), 5)
+
+
+async def test_a_head_request_opens_no_stream() -> None:
+    live = Live()
+    async with client(live) as http:
+        assert (await http.head("/pullfill/ui/events")).status_code == 200

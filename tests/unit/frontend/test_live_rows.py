@@ -1,0 +1,108 @@
+"""The rows of the live page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pullfill.cluster_status import Report
+from pullfill.frontend.explain import Trace
+from pullfill.frontend.live_rows import backlog_of, ended_of, point_of, predicted_of, workers_of
+from pullfill.wire import ExplainRecord, PredictedMs, Timings
+from tests.support.workers import record
+
+RECORD = ExplainRecord(
+    request_id="w",
+    path="remote",
+    reason="long_prompt",
+    prompt_tokens=90,
+    prefix_hit_tokens=0,
+    remote_tokens=89,
+    decode_instance="d",
+    prefill_instance="p",
+    timings_ms=Timings(queue=5.0, prefill=9.0, claim=1.0),
+)
+TARGETS = (100.0, 10.0)
+
+
+def trace(**fields: Any) -> Trace:
+    known = {"first_token_ms": 50.0, "arrived_at": 7.0, "answer_ms": 130.0, "answer_tokens": 11}
+    return Trace("cmpl-1", **(known | fields))
+
+
+def test_a_row_has_the_mean_time_between_tokens_and_what_is_known_of_the_stages() -> None:
+    row = ended_of(RECORD, trace(), TARGETS)
+    assert (row.id, row.at, row.ttft_ms, row.itl_ms) == ("cmpl-1", 7.13, 50.0, 8.0)
+    assert (row.good, row.made, row.prompt) == (True, 11, 90)
+    assert row.stages == {"queue": 5.0, "prefill": 9.0}
+    assert (row.decode, row.prefill) == ("d", "p")
+
+
+@pytest.mark.parametrize(
+    ("fields", "good"),
+    [
+        ({"targets_ms": (49.0, None)}, False),
+        ({"targets_ms": (None, 7.9)}, False),
+        ({"targets_ms": (None, 8.1)}, True),
+        ({"first_token_ms": 101.0}, False),
+        ({"answer_tokens": 1}, True),
+        ({"targets_ms": ("nonsense", None)}, True),
+        ({"answer_ms": None}, None),
+    ],
+)
+def test_goodput_is_by_the_requests_own_targets_if_it_names_some(
+    fields: dict[str, Any], good: bool | None
+) -> None:
+    assert ended_of(RECORD, trace(**fields), TARGETS).good is good
+
+
+def test_a_cancelled_request_has_no_end() -> None:
+    row = ended_of(RECORD, trace(answer_ms=None), TARGETS)
+    assert (row.at, row.itl_ms, row.total_ms) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [("remote", 1.0), ("local", 2.0), ("local_chunked", 3.0), (None, 1.0)],
+)
+def test_the_prediction_is_that_of_the_choice(choice: str | None, expected: float) -> None:
+    predicted = PredictedMs(remote=1.0, local=2.0, local_chunked=3.0)
+    found = msgspec.structs.replace(RECORD, choice=choice, predicted_ms=predicted)
+    assert predicted_of(found) == expected
+    assert predicted_of(RECORD) is None
+
+
+def test_workers_show_what_they_have_and_what_waits() -> None:
+    decode = {
+        "running": 3, "waiting": 1, "kv_blocks": 100, "kv_free_blocks": 25,
+        "demand": {"backlog_s": 1.5, "pressure": 0.5}, "prefill_workers": ["p"],
+    }  # fmt: skip
+    prefill = {"jobs": 5, "unclaimed": 2, "tokens_per_s": 900.0, "kv_blocks": 0}
+    rows = workers_of(
+        [
+            (record("d", role="decode"), Report(load=decode)),
+            (record("p", role="prefill"), Report(load=prefill)),
+            (record("gone", role="decode"), None),
+        ],
+        {"d": 42.0},
+    )
+    one, two, gone = rows
+    assert (one.kv, one.running, one.waiting, one.tokens_per_s) == (0.75, 3, 1, 42.0)
+    assert (one.backlog_s, one.pressure) == (1.5, 0.5)
+    assert "prefill_workers" not in one.load, "only numbers and texts"
+    assert (two.kv, two.running, two.waiting, two.tokens_per_s) == (None, 3, 2, 900.0)
+    assert (gone.state, gone.kv, gone.running, gone.tokens_per_s) == ("lost", None, None, None)
+    assert msgspec.to_builtins(point_of(one)) == [0.75, 3, 1, 42.0]
+    assert backlog_of(rows) == 1.5
+    assert backlog_of(rows[1:]) is None
+
+
+@pytest.mark.parametrize(
+    "load", [{"kv_blocks": "9"}, {"demand": 3}, {"running": None}, {"jobs": True}]
+)
+def test_odd_reports_do_no_harm(load: dict[str, Any]) -> None:
+    for role in ("decode", "prefill"):
+        (row,) = workers_of([(record("x", role=role), Report(load=load))], {})
+        assert (row.kv, row.running, row.backlog_s) == (None, None, None)

@@ -1,0 +1,168 @@
+"""Snapshots are made while somebody looks, and at no other time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from pullfill.cluster_status import Report
+from pullfill.errors import OverloadedError
+from pullfill.frontend import live_view
+from pullfill.frontend.explain import ExplainStore, Trace
+from pullfill.frontend.live_view import LiveView
+from pullfill.live_view import Snapshot
+from pullfill.wire import ExplainRecord, ServerStatus
+from tests.support.workers import record
+
+
+class View:
+    """Counts how often the workers are asked."""
+
+    with_jobs = False
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.fails = False
+        self.etcd: Any = self
+        self._reports = [(record("d", role="decode"), Report(load={"running": 1}))]
+
+    def status(self) -> ServerStatus:
+        return ServerStatus(up=True, since_s=1.0)
+
+    def records(self) -> list[Any]:
+        return [worker for worker, _ in self._reports]
+
+    async def reports(self) -> Any:
+        self.asked += 1
+        assert self.with_jobs
+        if self.fails:
+            raise RuntimeError("a report that cannot be read")
+        return self._reports
+
+
+@pytest.fixture
+def view(monkeypatch: pytest.MonkeyPatch) -> View:
+    monkeypatch.setattr(live_view, "PERIOD_S", 0.01)
+    return View()
+
+
+def live_of(view: View, explain: ExplainStore | None = None) -> LiveView:
+    made: Any = view
+    return LiveView(
+        made, explain or ExplainStore(), tuple, lambda: (1000.0, 50.0),
+        frontend="f", model="m", since=1.0,
+    )  # fmt: skip
+
+
+def finish(explain: ExplainStore, name: str, made: int = 3) -> None:
+    trace = Trace(name, first_token_ms=5.0, arrived_at=time.time() - 1)
+    trace.answer_ms, trace.answer_tokens = 900.0, made
+    explain.open(name, trace)
+    explain.put(
+        ExplainRecord(
+            request_id=name, path="local", reason="short", prompt_tokens=5, prefix_hit_tokens=0,
+            remote_tokens=0, decode_instance="d",
+        )
+    )  # fmt: skip
+
+
+async def next_of(stream: AsyncIterator[bytes]) -> Snapshot:
+    async with asyncio.timeout(5):
+        return msgspec.json.decode(await anext(stream), type=Snapshot)
+
+
+async def test_nothing_is_asked_when_nobody_looks(view: View) -> None:
+    live = live_of(view)
+    tasks = len(asyncio.all_tasks())
+    await asyncio.sleep(0.05)
+    assert (view.asked, len(asyncio.all_tasks())) == (0, tasks)
+    stream: Any = live.watch()
+    await next_of(stream)
+    await next_of(stream)
+    await stream.aclose()
+    asked = view.asked
+    assert asked >= 2
+    await asyncio.sleep(0.05)
+    assert (view.asked, view.with_jobs, live.viewers) == (asked, False, 0)
+    assert len(asyncio.all_tasks()) == tasks
+
+
+async def test_the_first_snapshot_is_whole_and_later_ones_have_what_is_new(view: View) -> None:
+    explain = ExplainStore()
+    for number in range(3):
+        finish(explain, f"r{number}")
+    live = live_of(view, explain)
+    stream: Any = live.watch()
+    first = await next_of(stream)
+    assert first.whole
+    assert [row.id for row in first.ended] == ["r0", "r1", "r2"]
+    assert sum(point.done for point in first.points) == 3
+    assert first.now.done_per_s == 3 / 60
+    assert [row.instance_id for row in first.workers] == ["d"]
+    finish(explain, "r3")
+    seen: list[str] = []
+    while "r3" not in seen:
+        part = await next_of(stream)
+        assert not part.whole
+        assert len(part.points) <= 2
+        seen += [row.id for row in part.ended]
+    assert seen == ["r3"], "each once"
+    late: Any = live.watch()
+    again = await next_of(late)
+    assert again.whole
+    assert [row.id for row in again.ended] == ["r0", "r1", "r2", "r3"]
+    await stream.aclose()
+    await late.aclose()
+
+
+async def test_viewers_share_the_work_and_a_slow_one_gets_a_whole_snapshot(view: View) -> None:
+    live = live_of(view)
+    slow: Any = live.watch()
+    quick: Any = live.watch()
+    await next_of(slow)
+    for _ in range(6):
+        await next_of(quick)
+    assert live.viewers == 2
+    assert view.asked <= 8, "not once for each viewer"
+    found = [await next_of(slow) for _ in range(2)]
+    assert any(snapshot.whole for snapshot in found), "it has missed some"
+    await slow.aclose()
+    await quick.aclose()
+
+
+async def test_a_report_that_fails_ends_nothing(view: View) -> None:
+    live = live_of(view)
+    stream: Any = live.watch()
+    view.fails = True
+    waiting = asyncio.ensure_future(next_of(stream))
+    while view.asked < 3:  # noqa: ASYNC110 - the view has no event to wait for
+        await asyncio.sleep(0.005)
+    view.fails = False
+    assert (await waiting).whole
+    await stream.aclose()
+
+
+async def test_close_ends_all_viewers_and_later_ones(view: View) -> None:
+    live = live_of(view)
+    stream: Any = live.watch()
+    await next_of(stream)
+    live.close()
+    assert await anext(stream, None) is None
+    assert await anext(live.watch(), None) is None
+    assert live.viewers == 0
+
+
+async def test_viewers_are_bounded(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_view, "MAX_VIEWERS", 1)
+    live = live_of(view)
+    stream: Any = live.watch()
+    await next_of(stream)
+    with pytest.raises(OverloadedError, match="close another page"):
+        live.watch()
+    await stream.aclose()
+    live.watch()
