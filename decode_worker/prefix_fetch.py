@@ -14,8 +14,9 @@ What always holds:
 
 - After `begin` a request waits until `take` has returned it, exactly once. Only then vLLM may reuse
   its blocks, and then no thread copies into them: a cancelled request waits for that, too.
-- A fetch is tried once for a request. It has a deadline in each phase. So a holder that is stopped
-  delays one prompt by 2 s at most before the copy starts. Afterwards it is not asked for a while.
+- A fetch is tried once for a request. It has a deadline in each phase. A holder that is stopped
+  delays one prompt by 2 s at most before the copy starts, or by 4 s if it stops between the
+  connection and the answer. Afterwards it is not asked for a while.
 - If two prompts want the same prefix, the second one waits for the first, and then has a local hit.
 
 Each field of a `Fetch` has one writer, so no lock is needed.
