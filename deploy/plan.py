@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pullfill
 from pullfill.config import ClusterRef, check_namespace, ranks_of
-from pullfill.deploy import accelerator, defaults, devices, servers, vllm_flags
+from pullfill.deploy import accelerator, defaults, devices, machine, servers, vllm_flags
 from pullfill.deploy.procs import CLUSTER_ENV, spawn
 from pullfill.deploy.up_options import UpOptions, frontend_url
 from pullfill.errors import ConfigError
@@ -63,6 +63,8 @@ def check(options: UpOptions) -> None:
     _check_gpus(options)
     check_settings(options.settings)
     check_model(options.model)
+    if options.decode + options.prefill + options.frontends:
+        machine.refuse_wrong_packages()
     if options.port == 0:
         options.port = servers.free_port()
     for port in (options.port, *filter(None, options.own_ports)):

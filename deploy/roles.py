@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from pullfill.config import ClusterRef, ranks_of, split_urls
-from pullfill.deploy import accelerator, defaults, plan, vllm_flags
+from pullfill.deploy import accelerator, defaults, machine, plan, vllm_flags
 from pullfill.deploy.servers import check_port, port_problem, split_url
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError
@@ -164,6 +164,7 @@ def _prepare(
     if options.instance_id is not None and not is_name(options.instance_id):
         raise ConfigError(f"instance id {options.instance_id!r}: lower-case letters, digits, -, _")
     vllm_flags.check(vllm_args)
+    machine.refuse_wrong_packages()
     ref = cluster.find()
     launch = None
     if ref.state_dir is not None and not (cluster.etcd and cluster.nats):

