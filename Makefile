@@ -13,7 +13,7 @@ N ?= 10
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-nixl install-bench up down status test test-vllm test-fast zoo flaky lint format chaos chaos-report soak sim bench bench-quick clean
+.PHONY: help install install-nixl install-bench up down status test test-vllm test-fast zoo screenshots flaky lint format chaos chaos-report soak sim bench bench-quick clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ test-fast: install ## Unit, contract and benchmark tests, in eight forked proces
 
 zoo: install ## Tiny models of each architecture: a cluster answers as one engine (minutes)
 	$(BIN)/python -m tests.zoo $(ARGS)
+
+screenshots: install ## Make the pictures of the live page in docs/images (needs chromium)
+	$(BIN)/python -m tests.screenshots
 
 flaky: install ## Repeat make test, list what differed: make flaky N=10 [ARGS="--busy 2 tests/chaos"]
 	$(BIN)/python -m tests.flaky --runs $(N) $(ARGS)

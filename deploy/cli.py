@@ -95,6 +95,21 @@ def status(cluster: ClusterOptions, as_json: JsonOption = False) -> int:
 
 
 @command(app)
+def top(
+    cluster: ClusterOptions,
+    url: Annotated[str | None, typer.Option(metavar="URL", help="Of a frontend")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one screen")] = False,
+) -> int:
+    """Watch workers, requests and latencies in the terminal. `q` ends it.
+
+    Shows what a frontend shows at /pullfill/ui, to administrators only.
+    """
+    from pullfill.deploy.top import top
+
+    return top(cluster.find_to_ask(), url, once)
+
+
+@command(app)
 def plan(
     cluster: ClusterOptions,
     as_json: JsonOption = False,

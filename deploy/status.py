@@ -24,6 +24,7 @@ from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.runtime.health import outage_of
 from pullfill.wire import ServerStatus
 
+_IN_COLUMNS = ("kv_blocks", "kv_free_blocks", "running", "waiting", "jobs", "unclaimed")
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "lost": "red"}
 
 
@@ -78,21 +79,50 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
 
 
 def workers_table(rows: list[dict[str, Any]]) -> Group:
-    """Return a table with a row for each worker, and a line with its load below the row."""
-    table, loads = Table(box=None, padding=(0, 2, 0, 0)), list[Text]()
-    for column in ("instance", "role", "state", "model", "host", "pid", "restarts"):
-        table.add_column(column)
+    """Return a table with a row for each worker, then what else is not 0 in their load.
+
+    Fits 80 columns. Instance ids are never shortened."""
+    table, loads = Table(box=None, padding=(0, 1, 0, 0)), list[Text]()
+    table.add_column(
+        "instance", no_wrap=True, min_width=max((len(r["instance_id"]) for r in rows), default=0)
+    )
+    for column in ("role", "state"):
+        table.add_column(column, no_wrap=True)
+    for column in ("KV", "running", "waiting"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("host", no_wrap=True, overflow="ellipsis", max_width=15)
+    table.add_column("pid", justify="right", no_wrap=True)
     for row in rows:
         state = Text(row["state"], style=_STATE_STYLES.get(row["state"], ""))
-        who = (row["model"], row["host"], str(row["pid"]), str(row.get("restarts", 0)))
-        table.add_row(row["instance_id"], row["role"], state, *who)
-        load = (row.get("load") or {}).items()
-        numbers = [f"{k}={_short(v)}" for k, v in load if isinstance(v, int | float | str)]
-        if numbers:
-            loads.append(Text(f"{row['instance_id']}: {' '.join(numbers)}"))
+        load = row.get("load") or {}
+        figures = (_kv(load), *_work(row["role"], load))
+        table.add_row(
+            row["instance_id"], row["role"], state, *figures, row["host"], str(row["pid"])
+        )
+        more = [
+            f"{name}={_short(value)}"
+            for name, value in [("restarts", row.get("restarts", 0)), *load.items()]
+            if isinstance(value, int | float | str) and value and name not in _IN_COLUMNS
+        ]
+        if more:
+            loads.append(Text(f"{row['instance_id']}: {' '.join(more)}"))
     if not rows:
-        table.add_row("(no workers)")
-    return Group(table, *loads)
+        return Group(Text("(no workers)"))
+    models = ", ".join(sorted({row["model"] for row in rows}))
+    return Group(Text(f"model {models}"), table, *loads)
+
+
+def _kv(load: dict[str, Any]) -> str:
+    blocks, free = load.get("kv_blocks"), load.get("kv_free_blocks")
+    return f"{100 * (1 - free / blocks):.0f} %" if blocks and free is not None else ""
+
+
+def _work(role: str, load: dict[str, Any]) -> tuple[str, str]:
+    """Return how many requests (of a prefill worker: jobs) run and wait."""
+    if role == "prefill" and "jobs" in load:
+        waiting = load.get("unclaimed", 0)
+        return str(max(0, load["jobs"] - waiting)), str(waiting)
+    return str(load.get("running", "")), str(load.get("waiting", ""))
 
 
 def _short(value: Any) -> str:

@@ -76,6 +76,8 @@ def _say_ready(options: UpOptions, state: StateDir, detach: bool) -> None:
         typer.echo("ready (no frontend)")
     where = f" --state-dir {state.path}" if state.path.name != ".pullfill" else ""
     by_key = "" if detach else "Ctrl-C, or "
+    if options.frontend_url:
+        typer.echo(f"  watch: {options.frontend_url}/pullfill/ui, or pullfill top{where}")
     typer.echo(f"  logs: {state.logs}\n  stop: {by_key}pullfill down{where}")
 
 

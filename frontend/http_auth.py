@@ -166,7 +166,9 @@ def _from_here(scope: Scope, page: bool) -> bool:
         names = [value for name, value in headers if name == b"host"]
         if not all(map(_LOOPBACK_NAME.fullmatch, names)):
             return False
-        headers = [h for h in headers if h not in _OF_PAGE]
+        # A browser names the origin where it loads a page's modules.
+        own = {(b"origin", scheme + name) for name in names for scheme in (b"http://", b"https://")}
+        headers = [h for h in headers if h not in _OF_PAGE and h not in own]
     if any(n in _SPOKEN_FOR or n.startswith(_SPOKEN_FOR_PREFIXES) for n, _ in headers):
         return False
     client = scope.get("client")

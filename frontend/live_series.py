@@ -124,9 +124,12 @@ class Series:
         workers: Mapping[str, WorkerPoint],
     ) -> None:
         """Note what was seen in the `seconds` before `at`. tokens: of answers."""
-        step = self._step(at)
-        step.counted += tokens
-        step.looked += min(seconds, at - at // STEP_S * STEP_S)
+        step, before = self._step(at), self._step(at - STEP_S)
+        part = min(seconds, at % STEP_S)
+        step.counted += tokens * part / seconds
+        step.looked += part
+        before.counted += tokens * (seconds - part) / seconds
+        before.looked += min(seconds - part, STEP_S)
         step.backlog_s = backlog_s
         step.workers = dict(workers)
 
@@ -164,7 +167,7 @@ class Series:
     def _point(self, index: int, now: float) -> Point:
         step = self._steps.get(index) or _Step()
         seconds = max(0.5, min(STEP_S, now - index * STEP_S))
-        looked = step.looked >= 0.5 * seconds
+        looked = step.looked >= 0.5
         return Point(
             at=index * STEP_S,
             seconds=seconds,

@@ -43,7 +43,7 @@ class Page {
 
   makeCharts() {
     const pair = (pick, colour) => [
-      { name: "median", pick: (point) => pick(point)?.[0] ?? null, colour },
+      { name: "p50", pick: (point) => pick(point)?.[0] ?? null, colour },
       { name: "p95", pick: (point) => pick(point)?.[1] ?? null, colour, dash: true },
     ];
     const target = (index) => () => this.memory.snapshot?.targets_ms?.[index] || null;

@@ -52,7 +52,7 @@ export class Flow {
       const { number, note, list } = this.lanes.get(lane);
       number.textContent = flows.length ? String(flows.length) : "";
       const usual = medianIn(lane, ended, snapshot.at);
-      note.textContent = usual === null ? " " : `${usual.of} in the last minute, median ${ms(usual.median)}`;
+      note.textContent = usual === null ? " " : `${usual.of} a minute, median ${ms(usual.median)}`;
       const items = flows.slice(0, SHOWN).map((flow) => {
         shown.add(flow.id);
         return this.chip(flow).item;

@@ -4,38 +4,19 @@ tests/integration/test_live_page.py looks at a real one."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import uvicorn
 
 from tests.support.browser import chromium, look
-from tests.support.live_script import DRAINING, EVIL, ScriptedLive, app
+from tests.support.live_script import DRAINING, EVIL, serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 PAGE = "/pullfill/ui"
-
-
-@contextmanager
-def serving(port: int = 0) -> Iterator[int]:
-    """The scripted frontend, in a thread. port: 0: any. Yields the port."""
-    live = ScriptedLive()
-    config = uvicorn.Config(app(live), port=port, log_level="error", lifespan="off")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        thread.join(0.01)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        live.closed = server.should_exit = True
-        thread.join(10)
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +27,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving() as port:
-        yield f"http://127.0.0.1:{port}{PAGE}"
+    with serving() as served:
+        yield served + PAGE
 
 
 def test_the_page_shows_a_cluster_and_runs_no_text_of_requests(browser: Browser, url: str) -> None:
@@ -210,8 +191,8 @@ def test_memory_keeps_what_a_new_frontend_does_not_know(browser: Browser, url: s
 
 def test_the_page_connects_again_when_its_frontend_restarts(browser: Browser) -> None:
     with ExitStack() as first, ExitStack() as second:
-        port = first.enter_context(serving())
-        found = second.enter_context(look(browser, f"http://127.0.0.1:{port}{PAGE}"))
+        url = first.enter_context(serving())
+        found = second.enter_context(look(browser, url + PAGE))
         found.expected = ("ERR_CONNECTION", "ERR_INCOMPLETE", "ERR_EMPTY", "/ui/events failed")
         page = found.page
         page.wait_for_selector("#ended tbody tr")
@@ -219,7 +200,7 @@ def test_the_page_connects_again_when_its_frontend_restarts(browser: Browser) ->
         first.close()
         page.locator("#link", has_text="connecting again").wait_for()
         assert page.locator("#workers tbody tr").count() == 8, "what is known stays"
-        second.enter_context(serving(port))
+        second.enter_context(serving(int(url.rpartition(":")[2])))
         page.locator("#link", has_text="live").wait_for()
         again, more = page.evaluate(KNOWN)
         assert again > since

@@ -13,8 +13,11 @@ import asyncio
 import math
 import random
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -23,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pullfill.frontend import live_page
+from pullfill.frontend.http_auth import HttpAuth
 from pullfill.frontend.live_series import Series
 from pullfill.live_view import (
     HISTORY_S,
@@ -86,7 +90,7 @@ class ScriptedLive:
                 self._end(self._request(at, busy, away))
             self._sample(self._began + ago, busy, away)
 
-    def _sample(self, at: float, busy: float, away: bool) -> None:
+    def _sample(self, at: float, busy: float, away: bool, seconds: float = STEP_S) -> None:
         rate = 900 * busy + 40 * self._random.random()
         backlog = None if away else max(0.0, 9 * (busy - 0.45) + self._random.random() * 0.4)
         points = {}
@@ -96,7 +100,7 @@ class ScriptedLive:
         for number, name in enumerate(PREFILL):
             jobs = min(4, round(6 * busy - number + self._random.random()))
             points[name] = WorkerPoint(0.6 * busy, max(0, jobs), 0, 5200 + 300 * number)
-        self._series.sampled(at, STEP_S, rate * STEP_S, backlog, points)
+        self._series.sampled(at, seconds, rate * seconds, backlog, points)
 
     def _request(self, at: float, busy: float, away: bool) -> Ended:
         rnd = self._random
@@ -138,7 +142,7 @@ class ScriptedLive:
         """Requests that go through the stages again and again."""
         flows = []
         for number in range(26):
-            phase = (now * (0.55 + 0.02 * number) + 1.37 * number) % 14
+            phase = (now - self._began + number * 14 / 26) % 14
             common = {
                 "id": EVIL if number == 20 else f"chatcmpl-{number * 7919:05x}b{number:02d}",
                 "age_s": phase, "tokens": 2600 + 311 * number, "decode": DECODE[number % 4],
@@ -146,22 +150,22 @@ class ScriptedLive:
             prefill = PREFILL[number % 3]
             if phase < 0.25:
                 flow = Flow(stage=Stage.PROMPT, stage_s=phase, **common)
-            elif phase < 1.5:
+            elif phase < 3.0:
                 flow = Flow(stage=Stage.QUEUE, stage_s=phase - 0.25, **common)
-            elif phase < 3.4:
-                done = (phase - 1.5) / 1.9
+            elif phase < 6.5:
+                done = (phase - 3.0) / 3.5
                 flow = Flow(
-                    stage=Stage.PREFILL, stage_s=phase - 1.5, done=done, prefill=prefill,
-                    queue_s=1.25, prefill_s=phase - 1.5, attempt=1, **common,
+                    stage=Stage.PREFILL, stage_s=phase - 3.0, done=done, prefill=prefill,
+                    queue_s=2.75, prefill_s=phase - 3.0, attempt=1, **common,
                 )  # fmt: skip
-            elif phase < 3.9:
+            elif phase < 7.7:
                 flow = Flow(
-                    stage=Stage.KV, stage_s=phase - 3.4, done=0.86, prefill=prefill, queue_s=1.25,
-                    prefill_s=1.9, attempt=1, **common,
+                    stage=Stage.KV, stage_s=phase - 6.5, done=0.86, prefill=prefill, queue_s=2.75,
+                    prefill_s=3.5, attempt=1, **common,
                 )  # fmt: skip
             else:
-                made = round(40 * (phase - 3.9))
-                flow = Flow(stage=Stage.DECODE, stage_s=phase - 3.9, made=made, **common)
+                made = round(40 * (phase - 7.7))
+                flow = Flow(stage=Stage.DECODE, stage_s=phase - 7.7, made=made, **common)
             flows.append(flow)
         return sorted(flows, key=lambda flow: -flow.age_s)
 
@@ -171,7 +175,7 @@ class ScriptedLive:
         fresh = [self._request(now, busy, False)]
         for row in fresh:
             self._end(row)
-        self._sample(now, busy, False)
+        self._sample(now, busy, False, 1.0)
         points = self._series.points(now, None if whole else 2)
         workers = tuple(
             self._worker(name, points[-1].workers[name]) for name in (*DECODE, *PREFILL)
@@ -257,6 +261,26 @@ def app(live: ScriptedLive) -> Starlette:
         return Response(body, media_type="application/json")
 
     return Starlette(routes=live_page.routes(live, request))  # type: ignore[arg-type]
+
+
+@contextmanager
+def serving(port: int = 0, admin: tuple[str, ...] = ()) -> Iterator[str]:
+    """The scripted frontend in a thread, behind the admission of a real one. Yields its URL.
+
+    port: 0: any. admin: keys of administrators."""
+    live = ScriptedLive()
+    guarded: Any = HttpAuth(app(live), (), admin)  # type: ignore[arg-type]
+    config = uvicorn.Config(guarded, port=port, log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        live.closed = server.should_exit = True
+        thread.join(10)
 
 
 if __name__ == "__main__":

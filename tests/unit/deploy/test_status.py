@@ -37,12 +37,30 @@ def test_status_says_what_is_away_and_how_old_the_rest_is() -> None:
     assert said(up, up, workers=rows)[-1] == "prefill-1: no decode worker is connected to it"
 
 
-def test_status_shows_names_and_loads_whole_at_80_columns() -> None:
-    row: dict[str, Any] = dict.fromkeys(("state", "model", "host", "pid"), "demo")
-    rows = [row | {"role": "decode", "instance_id": f"decode-4{n}f1a16d"} for n in range(2)]
-    rows[1]["load"] = {"running": 3, "quarantined_blocks": 12, "steps_s": 0.12345}
+def test_status_fits_80_columns_and_shortens_no_instance_id() -> None:
+    row: dict[str, Any] = {"state": "ready", "model": "demo", "host": "10.0.0.12", "pid": 4194304}
+    decode = {
+        "running": 3, "waiting": 12, "kv_blocks": 200, "kv_free_blocks": 150, "open_jobs": 0,
+        "quarantined_blocks": 12, "steps_s": 0.12345, "prefix": {"blocks": 9},
+    }  # fmt: skip
+    prefill = {"jobs": 5, "unclaimed": 2, "tokens": 4096, "kv_blocks": 0, "kv_free_blocks": 0}
+    rows = [
+        row | {"role": "decode", "instance_id": "decode-40f1a16d", "load": decode, "restarts": 2},
+        row | {"role": "prefill", "instance_id": "prefill-41f1a16d", "load": prefill},
+        row | {"role": "prefill", "instance_id": "prefill-42f1a16d", "state": "draining",
+               "host": "a-host-with-a-name-that-is-far-too-long.example.com"},
+    ]  # fmt: skip
     stream = io.StringIO()
     Console(file=stream, width=80).print(workers_table(rows))
     lines = stream.getvalue().splitlines()
-    assert [line.split()[0] for line in lines[1:3]] == ["decode-40f1a16d", "decode-41f1a16d"]
-    assert lines[3:] == ["decode-41f1a16d: running=3 quarantined_blocks=12 steps_s=0.123"]
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "model demo"
+    assert [line.split() for line in lines[2:4]] == [
+        ["decode-40f1a16d", "decode", "ready", "25", "%", "3", "12", "10.0.0.12", "4194304"],
+        ["prefill-41f1a16d", "prefill", "ready", "3", "2", "10.0.0.12", "4194304"],
+    ]
+    assert lines[4].startswith("prefill-42f1a16d prefill draining")
+    assert lines[5:] == [
+        "decode-40f1a16d: restarts=2 quarantined_blocks=12 steps_s=0.123",
+        "prefill-41f1a16d: tokens=4096",
+    ]

@@ -184,6 +184,10 @@ def test_a_browser_shows_a_key_as_a_password_for_the_page_only() -> None:
     [
         ({"host": "localhost:8000", "sec-fetch-site": "none"}, 200),
         ({"host": "127.0.0.1:8000", "sec-fetch-site": "same-origin"}, 200),
+        ({"host": "localhost:8", "origin": "http://localhost:8"}, 200),
+        ({"host": "localhost:8", "origin": "http://localhost:9"}, 403),
+        ({"host": "localhost:8", "origin": "null"}, 403),
+        ({"host": "evil.example:8", "origin": "http://evil.example:8"}, 403),
         ({"host": "[::1]:8000"}, 200),
         ({"host": "LOCALHOST"}, 200),
         ({"host": "localhost", "sec-fetch-site": "cross-site"}, 403),

@@ -55,6 +55,15 @@ def test_samples_count_more_than_what_was_spread() -> None:
     assert point.workers == {"d": WorkerPoint(0.25, 3, 1, 7.0)}
 
 
+def test_a_look_across_two_steps_counts_in_both() -> None:
+    series = Series()
+    series.sampled(NOW - 1, 4.0, 40.0, None, {})
+    series.sampled(NOW + 1, 2.0, 40.0, None, {})
+    before, now = series.points(NOW + 1, 2)
+    assert now.tokens_per_s == pytest.approx(20.0)
+    assert before.tokens_per_s == pytest.approx((40 + 20) / (4 + 1))
+
+
 def test_what_is_older_than_the_history_is_forgotten() -> None:
     series = Series()
     series.ended(ended(NOW))

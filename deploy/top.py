@@ -1,0 +1,176 @@
+"""`pullfill top`: the live page of a frontend, in a terminal.
+
+Reads the same events as the page. If the frontend goes away, what was seen stays on the screen, and
+the next frontend that answers is shown. Ends with Ctrl-C or `q`.
+
+Where the output is no terminal, one screen is printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.live import Live
+
+from pullfill.config import ClusterRef, read_cluster_file
+from pullfill.deploy.members import frontend_urls
+from pullfill.deploy.top_view import Seen, screen
+from pullfill.errors import ConfigError, UnavailableError
+from pullfill.live_view import Snapshot
+
+AGAIN_S = 1.0
+PATH = "/pullfill/ui/events"
+_TIMEOUT = httpx.Timeout(5.0, read=10.0)
+"""A frontend with many workers tells a snapshot every few seconds."""
+_WIDTH = 80
+"""Columns where the output is no terminal."""
+
+
+def top(ref: ClusterRef, url: str | None, once: bool) -> int:
+    """Show the cluster until the user ends it.
+
+    url: of a frontend. None: those of the cluster.
+    once: print one screen.
+    Raises UnavailableError if no frontend answers, ConfigError if one refuses."""
+    console = Console()
+    snapshots = _snapshots(ref, url)
+    if once or not console.is_terminal:
+        seen = Seen()
+        found = next(snapshots)
+        assert isinstance(found, Snapshot)
+        seen.take(found)
+        snapshots.close()
+        width = console.width if console.is_terminal else _WIDTH
+        Console(width=width).print(screen(seen, height=1000), highlight=False)
+        return 0
+    with suppress(KeyboardInterrupt):
+        _watch(console, snapshots)
+    return 0
+
+
+def _watch(console: Console, snapshots: Iterator[Snapshot | str]) -> None:
+    """Show each snapshot. A text is a trouble."""
+    seen = Seen()
+    with _q_ends(), Live(console=console, screen=True, auto_refresh=False) as live:
+        for found in snapshots:
+            trouble = found if isinstance(found, str) else ""
+            if isinstance(found, Snapshot):
+                seen.take(found)
+            live.update(screen(seen, trouble, console.height), refresh=True)
+
+
+@contextlib.contextmanager
+def _q_ends() -> Iterator[None]:
+    """While open, `q` does what Ctrl-C does."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    closed_r, closed_w = os.pipe()
+
+    def read() -> None:
+        while True:
+            ready, _, _ = select.select([descriptor, closed_r], [], [])
+            if closed_r in ready:
+                return
+            if os.read(descriptor, 1) in (b"q", b"Q", b""):
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    tty.setcbreak(descriptor)
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        os.close(closed_w)
+        reader.join(1.0)
+        os.close(closed_r)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+# --------------------------------------------------------------------------- the stream
+
+
+def _snapshots(ref: ClusterRef, url: str | None) -> Generator[Snapshot | str, None, None]:
+    """Yield snapshots for ever, and why there is none.
+
+    Raises UnavailableError and ConfigError as long as no frontend has answered."""
+    answered = False
+    while True:
+        why = "no frontend is known"
+        for where in [url] if url else frontend_urls(ref):
+            try:
+                for snapshot in _stream(ref, where.rstrip("/"), given=url is not None):
+                    answered = True
+                    yield snapshot
+                why = f"{where} has ended its stream"
+            except ConfigError as exc:
+                if not answered:
+                    raise
+                why = str(exc)
+            except (httpx.HTTPError, msgspec.DecodeError) as exc:
+                why = f"{where}: {exc or type(exc).__name__}"
+            if answered:
+                yield f"connecting again: {why}"
+        if not answered:
+            raise UnavailableError(f"no frontend answers ({why}): try `pullfill doctor`")
+        time.sleep(AGAIN_S)
+
+
+def _stream(ref: ClusterRef, url: str, *, given: bool) -> Iterator[Snapshot]:
+    """Yield the snapshots of one frontend. Raises ConfigError if it refuses.
+
+    given: the user has named it."""
+    decoder = msgspec.json.Decoder(Snapshot)
+    with httpx.Client(timeout=_TIMEOUT, trust_env=False, verify=True) as client:
+        for key in _keys_for(ref, url, given):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            with client.stream("GET", url + PATH, headers=headers) as answer:
+                if answer.status_code in (401, 403):
+                    continue
+                if answer.status_code != 200:
+                    raise ConfigError(f"{url}{PATH} answers {answer.status_code}")
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        yield decoder.decode(line[6:])
+                return
+    raise ConfigError(
+        f"{url} shows this to administrators only: name the --security file that has "
+        "[frontend] admin_key_file, or run `pullfill top` on the machine of the frontend"
+    )
+
+
+def _keys_for(ref: ClusterRef, url: str, given: bool) -> Iterator[str]:
+    """Yield the keys to try.
+
+    Whoever may write to etcd can announce a frontend. So an administrator's key goes only to those
+    that the user or the state directory names."""
+    yield ""
+    if given or url in _own_urls(ref):
+        yield from ref.security.frontend.admin_keys()
+    yield from ref.security.frontend.api_keys()
+
+
+def _own_urls(ref: ClusterRef) -> set[str]:
+    if ref.state_dir is None:
+        return set()
+    with suppress(ConfigError):
+        cluster = read_cluster_file(ref.state_dir)
+        urls = [cluster.frontend_url, *(entry.url for entry in cluster.processes)]
+        return {url.rstrip("/") for url in urls if url}
+    return set()

@@ -1,0 +1,258 @@
+"""One screen of `pullfill top`, from the snapshots of a frontend. Fits 80 columns."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pullfill.live_view import HISTORY_S, STEP_S, Flow, Mark, Point, Snapshot, Stage, WorkerRow
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_SPARK = 45
+"""Columns of a history. Each covers 20 s."""
+_FIXED = 14
+"""Lines of a screen besides workers, requests and marks."""
+_MARKS = 3
+_STATES = {"ready": ("●", "green"), "draining": ("◆", "yellow"), "lost": ("✕", "bold red")}
+_LANES = {
+    "decode worker": (Stage.ROUTE, Stage.PROMPT),
+    "queue": (Stage.QUEUE,),
+    "prefill": (Stage.PREFILL,),
+    "KV": (Stage.KV,),
+    "answer": (Stage.DECODE,),
+}
+_NAMES = {stage: lane for lane, stages in _LANES.items() for stage in stages}
+_STYLES = {"queue": "yellow", "prefill": "blue", "KV": "cyan", "answer": "green"}
+_SAID = {"outage": "does not answer", "lost": "is lost", "drain": "drains", "left": "left",
+         "joined": "joined", "restarted": "was restarted"}  # fmt: skip
+
+
+class Seen:
+    """What was seen of a cluster: the last snapshot and the history. `take` each snapshot."""
+
+    def __init__(self) -> None:
+        self.snapshot: Snapshot | None = None
+        self._points: dict[float, Point] = {}
+
+    def take(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self._points |= {point.at: point for point in snapshot.points}
+        for at in [at for at in self._points if at < snapshot.at - HISTORY_S - STEP_S]:
+            del self._points[at]
+
+    @property
+    def points(self) -> list[Point]:
+        """The points of the history, oldest first."""
+        return [self._points[at] for at in sorted(self._points)]
+
+
+def screen(seen: Seen, trouble: str = "", height: int = 40) -> Group:
+    """Return what to show.
+
+    trouble: why there is nothing new. height: lines of the terminal."""
+    snapshot = seen.snapshot
+    if snapshot is None:
+        return Group(Text(trouble or "waiting for the first snapshot", style="yellow"))
+    workers = list(snapshot.workers)
+    marks = list(snapshot.marks)[-_MARKS:]
+    room = max(4, height - _FIXED - len(marks))
+    rows = min(len(workers), max(2, room * 2 // 3))
+    flows = _interesting(snapshot.flows)[: max(0, room - rows - 2)]
+    parts: list[RenderableType] = [
+        _head(snapshot, trouble),
+        *_figures(snapshot),
+        *_histories(seen.points, snapshot.at),
+        _lanes(snapshot),
+        _workers(workers[:rows], len(workers) - rows),
+        *_decisions(seen.points),
+    ]
+    if flows:
+        parts.append(_flows(flows))
+    parts += [_mark(mark, snapshot.at) for mark in reversed(marks)]
+    return Group(*parts)
+
+
+def plain(text: str) -> str:
+    """Return the text without what could move the cursor or colour the terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def ms(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if value < 10:
+        return f"{value:.1f} ms"
+    return f"{value:.0f} ms" if value < 1000 else seconds(value / 1e3)
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if value < 10:
+        return f"{value:.1f} s"
+    return f"{value:.0f} s" if value < 90 else f"{value / 60:.0f} min"
+
+
+def count(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if value < 10_000:
+        return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+    return f"{value / 1e3:.1f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
+
+
+def spark(values: Sequence[float | None], columns: int = _SPARK) -> str:
+    """Return the values as blocks, the highest of each column. None: a gap."""
+    per = max(1, -(-len(values) // columns))
+    groups = [values[i : i + per] for i in range(0, len(values), per)]
+    tops = [max((v for v in group if v is not None), default=None) for group in groups]
+    highest = max((v for v in tops if v is not None), default=0.0)
+    last = len(_BLOCKS) - 1
+    return "".join(
+        " " if v is None else _BLOCKS[min(last, 1 + int((last - 1) * v / highest))] if highest
+        else _BLOCKS[1]
+        for v in tops
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------- parts
+
+
+def _head(snapshot: Snapshot, trouble: str) -> Text:
+    text = Text("pullfill ", style="bold")
+    others = f" (1 of {snapshot.frontends} frontends)" if snapshot.frontends > 1 else ""
+    text.append(f"{plain(snapshot.model)} at {plain(snapshot.frontend)}{others}", style="dim")
+    text.append(time.strftime("  %H:%M:%S", time.localtime(snapshot.at)), style="dim")
+    if trouble:
+        text.append(f"\n{trouble}", style="bold yellow")
+    for why in filter(None, snapshot.servers.values()):
+        text.append(f"\n▲ {plain(why)}", style="bold red")
+    return text
+
+
+def _figures(snapshot: Snapshot) -> Iterator[RenderableType]:
+    now, (ttft, itl) = snapshot.now, snapshot.targets_ms
+
+    def pair(values: tuple[float, float] | None) -> str:
+        return "–" if values is None else f"{ms(values[0])} / {ms(values[1])}"
+
+    good = f"{100 * now.good_per_s / now.done_per_s:.0f} %" if now.done_per_s else "–"
+    queue = "unknown"
+    if snapshot.queue is not None:
+        jobs, tokens = snapshot.queue
+        queue = f"{seconds(now.backlog_s)} of work ({jobs} jobs, {count(tokens)} tokens)"
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_row("TTFT", f"{pair(now.ttft_ms)}", "tokens/s", count(now.tokens_per_s))
+    table.add_row("ITL", f"{pair(now.itl_ms)}", "requests/s", count(now.done_per_s))
+    table.add_row(
+        "goodput", f"{good} (TTFT {ms(ttft)}, ITL {ms(itl)})", "under way", str(now.in_flight)
+    )
+    table.add_row("queue", queue, "failed", str(now.failed))
+    yield table
+
+
+def _histories(points: Sequence[Point], now: float) -> Iterator[RenderableType]:
+    """The last 15 minutes, oldest on the left."""
+    steps = {round(point.at / STEP_S): point for point in points}
+    last = int(now // STEP_S)
+    line = [steps.get(index) for index in range(last - int(HISTORY_S // STEP_S) + 1, last + 1)]
+    rows: dict[str, list[float | None]] = {
+        "TTFT p95": [p.ttft_ms[1] if p and p.ttft_ms else None for p in line],
+        "tokens/s": [p.tokens_per_s if p else None for p in line],
+        "in target/s": [p.good / p.seconds if p else None for p in line],
+        "queue": [p.backlog_s if p else None for p in line],
+    }
+    shown = {"TTFT p95": ms, "queue": seconds}
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for name, values in rows.items():
+        highest = max((v for v in values if v is not None), default=None)
+        top = shown.get(name, count)(highest)
+        table.add_row(f"{name:<11}", Text(f"{spark(values):<{_SPARK}}", style="cyan"), f"max {top}")
+    yield table
+
+
+def _lanes(snapshot: Snapshot) -> Text:
+    text = Text("")
+    for number, (lane, stages) in enumerate(_LANES.items()):
+        flows = [flow for flow in snapshot.flows if flow.stage in stages]
+        longest = max((flow.stage_s or 0.0 for flow in flows), default=None)
+        text.append(" → " if number else "", style="dim")
+        text.append(f"{lane} ", style=_STYLES.get(lane, ""))
+        text.append(str(len(flows)), style="bold")
+        text.append(f" {seconds(longest)}" if longest is not None else "", style="dim")
+    return text
+
+
+def _workers(rows: Sequence[WorkerRow], hidden: int) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=26)
+    for name in ("role", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("KV", "run", "wait", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        sign, style = _STATES.get(row.state, ("•", ""))
+        kv = "–" if row.kv is None else f"{100 * row.kv:.0f} %"
+        high = "red" if row.kv is not None and row.kv > 0.9 else ""
+        table.add_row(
+            plain(row.instance_id), row.role, Text(f"{sign} {row.state}", style=style),
+            Text(kv, style=high), count(row.running), count(row.waiting), count(row.tokens_per_s),
+        )  # fmt: skip
+    if hidden > 0:
+        table.add_row(Text(f"and {hidden} more", style="dim"))
+    if not rows:
+        return Text("no worker is known", style="yellow")
+    return table
+
+
+def _decisions(points: Iterable[Point]) -> Iterator[Text]:
+    counts: Counter[str] = Counter()
+    for point in points:
+        counts.update(point.decisions)
+    if total := counts.total():
+        said = [f"{plain(name)} {100 * n / total:.0f} %" for name, n in counts.most_common(5)]
+        yield Text("prefilled: " + ", ".join(said), style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _interesting(flows: Iterable[Flow]) -> list[Flow]:
+    """Requests on their way to a prefill worker and back first, then the oldest."""
+    return sorted(flows, key=lambda f: (f.stage is Stage.DECODE, -f.age_s))
+
+
+def _flows(flows: Sequence[Flow]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("request", no_wrap=True, overflow="ellipsis", max_width=24)
+    table.add_column("stage", no_wrap=True)
+    for name in ("for", "done", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=18)
+    for flow in flows:
+        lane = _NAMES[flow.stage]
+        done = "" if flow.done is None else f"{100 * flow.done:.0f} %"
+        tokens = flow.made if flow.stage is Stage.DECODE else flow.tokens
+        style = _STYLES.get(lane, "")
+        table.add_row(
+            plain(flow.id)[-24:], Text(lane, style=style), seconds(flow.stage_s), done,
+            count(tokens), plain(flow.prefill or flow.decode),
+        )  # fmt: skip
+    return table
+
+
+def _mark(mark: Mark, now: float) -> Text:
+    at = time.strftime("%H:%M:%S", time.localtime(mark.at))
+    lasts = (
+        ""
+        if mark.until is None or mark.until == mark.at
+        else f" ({seconds(mark.until - mark.at)}, over)"
+    )
+    what = "answers again" if mark.until == mark.at else _SAID.get(mark.kind, mark.kind)
+    more = f": {plain(mark.text)}" if mark.text and mark.until != mark.at else ""
+    bad = "red" if mark.kind in ("outage", "lost") else "dim"
+    return Text(
+        f"{at} {plain(mark.who)} {what}{lasts}{more}", style=bad, no_wrap=True, overflow="ellipsis"
+    )

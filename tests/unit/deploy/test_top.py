@@ -1,0 +1,85 @@
+"""`pullfill top` against a scripted frontend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pullfill.config import ClusterRef
+from pullfill.deploy import top as command
+from pullfill.errors import ConfigError, UnavailableError
+from pullfill.live_view import Snapshot
+from pullfill.net.security import FrontendSecurity, Security
+from tests.support.live_script import DECODE, serving
+
+ADMIN = "admin-key-0123456789"
+NOWHERE = "http://127.0.0.1:1"
+
+
+def ref(tmp_path: Path, url: str = "", admin: str = "") -> ClusterRef:
+    """A cluster whose state directory names this frontend."""
+    cluster = {
+        "namespace": "n", "nats_url": "nats://127.0.0.1:1", "etcd_url": NOWHERE,
+        "frontend_url": url, "processes": [],
+    }  # fmt: skip
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster))
+    security = Security()
+    if admin:
+        key = tmp_path / "admin.key"
+        key.write_text(admin + "\n")
+        key.chmod(0o600)
+        security = Security(frontend=FrontendSecurity(admin_key_file=str(key)))
+    return ClusterRef("n", NOWHERE, "nats://127.0.0.1:1", tmp_path, security)
+
+
+def test_one_screen_is_printed_where_there_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as url:
+        assert command.top(ref(tmp_path, url), None, once=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith(DECODE[0]) for line in lines)
+
+
+def test_the_administrators_key_goes_to_frontends_that_the_user_knows_only(tmp_path: Path) -> None:
+    """Who may write to etcd can announce a frontend, and would get the key."""
+    here = ref(tmp_path, "http://mine:1/", ADMIN)
+    assert list(command._keys_for(here, "http://mine:1", False)) == ["", ADMIN]
+    assert list(command._keys_for(here, "http://announced:1", False)) == [""]
+    assert list(command._keys_for(here, "http://named:1", True)) == ["", ADMIN]
+
+
+def test_a_frontend_with_keys_wants_one(tmp_path: Path) -> None:
+    with serving(admin=(ADMIN,)) as url:
+        snapshots = command._snapshots(ref(tmp_path, url, ADMIN), None)
+        assert isinstance(next(snapshots), Snapshot)
+        snapshots.close()
+        with pytest.raises(ConfigError, match="admin_key_file"):
+            next(command._snapshots(ref(tmp_path, url), None))
+        with pytest.raises(ConfigError, match="administrators only"):
+            next(command._snapshots(ref(tmp_path), url))
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="no frontend answers"):
+        next(command._snapshots(ref(tmp_path, NOWHERE), None))
+
+
+def test_a_frontend_that_goes_away_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "AGAIN_S", 0.05)
+    with serving() as url:
+        snapshots = command._snapshots(ref(tmp_path, url), None)
+        first = next(snapshots)
+        assert isinstance(first, Snapshot)
+        assert first.whole
+    said = next(found for found in snapshots if isinstance(found, str))
+    assert said.startswith("connecting again: ")
+    with serving(int(url.rpartition(":")[2])):
+        again = next(found for found in snapshots if isinstance(found, Snapshot))
+        assert again.whole
+        snapshots.close()
