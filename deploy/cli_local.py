@@ -1,4 +1,4 @@
-"""The commands about a cluster of this machine: `pullfill up`, `down`."""
+"""The commands about a cluster of this machine: `pullfill up`, `down`, `scale` and the like."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from pullfill.deploy.command import command, flags_of
 from pullfill.deploy.up_options import UpOptions
+from pullfill.errors import ConfigError
 from pullfill.options import ClusterOptions, FrontendOptions, StateDirOptions, WorkerOptions
 
 
@@ -16,6 +17,9 @@ def add_to(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     command(app, vllm=True)(up)
     command(app)(down)
+    command(app)(scale)
+    command(app)(restart)
+    command(app)(upgrade)
 
 
 def _from_file(context: typer.Context, path: str | None) -> str | None:
@@ -121,3 +125,61 @@ def down(
     from pullfill.deploy import down as command_down
 
     return command_down.down(cluster.state_dir, timeout_s=timeout)
+
+
+def scale(
+    cluster: StateDirOptions,
+    counts: Annotated[list[str], typer.Argument(metavar="ROLE=N...")],
+) -> int:
+    """Start or drain processes of a running `up`: scale prefill=3 decode=2 frontend=1.
+
+    New ones start first. Those with the highest numbers end, when their work is done.
+    """
+    from pullfill.deploy import orders
+    from pullfill.deploy.state import StateDir
+
+    return orders.give(StateDir(cluster.state_dir), orders.Scale(counts=_counts(counts)))
+
+
+def _counts(given: list[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for text in given:
+        role, _, number = text.partition("=")
+        role = "frontend" if role == "frontends" else role
+        if role not in ("decode", "prefill", "frontend") or not number.isdecimal():
+            raise ConfigError(f"{text!r}: give decode=N, prefill=N or frontend=N")
+        if role in found:
+            raise ConfigError(f"{role} is given twice")
+        found[role] = int(number)
+    return found
+
+
+def restart(
+    cluster: StateDirOptions,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...")],
+) -> int:
+    """Drain processes of a running `up`, one after the other, and start each again.
+
+    NAME is the one in `pullfill up` and `status`, e.g. decode-0. Each has ended its streams before
+    it stops.
+    """
+    from pullfill.deploy import orders
+    from pullfill.deploy.state import StateDir
+
+    return orders.give(StateDir(cluster.state_dir), orders.Restart(names=names))
+
+
+def upgrade(
+    cluster: StateDirOptions,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+) -> int:
+    """Replace workers and frontends of a running `up` by what is installed now, one by one.
+
+    Each successor starts beside the old process, which then drains. On a GPU without room for both
+    the old one drains first. Refused if old and new cannot work in one cluster. NATS, etcd and the
+    supervisor stay as they are.
+    """
+    from pullfill.deploy import orders
+    from pullfill.deploy.state import StateDir
+
+    return orders.give(StateDir(cluster.state_dir), orders.Upgrade(names=names or []))

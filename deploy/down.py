@@ -151,7 +151,7 @@ async def take_down(
     for roles in PHASES:
         phase = [e for e in entries if e.role in roles and is_alive(identity(e))]
         deadline_s = drain_s if roles is WORKERS else min(drain_s, SERVER_DEADLINE_S)
-        killed += await _stop_phase(phase, view, deadline_s, force)
+        killed += await stop_phase(phase, view, deadline_s, force)
     if launch is not None:
         _kill_stragglers(launch.cluster_id)
     gone = [entry for entry in entries if not is_alive(identity(entry))]
@@ -167,12 +167,15 @@ async def take_down(
     return killed
 
 
-async def _stop_phase(
+async def stop_phase(
     phase: Sequence[ProcessEntry],
     view: ProcessView,
     deadline_s: float,
     force: Callable[[], bool],
 ) -> list[str]:
+    """Stop these processes: SIGTERM, after `deadline_s` or with `force` once more, then SIGKILL.
+
+    Return the names of those that had to be killed."""
     alive = {entry.name: entry for entry in phase}
 
     def send_all(sig: int) -> None:

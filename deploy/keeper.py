@@ -10,13 +10,15 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 
 from pullfill.deploy import plan
 from pullfill.deploy.children import Children, StartFailed
 from pullfill.deploy.down import SERVERS, remove_shared_memory
-from pullfill.deploy.procs import confine, exit_words, tail, wait_exit
+from pullfill.deploy.procs import exit_words, tail, wait_exit
+from pullfill.deploy.readiness import keep_frontends_off
 from pullfill.deploy.state import Locked
 from pullfill.deploy.up_options import UpOptions
 from pullfill.runtime.lifecycle import STEP_FAILED
@@ -68,6 +70,47 @@ class Keeper:
         self._state = children.state
         self._stop = stop
         self._cluster_id = cluster_id
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ended = asyncio.Event()
+        self._orders = 0
+
+    @property
+    def watched(self) -> list[str]:
+        """The processes that run, or that are started again."""
+        return list(self._tasks)
+
+    def watch(self, *names: str) -> None:
+        """Keep these processes from now on."""
+        for name in names:
+            task = asyncio.create_task(self.keep(name))
+            self._tasks[name] = task
+            task.add_done_callback(partial(self._left, name))
+
+    def _left(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(name) is task:
+            del self._tasks[name]
+            if not self._tasks and not self._orders:
+                self._ended.set()
+
+    async def forget(self, *names: str) -> None:
+        """Let these processes end from now on: they are not started again."""
+        tasks = [task for name in names if (task := self._tasks.pop(name, None))]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @contextmanager
+    def order(self) -> Iterator[None]:
+        """While an order is carried out, it may be that no process is watched."""
+        self._orders += 1
+        try:
+            yield
+        finally:
+            self._orders -= 1
+
+    async def ended(self) -> None:
+        """Wait until the last process that was watched has ended by itself."""
+        await self._ended.wait()
 
     def stopped(self) -> bool:
         """Whether the cluster is being stopped, by a signal or by `pullfill down`."""
@@ -104,11 +147,11 @@ class Keeper:
         while (pause := deaths.pause(time.monotonic(), blameless=blameless)) is not None:
             await self._sleep(pause)
             try:
-                return await self._locked(lambda: self._start_again(name))
+                return await self.locked(lambda: self._start_again(name))
             except (StartFailed, OSError) as exc:
                 self._say(f"{name} was not started again: {exc}", "bold red")
                 blameless = False
-        await self._locked(lambda: self._give_up(name))
+        await self.locked(lambda: self._give_up(name))
         return False
 
     def _start_again(self, name: str) -> None:
@@ -116,9 +159,8 @@ class Keeper:
         spec = plan.renewed(self._children.spec(name))
         if old.instance_id:
             remove_shared_memory([old.instance_id])
-        entry = self._children.launch(spec, restarts=old.restarts + 1)
-        if entry.role == "frontend" and (cores := plan.other_cores(self._options)):
-            confine(entry.pid, cores)
+        self._children.launch(spec, restarts=old.restarts + 1)
+        keep_frontends_off(self._options, self._children, [name])
 
     def _give_up(self, name: str) -> None:
         what = f"gave up after {MAX_DEATHS} deaths in {WINDOW_S:.0f} s"
@@ -136,7 +178,7 @@ class Keeper:
                 f"  serving goes on, but without {name} no {lost} until the next `pullfill up`"
             )
 
-    async def _locked(self, work: Callable[[], None]) -> bool:
+    async def locked(self, work: Callable[[], None]) -> bool:
         """Do `work` under the lock of the state directory. False: not done, the cluster stops."""
         while not self.stopped():
             try:

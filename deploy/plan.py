@@ -50,11 +50,7 @@ class ProcessSpec:
 
 def check(options: UpOptions) -> None:
     """Refuse, before anything starts, what cannot work. Raises ConfigError."""
-    if options.frontends and not options.decode:
-        raise ConfigError(
-            "a frontend without a decode worker cannot serve: use --decode 1 or more, or "
-            "--frontends 0"
-        )
+    check_counts(options)
     check_namespace(options.namespace)
     _check_elastic(options)
     vllm_flags.check(options.vllm_args)
@@ -79,6 +75,15 @@ def check(options: UpOptions) -> None:
         servers.nats_binary()
     elif why := servers.nats_ready(options.nats_url, 5.0):
         raise ConfigError(f"{why}. Check --nats")
+
+
+def check_counts(options: UpOptions) -> None:
+    """Refuse frontends that nobody can serve. Raises ConfigError."""
+    if options.frontends and not options.decode:
+        raise ConfigError(
+            "a frontend without a decode worker cannot serve: use --decode 1 or more, or "
+            "--frontends 0"
+        )
 
 
 def _check_elastic(options: UpOptions) -> None:
@@ -253,41 +258,57 @@ def _turns(options: UpOptions, places: Sequence[defaults.Placement]) -> list[int
     return [None] * len(places) if all(told) else defaults.starts_after(places)
 
 
-def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> list[ProcessSpec]:
-    """Return how to start the decode workers, the prefill workers and the frontends."""
-    model = resolve_model(options.model)
-    local = os.path.isdir(model)
-    base = {**os.environ, CLUSTER_ENV: cluster_id}
+def worker_spec(
+    options: UpOptions,
+    cluster: ClusterRef,
+    cluster_id: str,
+    name: str,
+    place: defaults.Placement,
+    *,
+    after: str = "",
+    own_port: int = 0,
+) -> ProcessSpec:
+    """Return how to start one worker or frontend. Its role is the first word of its name.
 
-    def spec(
-        name: str, told: RoleOptions, flags: list[str], place: defaults.Placement, **more: str
-    ) -> ProcessSpec:
-        role = name.partition("-")[0]
-        instance = new_instance_id(role)
-        argv = role_command(role, cluster, model, replace(told, instance_id=instance)) + flags
-        env = defaults.worker_env(base, place, local_model=local)
-        return ProcessSpec(
-            name=name, role=role, argv=argv, env=env, instance_id=instance, place=place, **more
-        )
-
-    specs: list[ProcessSpec] = []
-    names = [f"decode-{i}" for i in range(options.decode)]
-    names += [f"prefill-{i}" for i in range(options.prefill)]
-    places = placements(options)
-    for name, place, before in zip(names, places, _turns(options, places), strict=True):
-        told = replace(options.workers, cores=place.cores)
-        flags = vllm_flags.for_worker(worker_arguments(options, name.partition("-")[0]))
-        after = "" if before is None else names[before]
-        specs.append(spec(name, told, flags, place, after=after))
-    for index, own_port in enumerate(options.own_ports):
-        served = replace(
+    own_port: of a frontend. 0: any free one."""
+    role = name.partition("-")[0]
+    model, instance, url = resolve_model(options.model), new_instance_id(role), ""
+    flags = worker_arguments(options, role)
+    told: RoleOptions = replace(options.workers, cores=place.cores)
+    if role == "frontend":
+        url = frontend_url(options.host, own_port or options.port)
+        told = replace(
             options.frontend,
             host=options.host,
             port=options.port,
             own_port=own_port,
             restart_wait_s=RESTART_WAIT_S if options.restart else 0.0,
         )
-        name, flags = f"frontend-{index}", worker_arguments(options, "frontend")
-        url = frontend_url(options.host, own_port or options.port)
-        specs.append(spec(name, served, flags, defaults.Placement(), url=url))
+    else:
+        flags = vllm_flags.for_worker(flags)
+    argv = role_command(role, cluster, model, replace(told, instance_id=instance)) + flags
+    base = {**os.environ, CLUSTER_ENV: cluster_id}
+    return ProcessSpec(
+        name=name,
+        role=role,
+        argv=argv,
+        env=defaults.worker_env(base, place, local_model=os.path.isdir(model)),
+        instance_id=instance,
+        place=place,
+        url=url,
+        after=after,
+    )
+
+
+def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> list[ProcessSpec]:
+    """Return how to start the decode workers, the prefill workers and the frontends."""
+    specs: list[ProcessSpec] = []
+    names = [f"{role}-{i}" for role in devices.ROLES for i in range(getattr(options, role))]
+    places = placements(options)
+    for name, place, before in zip(names, places, _turns(options, places), strict=True):
+        after = "" if before is None else names[before]
+        specs.append(worker_spec(options, cluster, cluster_id, name, place, after=after))
+    for index, own_port in enumerate(options.own_ports):
+        name, place = f"frontend-{index}", defaults.Placement()
+        specs.append(worker_spec(options, cluster, cluster_id, name, place, own_port=own_port))
     return specs

@@ -3,6 +3,7 @@
     cluster.json    addresses and processes
     launch.json     how `up` started it: a worker started by hand gets the same model and flags
     lock            held while `up` or `down` works
+    orders          socket of the supervisor: `pullfill scale`, `restart`, `upgrade`
     stopping        is there while `down` stops the processes
     logs/           of every process
     etcd/, nats/    data of the servers

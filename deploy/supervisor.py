@@ -1,9 +1,10 @@
 """`pullfill up`: starts everything, waits until it is ready, then keeps it running.
 
 Life: lock the state directory → check → servers → workers and frontends in parallel → self-checks →
-ready → restart what dies, until Ctrl-C, SIGTERM, `pullfill down`, or the end of every process →
-drain. Each child is recorded in cluster.json right after its start, so that `pullfill down` finds
-it even if this process was killed. A failed start stops everything and leaves nothing running.
+ready → restart what dies and carry out orders, until Ctrl-C, SIGTERM, `pullfill down`, or the end
+of every process → drain. Each child is recorded in cluster.json right after its start, so that
+`pullfill down` finds it even if this process was killed. A failed start stops everything and leaves
+nothing running.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from pathlib import Path
 
 from pullfill.config import ClusterFile, ClusterRef
 from pullfill.deploy import defaults, members, plan, servers
+from pullfill.deploy.changes import Changes
 from pullfill.deploy.children import Children, StartFailed
 from pullfill.deploy.down import take_down
 from pullfill.deploy.keeper import Keeper
-from pullfill.deploy.procs import CLUSTER_ENV, confine, start_time, tail, wait_exit
+from pullfill.deploy.orders import OrderDesk
+from pullfill.deploy.procs import CLUSTER_ENV, start_time, tail, wait_exit
+from pullfill.deploy.readiness import keep_frontends_off, wait_ready
 from pullfill.deploy.state import Launch, Locked, StateDir, new_cluster_id
 from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
 from pullfill.registry.settings import store as store_setting
-from pullfill.wire import WorkerState
 
 START_FAILED_DRAIN_S = 5.0
 SERVER_READY_S = 30.0
@@ -92,7 +95,8 @@ class Supervisor:
                 raise
 
     async def watch(self, *, detached: bool) -> None:
-        """Restart what dies, until a signal, `pullfill down`, or the end of every process.
+        """Restart what dies and carry out orders, until a signal, `pullfill down`, or the end of
+        every process.
 
         Then drain the rest. Returns when nothing runs any more.
 
@@ -100,15 +104,16 @@ class Supervisor:
         up.
         """
         keeper = Keeper(self._options, self._children, self._stop, self._cluster_id)
+        keeper.watch(*self._children.names)
+        changes = Changes(self._options, self._children, keeper, self._ref, self._cluster_id)
         loop = asyncio.get_running_loop()
-        watches = [loop.create_task(keeper.keep(name)) for name in self._children.names]
-        stop = loop.create_task(self._stop.wait())
-        everyone = asyncio.gather(*watches) if watches else stop
-        await asyncio.wait([stop, everyone], return_when=asyncio.FIRST_COMPLETED)
-        if detached and any(entry.gave_up for entry in self._cluster.processes):
-            await stop
+        stop, ended = loop.create_task(self._stop.wait()), loop.create_task(keeper.ended())
+        async with OrderDesk(self._state, changes.carry_out, self._view.say):
+            await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
+            if detached and any(entry.gave_up for entry in self._cluster.processes):
+                await stop
         if keeper.stopped_by_down():
-            await everyone
+            await (ended if keeper.watched else stop)
         else:
             if self._stop.is_set():
                 self._view.say("stopping: workers finish their streams (again to force)", "yellow")
@@ -116,9 +121,10 @@ class Supervisor:
             # Not ours to stop when `pullfill down` holds the lock already.
             with suppress(Locked), self._state.locked(), self._view:
                 await self._take_down(self._options.workers.drain_timeout_s)
-        for task in (stop, *watches):
+        await keeper.forget(*keeper.watched)
+        for task in (stop, ended):
             task.cancel()
-        await asyncio.gather(stop, *watches, return_exceptions=True)
+        await asyncio.gather(stop, ended, return_exceptions=True)
         self._children.reap()
 
     def let_go(self) -> None:
@@ -150,6 +156,17 @@ class Supervisor:
                 future.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
 
+    @property
+    def _ref(self) -> ClusterRef:
+        """Where the cluster is. The URLs of its servers are known once those are ready."""
+        return ClusterRef(
+            self._cluster.namespace,
+            self._cluster.etcd_url,
+            self._cluster.nats_url,
+            self._state.path,
+            self._options.security,
+        )
+
     # ------------------------------------------------------------------ start
 
     async def _start_all(self) -> None:
@@ -161,13 +178,7 @@ class Supervisor:
         if options.decode + options.prefill + options.frontends and options.model == defaults.DEMO:
             first.insert(0, self._make_demo_model())
         await asyncio.gather(*first)
-        ref = ClusterRef(
-            self._cluster.namespace,
-            self._cluster.etcd_url,
-            self._cluster.nats_url,
-            self._state.path,
-            options.security,
-        )
+        ref = self._ref
         await self._store_settings(ref)
         specs = plan.worker_specs(options, ref, self._cluster_id)
         for spec in specs:
@@ -177,13 +188,10 @@ class Supervisor:
                 self._children.launch(spec)
         if not specs:
             return
-        await self._wait_ready(ref, specs)
-        # Frontends keep off the prefill workers' cores, now that they no longer compete with the
-        # workers for a quick start. NATS and etcd use little and stay where they find room.
-        if cores := plan.other_cores(options):
-            for spec in specs:
-                if spec.role == "frontend":
-                    confine(self._children[spec.name].pid, cores)
+        await wait_ready(options, self._children, ref, specs)
+        # Frontends no longer compete with the workers for a quick start. NATS and etcd use little
+        # and stay where they find room.
+        keep_frontends_off(options, self._children, [spec.name for spec in specs])
         if options.prefill:
             await self._wait_checked(ref, specs)
 
@@ -244,34 +252,6 @@ class Supervisor:
                     self._children.describe(name, f"was not ready after {SERVER_READY_S:.0f} s")
                 )
             await asyncio.sleep(_POLL_S / 2)
-
-    async def _wait_ready(self, ref: ClusterRef, specs: list[plan.ProcessSpec]) -> None:
-        """Wait until all are ready. Start workers that had to wait for another on their GPU."""
-        waiting = {spec.name: spec for spec in specs}
-        deadline = time.monotonic() + self._options.ready_timeout_s
-        async with members.etcd_of(ref) as etcd:
-            while waiting:
-                found = await members.workers(etcd, ref.namespace)
-                ready = {w.instance_id for w in found if w.state is WorkerState.READY}
-                for name, spec in list(waiting.items()):
-                    if spec.after in waiting:
-                        continue
-                    if name not in self._children.names:
-                        self._children.launch(spec)
-                        deadline = time.monotonic() + self._options.ready_timeout_s
-                    self._children.raise_if_dead(name)
-                    if spec.url:
-                        done = await asyncio.to_thread(members.frontend_ready, spec.url)
-                    else:
-                        done = spec.instance_id in ready
-                    if done:
-                        self._view.set(name, "ready", spec.url)
-                        del waiting[name]
-                if waiting and time.monotonic() > deadline:
-                    name = next(iter(waiting))
-                    why = f"was not ready after {self._options.ready_timeout_s:.0f} s"
-                    raise StartFailed(self._children.describe(name, why))
-                await asyncio.sleep(2 * _POLL_S)
 
     async def _wait_checked(self, ref: ClusterRef, specs: list[plan.ProcessSpec]) -> None:
         """Wait for the self-checks of the decode workers. If they take too long, say so.

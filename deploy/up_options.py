@@ -61,10 +61,12 @@ class UpOptions:
         return frontend_url(self.host, self.port) if self.frontends else ""
 
     @property
-    def own_ports(self) -> list[int | None]:
-        """The port that reaches each frontend alone. None: it is the only one at `port`."""
+    def own_ports(self) -> list[int]:
+        """The port that reaches each frontend alone. 0: any free one, for the only frontend.
+
+        Every frontend has one, so that its successor can share `port` with it."""
         if self.frontends == 1:
-            return [None]
+            return [0]
         return [self.port + 1 + index for index in range(self.frontends)]
 
 

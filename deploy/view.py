@@ -71,6 +71,10 @@ class ProcessView:
             tail = f"  {note}" if note else ""
             self.console.print(f"{name:<12} {state}{seconds}{tail}", highlight=False, markup=False)
 
+    def drop(self, name: str) -> None:
+        """Show the process no more."""
+        self._rows.pop(name, None)
+
     def say(self, text: str, style: str = "") -> None:
         """Print a line, above the table if there is one."""
         self.console.print(Text(text, style=style), soft_wrap=True)

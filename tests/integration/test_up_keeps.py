@@ -9,47 +9,32 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import nats
 import pytest
 
 from pullfill.deploy import procs, servers
-from pullfill.deploy.state import Launch, StateDir, identity
+from pullfill.deploy.state import StateDir, identity
 from pullfill.registry.client import EtcdClient
 from pullfill.runtime import failpoints
 from pullfill.testing.mock_model import MockSettings
 from tests.support import web
 from tests.support.cluster import FLAGS, MODEL
-from tests.support.command_line import SERVERS_ONLY, cluster, read_until, run, start, wait_for
+from tests.support.command_line import (
+    SERVERS_ONLY,
+    cluster,
+    detached,
+    entry,
+    read_until,
+    run,
+    start,
+    wait_for,
+)
 from tests.support.deadly import DIES, FATAL, MOCK, SLOW, ask, ask_again
 from tests.support.prompts import random_prompt
-
-
-@contextmanager
-def detached(state: Path, *flags: str) -> Iterator[Launch]:
-    """A detached cluster; `down` ends it and its supervisor."""
-    up = run(state, "up", "--detach", *flags, timeout=240)
-    assert up.returncode == 0, up.stdout + up.stderr
-    launch = StateDir(state).launch()
-    assert launch is not None
-    try:
-        yield launch
-    finally:
-        down = run(state, "down")
-        assert down.returncode == 0, down.stderr
-        assert not procs.is_alive(launch.supervisor)
-
-
-def entry(state: Path, name: str) -> dict[str, Any]:
-    found = next(e for e in cluster(state)["processes"] if e["name"] == name)
-    assert isinstance(found, dict)
-    return found
 
 
 def kill(state: Path, *names: str) -> None:

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pullfill.deploy.procs import ProcessId
-from pullfill.deploy.state import StateDir, identity
+from pullfill.deploy.procs import ProcessId, is_alive
+from pullfill.deploy.state import Launch, StateDir, identity
 
 SERVERS_ONLY = ("--decode", "0", "--prefill", "0", "--frontends", "0")
 PULLFILL = (sys.executable, "-P", "-m", "pullfill.deploy.cli")
@@ -65,6 +66,27 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) ->
 
 def cluster(state: Path) -> dict[str, Any]:
     found = json.loads((state / "cluster.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+@contextmanager
+def detached(state: Path, *flags: str) -> Iterator[Launch]:
+    """A detached cluster; `down` ends it and its supervisor."""
+    up = run(state, "up", "--detach", *flags, timeout=400)
+    assert up.returncode == 0, up.stdout + up.stderr
+    launch = StateDir(state).launch()
+    assert launch is not None
+    try:
+        yield launch
+    finally:
+        down = run(state, "down")
+        assert down.returncode == 0, down.stderr
+        assert not is_alive(launch.supervisor)
+
+
+def entry(state: Path, name: str) -> dict[str, Any]:
+    found = next(e for e in cluster(state)["processes"] if e["name"] == name)
     assert isinstance(found, dict)
     return found
 

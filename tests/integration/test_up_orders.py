@@ -1,0 +1,158 @@
+"""`pullfill scale`, `restart` and `upgrade` change a running cluster: real servers, mock engines.
+
+The cluster is started from a file. Clients ask all the time, and none may notice.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pullfill.deploy.procs import is_alive
+from pullfill.deploy.state import StateDir, identity
+from pullfill.testing.mock_model import MockSettings
+from tests.support import web
+from tests.support.cluster import FLAGS
+from tests.support.command_line import SERVERS_ONLY, cluster, detached, entry, run, wait_for
+from tests.support.deadly import MOCK, SLOW, ask
+from tests.support.prompts import random_prompt
+
+LENGTH = 60
+
+
+def file_of(directory: Path, model_path: Path, **more: int) -> str:
+    """Write a file for `up`. Return its path. JSON is YAML."""
+    flags = [*MOCK, *SLOW, *FLAGS, "--kv-cache-memory-bytes=67108864"]
+    told = {"model": str(model_path), "port": 0, "vllm-args": flags, **more}
+    path = directory / "cluster.yaml"
+    path.write_text(json.dumps(told | {"set": {"router.max_local_prefill_length": 64}}, indent=1))
+    return str(path)
+
+
+@contextmanager
+def clients(url: str, count: int) -> Iterator[list[int]]:
+    """So many clients ask one request after the other. Gives the status codes so far."""
+    codes: list[int] = []
+    wrong: list[object] = []
+    stop = threading.Event()
+
+    def client(number: int) -> None:
+        seed = 1000 * number
+        while not stop.is_set():
+            seed += 1
+            try:
+                code, body = ask(url, random_prompt(30 if seed % 3 else 300, seed=seed), LENGTH)
+            except httpx.HTTPError as exc:
+                wrong.append(exc)
+                return
+            codes.append(code)
+            if code != 200 or body["choices"][0]["token_ids"] != [MockSettings().token] * LENGTH:
+                wrong.append((code, body))
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield codes
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def order(state: Path, *words: str) -> str:
+    done = run(state, *words, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def ready(state: Path) -> dict[str, int]:
+    """The number of ready workers by role."""
+    rows = web.get(f"{cluster(state)['frontend_url']}/pullfill/status").json()["workers"]
+    roles = [row["role"] for row in rows if row["state"] == "ready"]
+    return {role: roles.count(role) for role in roles}
+
+
+def alive(state: Path) -> set[str]:
+    file = StateDir(state).cluster()
+    assert file is not None
+    return {e.name for e in file.processes if is_alive(identity(e))}
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_orders_lose_no_request(state: Path, tmp_path: Path, model_path: Path) -> None:
+    servers = {"nats", "etcd"}
+    with detached(state, "-f", file_of(tmp_path, model_path, decode=2)) as launch:
+        url = cluster(state)["frontend_url"]
+        before = {name: entry(state, name) for name in alive(state)}
+        with clients(url, 4) as codes:
+            told = order(state, "scale", "prefill=2")
+            assert "prefill: 1 -> 2" in told
+            assert "prefill-1 ready after" in told
+            assert ready(state) == {"decode": 2, "prefill": 2}
+
+            told = order(state, "restart", "decode-0")
+            assert "decode-0 has ended after" in told
+            again = entry(state, "decode-0")
+            assert again["instance_id"] != before["decode-0"]["instance_id"]
+            assert again["restarts"] == 0
+
+            told = order(state, "scale", "decode=1", "prefill=1")
+            assert alive(state) == servers | {"decode-0", "prefill-0", "frontend-0"}
+            kept = {"nats", "etcd", "prefill-0", "frontend-0"}
+            assert {name: entry(state, name) for name in kept} == {n: before[n] for n in kept}
+            asked = len(codes)
+            wait_for(lambda: len(codes) > asked + 8, "clients are served after all that", 60)
+        assert is_alive(launch.supervisor)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_an_upgrade_is_not_noticed(state: Path, tmp_path: Path, model_path: Path) -> None:
+    """Of one worker of each role and one frontend: each has its successor beside it."""
+    with detached(state, "-f", file_of(tmp_path, model_path)):
+        url = cluster(state)["frontend_url"]
+        before = {name: entry(state, name) for name in alive(state)}
+        with clients(url, 4) as codes:
+            told = order(state, "upgrade")
+            asked = len(codes)
+            wait_for(lambda: len(codes) > asked + 8, "clients are served by the new ones", 60)
+        steps = [line.split(" after")[0] for line in told.splitlines()]
+        for name in ("prefill-0", "decode-0", "frontend-0"):
+            begin = steps.index(f"{name}-next starts")
+            assert steps[begin : begin + 4] == [
+                f"{name}-next starts", f"{name}-next ready", f"{name} drains", f"{name} has ended",
+            ]  # fmt: skip
+        after = {name: entry(state, name) for name in alive(state)}
+        assert set(after) == set(before)
+        for name in ("nats", "etcd"):
+            assert after.pop(name) == before[name]
+        for name, new in after.items():
+            assert new["instance_id"] != before[name]["instance_id"]
+            assert new["log"] == before[name]["log"]
+            assert Path(new["log"]).stat().st_size > 0
+        assert cluster(state)["frontend_url"] == url
+
+
+def test_what_no_supervisor_can_do_is_said(state: Path) -> None:
+    def refused(*words: str) -> str:
+        done = run(state, *words)
+        assert done.returncode in (1, 2), done.stdout
+        assert done.stderr.count("\n") == 1
+        return done.stderr
+
+    assert "no cluster runs from" in refused("scale", "prefill=1")
+    assert "no cluster runs from" in refused("restart", "decode-0")
+    with detached(state, *SERVERS_ONLY):
+        assert "no worker or frontend 'decode-0'" in refused("restart", "decode-0")
+        assert "cannot serve" in refused("scale", "frontend=1")
+    with detached(state, *SERVERS_ONLY, "--no-restart"):
+        assert "nobody supervises" in refused("scale", "decode=1")

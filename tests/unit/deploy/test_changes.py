@@ -1,0 +1,240 @@
+"""Orders to `up`: which processes start and end, in what order. They are `sh`, always ready."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pullfill.config import ClusterFile, ClusterRef
+from pullfill.deploy import accelerator, changes, defaults, keeper, plan
+from pullfill.deploy.changes import Changes
+from pullfill.deploy.children import Children, StartFailed
+from pullfill.deploy.keeper import Keeper
+from pullfill.deploy.orders import Restart, Scale
+from pullfill.deploy.procs import is_alive
+from pullfill.deploy.state import Launch, StateDir, identity
+from pullfill.deploy.view import ProcessView
+from pullfill.errors import ConfigError, UnavailableError
+from tests.support.waiting import eventually
+
+REF = ClusterRef("n", "http://h:1", "nats://h:1")
+DRAINS = "trap 'exit 0' TERM; while :; do sleep 0.02; done"
+"""What a worker does: SIGTERM ends it when its work is done."""
+
+
+class Rig:
+    """A supervisor's parts over processes of `sh`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.state = StateDir(directory)
+        self.state.logs.mkdir(parents=True)
+        self.state.write_launch(Launch(cluster_id="id", model="m"))
+        file = ClusterFile(namespace="n", nats_url="q", etcd_url="e", frontend_url="")
+        view = ProcessView(Console(file=io.StringIO(), width=200), "test")
+        self.stop = asyncio.Event()
+        self.children = Children(file, self.state, view)
+        self.options = plan.UpOptions(decode=2, prefill=1, frontends=1)
+        self.keeper = Keeper(self.options, self.children, self.stop, "id")
+        self.changes = Changes(self.options, self.children, self.keeper, REF, "id")
+        self.said: list[str] = []
+        self.fails: set[str] = set()
+
+    def spec(self, name: str) -> plan.ProcessSpec:
+        role = name.split("-")[0]
+        return plan.ProcessSpec(
+            name=name,
+            role=role,
+            argv=["sh", "-c", DRAINS, "--instance-id", f"{name}-first"],
+            env={"PATH": "/usr/bin:/bin"},
+            instance_id=f"{name}-first",
+        )
+
+    async def ready(self, *given: Any) -> None:
+        """Stands for `wait_ready`."""
+        specs: Sequence[plan.ProcessSpec] = given[3]
+        for spec in specs:
+            if spec.name in self.fails:
+                raise StartFailed(f"{spec.name} died while starting")
+        # It handles SIGTERM as soon as its trap is set.
+        await asyncio.sleep(0.05)
+
+    @asynccontextmanager
+    async def up(self, *names: str) -> AsyncIterator[Rig]:
+        for name in names or ("decode-0", "decode-1", "prefill-0", "frontend-0"):
+            self.children.launch(self.spec(name))
+        self.keeper.watch(*self.children.names)
+        await asyncio.sleep(0.05)
+        try:
+            yield self
+        finally:
+            self.stop.set()
+            for name in self.children.names:
+                self.children[name].kill()
+            await self.keeper.forget(*self.keeper.watched)
+            self.children.reap()
+
+    async def order(self, order: Scale | Restart) -> None:
+        await asyncio.wait_for(self.changes.carry_out(order, self.said.append), 30)
+
+    async def scale(self, **counts: int) -> None:
+        await self.order(Scale(counts=counts))
+
+    @property
+    def alive(self) -> set[str]:
+        """As other processes read it."""
+        file = self.state.cluster()
+        assert file is not None
+        return {e.name for e in file.processes if is_alive(identity(e))}
+
+    def pid(self, name: str) -> int:
+        return self.children.entry(name).pid
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    rig = Rig(tmp_path)
+    monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
+    monkeypatch.setattr(defaults, "usable_cores", lambda: [0, 1, 2])
+    monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(changes, "wait_ready", rig.ready)
+    monkeypatch.setattr(changes, "keep_frontends_off", lambda *_: None)
+    monkeypatch.setattr(keeper, "keep_frontends_off", lambda *_: None)
+    monkeypatch.setattr(changes.plan, "worker_spec", lambda *given: rig.spec(given[3]))
+    return rig
+
+
+async def test_more_and_fewer(rig: Rig) -> None:
+    async with rig.up():
+        kept = rig.pid("decode-0"), rig.pid("frontend-0")
+        await rig.scale(prefill=3, decode=1)
+        assert rig.alive == {"decode-0", "prefill-0", "prefill-1", "prefill-2", "frontend-0"}
+        assert kept == (rig.pid("decode-0"), rig.pid("frontend-0"))
+        file = rig.state.cluster()
+        assert file is not None
+        assert "decode-1" not in [e.name for e in file.processes]
+        assert (rig.options.decode, rig.options.prefill, rig.options.frontends) == (1, 3, 1)
+        assert rig.said.index("prefill-1, prefill-2 starts") < rig.said.index("decode-1 drains")
+        rig.children["prefill-2"].kill()
+        await asyncio.to_thread(
+            eventually, lambda: rig.children.entry("prefill-2").restarts == 1, "it is kept"
+        )
+        assert "decode-1" not in rig.keeper.watched
+
+
+async def test_free_numbers_are_used_again(rig: Rig) -> None:
+    async with rig.up("decode-0", "prefill-0", "prefill-1"):
+        rig.children["prefill-0"].terminate()  # drained by hand
+        await asyncio.to_thread(eventually, lambda: "prefill-0" not in rig.keeper.watched, "gone")
+        await rig.scale(prefill=3)
+        assert rig.alive == {"decode-0", "prefill-0", "prefill-1", "prefill-2"}
+        assert rig.said[0] == "prefill: 1 -> 3"
+
+
+async def test_as_it_is(rig: Rig) -> None:
+    async with rig.up():
+        before = {name: rig.pid(name) for name in rig.alive}
+        await rig.scale(prefill=1, decode=2)
+        assert {name: rig.pid(name) for name in rig.alive} == before
+        assert rig.said == ["prefill: 1, as it is", "decode: 2, as it is"]
+
+
+async def test_a_worker_that_does_not_start_is_taken_back(rig: Rig) -> None:
+    rig.fails.add("prefill-2")
+    async with rig.up():
+        before = rig.alive
+        with pytest.raises(StartFailed, match="prefill-2 died"):
+            await rig.scale(prefill=3, decode=1)
+        assert rig.alive == before, "and decode-1 still runs"
+        assert set(rig.keeper.watched) == before
+        assert rig.options.prefill == 1
+
+
+@pytest.mark.parametrize(
+    ("counts", "why"),
+    [
+        ({"nats": 2}, "ROLE=N"),
+        ({"decode": -1}, "ROLE=N"),
+        ({"decode": 0}, "cannot serve"),
+    ],
+)
+async def test_what_cannot_be(rig: Rig, counts: dict[str, int], why: str) -> None:
+    async with rig.up():
+        before = {name: rig.pid(name) for name in rig.alive}
+        with pytest.raises(ConfigError, match=why):
+            await rig.scale(**counts)
+        assert {name: rig.pid(name) for name in rig.alive} == before
+
+
+async def test_a_restart_is_no_death(rig: Rig) -> None:
+    async with rig.up():
+        old = {name: rig.pid(name) for name in rig.alive}
+        await rig.order(Restart(names=["decode-1", "prefill-0"]))
+        new = {name: rig.pid(name) for name in rig.alive}
+        assert {name for name in new if new[name] != old[name]} == {"decode-1", "prefill-0"}
+        entry = rig.children.entry("decode-1")
+        assert entry.instance_id != "decode-1-first"
+        assert entry.restarts == 0
+        assert rig.said[0] == "decode-1 drains"
+        assert not any("only" in line for line in rig.said)
+        rig.children["decode-1"].kill()
+        await asyncio.to_thread(
+            eventually, lambda: rig.children.entry("decode-1").restarts == 1, "it is kept"
+        )
+
+
+async def test_the_only_one_is_told(rig: Rig) -> None:
+    async with rig.up():
+        await rig.order(Restart(names=["frontend-0"]))
+        assert rig.said[0].startswith("frontend-0 is the only frontend here: requests are refused")
+
+
+async def test_a_restart_that_fails_is_tried_again(rig: Rig) -> None:
+    rig.fails.add("decode-0")
+    async with rig.up():
+        with pytest.raises(StartFailed, match="`up` goes on trying to start decode-0"):
+            await rig.order(Restart(names=["decode-0", "decode-1"]))
+        assert "decode-0" in rig.keeper.watched
+        assert "decode-1 drains" not in rig.said
+
+
+async def test_one_that_hangs_is_killed_after_its_time(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "EXIT_S", 0.1)
+    monkeypatch.setattr(Changes, "_drain_s", lambda *_: 0.0)
+    monkeypatch.setattr("pullfill.deploy.down.SECOND_TERM_GRACE_S", 0.1)
+    async with rig.up("decode-0"):
+        rig.children["decode-0"].send_signal(19)
+        await rig.order(Restart(names=["decode-0"]))
+        assert any("was killed after" in line for line in rig.said)
+
+
+async def test_names_that_are_not_there(rig: Rig) -> None:
+    async with rig.up():
+        with pytest.raises(ConfigError, match=r"'decode-3': did you mean decode-"):
+            await rig.order(Restart(names=["decode-0", "decode-3"]))
+        assert rig.said == [], "nothing was done"
+
+
+async def test_nothing_starts_while_the_cluster_stops(rig: Rig) -> None:
+    async with rig.up():
+        rig.state.mark_stopping()
+        with pytest.raises(UnavailableError, match="is being stopped"):
+            await rig.scale(prefill=2)
+        assert "prefill-1" not in rig.alive
+
+
+async def test_an_order_may_leave_nobody_to_watch(rig: Rig) -> None:
+    async with rig.up("prefill-0"):
+        ended = asyncio.create_task(rig.keeper.ended())
+        await rig.order(Restart(names=["prefill-0"]))
+        assert not ended.done()
+        rig.children["prefill-0"].terminate()
+        await asyncio.wait_for(ended, 20)

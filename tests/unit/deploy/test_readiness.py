@@ -1,0 +1,100 @@
+"""How `up` waits for its processes while etcd comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from pullfill.config import ClusterRef
+from pullfill.deploy import members, plan, readiness
+from pullfill.deploy.children import StartFailed
+from pullfill.errors import RegistryUnavailable
+from tests.support.workers import record
+
+REF = ClusterRef("n", "http://h:1", "nats://h:1")
+
+
+class Children:
+    """Stands for running processes."""
+
+    names = ("frontend-0",)
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+        self.view = self
+
+    def raise_if_dead(self, name: str) -> None:
+        pass
+
+    def set(self, name: str, state: str, note: str) -> None:
+        self.shown.append(f"{name} {state}")
+
+    def describe(self, name: str, what: str) -> str:
+        return f"{name} {what}"
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What etcd answers at each look. The last one is repeated."""
+    answers: list[Any] = []
+
+    @asynccontextmanager
+    async def etcd_of(*_: object, **__: object) -> AsyncIterator[None]:
+        yield
+
+    async def workers(*_: object) -> Any:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(members, "etcd_of", etcd_of)
+    monkeypatch.setattr(members, "workers", workers)
+    monkeypatch.setattr(readiness, "POLL_S", 0.001)
+    return answers
+
+
+async def wait(timeout_s: float = 20.0) -> Children:
+    children: Any = Children()
+    spec = plan.ProcessSpec(
+        name="frontend-0", role="frontend", argv=[], env={}, instance_id="f-1", url="http://all"
+    )
+    await readiness.wait_ready(plan.UpOptions(ready_timeout_s=timeout_s), children, REF, [spec])
+    return children
+
+
+async def test_a_frontend_is_asked_at_its_own_port(
+    looks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ready(url: str) -> bool:
+        asked.append(url)
+        return len(asked) == 2
+
+    monkeypatch.setattr(members, "frontend_ready", ready)
+    looks += [[], [record("f-1", role="frontend", http="http://own")]]
+    assert (await wait()).shown == ["frontend-0 ready"]
+    assert asked == ["http://own"] * 2
+
+
+async def test_etcd_may_be_away_for_a_while(
+    looks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "frontend_ready", lambda _: True)
+    away = RegistryUnavailable("away")
+    looks += [away, away, [record("f-1", role="frontend")]]
+    assert (await wait()).shown == ["frontend-0 ready"]
+    monkeypatch.setattr(readiness, "ETCD_AWAY_S", 0.01)
+    looks[:] = [away]
+    with pytest.raises(RegistryUnavailable, match="away"):
+        await wait()
+
+
+async def test_a_start_that_takes_too_long(looks: list[Any]) -> None:
+    looks.append([])
+    with pytest.raises(StartFailed, match="frontend-0 was not ready after 0 s"):
+        await wait(0.01)
