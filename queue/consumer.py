@@ -284,14 +284,13 @@ class JetStreamConsumer:
         meanwhile."""
         logger.debug("pull ended with %s; checking the stream", status)
         unknown = not self.stream_id
-        checking = self._checking = self._checking or asyncio.create_task(self.streams.ensure())
+        checking = self._checking
+        if checking is None:
+            checking = self._checking = asyncio.create_task(self.streams.ensure())
+            checking.add_done_callback(lambda _: self._wake.ring())
         while not (checking.done() or self._arrived or self._draining):
             self._wake.clear()
-            woken = asyncio.create_task(self._wake.wait(None))
-            try:
-                await asyncio.wait({checking, woken}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                woken.cancel()
+            await self._wake.wait(None)
         if not checking.done():
             return  # the next pull waits for the same check
         self._checking = None

@@ -7,11 +7,12 @@ import secrets
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 
 from pullfill.errors import QueueUnavailable
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.queue.names import CONSUMER, Names
+from pullfill.queue.names import CONSUMER, MSG_ID, TOKENS, Names
 from pullfill.queue.nats_connection import NatsConnection, NoResponders
 from pullfill.wire import QueueSettings
 from tests.support.nats import NatsServer, until
@@ -94,6 +95,45 @@ async def test_while_the_stream_has_no_leader_a_job_goes_to_a_worker_that_waits(
     [job] = await consumer.pull(100, 1, HANG_S)
     assert job.job_id == "b", "nothing is left of the others"
     await job.ack()
+    await asyncio.gather(producer.close(), consumer.close())
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_job_that_comes_as_a_check_of_the_stream_ends_does_not_end_the_next_pull(
+    nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """The job comes so many turns of the event loop after the end of the check. On a busy machine
+    both are handled together. The next pull follows at once."""
+    producer, consumer = await both(nats, config, QueueSettings())
+    names, ensure = Names(config.namespace, config.compat_hash), consumer.streams.ensure
+
+    async def deliver() -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        headers = {MSG_ID: "past the stream", TOKENS: "7"}
+        await consumer._on_direct(
+            Msg(consumer.connection.client, names.direct, "nobody", b"", headers)
+        )
+
+    delivering = list[asyncio.Task[None]]()
+
+    async def check() -> None:
+        await ensure()
+        delivering.append(asyncio.create_task(deliver()))
+
+    async def pull_twice() -> list[str]:
+        return [job.job_id for _ in range(2) for job in await consumer.pull(1, 1, HANG_S)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(consumer.streams, "ensure", check)
+        pulling = asyncio.create_task(pull_twice())
+        await until(lambda: consumer._requests.lives)
+        await producer.connection.api(f"CONSUMER.DELETE.{names.stream}.{CONSUMER}")
+        before = consumer._requests._serial
+        await until(lambda: pulling.done() or consumer._requests._serial > before)
+    await until(lambda: producer.available and not producer.past_stream)
+    await producer.publish("stored", b"", 7)
+    assert await pulling == ["past the stream", "stored"]
     await asyncio.gather(producer.close(), consumer.close())
 
 
