@@ -195,7 +195,10 @@ class ConnectorScheduler:
             decision, offloaded = Decision(False, "engine_declined"), 0
         shown = expected(situation, decision, self._context.router_config())
         traces = self._context.traces
-        traces.decided(request.request_id, situation, decision, shown, offloaded, fetched)
+        traces.decided(
+            request.request_id, situation, decision, shown, offloaded, fetched,
+            headers=request.trace_headers,
+        )  # fmt: skip
         if self.meter is not None:
             self.meter.admitted(request.request_id, situation, decision)
         if fetched and self.fetching is not None:
@@ -255,6 +258,7 @@ class ConnectorScheduler:
             adapter=adapter,
             features=request.mm_features,
             priority=request.priority,
+            trace=self._context.traces.header(request.request_id),
             timeout_s=timeout_s,
             claim_timeout_s=claim_timeout_s,
             urgency=urgency_of(

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class OpenedJob:
     """A job that the connector scheduler just opened, for the publisher to encode and publish.
 
-    features: vLLM's multimodal inputs of the prompt."""
+    features: vLLM's multimodal inputs of the prompt.
+    trace: as in `PrefillJob`."""
 
     job_id: str
     request_id: str
@@ -41,6 +42,7 @@ class OpenedJob:
     claim_timeout_s: float
     urgency: Urgency = Urgency.NORMAL
     features: Sequence[Any] = ()
+    trace: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

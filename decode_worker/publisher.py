@@ -86,6 +86,7 @@ class Publisher:
                 features=features.digest(brought),
                 priority=job.priority * len(Urgency) + job.urgency,
                 timeout_s=job.timeout_s,
+                trace=job.trace,
             )
         )
 

@@ -8,12 +8,13 @@ commit); every record is touched under one lock for microseconds. A record lives
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker import request_spans
 from pullfill.decode_worker.conditional_router import (
     CLAIMS_STALLED,
     NO_PREFILL_WORKER,
@@ -24,6 +25,7 @@ from pullfill.decode_worker.conditional_router import (
     Situation,
 )
 from pullfill.decode_worker.prefix_fetch import Fetch, FetchOutcome
+from pullfill.decode_worker.request_spans import RequestSpans
 from pullfill.errors import Outcome
 from pullfill.runtime import metrics
 from pullfill.wire import Expected, ExplainRecord, PredictedMs, StageTimings, Timings
@@ -96,6 +98,12 @@ class _RequestTrace:
     fetch: str | None = None
     fetch_ms: float | None = None
     again: bool = False
+    spans: RequestSpans | None = None
+
+    @property
+    def trace_id(self) -> str:
+        """For exemplars. Empty: the request is not traced."""
+        return "" if self.spans is None else self.spans.request.trace
 
 
 class RequestTraces:
@@ -124,12 +132,14 @@ class RequestTraces:
         expected: Expected | None = None,
         offloaded: int = 0,
         fetched: int = 0,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Record the first decision of a request; later ones (after a fallback or a preemption)
         do not change it. The one after a failed fetch does.
 
         offloaded: how many tokens of the hit come from vLLM's own KV offloading.
-        fetched: how many will be read from another decode worker."""
+        fetched: how many will be read from another decode worker.
+        headers: the request's trace headers."""
         with self._lock:
             before = self._open.get(request_id)
             if request_id in self.apart or (before is not None and not before.again):
@@ -138,7 +148,9 @@ class RequestTraces:
             trace.planned_fetch = fetched
             if before is not None:  # counted already
                 trace.fetched_from, trace.fetch = before.fetched_from, before.fetch
-                trace.fetch_ms = before.fetch_ms
+                trace.fetch_ms, trace.spans = before.fetch_ms, before.spans
+            else:
+                trace.spans = request_spans.begin(headers, request_id)
             if decision.reason in _BY_OUTAGE:
                 trace.outage = self.outage() or None
         if before is None:
@@ -149,11 +161,13 @@ class RequestTraces:
         """Note that a prefill worker holds the job now."""
         if request_id in self.apart:
             return
-        _observe("queue", queued_s)
         with self._lock:
             if (trace := self._open.get(request_id)) is not None:
                 trace.attempts, trace.prefill_instance = attempt, instance
                 trace.queue_ms = queued_s * 1e3
+                if trace.spans is not None:
+                    trace.spans.claimed(attempt, instance)
+        _observe("queue", queued_s, trace.trace_id if trace is not None else "")
 
     def committed(
         self,
@@ -166,16 +180,19 @@ class RequestTraces:
         """Note that the KV is in our blocks, and what the prefill worker has measured."""
         if request_id in self.apart:
             return
-        _observe("claim", stages.claim_ms / 1e3)
-        _observe("prefix_read", stages.prefix_read_ms / 1e3)
-        _observe("prefill", stages.prefill_ms / 1e3)
-        _observe("kv_write", stages.kv_write_ms / 1e3)
-        _observe("tail", stages.tail_ms / 1e3)
         with self._lock:
             if (trace := self._open.get(request_id)) is not None:
                 trace.stages, trace.kv_bytes = stages, kv_bytes
                 trace.transport, trace.why_not_better = transport or None, why_not_better
                 trace.committed_at = self._clock.monotonic()
+                if trace.spans is not None:
+                    trace.spans.committed()
+        trace_id = trace.trace_id if trace is not None else ""
+        _observe("claim", stages.claim_ms / 1e3, trace_id)
+        _observe("prefix_read", stages.prefix_read_ms / 1e3, trace_id)
+        _observe("prefill", stages.prefill_ms / 1e3, trace_id)
+        _observe("kv_write", stages.kv_write_ms / 1e3, trace_id)
+        _observe("tail", stages.tail_ms / 1e3, trace_id)
         if trace is not None and (instance := trace.prefill_instance) is not None:
             at = self._clock.monotonic()
             self.measured(Measured(request_id, instance, transport, stages, kv_bytes, at))
@@ -221,13 +238,22 @@ class RequestTraces:
                 trace.loaded = True
                 if trace.committed_at is not None:
                     trace.commit_ms = (self._clock.monotonic() - trace.committed_at) * 1e3
-                    _observe("commit", trace.commit_ms / 1e3)
+                    _observe("commit", trace.commit_ms / 1e3, trace.trace_id)
             elif trace is not None and outcome is not Outcome.CANCELLED:
                 trace.fallback = outcome.value
                 if outcome in _AFTER_OUTAGE:
                     trace.outage = self.outage() or None
+            if trace is not None and trace.spans is not None:
+                trace.spans.settled(loaded, outcome.value, trace.attempts)
         if not loaded and outcome is not Outcome.CANCELLED:
-            metrics.FALLBACK.labels(outcome.value).inc()
+            seen = trace is not None and trace.trace_id
+            metrics.FALLBACK.labels(outcome.value).inc(1, {"trace_id": seen} if seen else None)
+
+    def header(self, request_id: str) -> str:
+        """Return the `traceparent` for those who work on its remote prefill. Empty: none."""
+        with self._lock:
+            trace = self._open.get(request_id)
+            return trace.spans.remote.header if trace is not None and trace.spans else ""
 
     def fallback_of(self, request_id: str) -> str | None:
         """Return why the request's remote prefill was given up. None: it was not."""
@@ -247,6 +273,12 @@ class RequestTraces:
             trace = self._open.pop(request_id, None)
         if trace is None:
             return None
+        record = self._record(request_id, trace)
+        if trace.spans is not None:
+            trace.spans.finished(record)
+        return record
+
+    def _record(self, request_id: str, trace: _RequestTrace) -> ExplainRecord:
         stages = trace.stages if trace.loaded else None
         came = trace.loaded or trace.fetched > 0
         return ExplainRecord(

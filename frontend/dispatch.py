@@ -9,8 +9,7 @@ with a message that says why. All waits are bounded, so every request ends.
 A token is out once the sink has it. Messages of a worker about a request that has left it are
 dropped, so no token comes twice.
 
-Single event loop. `on_outputs` runs for each engine step: one decode, and for each output one dict
-lookup and one list.extend.
+Single event loop. `on_outputs` runs once for each engine step, so it does little for an output.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ REFUSED = "refused"
 OURS = "failed"
 """Outcome of a request that failed by a bug of the server."""
 _FAULTS = {REFUSED: Fault.REQUEST, OURS: Fault.OURS}
-_ABORTED = 2
-"""vLLM's FinishReason.ABORT."""
+_ABORTED = 2  # vLLM's FinishReason.ABORT
 
 
 class Dispatcher:
@@ -140,12 +138,12 @@ class Dispatcher:
     def abort(self, request_ids: Sequence[str]) -> None:
         by_worker: dict[DecodeConnection, list[str]] = {}
         for request_id in request_ids:
-            flight = self.flights.pop(request_id, None)
-            if flight is None:
+            if (flight := self.flights.pop(request_id, None)) is None:
                 continue
             self._waiting.drop(request_id)
             self.balancer.left(flight)
             self.suspects.on_end(flight, finished=False)
+            flight.spans.ended(len(flight.tokens), "aborted")
             if flight.worker is not None:
                 by_worker.setdefault(flight.worker, []).append(flight.wire_id)
         for worker, ids in by_worker.items():
@@ -263,6 +261,7 @@ class Dispatcher:
         flight.trace.ended(flight.arrived, len(flight.tokens), flight.request.sampling_params)
         self.balancer.left(flight)
         self.suspects.on_end(flight, finished=True)
+        flight.spans.ended(len(flight.tokens))
         return True
 
     def _try(self, flight: Flight, step: Callable[..., None], *args: Any) -> None:
@@ -327,6 +326,7 @@ class Dispatcher:
             request = copy.copy(flight.request)
         flight.wire_id = front_wire.attempt_id(flight.request_id, flight.attempt)
         request.request_id = flight.wire_id
+        request.trace_headers = flight.spans.sent(worker.instance_id, request.trace_headers)
         try:
             frames = self._codec.encode(request, self.balancer.holder(flight, worker))
         except (ValueError, OverflowError) as exc:  # e.g. an integer too large for msgpack
@@ -355,6 +355,7 @@ class Dispatcher:
         flight.attempt += 1
         flight.trace.migrated_from.append(worker.instance_id)
         reason = f"decode worker {worker.instance_id} {how}"
+        flight.spans.left(reason)
         if flight.tokens:
             flight.trace.migrated_tokens = len(flight.tokens)
             reason += f" after {len(flight.tokens)} tokens of this answer"
@@ -391,6 +392,7 @@ class Dispatcher:
             metrics.FAILED.inc()
         if flight.tokens:
             metrics.MIGRATED.labels(result).inc()
+        flight.spans.ended(len(flight.tokens), message)
         _log.warning("request %s failed: %s", flight.trace.key, message)
         try:
             self._sink.failed(flight.request_id, message, _FAULTS.get(result, Fault.WORKERS))

@@ -11,6 +11,7 @@ from pullfill.engine.migration import room_for
 from pullfill.frontend.decode_choice import Choice
 from pullfill.frontend.explain import Trace
 from pullfill.frontend.fleet import Share
+from pullfill.frontend.spans import NoSpans, begin_spans
 from pullfill.prefix.chain import HashArray
 from pullfill.runtime import log
 
@@ -135,6 +136,10 @@ class Flight:
     choice: Choice | None = None
     share: Share | None = None
     counted: int = 0
+    spans: NoSpans = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spans = begin_spans(self.request.trace_headers, self.trace.key, self.arrived)
 
 
 def keep_room(flight: Flight, worker: DecodeConnection) -> None:

@@ -43,7 +43,7 @@ from pullfill.registry.directory import Directory
 from pullfill.registry.membership import Membership
 from pullfill.registry.settings import Settings
 from pullfill.registry.suspect_records import SuspectBoard
-from pullfill.runtime import log
+from pullfill.runtime import log, tracing
 from pullfill.runtime.lifecycle import EXIT_S, Stop, exit_within, leave
 from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, WorkerState
 
@@ -134,6 +134,7 @@ async def _end(frontend: _Frontend) -> NoReturn:
         log.complain(exc)
     except Exception:
         _log.exception("frontend failed")
+    tracing.close()
     leave(code)
 
 
@@ -215,6 +216,7 @@ class _Frontend:
                 options.host,
                 options.port or self._listeners[0].getsockname()[1],
             )
+            tracing.begin(prepared.args.otlp_traces_endpoint, "frontend", self._instance_id)
             tls = prepared.args.ssl_certfile is not None
             self._url = options.advertise or url_of(self._listeners[0], tls=tls)
             keys = _keys(prepared, cluster.security.frontend)

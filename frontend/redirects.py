@@ -71,6 +71,7 @@ class Redirects:
         self._balancer.redirected(flight, worker, told.held_tokens)
         flight.worker, flight.redirect = None, (worker.instance_id, told)
         flight.attempt += 1
+        flight.spans.left(f"redirected: {told.reason}")
         flight.deadline = now + RESEND_WAIT_S
         keep_room(flight, worker)
         if told.reason in _CANNOT:

@@ -28,6 +28,7 @@ from pullfill.errors import (
     PeerUnavailable,
     PullfillError,
 )
+from pullfill.prefill_worker import job_spans
 from pullfill.prefill_worker.control_connection import REPLY_S, ConnectionLost, ControlConnection
 from pullfill.prefill_worker.job_message import JobMessage, patience
 from pullfill.prefill_worker.pace import Pace
@@ -37,16 +38,7 @@ from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.contract import Delivery
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.waits import Prompt
-from pullfill.wire import (
-    DrainAck,
-    Grant,
-    KvMode,
-    PrefillJob,
-    RefuseReason,
-    Revoke,
-    decode,
-    u32,
-)
+from pullfill.wire import DrainAck, Grant, KvMode, PrefillJob, RefuseReason, Revoke, decode, u32
 
 if TYPE_CHECKING:
     from pullfill.prefill_worker.jobs import JobRunner
@@ -172,6 +164,7 @@ class Job:
         _GRANTED.inc()
         failpoints.hit("prefill.after_claim")
         self.connection, self.grant, self._holds_grant = connection, grant, True
+        job_spans.claimed(self, asked)
 
     # ------------------------------------------------------------------ step 7: compute_and_write
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pullfill.errors import PullfillError
 from pullfill.live_view import FLOWS, HeldJob
+from pullfill.prefill_worker import job_spans
 from pullfill.prefill_worker.budget import Budget
 from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.job import Job
@@ -143,9 +144,11 @@ class JobRunner:
             job.connection_lost(connection.record.instance_id)
 
     async def _run(self, job: Job) -> None:
+        began = time.monotonic()
         try:
             await job.run()
         finally:
+            job_spans.ended(job, began)
             self._ended(job)  # here, because a done callback would cost a turn of the loop
 
     def _ended(self, job: Job) -> None:

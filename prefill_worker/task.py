@@ -17,6 +17,8 @@ from pullfill.engine import features
 from pullfill.engine.groups import ONE_TABLE, BlockOrder, in_pieces
 from pullfill.errors import BadMessage, HandoffError
 from pullfill.ids import job_digest
+from pullfill.prefill_worker import job_spans
+from pullfill.runtime.tracing import Context
 from pullfill.transfer.digest import sampled
 from pullfill.transfer.pieces import WHOLE
 from pullfill.wire import (
@@ -94,6 +96,7 @@ class PrefillTask:
     digests: those made so far. A block that is written again after a preemption gets a new one.
     kept: pull mode: our block for each target block. The decode worker may read them until
     `TransferWorker.let_go`, which calls `on_let_go`.
+    span: of the attempt. None: it is not traced.
     """
 
     request_id: str
@@ -113,6 +116,7 @@ class PrefillTask:
     readable: BlockOrder = ONE_TABLE
     written: BlockOrder = ONE_TABLE
     checked: frozenset[int] = frozenset()
+    span: Context | None = None
     mode: KvMode = KvMode.PUSH_ASYNC
     pieces: tuple[int, int] = WHOLE
     target_blocks: int = 0
@@ -197,6 +201,7 @@ class PrefillTask:
             transfer_worker=transfer_worker,
             on_done=on_done,
             checked=frozenset(targets[index] for index in checked),
+            span=job_spans.attempt_of(job.trace, job.job_id, grant.attempt),
             mode=grant.mode,
             pieces=pieces,
         )
@@ -368,6 +373,7 @@ class PrefillTask:
             if self.ended:
                 return
             self.ended, self.well = True, failure is None
+        job_spans.computed(self, failure)
         self.on_done(failure)
 
     def cancel(self) -> None:

@@ -21,6 +21,7 @@ from functools import cache, partial
 from typing import Any
 
 from pullfill.errors import Fenced, HandoffError
+from pullfill.prefill_worker import job_spans
 from pullfill.prefill_worker.credits import Account
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import failpoints, log, metrics
@@ -288,6 +289,7 @@ class TransferWorker:
         task.read_s += result.seconds
         _of(metrics.KV_READ_BYTES, self.transport).inc(result.nbytes)
         _of(metrics.KV_READ_SECONDS, self.transport).observe(result.seconds)
+        job_spans.moved(task, "read", self.transport, result.seconds, result.nbytes)
         return True
 
     def _write(self, operation: _Operation, move: _Move) -> bool:
@@ -303,6 +305,7 @@ class TransferWorker:
             task.write_s += result.seconds
             _of(metrics.KV_WRITE_BYTES, self.transport).inc(result.nbytes)
             _of(metrics.KV_WRITE_SECONDS, self.transport).observe(result.seconds)
+            job_spans.moved(task, "write", self.transport, result.seconds, result.nbytes)
             if task.checked:
                 self._take_digests(operation)
             failpoints.hit("prefill.after_write")

@@ -33,6 +33,7 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     priority: in the prefill worker's engine. The smallest comes first.
     request_id: for people who read a dead letter.
     timeout_s: how long from publish the decode worker waits before it serves locally.
+    trace: W3C `traceparent` of the remote prefill. Empty: it is not traced.
     """
 
     v: Version = WIRE_VERSION
@@ -52,3 +53,4 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     features: Text = ""
     priority: int = 0
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)]
+    trace: Text = ""

@@ -31,7 +31,7 @@ from pullfill.options import WorkerOptions
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.membership import Membership
 from pullfill.registry.settings import Settings
-from pullfill.runtime import log
+from pullfill.runtime import log, tracing
 from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, exit_within, until
 from pullfill.runtime.probe import ProbeServer
 from pullfill.transfer.shm.files import RegionFiles
@@ -267,6 +267,7 @@ class WorkerProcess(Generic[C, H]):
             engine_id=self._instance_id,
             extra={"instance_id": self._instance_id, "directory": str(files.directory)},
         )
+        tracing.begin(args.traces_endpoint(self._config), self._role.name, self._instance_id)
         self._fingerprint = compat.fingerprint_as_run(self._config)
         self._role.adjust(self._config)
         host = EngineHost(self._config, log_stats=self._role.log_stats)

@@ -11,7 +11,7 @@ from pullfill.engine import check, environment
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.net.this_host import allow_open_files
 from pullfill.options import WorkerOptions
-from pullfill.runtime import log
+from pullfill.runtime import log, tracing
 from pullfill.runtime.lifecycle import leave
 
 
@@ -49,4 +49,5 @@ async def _serve(role: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> No
     except Exception:
         log.get(f"{role}_worker").exception("%s worker failed", role)
         code = 1
+    tracing.close()
     leave(code)

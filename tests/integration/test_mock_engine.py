@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pullfill.testing.mock_model import MockSettings
 from tests.support.cluster import BLOCK, MODEL, Cluster
+from tests.support.otlp import Receiver
 from tests.support.prompts import random_prompt
 
 pytestmark = pytest.mark.engine
@@ -47,12 +49,15 @@ def test_a_mock_pair_serves_remote_prefills(
     def settings(**more: float) -> str:
         return f"--additional-config={json.dumps({'mock': {**shape, **more}})}"
 
-    cluster = Cluster(tmp_path / "mock", model_path)
+    cluster, receiver = Cluster(tmp_path / "mock", model_path), Receiver()
     try:
         cluster.start_servers()
-        cluster.launch("decode", *MOCK, settings())
-        cluster.launch("prefill", *MOCK, settings(step_s=0.002))
-        cluster.launch("frontend")
+        receiver.start()
+        traces = f"--otlp-traces-endpoint={receiver.url}"
+        soon = {"OTEL_BSP_SCHEDULE_DELAY": "200"}
+        cluster.launch("decode", *MOCK, settings(), traces, env=soon)
+        cluster.launch("prefill", *MOCK, settings(step_s=0.002), traces, env=soon)
+        cluster.launch("frontend", traces, env=soon)
         cluster.wait_ready(*cluster.workers)
         cluster.set_router(policy="always_remote")
         (record,) = cluster.records("decode").values()
@@ -69,5 +74,48 @@ def test_a_mock_pair_serves_remote_prefills(
         assert told["prefix_hit_tokens"] == 20 * BLOCK, "whole blocks of what was asked before"
         assert told["path"] == "remote"
         cluster.assert_clean()
+        check_trace(cluster, receiver)
     finally:
         cluster.stop()
+        receiver.stop()
+
+
+def check_trace(cluster: Cluster, receiver: Receiver) -> None:
+    """A client's trace goes through all processes, and vLLM's own span is part of it."""
+    client, trace = "00f067aa0ba902b7", "4bf92f3577b34da6a3ce929d0e0e4736"
+    cluster.client().completions.create(
+        model=MODEL,
+        prompt=random_prompt(900, seed=3),
+        max_tokens=3,
+        extra_headers={"traceparent": f"00-{trace}-{client}-01"},
+        extra_body={"ignore_eos": True},
+    )
+    parents = {
+        "frontend.request": None,
+        "frontend.dispatch": "frontend.request",
+        "llm_request": "frontend.dispatch",
+        "decode.request": "frontend.dispatch",
+        "decode.remote_prefill": "decode.request",
+        "queue.wait": "decode.remote_prefill",
+        "decode.commit": "decode.remote_prefill",
+        "prefill.attempt": "decode.remote_prefill",
+        "prefill.claim": "prefill.attempt",
+        "prefill.compute": "prefill.attempt",
+        "transfer.write": "prefill.attempt",
+    }
+    receiver.wait_for(*parents, trace=trace)
+    spans = {span.name: span for span in receiver.spans if span.trace == trace}
+    assert set(spans) == set(parents)
+    for name, parent in parents.items():
+        assert spans[name].parent == (spans[parent].id if parent else client), name
+        assert not spans[name].error
+    where = {n: s.resource.get("service.instance.id") for n, s in spans.items()}
+    names = {w.role: w.instance_id for w in cluster.workers}
+    assert where["decode.request"] == names["decode"]
+    assert where["transfer.write"] == names["prefill"]
+    page = httpx.get(
+        f"{cluster.frontend_url}/metrics",
+        headers={"accept": "application/openmetrics-text"},
+        trust_env=False,
+    )
+    assert f'# {{trace_id="{trace}"}}' in page.text, "exemplars lead to the trace"

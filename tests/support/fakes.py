@@ -96,6 +96,7 @@ class FakeRequest:
     arrival_time: float = 0.0
     sampling_params: Any = None
     kv_transfer_params: dict[str, Any] | None = None
+    trace_headers: dict[str, str] | None = None
     block_hashes: list[str] = field(default_factory=list)
 
     @property

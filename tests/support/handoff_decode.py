@@ -141,9 +141,14 @@ class DecodeHalf:
         self.cached += table
         return table
 
-    def send(self, tokens: Sequence[int], hit: Sequence[int] = ()) -> Served:
-        """A request that hits the cached blocks `hit`; it must go remote."""
-        request = FakeRequest(f"r{len(self.requests)}", list(tokens))
+    def send(
+        self,
+        tokens: Sequence[int],
+        hit: Sequence[int] = (),
+        headers: dict[str, str] | None = None,
+    ) -> Served:
+        """A request that hits the cached blocks `hit`; it must go remote. headers: its trace's."""
+        request = FakeRequest(f"r{len(self.requests)}", list(tokens), trace_headers=headers)
         external, asynchronous = self.side.decide(request, len(hit) * BLOCK)
         assert asynchronous
         own = self.pool.allocate(-(-(len(tokens) - 1) // BLOCK) - len(hit))

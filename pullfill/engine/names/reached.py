@@ -145,7 +145,7 @@ REACHED = {
         "lora_request "
         "mm_features num_computed_tokens num_output_tokens num_preemptions num_prompt_tokens "
         "num_tokens pooling_params priority prompt_embeds prompt_token_ids request_id "
-        "sampling_params skip_reading_prefix_cache status structured_output_request"
+        "sampling_params skip_reading_prefix_cache status structured_output_request trace_headers"
     ),
     "vllm.v1.request.RequestStatus": "PREEMPTED WAITING is_finished",
     "vllm.v1.structured_output.StructuredOutputManager": "executor",

@@ -1,0 +1,101 @@
+"""The spans of one request at a decode worker.
+
+    decode.request            from the decision to the last token
+      decode.remote_prefill   from the decision until vLLM knows how the remote prefill has ended
+        queue.wait            one for each attempt: from the decision to its claim
+        prefill.attempt       the prefill worker's
+        decode.commit         from the commit until vLLM schedules the request
+
+They are made at the moments at which `RequestTraces` notes what happened, under its lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pullfill.runtime import tracing
+from pullfill.runtime.tracing import PARENT, Context
+from pullfill.wire import ExplainRecord
+
+
+@dataclass(slots=True)
+class RequestSpans:
+    """began: the decision, by `time.monotonic`. remote: of the remote prefill."""
+
+    above: Context
+    request: Context
+    remote: Context
+    request_id: str
+    began: float
+    committed_at: float = 0.0
+
+    def claimed(self, attempt: int, instance: str) -> None:
+        """Note the claim of an attempt."""
+        tracing.record(
+            "queue.wait",
+            self.remote.child(),
+            self.remote,
+            self.began,
+            time.monotonic(),
+            {"pullfill.attempt": attempt, "pullfill.prefill_instance": instance},
+            kind="PRODUCER",
+        )
+
+    def committed(self) -> None:
+        """Note that the KV is there."""
+        self.committed_at = time.monotonic()
+
+    def settled(self, loaded: bool, outcome: str, attempts: int) -> None:
+        """Note that vLLM knows how the remote prefill has ended."""
+        now = time.monotonic()
+        if loaded and self.committed_at:
+            tracing.record(
+                "decode.commit", self.remote.child(), self.remote, self.committed_at, now, {}
+            )
+        tracing.record(
+            "decode.remote_prefill",
+            self.remote,
+            self.request,
+            self.began,
+            now,
+            {"pullfill.outcome": outcome, "pullfill.attempts": attempts},
+            error="" if loaded else outcome,
+        )
+
+    def finished(self, record: ExplainRecord) -> None:
+        """Note that the request is over here."""
+        tracing.record(
+            "decode.request",
+            self.request,
+            self.above,
+            self.began,
+            time.monotonic(),
+            {
+                "gen_ai.request.id": self.request_id,
+                "gen_ai.usage.prompt_tokens": record.prompt_tokens,
+                "pullfill.path": record.path,
+                "pullfill.reason": record.reason,
+                "pullfill.prefix_hit_tokens": record.prefix_hit_tokens,
+                "pullfill.fetched_tokens": record.fetched_tokens,
+                "pullfill.remote_tokens": record.remote_tokens,
+                "pullfill.prefill_instance": record.prefill_instance,
+                "pullfill.transport": record.transport,
+                "pullfill.kv_bytes": record.kv_bytes,
+                "pullfill.fallback": record.fallback,
+                "pullfill.outage": record.outage,
+            },
+            kind="SERVER",
+        )
+
+
+def begin(headers: Mapping[str, str] | None, request_id: str) -> RequestSpans | None:
+    """Return the spans of a request that is decided about now. None: it is not traced.
+
+    headers: its trace headers, which the frontend has set."""
+    above = tracing.read(headers.get(PARENT)) if headers else None
+    if above is None:
+        return None
+    request = above.child()
+    return RequestSpans(above, request, request.child(), request_id, time.monotonic())

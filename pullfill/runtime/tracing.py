@@ -1,0 +1,279 @@
+"""OpenTelemetry spans of this process, sent to the address of vLLM's `--otlp-traces-endpoint`.
+
+Spans are made when they are over, with the times that the process has measured anyway. So nothing
+is open while a request runs, and a request costs one small object for each span. A thread of the
+SDK encodes and sends them. While the endpoint hangs, it alone waits; then spans are dropped, and
+one line says so.
+
+A `Context` names a span before it is made: whoever works on its behalf gets `Context.header`, the
+W3C `traceparent`. A frontend begins a trace, or goes on with the client's. From there:
+
+    frontend.request → frontend.dispatch → decode.request → decode.remote_prefill
+                                                            ├ queue.wait
+                                                            ├ prefill.attempt → prefill.claim, ...
+                                                            └ decode.commit
+
+A second dispatch or attempt is linked to the one before it. vLLM's own `llm_request` lies below
+`frontend.dispatch`.
+
+Without the flag `begin` is not called, OpenTelemetry is not imported, and each context is None. The
+protocol, the sampler and the name of the service come from OpenTelemetry's environment variables,
+as in vLLM: OTEL_EXPORTER_OTLP_TRACES_PROTOCOL (grpc), OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pullfill.errors import ConfigError
+from pullfill.runtime import log
+
+_log = log.get("tracing")
+
+PARENT = "traceparent"
+CLOSE_S = 2.0
+"""How long the end of the process waits for the endpoint."""
+_HEADER = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-|\Z)")
+_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+_SAMPLED = 1
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A span of a trace that is recorded, by its ids. Neither is 0."""
+
+    trace_id: int
+    span_id: int
+
+    @property
+    def header(self) -> str:
+        """The W3C `traceparent` for those who work below this span."""
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-01"
+
+    @property
+    def trace(self) -> str:
+        """The trace id in hex, as dashboards and logs show it."""
+        return f"{self.trace_id:032x}"
+
+    def child(self) -> Context:
+        """Return a new span below this one."""
+        return Context(self.trace_id, random.getrandbits(64) or 1)
+
+    def attempt(self, job_id: str, number: int) -> Context:
+        """Return the span of an attempt below this one.
+
+        Everybody who knows the job knows the ids of its attempts, and can link to them."""
+        digest = hashlib.blake2b(f"{job_id}/{number}".encode(), digest_size=8).digest()
+        return Context(self.trace_id, int.from_bytes(digest) or 1)
+
+
+def read(header: str | None) -> Context | None:
+    """Return the span of a `traceparent`.
+
+    None: there is none, it cannot be read, it is not sampled, or this process traces nothing."""
+    if not header or _exporting is None:
+        return None
+    found = _HEADER.match(header)
+    if found is None or not int(found[3], 16) & _SAMPLED:
+        return None
+    context = Context(int(found[1], 16), int(found[2], 16))
+    return context if context.trace_id and context.span_id else None
+
+
+def root(headers: Mapping[str, str] | None) -> tuple[Context, Context | None] | None:
+    """Return (a new span, the client's span above it). None: the request is not traced.
+
+    headers: `traceparent` and `tracestate` of the client, if it sent them."""
+    return None if _exporting is None else _exporting.root(headers or {})
+
+
+def record(
+    name: str,
+    context: Context,
+    above: Context | None,
+    began: float,
+    ended: float,
+    attributes: Mapping[str, Value | None],
+    *,
+    links: Sequence[Context] = (),
+    error: str = "",
+    kind: str = "INTERNAL",
+) -> None:
+    """Send a span that is over. Any thread, and no I/O.
+
+    above: the span above it. began, ended: by `time.monotonic`. attributes: without those that are
+    None. error: why it failed. kind: a name of OpenTelemetry's SpanKind."""
+    if _exporting is not None:
+        values = {key: value for key, value in attributes.items() if value is not None}
+        _exporting.record(name, context, above, (began, ended), values, links, error, kind)
+
+
+def begin(endpoint: str | None, role: str, instance_id: str) -> None:
+    """Trace from now on. Does nothing without an endpoint. Raises ConfigError.
+
+    endpoint: as vLLM takes it, like `http://localhost:4317`."""
+    global _exporting
+    if endpoint and _exporting is None:
+        _exporting = _Exporting(endpoint, role, instance_id)
+
+
+def close() -> None:
+    """Send what waits, for CLOSE_S at most. Traces end with this."""
+    global _exporting
+    exporting, _exporting = _exporting, None
+    if exporting is not None:
+        exporting.close()
+
+
+class _Exporting:
+    """What needs the SDK."""
+
+    def __init__(self, endpoint: str, role: str, instance_id: str) -> None:
+        try:
+            from opentelemetry import trace
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as exc:
+            raise ConfigError(
+                f"--otlp-traces-endpoint needs OpenTelemetry ({exc}): pip install 'pullfill[otel]'"
+            ) from exc
+        # The exporters log each try. `_Watched` says once what matters.
+        for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        self._api: Any = trace
+        self._span: Any = ReadableSpan
+        self._scope: Any = InstrumentationScope("pullfill")
+        self._propagator: Any = TraceContextTextMapPropagator()
+        self._resource: Any = Resource.create(
+            {
+                "service.name": os.environ.get("OTEL_SERVICE_NAME") or "pullfill",
+                "service.instance.id": instance_id,
+                "pullfill.role": role,
+            }
+        )
+        self._sampler: Any = TracerProvider(resource=self._resource).sampler
+        self._processor: Any = BatchSpanProcessor(_watched(_exporter(endpoint), endpoint))
+        self._flags: Any = trace.TraceFlags(_SAMPLED)
+        self._measured, self._measured_until = 0, 0.0
+
+    def root(self, headers: Mapping[str, str]) -> tuple[Context, Context | None] | None:
+        above = self._propagator.extract(headers)
+        client = self._api.get_current_span(above).get_span_context()
+        trace_id = client.trace_id or random.getrandbits(128) or 1
+        decision = self._sampler.should_sample(above, trace_id, "frontend.request").decision
+        if not decision.is_sampled():
+            return None
+        parent = Context(trace_id, client.span_id) if client.is_valid else None
+        return Context(trace_id, random.getrandbits(64) or 1), parent
+
+    def record(
+        self,
+        name: str,
+        context: Context,
+        above: Context | None,
+        times: tuple[float, float],
+        attributes: Mapping[str, Value],
+        links: Sequence[Context],
+        error: str,
+        kind: str,
+    ) -> None:
+        api, offset = self._api, self._offset()
+        code = api.StatusCode.ERROR if error else api.StatusCode.UNSET
+        self._processor.on_end(
+            self._span(
+                name,
+                context=self._named(context),
+                parent=None if above is None else self._named(above, remote=True),
+                resource=self._resource,
+                attributes=attributes,
+                links=[api.Link(self._named(one, remote=True)) for one in links],
+                kind=api.SpanKind[kind],
+                status=api.Status(code, error or None),
+                start_time=int(times[0] * 1e9) + offset,
+                end_time=int(max(times) * 1e9) + offset,
+                instrumentation_scope=self._scope,
+            )
+        )
+
+    def _offset(self) -> int:
+        """Return what to add to `time.monotonic`, in ns. It stays for a minute: spans of one
+        request must not move against each other."""
+        now = time.monotonic()
+        if now >= self._measured_until:
+            self._measured_until = now + 60.0
+            # The largest of several: this thread may be stopped between the two clocks.
+            self._measured = max(time.time_ns() - time.monotonic_ns() for _ in range(5))
+        return self._measured
+
+    def _named(self, context: Context, remote: bool = False) -> Any:
+        return self._api.SpanContext(context.trace_id, context.span_id, remote, self._flags)
+
+    def close(self) -> None:
+        # In threads, because their own limits are not kept while an exporter waits for an answer.
+        vllms = getattr(self._api.get_tracer_provider(), "shutdown", None)
+        ends = [end for end in (self._processor.shutdown, vllms) if end is not None]
+        threads = [threading.Thread(target=end, daemon=True) for end in ends]
+        until = time.monotonic() + CLOSE_S
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def _exporter(endpoint: str) -> Any:
+    """Return what vLLM would take for this endpoint. Raises ConfigError."""
+    protocol = os.environ.get(_PROTOCOL) or "grpc"
+    try:
+        if protocol == "grpc":
+            from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc_exporter
+
+            return grpc_exporter.OTLPSpanExporter(endpoint=endpoint, insecure=True)
+        if protocol == "http/protobuf":
+            from opentelemetry.exporter.otlp.proto.http import trace_exporter as http_exporter
+
+            return http_exporter.OTLPSpanExporter(endpoint=endpoint)
+    except ImportError as exc:
+        raise ConfigError(f"{_PROTOCOL}={protocol} needs another package: {exc}") from exc
+    raise ConfigError(f"{_PROTOCOL}={protocol!r}: use grpc or http/protobuf")
+
+
+def _watched(inner: Any, endpoint: str) -> Any:
+    """Return an exporter that says once that the endpoint does not take spans, and once that it
+    does again."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class Watched(SpanExporter):
+        failing = False
+
+        def export(self, spans: Sequence[Any]) -> Any:
+            result = inner.export(spans)
+            failed = result is not SpanExportResult.SUCCESS
+            if failed and not self.failing:
+                _log.warning(
+                    "%s takes no traces: they are dropped until it does; requests go on", endpoint
+                )
+            elif self.failing and not failed:
+                _log.info("%s takes traces again", endpoint)
+            self.failing = failed
+            return result
+
+        def shutdown(self) -> None:
+            inner.shutdown()
+
+    return Watched()
+
+
+_exporting: _Exporting | None = None

@@ -1,0 +1,119 @@
+"""Spans of a remote prefill, from the decode worker to the transfer, at a real OTLP receiver.
+
+The handoff is real but for vLLM. All halves are in this process; each finds the others' spans only
+by what the job carries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+
+from pullfill.runtime import exposition, tracing
+from tests.support.fakes import FakeClock
+from tests.support.handoff_rig import Cluster, prompt, settled, until
+from tests.support.kv_engine import BLOCK
+from tests.support.otlp import Receiver, Span
+
+TRACE, ABOVE = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+HEADERS = {"traceparent": f"00-{TRACE}-{ABOVE}-01"}
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as receiver:
+        tracing.begin(receiver.url, "both", "here")
+        yield receiver
+        tracing.close()
+
+
+def within(inner: Span, outer: Span) -> bool:
+    """Up to the few microseconds between two looks at the wall clock."""
+    slack = 10_000_000
+    return outer.start_ns - slack <= inner.start_ns <= inner.end_ns <= outer.end_ns + slack
+
+
+async def test_one_prompt(tmp_path: Path, receiver: Receiver) -> None:
+    async with Cluster(tmp_path, "shm") as cluster:
+        decode, _ = await cluster.decode(), await cluster.prefill(chunk=5)
+        tokens = prompt(30)
+        hit = decode.cache(tokens[: 2 * BLOCK])
+        served = decode.send(tokens, hit, headers=HEADERS)
+        await settled(served)
+        record = decode.traces.finish(served.request.request_id)
+        assert record is not None
+        await cluster.check_clean()
+    tracing.close()
+    assert {s.trace for s in receiver.spans} == {TRACE}
+    request = receiver.one("decode.request")
+    remote, attempt = receiver.one("decode.remote_prefill"), receiver.one("prefill.attempt")
+    assert request.parent == ABOVE
+    assert remote.parent == request.id
+    for name, parent in {
+        "queue.wait": remote,
+        "prefill.attempt": remote,
+        "decode.commit": remote,
+        "prefill.claim": attempt,
+        "prefill.compute": attempt,
+    }.items():
+        span = receiver.one(name)
+        assert span.parent == parent.id, name
+        assert within(span, parent), name
+        assert not span.error
+    assert len(receiver.named("transfer.read")) == 1
+    writes = receiver.named("transfer.write")
+    assert len(writes) > 1, "one for each chunk"
+    assert {w.parent for w in writes} == {attempt.id}
+    assert sum(w.attributes["pullfill.bytes"] for w in writes) == record.kv_bytes
+    assert request.attributes["pullfill.path"] == "remote"
+    assert attempt.attributes["pullfill.attempt"] == 1
+    assert attempt.links == ()
+
+
+async def test_a_second_attempt_is_linked_to_the_first(tmp_path: Path, receiver: Receiver) -> None:
+    async with Cluster(tmp_path, clock=FakeClock()) as cluster:
+        decode, first = await cluster.decode(), await cluster.prefill(chunk=5)
+        first.engine.gate.clear()
+        served = decode.send(prompt(30), headers=HEADERS)
+        await until(lambda: decode.ledger.counts()["granted"] == 1)  # type: ignore[index]
+        await cluster.prefill()
+        await first.puller.stop()
+        await first.runner.abandon()
+        decode.pass_time(0.06)  # the queue delivers a job again only after its nak delay
+        first.engine.gate.set()
+        await settled(served)
+        assert decode.right(served)
+    tracing.close()
+    one, two = receiver.named("prefill.attempt")
+    assert (one.attributes["pullfill.attempt"], two.attributes["pullfill.attempt"]) == (1, 2)
+    assert one.error
+    assert not two.error
+    assert two.links == (one.id,)
+    assert two.parent == one.parent == receiver.one("decode.remote_prefill").id
+    assert len(receiver.named("queue.wait")) == 2
+
+
+async def test_exemplars_name_the_trace(tmp_path: Path, receiver: Receiver) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, _ = await cluster.decode(), await cluster.prefill()
+        await settled(decode.send(prompt(20), headers=HEADERS))
+    text = exposition.page(exposition.OPENMETRICS)[0].decode()
+    (family,) = [f for f in openmetrics(text) if f.name == "pullfill_handoff_stage_seconds"]
+    traced = {s.labels["stage"] for s in family.samples
+              if s.exemplar and s.exemplar.labels == {"trace_id": TRACE}}  # fmt: skip
+    assert traced == {"queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit"}
+
+
+async def test_what_is_not_traced_leaves_nothing(tmp_path: Path, receiver: Receiver) -> None:
+    async with Cluster(tmp_path) as cluster:
+        decode, _ = await cluster.decode(), await cluster.prefill()
+        unsampled = {"traceparent": f"00-{TRACE}-{ABOVE}-00"}
+        served = [
+            decode.send(prompt(20, seed=n), headers=h) for n, h in ((1, None), (2, unsampled))
+        ]
+        await settled(*served)
+        assert all(decode.right(s) for s in served)
+    tracing.close()
+    assert receiver.spans == []

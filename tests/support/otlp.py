@@ -1,0 +1,141 @@
+"""A receiver of traces that speaks OTLP, over gRPC or HTTP, as a collector does."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from concurrent import futures
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as service_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """As received. Ids in hex; the parent of a root is empty. links: ids of spans."""
+
+    name: str
+    trace: str
+    id: str
+    parent: str
+    links: tuple[str, ...]
+    kind: int
+    start_ns: int
+    end_ns: int
+    error: str
+    attributes: dict[str, Any]
+    resource: dict[str, Any]
+
+
+class Receiver:
+    """Keeps all spans. A context manager. `url` is for --otlp-traces-endpoint.
+
+    hangs: set it, and it answers nobody until it is set back."""
+
+    def __init__(self, protocol: str = "grpc") -> None:
+        self.spans: list[Span] = []
+        self.hangs = threading.Event()
+        self.asked = threading.Event()
+        self._protocol = protocol
+
+    def __enter__(self) -> Receiver:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        if self._protocol == "grpc":
+            self._grpc = grpc.server(futures.ThreadPoolExecutor(4))
+            service_grpc.add_TraceServiceServicer_to_server(_Service(self), self._grpc)
+            port = self._grpc.add_insecure_port("127.0.0.1:0")
+            self._grpc.start()
+            self.url = f"http://127.0.0.1:{port}"
+        else:
+            self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+            self._http.daemon_threads = True
+            threading.Thread(target=self._http.serve_forever, daemon=True).start()
+            self.url = f"http://127.0.0.1:{self._http.server_port}/v1/traces"
+
+    def stop(self) -> None:
+        self.hangs.clear()
+        if self._protocol == "grpc":
+            self._grpc.stop(None).wait()
+        else:
+            self._http.shutdown()
+            self._http.server_close()
+
+    def take(self, request: Any) -> Any:
+        """An export. Returns the answer."""
+        self.asked.set()
+        while self.hangs.is_set():
+            time.sleep(0.01)
+        for group in request.resource_spans:
+            resource = _values(group.resource.attributes)
+            for scope in group.scope_spans:
+                self.spans += [_span(one, resource) for one in scope.spans]
+        return service.ExportTraceServiceResponse()
+
+    def named(self, name: str) -> list[Span]:
+        """Spans of this name, in the order of their start."""
+        return sorted((s for s in self.spans if s.name == name), key=lambda s: s.start_ns)
+
+    def one(self, name: str) -> Span:
+        (span,) = self.named(name)
+        return span
+
+    def wait_for(self, *names: str, trace: str, within_s: float = 30.0) -> None:
+        """Return as soon as there is a span of each name in the trace."""
+        until = time.monotonic() + within_s
+        while missing := set(names) - {s.name for s in list(self.spans) if s.trace == trace}:
+            assert time.monotonic() < until, (missing, sorted({s.name for s in self.spans}))
+            time.sleep(0.05)
+
+
+class _Service(service_grpc.TraceServiceServicer):  # type: ignore[misc]
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def Export(self, request: Any, context: Any) -> Any:
+        return self._receiver.take(request)
+
+
+def _handler(receiver: Receiver) -> type[http.server.BaseHTTPRequestHandler]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            answer = receiver.take(service.ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.send_header("content-type", "application/x-protobuf")
+            self.end_headers()
+            self.wfile.write(answer.SerializeToString())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
+
+
+def _span(one: Any, resource: dict[str, Any]) -> Span:
+    return Span(
+        name=one.name,
+        trace=one.trace_id.hex(),
+        id=one.span_id.hex(),
+        parent=one.parent_span_id.hex(),
+        links=tuple(link.span_id.hex() for link in one.links),
+        kind=one.kind,
+        start_ns=one.start_time_unix_nano,
+        end_ns=one.end_time_unix_nano,
+        error=one.status.message if one.status.code == 2 else "",
+        attributes=_values(one.attributes),
+        resource=resource,
+    )
+
+
+def _values(pairs: Any) -> dict[str, Any]:
+    return {p.key: getattr(p.value, p.value.WhichOneof("value")) for p in pairs}

@@ -1,0 +1,153 @@
+"""Spans reach a real OTLP receiver. What is off costs nothing, what hangs stops nothing."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pullfill.errors import ConfigError
+from pullfill.runtime import tracing
+from pullfill.runtime.tracing import Context
+from tests.support.otlp import Receiver
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+CLIENT = f"00-{TRACE}-{SPAN}-01"
+
+
+@pytest.fixture(autouse=True)
+def _ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", raising=False)
+    monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
+    yield
+    tracing.close()
+
+
+def test_off_there_is_no_context_and_no_opentelemetry() -> None:
+    tracing.begin(None, "decode", "decode-1")
+    assert tracing.root({"traceparent": CLIENT}) is None
+    assert tracing.read(CLIENT) is None
+    tracing.record("x", Context(1, 2), None, 0.0, 1.0, {})
+    code = (
+        "import sys; from pullfill.runtime import tracing; tracing.begin('', 'x', 'y');"
+        "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+def test_a_span_arrives_as_it_was_recorded(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
+    with Receiver(protocol) as receiver:
+        tracing.begin(receiver.url, "decode", "decode-1")
+        found = tracing.root({"traceparent": CLIENT})
+        assert found is not None
+        context, above = found
+        assert above == Context(int(TRACE, 16), int(SPAN, 16))
+        now, other = time.monotonic(), context.child()
+        tracing.record(
+            "a", context, above, now - 2.0, now, {"n": 1, "none": None, "s": "x"},
+            links=[other], error="lost", kind="SERVER",
+        )  # fmt: skip
+        tracing.close()
+        span = receiver.one("a")
+    assert (span.trace, span.parent, span.id) == (TRACE, SPAN, f"{context.span_id:016x}")
+    assert span.links == (f"{other.span_id:016x}",)
+    assert span.attributes == {"n": 1, "s": "x"}
+    assert (span.error, span.kind) == ("lost", 2)
+    assert span.end_ns - span.start_ns == pytest.approx(2e9, abs=1e6)
+    assert abs(span.end_ns / 1e9 - time.time()) < 60.0, "not the monotonic clock"
+    assert span.resource["service.instance.id"] == "decode-1"
+    assert (span.resource["service.name"], span.resource["pullfill.role"]) == ("pullfill", "decode")
+
+
+def test_who_decides_what_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Receiver() as receiver:
+        tracing.begin(receiver.url, "frontend", "f")
+        new = tracing.root(None)
+        assert new is not None
+        assert new[1] is None
+        assert new[0].trace_id
+        assert tracing.root({"traceparent": f"00-{TRACE}-{SPAN}-00"}) is None, "not sampled"
+        assert tracing.root({"traceparent": "garbage"}) is not None, "as if there were none"
+        tracing.close()
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+        tracing.begin(receiver.url, "frontend", "f")
+        assert tracing.root({}) is None
+        assert tracing.root({"traceparent": CLIENT}) is not None, "the client's word counts"
+
+
+@pytest.mark.parametrize(
+    ("header", "read"),
+    [
+        (CLIENT, True),
+        (f"01-{TRACE}-{SPAN}-03-later", True),
+        (f"00-{TRACE}-{SPAN}-00", False),
+        (f"00-{'0' * 32}-{SPAN}-01", False),
+        (f"00-{TRACE}-{'0' * 16}-01", False),
+        (f"00-{TRACE}-{SPAN}-01x", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_headers(header: str | None, read: bool) -> None:
+    with Receiver() as receiver:
+        tracing.begin(receiver.url, "decode", "d")
+        context = tracing.read(header)
+        assert (context is not None) == read
+        if context is not None:
+            assert context.header == CLIENT
+            assert context.trace == TRACE
+
+
+def test_all_who_know_a_job_know_its_attempts() -> None:
+    remote = Context(5, 6)
+    assert remote.attempt("job", 1) == remote.attempt("job", 1)
+    assert len({remote.attempt(j, n).span_id for j in "ab" for n in (1, 2)}) == 4
+    assert remote.attempt("job", 1).trace_id == 5
+
+
+def test_an_endpoint_that_hangs_stops_nothing_and_one_line_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pullfill"), "propagate", True)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    with Receiver("http") as receiver, caplog.at_level(logging.INFO):
+        receiver.hangs.set()
+        tracing.begin(receiver.url, "decode", "d")
+        for number in range(5000):  # more than the queue holds
+            tracing.record("x", Context(1, number + 1), None, 0.0, 1.0, {})
+        assert receiver.asked.wait(30.0)
+        lines = _lines(caplog, "takes no traces", 1)
+        assert len(lines) == 1
+        assert receiver.url in lines[0]
+        receiver.hangs.clear()
+        tracing.record("later", Context(1, 2), None, 0.0, 1.0, {})
+        _lines(caplog, "takes traces again", 1)
+        receiver.hangs.set()
+        tracing.record("last", Context(1, 3), None, 0.0, 1.0, {})
+        began = time.monotonic()
+        tracing.close()
+        assert time.monotonic() - began < tracing.CLOSE_S + 5.0
+    assert all(r.name.startswith("pullfill") for r in caplog.records), "the exporter's own lines"
+
+
+def _lines(caplog: pytest.LogCaptureFixture, text: str, count: int) -> list[str]:
+    until = time.monotonic() + 30.0
+    while len(found := [r.getMessage() for r in caplog.records if text in r.getMessage()]) < count:
+        assert time.monotonic() < until, caplog.text
+        time.sleep(0.02)
+    return found
+
+
+def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "smoke")
+    with pytest.raises(ConfigError, match="grpc or http/protobuf"):
+        tracing.begin("http://127.0.0.1:1", "decode", "d")
+    assert tracing.root({}) is None
