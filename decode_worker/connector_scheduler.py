@@ -347,7 +347,8 @@ class ConnectorScheduler:
                     self._loading[request_id] = event
                 case Settle(request_id, was_loaded, outcome):
                     if request_id not in self._waiting:
-                        logger.error("dropped a second report for %s", request_id)
+                        about = log.ids(request_id=request_id)
+                        logger.error("dropped a second report for %s", request_id, extra=about)
                         continue
                     self._waiting.discard(request_id)
                     self._hit_blocks.give_back(request_id)

@@ -61,12 +61,12 @@ def refusal(request_id: str, why: Exception, instance_id: str) -> Any:
     """Return the EngineCoreOutputs that end a request that cannot be taken, and log why.
 
     instance_id: of this worker."""
-    fault = fault_of(why)
+    fault, about = fault_of(why), log.ids(request_id=request_id)
     if fault is Fault.REQUEST:
-        logger.warning("request %s is refused: %s", request_id, why)
+        logger.warning("request %s is refused: %s", request_id, why, extra=about)
         text = f"it is refused: {why}"
     else:
-        logger.error("request %s could not be taken in", request_id, exc_info=why)
+        logger.error("request %s could not be taken in", request_id, exc_info=why, extra=about)
         text = explained(why, f"decode worker {instance_id}")
     return outputs.error_outputs(request_id, text, fault)
 

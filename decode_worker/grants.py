@@ -173,9 +173,15 @@ class Grants:
             metrics.STALE_REFUSED.labels("read").inc()
         except PullfillError as exc:
             level = logger.warning if entry.state is JobState.READING else logger.debug
-            level("cannot read job %s from %s: %s", ready.job_id, peer.instance_id, exc)
+            about = log.ids(job_id=ready.job_id, attempt=ready.attempt)
+            level(
+                "cannot read job %s from %s: %s", ready.job_id, peer.instance_id, exc, extra=about
+            )
         except Exception:
-            logger.exception("cannot read job %s from %s", ready.job_id, peer.instance_id)
+            about = log.ids(job_id=ready.job_id, attempt=ready.attempt)
+            logger.exception(
+                "cannot read job %s from %s", ready.job_id, peer.instance_id, extra=about
+            )
         else:
             good = True
             took_ms = (time.monotonic() - began) * 1e3
@@ -221,5 +227,8 @@ class Grants:
         if why is not None:
             if why not in _OURS:
                 metrics.STALE_REFUSED.labels("commit").inc()
-            logger.warning("refused a commit of job %s by %s: %s", asked.job_id, peer.name, why)
+            logger.warning(
+                "refused a commit of job %s by %s: %s", asked.job_id, peer.name, why,
+                extra=log.ids(job_id=asked.job_id, attempt=asked.attempt),
+            )  # fmt: skip
         peer.channel.write(CommitReply(rid=asked.rid, ok=why is None, reason=why or ""))

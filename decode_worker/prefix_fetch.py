@@ -308,7 +308,8 @@ class PrefixFetches:
         except (PullfillError, TimeoutError, RuntimeError) as exc:
             self._failed(fetch, exc)
         except Exception as exc:
-            logger.exception("fetching the prefix of %s failed", fetch.request_id)
+            about = log.ids(request_id=fetch.request_id)
+            logger.exception("fetching the prefix of %s failed", fetch.request_id, extra=about)
             self._failed(fetch, exc)
         finally:
             if lease is not None and holder is not None:

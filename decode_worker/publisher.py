@@ -91,6 +91,7 @@ class Publisher:
         )
 
     async def _publish(self, job: OpenedJob) -> None:
+        log.about(job_id=job.job_id, request_id=job.request_id)
         try:
             if self._ledger.find(job.job_id) is None:
                 return  # the job ended before it was published

@@ -58,7 +58,10 @@ class Verifier:
         try:
             wrong = await loop.run_in_executor(self._thread, self._compare, verify, block_size)
         except Exception as exc:
-            logger.exception("the digest of job %s could not be checked", verify.job_id)
+            extra = log.ids(job_id=verify.job_id, attempt=verify.attempt)
+            logger.exception(
+                "the digest of job %s could not be checked", verify.job_id, extra=extra
+            )
             wrong = f"not checked: {exc!r}"
         why = self._ledger.verified(verify.job_id, verify.attempt, good=not wrong)
         # A job that ended meanwhile does not count: its blocks may be another's by now.
@@ -123,6 +126,7 @@ class Verifier:
             "%s: KV of job %s attempt %d, written by %s, is not what was sent (%s); the prompt is "
             "prefilled here",
             Outcome.DIGEST_MISMATCH.value, verify.job_id, verify.attempt, prefill_instance, wrong,
+            extra=log.ids(job_id=verify.job_id, attempt=verify.attempt),
         )  # fmt: skip
         if (times := self._mismatches[prefill_instance]) >= SUSPECT:
             logger.error(

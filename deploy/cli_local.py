@@ -1,4 +1,4 @@
-"""The commands about a cluster of this machine: `pullfill up`, `down`, `scale` and the like."""
+"""The commands about a cluster of this machine: `pullfill up`, `down`, `logs` and the like."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def add_to(app: typer.Typer) -> None:
     command(app)(scale)
     command(app)(restart)
     command(app)(upgrade)
+    command(app)(logs)
 
 
 def _from_file(context: typer.Context, path: str | None) -> str | None:
@@ -183,3 +184,21 @@ def upgrade(
     from pullfill.deploy.state import StateDir
 
     return orders.give(StateDir(cluster.state_dir), orders.Upgrade(names=names or []))
+
+
+def logs(
+    cluster: StateDirOptions,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A process, a role or an instance id")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", metavar="N", min=0, help="Last lines of each process")
+    ] = 20,
+) -> int:
+    """Print the logs of the cluster of a state directory."""
+    from pullfill.deploy import logs as command_logs
+
+    return command_logs.show(cluster.state_dir, name, lines=lines, follow=follow)

@@ -28,7 +28,7 @@ from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.calls import Calls
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.explain import ExplainStore, Trace, key_of
-from pullfill.frontend.flight import Flight, Suspect, keep_room, needs_turn, rank_of
+from pullfill.frontend.flight import Flight, Suspect, ids_of, keep_room, needs_turn, rank_of
 from pullfill.frontend.redirects import Redirects
 from pullfill.frontend.suspects import CONFIRM_S, MAX_DEATHS, Suspects
 from pullfill.frontend.waiting import Waiting
@@ -271,7 +271,7 @@ class Dispatcher:
         try:
             step(flight, *args)
         except Exception as exc:
-            _log.exception("request %s cannot be sent to a decode worker", flight.trace.key)
+            _log.exception("%s cannot be sent to a worker", flight.trace.key, extra=ids_of(flight))
             self._fail(flight, explained(exc, "the frontend"), OURS)
 
     def _on_refused(self, suspect: Suspect) -> None:
@@ -393,7 +393,7 @@ class Dispatcher:
         if flight.tokens:
             metrics.MIGRATED.labels(result).inc()
         flight.spans.ended(len(flight.tokens), message)
-        _log.warning("request %s failed: %s", flight.trace.key, message)
+        _log.warning("request %s failed: %s", flight.trace.key, message, extra=ids_of(flight))
         try:
             self._sink.failed(flight.request_id, message, _FAULTS.get(result, Fault.WORKERS))
         except Exception:

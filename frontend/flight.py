@@ -159,6 +159,11 @@ def name_of(flight: Flight) -> str:
     return flight.fingerprint
 
 
+def ids_of(flight: Flight) -> dict[str, Any]:
+    """Return `extra` for a log line about the request."""
+    return log.ids(request_id=flight.trace.key, attempt=flight.attempt)
+
+
 def needs_turn(flight: Flight) -> bool:
     """Whether the request may only be sent on probation, or is on probation."""
     return flight.suspect is not None and flight.suspect.open

@@ -21,6 +21,7 @@ from contextlib import AsyncExitStack
 from typing import Any, NoReturn
 
 import uvicorn
+from uvicorn.config import LOGGING_CONFIG
 
 from pullfill.config import ClusterRef, restarts_so_far
 from pullfill.engine import check, front_app, front_wire
@@ -37,7 +38,7 @@ from pullfill.frontend.routes import Admin
 from pullfill.ids import new_instance_id
 from pullfill.net.security import FrontendSecurity
 from pullfill.net.this_host import host_id
-from pullfill.options import FrontendOptions
+from pullfill.options import FrontendOptions, LogFormat
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.membership import Membership
@@ -57,7 +58,7 @@ def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str])
     Once vLLM is loaded this does not return: it leaves through os._exit, so that no library's
     thread or exit hook can hold the process or write to its last lines.
     """
-    log.setup("frontend")
+    log.setup("frontend", as_json=options.log_format is LogFormat.JSON)
     try:
         check.require_version()
         listeners = listeners_of(options)
@@ -172,6 +173,7 @@ class _Frontend:
         self._vllm_args = vllm_args
         self._listeners = listeners
         self._instance_id = options.instance_id or new_instance_id("frontend")
+        log.identify(self._instance_id)
         self._url = ""
         self._stop = Stop()
         self._serving = False
@@ -319,10 +321,13 @@ class _Frontend:
         self, app: HttpAuth, prepared: Any, admin: Admin, membership: Membership
     ) -> int:
         args = prepared.args
+        as_json = self._options.log_format is LogFormat.JSON
         config = uvicorn.Config(
             app,
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
+            # None: its lines go through our handler.
+            log_config=None if as_json else LOGGING_CONFIG,
             timeout_keep_alive=5,
             timeout_graceful_shutdown=max(1, int(self._options.drain_timeout_s)),
             ssl_keyfile=args.ssl_keyfile,

@@ -131,7 +131,10 @@ class ConnectorScheduler:
             self._reads_failed.append(reader)
             if not reader.cancelled:
                 # The job goes on: the prefix is computed here.
-                logger.warning("prefix read for job %s failed: %s", reader.job_id, failure)
+                logger.warning(
+                    "prefix read for job %s failed: %s", reader.job_id, failure,
+                    extra=log.ids(job_id=reader.job_id, attempt=reader.attempt),
+                )  # fmt: skip
         while self._sends_done:
             request_id = self._sends_done.popleft()
             sent.add(request_id)

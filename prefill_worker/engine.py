@@ -109,7 +109,8 @@ class PrefillEngine:
         except OutOfReach as exc:
             task.end(exc)
         except Exception as exc:
-            logger.exception("the engine refused job %s", task.job_id)
+            about = log.ids(job_id=task.job_id, attempt=task.attempt)
+            logger.exception("the engine refused job %s", task.job_id, extra=about)
             task.end(HandoffError(f"the engine refused the job: {exc}"))
 
     def _load(self, core: Any, adapter: Adapter | None) -> Any:

@@ -164,6 +164,7 @@ class Job:
         _GRANTED.inc()
         failpoints.hit("prefill.after_claim")
         self.connection, self.grant, self._holds_grant = connection, grant, True
+        log.about(attempt=grant.attempt)
         job_spans.claimed(self, asked)
 
     # ------------------------------------------------------------------ step 7: compute_and_write
@@ -228,6 +229,7 @@ class Job:
         self._token_ids = u32.unpack(self.job.token_ids)
         if not self._token_ids or self.job.job_id != self.job_id:
             raise BadMessage("no tokens, or the job id is not the message's")
+        log.about(request_id=self.job.request_id, decode_instance=self.job.decode_instance)
 
     def _check_grant(self) -> None:
         """Check that the job is the one that was granted, and that it fits here.

@@ -24,6 +24,7 @@ from pullfill.prefill_worker.job import Job
 from pullfill.prefill_worker.pace import Paces
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.queue.contract import Delivery
+from pullfill.runtime import log
 from pullfill.runtime.waits import Calls
 from pullfill.wire import Revoke
 
@@ -145,6 +146,7 @@ class JobRunner:
 
     async def _run(self, job: Job) -> None:
         began = time.monotonic()
+        log.about(job_id=job.job_id)
         try:
             await job.run()
         finally:

@@ -71,8 +71,9 @@ class ReadGrants:
             return self._revoked(task)
         except OSError:
             logger.exception(
-                "job %s: its fence could not be checked; trying again soon", task.job_id
-            )
+                "job %s: its fence could not be checked; trying again soon", task.job_id,
+                extra=log.ids(job_id=task.job_id, attempt=task.attempt),
+            )  # fmt: skip
             return False
 
     def _revoked(self, task: PrefillTask) -> bool:

@@ -7,7 +7,7 @@ of the processes that `pullfill up` starts (`arguments`).
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any, TypeVar, get_type_hints
 from urllib.parse import urlsplit
 
@@ -17,6 +17,13 @@ from pullfill.net.security import SECURITY_ENV
 from pullfill.wire import DigestMode, KvMode
 
 T = TypeVar("T")
+
+
+class LogFormat(StrEnum):
+    """The form of log lines."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +203,12 @@ class RoleOptions:
     drain_timeout_s: float = flag(60.0, "Longest drain, in seconds", metavar="S", least=0, up=True)
     connect_timeout_s: float = flag(
         30.0, "Longest wait for NATS and etcd, in seconds", metavar="S", least=0
+    )
+    log_format: LogFormat = flag(
+        LogFormat.TEXT,
+        "Form of log lines; json: one object each, with ids of requests, jobs and workers",
+        metavar="text|json",
+        up=True,
     )
 
 

@@ -59,6 +59,7 @@ class DeadLetters:
             letter.job_id,
             letter.deliveries,
             letter.reason,
+            extra=log.ids(job_id=letter.job_id),
         )
 
     async def collect(self) -> None:

@@ -1,4 +1,12 @@
-"""Logging: one line per event on stderr, `time level role name: message`."""
+"""Logging: one line per event on stderr, `time level role name: message`.
+
+With the format `json` each line is an object: `timestamp`, `level`, `logger`, `message`, `role`,
+`pid`, `instance_id`, the ids of what it is about (`request_id`, `job_id`, `attempt`, ...), and
+`exc_info`. Then lines of vLLM and other libraries have this form, too.
+
+A task tells the ids of its further lines with `about`. A single line gets them as
+`extra=log.ids(...)`. The text format leaves ids to the message.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +14,10 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import ConfigError
@@ -16,8 +28,29 @@ DEBUG_ENV = "PULLFILL_DEBUG"
 _KEYS = 256
 
 
-def setup(role: str, level: str | None = None) -> None:
-    """Configure the `pullfill` logger of this process. Idempotent. Does not change vLLM's logging.
+Id = str | int
+_about: ContextVar[Mapping[str, Id]] = ContextVar("about", default=MappingProxyType({}))
+_process: dict[str, Id] = {}
+
+
+def about(**ids: Id) -> None:
+    """Add these ids to all further lines of this asyncio task, in the format `json`."""
+    _about.set({**_about.get(), **ids})
+
+
+def ids(**ids: Id) -> dict[str, Any]:
+    """Return `extra` for one line with these ids."""
+    return {"ids": ids}
+
+
+def identify(instance_id: str) -> None:
+    """Add the id of this process to all further lines, in the format `json`."""
+    _process["instance_id"] = instance_id
+
+
+def setup(role: str, level: str | None = None, *, as_json: bool = False) -> None:
+    """Configure the `pullfill` logger of this process. Idempotent. In the text format vLLM's
+    logging stays as it is.
 
     Raises ConfigError for an unknown level."""
     logger = logging.getLogger("pullfill")
@@ -28,12 +61,44 @@ def setup(role: str, level: str | None = None) -> None:
         names = ", ".join(LEVELS)
         raise ConfigError(f"{LEVEL_ENV}={wanted!r}: use one of {names}") from None
     logger.propagate = False
-    if not logger.handlers:
+    if as_json:
+        _setup_json(role, logger)
+    elif not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(
             logging.Formatter(f"%(asctime)s %(levelname).1s {role} %(name)s: %(message)s")
         )
         logger.addHandler(handler)
+
+
+def _setup_json(role: str, logger: logging.Logger) -> None:
+    # Only those who want this format need the library.
+    from pythonjsonlogger.msgspec import MsgspecFormatter
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_add_ids)
+    handler.setFormatter(
+        MsgspecFormatter(
+            ["levelname", "name", "message"],
+            timestamp=True,
+            rename_fields={"levelname": "level", "name": "logger"},
+        )
+    )
+    _process.update(role=role, pid=os.getpid())
+    # Children of vLLM, one for each rank, configure their own logging: they must not.
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+    vllm = logging.getLogger("vllm")
+    vllm.setLevel(os.environ.get("VLLM_LOGGING_LEVEL") or "WARNING")
+    vllm.handlers, vllm.propagate = [], True
+    logging.getLogger().handlers = [handler]
+    logging.captureWarnings(True)
+    logger.handlers = [handler]
+
+
+def _add_ids(record: logging.LogRecord) -> bool:
+    """Make the ids attributes of the record, from which the formatter takes them."""
+    record.__dict__.update({**_process, **_about.get(), **record.__dict__.pop("ids", {})})
+    return True
 
 
 def complain(error: BaseException, text: str = "") -> None:
@@ -42,7 +107,10 @@ def complain(error: BaseException, text: str = "") -> None:
     text: the message. Empty: that of `error`."""
     if os.environ.get(DEBUG_ENV):
         traceback.print_exception(error)
-    print(f"error: {text or error}", file=sys.stderr)
+    if "role" in _process:
+        logging.getLogger("pullfill").error("%s", text or error)
+    else:
+        print(f"error: {text or error}", file=sys.stderr)
 
 
 def get(name: str) -> logging.Logger:

@@ -179,6 +179,7 @@ class WorkerProcess(Generic[C, H]):
         self._options = options
         self._vllm_args = vllm_args
         self._instance_id = role.instance_id
+        log.identify(role.instance_id)
         self._log = log.get(f"{role.name}_worker")
         self._stop = Stop()
         self._started_at = time.time()

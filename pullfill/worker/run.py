@@ -10,7 +10,7 @@ from pullfill.config import ranks_of
 from pullfill.engine import check, environment
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.net.this_host import allow_open_files
-from pullfill.options import WorkerOptions
+from pullfill.options import LogFormat, WorkerOptions
 from pullfill.runtime import log, tracing
 from pullfill.runtime.lifecycle import leave
 
@@ -24,7 +24,7 @@ def run_worker(
     """Serve until told to leave, then exit. No thread of a library can hold the process.
 
     Exit codes: 0: drained. 1: failed. 2: wrong flags or an incompatible peer."""
-    log.setup(role)
+    log.setup(role, as_json=options.log_format is LogFormat.JSON)
     allow_open_files()
     eager = "--enforce-eager" in vllm_args
     ranks = ranks_of(vllm_args)

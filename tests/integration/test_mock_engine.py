@@ -66,7 +66,7 @@ def test_a_mock_pair_serves_remote_prefills(
         head = random_prompt(20 * BLOCK + 3, seed=1)
         tokens, told = ask(cluster, head, 5)
         assert tokens == [MockSettings().token] * 5
-        assert (told["path"], told["remote_tokens"]) == ("remote", len(head) - 1)
+        assert (told["path"], told["remote_tokens"]) == ("remote", len(head) - 1), told
         assert told["kv_bytes"] > 0
         more = head + random_prompt(700, seed=2)
         tokens, told = ask(cluster, more, 2)

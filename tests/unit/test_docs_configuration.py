@@ -40,7 +40,7 @@ def test_configuration_lists_every_command_and_flag() -> None:
     for row in re.findall(r"^- (`pullfill [^(:]*)(\(`--[^)]*\))?: ", COMMANDS.read_text(), re.M):
         named = re.findall(r"`pullfill ((?:config |suspects (?=clear))?[a-z]+)", row[0])
         for command in named:
-            rows[command] = set(re.findall(r"--[a-z-]+", row[1]))
+            rows[command] = set(re.findall(r"(?<![a-z-])--?[a-z][a-z-]*", row[1]))
     for named, of in flag_rows():
         for command in (c for word in of.split(", ") for c in PROCESSES[word]):
             rows[command] |= set(re.findall(r"(?<![a-z-])--?[a-z][a-z-]*", named))

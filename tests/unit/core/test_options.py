@@ -15,6 +15,7 @@ from pullfill.errors import ConfigError
 from pullfill.options import (
     ClusterOptions,
     FrontendOptions,
+    LogFormat,
     RoleOptions,
     WorkerOptions,
     arguments,
@@ -31,6 +32,7 @@ SHARED: dict[str, Any] = dict(
     lease_ttl_s=7,
     drain_timeout_s=1.5,
     connect_timeout_s=2.5,
+    log_format=LogFormat.JSON,
 )
 WORKER: dict[str, Any] = dict(
     cores=(2, 0),
