@@ -92,6 +92,7 @@ bench-fetch: ## Prefixes read from another decode worker against computing them 
 bench-frontend: ## CPU per streamed token against vLLM's API server (minutes)
 bench-index: ## The frontends' prefix index, 1M blocks at 64 workers: ARGS=--save (a minute)
 bench-kv-events: ## What following the prefix cache costs a decode worker (seconds)
+bench-live-page: ## What the live page costs a frontend, with 8 workers (a minute)
 bench-offload: ## What KV offloading saves when conversations outgrow the KV cache (minutes)
 bench-paths: ## What a long prompt costs the streams and itself, by hop and by thread (minutes)
 bench-rates: install-bench ## Goodput at rising rates, measured by guidellm (15 minutes)

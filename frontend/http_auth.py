@@ -169,6 +169,9 @@ def _from_here(scope: Scope, page: bool) -> bool:
         # A browser names the origin where it loads a page's modules.
         own = {(b"origin", scheme + name) for name in names for scheme in (b"http://", b"https://")}
         headers = [h for h in headers if h not in _OF_PAGE and h not in own]
+        if route_of(scope) == PAGE and (b"sec-fetch-dest", b"document") in headers:
+            # A link on another site may lead here. That site sees nothing of it.
+            headers = [(name, value) for name, value in headers if name != b"sec-fetch-site"]
     if any(n in _SPOKEN_FOR or n.startswith(_SPOKEN_FOR_PREFIXES) for n, _ in headers):
         return False
     client = scope.get("client")

@@ -21,9 +21,11 @@ _ARRIVED = frozenset({"reading", "verifying"})
 def flows_of(
     flights: Iterable[Flight], reports: Reports, now: float, limit: int = FLOWS
 ) -> tuple[tuple[Flow, ...], int]:
-    """Return the oldest `limit` requests under way, and how many more there are.
+    """Return `limit` requests under way, the oldest first, and how many more there are.
 
-    now: `time.monotonic`."""
+    Those without a token come before those that stream: they are fewer, and move.
+
+    flights: the oldest first. now: `time.monotonic`."""
     jobs: dict[tuple[str, str], OpenJob] = {}
     held: dict[str, tuple[str, HeldJob]] = {}
     for record, report in reports:
@@ -32,14 +34,21 @@ def flows_of(
         if record.role == "decode":
             jobs |= {(record.instance_id, job.request_id): job for job in report.jobs}
         held |= {job.job_id: (record.instance_id, job) for job in report.held}
-    flows = []
+    waiting, streaming = list[Flight](), list[Flight]()
     for flight in flights:
-        decode = flight.worker.instance_id if flight.worker is not None else ""
-        job = jobs.pop((decode, flight.wire_id), None)
-        flows.append(_own(flight, decode, None if flight.tokens else job, held, now))
-    flows += [_other(decode, job, held) for (decode, _), job in jobs.items()]
+        (streaming if flight.tokens else waiting).append(flight)
+    own = {(_at(f), f.wire_id) for f in (*waiting, *streaming)} if jobs else frozenset()
+    others = [(decode, job) for (decode, name), job in jobs.items() if (decode, name) not in own]
+    total = len(waiting) + len(streaming) + len(others)
+    shown = [*waiting[:limit], *streaming[: max(0, limit - len(waiting))]]
+    flows = [_own(f, _at(f), jobs.get((_at(f), f.wire_id)), held, now) for f in shown]
+    flows += [_other(decode, job, held) for decode, job in others[: limit - len(flows)]]
     flows.sort(key=lambda flow: -flow.age_s)
-    return tuple(flows[:limit]), max(0, len(flows) - limit)
+    return tuple(flows), total - len(flows)
+
+
+def _at(flight: Flight) -> str:
+    return flight.worker.instance_id if flight.worker is not None else ""
 
 
 def _own(
@@ -52,7 +61,7 @@ def _own(
     age_s = max(0.0, now - flight.arrived)
     tokens = len(flight.request.prompt_token_ids or ())
     more = {"id": flight.trace.key, "age_s": age_s, "tokens": tokens, "decode": decode}
-    if job is not None:
+    if job is not None and not flight.tokens:
         return _of_job(job, held, **more)
     first_ms = flight.trace.first_token_ms
     if flight.tokens and first_ms is not None:

@@ -151,8 +151,7 @@ def test_the_data_path_of_each_chart(browser: Browser, url: str) -> None:
             ["remote", "a", 5], ["local", "b", 2],
         ]  # fmt: skip
         # Each line of the page against what the frontend sent.
-        lines = page.evaluate(LINES)
-        sent = page.evaluate("window.pullfill.memory.points()")[-30]
+        sent, lines = page.evaluate(LINES)
         seconds = sent.get("seconds", 5)
         kv = max(v[0] for name, v in sent["workers"].items() if name.startswith("decode"))
         assert lines == [
@@ -163,7 +162,8 @@ def test_the_data_path_of_each_chart(browser: Browser, url: str) -> None:
 
 LINES = """() => {
   const point = window.pullfill.memory.points().at(-30);
-  return window.pullfill.charts.map((chart) => chart.lines.map((line) => line.pick(point)));
+  const { charts } = window.pullfill;
+  return [point, charts.map((chart) => chart.lines.map((line) => line.pick(point)))];
 }"""
 
 

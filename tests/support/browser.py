@@ -22,7 +22,7 @@ FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 )  # fmt: skip
-_PATIENCE_MS = 30_000
+_PATIENCE_MS = 120_000
 
 
 @contextmanager

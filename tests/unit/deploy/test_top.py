@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -83,3 +92,44 @@ def test_a_frontend_that_goes_away_is_looked_for_again(
         again = next(found for found in snapshots if isinstance(found, Snapshot))
         assert again.whole
         snapshots.close()
+
+
+def test_q_ends_it_in_a_terminal(tmp_path: Path) -> None:
+    """The terminal is left as it was, and the exit code is 0."""
+    ref(tmp_path)
+    with serving() as url, closing_pty() as (terminal, other):
+        before = termios.tcgetattr(other)
+        flags = ["top", "--url", url, "--state-dir", str(tmp_path)]
+        code = f"from pullfill.deploy.cli import main; import sys; sys.argv[1:] = {flags}; main()"
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=other, stdout=other, stderr=subprocess.PIPE, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        said = b""
+        while DECODE[0].encode() not in said:
+            assert select.select([terminal], [], [], 60)[0], said
+            said += os.read(terminal, 65536)
+        os.write(terminal, b"q")
+        drained = threading.Thread(target=drain, args=(terminal,), daemon=True)
+        drained.start()
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, b"")
+        assert termios.tcgetattr(other) == before
+
+
+def drain(terminal: int) -> None:
+    with suppress(OSError):
+        while os.read(terminal, 65536):
+            pass
+
+
+@contextmanager
+def closing_pty() -> Iterator[tuple[int, int]]:
+    terminal, other = pty.openpty()
+    try:
+        yield terminal, other
+    finally:
+        os.close(other)
+        os.close(terminal)

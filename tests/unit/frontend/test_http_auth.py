@@ -206,6 +206,17 @@ def test_on_this_machine_only_the_page_itself_may_ask(headers: dict[str, str], s
     assert call("/pullfill/ui/events", "GET", client=THERE, headers=sent) == 403
 
 
+def test_a_link_may_lead_to_the_page_and_to_nothing_else() -> None:
+    link = [(b"sec-fetch-site", b"cross-site"), (b"sec-fetch-dest", b"document")]
+    assert call("/pullfill/ui", "GET", client=HERE, headers=link) == 200
+    assert call("/pullfill/ui", "GET", client=THERE, headers=link) == 403
+    for path in ("/pullfill/ui/events", "/pullfill/ui/requests/r", RESET):
+        assert call(path, "GET", client=HERE, headers=link) == 403
+    for dest in (b"iframe", b"script", b"empty"):
+        other = [link[0], (b"sec-fetch-dest", dest)]
+        assert call("/pullfill/ui", "GET", client=HERE, headers=other) == 403
+
+
 def test_a_browser_is_asked_for_a_password_at_the_page_only() -> None:
     sent: list[Any] = []
 

@@ -76,10 +76,22 @@ def test_every_state_of_a_job_is_a_stage(state: str, stage: Stage) -> None:
 
 def test_jobs_of_other_frontends_are_shown_the_oldest_first() -> None:
     other = OpenJob(job_id="o", request_id="theirs", state="queued", tokens=70, open_s=9.0)
-    flights = [flight("a", NOW - 1), flight("b", NOW - 2)]
-    flows, hidden = flows_of(flights, [(DECODE, Report(jobs=(other,))), (PREFILL, None)], NOW, 2)
+    flights = [flight("b", NOW - 2), flight("a", NOW - 1)]
+    flows, hidden = flows_of(flights, [(DECODE, Report(jobs=(other,))), (PREFILL, None)], NOW)
     assert [(flow.id, flow.own, flow.age_s) for flow in flows] == [
         ("theirs", False, 9.0),
         ("b", True, 2.0),
+        ("a", True, 1.0),
     ]
-    assert (flows[0].tokens, flows[0].decode, hidden) == (70, "d", 1)
+    assert (flows[0].tokens, flows[0].decode, hidden) == (70, "d", 0)
+
+
+def test_of_many_those_on_their_way_are_shown() -> None:
+    streaming = [flight(f"s{n}", NOW - 90 + n, tokens=[1]) for n in range(5)]
+    waiting = [flight(f"w{n}", NOW - 9 + n) for n in range(2)]
+    old = OpenJob(job_id="j", request_id="s4-wire", state="granted", open_s=80.0)
+    reports = [(DECODE, Report(jobs=(old,)))]
+    flows, hidden = flows_of([*streaming, *waiting], reports, NOW, 4)
+    assert [flow.id for flow in flows] == ["s0", "s1", "w0", "w1"]
+    assert hidden == 3, "the job of s4 is ours"
+    assert flows_of([*streaming, *waiting], [], NOW, 1)[1] == 6
