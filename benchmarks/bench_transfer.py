@@ -21,9 +21,9 @@ from pathlib import Path
 from benchmarks import bench_transfer_copies as copies
 from benchmarks import bench_transfer_overlap as overlap
 from benchmarks import bench_transfer_remote as remote
-from benchmarks.bench_transfer_plot import bars
 from benchmarks.live import end_in_order
 from benchmarks.machine import OtherLoad
+from benchmarks.plots import bars
 from benchmarks.report import RESULTS, Row, finish
 from tests.support.transfer_rigs import Rig, shm_rig
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from benchmarks import bench_transfer, bench_transfer_overlap, report
 from benchmarks import bench_transfer_copies as copies
 from benchmarks import bench_transfer_remote as remote
-from benchmarks.bench_transfer_plot import bars
 from benchmarks.live import BenchError
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import plan
@@ -179,25 +177,6 @@ class TestOverlap:
             bench_transfer_overlap.overlap_rows(
                 [self.record(5, 1.0, 1.0)], [self.record(1, 1.0, 1.0, path="local")]
             )
-
-
-def test_the_plot_shows_every_ratio_and_its_target() -> None:
-    rows = [
-        report.versus("a <b>", 9.0, "GB/s", "peer", 10.0, at_least=0.9),
-        report.versus("b", 1.0, "GB/s", "peer", 10.0, at_least=0.9),
-        report.versus("c", 70.0, "GB/s", "peer", 10.0),
-        report.row("no ratio", 1.0, "s"),
-    ]
-    svg = ET.fromstring(bars(rows, "Title & more"))
-    name = "{http://www.w3.org/2000/svg}"
-    boxes = [r for r in svg.iter(f"{name}rect") if r.get("x")]
-    texts = [t.text for t in svg.iter(f"{name}text")]
-    assert len(boxes) == 3
-    assert len({b.get("fill") for b in boxes}) == 3
-    assert max(float(b.get("width", 0)) for b in boxes) == 400
-    assert {"a <b> / peer", "0.9", "7", "Title & more: value / peer"} <= set(texts)
-    marks = [line for line in svg.iter(f"{name}line") if line.get("stroke") == "black"]
-    assert len(marks) == 2
 
 
 def test_parts_can_be_chosen(

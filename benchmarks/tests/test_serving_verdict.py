@@ -334,8 +334,8 @@ class TestPictures:
             "serving-goodput.svg",
         }  # fmt: skip
         for picture in pictures.values():
-            root = ET.fromstring(picture)
-            assert {"polyline", "path"} & {child.tag.rpartition("}")[2] for child in root}
+            names = {n.get("id", "") for n in ET.fromstring(picture).iter()}
+            assert any(name.startswith("line2d_") for name in names)
         assert plots.draw(measured(), SLO) == {}
 
     def test_a_cdf_keeps_its_tail(self) -> None:
@@ -345,10 +345,3 @@ class TestPictures:
         assert points[0] == (0.0, 1e-4)
         assert points[-3:] == [(9997.0, 0.9998), (9998.0, 0.9999), (9999.0, 1.0)]
         assert plots.cdf([]) == []
-
-    def test_axes(self) -> None:
-        log, plain = plots.Axis("x", 1.0, 1000.0, log=True), plots.Axis("y", 0.0, 6.0)
-        assert (log.share(1.0), log.share(1000.0), log.share(5000.0)) == (0.0, 1.0, 1.0)
-        assert log.share(10.0) == pytest.approx(1 / 3)
-        assert log.ticks() == [1.0, 10.0, 100.0, 1000.0]
-        assert plain.ticks() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
