@@ -58,7 +58,7 @@ def told(text: str, site: Path) -> str:
     text: what it has printed so far.
     site: the site-packages that it writes to."""
     if wanted := re.search(r"^Resolved (\d+) packages", text, re.M):
-        return _of_uv(text, int(wanted[1]))
+        return _of_uv(text, int(wanted[1]), site)
     if writing := _PIP_WRITING.findall(text):
         names = writing[-1].split(", ")
         return f"wrote {_written(names, site)} of {len(names)} packages"
@@ -67,9 +67,10 @@ def told(text: str, site: Path) -> str:
     return f"found {found} packages, downloaded {size / 2**20:.0f} MiB" if found else ""
 
 
-def _of_uv(text: str, wanted: int) -> str:
+def _of_uv(text: str, wanted: int, site: Path) -> str:
     if re.search(r"^Installed \d+ packages", text, re.M):
-        return f"wrote {wanted} packages, compiling their bytecode"
+        compiled = sum(1 for _ in site.glob("**/*.pyc"))
+        return f"compiled {compiled} of {sum(1 for _ in site.glob('**/*.py'))} files"
     if re.search(r"^Prepared \d+ packages", text, re.M):
         return f"writing {wanted} packages"
     sizes = {name: float(n) * _UNITS[unit] for name, n, unit in _UV_STARTED.findall(text)}

