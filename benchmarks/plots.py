@@ -17,7 +17,7 @@ COLOURS = (
 )  # fmt: skip
 _GOOD, _BAD, _PLAIN = "#2a7f62", "#b3423a", "#7a8794"
 _MOST = 3.5
-_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "pullfill", "axes.grid": True,
+_STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "pullfill", "axes.grid": True,
           "grid.color": "#dddddd", "axes.axisbelow": True, "font.size": 9.0}  # fmt: skip
 
 Point = tuple[float, float]
