@@ -1,6 +1,12 @@
-"""Stand-ins for parts of a cluster, for tests and benchmarks. No product room imports them.
+"""A cluster for other people's tests, and stand-ins for parts of one. No product room imports them.
 
+- `local_cluster.py`: `cluster()`, which runs a whole cluster on this machine.
+- `guard.py`: ends it when its user has ended.
 - `memory_queue.py`: the queue, in this process.
 - `loopback.py`: a transport whose two ends are in this process, with faults on demand.
 - `mock_executor.py`, `mock_model.py`: vLLM's executor without a model.
 """
+
+from pullfill.testing.local_cluster import LocalCluster, cluster
+
+__all__ = ["LocalCluster", "cluster"]

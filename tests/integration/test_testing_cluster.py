@@ -1,0 +1,104 @@
+"""`pullfill.testing.cluster`: it starts, says why it cannot, and leaves nothing behind.
+
+With servers only, so without engines. tests/integration/test_examples.py uses one with workers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from pullfill.deploy import procs
+from pullfill.deploy.state import StateDir, identity
+from pullfill.errors import UnavailableError
+from pullfill.testing import LocalCluster, cluster
+
+SERVERS = "decode=0, prefill=0, frontends=0"
+END_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failed start leaves is removed with the test's own directory."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def processes(c: LocalCluster) -> list[procs.ProcessId]:
+    file = StateDir(c.state_dir).cluster()
+    assert file is not None
+    return [identity(entry) for entry in file.processes]
+
+
+def until_gone(found: list[procs.ProcessId]) -> None:
+    deadline = time.monotonic() + END_S
+    while any(procs.is_alive(process) for process in found):
+        assert time.monotonic() < deadline, "still running"
+        time.sleep(0.02)
+
+
+def test_a_cluster_runs_within_with_and_leaves_nothing() -> None:
+    with cluster(decode=0, prefill=0, frontends=0) as c:
+        found = processes(c)
+        assert set(c.pids) == {"nats", "etcd"}
+        assert c.status()["workers"] == []
+        with pytest.raises(UnavailableError, match="drain nobody"):
+            c.pullfill("drain", "nobody")
+        assert all(procs.is_alive(process) for process in found)
+    assert not any(procs.is_alive(process) for process in found)
+    assert not c.state_dir.parent.exists()
+
+
+def test_a_start_that_fails_says_why() -> None:
+    with pytest.raises(UnavailableError, match=r"(?s)did not start.*no model at") as caught:
+        with cluster(model="nowhere"):
+            pytest.fail("it cannot start")
+    (note,) = caught.value.__notes__
+    directory = Path(note.rpartition(" ")[2])
+    assert "no model at" in (directory / "up.log").read_text()
+
+
+def test_logs_stay_when_the_test_fails() -> None:
+    def fail() -> None:
+        with cluster(decode=0, prefill=0, frontends=0) as c:
+            seen.append(c)
+            found.extend(processes(c))
+            raise ZeroDivisionError
+
+    seen: list[LocalCluster] = []
+    found: list[procs.ProcessId] = []
+    with pytest.raises(ZeroDivisionError) as caught:
+        fail()
+    (c,) = seen
+    assert caught.value.__notes__ == [f"logs of the cluster: {c.state_dir.parent}"]
+    assert list(c.state_dir.glob("logs/*.log"))
+    until_gone(found)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
+def test_a_user_that_is_ended_leaves_nothing(tmp_path: Path, sig: signal.Signals) -> None:
+    code = (
+        "import time\nfrom pullfill.testing import cluster\n"
+        f"with cluster({SERVERS}) as c:\n    print(c.state_dir, flush=True)\n    time.sleep(60)\n"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
+    ) as user:
+        assert user.stdout is not None
+        c = LocalCluster(Path(user.stdout.readline().decode().strip()), "demo")
+        found = processes(c)
+        assert len(found) == 2
+        user.send_signal(sig)
+    until_gone(found)
+    # The record goes last.
+    deadline = time.monotonic() + END_S
+    while (c.state_dir / "cluster.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
