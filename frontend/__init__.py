@@ -8,6 +8,7 @@
     waiting            requests that are at no worker, and when each is placed or given up
     suspects           which request killed a worker; refuses that request
     probation          when and where a suspect is sent again
+    peers              how many frontends there are
     flight             one request, and what is known of requests with its fingerprint
     balancer           chooses the decode worker for a request
     explain            why and how recent requests were served

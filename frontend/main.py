@@ -34,6 +34,7 @@ from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.http_auth import HttpAuth
 from pullfill.frontend.live_view import LiveView
+from pullfill.frontend.peers import Peers
 from pullfill.frontend.routes import Admin
 from pullfill.ids import new_instance_id
 from pullfill.net.security import FrontendSecurity
@@ -246,7 +247,7 @@ class _Frontend:
                 client,
                 cluster.namespace,
                 self._instance_id,
-                lambda: len(directory.workers("frontend")),
+                Peers(directory, self._instance_id).count,
             )
             stack.push_async_callback(board.close)
             settings = Settings(client, cluster.namespace, RouterConfig)
