@@ -201,6 +201,17 @@ def worker_arguments(options: UpOptions, role: str) -> list[str]:
     return engine_arguments(options) + options.role_args.get(role, [])
 
 
+def served_name(options: UpOptions) -> str:
+    """Return the name by which clients ask for the model: the first one, of the last such flag."""
+    name = resolve_model(options.model)
+    for flag, *values in vllm_flags.group_flags(worker_arguments(options, "frontend")):
+        given, _, joined = flag.partition("=")
+        known = vllm_flags.flag_name(given)
+        if known.startswith("served") and "served-model-name".startswith(known):
+            name = joined or next(iter(values), name)
+    return name
+
+
 def ranks_by_role(options: UpOptions) -> dict[str, int]:
     """Return TP x PP of a decode worker and of a prefill worker."""
     return {role: ranks_of(worker_arguments(options, role)) for role in devices.ROLES}

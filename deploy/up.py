@@ -8,17 +8,20 @@ waits and passes signals to it. The parent's exit code tells whether the cluster
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from types import FrameType
 
 import typer
 from rich.console import Console
 
+from pullfill.deploy import plan
 from pullfill.deploy.procs import exit_words
 from pullfill.deploy.state import StateDir
 from pullfill.deploy.supervisor import Interrupted, Supervisor
@@ -67,10 +70,11 @@ async def _up(options: UpOptions, state: StateDir, detach: bool, pipe: int | Non
 
 def _say_ready(options: UpOptions, state: StateDir, detach: bool) -> None:
     if url := options.frontend_url:
+        name = plan.served_name(options)
+        body = json.dumps({"model": name, "prompt": "Hello", "max_tokens": 32})
         typer.echo(
-            f"ready: {url}/v1 serves {options.model}\n"
-            f"  curl {url}/v1/completions -H 'content-type: application/json' "
-            f'-d \'{{"model": "{options.model}", "prompt": "Hello", "max_tokens": 32}}\''
+            f"ready: {url}/v1 serves {name}\n"
+            f"  curl {url}/v1/completions -H 'content-type: application/json' -d {quote(body)}"
         )
     else:
         typer.echo("ready (no frontend)")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 
 from pullfill.config import NO_DATA_PARALLEL
+from pullfill.deploy import known_flags
+from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError
+from pullfill.options import FrontendOptions, WorkerOptions, declared
 
 _DATA_PARALLEL = re.compile(r"data-parallel\b|dp[a-z]?\Z")
 _SIZE = ("data-parallel-size", "dp")
@@ -81,7 +85,8 @@ def for_frontend(arguments: Sequence[str]) -> list[str]:
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Refuse stray words, flags that pullfill sets itself, and flags that workers do not support.
+    """Refuse stray words, flags that vLLM does not have, that pullfill sets itself, and flags that
+    workers do not support.
 
     Raises ConfigError."""
     try:
@@ -93,11 +98,28 @@ def check(arguments: Sequence[str]) -> None:
     for flag, *values in groups:
         given, _, joined = flag.partition("=")
         name = flag_name(flag)
+        _check_name(given)
         if name == "kv-transfer-config":
             raise ConfigError(f"{given} is pullfill's own to set: remove it")
         alone = name in _SIZE and [joined or "", *values][-1] == "1"
         if _DATA_PARALLEL.match(name) and not alone:
             raise ConfigError(f"{given}: {NO_DATA_PARALLEL}")
+
+
+def _check_name(flag: str) -> None:
+    """Refuse a flag that vLLM does not have. It takes beginnings of names, and `--config.key`."""
+    name = flag_name(flag).partition(".")[0]
+    if flag.startswith("--"):
+        if any(known.startswith(name) for known in known_flags.LONG):
+            return
+    elif name in known_flags.SHORT or name.startswith("O"):
+        return
+    kinds = (UpOptions, WorkerOptions, FrontendOptions)
+    ours = [one.name.partition("/")[0] for kind in kinds for one in declared(kind)]
+    every = [f"--{known}" for known in known_flags.LONG] + ours
+    near = get_close_matches(flag.replace("_", "-"), sorted(every), n=1)
+    hint = f"did you mean {near[0]}?" if near else "--help lists those of pullfill"
+    raise ConfigError(f"neither pullfill nor vLLM has a flag {flag}: {hint}")
 
 
 def check_plain_http(arguments: Sequence[str]) -> None:

@@ -19,8 +19,9 @@ import pytest
 
 import pullfill
 from pullfill import releases
+from pullfill.deploy import known_flags
 from pullfill.engine import check
-from pullfill.engine.args import build_config
+from pullfill.engine.args import build_config, flag_parser
 from pullfill.engine.attention import of_rank
 from pullfill.engine.kv import device_of, executor_without_model
 from pullfill.engine.names import compare, uses
@@ -49,6 +50,19 @@ def test_flags_and_the_platform_are_looked_at_before_the_model(
     monkeypatch.setattr(vllm.platforms, "_current_platform", UnspecifiedPlatform())
     with pytest.raises(ConfigError, match="no NVIDIA driver"):
         build()
+
+
+def test_the_names_of_all_flags_are_known() -> None:
+    """A flag whose name is not known is refused before vLLM is imported."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+
+    options = [o for a in make_arg_parser(flag_parser("up"))._actions for o in a.option_strings]
+    names = {o.removeprefix("--").removeprefix("no-") for o in options if o.startswith("--")}
+    short = {o.removeprefix("-") for o in options if not o.startswith("--")}
+    assert names <= known_flags.LONG
+    assert short <= known_flags.SHORT
+    if releases.VLLM in check.installed_builds().values():
+        assert (names, short) == (known_flags.LONG, known_flags.SHORT)
 
 
 def test_kv_scales_are_where_vllm_keeps_them() -> None:

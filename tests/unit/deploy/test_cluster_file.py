@@ -144,6 +144,7 @@ def test_an_empty_file_changes_nothing(up: Up) -> None:
         ("vllm-args: -tp '2\n", 1, "vllm-args \"-tp '2\" cannot be read"),
         ("vllm-args:\n  seed: 1\n  port: 9\n", 3, "--port in"),
         ("decode-args:\n  seed: 1\n  kv-transfer-config: x\n", 3, "own to set"),
+        ("vllm-args:\n  seed: 1\n  max-modl-len: 9\n", 3, "did you mean --max-model-len?"),
         ("prefill-args: [word]\n", 1, "prefill-args: unexpected argument 'word'"),
     ],
 )  # fmt: skip

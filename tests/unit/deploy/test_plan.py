@@ -234,6 +234,27 @@ class TestCheck:
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("model", "flags", "name"),
+    [
+        ("demo", [], "demo"),
+        ("org/m", [], "org/m"),
+        ("demo", ["--served-model-name", "a", "b"], "a"),
+        ("org/m", ["--served_model_name=a", "--seed", "1", "--served-model=b"], "b"),
+    ],
+)
+def test_the_name_that_clients_use(model: str, flags: list[str], name: str) -> None:
+    assert plan.served_name(plan.UpOptions(model=model, vllm_args=flags)) == name
+
+
+def test_a_directory_is_served_by_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    assert plan.served_name(plan.UpOptions(model="m")) == str(tmp_path / "m")
+
+
 class TestSpecs:
     def test_every_process_of_a_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})

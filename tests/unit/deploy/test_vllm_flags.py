@@ -23,6 +23,27 @@ class TestRefused:
         with pytest.raises(ConfigError, match="'x'"):
             vllm_flags.check(given)
 
+    @pytest.mark.parametrize(
+        ("flag", "near"),
+        [
+            ("--max-modl-len", "--max-model-len"),
+            ("--max_modl_len=9", "--max-model-len"),
+            ("--kv-mod3", "--kv-mode"),
+            ("--no-enforce-eagr", "--enforce-eager"),
+            ("-tq", "--help"),
+            ("--zzz", "--help"),
+        ],
+    )
+    def test_a_flag_that_nobody_has(self, flag: str, near: str) -> None:
+        with pytest.raises(ConfigError, match=f"has a flag {flag.split('=')[0]}: .*{near}"):
+            vllm_flags.check([flag, "1"] if "=" not in flag else [flag])
+
+    def test_all_ways_to_write_a_flag_of_vllm(self) -> None:
+        for flag in ("--tensor-parallel=2", "--max_model_len=1", "--no-enable-prefix-caching"):
+            vllm_flags.check([flag])
+        for flag in ("-sc.method=ngram", "--speculative-config.method=ngram", "-O3", "-O.level=3"):
+            vllm_flags.check([flag])
+
     def test_our_own_flag(self) -> None:
         for given in ("--kv-transfer-config={}", "--kv_transfer_config"):
             with pytest.raises(ConfigError, match="own to set"):
