@@ -45,9 +45,10 @@ test: lint test-fast ## All tests, quick ones first
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long and not alone" $(ENGINE_TESTS) $(PYTEST_ARGS)
 	$(BIN)/pytest -q -m "alone and not long" tests/integration $(PYTEST_ARGS)
 
+# vLLM keeps what it learns about a model, in 10 s of CPU, and each release overwrites the others'.
 test-vllm: ## All tests on another release of vLLM, in a venv of its own: make test-vllm VLLM=0.31.0
 	@PULLFILL_VLLM=$(or $(VLLM),$(error name the release: make test-vllm VLLM=0.31.0)) \
-	PULLFILL_VENV=.venv-vllm-$(VLLM) $(MAKE) test
+	PULLFILL_VENV=.venv-vllm-$(VLLM) VLLM_CACHE_ROOT=$(CURDIR)/.venv-vllm-$(VLLM)/cache $(MAKE) test
 
 test-fast: install ## Unit, contract and benchmark tests, in eight forked processes
 	$(BIN)/pytest -q --forks 8 tests/unit tests/contract benchmarks/tests $(PYTEST_ARGS)

@@ -47,7 +47,7 @@ setattr(typer.testing, "_get_command", cache(typer.main.get_command))  # noqa: B
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 _ORDER = ("unit", "benchmarks", "contract", "integration", "chaos", "netns", "gpu")
-_FORKED_ORDER = ("contract", "unit", "benchmarks")
+_FORKED_ORDER = ("contract", "benchmarks", "unit")
 """Of several processes, none should still have long tests to run when the others have ended."""
 
 

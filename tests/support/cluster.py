@@ -130,8 +130,8 @@ class Cluster:
 
     kv_mib: KV memory of each worker, which sets how many blocks there are.
     api_key: what our requests to frontends show.
-    forked: workers start from the zygote, which takes 3 s. Otherwise they start as a user starts
-    them, which takes 13 s."""
+    forked: workers start from the zygote, each with 1 s of CPU. Otherwise they start as a user
+    starts them, which takes 13 s."""
 
     directory: Path
     model_path: Path

@@ -83,5 +83,6 @@ def gpu_pair(
 
 @contextmanager
 def plain_engine(model_path: Path) -> Iterator[Oracle]:
-    with Oracle(model_path, gpu_memory_utilization=MEMORY, attention_backend=BACKEND) as engine:
+    gpu = {"gpu_memory_utilization": MEMORY, "attention_backend": BACKEND}
+    with Oracle(model_path, forked=False, **gpu) as engine:
         yield engine

@@ -1,25 +1,32 @@
 """What one plain vLLM engine answers: the truth that the disaggregated cluster is compared with.
 
 `Oracle` owns one child process (this file, run as a script) with one engine: no connector, no
-prefix cache, float32, one thread. Requests and answers are JSON lines over two pipes; what vLLM
-prints goes to a log file. The engine lives in a child so that none of its settings leak into
-the tests. Greedy answers are remembered, so a prompt asked twice costs nothing.
+prefix cache, float32, one thread. It is forked from the zygote, which has imported vLLM. Requests
+and answers are JSON lines over a socket; what vLLM prints goes to a log file. The engine lives in a
+child so that none of its settings leak into the tests. Greedy answers are remembered, so a prompt
+asked twice costs nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
+
+from tests.support.zygote import Forked, zygote
 
 Prompt = str | Sequence[int]
 
@@ -51,6 +58,7 @@ class Completion:
 class Oracle:
     """One plain engine over `model`. Start it with `start` or `with`. Thread-safe.
 
+    forked: from the zygote. Otherwise it imports vLLM itself, as on a GPU.
     engine_args: more keyword arguments of `vllm.LLM`.
     """
 
@@ -60,6 +68,7 @@ class Oracle:
         *,
         max_model_len: int = 4096,
         log: Path | None = None,
+        forked: bool = True,
         **engine_args: Any,
     ) -> None:
         self._args = {"model": str(model), "max_model_len": max_model_len, **engine_args}
@@ -68,7 +77,9 @@ class Oracle:
             os.close(handle)
             log = Path(name)
         self.log = log
-        self._child: subprocess.Popen[bytes] | None = None
+        self._forked = forked
+        self._child: subprocess.Popen[bytes] | Forked | None = None
+        self._socket: socket.socket | None = None
         self._ask: IO[str] | None = None
         self._hear: IO[str] | None = None
         self._lock = threading.Lock()
@@ -87,45 +98,60 @@ class Oracle:
         return self._child.pid
 
     def start(self) -> Oracle:
-        """Launch the engine and wait until it can answer (about ten seconds)."""
-        child_in, ask = os.pipe()
-        hear, child_out = os.pipe()
+        """Launch the engine and wait until it can answer (about five seconds)."""
+        folder = tempfile.TemporaryDirectory(prefix="pullfill-oracle-")
+        with folder as name, socket.socket(socket.AF_UNIX) as door:
+            door.bind(f"{name}/socket")
+            door.listen()
+            self._child = self._launch(json.dumps(self._args), f"{name}/socket")
+            try:
+                self._connect(door)
+                self._answer()
+            except OracleError:
+                self.close()
+                raise
+        return self
+
+    def _launch(self, *arguments: str) -> subprocess.Popen[bytes] | Forked:
         root = Path(__file__).resolve().parents[2]
-        env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+        keep = "VLLM_CACHE_ROOT"
+        env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_") or k == keep}
+        env |= _ENV | {"PYTHONPATH": str(root)}
+        if self._forked:
+            return zygote().spawn(arguments, env, self.log, module=__name__)
         with self.log.open("ab") as log:
-            self._child = subprocess.Popen(
-                [sys.executable, __file__, json.dumps(self._args), str(child_in), str(child_out)],
-                pass_fds=(child_in, child_out),
+            return subprocess.Popen(
+                [sys.executable, "-m", __name__, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd=root,
-                env=env | _ENV | {"PYTHONPATH": str(root)},
+                env=env,
             )
-        os.close(child_in)
-        os.close(child_out)
-        self._ask, self._hear = os.fdopen(ask, "w"), os.fdopen(hear)
-        try:
-            self._answer()
-        except OracleError:
-            self.close()
-            raise
-        return self
+
+    def _connect(self, door: socket.socket) -> None:
+        assert self._child is not None
+        while not select.select([door], [], [], 0.1)[0]:
+            if self._child.poll() is not None:
+                raise OracleError(f"the oracle's engine did not start, see {self.log}")
+        self._socket, _ = door.accept()
+        self._ask, self._hear = self._socket.makefile("w"), self._socket.makefile("r")
 
     def close(self) -> None:
         """End the engine. Its log is removed when it ended well."""
         child, self._child = self._child, None
         if child is None:
             return
-        assert self._ask is not None
-        assert self._hear is not None
-        self._ask.close()  # end of input: the child leaves its loop
+        if self._socket is not None:
+            self._socket.shutdown(socket.SHUT_WR)  # end of input: the child leaves its loop
         try:
             code = child.wait(timeout=20)
         except subprocess.TimeoutExpired:
-            child.kill()
+            child.send_signal(signal.SIGKILL)
             code = child.wait()
-        self._hear.close()
+        for part in (self._ask, self._hear, self._socket):
+            if part is not None:
+                part.close()
         if code == 0:
             self.log.unlink(missing_ok=True)
 
@@ -184,12 +210,14 @@ class Oracle:
         try:
             self._ask.write(json.dumps(message) + "\n")
             self._ask.flush()
-        except BrokenPipeError:
+        except ConnectionError:
             raise OracleError(f"the oracle's engine is gone, see {self.log}") from None
 
     def _answer(self) -> dict[str, Any]:
         assert self._hear is not None
-        line = self._hear.readline()
+        line = ""
+        with suppress(ConnectionError):
+            line = self._hear.readline()
         if not line:
             raise OracleError(f"the oracle's engine is gone, see {self.log}")
         message: dict[str, Any] = json.loads(line)
@@ -284,12 +312,22 @@ def _plain(output: Any) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _pipes(read: str, write: str) -> Iterator[tuple[IO[str], IO[str]]]:
-    with os.fdopen(int(read)) as requests, os.fdopen(int(write), "w") as answers:
-        yield requests, answers
+def main() -> None:
+    """The child. Arguments: of the engine, as JSON, and the address of a socket."""
+    code = 1
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(sys.argv[2])
+            with connection.makefile("r") as requests, connection.makefile("w") as answers:
+                _serve(json.loads(sys.argv[1]), requests, answers)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:  # the end of an interpreter takes all modules apart, for 3 s
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":
-    with _pipes(sys.argv[2], sys.argv[3]) as (requests, answers):
-        _serve(json.loads(sys.argv[1]), requests, answers)
+    main()

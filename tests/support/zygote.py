@@ -5,6 +5,9 @@ these imports once for a whole test run. Each worker is then a process of its ow
 own command line, environment, log, session, threads and memory. Only modules of others are imported
 before the fork; pullfill itself reads its environment when it is imported, in the worker.
 
+What was imported is frozen: vLLM collects garbage four times while an engine starts, and would look
+at all objects of all modules each time, which takes half of the rest.
+
 What this leaves out: that the imports work, and hash seeds that differ between processes. So
 `Cluster(forked=False)` starts workers as a user does, and some tests use it.
 """
@@ -12,6 +15,7 @@ What this leaves out: that the imports work, and hash seeds that differ between 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import select
@@ -20,8 +24,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
@@ -36,6 +41,25 @@ _PRELOADED = (
     "vllm.model_executor.model_loader.default_loader",
     "vllm.distributed.kv_transfer.kv_connector.factory",
     "transformers.models.llama.tokenization_llama",
+    "vllm.lora.request",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.executor.multiproc_executor",
+    "aiohttp",
+    "etcd3",
+    "etcd3.aio_client",
+    "nats",
+    "nats.js",
+    "numba",
+    "numba.core.dispatcher",
+    "numba.core.typing.templates",
+    "pullfill.prefix.llvm",  # has no settings, and numba needs it beside vLLM
+    "prometheus_client",
+    "semantic_version",
+    "typer",
+    "typer.rich_utils",
 )
 _ENVIRONMENT = {  # what workers and frontends set for themselves before these imports
     "HF_HUB_OFFLINE": "1",
@@ -101,16 +125,23 @@ class Zygote:
         return self._process.poll() is None
 
     def spawn(
-        self, arguments: Sequence[str], env: Mapping[str, str], log: Path, namespace: str = ""
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        namespace: str = "",
+        module: str = "pullfill.deploy.cli",
     ) -> Forked:
         """Start `pullfill ARGUMENTS`; what it prints goes to the end of `log`. namespace: file of
-        the network namespace that it enters; it then has a /dev/shm of its own too."""
+        the network namespace that it enters; it then has a /dev/shm of its own too. module: another
+        one, whose `main` runs with these arguments."""
         told = self.ask(
             arguments=list(arguments),
             env=dict(env),
             log=str(log),
             cwd=os.getcwd(),
             namespace=namespace,
+            module=module,
         )
         return Forked(self, told["pid"])
 
@@ -169,13 +200,16 @@ def _become_worker(order: dict[str, Any]) -> None:
     sys.argv[:] = ["pullfill", *order["arguments"]]
 
 
-def _serve() -> None:
-    """Fork on demand. Returns in each child, which is a worker then, never in the zygote."""
+def _serve() -> str:
+    """Fork on demand. Returns in each child the module it is to run, never in the zygote."""
     answers = os.fdopen(os.dup(1), "w")
     orders = os.fdopen(os.dup(0))
     os.dup2(2, 1)  # libraries print
+    gc.disable()
     for name in _PRELOADED:
-        __import__(name)
+        import_module(name)
+    gc.enable()
+    gc.freeze()
     for line in orders:
         order = json.loads(line)
         if "reap" in order:
@@ -185,17 +219,15 @@ def _serve() -> None:
             pid = os.fork()
             if pid == 0:
                 _become_worker(order)
-                return
+                module: str = order["module"]
+                return module
             told = {"pid": pid}
         print(json.dumps(told), file=answers, flush=True)
     os._exit(0)
 
 
-def _main() -> NoReturn:
-    _serve()
-    from pullfill.deploy.cli import main
-
-    main()
+def _main() -> None:
+    import_module(_serve()).main()
 
 
 if __name__ == "__main__":
