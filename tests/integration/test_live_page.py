@@ -1,0 +1,100 @@
+"""The live page of a real cluster with mock engines, in a real browser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.browser import chromium, look
+from tests.support.cluster import MODEL, Cluster
+from tests.support.deadly import MOCK
+from tests.support.prompts import random_prompt
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 2000
+TOKENS_PER_S = 800.0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Cluster]:
+    """A pair that takes seconds for a prompt, so that a page sees it on its way."""
+    slow = json.dumps({"mock": {"prefill_tokens_per_s": TOKENS_PER_S}})
+    cluster = Cluster(tmp_path_factory.mktemp("page"), model_path)
+    try:
+        cluster.start_servers()
+        cluster.launch("decode", *MOCK, "--additional-config", json.dumps({"mock": {}}))
+        cluster.launch("prefill", *MOCK, "--additional-config", slow)
+        cluster.launch("frontend")
+        cluster.wait_ready(*cluster.workers)
+        cluster.set_router(policy="always_remote")
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def ask(cluster: Cluster, seed: int) -> str:
+    answer = cluster.client().completions.create(
+        model=MODEL,
+        prompt=random_prompt(TOKENS, seed=seed),
+        max_tokens=8,
+        extra_body={"ignore_eos": True},
+    )
+    return answer.id
+
+
+def test_a_job_is_seen_on_its_way_and_the_page_survives_its_frontend(pair: Cluster) -> None:
+    with (
+        chromium() as browser,
+        look(browser, f"{pair.frontend_url}/pullfill/ui") as found,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        page = found.page
+        page.locator("#workers tbody tr").nth(1).wait_for()
+        asked = [pool.submit(ask, pair, seed) for seed in (1, 2)]
+        page.locator("[data-lane=prefill] .chip").first.wait_for()
+        flow = page.evaluate("window.pullfill.memory.snapshot.flows[0]")
+        assert flow["tokens"] == TOKENS
+        assert flow["decode"].startswith("decode")
+        for lane in ("queue", "decode", "prompt"):
+            assert page.locator(f"[data-lane={lane}]").is_visible()
+        ids = [future.result(60) for future in asked]
+        for request_id in ids:
+            page.locator("#ended tr", has_text=request_id[-10:]).wait_for()
+        row = page.locator("#ended tr", has_text=ids[0][-10:])
+        assert "remote" in row.inner_text()
+        row.locator("button").click()
+        page.locator("dialog svg.fall").wait_for()
+        text = page.locator("dialog").inner_text()
+        assert pair.of("prefill")[0].instance_id in text
+        page.keyboard.press("Escape")
+        prefill = page.evaluate("window.pullfill.memory.ended.at(-1).stages.prefill")
+        assert prefill > 0.5e3 * TOKENS / TOKENS_PER_S
+
+        found.expected = ("ERR_", "/ui/events failed")
+        (old,) = pair.of("frontend")
+        url = pair.frontend_url
+        assert old.stop(20.0) == 0, "its drain does not wait for a page"
+        page.locator("#link", has_text="connecting again").wait_for()
+        new = pair.launch("frontend", "--port", url.rpartition(":")[2])
+        pair.frontend_url = url
+        pair.wait_ready(new)
+        page.locator("#link", has_text="live").wait_for()
+        third = ask(pair, 3)
+        page.locator("#ended tr", has_text=third[-10:]).wait_for()
+        assert page.locator("#ended tr", has_text=ids[0][-10:]).count() == 1, "it remembers"
+
+
+def test_the_events_tell_of_the_whole_cluster(pair: Cluster) -> None:
+    with httpx.stream("GET", f"{pair.frontend_url}/pullfill/ui/events", timeout=10) as stream:
+        events = (line for line in stream.iter_lines() if line.startswith("data: "))
+        first, second = json.loads(next(events)[6:]), json.loads(next(events)[6:])
+    assert first["whole"]
+    assert "whole" not in second
+    assert {row["role"] for row in first["workers"]} == {"decode", "prefill"}
+    assert all(0 <= row["kv"] <= 1 for row in first["workers"])
