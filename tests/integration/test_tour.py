@@ -25,7 +25,7 @@ PROMISED = (
     ("(reason: long_prompt)", "0 cached", "(1 attempt)"),
     ("(reason: prefix_hit)", "0 prefilled remotely"),
     ("is pulling (demo)", "instance          role     state"),
-    ("60 answers: ",),
+    ("32 answers: ", "killing prefill-"),
     ("(reason: policy_always_local)", "'sometimes' is not allowed", "router.policy = conditional"),
     (" is gone after ", '"degraded":true', "(reason: no_prefill_worker)"),
     ("decode-0     stopped after", "etcd         stopped after"),
@@ -61,6 +61,7 @@ def test_every_command_does_what_the_page_shows(state: Path, tmp_path: Path) -> 
     steps = tour()
     assert len(steps) == len(PROMISED)
     port = str(free_ports(1)[0])
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     # A worker that the script starts must not outlive a script that fails.
     script = "trap 'kill $(jobs -p) 2>/dev/null' EXIT\n"
     script += "".join(f"echo '{MARK}'\n{commands}" for commands, _ in steps)
