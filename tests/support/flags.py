@@ -11,7 +11,8 @@ import typer
 from pullfill.deploy import vllm_flags
 from pullfill.deploy.cli import app
 
-ENGINE_FLAGS = {"served-model-name", "enforce-eager", "kv-cache-memory-bytes", "max-model-len"}
+ENGINE_FLAGS = {"served-model-name", "enforce-eager", "kv-cache-memory-bytes", "max-model-len",
+                "otlp-traces-endpoint"}  # fmt: skip
 """vLLM's, as far as they are used here: what our own command line does not know goes to vLLM."""
 
 

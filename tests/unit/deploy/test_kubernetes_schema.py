@@ -8,6 +8,7 @@ import helm_python as helm
 import kubernetes_validate
 import pytest
 
+from pullfill.options import LogFormat
 from tests.support.chart import CHART, of_kind, pods, render, the_container
 from tests.support.flags import parse
 
@@ -17,6 +18,7 @@ WITHOUT_SCHEMA = {"ScaledObject"}
 EVERYTHING: dict[str, Any] = {
     "global": {"image": "registry:5000/pullfill:1", "imagePullSecrets": [{"name": "s"}]},
     "securitySecret": "keys",
+    "otlpTracesEndpoint": "http://collector:4317",
     "nats": {"storageClassName": "fast"},
     "etcd": {"storageClassName": "fast"},
     "decode": {
@@ -77,6 +79,8 @@ def test_values_reach_the_pods() -> None:
     container = the_container(template)
     options = parse(container["args"])
     assert str(options["security"]) == "/etc/pullfill/security.toml"
+    assert options["log_format"] is LogFormat.JSON
+    assert "--otlp-traces-endpoint=http://collector:4317" in container["args"]
     assert "HF_TOKEN" in {e["name"] for e in container["env"]}
     volumes = {v["name"]: v for v in template["spec"]["volumes"]}
     assert volumes["cache"]["persistentVolumeClaim"] == {"claimName": "models"}

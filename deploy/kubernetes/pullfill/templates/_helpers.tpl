@@ -40,6 +40,14 @@ app.kubernetes.io/component: {{ .role }}
 {{- end }}
 {{- end }}
 
+{{/* What frontends and workers tell of themselves. */}}
+{{- define "pullfill.telemetry" -}}
+- --log-format={{ .Values.logFormat }}
+{{- with .Values.otlpTracesEndpoint }}
+- --otlp-traces-endpoint={{ . }}
+{{- end }}
+{{- end }}
+
 {{/* What a pod may do: the same for all. */}}
 {{- define "pullfill.pod" -}}
 enableServiceLinks: false
