@@ -54,10 +54,11 @@ def test_a_mock_pair_serves_remote_prefills(
         cluster.start_servers()
         receiver.start()
         traces = f"--otlp-traces-endpoint={receiver.url}"
+        both = (traces, "--log-format=json")
         soon = {"OTEL_BSP_SCHEDULE_DELAY": "200"}
         cluster.launch("decode", *MOCK, settings(), traces, env=soon)
-        cluster.launch("prefill", *MOCK, settings(step_s=0.002), traces, env=soon)
-        cluster.launch("frontend", traces, env=soon)
+        cluster.launch("prefill", *MOCK, settings(step_s=0.002), *both, env=soon)
+        cluster.launch("frontend", *both, env=soon)
         cluster.wait_ready(*cluster.workers)
         cluster.set_router(policy="always_remote")
         (record,) = cluster.records("decode").values()
@@ -75,6 +76,7 @@ def test_a_mock_pair_serves_remote_prefills(
         assert told["path"] == "remote"
         cluster.assert_clean()
         check_trace(cluster, receiver)
+        check_logs(cluster)
     finally:
         cluster.stop()
         receiver.stop()
@@ -119,3 +121,14 @@ def check_trace(cluster: Cluster, receiver: Receiver) -> None:
         trust_env=False,
     )
     assert f'# {{trace_id="{trace}"}}' in page.text, "exemplars lead to the trace"
+
+
+def check_logs(cluster: Cluster) -> None:
+    """Each line is an object that says who wrote it: ours, vLLM's, uvicorn's."""
+    loggers = set()
+    for worker in (*cluster.of("prefill"), *cluster.of("frontend")):
+        lines = [json.loads(line) for line in worker.log.read_text().splitlines()]
+        assert {line["role"] for line in lines} == {worker.role}
+        assert lines[-1]["instance_id"] == worker.instance_id
+        loggers |= {line["logger"].partition(".")[0] for line in lines}
+    assert {"pullfill", "vllm", "uvicorn"} <= loggers

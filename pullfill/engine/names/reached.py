@@ -21,6 +21,7 @@ REACHED = {
         "hf_config hf_text_config max_model_len model quantization revision runner_type "
         "supports_multimodal_inputs use_mla"
     ),
+    "vllm.config.observability.ObservabilityConfig": "otlp_traces_endpoint",
     "vllm.config.parallel.ParallelConfig": (
         "decode_context_parallel_size distributed_executor_backend enable_expert_parallel "
         "pipeline_parallel_size prefill_context_parallel_size rank tensor_parallel_size world_size"
@@ -32,8 +33,8 @@ REACHED = {
     "vllm.config.speculative.SpeculativeConfig": "method num_speculative_tokens",
     "vllm.config.vllm.VllmConfig": (
         "additional_config attention_config cache_config compilation_config device_config "
-        "kv_events_config kv_transfer_config lora_config model_config parallel_config "
-        "scheduler_config speculative_config watermark_config"
+        "kv_events_config kv_transfer_config lora_config model_config observability_config "
+        "parallel_config scheduler_config speculative_config watermark_config"
     ),
     "vllm.config.kv_events.KVEventsConfig": "enable_kv_cache_events publisher",
     "vllm.distributed.kv_events.BlockStored": (
