@@ -7,9 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import helm_python as helm
 import yaml
 
+from tests.support.late import Late
+
+helm: Any = Late("helm_python")
 CHART = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "pullfill"
 RELEASE = "pullfill"
 

@@ -1,7 +1,8 @@
 """Large modules, imported by the first test that uses them.
 
 vLLM takes five seconds to import and torch two. A run of the quick tests reads all test files
-before it forks, and few of its processes run a test that needs such a module.
+before it forks, and few of its processes run a test that needs such a module. Helm is written in
+Go: loaded before a fork, it waits for ever in the child for threads that only the parent has.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-LARGE = ("openai", "torch", "transformers", "vllm")
+LARGE = ("helm_python", "openai", "torch", "transformers", "vllm")
 READ_WITH_TESTS = pytest.StashKey[list[str]]()
 """Large modules that were imported by the time all tests were collected."""
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import helm_python as helm
 import kubernetes_validate
 import pytest
 
 from pullfill.options import LogFormat
 from tests.support.chart import CHART, of_kind, pods, render, the_container
 from tests.support.flags import parse
+from tests.support.late import Late
 
+helm: Any = Late("helm_python")
 RELEASES = ("1.35", "1.36", "1.37")
 WITHOUT_SCHEMA = {"ScaledObject"}
 """KEDA brings it. test_kubernetes.py looks at its fields."""
