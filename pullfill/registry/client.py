@@ -132,21 +132,32 @@ class EtcdClient(EtcdRpc):
         return await self._put_all([(key, value)], 0, mod_revision)
 
     async def put_all(
-        self, items: Sequence[tuple[str, bytes]], lease_id: int, *, absent: bool = False
+        self,
+        items: Sequence[tuple[str, bytes]],
+        lease_id: int,
+        *,
+        absent: bool = False,
+        unless: Sequence[str] = (),
     ) -> bool:
         """Write several keys, all or none. True if written.
 
-        absent: write only if none of them exists."""
-        return await self._put_all(items, lease_id, 0 if absent else None)
+        absent: write only if none of them exists.
+        unless: other keys. Write only if none of these exists."""
+        return await self._put_all(items, lease_id, 0 if absent else None, unless)
 
     async def _put_all(
-        self, items: Sequence[tuple[str, bytes]], lease_id: int, mod_revision: int | None
+        self,
+        items: Sequence[tuple[str, bytes]],
+        lease_id: int,
+        mod_revision: int | None,
+        unless: Sequence[str] = (),
     ) -> bool:
         compare = [
             {"key": key.encode(), "target": "MOD", "mod_revision": mod_revision}
             for key, _ in items
             if mod_revision is not None
         ]
+        compare += [{"key": key.encode(), "target": "MOD", "mod_revision": 0} for key in unless]
         puts = [{"request_put": _put(key, value, lease_id)} for key, value in items]
         done = await self.call("/kv/txn", {"compare": compare, "success": puts}, _Done)
         return done.succeeded

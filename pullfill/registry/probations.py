@@ -9,10 +9,11 @@ A frontend does not see the requests of others. They use these keys under `proba
                                   request that may be mistaken for the suspect
     clear/INSTANCE_ID/FRONTEND    this frontend has no request without an output there
 
-Life of a probation: `take` creates `of` and `at` together, or neither. Each other frontend stops
-sending to that worker. It answers with `clear` once its requests there have shown an output. When
-all have answered, or after CLEAR_S, the probation is `ready` and the suspect is sent. `release`
-ends it. All keys of a probation hang on one lease, so they also end when their frontend dies.
+Life of a probation: `take` creates `of` and `at` together, or neither. It creates none if the
+fingerprint is refused (`suspect_records`). Each other frontend stops sending to that worker. It
+answers with `clear` once its requests there have shown an output. When all have answered, or after
+CLEAR_S, the probation is `ready` and the suspect is sent. `release` ends it. All keys of a
+probation hang on one lease, so they also end when their frontend dies.
 
 Without etcd a probation is ready at once: the frontend then knows only its own requests.
 
@@ -270,7 +271,9 @@ class Probations:
                 (keys.probation_at(self._namespace, instance_id), value),
             ]
             trial.lease = lease
-            if not await self._client.put_all(both, lease, absent=True):
+            # Its refusal may not have reached us yet, but the end of the probation that led to it.
+            refusal = keys.suspect(self._namespace, name)
+            if not await self._client.put_all(both, lease, absent=True, unless=[refusal]):
                 if self._mine.get(name) is trial:
                     del self._mine[name]
                 await self._revoke(lease)

@@ -14,6 +14,7 @@ import pytest
 
 from pullfill.engine.fingerprint import fingerprint
 from pullfill.frontend import probation
+from pullfill.registry import keys
 from pullfill.registry import probations as module
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.probations import Probations, Told
@@ -235,6 +236,18 @@ async def test_a_request_and_a_worker_have_one_probation_over_all_frontends(
         await until(lambda: not two.elsewhere("f1"))
         two.take("f1", "decode-1", 20)
         await until(lambda: ready(two, "f1"))
+
+
+async def test_no_probation_of_a_refused_request_begins(etcd: EtcdServer, ns: str) -> None:
+    """A frontend may hear of its refusal later than of the end of the probation before."""
+    async with told(etcd, ns, "frontend-1", frontends=1) as ((one, _),):
+        await one._client.put(keys.suspect(ns, "f1"), b"")
+        one.take("f1", "decode-1", 20)
+        await until(lambda: one.mine("f1") is None or ready(one, "f1"))
+        assert one.mine("f1") is None
+        await one._client.delete(keys.suspect(ns, "f1"))
+        one.take("f1", "decode-1", 20)
+        await until(lambda: ready(one, "f1"))
 
 
 async def test_a_frontend_that_is_gone_delays_a_probation_and_keeps_none(
