@@ -23,6 +23,7 @@ tool = {
     "function": {
         "name": "weather",
         "description": "The weather of the next days",
+        "strict": True,  # the answer follows the schema, even with the demo model
         "parameters": {
             "type": "object",
             "properties": {
@@ -35,8 +36,7 @@ tool = {
     },
 }
 messages = [{"role": "user", "content": "Can I hike in Lima this week?"}]
-# With tool_choice the schema becomes a grammar, so even the demo model makes a valid call. A real
-# model decides itself, if you leave tool_choice out.
+# The demo model never decides to call. A real model does: leave tool_choice out.
 answer = client.chat.completions.create(
     model=model,
     messages=messages,
