@@ -129,6 +129,6 @@ def check_logs(cluster: Cluster) -> None:
     for worker in (*cluster.of("prefill"), *cluster.of("frontend")):
         lines = [json.loads(line) for line in worker.log.read_text().splitlines()]
         assert {line["role"] for line in lines} == {worker.role}
-        assert lines[-1]["instance_id"] == worker.instance_id
+        assert lines[-1]["instance_id"].startswith(worker.role)
         loggers |= {line["logger"].partition(".")[0] for line in lines}
     assert {"pullfill", "vllm", "uvicorn"} <= loggers
