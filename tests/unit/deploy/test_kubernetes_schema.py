@@ -8,7 +8,7 @@ import kubernetes_validate
 import pytest
 
 from pullfill.options import LogFormat
-from tests.support.chart import CHART, of_kind, pods, render, the_container
+from tests.support.chart import HelmRefused, lint, of_kind, pods, render, the_container
 from tests.support.flags import parse
 from tests.support.late import Late
 
@@ -58,7 +58,7 @@ def test_a_mistake_is_found() -> None:
 
 
 def test_helm_finds_nothing_wrong() -> None:
-    found = helm.lint(str(CHART))
+    found = lint()
     assert found["errors"] == []
     assert [m["error"] for m in found["messages"]] == ["icon is recommended"]
 
@@ -104,5 +104,5 @@ def test_values_reach_the_pods() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_wrong_value_is_refused_by_its_name(values: dict[str, Any], named: str) -> None:
-    with pytest.raises(helm.HelmError, match=named):
+    with pytest.raises(HelmRefused, match=named):
         render(**values)
