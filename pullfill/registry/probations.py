@@ -194,12 +194,12 @@ class Probations:
     async def testimony(self, instance_id: str, fingerprint: str) -> Told:
         """Return what all other frontends had at a worker that was lost.
 
-        Waits SETTLE_S at least, and TELL_S at most for frontends that have not written it yet.
+        Waits SETTLE_S at least. Waits TELL_S at most for others to write it, and for etcd.
 
         fingerprint: requests with this fingerprint are left out."""
         own = keys.death(self._namespace, instance_id, self._frontend).encode()
         prefix = keys.deaths_prefix(self._namespace, instance_id)
-        end = asyncio.get_running_loop().time() + TELL_S
+        end = (loop := asyncio.get_running_loop()).time() + TELL_S
         while True:
             await asyncio.sleep(SETTLE_S)
             tried, others, said = set[str](), set[str](), 0
@@ -207,6 +207,8 @@ class Probations:
                 async with asyncio.timeout(ASK_S):
                     found, _ = await self._client.get_prefix(prefix)
             except (PullfillError, TimeoutError):
+                if loop.time() < end:
+                    continue  # one late answer does not mean that etcd is away
                 return Told()  # we know our own requests only
             for kv in found:
                 if kv.key != own:
@@ -216,7 +218,7 @@ class Probations:
                         others.update(record.others)
                         said += 1
             complete = said >= self._frontends() - 1
-            if complete or asyncio.get_running_loop().time() > end:
+            if complete or loop.time() > end:
                 names = {fingerprint}
                 return Told(len(tried - names), len(others - names), complete)
 

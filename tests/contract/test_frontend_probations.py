@@ -278,7 +278,32 @@ async def test_a_frontend_is_asked_until_it_says_what_it_had(
         assert not (await one.testimony("decode-2", "f1")).complete
 
 
-async def test_without_etcd_a_probation_begins_at_once(tmp_path: Path, ns: str) -> None:
+async def test_a_late_answer_of_etcd_does_not_mean_that_nobody_had_a_request_there(
+    etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a frontend on a busy machine refuses a request that another one's request has killed."""
+    monkeypatch.setattr(module, "SETTLE_S", 0.01)
+    monkeypatch.setattr(module, "ASK_S", 0.3)
+    async with told(etcd, ns, "frontend-1", "frontend-2") as ((one, _), (two, _)):
+        two.testify("decode-1@1.0", "decode-1", {"f2": True})
+        await until(lambda: two._written.is_set())
+        client, asked = one._client, list[str]()
+        real = client.get_prefix
+
+        async def late(prefix: str) -> object:
+            asked.append(prefix)
+            await asyncio.sleep(0 if len(asked) > 1 else 60)
+            return await real(prefix)
+
+        monkeypatch.setattr(client, "get_prefix", late)
+        assert await one.testimony("decode-1", "f1") == Told(1, 0)
+        assert len(asked) > 1
+
+
+async def test_without_etcd_a_probation_begins_at_once(
+    tmp_path: Path, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TELL_S", 0.1)
     (tmp_path / "etcd").mkdir()
     with EtcdServer(tmp_path / "etcd") as etcd:
         async with told(etcd, ns, "frontend-1") as ((one, _),):
