@@ -18,10 +18,18 @@ WARM = 2
 """Round trips after which threads and caches are there."""
 
 
-@pytest.fixture
-def elastic(model_path: Path, tmp_path: Path) -> Iterator[Cluster]:
-    with elastic_cluster(tmp_path / "elastic", model_path) as cluster:
+@pytest.fixture(scope="module")
+def shared(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with elastic_cluster(tmp_path_factory.mktemp("elastic"), model_path) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def elastic(shared: Cluster) -> Cluster:
+    """The last worker is elastic, and new if that of the test before has died."""
+    if not shared.workers[-1].alive:
+        shared.wait_ready(shared.launch("decode", "--elastic"))
+    return shared
 
 
 def round_trip(cluster: Cluster, worker: Worker, load: Load) -> None:

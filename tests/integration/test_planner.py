@@ -18,10 +18,10 @@ from tests.support.prompts import random_prompt
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture
-def alone(tmp_path: Path, model_path: Path) -> Iterator[Cluster]:
-    """A decode worker and a frontend, without a prefill worker."""
-    cluster = Cluster(tmp_path, model_path)
+@pytest.fixture(scope="module")
+def alone(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A decode worker and a frontend. The first test starts without a prefill worker."""
+    cluster = Cluster(tmp_path_factory.mktemp("alone"), model_path)
     try:
         yield cluster.start(prefill=0)
     finally:
@@ -77,7 +77,7 @@ def test_an_autoscaler_sees_demand_without_a_prefill_worker_and_none_left_with_o
 def test_streams_are_pressure(alone: Cluster) -> None:
     before = alone.counter("pullfill_decode_pressure", role="decode")
     alone.set_router(itl_ms=0.1)
-    ask(alone, 1, tokens=20)
+    ask(alone, 21, tokens=20)
     alone.client().completions.create(
         model=MODEL, prompt=random_prompt(20, 2), max_tokens=64, temperature=0,
         extra_body={"ignore_eos": True},
