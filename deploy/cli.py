@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pullfill.deploy import cli_local
+from pullfill.deploy import cli_listings, cli_local
 from pullfill.deploy.command import command, expanded
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.options import ClusterOptions, FrontendOptions, WorkerOptions
@@ -37,6 +37,7 @@ suspects_app = typer.Typer(
     invoke_without_command=True,
 )
 app.add_typer(suspects_app, name="suspects")
+cli_listings.add_to(app)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 

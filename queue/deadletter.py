@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -144,7 +145,11 @@ async def get_message(
         if exc.code == 404 or exc.code == 400:
             return None
         raise
-    message: dict[str, Any] = answer["message"]
+    return read_message(answer["message"])
+
+
+def read_message(message: Mapping[str, Any]) -> tuple[dict[str, str], bytes]:
+    """Headers and body of a message in an answer of STREAM.MSG.GET."""
     lines = base64.b64decode(message.get("hdrs", "")).decode("utf-8", "replace").split("\r\n")
     pairs = (line.partition(":") for line in lines[1:])
     headers = {name.strip(): value.strip() for name, colon, value in pairs if colon}

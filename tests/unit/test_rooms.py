@@ -45,6 +45,9 @@ ENTRY_POINTS = {
     "pullfill.elastic.main",
     "pullfill.frontend.main",
     "pullfill.engine.names.compare",
+    "pullfill.queue.browse",
+    "pullfill.queue.names",
+    "pullfill.queue.nats_connection",
 }
 """What deploy may import of rooms it otherwise knows only by their command lines."""
 
