@@ -31,7 +31,7 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     kept_from: the same for blocks that are written.
     features: digest of the multimodal inputs that the grant brings. Empty: there are none.
     priority: in the prefill worker's engine. The smallest comes first.
-    request_id: for people who read a dead letter.
+    request_id: for dead letters, traces and logs, which people read.
     timeout_s: how long from publish the decode worker waits before it serves locally.
     trace: W3C `traceparent` of the remote prefill. Empty: it is not traced.
     """
