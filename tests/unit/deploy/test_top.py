@@ -11,7 +11,7 @@ import sys
 import termios
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -97,7 +97,7 @@ def test_a_frontend_that_goes_away_is_looked_for_again(
 def test_q_ends_it_in_a_terminal(tmp_path: Path) -> None:
     """The terminal is left as it was, and the exit code is 0."""
     ref(tmp_path)
-    with serving() as url, closing_pty() as (terminal, other):
+    with serving() as url, closing_pty() as (terminal, other), ExitStack() as ends:
         before = termios.tcgetattr(other)
         flags = ["top", "--url", url, "--state-dir", str(tmp_path)]
         code = f"from pullfill.deploy.cli import main; import sys; sys.argv[1:] = {flags}; main()"
@@ -107,6 +107,8 @@ def test_q_ends_it_in_a_terminal(tmp_path: Path) -> None:
             stdin=other, stdout=other, stderr=subprocess.PIPE, env=environment,
             start_new_session=True,
         )  # fmt: skip
+        ends.enter_context(process)
+        ends.callback(process.kill)
         said = b""
         while DECODE[0].encode() not in said:
             assert select.select([terminal], [], [], 60)[0], said
