@@ -34,6 +34,7 @@ from pullfill.decode_worker.ledger_types import Hold, Release, Settle
 from pullfill.decode_worker.prefix_fetch import FetchOutcome
 from pullfill.engine import request_targets
 from pullfill.engine.groups import BlockOrder
+from pullfill.engine.outputs import count_as_computed
 from pullfill.ids import new_job_id
 from pullfill.queue.urgency import urgency_of
 from pullfill.runtime import failpoints, log
@@ -193,6 +194,8 @@ class ConnectorScheduler:
         situation, decision, adapter, offloaded, fetched = made
         if decision.remote and not external_tokens:
             decision, offloaded = Decision(False, "engine_declined"), 0
+        if external_tokens > offloaded:
+            count_as_computed(request, external_tokens - offloaded)
         shown = expected(situation, decision, self._context.router_config())
         traces = self._context.traces
         traces.decided(

@@ -24,6 +24,18 @@ _COUNTS = (
 """Fields of vLLM's PrefixCacheStats that add up."""
 
 
+def count_as_computed(request: Any, tokens: int) -> None:
+    """Count external tokens of a request as computed here, not as found in a cache.
+
+    Call it when vLLM has scheduled the request for the first time, before its first output. From
+    the number of cached tokens vLLM then finds how many the prompt has added to the prefix cache.
+
+    request: vLLM's Request."""
+    stats = request.prefill_stats
+    if stats is not None:
+        stats.num_cached_tokens -= tokens
+
+
 def correct_cached_tokens(output: Any, offloaded: Callable[[str], int] = lambda _: 0) -> None:
     """Count only the local prefix hit as cached, not the tokens that a prefill worker computed.
 

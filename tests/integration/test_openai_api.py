@@ -72,6 +72,24 @@ def test_chat_stream_equals_chat(cluster: Cluster) -> None:
     assert cluster.explain(whole.id)["path"] == "remote"
 
 
+def test_messages_count_a_remote_prompt_like_a_local_one(cluster: Cluster) -> None:
+    """Anthropic's usage: tokens read from the prefix cache, and tokens that it has now."""
+    usages = []
+    for policy, first in (("always_remote", "y"), ("always_local", "z")):
+        cluster.set_router(policy=policy)
+        messages = [{"role": "user", "content": first + LONG}]
+        body = {"model": MODEL, "max_tokens": 4, "temperature": 0, "messages": messages}
+        url = f"{cluster.frontend_url}/v1/messages"
+        twice = [web.post(url, json=body).json() for _ in range(2)]
+        told = cluster.explain(twice[0]["id"])
+        assert told["path"] == policy.removeprefix("always_")
+        usages.append([answer["usage"] for answer in twice])
+    remote, local = usages
+    assert remote == local
+    assert remote[0]["cache_creation_input_tokens"] > 1000
+    assert remote[1]["cache_read_input_tokens"] > 1000
+
+
 def test_n_choices_and_stop_strings(cluster: Cluster) -> None:
     client = cluster.client()
     many = client.chat.completions.create(

@@ -92,6 +92,7 @@ class FakeRequest:
     lora_request: Any = None
     pooling_params: Any = None
     cache_salt: str | None = None
+    prefill_stats: Any = None
     priority: int = 0
     arrival_time: float = 0.0
     sampling_params: Any = None

@@ -145,8 +145,9 @@ REACHED = {
         "_all_token_ids _block_hasher arrival_time block_hashes cache_salt kv_transfer_params "
         "lora_request "
         "mm_features num_computed_tokens num_output_tokens num_preemptions num_prompt_tokens "
-        "num_tokens pooling_params priority prompt_embeds prompt_token_ids request_id "
-        "sampling_params skip_reading_prefix_cache status structured_output_request trace_headers"
+        "num_tokens pooling_params prefill_stats priority prompt_embeds prompt_token_ids "
+        "request_id sampling_params skip_reading_prefix_cache status structured_output_request "
+        "trace_headers"
     ),
     "vllm.v1.request.RequestStatus": "PREEMPTED WAITING is_finished",
     "vllm.v1.structured_output.StructuredOutputManager": "executor",

@@ -83,11 +83,13 @@ def test_without_a_hit_of_it_a_job_waits_for_the_step_that_ends_its_copies() -> 
 
 def test_a_prefill_worker_gets_the_rest_once_the_hit_is_loaded() -> None:
     rig, tier = rig_with(3 * BLOCK)
-    request = FakeRequest("r", list(range(100, 100 + PROMPT)))
+    stats = SimpleNamespace(num_cached_tokens=PROMPT - 1)  # as vLLM counts what is not computed
+    request = FakeRequest("r", list(range(100, 100 + PROMPT)), prefill_stats=stats)
     assert rig.side.decide(request, BLOCK) == (PROMPT - 1 - BLOCK, True)
     blocks = rig.pool.allocate(10)
     assert blocks is not None
     rig.side.enqueue(request, [blocks], PROMPT - 1 - BLOCK)
+    assert stats.num_cached_tokens == BLOCK + 3 * BLOCK, "its own hit, and the tier's"
     assert tier.loads == [("r", 3 * BLOCK)]
     rig.side.collect()
     rig.side.step_done()
