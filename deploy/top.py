@@ -91,6 +91,8 @@ def _q_ends() -> Iterator[None]:
                 os.kill(os.getpid(), signal.SIGINT)
                 return
 
+    # A shell that starts a command in the background lets it ignore SIGINT.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     tty.setcbreak(descriptor)
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -101,6 +103,7 @@ def _q_ends() -> Iterator[None]:
         reader.join(1.0)
         os.close(closed_r)
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGINT, interrupt)
 
 
 # --------------------------------------------------------------------------- the stream

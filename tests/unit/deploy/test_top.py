@@ -100,7 +100,10 @@ def test_q_ends_it_in_a_terminal(tmp_path: Path) -> None:
     with serving() as url, closing_pty() as (terminal, other), ExitStack() as ends:
         before = termios.tcgetattr(other)
         flags = ["top", "--url", url, "--state-dir", str(tmp_path)]
-        code = f"from pullfill.deploy.cli import main; import sys; sys.argv[1:] = {flags}; main()"
+        code = (  # SIGINT is ignored, as in a command that a shell starts in the background
+            "import signal, sys; from pullfill.deploy.cli import main; "
+            f"signal.signal(signal.SIGINT, signal.SIG_IGN); sys.argv[1:] = {flags}; main()"
+        )
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
         process = subprocess.Popen(
             [sys.executable, "-c", code],
