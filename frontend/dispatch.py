@@ -287,7 +287,7 @@ class Dispatcher:
     def route(self, flight: Flight, now: float) -> None:
         """Step 2: send a request to a worker, or let it wait for one or for a turn on probation."""
         if flight.suspect is not None and flight.suspect.charged:
-            flight.deadline = now + 2 * CONFIRM_S  # Suspects ends this wait earlier
+            flight.deadline = max(flight.deadline, now + 2 * CONFIRM_S)  # Suspects ends it earlier
             self._waiting.hold(flight)
             return
         workers = ready = self._candidates()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pullfill.frontend import suspects
+from pullfill.registry.probations import Told
 from tests.support.fake_board import Alone, Others
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import answer, request
@@ -211,6 +212,35 @@ def choices(name: str, prompt: list[int], count: int, **params: Any) -> list[Any
     for each in made:
         each.external_req_id = name
     return made
+
+
+async def test_a_request_whose_charge_is_dropped_waits_for_a_worker_as_long_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else an answer under way ends while `frontend --restart-wait` has not passed."""
+    monkeypatch.setattr("pullfill.frontend.probation.OTHERS_S", 0.05)
+    monkeypatch.setattr("pullfill.frontend.dispatch.CONFIRM_S", 0.1)
+    others = Others()
+    others.says = Told(tried=1)
+    workers = [FakeDecode(f"decode-{i}", hold=True) for i in range(2)]
+    async with rig(*workers, restart_wait_s=30.0, board=Alone(others)) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a", [1, 2], max_tokens=5))
+        for _ in range(2):
+            await until(lambda: any(worker.added for worker in workers))
+            (worker,) = [worker for worker in workers if worker.added]
+            workers.remove(worker)
+            await asyncio.to_thread(worker.die)
+            await until(lambda worker=worker: worker.instance_id in r.sink.gone)  # type: ignore[misc]
+            r.directory.remove(worker.instance_id)
+        (row,) = r.dispatcher.suspects.listed()
+        await asyncio.sleep(0.5)
+        assert (row["state"], r.sink.failures) == ("suspected", {})
+        third = FakeDecode("decode-2")
+        r.add(third.start())
+        await until(lambda: "a" in r.sink.finished)
+        assert r.sink.tokens["a"] == answer([1, 2], 5)
+        await asyncio.to_thread(third.die)
 
 
 async def test_the_choices_of_an_answer_go_to_one_worker() -> None:
