@@ -19,7 +19,8 @@ one fingerprint, and only then is it charged. A wrong suspicion costs a wait, ne
 
 Requests with the same fingerprint are the same suspect. Only one of them is tried at a time. The
 others that are unproven are taken back from their workers, where they may still wait in a queue.
-Two deaths at which no other request was unproven also lead to a charge.
+Two deaths at which no other request was unproven also lead to a charge. A request may end more than
+two workers if it is sent to several frontends before they have heard of its first death.
 
 A frontend does not see the requests of others. So frontends tell each other their deaths and
 probations (`registry.probations`), and a suspect of one is a suspect of all. A charge is dropped if
