@@ -80,7 +80,9 @@ def test_long_lines_and_bytes_that_are_no_text(
 
 
 def test_follow_prints_what_comes_until_it_is_stopped(state: StateDir) -> None:
-    code = "import sys; from pullfill.deploy import logs; "
+    code = "import signal, sys; from pullfill.deploy import logs; "
+    # A test run that a script starts in the background ignores SIGINT.
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "logs.show(sys.argv[1], None, lines=1, follow=True)"
     follower = subprocess.Popen(
         [sys.executable, "-u", "-c", code, str(state.path)], stdout=subprocess.PIPE, text=True
