@@ -176,9 +176,9 @@ def upgrade(
 ) -> int:
     """Replace workers and frontends of a running `up` by what is installed now, one by one.
 
-    Each successor starts beside the old process, which then drains. On a GPU without room for both
-    the old one drains first. Refused if old and new cannot work in one cluster. NATS, etcd and the
-    supervisor stay as they are.
+    Each successor starts beside the old process, which then drains. On a GPU
+    without room for both, the old one drains first. Refused if old and new cannot
+    work in one cluster. NATS, etcd and the supervisor stay as they are.
     """
     from pullfill.deploy import orders
     from pullfill.deploy.state import StateDir

@@ -354,11 +354,11 @@ class JetStreamProducer:
         """Sleep until the next refresh is due. A refresh costs as much as a job.
 
         The report of another producer postpones it."""
-        if self._debts or not self._answering:
-            await asyncio.sleep(BUSY_REFRESH_S)
         while (left := self._left()) > 0 and self._answering and not self._debts:
             self._kick.clear()
             await self._kick.wait(left)
+        if self._debts or not self._answering:
+            await asyncio.sleep(BUSY_REFRESH_S)
         self._kick.clear()
         self._wanted = False
 

@@ -17,13 +17,14 @@ import pytest
 from msgspec.structs import replace
 from nats.aio.client import Client
 
-from pullfill.errors import PeerUnavailable, QueueUnavailable
+from pullfill.errors import PeerUnavailable, PullfillError, QueueUnavailable
 from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.pulling import Pulling
 from pullfill.queue import pulse
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.queue.nats_connection import NatsConnection
+from pullfill.queue.nats_connection import NatsConnection, NoResponders
+from pullfill.queue.producer import BUSY_REFRESH_S
 from pullfill.runtime.health import UP
 from tests.support.control_rig import Decode, hello
 from tests.support.handoff_directory import FakeDirectory
@@ -221,3 +222,21 @@ async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_wo
 
 async def _unavailable(*_: object) -> str:
     raise QueueUnavailable("no quorum")
+
+
+async def test_a_server_that_counts_jobs_but_stores_none_is_asked_at_a_pace(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each answer closes the breaker, and the next publish opens it, with a warning."""
+
+    async def nobody(*_: object) -> None:
+        raise NoResponders("no leader")
+
+    monkeypatch.setattr(JetStreamProducer, "_store", nobody)
+    began = time.monotonic()
+    while time.monotonic() < began + 5 * BUSY_REFRESH_S:
+        with contextlib.suppress(PullfillError):
+            await ends.producer.publish("job", b"body", 1)
+        await asyncio.sleep(0.01)
+    opened = [record for record in caplog.records if "does not answer" in record.message]
+    assert 1 < len(opened) <= (time.monotonic() - began) / BUSY_REFRESH_S + 1
