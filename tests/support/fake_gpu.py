@@ -27,6 +27,7 @@ import itertools
 import mmap
 import os
 import select
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,9 +87,13 @@ class _Opened:
 
 @dataclass
 class FakeDriver:
-    """CudaDriver. Sees the devices named in `devices`. `apart`: pairs that cannot reach each other;
-    `nvlinks`: pairs joined by NVLink; `mps`: whether processes share contexts; `module`: the kernel
-    module's settings, None: unreadable."""
+    """CudaDriver, for calls from any thread. Sees the devices named in `devices`.
+
+    apart: pairs of devices that cannot reach each other.
+    nvlinks: pairs that NVLink joins.
+    mps: whether processes share contexts.
+    module: the kernel module's settings. None: they cannot be read.
+    """
 
     devices: tuple[str, ...] = ("gpu-a", "gpu-b")
     apart: frozenset[tuple[int, int]] = frozenset()
@@ -109,6 +114,8 @@ class FakeDriver:
     """Bytes of each copy to memory of the CPU."""
     openings: Counter[int] = field(default_factory=Counter)
     streams: dict[int, FakeStream] = field(default_factory=dict)
+    _tables: threading.RLock = field(default_factory=threading.RLock)
+    """Guards the tables below, and `openings`."""
     _mine: dict[int, DeviceMemory] = field(default_factory=dict)
     _opened: dict[int, _Opened] = field(default_factory=dict)
     _locked: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
@@ -119,7 +126,8 @@ class FakeDriver:
         os.ftruncate(fd, nbytes)
         data = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         memory = DeviceMemory(self, fd, data.ctypes.data, data, device, exportable)
-        self._mine[memory.base] = memory
+        with self._tables:
+            self._mine[memory.base] = memory
         return memory
 
     def lane(self, device: int) -> Lane:
@@ -131,7 +139,14 @@ class FakeDriver:
         return self._lanes[device]
 
     def maps(self, handle: bytes) -> bool:
-        return any(opened.handle == handle for opened in self._opened.values())
+        with self._tables:
+            return any(opened.handle == handle for opened in self._opened.values())
+
+    def _on_devices(self) -> dict[int, int]:
+        """Bytes by the base of each allocation that is on a device, ours and mapped."""
+        with self._tables:
+            known = {base: len(mine.data) for base, mine in self._mine.items()}
+            return known | {base: len(opened.data) for base, opened in self._opened.items()}
 
     def check(self) -> None:
         """Raises what an error of the device makes every later call return."""
@@ -140,9 +155,9 @@ class FakeDriver:
 
     def check_addresses(self, addresses: Addresses, nbytes: Addresses) -> None:
         """All on a device, or in page-locked memory."""
-        regions = {base: len(mine.data) for base, mine in self._mine.items()}
-        regions |= {base: len(opened.data) for base, opened in self._opened.items()}
-        regions |= {base: len(data) for base, data in self._locked.items()}
+        regions = self._on_devices()
+        with self._tables:
+            regions |= {base: len(data) for base, data in self._locked.items()}
         for address, size in zip(addresses.tolist(), nbytes.tolist(), strict=True):
             inside = (base <= address and address + size <= base + n for base, n in regions.items())
             assert any(inside), f"{address:#x} + {size} is no memory of a GPU"
@@ -150,11 +165,13 @@ class FakeDriver:
     def undefined(self, copy: tuple[int, int, int]) -> bool:
         """Whether a copy's target or source is memory of a process that has ended."""
         target, source, _ = copy
-        gone = [opened for opened in self._opened.values() if opened.freed]
-        return any(opened.holds(target) or opened.holds(source) for opened in gone)
+        with self._tables:
+            gone = [opened for opened in self._opened.values() if opened.freed]
+            return any(opened.holds(target) or opened.holds(source) for opened in gone)
 
     def to_device(self, address: int) -> bool:
-        return not any(b <= address < b + len(data) for b, data in self._locked.items())
+        with self._tables:
+            return not any(b <= address < b + len(data) for b, data in self._locked.items())
 
     def count(self) -> int:
         return len(self.devices)
@@ -188,9 +205,7 @@ class FakeDriver:
 
     def extent(self, device: int, address: int) -> tuple[int, int]:
         self.check()
-        known = {base: len(mine.data) for base, mine in self._mine.items()}
-        known |= {base: len(opened.data) for base, opened in self._opened.items()}
-        for base, nbytes in known.items():
+        for base, nbytes in self._on_devices().items():
             if base <= address < base + nbytes:
                 return base, nbytes
         raise TransferFailed("cuMemGetAddressRange: CUDA_ERROR_NOT_FOUND")
@@ -198,7 +213,8 @@ class FakeDriver:
     def stage(self, device: int, nbytes: int) -> tuple[int, int]:
         self.check()
         host = np.empty(nbytes, np.uint8)
-        self._locked[host.ctypes.data] = host
+        with self._tables:
+            self._locked[host.ctypes.data] = host
         return self.allocate(nbytes, device).base, host.ctypes.data
 
     def export(self, device: int, base: int) -> bytes:
@@ -209,32 +225,34 @@ class FakeDriver:
 
     def open(self, device: int, handle: bytes) -> int:
         self.check()
-        for base, opened in self._opened.items():
-            if (opened.handle, opened.device) == (handle, device):
-                self.openings[base] += 1
-                return base
-        try:
-            pid, fd, _ = handle.split()
-            with open(f"/proc/{int(pid)}/fd/{int(fd)}", "r+b", buffering=0) as file:
-                mapped = mmap.mmap(file.fileno(), 0)
-            owner = os.pidfd_open(int(pid))
-        except (OSError, ValueError) as exc:
-            raise TransferFailed("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE") from exc
-        data = np.frombuffer(mapped, np.uint8)
-        base = data.ctypes.data
-        self._opened[base] = _Opened(mapped, data, device, handle, owner)
-        self.openings[base] += 1
-        return base
+        with self._tables:
+            for base, opened in self._opened.items():
+                if (opened.handle, opened.device) == (handle, device):
+                    self.openings[base] += 1
+                    return base
+            try:
+                pid, fd, _ = handle.split()
+                with open(f"/proc/{int(pid)}/fd/{int(fd)}", "r+b", buffering=0) as file:
+                    mapped = mmap.mmap(file.fileno(), 0)
+                owner = os.pidfd_open(int(pid))
+            except (OSError, ValueError) as exc:
+                raise TransferFailed("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE") from exc
+            data = np.frombuffer(mapped, np.uint8)
+            base = data.ctypes.data
+            self._opened[base] = _Opened(mapped, data, device, handle, owner)
+            self.openings[base] += 1
+            return base
 
     def close(self, device: int, base: int) -> None:
-        assert self.openings[base] > 0, "closed more often than opened"
-        self.openings[base] -= 1
-        if not self.openings[base]:
-            opened = self._opened.pop(base)
-            assert opened.device == device
-            opened.data = np.empty(0, np.uint8)
-            opened.map.close()
-            os.close(opened.owner)
+        with self._tables:
+            assert self.openings[base] > 0, "closed more often than opened"
+            self.openings[base] -= 1
+            if not self.openings[base]:
+                opened = self._opened.pop(base)
+                assert opened.device == device
+                opened.data = np.empty(0, np.uint8)
+                opened.map.close()
+                os.close(opened.owner)
         self.check()
 
     def stream(self, device: int) -> FakeStream:
