@@ -131,7 +131,8 @@ def hashing() -> Row:
 
 
 def filled(plan: Plan, held: Held) -> tuple[PrefixIndex, list[Row]]:
-    """Fill an index with all blocks. One call stores one prompt at one worker."""
+    """Fill an index with the blocks of all prompts. Each prompt is stored once for each worker
+    that holds it."""
     before, took, count = rss(), 0.0, 0
     index = PrefixIndex(plan.scale.blocks + CHANGING)
     for prompt, hashes in enumerate(plan.prompts):
@@ -148,7 +149,7 @@ def filled(plan: Plan, held: Held) -> tuple[PrefixIndex, list[Row]]:
 
 
 def lookups(plan: Plan, index: PrefixIndex, held: Held) -> list[Row]:
-    """Look prompts up in random order, so that most of them are in no cache of the CPU."""
+    """Look prompts up in random order. So the CPU's caches hold few of the blocks looked up."""
     rng = np.random.default_rng(2)
     taken: list[float] = []
     shared: list[float] = []
@@ -167,9 +168,9 @@ def lookups(plan: Plan, index: PrefixIndex, held: Held) -> list[Row]:
 
 
 def events(plan: Plan, index: PrefixIndex, held: Held) -> list[Row]:
-    """Receive block events of one more worker: decode and check them, and apply them to the index.
+    """Receive the block events of one more worker, and apply them to the index.
 
-    Each message stores new blocks. It removes the blocks that the message before it has stored."""
+    Each message stores new blocks, and removes the blocks that the previous message stored."""
     rows, worker = [], plan.scale.workers
     some = np.random.default_rng(4).integers(1, 2**64 - 1, CHANGING, np.uint64)
     for size in (MAX_EVENTS, 64):
@@ -193,9 +194,10 @@ def events(plan: Plan, index: PrefixIndex, held: Held) -> list[Row]:
 
 
 def churn(plan: Plan, index: PrefixIndex, held: Held) -> Row:
-    """Replace blocks of a worker by new ones, again and again.
+    """Replace the blocks of a worker by new ones, and measure how much memory the index gains.
 
-    A fifth more is replaced before memory is measured: segments that were nearly full split then.
+    The measurement begins after some blocks were replaced. The first replacements split segments
+    of the index that were nearly full, and that costs memory once.
     """
     rng, turn = np.random.default_rng(3), 0
     part = list(pieces(plan.of(0)))

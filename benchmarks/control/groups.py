@@ -37,14 +37,14 @@ PER_LOOP, AT_ONCE = 100, 16
 """Conversations of a closed loop: in all, and at the same time."""
 PER_PACED = 30
 MORE_ROUNDS = 4
-"""This part has MORE_ROUNDS times as many rounds as the other parts. Two windows of the same model
+"""How many times more rounds this part has than the other parts. Two windows of the same model
 differ by as much as TARGET allows. So only the median of many rounds is precise enough."""
 TARGET = 1.05
 STAGES = ("queue", "claim", "prefix_read", "kv_write", "commit")
 UNITS = {"CPU beside engines": "ms", "the same at a fixed rate": "ms", "time of all stages": "ms"}
 
 Found = dict[str, dict[str, list[float]]]
-"""Values by figure and model. Each list has one value per round."""
+"""Maps a figure, and then a model, to the measured values: one per round."""
 
 
 def flags() -> dict[str, list[str]]:

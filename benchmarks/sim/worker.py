@@ -202,16 +202,17 @@ class Worker:
         return sum(job.uncached for job in self.prompts) + sum(job.uncached for job in self.waiting)
 
     def figures(self) -> Figures:
-        """Return what a load report says."""
+        """Return the figures of a load report: prompt tokens queued, blocks in use, blocks free."""
         return self.queued_tokens(), self.cache.active, self.cache.free
 
     def look(self, job: Job, picture: Picture | None) -> tuple[int, bool]:
         """Decide whether the worker takes a request, as the decode worker does (redirects.py).
 
-        Returns the number of leading blocks of the prompt that the worker holds, and True if it
-        takes the request. Blocks that its requests will compute may be included in the number.
-
         picture: what the frontend believes of the worker. None: the worker must take the request.
+
+        Returns a number of blocks, and whether the worker takes the request. The worker holds that
+        many leading blocks of the prompt. Where they decide, blocks that are still being computed
+        for other requests count as held.
         """
         held = self._hit(job)
         if picture is None:
@@ -223,7 +224,8 @@ class Worker:
         return held, True
 
     def _coming(self, job: Job) -> int:
-        """Return how many leading blocks the prompt shares with some request of this worker."""
+        """Return how many leading blocks the prompt shares with the other request of this worker
+        that is most like it."""
         most = 0
         for other in (*self.waiting, *self.prompts, *self.answers):
             theirs = other.req.hashes

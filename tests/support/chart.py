@@ -34,12 +34,12 @@ _LINT = "import helm_python as helm, json, sys; print(json.dumps(helm.lint(sys.a
 
 
 class HelmRefused(Exception):
-    """Helm does not take the chart with these values."""
+    """Helm refuses the chart with these values."""
 
 
 def render(**values: Any) -> list[dict[str, Any]]:
-    """All objects of `helm install pullfill CHART --namespace serving` with these values. Do not
-    change them. Raises HelmRefused."""
+    """Return the Kubernetes objects that `helm install pullfill CHART --namespace serving` would
+    create with these values. Calls share the result, so do not change it. Raises HelmRefused."""
     return _render(json.dumps(values))
 
 
@@ -51,7 +51,7 @@ def _render(values: str) -> list[dict[str, Any]]:
 
 
 def lint() -> dict[str, Any]:
-    """What `helm lint` finds."""
+    """Return what `helm lint` prints of the chart."""
     found: dict[str, Any] = _helm(_LINT, str(CHART))
     return found
 
@@ -70,7 +70,7 @@ def _helm(code: str, *arguments: str, stdin: str = "") -> Any:
 
 
 def of_kind(documents: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any]]:
-    """Name → object."""
+    """Return the objects of these kinds by name."""
     return {d["metadata"]["name"]: d for d in documents if d["kind"] in kinds}
 
 

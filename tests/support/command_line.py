@@ -47,7 +47,8 @@ def start(state: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:
-    """Output up to the line with `text`. Fails when the process ends before it."""
+    """Read the output of a process up to the line that has `text`, and return it. Fails if the
+    process ends first."""
     assert process.stdout is not None
     seen = ""
     for line in process.stdout:
@@ -72,7 +73,7 @@ def cluster(state: Path) -> dict[str, Any]:
 
 @contextmanager
 def detached(state: Path, *flags: str) -> Iterator[Launch]:
-    """A detached cluster; `down` ends it and its supervisor."""
+    """Run a cluster with `up --detach` for the length of the `with`, then end it with `down`."""
     up = run(state, "up", "--detach", *flags, timeout=400)
     assert up.returncode == 0, up.stdout + up.stderr
     launch = StateDir(state).launch()
@@ -97,7 +98,7 @@ def recorded(state: Path) -> list[ProcessId]:
 
 
 def end_started() -> None:
-    """Kill what `start` started and still runs."""
+    """Kill the processes of `start` that still run."""
     while _started:
         process = _started.pop()
         process.kill()

@@ -242,8 +242,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 def explore(examples: int, steps: int, *, find_only: bool = False, repeat: bool = True) -> set[str]:
-    """Run so many orders of so many events; what was seen in them. Raises what a check raises.
-    find_only: no smaller example is looked for. repeat: the same orders each time."""
+    """Run `examples` random orders of `steps` events each. Returns the names of what happened in
+    them. Raises what a check raises.
+
+    find_only: do not look for a smaller example of a failure.
+    repeat: use the same orders each time.
+    """
     LedgerMachine.seen = set()
     run_state_machine_as_test(
         LedgerMachine,

@@ -217,7 +217,8 @@ def choices(name: str, prompt: list[int], count: int, **params: Any) -> list[Any
 async def test_a_request_whose_charge_is_dropped_waits_for_a_worker_as_long_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else an answer under way ends while `frontend --restart-wait` has not passed."""
+    """The frontend drops the charge that the request ends workers. The request then waits for a new
+    worker until `frontend --restart-wait` has passed."""
     monkeypatch.setattr("pullfill.frontend.probation.OTHERS_S", 0.05)
     monkeypatch.setattr("pullfill.frontend.dispatch.CONFIRM_S", 0.1)
     others = Others()

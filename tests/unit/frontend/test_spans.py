@@ -31,13 +31,19 @@ def traced(request_id: str, headers: dict[str, str] | None) -> Request:
     return made
 
 
-async def test_the_worker_goes_on_with_the_clients_trace(receiver: Receiver) -> None:
+async def answered(request_id: str, headers: dict[str, str] | None) -> FakeDecode:
+    """Send one request, and return the worker that answered it. All spans are at the receiver."""
     worker = FakeDecode()
     async with rig(worker) as r:
         await r.ready(1)
-        r.dispatcher.submit(traced("cmpl-x-0-1234abcd", HEADERS))
-        await until(lambda: "cmpl-x-0-1234abcd" in r.sink.finished)
+        r.dispatcher.submit(traced(request_id, headers))
+        await until(lambda: request_id in r.sink.finished)
     tracing.close()
+    return worker
+
+
+async def test_the_worker_goes_on_with_the_clients_trace(receiver: Receiver) -> None:
+    worker = await answered("cmpl-x-0-1234abcd", HEADERS)
     whole, sent = receiver.one("frontend.request"), receiver.one("frontend.dispatch")
     assert (whole.trace, whole.parent) == (TRACE, CLIENT)
     assert (sent.trace, sent.parent, sent.links) == (TRACE, whole.id, ())
@@ -52,12 +58,7 @@ async def test_the_worker_goes_on_with_the_clients_trace(receiver: Receiver) -> 
 
 
 async def test_a_request_without_a_trace_begins_one(receiver: Receiver) -> None:
-    worker = FakeDecode()
-    async with rig(worker) as r:
-        await r.ready(1)
-        r.dispatcher.submit(traced("a-1", None))
-        await until(lambda: "a-1" in r.sink.finished)
-    tracing.close()
+    worker = await answered("a-1", None)
     whole = receiver.one("frontend.request")
     assert whole.parent == ""
     assert whole.trace in worker.added[0].trace_headers["traceparent"]
@@ -93,11 +94,7 @@ async def test_an_abort_ends_the_trace(receiver: Receiver) -> None:
 
 
 async def test_an_unsampled_trace_reaches_the_worker_as_it_came(receiver: Receiver) -> None:
-    worker, headers = FakeDecode(), {"traceparent": f"00-{TRACE}-{CLIENT}-00"}
-    async with rig(worker) as r:
-        await r.ready(1)
-        r.dispatcher.submit(traced("a-1", headers))
-        await until(lambda: "a-1" in r.sink.finished)
-    tracing.close()
+    headers = {"traceparent": f"00-{TRACE}-{CLIENT}-00"}
+    worker = await answered("a-1", headers)
     assert worker.added[0].trace_headers == headers
     assert receiver.spans == []
