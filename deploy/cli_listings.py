@@ -1,4 +1,4 @@
-"""The commands `pullfill registry ls` and `pullfill queue ls|show|dead|purge`."""
+"""The commands `pullfill registry ls|dump` and `pullfill queue ls|show|dead|purge`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,17 @@ def registry_ls(cluster: ClusterOptions, as_json: JsonOption = False) -> int:
     from pullfill.deploy import listings
 
     return listings.registry_ls(cluster.find_to_ask(), as_json)
+
+
+@command(registry_app, "dump")
+def registry_dump(cluster: ClusterOptions, as_json: JsonOption = False) -> int:
+    """Print every key of the namespace in etcd, with its value decoded.
+
+    `etcdctl --endpoints URL get --prefix /pullfill/NAMESPACE/` reads the same keys.
+    """
+    from pullfill.deploy import listings
+
+    return listings.registry_dump(cluster.find_to_ask(), as_json)
 
 
 @command(queue_app, "ls")

@@ -1,10 +1,13 @@
-"""`pullfill registry ls` and `pullfill queue ls|show|dead|purge`: what etcd and NATS hold."""
+"""`pullfill registry ls|dump` and `pullfill queue ls|show|dead|purge`: what etcd and NATS hold."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import typer
@@ -17,6 +20,8 @@ from pullfill.errors import ConfigError
 from pullfill.queue import browse
 from pullfill.queue.names import Names
 from pullfill.queue.nats_connection import NatsConnection
+from pullfill.registry import keys
+from pullfill.registry.client import EtcdClient, KeyValue
 
 
 def registry_ls(ref: ClusterRef, as_json: bool) -> int:
@@ -29,6 +34,48 @@ def registry_ls(ref: ClusterRef, as_json: bool) -> int:
     rows = [[str(getattr(record, name)) for name in told] for record in records]
     _print_table(told, rows, "no member is registered")
     return 0
+
+
+def registry_dump(ref: ClusterRef, as_json: bool) -> int:
+    """Print every key of the namespace with its value, whoever wrote it.
+
+    As JSON also the revision that was read, and of each key its version, the revision that wrote it
+    and its lease in hex, as etcdctl names leases. "": it has no lease."""
+
+    async def ask(etcd: EtcdClient, namespace: str) -> tuple[list[KeyValue], int]:
+        return await etcd.get_prefix(keys.namespace_prefix(namespace))
+
+    found, revision = ask_etcd(ref, ask)
+    if not as_json:
+        for kv in found:
+            typer.echo(f"{kv.name}\n{_json(_value_of(kv))}")
+        return 0
+    told = [
+        {
+            "key": kv.name,
+            "value": _value_of(kv),
+            "version": kv.version,
+            "mod_revision": kv.mod_revision,
+            "lease": f"{kv.lease:x}" if kv.lease else "",
+        }
+        for kv in found
+    ]
+    _print_json({"namespace": ref.namespace, "revision": revision, "keys": told})
+    return 0
+
+
+def _value_of(kv: KeyValue) -> Any:
+    """Return the value as JSON can hold it: what pullfill encoded, a text, or bytes in base64."""
+    raw = kv.value
+    # msgpack is looked at only where a struct begins. Other bytes would be taken for numbers.
+    if raw[:1] >= b"\x80":
+        with suppress(msgspec.MsgspecError, ValueError, TypeError, RecursionError):
+            return msgspec.json.decode(msgspec.json.encode(msgspec.msgpack.decode(raw)))
+    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        return msgspec.json.decode(raw)
+    with suppress(UnicodeDecodeError):
+        return raw.decode()
+    return {"base64": base64.b64encode(raw).decode()}
 
 
 # --------------------------------------------------------------------------- queue
@@ -132,7 +179,11 @@ def _print_each(
 
 
 def _print_json(told: object) -> None:
-    typer.echo(msgspec.json.encode(told).decode())
+    typer.echo(_json(told))
+
+
+def _json(told: object) -> str:
+    return msgspec.json.encode(told).decode()
 
 
 def _print_structs(
