@@ -138,10 +138,14 @@ class DepthCache:
 
     @property
     def waiting(self) -> int:
-        """Number of jobs that no prefill worker has, as far as we know."""
-        snapshot = self._snapshot
-        known = snapshot.jobs - snapshot.in_flight + len(self._ours) - len(self._claimed)
-        return max(0, known)
+        """Number of jobs that no prefill worker has, as far as we know.
+
+        The server counts jobs and jobs in flight one after the other. A job that ends in between is
+        counted as a job that waits. So of our own jobs we count those in flight, too."""
+        later = sum(seq in self._ours for seq in self._claimed)  # the snapshot has none of these
+        earlier = self._snapshot.in_flight + len(self._claimed) - later
+        own = len(self._gone) + len(self._held - self._ours.keys())
+        return max(0, self._snapshot.jobs - max(earlier, own) + len(self._ours) - later)
 
     def claimed(self, seq: int) -> None:
         """Our job `seq` waits no longer."""

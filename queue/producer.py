@@ -269,7 +269,8 @@ class JetStreamProducer:
             self._trip(QueueUnavailable("JetStream does not answer"))
             return
         # `start` returns right after this: be usable then, without waiting for the watcher.
-        self._depth.store(await ask_depth(*self._about), SYSTEM_CLOCK.monotonic())
+        asked_at = SYSTEM_CLOCK.monotonic()
+        self._depth.store(await ask_depth(*self._about), asked_at)
         self._answers()
         self._kick.ring()
 

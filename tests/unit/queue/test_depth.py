@@ -112,6 +112,22 @@ def test_a_job_waits_until_a_prefill_worker_has_it() -> None:
     assert cache.waiting == 0
 
 
+def test_a_job_that_ends_while_the_server_counts_does_not_wait() -> None:
+    """The server counts the job, and then nothing in flight: the job was acknowledged between."""
+    clock = FakeClock()
+    cache = DepthCache(clock)
+    cache.store(snapshot(0, 0, 0), 99.0)
+    cache.published(1, 10)
+    cache.claimed(1)
+    clock.now = 101.0
+    cache.store(snapshot(1, 10, 1), 100.5)
+    assert cache.waiting == 0, "a worker has it"
+    cache.cancelled(1, 10)
+    assert cache.waiting == 0, "it has ended"
+    cache.published(2, 10)
+    assert cache.waiting == 1
+
+
 def test_workers_are_told_of_a_lane_only_if_they_may_not_know() -> None:
     clock = FakeClock()
     cache = DepthCache(clock)
