@@ -23,8 +23,9 @@ def planned(wave: sim.Wave, seed: int) -> sim.Result:
 
 def test_a_square_wave_that_fits_no_split() -> None:
     """Goodput is better than that of every static split. Each half costs the moves it needs."""
-    static = {n: sim.run(sim.WAVES[0], n, None, 1).good for n in range(1, sim.WORKERS)}
-    found = sim.run(sim.WAVES[0], max(static, key=lambda n: static[n]), Settings(), 1)
+    wave = sim.Wave(half_s=200.0)
+    static = {n: sim.run(wave, n, None, 1).good for n in range(1, sim.WORKERS)}
+    found = sim.run(wave, max(static, key=lambda n: static[n]), Settings(), 1)
     assert found.good >= max(static.values())
     assert [to for _, to in found.moves] == 2 * [PREFILL] + 2 * [DECODE] + 2 * [PREFILL]
 
