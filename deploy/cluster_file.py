@@ -145,9 +145,15 @@ def _pairs(path: str, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]
 def _text(where: str, node: yaml.Node) -> str:
     """Return a value as it would stand on the command line: of a list, `A,B`."""
     if isinstance(node, yaml.SequenceNode):
-        return ",".join(_text(where, item) for item in node.value)
+        return ",".join(_word(where, item) for item in node.value)
+    return _word(where, node)
+
+
+def _word(where: str, node: yaml.Node) -> str:
+    """Return a value that is neither a list nor a mapping."""
     if not isinstance(node, yaml.ScalarNode):
-        raise ConfigError(f"{where}: give one value, not a mapping")
+        kind = "list in a list" if isinstance(node, yaml.SequenceNode) else "mapping"
+        raise ConfigError(f"{where}: give one value, not a {kind}")
     if node.tag == "tag:yaml.org,2002:null" and not node.style:
         raise ConfigError(f"{where}: has no value: give one, or leave the key out")
     return str(node.value)
@@ -189,7 +195,7 @@ def _vllm(path: str, key: str, node: yaml.Node, own: Collection[str]) -> list[st
         return arguments
     where = f"{_where(path, node)}: {key}"
     if isinstance(node, yaml.SequenceNode):
-        return checked(node, shlex.join(_text(where, item) for item in node.value))
+        return checked(node, shlex.join(_word(where, item) for item in node.value))
     return checked(node, _text(where, node))
 
 
@@ -197,10 +203,14 @@ def _flag(where: str, name: str, node: yaml.Node) -> list[str]:
     """Return one vLLM flag with its value: `a: 1` is `--a=1`, `a: true` is `--a`."""
     flag = name if name.startswith("-") else f"--{name}"
     if isinstance(node, yaml.MappingNode):
-        value = yaml.SafeLoader("").construct_document(node)
-        return [f"{flag}={json.dumps(value, default=str)}"]
+        try:
+            value = yaml.SafeLoader("").construct_document(node)
+            return [f"{flag}={json.dumps(value, default=str)}"]
+        except (yaml.MarkedYAMLError, TypeError, ValueError) as exc:
+            why = exc.problem if isinstance(exc, yaml.MarkedYAMLError) else exc
+            raise ConfigError(f"{where}: {why}") from None
     if isinstance(node, yaml.SequenceNode):
-        return [flag, *(_text(where, item) for item in node.value)]
+        return [flag, *(_word(where, item) for item in node.value)]
     text = _text(where, node)
     plain = isinstance(node, yaml.ScalarNode) and not node.style  # "true" in quotes is a text
     if plain and text in ("true", "false"):

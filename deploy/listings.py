@@ -13,9 +13,11 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pullfill.config import ClusterRef
 from pullfill.deploy.members import ask_etcd, workers
+from pullfill.deploy.view import plain
 from pullfill.errors import ConfigError
 from pullfill.queue import browse
 from pullfill.queue.names import Names
@@ -205,5 +207,5 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], nothing:
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*row)
-    Console().print(table, markup=False, highlight=False)
+        table.add_row(*(Text(plain(cell)) for cell in row))  # clients choose the ids of requests
+    Console().print(table)

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pullfill.deploy.view import plain
 from pullfill.live_view import HISTORY_S, STEP_S, Flow, Mark, Point, Snapshot, Stage, WorkerRow
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -77,9 +78,9 @@ def screen(seen: Seen, trouble: str = "", height: int = 40) -> Group:
     return Group(*parts)
 
 
-def plain(text: str) -> str:
-    """Return the text without what could move the cursor or colour the terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+def _name(text: str) -> Text:
+    """Return a table's cell with a name that others gave. As a `str`, rich would read `[...]`."""
+    return Text(plain(text))
 
 
 def ms(value: float | None) -> str:
@@ -200,7 +201,7 @@ def _workers(rows: Sequence[WorkerRow], hidden: int) -> RenderableType:
         kv = "–" if row.kv is None else f"{100 * row.kv:.0f} %"
         high = "red" if row.kv is not None and row.kv > 0.9 else ""
         table.add_row(
-            plain(row.instance_id), row.role, Text(f"{sign} {row.state}", style=style),
+            _name(row.instance_id), row.role, Text(f"{sign} {row.state}", style=style),
             Text(kv, style=high), count(row.running), count(row.waiting), count(row.tokens_per_s),
         )  # fmt: skip
     if hidden > 0:
@@ -237,8 +238,8 @@ def _flows(flows: Sequence[Flow]) -> Table:
         tokens = flow.made if flow.stage is Stage.DECODE else flow.tokens
         style = _STYLES.get(lane, "")
         table.add_row(
-            plain(flow.id)[-24:], Text(lane, style=style), seconds(flow.stage_s), done,
-            count(tokens), plain(flow.prefill or flow.decode),
+            _name(flow.id[-24:]), Text(lane, style=style), seconds(flow.stage_s), done,
+            count(tokens), _name(flow.prefill or flow.decode),
         )  # fmt: skip
     return table
 

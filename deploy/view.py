@@ -24,6 +24,11 @@ _STYLES = {
 }
 
 
+def plain(text: str) -> str:
+    """Return the text without what could move the cursor or colour the terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 @dataclass(slots=True)
 class _Row:
     """took: seconds from the beginning to this state. None: this state is a beginning."""

@@ -31,3 +31,12 @@ def test_registry_ls(
     here.clear()
     assert main("registry", "ls", *WHERE) == 0
     assert capsys.readouterr().out == "no member is registered\n"
+
+
+def test_what_others_have_named_moves_no_cursor(
+    main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here: list[Any] = [record("d-[red]-\x1b[2J-:boom:-\n-x", http="http://h:2")]
+    monkeypatch.setattr(listings, "ask_etcd", lambda ref, question: here)
+    assert main("registry", "ls", *WHERE) == 0
+    assert "d-[red]-?[2J-:boom:-?-x" in capsys.readouterr().out

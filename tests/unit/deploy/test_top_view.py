@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pullfill.deploy.top_view import Seen, plain, screen, spark
+from pullfill.deploy.top_view import Seen, screen, spark
+from pullfill.deploy.view import plain
 from pullfill.live_view import HISTORY_S, Flow, Mark, Point, Snapshot, Stage, WorkerRow
 from tests.support.live_script import DECODE, DRAINING, PREFILL, ScriptedLive
 
@@ -54,6 +55,14 @@ def test_long_names_are_cut_and_nothing_is_sent_to_the_terminal(whole: Snapshot)
     assert "\x9b" not in text
     assert max(map(len, text.splitlines())) <= 80
     assert plain(odd).startswith("x?]0;owned??y")
+
+
+def test_names_are_text_and_no_markup(whole: Snapshot) -> None:
+    odd = "[/red] :boom:"
+    worker = WorkerRow(instance_id=odd, role="decode", state="lost")
+    flow = Flow(id=odd, stage=Stage.QUEUE, decode=odd)
+    text = shown(msgspec.structs.replace(whole, workers=(worker,), flows=(flow,)))
+    assert text.count(odd) == 3
 
 
 def test_a_server_that_is_away_and_a_lost_frontend_are_said(whole: Snapshot) -> None:
