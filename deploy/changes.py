@@ -12,6 +12,7 @@ is left of its streams goes on at other workers.
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -26,11 +27,11 @@ from pullfill.deploy.down import SERVERS, remove_shared_memory, stop_phase
 from pullfill.deploy.keeper import Keeper
 from pullfill.deploy.members import etcd_of, workers
 from pullfill.deploy.orders import Order, Say, Scale, Upgrade
-from pullfill.deploy.procs import is_alive
+from pullfill.deploy.procs import is_alive, send
 from pullfill.deploy.readiness import keep_frontends_off, wait_ready
 from pullfill.deploy.state import identity
 from pullfill.deploy.up_options import UpOptions
-from pullfill.errors import ConfigError, UnavailableError
+from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.runtime.lifecycle import EXIT_S
 
 COUNTS = {"decode": "decode", "prefill": "prefill", "frontend": "frontends"}
@@ -116,18 +117,18 @@ class Changes:
         return specs
 
     async def _grow(self, specs: Sequence[plan.ProcessSpec], say: Say) -> None:
-        """Start these. If one fails, end all of them again."""
+        """Start these. If one does not get ready, end all of them again."""
         # Two workers that load on one GPU at the same time would count each other's memory.
         turns = [[spec] for spec in specs] if any(s.place.gpus for s in specs) else [list(specs)]
         for turn in turns:
             try:
                 await self._start(turn, say)
-            except StartFailed:
-                await self._take_back(turn)
+            except PullfillError:
+                await self._take_back(specs)
                 raise
 
     async def _take_back(self, specs: Sequence[plan.ProcessSpec]) -> None:
-        """End processes that have not become ready, at once."""
+        """End those of these processes that were started, at once."""
         names = [spec.name for spec in specs if spec.name in self._keeper.watched]
         await self._keeper.forget(*names)
         entries = [self._children.entry(name) for name in names]
@@ -154,6 +155,10 @@ class Changes:
         try:
             await self._start([plan.renewed(self._children.spec(name))], say)
         except StartFailed as exc:
+            if not self._options.restart:
+                raise
+            if name not in self._keeper.watched:  # not even its program has started
+                self._keeper.watch(name, started=False)
             raise StartFailed(f"{exc}\n  `up` goes on trying to start {name}") from None
 
     async def _upgrade(self, names: Sequence[str], say: Say) -> None:
@@ -191,7 +196,7 @@ class Changes:
         """Start the successor, and end the process when that is ready. It gets the old name."""
         try:
             await self._start([spec], say)
-        except StartFailed:
+        except PullfillError:
             await self._take_back([spec])
             raise
         await self._end(name, say)
@@ -211,6 +216,8 @@ class Changes:
         entry = self._children.entry(name)
         if is_alive(identity(entry)):
             say(f"{name} drains")
+            if not await self._keeper.locked(partial(self._tell_to_end, entry)):
+                raise _stopping()
             began, patience = time.monotonic(), self._drain_s(entry) + EXIT_S
             killed = await stop_phase([entry], self._children.view, patience, lambda: False)
             took = time.monotonic() - began
@@ -219,6 +226,11 @@ class Changes:
         if entry.instance_id:
             remove_shared_memory([entry.instance_id])
 
+    def _tell_to_end(self, entry: ProcessEntry) -> None:
+        send(identity(entry), signal.SIGTERM)
+        entry.told_to_end = True
+        self._children.record()
+
     def _drain_s(self, entry: ProcessEntry) -> float:
         both = self._options.frontend, self._options.workers
         return both[entry.role != "frontend"].drain_timeout_s
@@ -226,11 +238,13 @@ class Changes:
     async def _start(self, specs: Sequence[plan.ProcessSpec], say: Say) -> None:
         """Start processes and wait until they are ready. Raises StartFailed if one is not.
 
-        The keeper has all of them afterwards."""
+        The keeper has all that were started afterwards."""
+        launched: list[str] = []
 
         def launch() -> None:
             for spec in specs:
                 self._children.launch(spec)
+                launched.append(spec.name)
 
         began, names = time.monotonic(), [spec.name for spec in specs]
         try:
@@ -240,7 +254,7 @@ class Changes:
             await wait_ready(self._options, self._children, self._ref, specs)
             keep_frontends_off(self._options, self._children, names)
         finally:
-            self._keeper.watch(*(name for name in names if name in self._children.names))
+            self._keeper.watch(*launched)
         say(f"{', '.join(names)} ready after {time.monotonic() - began:.1f} s")
 
 

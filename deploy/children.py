@@ -23,7 +23,8 @@ class Children:
 
     Who starts one holds the lock of the state directory.
 
-    cluster: the content of cluster.json, which is written after every change."""
+    cluster: the content of cluster.json, which is written after every change. If it cannot be
+    written, as on a full disk, one line says so, and the processes run on."""
 
     def __init__(self, cluster: ClusterFile, state: StateDir, view: ProcessView) -> None:
         self.cluster = cluster
@@ -31,6 +32,7 @@ class Children:
         self.view = view
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._specs: dict[str, ProcessSpec] = {}
+        self._recorded = True
 
     def __getitem__(self, name: str) -> subprocess.Popen[bytes]:
         return self._running[name]
@@ -69,30 +71,42 @@ class Children:
         entries = {e.name: e for e in self.cluster.processes}
         entries[spec.name] = entry  # keeps its place
         self.cluster.processes = list(entries.values())
-        self.state.write_cluster(self.cluster)
+        self.record()
         again = f"pid {child.pid}, restarts: {restarts}" if restarts else ""
         self.view.set(spec.name, "starting", again or note or spec.url or f"pid {child.pid}")
         return entry
+
+    def record(self) -> None:
+        """Write cluster.json."""
+        try:
+            self.state.write_cluster(self.cluster)
+        except OSError as exc:
+            if self._recorded:
+                self.view.say(f"cannot write to {self.state.path} ({exc.strerror}): other commands "
+                              "see an old list of processes", "yellow")  # fmt: skip
+            self._recorded = False
+        else:
+            self._recorded = True
 
     def remove(self, name: str) -> None:
         """Take a process that has ended out of the record."""
         self._running.pop(name).poll()
         del self._specs[name]
         self.cluster.processes = [e for e in self.cluster.processes if e.name != name]
-        self.state.write_cluster(self.cluster)
+        self.record()
 
     def rename(self, name: str, new: str) -> None:
         """Give a running process the name and the log of one that was removed."""
         log = self.state.log_of(new)
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             log.replace(log.with_suffix(".log.1"))
-        with suppress(FileNotFoundError):  # the process goes on writing to it
+        with suppress(OSError):  # the process goes on writing to it
             self.state.log_of(name).replace(log)
         self._running[new] = self._running.pop(name)
         self._specs[new] = replace(self._specs.pop(name), name=new)
         entry = self.entry(name)
         entry.name, entry.log = new, str(log)
-        self.state.write_cluster(self.cluster)
+        self.record()
         self.view.drop(name)
         self.view.set(new, "ready", entry.url)
 

@@ -175,6 +175,8 @@ async def stop_phase(
 ) -> list[str]:
     """Stop these processes: SIGTERM, after `deadline_s` or with `force` once more, then SIGKILL.
 
+    The first SIGTERM is left out for a process that an order has sent it to.
+
     Return the names of those that had to be killed."""
     alive = {entry.name: entry for entry in phase}
 
@@ -184,7 +186,8 @@ async def stop_phase(
 
     for entry in phase:
         view.set(entry.name, "draining" if entry.role in WORKERS else "stopping")
-    send_all(signal.SIGTERM)
+        if not entry.told_to_end:
+            send(identity(entry), signal.SIGTERM)
     began = time.monotonic()
     second: float | None = None
     killed: list[str] = []

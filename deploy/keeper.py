@@ -79,10 +79,10 @@ class Keeper:
         """The processes that run, or that are started again."""
         return list(self._tasks)
 
-    def watch(self, *names: str) -> None:
-        """Keep these processes from now on."""
+    def watch(self, *names: str, started: bool = True) -> None:
+        """Keep these processes from now on. started: as of `keep`."""
         for name in names:
-            task = asyncio.create_task(self.keep(name))
+            task = asyncio.create_task(self.keep(name, started=started))
             self._tasks[name] = task
             task.add_done_callback(partial(self._left, name))
 
@@ -122,9 +122,13 @@ class Keeper:
         gone = launch is None or launch.cluster_id != self._cluster_id
         return gone or self._state.stopping()
 
-    async def keep(self, name: str) -> None:
-        """Restart the process whenever it dies. Returns when it is not started again."""
+    async def keep(self, name: str, *, started: bool = True) -> None:
+        """Restart the process whenever it dies. Returns when it is not started again.
+
+        started: False if the last try to start it has failed."""
         deaths = Deaths()
+        if not started and not await self._revive(name, deaths, blameless=False):
+            return
         while True:
             code = await wait_exit(self._children[name])
             if self.stopped():
@@ -167,8 +171,7 @@ class Keeper:
         lines = tail(self._state.log_of(name), _LOG_LINES)
         self._children.entry(name).gave_up = "\n".join([what, *lines])
         self._say(self._children.describe(name, what), "bold red")
-        with suppress(OSError):  # a full disk: the lines above were printed
-            self._state.write_cluster(self._children.cluster)
+        self._children.record()
         self._tell_loss(name)
 
     def _tell_loss(self, name: str) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeAlias
@@ -72,7 +73,9 @@ class OrderDesk:
     """Takes orders within `async with`, and has them carried out.
 
     carry_out: gets an order, and a function that tells the client a line. Raises PullfillError.
-    log: prints a line for whoever reads the supervisor's output."""
+    log: prints a line for whoever reads the supervisor's output.
+
+    Without room for the socket, one line says so, and the cluster runs on without orders."""
 
     def __init__(
         self, state: StateDir, carry_out: Callable[[Order, Say], Awaitable[None]], log: Say
@@ -85,21 +88,27 @@ class OrderDesk:
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> OrderDesk:
-        with _address(self._state) as path:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-            listener = socket.socket(socket.AF_UNIX)
-            before = os.umask(0o177)
-            try:
-                listener.bind(path)
-            finally:
-                os.umask(before)
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            with _address(self._state) as path:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                before = os.umask(0o177)
+                try:
+                    listener.bind(path)
+                finally:
+                    os.umask(before)
+        except OSError as exc:
+            listener.close()
+            self._log(f"takes no orders, e.g. of `pullfill scale`: no socket ({exc.strerror})")
+            return self
         self._server = await asyncio.start_unix_server(self._client, sock=listener, limit=MAX_LINE)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """End the order that is under way where it stands."""
-        assert self._server is not None
+        if self._server is None:
+            return
         self._server.close()
         for task in self._tasks:
             task.cancel()
@@ -143,6 +152,9 @@ class OrderDesk:
             self._log(f"{self._under_way}: {exc}")
             wrong = isinstance(exc, ConfigError | IncompatibleError)
             return Answer(code=2 if wrong else 1, error=str(exc))
+        except Exception as exc:  # a fault of ours must not look like the supervisor's end
+            self._log(f"{self._under_way}: {''.join(traceback.format_exception(exc))}")
+            return Answer(code=1, error=f"a fault of pullfill: {type(exc).__name__}: {exc}")
         finally:
             self._under_way = ""
         return Answer(code=0)

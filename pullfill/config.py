@@ -44,7 +44,8 @@ class ProcessEntry(msgspec.Struct, kw_only=True):
     url: where a frontend answers.
     restarts: how often the process died and was started again.
     gave_up: why it is not started again any more, with the last lines of its log. Empty while it
-    is restarted."""
+    is restarted.
+    told_to_end: an order has sent it SIGTERM. A second one would end its streams."""
 
     name: str
     role: str
@@ -55,6 +56,7 @@ class ProcessEntry(msgspec.Struct, kw_only=True):
     url: str = ""
     restarts: int = 0
     gave_up: str = ""
+    told_to_end: bool = False
 
 
 class ClusterFile(msgspec.Struct, kw_only=True):

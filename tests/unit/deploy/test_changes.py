@@ -13,15 +13,16 @@ import pytest
 from rich.console import Console
 
 from pullfill.config import ClusterFile, ClusterRef
-from pullfill.deploy import accelerator, changes, defaults, keeper, plan
+from pullfill.deploy import accelerator, changes, defaults, keeper, plan, procs
 from pullfill.deploy.changes import Changes
 from pullfill.deploy.children import Children, StartFailed
+from pullfill.deploy.down import stop_phase
 from pullfill.deploy.keeper import Keeper
 from pullfill.deploy.orders import Restart, Scale
 from pullfill.deploy.procs import is_alive
 from pullfill.deploy.state import Launch, StateDir, identity
 from pullfill.deploy.view import ProcessView
-from pullfill.errors import ConfigError, UnavailableError
+from pullfill.errors import ConfigError, RegistryUnavailable, UnavailableError
 from tests.support.waiting import eventually
 
 REF = ClusterRef("n", "http://h:1", "nats://h:1")
@@ -31,6 +32,8 @@ DRAINS = "trap 'exit 0' TERM; while :; do sleep 0.02; done"
 
 class Rig:
     """A supervisor's parts over processes of `sh`."""
+
+    drains = DRAINS
 
     def __init__(self, directory: Path) -> None:
         self.state = StateDir(directory)
@@ -44,16 +47,19 @@ class Rig:
         self.keeper = Keeper(self.options, self.children, self.stop, "id")
         self.changes = Changes(self.options, self.children, self.keeper, REF, "id")
         self.said: list[str] = []
+        self.place = defaults.Placement()
         self.fails: set[str] = set()
+        self.error: type[UnavailableError] = StartFailed
 
     def spec(self, name: str) -> plan.ProcessSpec:
         role = name.split("-")[0]
         return plan.ProcessSpec(
             name=name,
             role=role,
-            argv=["sh", "-c", DRAINS, "--instance-id", f"{name}-first"],
+            argv=["sh", "-c", self.drains, "--instance-id", f"{name}-first"],
             env={"PATH": "/usr/bin:/bin"},
             instance_id=f"{name}-first",
+            place=self.place,
         )
 
     async def ready(self, *given: Any) -> None:
@@ -61,7 +67,7 @@ class Rig:
         specs: Sequence[plan.ProcessSpec] = given[3]
         for spec in specs:
             if spec.name in self.fails:
-                raise StartFailed(f"{spec.name} died while starting")
+                raise self.error(f"{spec.name} died while starting")
         # It handles SIGTERM as soon as its trap is set.
         await asyncio.sleep(0.05)
 
@@ -145,11 +151,16 @@ async def test_as_it_is(rig: Rig) -> None:
         assert rig.said == ["prefill: 1, as it is", "decode: 2, as it is"]
 
 
-async def test_a_worker_that_does_not_start_is_taken_back(rig: Rig) -> None:
+@pytest.mark.parametrize("error", [StartFailed, RegistryUnavailable])
+@pytest.mark.parametrize("gpus", [(), (0,)], ids=["together", "one by one"])
+async def test_if_one_does_not_start_all_are_taken_back(
+    rig: Rig, error: type[UnavailableError], gpus: tuple[int, ...]
+) -> None:
     rig.fails.add("prefill-2")
+    rig.error, rig.place = error, defaults.Placement(gpus=gpus)
     async with rig.up():
         before = rig.alive
-        with pytest.raises(StartFailed, match="prefill-2 died"):
+        with pytest.raises(error, match="prefill-2 died"):
             await rig.scale(prefill=3, decode=1)
         assert rig.alive == before, "and decode-1 still runs"
         assert set(rig.keeper.watched) == before
@@ -202,6 +213,58 @@ async def test_a_restart_that_fails_is_tried_again(rig: Rig) -> None:
             await rig.order(Restart(names=["decode-0", "decode-1"]))
         assert "decode-0" in rig.keeper.watched
         assert "decode-1 drains" not in rig.said
+
+
+async def test_a_restart_that_cannot_spawn_is_tried_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[object] = []
+
+    def spawn(*given: Any, **more: Any) -> Any:
+        tries.append(given)
+        if len(tries) <= 2:
+            raise OSError(11, "Resource temporarily unavailable")
+        return procs.spawn(*given, **more)
+
+    async with rig.up("decode-0", "decode-1"):
+        old = rig.pid("decode-0")
+        monkeypatch.setattr("pullfill.deploy.children.spawn", spawn)
+        with pytest.raises(StartFailed, match="`up` goes on trying to start decode-0"):
+            await rig.order(Restart(names=["decode-0"]))
+        await asyncio.to_thread(eventually, lambda: rig.pid("decode-0") != old, "it is started")
+        assert "decode-0" in rig.alive
+
+
+async def test_without_restarts_nobody_goes_on_trying(rig: Rig) -> None:
+    rig.options.restart = False
+    rig.fails.add("decode-0")
+    async with rig.up():
+        with pytest.raises(StartFailed) as caught:
+            await rig.order(Restart(names=["decode-0"]))
+        assert "goes on" not in str(caught.value)
+
+
+async def test_a_cluster_that_stops_lets_it_finish_its_drain(rig: Rig) -> None:
+    """A second SIGTERM would end its streams."""
+    rig.drains = f"trap 'echo told' TERM; while [ ! -e {rig.state.path}/go ]; do sleep 0.02; done"
+    go, log = rig.state.path / "go", rig.state.log_of("decode-1")
+    async with rig.up("decode-0", "decode-1"):
+        order = asyncio.create_task(rig.scale(decode=1))
+        await asyncio.to_thread(eventually, lambda: "told" in log.read_text(), "it drains")
+        order.cancel()
+        await asyncio.gather(order, return_exceptions=True)
+        rig.stop.set()
+        file = rig.state.cluster()
+        assert file is not None
+        await rig.keeper.forget(*rig.keeper.watched)
+        phase = asyncio.create_task(stop_phase(file.processes, rig.children.view, 30, bool))
+        await asyncio.to_thread(
+            eventually, lambda: "told" in rig.state.log_of("decode-0").read_text(), "all drain"
+        )
+        assert not phase.done()
+        go.touch()
+        assert await asyncio.wait_for(phase, 10) == []
+    assert log.read_text().count("told") == 1
 
 
 async def test_one_that_hangs_is_killed_after_its_time(

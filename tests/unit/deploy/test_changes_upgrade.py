@@ -14,7 +14,7 @@ from pullfill.deploy.children import StartFailed
 from pullfill.deploy.defaults import Placement
 from pullfill.deploy.installed import Release
 from pullfill.deploy.orders import Upgrade
-from pullfill.errors import ConfigError, IncompatibleError
+from pullfill.errors import ConfigError, IncompatibleError, RegistryUnavailable, UnavailableError
 from tests.support.waiting import eventually
 from tests.support.workers import record
 from tests.unit.deploy.test_changes import Rig, rig
@@ -77,11 +77,15 @@ async def test_frontends_with_ports_of_their_own_take_turns(rig: Rig) -> None:
         assert not any("decode" in line for line in rig.said)
 
 
-async def test_a_successor_that_does_not_start_changes_nothing(rig: Rig) -> None:
+@pytest.mark.parametrize("error", [StartFailed, RegistryUnavailable])
+async def test_a_successor_that_does_not_start_changes_nothing(
+    rig: Rig, error: type[UnavailableError]
+) -> None:
     rig.fails.add("decode-0-next")
+    rig.error = error
     async with rig.up():
         old = {name: rig.pid(name) for name in rig.alive if name.startswith("decode")}
-        with pytest.raises(StartFailed, match="decode-0-next died"):
+        with pytest.raises(error, match="decode-0-next died"):
             await rig.order(Upgrade())
         assert {name: rig.pid(name) for name in rig.alive if name.startswith("decode")} == old
         assert "decode-0-next" not in rig.keeper.watched

@@ -182,6 +182,28 @@ async def test_a_program_that_is_gone_is_given_up_too(rig: Rig) -> None:
     assert rig.said.getvalue().count("was not started again: cannot start etcd") == MAX_DEATHS - 1
 
 
+async def test_a_full_disk_stops_nothing_and_one_line_says_so(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.launch("decode-0", f"echo restarts ${RESTARTS_ENV}; sleep 60")
+    log = rig.state.log_of("decode-0")
+
+    def full(_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rig.state), "write_cluster", lambda _, file: full(file))
+        async with rig.keeping("decode-0"):
+            for restarts in (1, 2):
+                rig.children["decode-0"].kill()
+                await until(lambda n=restarts: log.read_text().count(f"restarts {n}\n") == 1)
+            await asyncio.sleep(0.1)
+            assert log.read_text().count("restarts") == 3, "each was started once"
+    said = rig.said.getvalue()
+    assert said.count("No space left on device") == 1
+    assert "not started again" not in said
+
+
 async def test_no_restart(rig: Rig) -> None:
     rig.options.restart = False
     rig.launch("etcd", "exit 1")

@@ -71,6 +71,34 @@ async def test_a_refusal_is_the_clients_error(state: StateDir, error: Exception)
                 await given(state)
 
 
+async def test_an_error_of_our_own_is_told_and_keeps_the_desk_open(
+    state: StateDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    logged: list[str] = []
+
+    async def carry_out(order: Order, say: Say) -> None:
+        raise KeyError("decode-7")
+
+    async with desk(state, carry_out, logged.append):
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match="KeyError: 'decode-7'"):
+                await given(state)
+    assert any("KeyError" in line for line in logged)
+
+
+async def test_without_its_socket_the_cluster_runs_on(state: StateDir) -> None:
+    logged: list[str] = []
+
+    async def carry_out(order: Order, say: Say) -> None:
+        raise AssertionError(order)
+
+    (state.path / orders.SOCKET).mkdir()  # stands for a full disk
+    async with desk(state, carry_out, logged.append):
+        pass
+    assert len(logged) == 1
+    assert logged[0].startswith("takes no orders")
+
+
 async def test_one_at_a_time_and_it_goes_on_without_its_client(state: StateDir) -> None:
     go, done = asyncio.Event(), asyncio.Event()
 
