@@ -341,8 +341,7 @@ class JetStreamProducer:
         await self._pay()
 
     def _on_want(self) -> None:
-        """Another producer wants a report of ours."""
-        self._wanted = True
+        self._wanted = True  # another producer wants a report of ours
         self._kick.ring()
 
     def _on_report(self, snapshot: Snapshot, asked_at: float) -> None:
