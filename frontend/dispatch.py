@@ -27,7 +27,7 @@ from pullfill.frontend import metrics, waiting
 from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.calls import Calls
 from pullfill.frontend.decode_connection import DecodeConnection
-from pullfill.frontend.explain import ExplainStore, Trace, key_of
+from pullfill.frontend.explain import ExplainStore, Trace, key_of, refused_id
 from pullfill.frontend.flight import Flight, Suspect, ids_of, keep_room, needs_turn, rank_of
 from pullfill.frontend.redirects import Redirects
 from pullfill.frontend.suspects import CONFIRM_S, MAX_DEATHS, Suspects
@@ -130,7 +130,7 @@ class Dispatcher:
         flight = Flight(request, request_id, trace, submitted - age, submitted, NO_WORKER)
         flight.deadline = now + NO_WORKER_WAIT_S
         self.flights[request_id] = flight
-        if refusal := self.suspects.meet(flight):
+        if refusal := refused_id(request_id) or self.suspects.meet(flight):
             self._fail(flight, refusal, REFUSED)
         else:
             self._try(flight, self.route, now)

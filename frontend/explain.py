@@ -20,7 +20,7 @@ import msgspec
 
 from pullfill.engine import front_wire, request_targets
 from pullfill.engine.migration import choice_of
-from pullfill.wire import DecodeChoice, ExplainRecord
+from pullfill.wire import MAX_TEXT, DecodeChoice, ExplainRecord
 
 MAX_RECORDS = 10_000
 
@@ -64,11 +64,18 @@ class Trace:
 
 
 def key_of(request_id: str, external_id: str | None) -> str:
-    """`0_cmpl-x-0-1234abcd` with external id `cmpl-x-0` → `0_cmpl-x-0`."""
+    """`0_cmpl-x-0-1234abcd` with external id `cmpl-x-0` → `0_cmpl-x-0`. MAX_TEXT at most."""
     if not external_id:
-        return request_id
+        return request_id[:MAX_TEXT]
     choice = choice_of(request_id, external_id)
-    return f"{choice}_{external_id}" if choice else external_id
+    return (f"{choice}_{external_id}" if choice else external_id)[:MAX_TEXT]
+
+
+def refused_id(request_id: str) -> str:
+    """Return why a request with this id is refused. Empty: it is not. Clients choose ids."""
+    if len(request_id) <= MAX_TEXT:
+        return ""
+    return f"the request's id has {len(request_id)} characters: give one of at most {MAX_TEXT}"
 
 
 class ExplainStore:

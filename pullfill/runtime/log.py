@@ -65,10 +65,25 @@ def setup(role: str, level: str | None = None, *, as_json: bool = False) -> None
         _setup_json(role, logger)
     elif not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(
-            logging.Formatter(f"%(asctime)s %(levelname).1s {role} %(name)s: %(message)s")
-        )
+        handler.setFormatter(_OneLine(f"%(asctime)s %(levelname).1s {role} %(name)s: %(message)s"))
         logger.addHandler(handler)
+
+
+class _OneLine(logging.Formatter):
+    """Escapes what is not printable. Clients choose the ids of their requests, and must neither
+    write lines of their own nor move the cursor of a reader. Tracebacks keep their lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return _escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return "\n".join(map(_escaped, super().formatException(ei).split("\n")))
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _setup_json(role: str, logger: logging.Logger) -> None:

@@ -32,6 +32,26 @@ def test_log_writes_one_line_and_setup_is_idempotent(monkeypatch: pytest.MonkeyP
     assert "I decode pullfill.room.part: hello 1" in lines[0]
 
 
+def test_a_line_stays_one_line_whatever_clients_call_their_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logger = logging.getLogger("pullfill")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    log.setup("frontend", "INFO")
+    odd = "x\n2026-01-01 E frontend: all is lost\r\x1b[2J\u2028é"
+    try:
+        raise ValueError(odd)
+    except ValueError:
+        log.get("room").exception("request %s failed", odd)
+    first, *trace = stream.getvalue().split("\n")
+    assert first.endswith(r"request x\n2026-01-01 E frontend: all is lost\r\x1b[2J\u2028é failed")
+    assert trace[0].startswith("Traceback")
+    assert "\x1b" not in stream.getvalue()
+
+
 def test_a_level_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(log.LEVEL_ENV, "verbose")
     with pytest.raises(ConfigError, match=r"PULLFILL_LOG_LEVEL='verbose'.*DEBUG, INFO"):

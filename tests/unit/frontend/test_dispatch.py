@@ -11,7 +11,7 @@ from pullfill.engine import front_wire
 from pullfill.errors import PeerUnavailable
 from pullfill.frontend import dispatch, waiting
 from pullfill.frontend.dispatch import NO_WORKER
-from pullfill.wire import WorkerState
+from pullfill.wire import MAX_TEXT, WorkerState
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import ABORT, Output, Outputs, answer, request
 from tests.support.frontend_rig import PATIENCE_S, rig, until
@@ -50,6 +50,19 @@ async def test_an_answer_of_one_token_has_the_time_of_its_first_token() -> None:
         record = r.explain.get("cmpl-x")
         assert record is not None
         assert record.timings_ms.first_token is not None
+
+
+async def test_an_endless_id_is_refused() -> None:
+    """Clients choose ids. Pages, logs and 10,000 explain records hold them."""
+    async with rig(FakeDecode()) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("x" * MAX_TEXT))
+        r.dispatcher.submit(request("y" * (MAX_TEXT + 1)))
+        await until(lambda: "x" * MAX_TEXT in r.sink.finished)
+        (name, why), *others = r.sink.failures.items()
+        assert (name, others) == ("y" * (MAX_TEXT + 1), [])
+        assert f"at most {MAX_TEXT}" in why
+        assert r.explain.get("y" * (MAX_TEXT + 1)) is None
 
 
 async def test_requests_take_turns_over_ready_workers() -> None:
