@@ -53,7 +53,7 @@ class ClusterView:
         self.with_jobs = False
         self._own_id = own_id
         self._session: aiohttp.ClientSession | None = None
-        self._looking: asyncio.Task[dict[str, cluster_status.Report]] | None = None
+        self._looking: asyncio.Task[dict[str, cluster_status.Report | None]] | None = None
         self._last: dict[str, cluster_status.Report] = {}
         self._asked_at = -math.inf
 
@@ -76,9 +76,11 @@ class ClusterView:
         return cluster_status.status_of(told, self.etcd.status(), self._directory.age_s)
 
     async def reports(self) -> list[tuple[WorkerRecord, cluster_status.Report | None]]:
-        """Return the record and the report of every worker."""
+        """Return the record and the report of every worker. None: it does not answer.
+
+        A worker that joined after the others were asked is left out: it is not lost."""
         reports = await self._look()
-        return [(record, reports.get(record.instance_id)) for record in self.records()]
+        return [(r, reports[r.instance_id]) for r in self.records() if r.instance_id in reports]
 
     async def reasons(self) -> list[str]:
         """Return which servers and workers are away or cut off, for /ready.
@@ -135,18 +137,18 @@ class ClusterView:
                 task.cancel()
         return None
 
-    def _look(self) -> asyncio.Task[dict[str, cluster_status.Report]]:
+    def _look(self) -> asyncio.Task[dict[str, cluster_status.Report | None]]:
         """Return a task that fetches all reports. Calls during a fetch share it."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._ask_all())
         return self._looking
 
-    async def _ask_all(self) -> dict[str, cluster_status.Report]:
+    async def _ask_all(self) -> dict[str, cluster_status.Report | None]:
         self._asked_at = SYSTEM_CLOCK.monotonic()
         records = {record.instance_id: record for record in self.records()}
         self._last = {i: last for i, last in self._last.items() if i in records}
         found = await asyncio.gather(*(self._ask(record) for record in records.values()))
-        return {i: report for i, report in zip(records, found, strict=True) if report is not None}
+        return dict(zip(records, found, strict=True))
 
     async def _ask(self, record: WorkerRecord) -> cluster_status.Report | None:
         path = "/status?jobs" if self.with_jobs else "/status"

@@ -53,8 +53,13 @@ class Marks:
         self._drains(new, now)
 
     def seen(self, reports: Reports, servers: Mapping[str, ServerStatus]) -> None:
-        """Note what the reports of the workers show."""
+        """Note what the reports of all workers show."""
         now = self._clock()
+        here = {record.instance_id for record, _ in reports}
+        # A worker may have left after it was asked, and before its report was noted here.
+        for kind, who in [*self._open]:
+            if kind != "outage" and who not in here:
+                self._end(kind, who, now)
         for record, report in reports:
             self._drains(record, now)
             if report is None:

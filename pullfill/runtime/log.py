@@ -73,10 +73,10 @@ class _OneLine(logging.Formatter):
     """Escapes what is not printable. Clients choose the ids of their requests, and must neither
     write lines of their own nor move the cursor of a reader. Tracebacks keep their lines."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+    def formatMessage(self, record: logging.LogRecord) -> str:
         return _escaped(super().formatMessage(record))
 
-    def formatException(self, ei: Any) -> str:  # noqa: N802
+    def formatException(self, ei: Any) -> str:
         return "\n".join(map(_escaped, super().formatException(ei).split("\n")))
 
 

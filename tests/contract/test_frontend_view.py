@@ -26,18 +26,24 @@ class Known:
     age_s = 0.0
 
     def __init__(self, *records: WorkerRecord) -> None:
-        self._records = records
+        self.records = records
 
     def workers(self, role: str) -> dict[str, WorkerRecord]:
-        return {r.instance_id: r for r in self._records if r.role == role}
+        return {r.instance_id: r for r in self.records if r.role == role}
 
 
 @asynccontextmanager
 async def viewed(*urls: str) -> AsyncIterator[ClusterView]:
-    records = (record(f"decode-{n}", http=url) for n, url in enumerate(urls))
+    known = Known(*(record(f"decode-{n}", http=url) for n, url in enumerate(urls)))
+    async with viewing(known) as view:
+        yield view
+
+
+@asynccontextmanager
+async def viewing(known: Known) -> AsyncIterator[ClusterView]:
     etcd = Health("etcd", "http://h:2")
     etcd.ok()
-    view = ClusterView(Known(*records), etcd)
+    view = ClusterView(known, etcd)
     try:
         yield view
     finally:
@@ -86,6 +92,22 @@ async def test_a_worker_that_hangs_does_not_hold_up_ready(monkeypatch: pytest.Mo
             reasons = await view.reasons()
             assert not given_up.is_set(), "it has longer than that to answer"
             assert reasons == ["NATS unreachable for 5 s: nats://h:1: refused"]
+            rows = (await view.status())["workers"]
+            assert [row["state"] for row in rows] == ["lost", "ready"]
+
+
+async def test_a_worker_that_joins_while_others_are_asked_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "FETCH_TIMEOUT_S", 0.3)
+    async with hanging() as (stopped, _), answering({"load": {}}) as (url, _asked):
+        known = Known(record("decode-0", http=stopped))
+        async with viewing(known) as view:
+            looking = asyncio.create_task(view.status())
+            await asyncio.sleep(0.05)
+            known.records += (record("decode-1", http=url),)
+            states = {r["instance_id"]: r["state"] for r in (await looking)["workers"]}
+            assert states == {"decode-0": "lost"}
             rows = (await view.status())["workers"]
             assert [row["state"] for row in rows] == ["lost", "ready"]
 

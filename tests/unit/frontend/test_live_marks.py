@@ -79,6 +79,22 @@ def test_a_worker_that_does_not_answer_is_lost_until_it_does() -> None:
     assert told(marks) == [("lost", "decode-1", 1000.0, 1003.0)]
 
 
+def test_a_report_that_is_late_marks_nobody_who_has_left() -> None:
+    clock = Clock()
+    marks = Marks(0.0, clock)
+    draining = msgspec.structs.replace(READY, state=WorkerState.DRAINING)
+    marks.on_change(None, READY)
+    marks.on_change(draining, None)
+    marks.seen([(draining, None)], {})  # was asked before it left
+    clock.now += 1
+    marks.seen([], {})
+    assert [(kind, until) for kind, _, _, until in told(marks) if kind != "joined"] == [
+        ("left", None), ("drain", 1001.0), ("lost", 1001.0),
+    ]  # fmt: skip
+    clock.now += HISTORY_S + 1
+    assert told(marks) == []
+
+
 def test_marks_are_bounded_and_what_lasts_is_kept() -> None:
     clock = Clock()
     marks = Marks(0.0, clock)
