@@ -1,15 +1,18 @@
 """`pullfill logs`: prints the logs of a local cluster, and follows them.
 
 `up` appends the output of each process to `STATE/logs/NAME.log`. So logs are there also when the
-cluster runs no more. A file that is cut is read again from its beginning.
+cluster runs no more. A file that is cut is read again from its beginning. `pullfill upgrade` and a
+new `up` put another file in the place of one: then that is followed.
 """
 
 from __future__ import annotations
 
 import difflib
 import io
+import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -41,6 +44,7 @@ def show(state_dir: str | None, name: str | None, *, lines: int, follow: bool) -
                 tails += _new(state, tails, width)
             for tail in tails:
                 tail.show_more()
+            _follow_renames(tails)
     except KeyboardInterrupt:
         pass  # how a user ends --follow
     finally:
@@ -77,6 +81,17 @@ def _new(state: StateDir, tails: Sequence[_Tail], width: int) -> list[_Tail]:
     return [_Tail(p.stem, p, width) for p in sorted(state.logs.glob("*.log")) if p not in known]
 
 
+def _follow_renames(tails: Sequence[_Tail]) -> None:
+    """Let each tail read the file that has its name now."""
+    by_file = {tail.file_id(): tail for tail in tails}
+    for tail in tails:
+        with suppress(FileNotFoundError):
+            now = tail.path.stat()
+            if tail.file_id() not in (None, (now.st_dev, now.st_ino)):
+                tail.show_more()
+                tail.turn_to(by_file.get((now.st_dev, now.st_ino)))
+
+
 @dataclass(slots=True)
 class _Tail:
     """One log file. width: of the column of names. 0: there is none."""
@@ -105,7 +120,7 @@ class _Tail:
         """Print what was added."""
         if (file := self._open()) is None:
             return
-        if self.path.exists() and self.path.stat().st_size < file.tell():
+        if os.fstat(file.fileno()).st_size < file.tell():
             file.seek(0)
             self._rest = b""
         for data in self._read(file):
@@ -118,6 +133,21 @@ class _Tail:
             self._print([self._rest])
         if self._file is not None:
             self._file.close()
+        self._file, self._rest = None, b""
+
+    def file_id(self) -> tuple[int, int] | None:
+        """Return device and inode of the open file. None: none is open."""
+        if self._file is None:
+            return None
+        status = os.fstat(self._file.fileno())
+        return status.st_dev, status.st_ino
+
+    def turn_to(self, other: _Tail | None) -> None:
+        """Close the file, and go on with the one of `other`. None: open the one of this name."""
+        self.close()
+        if other is not None:
+            self._file, self._rest = other._file, other._rest
+            other._file, other._rest = None, b""
 
     def _open(self) -> BinaryIO | None:
         if self._file is None and self.path.exists():
