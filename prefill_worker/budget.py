@@ -6,6 +6,9 @@ Usually the claim is answered within that time, so the puller does not exceed th
 A delivery whose claim gets no answer does not count, nor does one that waits for a connection. So
 jobs of a decode worker that is gone do not keep jobs of other decode workers waiting.
 
+With `--concurrency` the puller counts jobs instead of tokens, and those only until their prompt is
+computed.
+
 asyncio thread only.
 """
 
@@ -25,6 +28,7 @@ class _Charge:
     timer: asyncio.TimerHandle
     counted: bool = True
     granted: bool = False
+    computed: bool = False
 
 
 class Budget:
@@ -37,6 +41,11 @@ class Budget:
         self._on_room = on_room
         self._charges: dict[str, _Charge] = {}
         self.tokens = 0
+
+    @property
+    def uncomputed(self) -> int:
+        """Number of deliveries that count and whose prompt is not computed."""
+        return sum(charge.counted and not charge.computed for charge in self._charges.values())
 
     @property
     def waiting(self) -> int:
@@ -59,6 +68,12 @@ class Budget:
         if not charge.counted:
             charge.counted = True
             self.tokens += charge.tokens
+
+    def computed(self, job_id: str) -> None:
+        """Note that the prompt is computed. Its KV may not be delivered yet."""
+        if (charge := self._charges.get(job_id)) is not None:
+            charge.computed = True
+            self._on_room()
 
     def over(self, job_id: str) -> None:
         charge = self._charges.pop(job_id)

@@ -16,8 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pullfill.engine.attention import Attention
 from pullfill.engine.groups import by_position, kept_from
 from pullfill.prefill_worker import memory
-from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler, Reports
+from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler
 from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.step_plan import Reports
 from pullfill.worker.connector import WorkerConnector
 from pullfill.worker.context import current
 from pullfill.worker.memory import Told

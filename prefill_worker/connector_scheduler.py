@@ -26,14 +26,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.groups import EMPTY, BlockOrder, Tables, cached_block
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.step_plan import StepPlan, Write
 from pullfill.prefill_worker.task import PrefillTask
+from pullfill.prefill_worker.turns import Turns
 from pullfill.runtime import log
 from pullfill.transfer.pieces import WHOLE
 
@@ -41,40 +42,6 @@ if TYPE_CHECKING:
     from pullfill.engine.tier import Tier
 
 logger = log.get("prefill_worker.connector_scheduler")
-
-
-@dataclass(slots=True)
-class Write:
-    """Blocks of one task that are complete after this step, or may be read into."""
-
-    task: PrefillTask
-    local: list[int]
-    remote: list[int]
-    last: bool
-
-
-@dataclass(slots=True)
-class Reports:
-    """Request ids that vLLM must be told of."""
-
-    read_ok: set[str] = field(default_factory=set)
-    read_failed: set[str] = field(default_factory=set)
-    sent: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What to do when one step has run: write the blocks that it computes, and begin prefix reads
-    that had to wait for it.
-
-    tokens: number of tokens that it computes.
-    planned: when it was scheduled."""
-
-    writes: list[Write] = field(default_factory=list)
-    reads: list[Write] = field(default_factory=list)
-    reports: Reports = field(default_factory=Reports)
-    tokens: int = 0
-    planned: float = field(default_factory=time.monotonic, compare=False)
 
 
 class ConnectorScheduler:
@@ -92,7 +59,7 @@ class ConnectorScheduler:
         self._manager: Any = None
         self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
         self._by_position: Callable[[Tables], Tables] = lambda tables: tables
-        self._reads_done: deque[tuple[PrefillTask, BaseException | None]] = deque()
+        self._turns = Turns(context.concurrency)
         self._reads_failed: list[PrefillTask] = []
         self._sends_done: deque[str] = deque()
         self._scheduled: deque[StepPlan] = deque()
@@ -116,15 +83,14 @@ class ConnectorScheduler:
     @property
     def has_work(self) -> bool:
         """Whether reports wait for a step."""
-        return bool(self._reads_done or self._reads_failed or self._sends_done)
+        return bool(self._reads_failed or self._sends_done) or self._turns.has_reads
 
     def take_in(self) -> tuple[set[str], set[str]]:
         """Return requests whose prefix was read, and finished ones whose blocks nobody reads.
 
         Called between steps, so that vLLM is told without a step. Failed reads wait for `plan`."""
         reads, sent = set[str](), set[str]()
-        while self._reads_done:
-            reader, failure = self._reads_done.popleft()
+        for reader, failure in self._turns.reads():
             if failure is None:
                 reads.add(reader.request_id)
                 continue
@@ -162,7 +128,7 @@ class ConnectorScheduler:
         if self._lacks(task, request, hit_tokens + offloaded):
             self._anew.append(request)
             return None, False
-        return 0, False
+        return (0 if self._turns.free(task.request_id) else None), False
 
     def _readable(self, task: PrefillTask, hit_tokens: int) -> bool:
         """Whether the decode worker has all that this engine lacks of its hit.
@@ -212,6 +178,8 @@ class ConnectorScheduler:
         task.request = request
         if external_tokens and not task.read_asked:
             self.read_prefix(task, self._by_position(tables), external_tokens // task.block_size)
+        else:
+            self._turns.take(task.request_id)
 
     # ------------------------------------------------------------------ step 6: read_prefix
 
@@ -251,10 +219,6 @@ class ConnectorScheduler:
         scheduler_output: vLLM's SchedulerOutput of the step."""
         plan = StepPlan(reads=self._reads)
         self._reads = []
-        if self.has_work:
-            plan.reports.read_ok, plan.reports.sent = self.take_in()
-            failed, self._reads_failed = self._reads_failed, []
-            plan.reports.read_failed.update(task.request_id for task in failed)
         for request_id in scheduler_output.preempted_req_ids or ():
             if (task := self._context.tasks.get(request_id)) is not None:
                 self._preempted(task)
@@ -262,6 +226,10 @@ class ConnectorScheduler:
             if (task := self._context.tasks.get(request_id)) is not None and not task.cancelled:
                 self._plan_write(plan, task, count)
                 plan.tokens += count
+        if self.has_work:  # also what got a turn by this step
+            plan.reports.read_ok, plan.reports.sent = self.take_in()
+            failed, self._reads_failed = self._reads_failed, []
+            plan.reports.read_failed.update(task.request_id for task in failed)
         for request in self._anew:
             # Not before: vLLM asks it between its lookup of the hit and the use of that hit.
             request.skip_reading_prefix_cache = True
@@ -273,6 +241,8 @@ class ConnectorScheduler:
         task.first_step = task.first_step or time.monotonic()
         computed = task.request.num_computed_tokens + scheduled_tokens
         whole = computed >= len(task.token_ids)
+        if whole:
+            self._turns.give_back(task.request_id)
         upto = task.positions if whole else computed // task.block_size
         start = task.scheduled
         if upto <= start:
@@ -322,6 +292,7 @@ class ConnectorScheduler:
 
     def _preempted(self, task: PrefillTask) -> None:
         """Wait for copies from the blocks of a preempted task, and drop its planned writes."""
+        self._turns.give_back(task.request_id)
         task.scheduled = task.first_target
         for plan in self._scheduled:
             for write in [w for w in plan.writes if w.task is task]:
@@ -348,6 +319,8 @@ class ConnectorScheduler:
             for write in plan.writes:
                 task = write.task
                 task.last_compute = now
+                if write.last:
+                    self._context.on_computed(task.job_id)
                 task.transfer_worker.write(
                     task, write.local, write.remote, write.last, self._write_done
                 )
@@ -363,6 +336,7 @@ class ConnectorScheduler:
         """Note that vLLM is done with the request.
 
         Returns True if vLLM must keep its blocks until `Reports.sent` names it."""
+        self._turns.give_back(request_id)
         task = self._context.tasks.get(request_id)
         if task is None:
             self._give_back(request_id)
@@ -384,7 +358,7 @@ class ConnectorScheduler:
     # ------------------------------------------------------------------ transfer worker threads
 
     def _read_done(self, task: PrefillTask, failure: BaseException | None) -> None:
-        self._reads_done.append((task, failure))
+        self._turns.read_ended(task, failure)
         self._context.wake()
 
     def _write_done(self, task: PrefillTask, failure: BaseException | None) -> None:

@@ -21,9 +21,13 @@ class PrefillContext(WorkerContext):
     tasks: tasks by request id. The asyncio thread writes an entry before it submits the request.
     wake: wakes the engine loop.
     meter: measures what the engine computes.
+    concurrency: prompts that it computes in one step, at most. 0: any number.
+    on_computed: called on the engine thread with the id of a job whose prompt is computed.
     scheduler: made when vLLM constructs the connector."""
 
     wake: Callable[[], None]
     tasks: dict[str, PrefillTask] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
+    concurrency: int = 0
+    on_computed: Callable[[str], None] = lambda _job_id: None
     scheduler: ConnectorScheduler = LATER

@@ -91,6 +91,11 @@ class JobRunner:
         """Tokens that count against the budget (budget.py)."""
         return self.budget.tokens
 
+    @property
+    def uncomputed(self) -> int:
+        """Jobs that count against `--concurrency` (budget.py)."""
+        return self.budget.uncomputed
+
     def running(self) -> Iterable[Delivery]:
         """Return the newest delivery of each job that runs here, unless it is settled."""
         deliveries = [job.message.to_settle for job in self._jobs.values()]

@@ -5,6 +5,10 @@ written. It is not larger, so that other workers get the rest. A prompt that fil
 the pulling: a worker that is free sooner may take the next job. Jobs count from their grant
 (budget.py). The number of deliveries without a grant is limited, too.
 
+With `--concurrency N` the budget is N + 1 prompts that are not computed yet, of any length. So one
+prompt more than the engine computes is there, and its prefix is read meanwhile (turns.py). KV that
+still travels counts only against the KV credits below.
+
 A tight job (queue/urgency.py) may exceed the budget, up to twice the budget, if the engine has a
 second prompt: it goes past that one in the engine. Otherwise nothing is gained, and another worker
 may be free sooner.
@@ -49,7 +53,11 @@ def budget_of(step_tokens: int) -> int:
 
 
 class Puller:
-    """Owns the pull loop. `budget_tokens`: prompt tokens under way at which it stops pulling."""
+    """Owns the pull loop.
+
+    budget_tokens: prompt tokens under way at which it stops pulling.
+    concurrency: prompts that the engine computes in one step, at most. With it, `budget_tokens`
+    means nothing. 0: any number."""
 
     def __init__(
         self,
@@ -59,13 +67,15 @@ class Puller:
         budget_tokens: int,
         max_jobs: int,
         credits: Credits,
+        concurrency: int = 0,
         patience_s: float = SILENT_S,
     ) -> None:
         self._consumer = consumer
         self._runner = runner
         self._credits = credits
         self._patience_s = patience_s
-        self._budget = budget_tokens
+        self._by_prompt = concurrency > 0
+        self._budget = concurrency + 1 if concurrency else budget_tokens
         self._max_jobs = max_jobs
         self._room = Bell()
         self._task: asyncio.Task[None] | None = None
@@ -110,9 +120,14 @@ class Puller:
         self._room.clear()
         await self._room.wait(at_most_s)
 
-    def _urgent(self, free_tokens: int, jobs: int) -> bool:
+    def _free(self) -> int:
+        """Return how much of the budget is left: tokens, or prompts with `--concurrency`."""
+        runner = self._runner
+        return self._budget - (runner.uncomputed if self._by_prompt else runner.in_flight_tokens)
+
+    def _urgent(self, free: int, jobs: int) -> bool:
         """Whether a tight job may be pulled beyond the budget."""
-        return jobs > 1 and free_tokens > -self._budget and self._consumer.urgent
+        return jobs > 1 and free > -self._budget and self._consumer.urgent
 
     async def _run(self) -> None:
         while True:
@@ -124,10 +139,10 @@ class Puller:
         """Pull one job and start it. If there is no room for it, or no job, wait for a while."""
         await self._wait_for_credits()
         waiting = self._runner.waiting
-        free_tokens = self._budget - self._runner.in_flight_tokens
+        free = self._free()
         free_jobs = self._max_jobs - (self._runner.in_flight - waiting)
-        full = free_tokens <= 0
-        no_room = full and not self._urgent(free_tokens, self._max_jobs - free_jobs)
+        full = free <= 0
+        no_room = full and not self._urgent(free, self._max_jobs - free_jobs)
         if self._paused or no_room or free_jobs <= 0 or waiting >= MAX_WAITING:
             await self._wait_for_room(_WAIT_S)
             return
@@ -136,7 +151,7 @@ class Puller:
             # One job per pull. A pull for more would wait until it knows that there are no more.
             # The next pull gets the next job just as soon.
             wait_s = timer_grid.before(now + _WAIT_S, _WAIT_S / 2) - now
-            deliveries = await self._consumer.pull(free_tokens, 1, wait_s, urgent_only=full)
+            deliveries = await self._consumer.pull(free, 1, wait_s, urgent_only=full)
         except Exception as exc:
             level = logger.debug if isinstance(exc, PullfillError) else logger.exception
             level("no jobs now: %s", exc)

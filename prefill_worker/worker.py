@@ -16,6 +16,7 @@ import msgspec
 
 from pullfill.config import ClusterRef
 from pullfill.engine import features, kv, release
+from pullfill.engine.chunks import PrefillChunks
 from pullfill.engine.compat import rounding_digest
 from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.thread import EngineThread
@@ -61,6 +62,8 @@ class PrefillHooks(EngineHooks):
         self._host = engine.host
         self._scheduler = engine.context.scheduler
         self._scheduler.tier = self._tier = kv.tier_of(engine.core)
+        if engine.context.concurrency and (chunks := PrefillChunks(engine.core)).able:
+            chunks.leave_one()
         self.engine = PrefillEngine(
             engine.host,
             engine.context,
@@ -118,7 +121,8 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         parts.push_async_callback(self._directory.close)
 
     def make_context(self, host: EngineHost, files: RegionFiles) -> PrefillContext:
-        return PrefillContext(self.instance_id, files, wake=host.wake)
+        concurrency = self._options.concurrency or 0
+        return PrefillContext(self.instance_id, files, wake=host.wake, concurrency=concurrency)
 
     def make_hooks(self, engine: Engine[PrefillContext]) -> PrefillHooks:
         return PrefillHooks(engine)
@@ -231,7 +235,14 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         connections.activity = lambda: (runner.completed, runner.in_flight - runner.waiting)
         connections.load = lambda: context.meter.load(list(context.tasks.values()))
         consumer.running = runner.running
-        puller = Puller(consumer, runner, budget_tokens=budget, max_jobs=_MAX_JOBS, credits=credits)
+        if context.concurrency:
+            context.on_computed = lambda job_id: runner.calls.soon(
+                lambda: runner.budget.computed(job_id)
+            )
+        puller = Puller(
+            consumer, runner, budget_tokens=budget, max_jobs=_MAX_JOBS, credits=credits,
+            concurrency=context.concurrency,
+        )  # fmt: skip
         parts.push_async_callback(puller.stop)
         healths = [consumer.health, self._etcd.health]
         made = PrefillService(engine, thread, connections, runner, puller, credits, healths)

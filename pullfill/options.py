@@ -294,6 +294,15 @@ class WorkerOptions(RoleOptions):
         parse=lambda mib: None if mib is None else mib << 20,
         text=lambda size: str(size >> 20),
     )
+    concurrency: int | None = flag(
+        None,
+        "Compute at most N prompts in one step. The next one is pulled meanwhile, and its prefix "
+        "read  [default: any number, while jobs under way have few tokens]",
+        metavar="N",
+        least=1,
+        role="prefill",
+        up=True,
+    )
     standing_links: int = flag(
         STANDING_LINKS,
         "How many prefill workers stay connected to one decode worker; the others connect when "

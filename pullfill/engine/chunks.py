@@ -49,8 +49,13 @@ class PrefillChunks:
             min(self.step_tokens, running + max(self._each, tokens)),
         )
 
+    def leave_one(self) -> None:
+        """Let no single prompt have the last token of a step, from now on. See LOOK."""
+        self._threshold = min(self._threshold or self.step_tokens, self.step_tokens - 1)
+        self.release()
+
     def release(self) -> None:
-        """Set both numbers as the user has set them."""
+        """Set both numbers as they were before `limit`."""
         self._scheduler.max_num_scheduled_tokens = self.step_tokens
         self._config.long_prefill_token_threshold = self._threshold
 

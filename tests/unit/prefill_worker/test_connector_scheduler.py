@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from pullfill.errors import Fenced, TransferFailed
-from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler, StepPlan
+from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler
 from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.step_plan import StepPlan
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import FenceToken
 from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, step

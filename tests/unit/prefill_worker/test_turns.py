@@ -1,0 +1,235 @@
+"""`--concurrency`: one prompt is computed, the next one's prefix is read, the last one travels."""
+
+from __future__ import annotations
+
+import pytest
+
+from pullfill.errors import TransferFailed
+from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler
+from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.step_plan import StepPlan
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.prefill_worker.turns import Turns
+from pullfill.wire import FenceToken
+from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, step
+
+BLOCK = 4
+STEP = 2 * BLOCK
+
+
+class Engine:
+    """vLLM with several prompts: each step computes STEP tokens of those that may begin.
+
+    most: of one prompt in a step, if there are others.
+    steps: how many tokens of each prompt each step computed."""
+
+    def __init__(self, concurrency: int) -> None:
+        self.most = STEP - 1 if concurrency else STEP
+        self.computed: list[str] = []
+        self.manager = FakeManager()
+        self.transfer_worker = FakeTransferWorker()
+        self.context = PrefillContext(
+            "prefill-1",
+            wake=lambda: None,
+            concurrency=concurrency,
+            on_computed=self.computed.append,
+        )
+        self.side = ConnectorScheduler(self.context, BLOCK)
+        self.side.bind_manager(self.manager)
+        self.requests: dict[str, FakeRequest] = {}
+        self.waiting: list[str] = []
+        self.reading: set[str] = set()
+        self.running: list[str] = []
+        self.steps: list[dict[str, int]] = []
+
+    def add(self, name: str, tokens: int, hit: int = 0) -> None:
+        blocks = -(-tokens // BLOCK)
+        begin = 100 * len(self.requests) + 100
+        self.requests[name] = FakeRequest(name, list(range(tokens)))
+        self.manager.tables[name] = list(range(begin, begin + blocks))
+        self.context.tasks[name] = PrefillTask(
+            request_id=name, job_id=f"job-{name}", attempt=1, token_ids=list(range(tokens)),
+            block_size=BLOCK, hit_tokens=hit, remote_blocks=list(range(blocks)),
+            fence=FenceToken(slot=0, epoch=0), cache_salt=None, priority=0,
+            transfer_worker=self.transfer_worker, on_done=lambda _: None,
+        )  # fmt: skip
+        self.waiting.append(name)
+
+    def step(self) -> StepPlan:
+        """One step of vLLM: running prompts first, then those that wait, in order."""
+        self._told(*self.side.take_in())
+        budget, scheduled = STEP, dict[str, int]()
+        for name in self.running:
+            budget -= self._schedule(name, budget, scheduled)
+        for name in list(self.waiting):
+            if not budget:
+                break
+            request = self.requests[name]
+            external: int | None = 0
+            if name not in self.reading and not request.num_computed_tokens:
+                external, _ = self.side.matched(request, 0)
+                if external is None:
+                    continue
+            elif name in self.reading:
+                continue
+            self.side.allocated(request, self.manager.get_block_ids(name), external or 0)
+            if external:
+                self.reading.add(name)
+                request.num_computed_tokens = external
+                continue
+            self.waiting.remove(name)
+            self.running.append(name)
+            budget -= self._schedule(name, budget, scheduled)
+        plan = self.side.plan(step(scheduled))
+        self.side.step_done()
+        for name, tokens in scheduled.items():
+            request = self.requests[name]
+            request.num_computed_tokens += tokens
+            if request.num_computed_tokens >= request.num_tokens:
+                self.running.remove(name)
+                self.side.finished(name)
+        self.steps.append(scheduled)
+        for name in plan.reports.read_failed:
+            self.requests[name].num_computed_tokens = 0
+        self._told(plan.reports.read_ok | plan.reports.read_failed, set())
+        return plan
+
+    def _schedule(self, name: str, budget: int, scheduled: dict[str, int]) -> int:
+        request = self.requests[name]
+        scheduled[name] = min(budget, request.num_tokens - request.num_computed_tokens)
+        if len(self.running) + len(self.waiting) > 1:
+            scheduled[name] = min(scheduled[name], self.most)
+        return scheduled[name]
+
+    def end_read(self, failure: BaseException | None = None) -> None:
+        """End the oldest read, before any write."""
+        queue = self.transfer_worker.queue
+        queue.insert(0, queue.pop(next(at for at, copy in enumerate(queue) if copy.read)))
+        self.transfer_worker.finish(failure)
+
+    def _told(self, reads: set[str], _sent: set[str]) -> None:
+        self.reading -= reads
+
+
+def test_a_step_computes_one_prompt() -> None:
+    engine = Engine(1)
+    for name in "abc":
+        engine.add(name, STEP + 1)
+    for _ in range(6):
+        engine.step()
+    assert engine.steps == [{"a": 7}, {"a": 2}, {"b": 7}, {"b": 2}, {"c": 8}, {"c": 1}]
+    assert engine.computed == ["job-a", "job-b", "job-c"]
+
+
+def test_without_a_limit_steps_are_filled() -> None:
+    engine = Engine(0)
+    for name in "abc":
+        engine.add(name, STEP + 1)
+    for _ in range(3):
+        engine.step()
+    assert engine.steps == [{"a": STEP}, {"a": 1, "b": STEP - 1}, {"b": 2, "c": STEP - 2}]
+
+
+def test_two_prompts_share_steps_if_two_may() -> None:
+    engine = Engine(2)
+    for name in "abc":
+        engine.add(name, STEP // 2 - 1)
+    engine.step()
+    engine.step()
+    assert engine.steps == [{"a": 3, "b": 3}, {"c": 3}]
+
+
+def test_the_next_prefix_is_read_while_one_computes_and_the_last_still_travels() -> None:
+    engine = Engine(1)
+    engine.add("a", STEP)
+    engine.step()
+    assert [copy.task.job_id for copy in engine.transfer_worker.queue] == ["job-a"], "it travels"
+    engine.add("b", 2 * STEP)
+    engine.add("c", STEP + 1, hit=STEP)
+    engine.step()
+    copies = [(copy.task.job_id, copy.read) for copy in engine.transfer_worker.queue]
+    assert copies == [("job-a", False), ("job-c", True), ("job-b", False)]
+    engine.end_read()
+    engine.step()
+    engine.step()
+    assert engine.steps[1:] == [{"b": 7}, {"b": 7}, {"b": 2}], "the read had ended, but not b"
+    engine.step()
+    assert engine.steps[4] == {"c": 1}, "at once after b, without a step between"
+    assert engine.transfer_worker.queue[0].task.job_id == "job-a", "which still travels"
+
+
+def test_a_read_that_is_held_gives_no_work_until_there_is_a_turn() -> None:
+    """The engine would take steps without end to hear of it."""
+    engine = Engine(1)
+    engine.add("a", 3 * STEP)
+    engine.add("b", STEP, hit=BLOCK)
+    engine.step()
+    engine.end_read()
+    assert engine.side.has_work, "it must look"
+    engine.step()
+    assert not engine.side.has_work
+    assert engine.reading == {"b"}
+    engine.step()
+    engine.step()  # the last of a, which gives b its turn
+    assert engine.reading == set()
+    assert not engine.side.has_work
+    engine.step()
+    assert engine.steps[3:] == [{"a": 3}, {"b": BLOCK}]
+
+
+def test_held_reads_begin_to_count_when_the_turn_is_given_back() -> None:
+    turns = Turns(1)
+    engine = Engine(1)
+    for name in "ab":
+        engine.add(name, STEP)
+    a, b = engine.context.tasks["a"], engine.context.tasks["b"]
+    turns.take("other")
+    turns.read_ended(a, None)
+    turns.read_ended(b, None)
+    assert turns.has_reads, "it has not looked yet"
+    assert turns.reads() == []
+    assert not turns.has_reads
+    turns.give_back("other")
+    assert turns.has_reads
+    assert turns.reads() == [(a, None)]
+    assert not turns.free("b")
+    b.cancel()
+    assert turns.reads() == [(b, None)], "vLLM frees its blocks only after the report"
+    assert not turns.free("c"), "and it takes no turn"
+    turns.give_back("a")
+    assert turns.free("c")
+
+
+@pytest.mark.parametrize("computed", [0, 1])
+def test_an_aborted_prompt_gives_its_turn_back(computed: int) -> None:
+    engine = Engine(1)
+    engine.add("a", 3 * STEP)
+    engine.add("b", STEP)
+    engine.step()
+    task = engine.context.tasks["a"]
+    task.cancel()
+    engine.running.remove("a")
+    engine.side.finished("a")
+    del engine.context.tasks["a"]
+    engine.step()
+    assert engine.steps == [{"a": 7}, {"b": STEP}]
+
+
+def test_a_preempted_prompt_gives_its_turn_back() -> None:
+    engine = Engine(1)
+    engine.add("a", 3 * STEP)
+    engine.step()
+    assert not engine.side._turns.free("b")
+    engine.side.plan(step({}, ["a"]))
+    assert engine.side._turns.free("b")
+
+
+def test_a_prefix_that_could_not_be_read_is_computed_in_its_turn() -> None:
+    engine = Engine(1)
+    engine.add("a", 2 * STEP)
+    engine.add("b", STEP, hit=BLOCK)
+    engine.step()
+    engine.end_read(TransferFailed("no"))
+    for _ in range(3):
+        engine.step()
+    assert engine.steps == [{"a": 7}, {"a": 7}, {"a": 2}, {"b": STEP}]
