@@ -57,7 +57,7 @@ def test_a_mock_pair_serves_remote_prefills(
         both = (traces, "--log-format=json")
         soon = {"OTEL_BSP_SCHEDULE_DELAY": "200"}
         cluster.launch("decode", *MOCK, settings(), traces, env=soon)
-        cluster.launch("prefill", *MOCK, settings(step_s=0.002), *both, env=soon)
+        cluster.launch("prefill", *MOCK, settings(step_s=0.002), "--concurrency=2", *both, env=soon)
         cluster.launch("frontend", *both, env=soon)
         cluster.wait_ready(*cluster.workers)
         cluster.set_router(policy="always_remote")

@@ -226,6 +226,7 @@ class TestCheck:
                 "--prefill-args is for one role",
             ),
             ({"workers": replace(ELASTIC, kv_mode=KvMode.PULL)}, "--kv-mode is for one role"),
+            ({"workers": replace(ELASTIC, concurrency=1)}, "--concurrency is for one role"),
         ],
     )
     def test_refusals(self, changes: dict[str, object], message: str) -> None:

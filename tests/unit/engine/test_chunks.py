@@ -43,6 +43,17 @@ def test_prompts_share_what_the_streams_leave(running: int, prompts: int, drafts
     assert prompts * each < 100 or not prompts
 
 
+@pytest.mark.parametrize(("threshold", "left"), [(0, STEP - 1), (100, 100), (STEP, STEP - 1)])
+def test_the_last_token_of_a_step_can_be_left_to_others(threshold: int, left: int) -> None:
+    made = core(threshold)
+    chunks = PrefillChunks(made)
+    chunks.leave_one()
+    assert limits(made) == (left, STEP)
+    chunks.limit(50, 1)
+    chunks.release()
+    assert limits(made) == (left, STEP)
+
+
 def test_no_limit_still_leaves_some_tokens_for_prompts_that_wait() -> None:
     made = core()
     PrefillChunks(made).limit(0, 0)

@@ -168,3 +168,22 @@ async def test_a_job_of_this_process_is_acked_and_not_run() -> None:
     assert not jobs.runner.idle.is_set()
     await asyncio.wait_for(jobs.runner.idle.wait(), 5)
     assert (acked, jobs.runner.in_flight) == (["own"], 0)
+
+
+async def test_a_job_counts_as_a_prompt_until_it_is_computed() -> None:
+    jobs = Jobs()
+    rooms: list[int] = []
+    jobs.runner.budget._on_room = lambda: rooms.append(jobs.runner.uncomputed)
+    for name in "ab":
+        jobs.begin(name)
+    assert (jobs.runner.uncomputed, jobs.runner.in_flight_tokens) == (2, 8)
+    jobs.runner.budget.computed("a")
+    jobs.runner.budget.computed("gone")
+    assert (jobs.runner.uncomputed, jobs.runner.in_flight_tokens) == (1, 8), "tokens still travel"
+    assert rooms == [1]
+    jobs.runner.budget.waits("b")
+    assert jobs.runner.uncomputed == 0, "nor does one that only waits for its claim"
+    jobs.runner.budget.granted("b")
+    assert jobs.runner.uncomputed == 1
+    await jobs.end("a", "b")
+    assert jobs.runner.uncomputed == 0

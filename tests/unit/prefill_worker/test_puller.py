@@ -23,6 +23,7 @@ class Runner:
         self.started: list[str] = []
         self.in_flight_tokens = 0
         self.waiting = 0
+        self.uncomputed = 0
 
     @property
     def in_flight(self) -> int:
@@ -31,6 +32,7 @@ class Runner:
     def start(self, delivery: Any) -> None:
         self.started.append(delivery.job_id)
         self.in_flight_tokens += delivery.tokens
+        self.uncomputed += 1
 
 
 class Consumer:
@@ -126,3 +128,27 @@ async def test_a_tight_job_goes_past_the_prompt_that_waits_in_the_engine() -> No
     await asyncio.sleep(0.05)
     await puller.stop()
     assert runner.started == ["one", "two", "tight", "big", "tight0", "tight1"]
+
+
+async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> None:
+    """Of any length. KV that travels does not count, up to the most jobs at once."""
+    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
+    producer = queue.producer()
+    for number in range(6):
+        await producer.publish(f"j{number}", b"", 1_000_000)
+    fake: Any = runner
+    puller = Puller(
+        queue.consumer(), fake, budget_tokens=1, max_jobs=4, credits=Credits(1 << 20), concurrency=1
+    )
+    puller.start()
+    await started(runner, 2)
+    assert runner.started == ["j0", "j1"]
+    runner.uncomputed -= 1
+    puller.changed()
+    await started(runner, 3)
+    assert runner.started == ["j0", "j1", "j2"]
+    runner.uncomputed = 0
+    puller.changed()
+    await started(runner, 4)
+    await puller.stop()
+    assert runner.started == ["j0", "j1", "j2", "j3"], "and no more: it has four"

@@ -1,0 +1,175 @@
+"""`pullfill prefill --concurrency`, with vLLM's own engine core and scheduler and no model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pullfill.engine import host as hosts
+from pullfill.engine.args import build_config
+from pullfill.engine.host import EngineHost
+from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.prefill_worker.worker import PrefillHooks
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.wire import FenceToken
+from pullfill.worker import context as contexts
+from pullfill.worker.process import Engine
+from tests.support.cluster import BLOCK, FLAGS
+from tests.support.prompts import random_prompt
+from tests.support.workers import compat
+
+pytestmark = pytest.mark.engine
+
+STEP = 512  # of FLAGS
+MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
+
+
+class Copies:
+    """A `TransferWorker` whose copies end on a thread of their own, as slowly as a step."""
+
+    transport, why_not_better = "fake", ()
+    pieces, tokens = (1, 1), 0
+
+    def read(self, task: Any, remote: Any, local: Any, done: Any) -> None:
+        self._later(task, done, read=True)
+
+    def write(self, task: Any, local: Any, remote: Any, last: bool, done: Any) -> None:
+        self._later(task, done, last=last)
+
+    def _later(self, task: Any, done: Any, *, read: bool = False, last: bool = False) -> None:
+        with task.lock:
+            task.outstanding += 1
+
+        def end() -> None:
+            with task.lock:
+                task.outstanding -= 1
+            if last:
+                task.end(None)
+            done(task, None)
+
+        threading.Timer(0.01, end).start()
+
+    def flush(self, task: Any = None) -> bool:
+        return True
+
+
+@dataclass
+class Prefills:
+    """Runs tasks on an engine. steps: tokens of each prompt in each step that had any.
+
+    reads: number of steps before each prefix read began."""
+
+    context: PrefillContext
+    hooks: PrefillHooks
+    steps: list[dict[str, int]] = field(default_factory=list)
+    reads: dict[str, int] = field(default_factory=dict)
+    left: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def watch(self) -> None:
+        side: Any = self.context.scheduler
+        plan, read = side.plan, side.read_prefix
+
+        def planned(output: Any) -> Any:
+            if output.num_scheduled_tokens:
+                self.steps.append(dict(output.num_scheduled_tokens))
+            return plan(output)
+
+        def began(task: PrefillTask, *rest: Any) -> None:
+            self.reads[task.request_id] = len(self.steps)
+            read(task, *rest)
+
+        side.plan, side.read_prefix = planned, began
+
+    def submit(self, name: str, tokens: int, hit: int = 0) -> None:
+        blocks = -(-tokens // BLOCK)
+
+        def done(failure: BaseException | None) -> None:
+            assert failure is None, failure
+            self.hooks.engine.end(task)
+            self.left.release()
+
+        task = PrefillTask(
+            request_id=name, job_id=name, attempt=1,
+            token_ids=random_prompt(tokens, seed=ord(name)), block_size=BLOCK,
+            hit_tokens=hit, remote_blocks=list(range(blocks)), fence=FenceToken(slot=0, epoch=0),
+            cache_salt=None, priority=0, transfer_worker=Copies(), on_done=done,
+        )  # fmt: skip
+        self.hooks.engine.submit(task)
+
+    def wait(self, count: int) -> None:
+        for _ in range(count):
+            assert self.left.acquire(timeout=50.0), f"a prompt hangs: {self.steps}"
+
+
+@contextmanager
+def prefills(model: Path, concurrency: int) -> Iterator[Prefills]:
+    """The engine of a prefill worker, without a model and without a cluster."""
+    files = RegionFiles(f"concurrency-{concurrency}")
+    config, _ = build_config(
+        str(model),
+        [*FLAGS, *MOCK, '--additional-config={"mock": {"step_s": 0.005}}'],
+        connector="PrefillConnector",
+        module="pullfill.prefill_worker.connector",
+        kv_role="kv_both",
+        engine_id="e",
+        extra={"instance_id": f"concurrency-{concurrency}", "directory": str(files.directory)},
+    )
+    host = EngineHost(config, log_stats=False)
+    context = PrefillContext("prefill-1", files, wake=host.wake, concurrency=concurrency)
+    contexts.install(context)
+    made: list[Prefills] = []
+
+    def built(core: Any) -> None:
+        engine = Engine(host, core, config, "m", compat(block_size=BLOCK), context)
+        host.hooks = hooks = PrefillHooks(engine)
+        made.append(Prefills(context, hooks))
+        made[0].watch()
+
+    thread = threading.Thread(target=host.run, args=(built,))
+    thread.start()
+    try:
+        assert host.ready.wait(120)
+        yield made[0]
+    finally:
+        host.stop()
+        thread.join(30)
+        host.shutdown()
+        files.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_idle_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that nobody wakes would sleep for a minute, which fails the test."""
+    monkeypatch.setattr(hosts, "_IDLE_POLL_MS", 60_000)
+
+
+def test_one_prompt_in_a_step_and_the_next_prefix_meanwhile(model_path: Path) -> None:
+    lengths = {"a": 3 * STEP, "b": STEP + 7, "c": 3, "d": STEP, "e": 2 * STEP + 1, "f": 40}
+    hits = {"b": STEP, "d": 2 * BLOCK, "f": BLOCK}
+    with prefills(model_path, 1) as made:
+        for name, tokens in lengths.items():
+            made.submit(name, tokens, hits.get(name, 0))
+        made.wait(len(lengths))
+    assert [len(step) for step in made.steps] == [1] * len(made.steps)
+    computed = {name: sum(step.get(name, 0) for step in made.steps) for name in lengths}
+    assert computed == {name: tokens - hits.get(name, 0) for name, tokens in lengths.items()}
+    # Long before the first prompt was computed, although its chunks fill whole steps.
+    first = sum("a" in step for step in made.steps)
+    assert first == 4
+    assert all(began < first for began in made.reads.values()), made.reads
+    assert made.reads.keys() == hits.keys()
+
+
+def test_without_it_prompts_share_steps(model_path: Path) -> None:
+    with prefills(model_path, 0) as made:
+        for name in "abcd":
+            made.submit(name, 100)
+        made.wait(4)
+    assert max(len(step) for step in made.steps) > 1
