@@ -54,7 +54,9 @@ GIVEN: dict[str, RoleOptions] = {
         advertise_control="tcp://h:5",
         data_port=6,
     ),
-    "prefill": WorkerOptions(**SHARED, **WORKER, kv_credits=8 << 20, standing_links=9, concurrency=2),
+    "prefill": WorkerOptions(
+        **SHARED, **WORKER, kv_credits=8 << 20, standing_links=9, concurrency=2
+    ),
     "frontend": FrontendOptions(
         **SHARED,
         port=10,
