@@ -99,7 +99,10 @@ class Client:
 
     def ask(self, tokens: int, answer: int) -> Heard:
         """A fresh random prompt. Blocks until the answer is over."""
-        prompt = self._random.choices(model.plain_tokens(), k=tokens)
+        return self.send(self._random.choices(model.plain_tokens(), k=tokens), answer)
+
+    def send(self, prompt: list[int], answer: int) -> Heard:
+        """Ask for so many tokens after the prompt. Blocks until the answer is over."""
         body = {"model": NAME, "prompt": prompt, "max_tokens": answer}
         body |= {"stream": True, "ignore_eos": True, "temperature": 0.0}
         heard = Heard()
