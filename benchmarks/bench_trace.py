@@ -6,7 +6,8 @@ Two cores for each system: one decode and one prefill worker, or two plain vLLM 
 requests in turn. Each round starts each system once, and the order changes from round to round.
 Both policies run on one cluster, and take turns. Within targets is a request whose first token
 comes within `router.ttft_ms` and the 99th percentile of whose gaps is at most `router.itl_ms`. The
-control is the same trace without its long prompts.
+control is the same trace without its long prompts. --strict runs the policy cost once more with a
+lower `router.itl_ms`: it shows what shorter gaps cost the first tokens.
 
 A trace has a JSON object a line, in the format of the Mooncake project: `timestamp` (ms),
 `input_length`, `output_length` (tokens), `hash_ids` (equal numbers: equal blocks of tokens).
@@ -88,12 +89,15 @@ class Campaign:
                     self._windows(running, number)
 
     def _windows(self, running: Running, number: int) -> None:
-        policies = POLICIES if running.set_policy is not None else ("",)
+        policies: tuple[str, ...] = ("",)
+        if running.set_policy is not None:
+            policies = (*POLICIES, *map(strict, self._options.strict))
         for place, speed in enumerate(self._options.speeds):
             ordered = policies[:: -1 if (number + place) % 2 else 1]
             for policy in ordered:
                 if running.set_policy is not None:
-                    running.set_policy(policy)
+                    name, _, itl_ms = policy.partition(" at ")
+                    running.set_policy(name, itl_ms=float(itl_ms or CONFIG.itl_ms))
                 self._window(running, policy, f"{speed:g}x", number, speed, long=True)
                 if policy == "cost":
                     self._window(running, policy, f"{speed:g}x control", number, speed, long=False)
@@ -122,6 +126,11 @@ class Campaign:
         ]
 
 
+def strict(itl_ms: float) -> str:
+    """The name of the policy cost with another target for gaps."""
+    return f"cost at {itl_ms:g}"
+
+
 def told(answers: Sequence[Answer]) -> str:
     """One window in one line."""
     failed = len(stats.failed(answers))
@@ -137,7 +146,26 @@ def within(answers: Sequence[Answer]) -> float:
     return stats.goodput(answers, 1.0, SLO)[1]
 
 
-def rows_of(campaign: Campaign, labels: Sequence[str]) -> list[Row]:
+def strict_rows(campaign: Campaign, label: str, targets: Sequence[float]) -> list[Row]:
+    """What lower targets for gaps give and cost."""
+    rows: list[Row] = []
+    plain, control = campaign.answers(PLAIN, label), campaign.answers("cost", f"{label} control")
+    for itl_ms in targets:
+        name, answers = (
+            f"{label}, router.itl_ms {itl_ms:g}",
+            campaign.answers(strict(itl_ms), label),
+        )
+        rows += [
+            row(f"{name}: within targets", 100 * within(answers), "%"),
+            versus(f"{name}: TTFT p90", 1e3 * percentile(stats.ttfts(answers), 0.9), "ms",
+                   "two vLLM servers in turn", 1e3 * percentile(stats.ttfts(plain), 0.9)),
+            versus(f"{name}: ITL p99", 1e3 * percentile(stats.gaps(answers), 0.99), "ms",
+                   f"no prompt above {LONG} tokens", 1e3 * percentile(stats.gaps(control), 0.99)),
+        ]  # fmt: skip
+    return rows
+
+
+def rows_of(campaign: Campaign, labels: Sequence[str], targets: Sequence[float]) -> list[Row]:
     """What is held against targets, and how well first tokens were predicted."""
     rows: list[Row] = []
     for label in labels:
@@ -158,6 +186,7 @@ def rows_of(campaign: Campaign, labels: Sequence[str]) -> list[Row]:
                    1e3 * percentile(stats.gaps(control), 0.99), at_most=1.1),
             versus(f"{label}: ITL p99", 1e3 * itl, "ms", "two vLLM servers in turn",
                    1e3 * percentile(stats.gaps(plain), 0.99)),
+            *strict_rows(campaign, label, targets),
         ]  # fmt: skip
     errors = [error for w in campaign.windows if w.system == "cost" for error in errors_of(w)]
     if errors:
@@ -179,7 +208,8 @@ def errors_of(window: Window) -> list[float]:
 def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.OtherLoad]:
     campaign = Campaign(options, base)
     campaign.run()
-    return rows_of(campaign, [f"{speed:g}x" for speed in options.speeds]), campaign.quiet
+    labels = [f"{speed:g}x" for speed in options.speeds]
+    return rows_of(campaign, labels, options.strict), campaign.quiet
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -189,6 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=8000, help="longest prompt with its answer")
     parser.add_argument("--speeds", type=float, nargs="+", default=[2.0, 4.0])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--strict", type=float, nargs="*", default=[], help="lower targets for gaps, in ms"
+    )
     options = parser.parse_args(argv)
     title = "A trace: the policies conditional and cost, and two vLLM servers in turn"
     return command.main("trace", title, options, run)

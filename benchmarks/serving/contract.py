@@ -67,9 +67,9 @@ class Running:
     pids: dict[int, str]
     ready_s: float
     logs: Path
-    set_policy: Callable[[str], None] | None = None
-    """Where the router can be told `always_local`, `always_remote` or `conditional` while the
-    system runs: returns once the workers follow."""
+    set_policy: Callable[..., None] | None = None
+    """Sets `router.policy` while the system runs, and by keyword other settings of the router.
+    Returns when the workers follow. None: the system has no such setting."""
 
 
 Launcher = Callable[[Path], AbstractContextManager[Running]]

@@ -47,16 +47,17 @@ def cluster(
             pids=live.pids(),
             ready_s=live.ready_s,
             logs=state / "logs",
-            set_policy=lambda wanted: set_policy(live, wanted),
+            set_policy=lambda wanted, **more: set_policy(live, wanted, **more),
         )
 
 
-def set_policy(live: Live, policy: str) -> None:
-    """Set `router.policy`, and wait until the decode worker follows it.
+def set_policy(live: Live, policy: str, **settings: float) -> None:
+    """Set `router.policy` and other settings of the router, and wait until the decode worker
+    follows them.
 
     Raises BenchError with the output of `pullfill config set`, or if the worker does not follow.
     """
-    live.configure(policy=policy)
+    live.configure(**settings, policy=policy)
     wait_for(
         lambda: _reason_of_a_short_one(live) in SHORT_REASON[policy],
         FOLLOW_LIMIT_S,
