@@ -43,8 +43,8 @@ BURSTS = {"short": Burst(8, 300), "long": Burst(4, 2600), "hits": Burst(4, 2600,
 
 
 def prompts_of(burst: Burst, seed: int) -> Iterator[list[int]]:
-    """Yield the prompts of a burst. No two begin alike."""
-    rng = random.Random(seed)
+    """Yield the prompts of a burst. No two begin alike, also in bursts of other kinds."""
+    rng = random.Random(f"{burst}/{seed}")
     for _ in range(burst.prompts):
         yield rng.choices(model.plain_tokens(), k=burst.tokens)
 

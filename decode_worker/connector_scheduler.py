@@ -35,6 +35,7 @@ from pullfill.decode_worker.prefix_fetch import FetchOutcome
 from pullfill.engine import request_targets
 from pullfill.engine.groups import BlockOrder
 from pullfill.engine.outputs import count_as_computed
+from pullfill.engine.seats import Seats
 from pullfill.ids import new_job_id
 from pullfill.queue.urgency import urgency_of
 from pullfill.runtime import failpoints, log
@@ -66,6 +67,7 @@ class ConnectorScheduler:
     tier: vLLM's own KV offloading, beside our connector. None: there is none.
     meter: measures steps, and decides by what they cost. None until the engine is built.
     fetching: fetches prefixes from other decode workers. None: nothing can be fetched.
+    seats: of the requests whose KV is on its way.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class ConnectorScheduler:
         self.tier: Tier | None = None
         self.meter: StepMeter | None = None
         self.fetching: FetchChoice | None = None
+        self.seats = Seats()
 
     def bind_pool(self, pool: Any) -> None:
         """Set vLLM's block pool. Blocks in quarantine are held by its reference counts."""
@@ -194,6 +197,8 @@ class ConnectorScheduler:
         situation, decision, adapter, offloaded, fetched = made
         if decision.remote and not external_tokens:
             decision, offloaded = Decision(False, "engine_declined"), 0
+        if external_tokens:
+            self.seats.take(request.request_id)
         if external_tokens > offloaded:
             count_as_computed(request, external_tokens - offloaded)
         shown = expected(situation, decision, self._context.router_config())
@@ -359,6 +364,7 @@ class ConnectorScheduler:
                     if self.meter is not None:
                         self.meter.settled(request_id, was_loaded, outcome)
                     (loaded if was_loaded else self._failed).append(request_id)
+        self.seats.leave([*loaded, *self._failed])
         return loaded
 
     def collect(self) -> tuple[list[str], list[str]]:
@@ -378,6 +384,7 @@ class ConnectorScheduler:
 
         If the request still waits, vLLM frees its blocks when `collect` reports it."""
         self._decisions.pop(request_id, None)
+        self.seats.leave([request_id])
         if self.meter is not None:
             self.meter.finished(request_id)
         if self.fetching is not None:

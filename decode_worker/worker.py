@@ -40,6 +40,7 @@ from pullfill.engine.chunks import PrefillChunks
 from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.kv_events import KvEvents
 from pullfill.engine.load import EngineLoad
+from pullfill.engine.seats import Seats
 from pullfill.engine.thread import EngineThread
 from pullfill.errors import Outcome
 from pullfill.ids import new_incarnation, new_instance_id
@@ -79,6 +80,8 @@ class DecodeHooks(EngineHooks):
         self._scheduler.tier = self._tier = kv.tier_of(engine.core)
         self.meter = StepMeter(engine.context, PrefillChunks(engine.core))
         self._scheduler.meter = self.meter
+        if options.reserve_seats:
+            self._scheduler.seats = Seats(engine.core)
         self._look_at = 0.0
         self.unproved_blocks: Callable[[], int] = lambda: 0
         self.server = server

@@ -275,6 +275,14 @@ class WorkerOptions(RoleOptions):
         role="decode",
         up=True,
     )
+    reserve_seats: bool = flag(
+        False,
+        "Admit a request only if those that run and those whose KV is on its way are fewer than "
+        "--max-num-seqs",
+        name="--reserve-seats/--no-reserve-seats",
+        role="decode",
+        up=True,
+    )
     control_port: int = flag(0, "Where prefill workers claim jobs; 0: any", role="decode", **PORT)
     advertise_control: str | None = flag(
         None,

@@ -1,4 +1,4 @@
-"""`pullfill prefill --concurrency`, with vLLM's own engine core and scheduler and no model."""
+"""`--concurrency` and `--reserve-seats`, with vLLM's own engine core and scheduler and no model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from pullfill.engine import host as hosts
 from pullfill.engine.args import build_config
 from pullfill.engine.host import EngineHost
+from pullfill.engine.seats import Seats
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.worker import PrefillHooks
@@ -32,8 +33,11 @@ MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockEx
 
 
 class Copies:
-    """A `TransferWorker` whose copies end on a thread of their own, as slowly as a step."""
+    """A `TransferWorker` whose copies end on a thread of their own, as slowly as a step.
 
+    held: reads end only after it is set."""
+
+    held: threading.Event | None = None
     transport, why_not_better = "fake", ()
     pieces, tokens = (1, 1), 0
 
@@ -48,6 +52,8 @@ class Copies:
             task.outstanding += 1
 
         def end() -> None:
+            if read and self.held is not None:
+                self.held.wait(60)
             with task.lock:
                 task.outstanding -= 1
             if last:
@@ -64,12 +70,15 @@ class Copies:
 class Prefills:
     """Runs tasks on an engine. steps: tokens of each prompt in each step that had any.
 
-    reads: number of steps before each prefix read began."""
+    reads: number of steps before each prefix read began.
+    seats: requests that ran, and seats kept for others, when each began."""
 
     context: PrefillContext
     hooks: PrefillHooks
     steps: list[dict[str, int]] = field(default_factory=list)
     reads: dict[str, int] = field(default_factory=dict)
+    seats: list[tuple[int, int]] = field(default_factory=list)
+    copies: Copies = field(default_factory=Copies)
     left: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def watch(self) -> None:
@@ -87,6 +96,24 @@ class Prefills:
 
         side.plan, side.read_prefix = planned, began
 
+    def keep_seats(self, core: Any) -> None:
+        """Keep seats for prefix reads, as a decode worker does for KV that it gets."""
+        seats, side = Seats(core), self.context.scheduler
+        told, read = side.take_in, side.read_prefix
+
+        def take_in() -> tuple[set[str], set[str]]:
+            reads, sent = told()
+            seats.leave(reads)
+            return reads, sent
+
+        def began(task: PrefillTask, *rest: Any) -> None:
+            seats.take(task.request_id)
+            read(task, *rest)
+            running = len(core.scheduler.running)
+            self.seats.append((running, len(seats._taken)))
+
+        side.take_in, side.read_prefix = take_in, began  # type: ignore[method-assign]
+
     def submit(self, name: str, tokens: int, hit: int = 0) -> None:
         blocks = -(-tokens // BLOCK)
 
@@ -99,7 +126,7 @@ class Prefills:
             request_id=name, job_id=name, attempt=1,
             token_ids=random_prompt(tokens, seed=ord(name)), block_size=BLOCK,
             hit_tokens=hit, remote_blocks=list(range(blocks)), fence=FenceToken(slot=0, epoch=0),
-            cache_salt=None, priority=0, transfer_worker=Copies(), on_done=done,
+            cache_salt=None, priority=0, transfer_worker=self.copies, on_done=done,
         )  # fmt: skip
         self.hooks.engine.submit(task)
 
@@ -109,12 +136,12 @@ class Prefills:
 
 
 @contextmanager
-def prefills(model: Path, concurrency: int) -> Iterator[Prefills]:
+def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
     """The engine of a prefill worker, without a model and without a cluster."""
     files = RegionFiles(f"concurrency-{concurrency}")
     config, _ = build_config(
         str(model),
-        [*FLAGS, *MOCK, '--additional-config={"mock": {"step_s": 0.005}}'],
+        [*FLAGS, *MOCK, *flags, '--additional-config={"mock": {"step_s": 0.005}}'],
         connector="PrefillConnector",
         module="pullfill.prefill_worker.connector",
         kv_role="kv_both",
@@ -131,6 +158,8 @@ def prefills(model: Path, concurrency: int) -> Iterator[Prefills]:
         host.hooks = hooks = PrefillHooks(engine)
         made.append(Prefills(context, hooks))
         made[0].watch()
+        if flags:
+            made[0].keep_seats(core)
 
     thread = threading.Thread(target=host.run, args=(built,))
     thread.start()
@@ -173,3 +202,21 @@ def test_without_it_prompts_share_steps(model_path: Path) -> None:
             made.submit(name, 100)
         made.wait(4)
     assert max(len(step) for step in made.steps) > 1
+
+
+def test_running_and_arriving_requests_have_seats_together(model_path: Path) -> None:
+    with prefills(model_path, 0, "--max-num-seqs=3") as made:
+        made.copies.held = threading.Event()
+        made.submit("a", 6 * STEP)
+        for name in "bcdefgh":
+            made.submit(name, 2 * BLOCK, BLOCK)
+        made.submit("i", STEP)
+        # The steps of a wait for no KV. And i, which has no KV to wait for, finds every seat taken.
+        made.wait(1)
+        steps = [step for step in made.steps if "a" in step]
+        assert sum(step["a"] for step in steps) == 6 * STEP
+        made.copies.held.set()
+        made.wait(8)
+    assert len(made.seats) == 7
+    assert max(running + arriving for running, arriving in made.seats) == 3, made.seats
+    assert all(len(step) <= 3 for step in made.steps)

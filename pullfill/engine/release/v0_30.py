@@ -10,10 +10,11 @@ from pullfill.engine.release import v0_31
 class Release(v0_31.Release):
     """There is one parameter for log probabilities of the prompt. The registry knows which models
     take more than text. vLLM does not ask the connector where to allocate the KV cache. On CPU it
-    judges drafts with a kernel for GPUs."""
+    judges drafts with a kernel for GPUs. As many requests run as its model runner has slots."""
 
     speculates_on_cpu = False
     offloads_kv = False
+    seats = "max_num_running_reqs"
 
     prompt_logprobs = ("prompt_logprobs",)
 

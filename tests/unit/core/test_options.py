@@ -50,6 +50,7 @@ GIVEN: dict[str, RoleOptions] = {
         elastic=True,
         kv_digest=DigestMode.SAMPLE,
         kv_mode=KvMode.PULL,
+        reserve_seats=True,
         control_port=4,
         advertise_control="tcp://h:5",
         data_port=6,

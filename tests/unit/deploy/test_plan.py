@@ -226,6 +226,7 @@ class TestCheck:
                 "--prefill-args is for one role",
             ),
             ({"workers": replace(ELASTIC, kv_mode=KvMode.PULL)}, "--kv-mode is for one role"),
+            ({"workers": replace(ELASTIC, reserve_seats=True)}, "--reserve-seats is for one role"),
             ({"workers": replace(ELASTIC, concurrency=1)}, "--concurrency is for one role"),
         ],
     )
