@@ -98,6 +98,7 @@ bench-live-page: ## What the live page costs a frontend, with 8 workers (a minut
 bench-offload: ## What KV offloading saves when conversations outgrow the KV cache (minutes)
 bench-paths: ## What a long prompt costs the streams and itself, by hop and by thread (minutes)
 bench-rates: install-bench ## Goodput at rising rates, measured by guidellm (15 minutes)
+bench-runs: ## Length of contiguous runs after hours of load, and its cost: ARGS=--save (minutes)
 bench-transfer: ## KV transfers against plain copies, sockets, NIXL; a real prefill (minutes)
 bench-transfer: override ARGS += --save
 bench-gpu: ## KV blocks between GPU memories against device copies (needs a GPU)
