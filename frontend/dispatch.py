@@ -135,15 +135,13 @@ class Dispatcher:
         else:
             self._try(flight, self.route, now)
 
-    def abort(self, request_ids: Sequence[str]) -> None:
+    def abort(self, request_ids: Sequence[str], *, answered: bool = False) -> None:
         by_worker: dict[DecodeConnection, list[str]] = {}
         for request_id in request_ids:
             if (flight := self.flights.pop(request_id, None)) is None:
                 continue
             self._waiting.drop(request_id)
-            self.balancer.left(flight)
-            self.suspects.on_end(flight, finished=False)
-            flight.spans.ended(len(flight.tokens), "aborted")
+            self._over(flight, answered)
             if flight.worker is not None:
                 by_worker.setdefault(flight.worker, []).append(flight.wire_id)
         for worker, ids in by_worker.items():
@@ -214,8 +212,7 @@ class Dispatcher:
         flights = worker.flights
         kept = []
         for out in outputs.outputs:
-            flight = flights.get(out.request_id)
-            if flight is None:
+            if (flight := flights.get(out.request_id)) is None:
                 continue  # aborted or migrated meanwhile
             if not flight.proven:
                 self.balancer.first(flight)
@@ -234,8 +231,7 @@ class Dispatcher:
                 if flight.trace.migrated_tokens:
                     out.events = None  # vLLM has those of the first worker: queued, scheduled
             kept.append(out)
-        if len(kept) != len(outputs.outputs):
-            outputs.outputs = kept
+        outputs.outputs = kept
         if kept or outputs.scheduler_stats is not None:
             self._sink.outputs(worker.instance_id, outputs)
 
@@ -258,11 +254,15 @@ class Dispatcher:
             out.new_token_ids = []
             return False
         del self.flights[flight.request_id]
-        flight.trace.ended(flight.arrived, len(flight.tokens), flight.request.sampling_params)
-        self.balancer.left(flight)
-        self.suspects.on_end(flight, finished=True)
-        flight.spans.ended(len(flight.tokens))
+        self._over(flight, True)
         return True
+
+    def _over(self, flight: Flight, answered: bool) -> None:
+        if answered:
+            flight.trace.ended(flight.arrived, len(flight.tokens), flight.request.sampling_params)
+        self.balancer.left(flight)
+        self.suspects.on_end(flight, finished=answered)
+        flight.spans.ended(len(flight.tokens), "" if answered else "aborted")
 
     def _try(self, flight: Flight, step: Callable[..., None], *args: Any) -> None:
         """Run one step of a request that has not ended. An exception ends this request alone."""

@@ -70,8 +70,10 @@ class DecodePort(Protocol):
         A request ends in one of three ways: with an output that has a finish reason, with a call of
         `DecodeClient.failed`, or with a call of `abort`."""
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Forget these requests here and at their workers. Unknown ids are ignored."""
+    def abort(self, request_ids: Sequence[str], *, answered: bool = False) -> None:
+        """Forget these requests here and at their workers. Unknown ids are ignored.
+
+        answered: a stop string has ended their answers. Otherwise their clients went away."""
 
     async def call(self, method: str, args: Sequence[Any], timeout_s: float) -> list[Any]:
         """Run an engine utility on every ready worker. One result for each, in no order.
@@ -122,6 +124,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self._port = port
         self._queue: deque[EngineCoreOutputs] = deque()
         self._wake = asyncio.Event()
+        self._reader: asyncio.Task[Any] | None = None
         self._stats: dict[str, tuple[int, int, float]] = {}
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -140,9 +143,11 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self._port.submit(request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        self._port.abort(request_ids)
+        # vLLM's task that reads outputs finds stop strings. Other tasks abort for clients.
+        self._port.abort(request_ids, answered=asyncio.current_task() is self._reader)
 
     async def get_output_async(self) -> EngineCoreOutputs:
+        self._reader = asyncio.current_task()
         while not self._queue:
             self._wake.clear()
             await self._wake.wait()

@@ -89,6 +89,10 @@ async def test_chat_stream_responses_and_stop_strings(served: Served) -> None:
         assert cut.choices[0].message.content == text[:3]
         assert cut.choices[0].finish_reason == "stop"
         await until(lambda: len(fake.aborted) == 1)
+        async with http.stream("GET", "/pullfill/ui/events") as events:
+            told = (json.loads(s[6:]) async for s in events.aiter_lines() if s.startswith("data: "))
+            ended = {row["id"]: row["at"] for row in (await anext(told))["ended"]}
+        assert ended[cut.id] is not None, "a stop string is no cancel"
         answer = await client.responses.create(model="m", input="hi", max_output_tokens=16)
         assert answer.status in ("completed", "incomplete")
         assert (await http.get(f"/pullfill/requests/{answer.id}")).status_code == 200

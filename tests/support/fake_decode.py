@@ -219,7 +219,9 @@ class FakeDecode:
         elif kind == front_wire.ABRT:
             for request_id in front_wire.decode_ids(payload[0]):
                 self.aborted.append(request_id)
-                self._active.pop(request_id, None)
+                if (gone := self._active.pop(request_id, None)) is not None:
+                    told = front_wire.encode_explain([self._record(gone)])
+                    self._send(gone.identity, front_wire.EXPL, told)
         elif kind == front_wire.PING:
             self.pings += 1
             self._send(identity, front_wire.PONG)
@@ -281,16 +283,9 @@ class FakeDecode:
         for identity, outs in steps.items():
             self._out(identity, outs)
 
-    def _finish(
-        self, active: _Active, tokens: list[int], reason: int, out: Output | None = None
-    ) -> None:
-        request_id = active.request.request_id
-        self._active.pop(request_id, None)
-        out = out or Output(request_id, tokens)
-        out.finish_reason = reason
-        out.kv_transfer_params = {"secret": 1}
-        record = ExplainRecord(
-            request_id=request_id,
+    def _record(self, active: _Active) -> ExplainRecord:
+        return ExplainRecord(
+            request_id=active.request.request_id,
             path="local",
             reason="short",
             prompt_tokens=len(active.request.prompt_token_ids or []),
@@ -299,7 +294,17 @@ class FakeDecode:
             decode_instance=self.instance_id,
             timings_ms=Timings(queue=1.5),
         )
-        self._out(active.identity, [out], front_wire.LAST, front_wire.encode_explain([record]))
+
+    def _finish(
+        self, active: _Active, tokens: list[int], reason: int, out: Output | None = None
+    ) -> None:
+        request_id = active.request.request_id
+        self._active.pop(request_id, None)
+        out = out or Output(request_id, tokens)
+        out.finish_reason = reason
+        out.kv_transfer_params = {"secret": 1}
+        told = front_wire.encode_explain([self._record(active)])
+        self._out(active.identity, [out], front_wire.LAST, told)
 
     def _out(self, identity: bytes, outs: list[Output], *kind: bytes) -> None:
         message = Outputs(outputs=outs, timestamp=time.monotonic() + self.ahead_s)

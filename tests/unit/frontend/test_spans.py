@@ -93,6 +93,21 @@ async def test_an_abort_ends_the_trace(receiver: Receiver) -> None:
     assert receiver.one("frontend.dispatch").error == "aborted"
 
 
+async def test_a_stop_string_is_no_error(receiver: Receiver) -> None:
+    """vLLM finds it in the frontend, and aborts the request at its worker."""
+    worker = FakeDecode(hold=True)
+    async with rig(worker) as r:
+        await r.ready(1)
+        r.dispatcher.submit(traced("a-1", HEADERS))
+        await until(lambda: bool(worker.added))
+        trace = r.dispatcher.flights["a-1"].trace
+        r.dispatcher.abort(["a-1"], answered=True)
+        assert trace.answer_ms is not None, "not cancelled"
+        await until(lambda: worker.aborted == ["a-1"])
+    tracing.close()
+    assert not receiver.one("frontend.request").error
+
+
 async def test_an_unsampled_trace_reaches_the_worker_as_it_came(receiver: Receiver) -> None:
     headers = {"traceparent": f"00-{TRACE}-{CLIENT}-00"}
     worker = await answered("a-1", headers)

@@ -1,0 +1,38 @@
+"""vLLM's side of the frontend: what it tells the dispatcher."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from pullfill.engine.front_client import DecodeClient
+
+
+class Port:
+    """Notes what is aborted."""
+
+    def __init__(self) -> None:
+        self.aborted: list[tuple[list[str], bool]] = []
+
+    def abort(self, request_ids: Sequence[str], *, answered: bool = False) -> None:
+        self.aborted.append((list(request_ids), answered))
+
+
+async def test_an_abort_by_the_reader_of_outputs_is_a_stop_string() -> None:
+    port: Any = Port()
+    client = DecodeClient(None, port)
+
+    async def read() -> None:
+        """As `AsyncLLM._run_output_handler` does."""
+        await client.get_output_async()
+        await client.abort_requests_async(["stopped"])
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    await client.abort_requests_async(["cancelled"])
+    outputs: Any = SimpleNamespace(scheduler_stats=None)
+    client.outputs("decode-1", outputs)
+    await reader
+    assert port.aborted == [(["cancelled"], False), (["stopped"], True)]
