@@ -24,6 +24,9 @@ class TestServers:
         argv = servers.etcd_command(tmp_path, 5000)
         assert Path(argv[0]).read_bytes()[:4] == b"\x7fELF"
         assert all("0.0.0.0" not in argument for argument in argv)
+        flags = dict(flag.removeprefix("--").split("=", 1) for flag in argv[1:])
+        longest_wait_ms = 5 * int(flags["heartbeat-interval"])
+        assert int(flags["election-timeout"]) == longest_wait_ms <= 250, "starts wait for it"
 
     @pytest.mark.parametrize(
         ("url", "expected"),
