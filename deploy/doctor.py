@@ -19,7 +19,7 @@ from rich.text import Text
 
 from pullfill import releases
 from pullfill.config import ClusterRef, ProcessEntry, split_urls
-from pullfill.deploy import machine, members, servers, wheels
+from pullfill.deploy import disk, machine, members, servers, wheels
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
 from pullfill.deploy.procs import is_alive
 from pullfill.deploy.state import StateDir, identity
@@ -100,6 +100,8 @@ def processes(ref: ClusterRef) -> Iterator[Finding]:
     except ConfigError as exc:
         yield Finding(FAIL, str(exc), "pullfill down, then pullfill up")
         return
+    if full := disk.in_words(ref.state_dir):
+        yield Finding(FAIL, *full.rsplit(". ", 1))
     entries = recorded.processes if recorded else []
     for entry in entries:
         if is_alive(identity(entry)):

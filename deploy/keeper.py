@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from pullfill.deploy import plan
+from pullfill.deploy import disk, plan
 from pullfill.deploy.children import Children, StartFailed
 from pullfill.deploy.down import SERVERS, remove_shared_memory
 from pullfill.deploy.procs import exit_words, tail, wait_exit
@@ -142,7 +142,7 @@ class Keeper:
                 self._tell_loss(name)
                 return
             # A frontend refuses a request after two deaths. Giving up would punish the worker.
-            blameless = code == STEP_FAILED and name not in SERVERS
+            blameless = self._disk_full() or (code == STEP_FAILED and name not in SERVERS)
             if not await self._revive(name, deaths, blameless=blameless):
                 return
 
@@ -150,6 +150,8 @@ class Keeper:
         """Start the process again after a pause. False: it is given up, or the cluster stops."""
         while (pause := deaths.pause(time.monotonic(), blameless=blameless)) is not None:
             await self._sleep(pause)
+            while name in SERVERS and self._disk_full() and not self.stopped():
+                await self._sleep(disk.LOOK_S)
             try:
                 return await self.locked(lambda: self._start_again(name))
             except (StartFailed, OSError) as exc:
@@ -180,6 +182,9 @@ class Keeper:
             self._say(
                 f"  serving goes on, but without {name} no {lost} until the next `pullfill up`"
             )
+
+    def _disk_full(self) -> bool:
+        return disk.is_full(self._state.path)
 
     async def locked(self, work: Callable[[], None]) -> bool:
         """Do `work` under the lock of the state directory. False: not done, the cluster stops."""

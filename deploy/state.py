@@ -182,7 +182,11 @@ def new_cluster_id() -> str:
 def _replace(path: Path, content: msgspec.Struct) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     # Flags for vLLM may hold a key (--api-key): for this user only.
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
-    temporary.replace(path)
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+        temporary.replace(path)
+    except OSError:  # e.g. a full disk
+        temporary.unlink(missing_ok=True)
+        raise

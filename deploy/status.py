@@ -16,7 +16,7 @@ from rich.text import Text
 
 from pullfill import cluster_status
 from pullfill.config import ClusterRef
-from pullfill.deploy import suspects
+from pullfill.deploy import disk, suspects
 from pullfill.deploy.members import ask_etcd, ask_frontend, ask_worker, frontend_urls, workers
 from pullfill.deploy.procs import is_alive
 from pullfill.deploy.state import StateDir, identity
@@ -40,7 +40,8 @@ def status(ref: ClusterRef, as_json: bool) -> int:
     console.print(workers_table(state["workers"]))
     for text in state_lines(state):
         console.print(text, highlight=False, soft_wrap=True)
-    for line in process_lines(here):
+    full = ref.state_dir and disk.in_words(ref.state_dir)
+    for line in [*process_lines(here), *filter(None, [full])]:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if rows := state.get("suspects"):
         console.print(suspects.table(rows))

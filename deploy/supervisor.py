@@ -21,6 +21,7 @@ from pullfill.config import ClusterFile, ClusterRef
 from pullfill.deploy import defaults, members, plan, servers
 from pullfill.deploy.changes import Changes
 from pullfill.deploy.children import Children, StartFailed
+from pullfill.deploy.disk import DiskWatch
 from pullfill.deploy.down import take_down
 from pullfill.deploy.keeper import Keeper
 from pullfill.deploy.orders import OrderDesk
@@ -108,6 +109,7 @@ class Supervisor:
         changes = Changes(self._options, self._children, keeper, self._ref, self._cluster_id)
         loop = asyncio.get_running_loop()
         stop, ended = loop.create_task(self._stop.wait()), loop.create_task(keeper.ended())
+        disk = loop.create_task(DiskWatch(self._children, restart=self._options.restart).watch())
         async with OrderDesk(self._state, changes.carry_out, self._view.say):
             await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
             if detached and any(entry.gave_up for entry in self._cluster.processes):
@@ -122,9 +124,9 @@ class Supervisor:
             with suppress(Locked), self._state.locked(), self._view:
                 await self._take_down(self._options.workers.drain_timeout_s)
         await keeper.forget(*keeper.watched)
-        for task in (stop, ended):
+        for task in (stop, ended, disk):
             task.cancel()
-        await asyncio.gather(stop, ended, return_exceptions=True)
+        await asyncio.gather(stop, ended, disk, return_exceptions=True)
         self._children.reap()
 
     def let_go(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -74,7 +75,7 @@ class ProcessView:
         if self._live is None:
             seconds = f" after {took:.1f} s" if took is not None and row is not None else ""
             tail = f"  {note}" if note else ""
-            self.console.print(f"{name:<12} {state}{seconds}{tail}", highlight=False, markup=False)
+            self._print(Text(f"{name:<12} {state}{seconds}{tail}"))
 
     def drop(self, name: str) -> None:
         """Show the process no more."""
@@ -82,7 +83,12 @@ class ProcessView:
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line, above the table if there is one."""
-        self.console.print(Text(text, style=style), soft_wrap=True)
+        self._print(Text(text, style=style), soft_wrap=True)
+
+    def _print(self, text: Text, *, soft_wrap: bool = False) -> None:
+        # The log of a supervisor may be on a full disk. Its processes are kept all the same.
+        with suppress(OSError):
+            self.console.print(text, soft_wrap=soft_wrap)
 
     def _table(self) -> Table:
         table = Table(title=self.title, title_justify="left", box=None, padding=(0, 2, 0, 0))

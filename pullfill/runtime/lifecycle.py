@@ -108,8 +108,9 @@ def leave(code: int) -> NoReturn:
     for work in list(_last):
         with contextlib.suppress(Exception):
             work()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for output in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # e.g. a log on a full disk
+            output.flush()
     os._exit(code)
 
 

@@ -123,7 +123,7 @@ def test_a_supervisor_only_waits_and_the_cluster_outlives_it(state: Path) -> Non
         time.sleep(0.5)
         before = switches(launch.supervisor_pid)
         time.sleep(1.0)
-        assert switches(launch.supervisor_pid) == before, "it does not poll"
+        assert switches(launch.supervisor_pid) == before, "it only looks at its disk, every 5 s"
         os.kill(launch.supervisor_pid, signal.SIGKILL)
         wait_for(lambda: not procs.is_alive(launch.supervisor), "it is gone")
         assert servers_answer(state)

@@ -48,6 +48,18 @@ def test_a_second_signal_ends_a_process_that_listens_to_nothing() -> None:
         assert process.wait(20) == 1
 
 
+def test_who_logs_to_a_full_disk_ends_with_the_code_that_was_meant() -> None:
+    code = """
+import sys
+from pullfill.runtime import lifecycle
+sys.stdout = open("/dev/full", "w")
+print("lost")
+lifecycle.leave(3)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == 3
+
+
 async def test_only_a_second_signal_forces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal after a revoked lease (`pullfill drain`, then `pullfill down`) is the first one."""
     ends: list[int] = []

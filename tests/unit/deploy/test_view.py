@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 
 from rich.console import Console
@@ -20,3 +21,15 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert len(lines) == 2
     assert "http://[::1]:1" in lines[0]
     assert "ready after" in lines[1]
+
+
+class _Full(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_log_on_a_full_disk_ends_nobody() -> None:
+    view = ProcessView(Console(file=_Full()), "x")
+    with view:
+        view.set("etcd", "starting")
+    view.say("etcd died")
