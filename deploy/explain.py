@@ -73,6 +73,9 @@ def _lines(record: ExplainRecord) -> Iterator[Text]:
     yield Text(f"  {_what_happened(record)}")
     off = f" ({record.offloaded_tokens} offloaded)" if record.offloaded_tokens else ""
     fetched = f" + {record.fetched_tokens} fetched" if record.fetched_tokens else ""
+    if record.stages:
+        yield from _stages(record)
+        return
     yield Text(
         f"  prompt: {record.prompt_tokens} tokens = {record.prefix_hit_tokens} cached{off}{fetched}"
         f" + {record.remote_tokens} prefilled remotely + {local} locally"
@@ -109,7 +112,21 @@ def _lines(record: ExplainRecord) -> Iterator[Text]:
             yield Text(f"    not over {reason}", style="dim")
 
 
+def _stages(record: ExplainRecord) -> Iterator[Text]:
+    """What stock vLLM servers did."""
+    if record.prompt_tokens:
+        yield Text(f"  prompt: {record.prompt_tokens} tokens")
+    for each in record.stages:
+        style = "" if each.result == "ok" else "red"
+        span = f"{each.begin_ms:.0f} to {each.end_ms:.0f} ms"
+        yield Text(f"  {each.stage} at {each.server}, {span}: {each.result}", style=style)
+        if each.choice is not None:
+            yield Text(f"    chosen by policy {each.choice.policy} (reason: {each.choice.reason})")
+
+
 def _what_happened(record: ExplainRecord) -> str:
+    if record.stages:
+        return f"served by stock vLLM servers: {record.path} (reason: {record.reason})"
     if record.path == "remote":
         return f"prefilled by a prefill worker (reason: {record.reason})"
     if record.fallback:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pullfill.net.security import OPEN, Security
-from pullfill.options import PORT, FrontendOptions, WorkerOptions, flag, parse_numbers
+from pullfill.option_values import parse_numbers
+from pullfill.options import PORT, FrontendOptions, WorkerOptions, flag
 
 _DEVICES = "Only these GPUs for {} workers, e.g. 0-3; on CPU, these cores"
 

@@ -32,6 +32,8 @@ from pullfill.frontend.cluster import ROLES, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
+from pullfill.frontend.forward import setup as forward_setup
+from pullfill.frontend.forward.setup import Forwarding
 from pullfill.frontend.http_auth import HttpAuth
 from pullfill.frontend.live_view import LiveView
 from pullfill.frontend.peers import Peers
@@ -62,6 +64,7 @@ def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str])
     log.setup("frontend", as_json=options.log_format is LogFormat.JSON)
     try:
         check.require_version()
+        forward_setup.check(options)
         listeners = listeners_of(options)
     except (ConfigError, IncompatibleError) as exc:
         log.complain(exc)
@@ -287,9 +290,15 @@ class _Frontend:
             )
             directory.subscribe(live.marks.on_change)
             suspects = dispatcher.suspects.listed
-            admin = Admin(pool, view, explain, front.settle, suspects, board.listed, live)
+            stock = Forwarding.of(options, prepared.names, lambda: settings.current)
+            admin = Admin(pool, view, explain, front.settle, suspects, board.listed, live, stock)
             admin.attach(front.app)
-            admission = Admission(front.app, pool.wait_ready, options.max_inflight)
+            if stock is None:
+                admission = Admission(front.app, pool.wait_ready, options.max_inflight)
+            else:
+                stack.push_async_callback(stock.close)
+                layer = stock.layer(front.app, pool, lambda: settings.current.stock_share, explain)
+                admission = Admission(layer, layer.wait_ready, options.max_inflight)
             app = HttpAuth(admission, *keys, root_path=prepared.args.root_path or "")
             membership = Membership(
                 client, cluster.namespace, options.lease_ttl_s, self._make_record(prepared.names[0])

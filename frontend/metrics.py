@@ -67,3 +67,13 @@ PREFIX_GAPS = Counter(
 PREFIX_MISSING = Gauge(
     "pullfill_prefix_missing_workers", "Decode workers whose cached blocks are not known"
 )
+FORWARDED = Counter(
+    "pullfill_forwarded",
+    "Requests that were served by stock vLLM servers, by forwarder (staged, batch) and result: ok, "
+    "refused (the server's own error), failed, broken (after the first byte), left (by the client)",
+    ["forwarder", "result"],
+)
+FORWARD_FAILED = Counter(
+    "pullfill_forward_failed_stages", "Stages that failed at a stock vLLM server", ["stage"]
+)
+STOCK_SERVERS = Gauge("pullfill_stock_servers", "Known stock vLLM servers", ["role", "state"])

@@ -28,12 +28,13 @@ PREDICTED_BLOCKS = 1 << 18
 class Placement:
     """The state of one frontend's choices. Single event loop.
 
-    rng: see `Chooser`."""
+    rng: see `Chooser`.
+    predicted_s: see PREDICTED_S."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, predicted_s: float = PREDICTED_S) -> None:
         self.fleet = Fleet()
         self.chooser = Chooser(rng)
-        self._predicted = Predicted(PREDICTED_BLOCKS, PREDICTED_S)
+        self._predicted = Predicted(PREDICTED_BLOCKS, predicted_s)
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._next = itertools.count()

@@ -19,6 +19,8 @@ from pullfill.frontend.cluster import ASKED_BY, ClusterView, reasons_of
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.explain import MAX_RECORDS, ExplainStore, to_json
+from pullfill.frontend.forward.entries import ROLES
+from pullfill.frontend.forward.setup import Forwarding
 from pullfill.frontend.live_view import LiveView
 from pullfill.runtime import exposition
 from pullfill.wire import WorkerState
@@ -36,6 +38,7 @@ class Admin:
     refused: returns those of all frontends. They replace entries of the same fingerprint.
     settle: enters vLLM's late statistics into the metrics. Called before the metrics are read.
     page: makes what the live page shows.
+    stock: the stock vLLM servers, if there may be any.
     draining: the process takes no new requests. See `drain`."""
 
     pool: WorkerPool
@@ -45,6 +48,7 @@ class Admin:
     suspected: Callable[[], list[dict[str, object]]]
     refused: Callable[[], list[dict[str, object]]]
     page: LiveView
+    stock: Forwarding | None = None
     draining: bool = False
 
     def attach(self, app: Starlette) -> None:
@@ -70,29 +74,37 @@ class Admin:
         records = self.view.records()
         decode = len(self.pool.candidates())
         prefill = sum(r.role == "prefill" and r.state is WorkerState.READY for r in records)
-        ok = decode > 0 and not self.draining
+        stock, troubles = self.stock, [] if self.stock is None else self.stock.servers.troubles()
+        by_stock = stock is not None and not stock.stock.trouble()
+        ok = (decode > 0 or by_stock) and not self.draining
         reasons = ["this frontend drains"] if self.draining else []
-        if not decode:
+        if not decode and not by_stock:
             reasons.append(NO_WORKER)
-        if not prefill:
+        # Stock servers alone are a whole fleet.
+        if not prefill and (decode or not by_stock):
             reasons.append(NO_PREFILL)
+        reasons += troubles
         away = await self.view.reasons()
         unknown = self.pool.prefixes.troubles(asyncio.get_running_loop().time())
         away += [f"{name}: {trouble}" for name, trouble in unknown.items()]
         reasons += away + self.pool.refusals() + reasons_of(records)
         body = {
             "ready": ok,
-            "degraded": prefill == 0 or bool(away),
+            "degraded": (prefill == 0 and not (by_stock and not decode)) or bool(away or troubles),
             "reasons": reasons,
             "decode": decode,
             "prefill": prefill,
         }
+        if stock is not None:
+            body["stock"] = {role: len(stock.servers.ready(role)) for role in ROLES}
         return JSONResponse(body, status_code=200 if ok else 503)
 
     async def status(self, _: Request) -> Response:
         rows = {row["fingerprint"]: row for row in (*self.suspected(), *self.refused())}
         status = await self.view.status()
         self._add_routing(status["workers"])
+        if self.stock is not None:
+            status["stock"] = self.stock.servers.status()
         return JSONResponse({**status, "suspects": list(rows.values())})
 
     def _add_routing(self, workers: list[dict[str, Any]]) -> None:

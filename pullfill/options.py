@@ -5,15 +5,14 @@ of the processes that `pullfill up` starts (`arguments`).
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum, StrEnum
 from typing import Any, TypeVar, get_type_hints
-from urllib.parse import urlsplit
 
-from pullfill.config import STANDING_LINKS, STATE_DIR_ENV, TRANSPORTS, ClusterRef
+from pullfill.config import STANDING_LINKS, STATE_DIR_ENV, ClusterRef
 from pullfill.errors import ConfigError
 from pullfill.net.security import SECURITY_ENV
+from pullfill.option_values import check_address, check_url, parse_cores, parse_transports
 from pullfill.wire import DigestMode, KvMode
 
 T = TypeVar("T")
@@ -24,6 +23,26 @@ class LogFormat(StrEnum):
 
     TEXT = "text"
     JSON = "json"
+
+
+class ForwarderName(StrEnum):
+    """`--forwarder`: how stock vLLM servers are used."""
+
+    PULL = "pull"
+    STAGED = "staged"
+    BATCH = "batch"
+
+
+class Dispatch(StrEnum):
+    """`--dispatch`: in which order both servers of a request are asked.
+
+    serial: decode when the prefill is done, with the parameters that the prefill server returned.
+    parallel: both at once. They find each other by an id.
+    single: the decode server only. It is told where its prefill server is."""
+
+    SERIAL = "serial"
+    PARALLEL = "parallel"
+    SINGLE = "single"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,63 +111,6 @@ def arguments(options: Any, role: str = "") -> Iterator[str]:
             yield yes if value else no
         else:
             yield from (one.name, value.value if isinstance(value, Enum) else one.text(value))
-
-
-# --------------------------------------------------------------------------- values
-
-
-def parse_transports(text: str | None) -> frozenset[str] | None:
-    """Return the transports that are named. None: whatever works. Raises ConfigError."""
-    if text is None:
-        return None
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    wrong = [name for name in names if name not in TRANSPORTS]
-    if wrong or not names:
-        what = f"no transport is called {wrong[0]!r}" if wrong else "--transports names none"
-        raise ConfigError(f"{what}: use one or more of {', '.join(TRANSPORTS)}")
-    return frozenset(names)
-
-
-def check_address(flag: str, address: str | None) -> str | None:
-    """Return the address to publish as `tcp://HOST:PORT`. Raises ConfigError."""
-    if address is None:
-        return None
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536 or "#" in host:
-        raise ConfigError(f"{flag} {address!r}: give tcp://HOST:PORT")
-    return f"tcp://{host}:{port}"
-
-
-def check_url(flag: str, url: str | None) -> str | None:
-    """Return the address to publish as `http[s]://HOST[:PORT]`. Raises ConfigError."""
-    if url is None:
-        return None
-    with suppress(ValueError):
-        parts = urlsplit(url)
-        plain = not (parts.query or parts.fragment or parts.username)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and plain:
-            return url.rstrip("/")
-    raise ConfigError(f"{flag} {url!r}: give http://HOST:PORT or https://HOST:PORT")
-
-
-def parse_cores(text: str | None) -> tuple[int, ...]:
-    """Return the core numbers of `3` or `0-3,8`. Raises ConfigError."""
-    return parse_numbers("--cpu", text, "core numbers")
-
-
-def parse_numbers(flag: str, text: str | None, what: str = "numbers") -> tuple[int, ...]:
-    """Return the numbers of `3` or `0-3,8`, each once. None: (). Raises ConfigError."""
-    found: list[int] = []
-    for part in text.split(",") if text is not None else ():
-        low, dash, high = part.strip().partition("-")
-        try:
-            first, last = int(low), int(high) if dash else int(low)
-        except ValueError:
-            first, last = 0, -1
-        if last < first:
-            raise ConfigError(f"{flag} {text!r}: give {what}, e.g. 1 or 0-3")
-        found.extend(range(first, last + 1))
-    return tuple(dict.fromkeys(found))
 
 
 # --------------------------------------------------------------------------- options
@@ -357,4 +319,38 @@ class FrontendOptions(RoleOptions):
         "Tell others this address instead of the one it listens at, e.g. https://h:443",
         metavar="URL",
         parse=lambda text: check_url("--advertise", text),
+    )
+    forwarder: ForwarderName = flag(
+        ForwarderName.PULL,
+        "How stock vLLM servers are used. pull: not at all; staged: prefill, then the decode "
+        "server that suits best when it is done; batch: both are chosen at once",
+        metavar="pull|staged|batch",
+        up=True,
+    )
+    protocol: str = flag(
+        "nixl",
+        "What connects stock prefill servers with decode servers",
+        metavar="nixl|mooncake|p2p",
+        up=True,
+    )
+    dispatch: Dispatch | None = flag(
+        None,
+        "With batch: ask the prefill server first, both at once, or the decode server only"
+        "  [default: serial; mooncake: parallel]",
+        metavar="serial|parallel|single",
+        up=True,
+    )
+    servers: str | None = flag(
+        None,
+        "Stock vLLM servers: ROLE=URL[@KV],..., e.g. prefill=http://h1:8100,decode=http://h2:8200",
+        metavar="LIST",
+        up=True,
+    )
+    stock_silence_s: float = flag(
+        120.0,
+        "Longest silence of a stock vLLM server during a request; ten times that while it "
+        "computes an answer that is not streamed",
+        metavar="S",
+        least=1,
+        up=True,
     )

@@ -184,6 +184,21 @@ class DecodeChoice(Message, frozen=True, kw_only=True):
     reason: Text
 
 
+class ForwardStage(Message, frozen=True, kw_only=True):
+    """One stage of a request at a stock vLLM server, as tried.
+
+    stage: `prefill` or `decode`. server: its URL. choice: how it was chosen.
+    result: `ok`, or what went wrong.
+    begin_ms, end_ms: since the request came."""
+
+    stage: str
+    server: str
+    result: str
+    begin_ms: Finite
+    end_ms: Finite
+    choice: DecodeChoice | None = None
+
+
 class ExplainRecord(Message, frozen=True, kw_only=True):
     """Why and how one request was served (`pullfill explain`, GET /pullfill/requests/{id}).
 
@@ -207,6 +222,8 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     regret_ms: how much sooner the best of the other choices was expected. None: unknown.
     outage: what was unreachable, and for how long, when the prompt was kept local or taken back.
     Or the result of the self-check that kept it local.
+    stages: what stock vLLM servers did, if a forwarder served the request. Then `path` is the
+    forwarder, and the instances are URLs.
     """
 
     request_id: str
@@ -238,6 +255,7 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     decode_choice: DecodeChoice | None = None
     redirected_from: str | None = None
     redirect_reason: str | None = None
+    stages: tuple[ForwardStage, ...] = ()
 
 
 class DepthReport(Message, frozen=True, kw_only=True):

@@ -52,6 +52,7 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     does so as soon as that is needed to meet the target for the first token.
     tight_ttft_ms: jobs whose target for the first token is at most this come first in the queue.
     loose_ttft_ms: jobs whose target for the first token is at least this come last in the queue.
+    stock_share: share of the requests that a frontend's stock vLLM servers get, if it has any.
     """
 
     policy: RouterPolicy = RouterPolicy.CONDITIONAL
@@ -69,6 +70,7 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     hedge: bool = False
     tight_ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 500.0
     loose_ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 5000.0
+    stock_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
 
 
 class QueueSettings(Message, frozen=True, kw_only=True):

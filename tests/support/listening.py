@@ -31,9 +31,9 @@ async def listening(handler: Handler) -> AsyncIterator[tuple[str, int]]:
 
 
 @asynccontextmanager
-async def serving(app: web.Application) -> AsyncIterator[str]:
-    """The URL where `app` answers."""
-    runner = web.AppRunner(app)
+async def serving(app: web.Application, *, cancelling: bool = False) -> AsyncIterator[str]:
+    """The URL where `app` answers. cancelling: a handler is cancelled when its client leaves."""
+    runner = web.AppRunner(app, handler_cancellation=cancelling)
     await runner.setup()
     loop = asyncio.get_running_loop()
     assert runner.server is not None

@@ -12,16 +12,17 @@ from typer.testing import CliRunner
 
 from pullfill.deploy import cli, roles
 from pullfill.errors import ConfigError
+from pullfill.option_values import check_address, parse_transports
 from pullfill.options import (
     ClusterOptions,
+    Dispatch,
+    ForwarderName,
     FrontendOptions,
     LogFormat,
     RoleOptions,
     WorkerOptions,
     arguments,
-    check_address,
     declared,
-    parse_transports,
 )
 from pullfill.wire import DigestMode, KvMode
 
@@ -66,6 +67,11 @@ GIVEN: dict[str, RoleOptions] = {
         restart_wait_s=4.5,
         prefix_index_blocks=13,
         advertise="https://h",
+        forwarder=ForwarderName.BATCH,
+        protocol="mooncake",
+        dispatch=Dispatch.SERIAL,
+        servers="decode=http://h:1",
+        stock_silence_s=3.5,
     ),
 }
 CLUSTER = ClusterOptions(state_dir="d", etcd="e", nats="n", namespace="ns", security="s")

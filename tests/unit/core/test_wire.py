@@ -136,6 +136,7 @@ def test_router_settings_default_to_the_promised() -> None:
         "hedge": False,
         "tight_ttft_ms": 500.0,
         "loose_ttft_ms": 5000.0,
+        "stock_share": 1.0,
         "ttft_ms": 1000.0,
         "itl_ms": 50.0,
     }
@@ -153,7 +154,7 @@ def test_explain_and_queue_have_the_promised_shape() -> None:
         "transport", "why_not_better", "migrated_from", "migrated_tokens", "outage",
         "expected_s", "offloaded_tokens", "decode_choice", "fetched_tokens", "fetched_from",
         "fetch", "choice", "predicted_ms", "outcome_ms", "regret_ms",
-        "redirected_from", "redirect_reason",
+        "redirected_from", "redirect_reason", "stages",
     }  # fmt: skip
     assert set(shape["timings_ms"]) == {
         "route", "queue", "claim", "prefix_read", "fetch", "prefill", "kv_write", "tail",

@@ -14,7 +14,8 @@ from pullfill.config import ClusterRef
 from pullfill.deploy import accelerator, cli, defaults, plan, vllm_flags
 from pullfill.deploy.procs import CLUSTER_ENV
 from pullfill.errors import ConfigError
-from pullfill.options import FrontendOptions, WorkerOptions, parse_cores
+from pullfill.option_values import parse_cores
+from pullfill.options import FrontendOptions, WorkerOptions
 from pullfill.wire import DigestMode, KvMode
 
 ELASTIC = WorkerOptions(elastic=True)

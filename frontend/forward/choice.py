@@ -1,0 +1,108 @@
+"""Which stock server gets a stage: the same policies as for decode workers (`decode_choice`).
+
+Each role has a `Placement` of its own. A stock server tells no blocks, so the policy `kv` knows
+only where this frontend sent the beginning of a prompt: an entry lives for REMEMBER_S at least.
+The hashes are those of `bodies`, over the bytes of the prompt.
+
+The load of a server is what its /metrics says, and what this frontend has sent since. /metrics
+counts waiting requests, not their tokens: each is taken for a prompt of the mean length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Sequence
+
+from pullfill.frontend.decode_choice import Candidates
+from pullfill.frontend.fleet import Share
+from pullfill.frontend.forward.bodies import BLOCK, Prompt
+from pullfill.frontend.forward.servers import Server
+from pullfill.frontend.placement import Placement
+from pullfill.wire import DecodeChoice, DecodePolicy
+
+REMEMBER_S = 600.0
+_MEAN = 0.95
+
+
+class Pick:
+    """A chosen server, counted until `end`. Both methods may be called again without effect."""
+
+    def __init__(self, server: Server, share: Share, choice: DecodeChoice) -> None:
+        self.server, self.choice = server, choice
+        self._share = share
+
+    def first(self) -> None:
+        """The prompt is computed."""
+        self._share.first()
+
+    def end(self, made: int = 0) -> None:
+        """The request has left the server. made: tokens of its answer."""
+        self._share.end(made)
+
+
+class Choice:
+    """Chooses among the servers of one role.
+
+    policy: returns the policy to use now."""
+
+    def __init__(self, policy: Callable[[], DecodePolicy], rng: random.Random) -> None:
+        self._policy = policy
+        self._placement = Placement(rng, REMEMBER_S)
+        self._servers: Sequence[Server] = ()
+        self._by_id: dict[str, Server] = {}
+        self._among = Candidates.of([])
+        self._mean_tokens = 256.0
+
+    def choose(
+        self, prompt: Prompt, servers: Sequence[Server], not_these: Collection[Server] = ()
+    ) -> Pick:
+        """Return one of `servers`, which is not empty, and count the prompt there.
+
+        not_these: chosen only if there are no others."""
+        left = [server for server in servers if server not in not_these]
+        if left and len(left) < len(servers):
+            among = self._candidates(left)
+            by_id = {server.url: server for server in left}
+        else:
+            if servers is not self._servers:  # a new list after each change
+                self._servers = servers
+                self._by_id = {server.url: server for server in servers}
+                self._among = self._candidates(servers)
+            among, by_id = self._among, self._by_id
+        now, policy = asyncio.get_running_loop().time(), self._policy()
+        self._mean_tokens = _MEAN * self._mean_tokens + (1 - _MEAN) * prompt.tokens
+        hashes = prompt.hashes if policy is DecodePolicy.KV else None
+        choice = self._placement.choose(
+            policy, prompt.tokens, among, now, block=BLOCK, hashes=hashes
+        )
+        share = self._placement.send(choice, prompt.tokens, now, block=BLOCK, hashes=hashes)
+        told = DecodeChoice(
+            policy=policy,
+            matched_tokens=choice.matched_tokens,
+            score=None if choice.score is None else round(choice.score, 1),
+            reason=choice.reason,
+        )
+        return Pick(by_id[choice.view.instance_id], share, told)
+
+    def report(self, server: Server) -> None:
+        """Take the load that a server's /metrics shows."""
+        load = server.load
+        if load is None:
+            return
+        fleet = self._placement.fleet
+        fleet.join(server.url)
+        tokens = load.kv_blocks * load.block_size
+        used = load.kv_used * tokens / BLOCK if tokens else load.running * 8.0
+        free = (1 - load.kv_used) * tokens / BLOCK
+        fleet.report(server.url, load.waiting * self._mean_tokens, used, free)
+        if not tokens:
+            fleet.join(server.url).free_blocks = None
+
+    def gone(self, server: Server) -> None:
+        """Forget a server."""
+        self._placement.drop(server.url)
+        self._servers = ()
+
+    def _candidates(self, servers: Sequence[Server]) -> Candidates:
+        return self._placement.candidates([server.url for server in servers])

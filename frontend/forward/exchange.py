@@ -1,0 +1,152 @@
+"""One HTTP request to a stock server, and its answer as it comes.
+
+An `Exchange` owns its connection. `close` closes it, unless the answer has been read to its end:
+then it stays open for the next request. vLLM aborts a request whose connection is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+
+import aiohttp
+
+from pullfill.frontend.forward.servers import Server
+
+CONNECT_S = 3.0
+_HOP = frozenset({
+    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
+    b"transfer-encoding", b"upgrade", b"host", b"content-length", b"accept-encoding", b"expect",
+    b"x-request-id", b"content-type",
+})  # fmt: skip
+"""Headers of the client's that are not passed on, or are set anew."""
+_NOT_BACK = frozenset(
+    {"connection", "keep-alive", "transfer-encoding", "date", "server", "trailer"}
+)
+
+
+class StageFailed(Exception):
+    """A server has not answered as it must.
+
+    server: the server. None: there is none.
+    again: whether another server may do better.
+    lost: it could not be reached, or broke off. Then it gets no more requests for now.
+    unsent: it has not got the request.
+    status, body: its answer, if it is one of vLLM's errors. status is 504 if it was too slow."""
+
+    def __init__(
+        self,
+        server: Server | None,
+        why: str,
+        *,
+        again: bool = True,
+        lost: bool = False,
+        unsent: bool = False,
+        status: int = 0,
+        body: bytes = b"",
+    ) -> None:
+        super().__init__(why)
+        self.server, self.why, self.again, self.lost = server, why, again, lost
+        self.unsent, self.status, self.body = unsent, status, body
+
+
+def request_headers(
+    headers: Iterable[tuple[bytes, bytes]], request_id: str, key: str
+) -> list[tuple[str, str]]:
+    """Return the headers for a server. key: an API key that replaces the client's, or empty."""
+    found = [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in headers
+        if name not in _HOP and not (key and name == b"authorization")
+    ]
+    if key:
+        found.append(("authorization", f"Bearer {key}"))
+    return [*found, ("content-type", "application/json"), ("x-request-id", request_id)]
+
+
+class Exchange:
+    """An answer whose head and first bytes have come. Make it with `begin`.
+
+    first: its first bytes; all of it unless `events`. events: it is a stream of events."""
+
+    def __init__(self, server: Server, response: aiohttp.ClientResponse, first: bytes) -> None:
+        self.server = server
+        self.status = response.status
+        self.events = response.content_type == "text/event-stream"
+        self.first = first
+        self._response = response
+
+    @classmethod
+    async def begin(
+        cls,
+        session: aiohttp.ClientSession,
+        server: Server,
+        path: str,
+        headers: list[tuple[str, str]],
+        body: bytes,
+        *,
+        silence_s: float,
+    ) -> Exchange:
+        """Send a request and wait for the answer, or for its first bytes if it is a stream.
+
+        silence_s: longest wait for the next bytes. Raises StageFailed."""
+        response: aiohttp.ClientResponse | None = None
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s)
+        try:
+            async with server.watched():
+                # Not as a context manager: the answer is read on after this.
+                response = await session.post(
+                    server.url + path,
+                    data=body,
+                    headers=headers,
+                    timeout=timeout,
+                    allow_redirects=False,
+                )
+                if response.content_type != "text/event-stream":
+                    first = await response.read()
+                elif not (first := await response.content.readany()):
+                    raise aiohttp.ClientPayloadError("the answer is empty")
+            return cls(server, response, first)
+        except BaseException as exc:
+            if response is not None:
+                response.close()
+            if isinstance(exc, aiohttp.ClientError | TimeoutError | OSError):
+                raise failure(server, exc, silence_s) from exc
+            raise
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers for the client."""
+        return [
+            (name.lower().encode("latin-1"), value.encode("latin-1"))
+            for name, value in self._response.headers.items()
+            if name.lower() not in _NOT_BACK
+        ]
+
+    async def rest(self, silence_s: float) -> AsyncGenerator[bytes, None]:
+        """Yield what comes after `first`. Raises StageFailed if it breaks off."""
+        try:
+            async with self.server.watched():
+                while chunk := await self._response.content.readany():
+                    yield chunk
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            raise failure(self.server, exc, silence_s) from exc
+
+    def close(self) -> None:
+        """Close the connection, unless the answer has been read to its end."""
+        self._response.close()
+
+
+def failure(server: Server, exc: Exception, silence_s: float) -> StageFailed:
+    """Return what an exception of aiohttp says of a server."""
+    who = f"{server.role} server {server.url}"
+    if isinstance(exc, aiohttp.ServerTimeoutError) and not isinstance(
+        exc, aiohttp.ConnectionTimeoutError
+    ):
+        # Never again: it may be a request that each server is too slow for.
+        text = f"{who} sent nothing for {silence_s:g} s"
+        return StageFailed(server, text, again=False, status=504)
+    if isinstance(exc, TimeoutError) and not isinstance(exc, aiohttp.ClientError):
+        return StageFailed(server, f"{who} is {server.state}: {server.why}")
+    text = str(exc) or type(exc).__name__
+    unsent = isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    what = "cannot be reached" if unsent else "broke off"
+    return StageFailed(server, f"{who} {what} ({text})", lost=True, unsent=unsent)

@@ -1,0 +1,53 @@
+"""vLLM's MooncakeConnector: both servers meet by a transfer id.
+
+Read from vLLM 0.32, `kv_connector/v1/mooncake/mooncake_connector.py`:
+
+- The prefill stage has `do_remote_decode` and `transfer_id`. Its answer has no parameters.
+- The decode stage has `do_remote_prefill`, the same `transfer_id`, `remote_engine_id`, and the
+  address of the prefill server's bootstrap service, `remote_bootstrap_addr`. The decode server
+  asks there which workers to read from, and waits until the prefill is done.
+- `GET /query` of the bootstrap service names the engine of each data-parallel rank. Servers with
+  more than one rank are addressed by rank 0 only.
+
+So both stages can start at once. The KV address of a prefill server is its bootstrap service
+(`VLLM_MOONCAKE_BOOTSTRAP_PORT`, 8998 unless set).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pullfill.frontend.forward.protocol import Stages
+from pullfill.options import Dispatch
+
+
+class Mooncake:
+    name = "mooncake"
+    connector = "MooncakeConnector"
+    dispatches = (Dispatch.PARALLEL, Dispatch.SERIAL)
+    pairs = False
+
+    def request_id(self, stages: Stages, request_id: str) -> str:
+        return request_id
+
+    def prefill(self, stages: Stages) -> dict[str, Any]:
+        return {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": f"xfer-{stages.key}",
+        }
+
+    def decode(self, stages: Stages) -> dict[str, Any]:
+        return {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_engine_id": stages.prefill.engine_id,
+            "remote_bootstrap_addr": stages.prefill.kv_url,
+            "transfer_id": f"xfer-{stages.key}",
+        }
+
+    def lacks(self, stages: Stages) -> str:
+        return ""
+
+    def needs(self, role: str) -> str:
+        return "its bootstrap address as KV address" if role == "prefill" else ""

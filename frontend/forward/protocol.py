@@ -1,0 +1,99 @@
+"""What stock vLLM's KV connectors need of a proxy: one small class for each.
+
+A protocol says three things: the bodies of both stages, the orders of dispatch that its connector
+can work with, and whether the servers must be known to each other before the prefill starts. It
+sends nothing itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pullfill.errors import ConfigError
+from pullfill.frontend.forward.servers import Server
+from pullfill.options import Dispatch, ForwarderName
+
+
+@dataclass(slots=True)
+class Stages:
+    """One attempt at one request.
+
+    key: 32 hex digits, new for each attempt. Connectors that meet by an id meet by this one.
+    prefill, decode: the servers. With `staged`, decode is None until the prefill is done.
+    returned: `kv_transfer_params` of the prefill server's answer."""
+
+    key: str
+    prefill: Server
+    decode: Server | None = None
+    returned: dict[str, Any] | None = None
+
+
+class KvProtocol(Protocol):
+    """dispatches: what it can work with, its usual order first.
+
+    pairs: both servers are named in the request of the prefill stage.
+    connector: the connector, for messages."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def connector(self) -> str: ...
+    @property
+    def dispatches(self) -> tuple[Dispatch, ...]: ...
+    @property
+    def pairs(self) -> bool: ...
+
+    def request_id(self, stages: Stages, request_id: str) -> str:
+        """Return the `X-Request-Id` of both stages."""
+        ...
+
+    def prefill(self, stages: Stages) -> dict[str, Any]:
+        """Return `kv_transfer_params` of the prefill stage."""
+        ...
+
+    def decode(self, stages: Stages) -> dict[str, Any]:
+        """Return `kv_transfer_params` of the decode stage."""
+        ...
+
+    def lacks(self, stages: Stages) -> str:
+        """Return what is wrong with a prefill server's answer. Empty: nothing."""
+        ...
+
+    def needs(self, role: str) -> str:
+        """Return what a server of this role must be registered with. Empty: its URL only."""
+        ...
+
+
+def protocol_of(name: str) -> KvProtocol:
+    """Return the protocol of this name. Raises ConfigError."""
+    from pullfill.frontend.forward.mooncake import Mooncake
+    from pullfill.frontend.forward.nixl import Nixl
+    from pullfill.frontend.forward.p2p import P2p
+
+    known: dict[str, type[KvProtocol]] = {"nixl": Nixl, "mooncake": Mooncake, "p2p": P2p}
+    if name not in known:
+        raise ConfigError(f"no protocol is called {name!r}: use one of {', '.join(known)}")
+    return known[name]()
+
+
+def dispatch_of(protocol: KvProtocol, forwarder: ForwarderName, asked: Dispatch | None) -> Dispatch:
+    """Return the order of dispatch to use. Raises ConfigError if the protocol cannot."""
+    can = protocol.dispatches
+    if forwarder is ForwarderName.STAGED:
+        if asked not in (None, Dispatch.SERIAL):
+            raise ConfigError(
+                f"--dispatch {asked} is for `--forwarder batch`: `staged` chooses the decode "
+                "server when the prefill is done"
+            )
+        if protocol.pairs:
+            raise ConfigError(
+                f"--forwarder staged cannot use the protocol {protocol.name}: its prefill server "
+                "must know the decode server from the beginning; use --forwarder batch"
+            )
+        asked = Dispatch.SERIAL
+    if asked is not None and asked not in can:
+        raise ConfigError(
+            f"the protocol {protocol.name} has no --dispatch {asked}: use {', '.join(can)}"
+        )
+    return asked or can[0]

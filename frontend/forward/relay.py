@@ -1,0 +1,61 @@
+"""Passes a server's answer on to the client.
+
+Bytes of a stream go on unchanged and at once, but only up to the end of an event. So if the server
+breaks off in the middle of one, the client gets whole events, then vLLM's error event and `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+
+from pullfill.frontend.admission import Send
+from pullfill.frontend.forward.exchange import Exchange, StageFailed
+
+_END = b"\n\n"
+
+
+async def relay(exchange: Exchange, send: Send, silence_s: float) -> tuple[int, StageFailed | None]:
+    """Send the answer. Returns how many events it had, about one for each token, and how it broke
+    off, if it did.
+
+    silence_s: longest silence of the server. Raises StageFailed if the server broke off and nothing
+    has been sent yet."""
+    head = {
+        "type": "http.response.start",
+        "status": exchange.status,
+        "headers": exchange.headers(),
+    }
+    if not exchange.events:
+        await send(head)
+        await send({"type": "http.response.body", "body": exchange.first})
+        return 1, None
+    begun, events, held = False, 0, b""
+    try:
+        async with aclosing(exchange.rest(silence_s)) as rest:
+            chunk: bytes | None = exchange.first
+            while chunk is not None:
+                held = held + chunk if held else chunk
+                if (end := held.rfind(_END) + len(_END)) >= len(_END):
+                    if not begun:
+                        begun = True
+                        await send(head)
+                    out, held = held[:end], held[end:]
+                    events += out.count(_END)
+                    await send({"type": "http.response.body", "body": out, "more_body": True})
+                chunk = await anext(rest, None)
+    except StageFailed as exc:
+        if not begun:
+            raise
+        await send({"type": "http.response.body", "body": broken(exc.why)})
+        return events, exc
+    if not begun:
+        await send(head)
+    await send({"type": "http.response.body", "body": held})
+    return events, None
+
+
+def broken(why: str) -> bytes:
+    """Return the end of a stream that cannot go on, as vLLM writes it."""
+    error = {"message": why, "type": "InternalServerError", "param": None, "code": 500}
+    return b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n"

@@ -1,0 +1,359 @@
+"""The stock vLLM servers that are known, and their health.
+
+Servers come from sources (a list, a file, heartbeats), each of which says what it knows. A server
+stays as long as one source has it. For each server one task looks every LOOK_S seconds:
+
+    new ──► ready ◄──► failing          refused
+              └────────────────────────────┘
+
+- failing: `/health` has not answered MISSES times, or a request could not reach it. Its requests
+  that wait are ended at once, so that they can be repeated elsewhere. One good answer of `/health`
+  and `/v1/models` makes it ready again.
+- refused: it serves another model, lacks a KV address or its connector. It is looked at again, and
+  the reason is shown in /ready, in the status and in the log.
+
+`/metrics` tells the load. A server without it is served, with the load that this frontend knows.
+Single event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+import aiohttp
+
+from pullfill.frontend.forward.entries import ROLES, Entry
+from pullfill.runtime import log
+
+_log = log.get("frontend.forward")
+
+LOOK_S = 1.0
+ANSWER_S = 3.0
+"""How long a server may take to answer one question about its health."""
+MISSES = 3
+LACK_S = 30.0
+"""How long a server is left out whose prefill answers lack what the protocol needs."""
+_SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}\n]*)\})? ([0-9.eE+-]+)$", re.M)
+_BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
+_BLOCK_SIZE = re.compile(r'[{,]block_size="(\d+)"')
+
+
+@dataclass(slots=True)
+class Load:
+    """What a server's /metrics says. kv_blocks: all blocks. 0: unknown."""
+
+    running: float = 0.0
+    waiting: float = 0.0
+    kv_used: float = 0.0
+    kv_blocks: int = 0
+    block_size: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One stock server.
+
+    state: `new`, `ready`, `failing`, `refused` or `gone`. why: the reason, for people.
+    model: the `root` of the model that it serves under our name.
+    engine_id: what Mooncake's bootstrap service calls its engine.
+    waits: deadlines of requests that wait for it. They end when the server is lost.
+    lacking_until: see LACK_S, in seconds of the loop's clock."""
+
+    entry: Entry
+    state: str = "new"
+    why: str = "not asked yet"
+    model: str = ""
+    engine_id: str = ""
+    load: Load | None = None
+    misses: int = 0
+    lacking_until: float = 0.0
+    waits: set[asyncio.Timeout] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        return self.entry.url
+
+    @property
+    def role(self) -> str:
+        return self.entry.role
+
+    @property
+    def kv(self) -> str:
+        return self.entry.kv
+
+    @property
+    def kv_url(self) -> str:
+        return self.kv if "://" in self.kv else f"http://{self.kv}"
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> Any:
+        """While open, the wait of this task ends with TimeoutError when the server is lost."""
+        async with asyncio.timeout(None) as wait:
+            self.waits.add(wait)
+            try:
+                yield
+            finally:
+                self.waits.discard(wait)
+
+    def lose(self) -> None:
+        """End all waits for this server."""
+        now = asyncio.get_running_loop().time()
+        for wait in self.waits:
+            if not wait.expired():
+                wait.reschedule(now)
+
+
+class Servers:
+    """All known servers. `start` nothing: `set` does what is needed. `close` it at the end.
+
+    names: the model names that this frontend serves. model: its model, a path or a name.
+    needs: takes a role. Returns what such a server must be registered with (`KvProtocol.needs`).
+    find_engine: whether to ask the KV address of prefill servers for their engine (Mooncake).
+    headers: of each question, e.g. a key.
+    report: called when the load of a server is known. gone: called when no source has it."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        names: Sequence[str],
+        model: str,
+        *,
+        needs: Callable[[str], str] = lambda role: "",
+        find_engine: bool = False,
+        headers: dict[str, str] | None = None,
+        report: Callable[[Server], None] = lambda server: None,
+        gone: Callable[[Server], None] = lambda server: None,
+    ) -> None:
+        self._session = session
+        self._names = names
+        self._model = model
+        self._needs = needs
+        self._find_engine = find_engine
+        self._headers = headers or {}
+        self.report = report
+        self.gone = gone
+        self._sources: dict[str, tuple[Entry, ...]] = {}
+        self.known: dict[Entry, Server] = {}
+        self._ready: dict[str, Sequence[Server]] = {role: () for role in ROLES}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    # ---------------------------------------------------------------- sources
+
+    def set(self, source: str, entries: Iterable[Entry]) -> None:
+        """A source knows exactly these servers now."""
+        self._sources[source] = tuple(entries)
+        told = [entry for found in self._sources.values() for entry in found]
+        # Named by several sources, with a KV address by some of them: that one counts.
+        told.sort(key=lambda entry: bool(entry.kv))
+        wanted = set({(entry.role, entry.url): entry for entry in told}.values())
+        for entry in [e for e in self.known if e not in wanted]:
+            # Its requests go on, and `_watch` until they have ended.
+            server = self.known.pop(entry)
+            server.state, server.why = "gone", "it is registered no more"
+            self.gone(server)
+            _log.info("stock %s server %s is gone (%s)", entry.role, entry.url, source)
+        for entry in wanted - set(self.known):
+            server = self.known[entry] = Server(entry)
+            task = asyncio.create_task(self._watch(server), name=f"stock-{entry.url}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            _log.info("stock %s server %s is known (%s)", entry.role, entry.url, source)
+        self._update()
+
+    async def close(self) -> None:
+        """Forget all servers. Requests that wait for them end."""
+        for server in self.known.values():
+            server.lose()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.known.clear()
+        self._update()
+
+    # ---------------------------------------------------------------- questions
+
+    def ready(self, role: str) -> Sequence[Server]:
+        """Return the servers of a role that can take requests. A new list after each change."""
+        return self._ready[role]
+
+    async def wait_ready(self, roles: Sequence[str], timeout_s: float) -> bool:
+        """Return whether each role has a ready server within this time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not all(self._ready[role] for role in roles):
+                    self._changed.clear()
+                    await self._changed.wait()
+        return all(self._ready[role] for role in roles)
+
+    def troubles(self) -> list[str]:
+        """Return a line for each server that takes no requests, with the reason."""
+        return [
+            f"stock {server.role} server {server.url} is {server.state}: {server.why}"
+            for server in self.known.values()
+            if server.state != "ready"
+        ]
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return what is known of each server, for JSON."""
+        rows = []
+        for server in sorted(self.known.values(), key=lambda s: (s.role, s.url)):
+            row: dict[str, Any] = {"role": server.role, "url": server.url, "state": server.state}
+            row |= {"why": server.why, "kv_address": server.kv, "model": server.model}
+            if server.load is not None:
+                row["running"], row["waiting"] = server.load.running, server.load.waiting
+            rows.append(row)
+        return rows
+
+    # ---------------------------------------------------------------- from requests
+
+    def failed(self, server: Server, why: str) -> None:
+        """A request could not reach a server. It gets no more until its health is good again."""
+        if server.state == "ready":
+            # Other requests may still get their answers there, so they are not ended.
+            self._turn(server, "failing", why, end=False)
+
+    def lacks(self, server: Server, why: str) -> None:
+        """A prefill server answered without what the protocol needs. It is left out for LACK_S."""
+        server.lacking_until = asyncio.get_running_loop().time() + LACK_S
+        self._turn(server, "refused", why)
+
+    # ---------------------------------------------------------------- inside
+
+    def _turn(self, server: Server, state: str, why: str = "", *, end: bool = True) -> None:
+        if state == "failing" and end:
+            server.lose()
+        if server.state == "gone" or (server.state, server.why) == (state, why):
+            return
+        before, server.state, server.why = server.state, state, why
+        if state == "ready":
+            _log.info("stock %s server %s is ready", server.role, server.url)
+        elif state != before or state == "refused":
+            _log.warning("stock %s server %s is %s: %s", server.role, server.url, state, why)
+        self._update()
+
+    def _update(self) -> None:
+        for role in ROLES:
+            now = [s for s in self.known.values() if s.role == role and s.state == "ready"]
+            if now != list(self._ready[role]):
+                self._ready[role] = now
+        self._changed.set()
+
+    async def _watch(self, server: Server) -> None:
+        while server.state != "gone" or server.waits:
+            try:
+                await self._look(server)
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
+                server.misses += 1
+                text = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+                if server.state not in ("ready", "gone") or server.misses >= MISSES:
+                    self._turn(server, "failing", f"/health does not answer ({text})")
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self, server: Server) -> None:
+        """Ask for the health, for the models if that matters, and for the load."""
+        await self._get(server.url + "/health")
+        server.misses = 0
+        if server.state not in ("ready", "gone"):
+            if (why := await self._refusal(server)) or self._lacking(server):
+                self._turn(server, "refused", why or server.why)
+                return
+            self._turn(server, "ready")
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
+            server.load = load_of((await self._get(server.url + "/metrics")).decode())
+            self.report(server)
+
+    def _lacking(self, server: Server) -> bool:
+        return asyncio.get_running_loop().time() < server.lacking_until
+
+    async def _refusal(self, server: Server) -> str:
+        """Return why the server cannot be used here. Empty: it can."""
+        if (needs := self._needs(server.role)) and not server.kv:
+            return f"register it with {needs}"
+        models = _json(await self._get(server.url + "/v1/models")).get("data")
+        served = {m.get("id"): m for m in models or () if isinstance(m, dict)}
+        ours = [name for name in self._names if name in served]
+        if not ours:
+            return (
+                f"it serves {', '.join(map(str, served)) or 'no model'}, and this frontend serves "
+                f"{', '.join(self._names)}: start it with --served-model-name {self._names[0]}"
+            )
+        server.model = str(served[ours[0]].get("root") or ours[0])
+        if why := self._other_model(server, ours[0]):
+            return why
+        if self._find_engine and server.role == "prefill":
+            return await self._engine(server)
+        return ""
+
+    def _other_model(self, server: Server, name: str) -> str:
+        others = [s for s in self.known.values() if s is not server and s.state == "ready"]
+        known = [(self._model, "this frontend"), *((s.model, s.url) for s in others)]
+        for model, who in known:
+            if stem(model) != stem(server.model):
+                return (
+                    f"it serves {server.model} as {name}, and {who} serves {model} under that "
+                    "name: give one of the models another --served-model-name"
+                )
+        return ""
+
+    async def _engine(self, server: Server) -> str:
+        try:
+            ranks = _json(await self._get(server.kv_url + "/query"))
+            server.engine_id = str(ranks[min(ranks, key=int)]["engine_id"])
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            text = str(exc) or type(exc).__name__
+            return (
+                f"nobody answers at its KV address {server.kv} ({text}): register it with the "
+                "address of its bootstrap service (VLLM_MOONCAKE_BOOTSTRAP_PORT)"
+            )
+        except (KeyError, TypeError, ValueError):
+            return f"what answers at its KV address {server.kv} is no Mooncake bootstrap service"
+        return ""
+
+    async def _get(self, url: str) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        async with self._session.get(url, timeout=timeout, headers=self._headers) as answer:
+            if answer.status != 200:
+                raise ValueError(f"{url} answers {answer.status}")
+            return await answer.read()
+
+
+def stem(model: str) -> str:
+    """Return the name of a model without its folders: it may lie elsewhere on each machine."""
+    path = PurePosixPath(model)
+    for part in path.parts:
+        if part.startswith("models--"):  # a snapshot in the cache of the hub
+            return part.rpartition("--")[2]
+    return path.name
+
+
+def load_of(text: str) -> Load:
+    """Read the text of vLLM's /metrics. Sums over engines. What is missing counts 0."""
+    load = Load()
+    for name, labels, value in _SAMPLE.findall(text):
+        if name == "vllm:num_requests_running":
+            load.running += float(value)
+        elif name == "vllm:num_requests_waiting":
+            load.waiting += float(value)
+        elif name == "vllm:kv_cache_usage_perc":
+            load.kv_used = max(load.kv_used, float(value))
+        elif name == "vllm:cache_config_info":
+            blocks, size = _BLOCKS.search(labels), _BLOCK_SIZE.search("," + labels)
+            load.kv_blocks += int(blocks[1]) if blocks else 0
+            load.block_size = int(size[1]) if size else load.block_size
+    return load
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    found = json.loads(data)
+    if not isinstance(found, dict):
+        raise ValueError("the answer is no JSON object")
+    return found

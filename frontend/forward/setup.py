@@ -1,0 +1,125 @@
+"""Puts the forwarders of a frontend together. Nothing is made with `--forwarder pull`.
+
+Stock.of(options, …) → layer(app) for requests, ready/status for the frontend's routes → close
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from pullfill.errors import ConfigError
+from pullfill.frontend import metrics
+from pullfill.frontend.admission import App
+from pullfill.frontend.decode_pool import WorkerPool
+from pullfill.frontend.explain import ExplainStore
+from pullfill.frontend.forward import entries
+from pullfill.frontend.forward.choice import Choice
+from pullfill.frontend.forward.layer import Layer
+from pullfill.frontend.forward.protocol import dispatch_of, protocol_of
+from pullfill.frontend.forward.pull import Pull
+from pullfill.frontend.forward.servers import Server, Servers
+from pullfill.frontend.forward.stock import Stock
+from pullfill.options import ForwarderName, FrontendOptions
+from pullfill.wire import RouterConfig
+
+KEY_ENV = "VLLM_API_KEY"
+"""vLLM reads it, too. If it is set, stock servers get this key, not the client's."""
+KEEP_S = 2.0
+"""How long a connection is kept for the next request. vLLM closes it after 5 s."""
+
+
+def check(options: FrontendOptions) -> None:
+    """Raise ConfigError if the flags for stock servers do not fit together."""
+    protocol = protocol_of(options.protocol)
+    if options.forwarder is not ForwarderName.PULL:
+        dispatch_of(protocol, options.forwarder, options.dispatch)
+        entries.parse_list(options.servers or "")
+        return
+    for given, name in ((options.servers, "--servers"), (options.dispatch, "--dispatch")):
+        if given is not None:
+            raise ConfigError(f"{name} is for stock vLLM servers: add --forwarder staged or batch")
+
+
+@dataclass(slots=True)
+class Forwarding:
+    """The stock servers of a frontend, and the forwarder that uses them. `close` it at the end."""
+
+    servers: Servers
+    stock: Stock
+    _session: aiohttp.ClientSession
+
+    @classmethod
+    def of(
+        cls,
+        options: FrontendOptions,
+        names: Sequence[str],
+        settings: Callable[[], RouterConfig],
+    ) -> Forwarding | None:
+        """Return what the options ask for, on the running loop. None: no stock servers.
+
+        names: the served model names."""
+        if options.forwarder is ForwarderName.PULL:
+            return None
+        protocol = protocol_of(options.protocol)
+        dispatch = dispatch_of(protocol, options.forwarder, options.dispatch)
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
+            auto_decompress=False,
+            trust_env=False,
+        )
+        rng = random.Random()
+        choices = {role: Choice(lambda: settings().decode_policy, rng) for role in entries.ROLES}
+        key = os.environ.get(KEY_ENV, "")
+
+        def report(server: Server) -> None:
+            choices[server.role].report(server)
+
+        def gone(server: Server) -> None:
+            choices[server.role].gone(server)
+
+        servers = Servers(
+            session,
+            names,
+            options.model,
+            needs=protocol.needs,
+            find_engine=protocol.name == "mooncake",
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            report=report,
+            gone=gone,
+        )
+        servers.set("--servers", entries.parse_list(options.servers or ""))
+        stock = Stock(
+            options.forwarder, protocol, dispatch, servers, session, choices,
+            key=key, silence_s=options.stock_silence_s,
+        )  # fmt: skip
+        for role in entries.ROLES:
+            for state in ("new", "ready", "failing", "refused"):
+                metrics.STOCK_SERVERS.labels(role, state).set_function(
+                    _counter(servers, role, state)
+                )
+        return cls(servers, stock, session)
+
+    def layer(
+        self,
+        app: App,
+        pool: WorkerPool,
+        share: Callable[[], float],
+        explain: ExplainStore,
+    ) -> Layer:
+        """Return the ASGI layer in front of vLLM's app."""
+        pull = Pull(app, lambda: bool(pool.candidates()))
+        return Layer(app, pull, self.stock, share, explain)
+
+    async def close(self) -> None:
+        """Forget the servers and close all connections."""
+        await self.servers.close()
+        await self._session.close()
+
+
+def _counter(servers: Servers, role: str, state: str) -> Callable[[], float]:
+    return lambda: float(sum(s.role == role and s.state == state for s in servers.known.values()))

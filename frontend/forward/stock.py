@@ -1,0 +1,393 @@
+"""`--forwarder staged` and `batch`: prefill at one stock vLLM server, decode at another.
+
+    staged   prefill server → its answer → the decode server that suits best now
+    batch    both are chosen at once; dispatch is serial, parallel or single (`contract.Dispatch`)
+
+Which requests have no prefill stage and go to a decode server as they came:
+
+- those that one prefill cannot stand for, e.g. with several prompts (`bodies.whole_because`)
+- those that a prefill server refuses as wrong (4xx): the client gets the decode server's words
+- all, while every prefill server is down. One that is only wrongly set up is no reason: then
+  requests fail, and the error says what to change
+
+A stage that fails is repeated at another server, with a new prefill, until the first byte of the
+answer has been sent. A decode server that did not get the request is replaced without a new
+prefill. After a server broke off, a request is repeated once only: it may be what broke it.
+
+For the client's leave: `_serve` runs in a task of its own, which is cancelled then. All it has
+opened is closed on its way out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from pullfill.frontend import metrics
+from pullfill.frontend.admission import Receive, Send, respond
+from pullfill.frontend.forward import bodies
+from pullfill.frontend.forward.choice import Choice, Pick
+from pullfill.frontend.forward.contract import Call
+from pullfill.frontend.forward.exchange import Exchange, StageFailed, request_headers
+from pullfill.frontend.forward.protocol import KvProtocol, Stages
+from pullfill.frontend.forward.relay import relay
+from pullfill.frontend.forward.servers import Server, Servers
+from pullfill.options import Dispatch, ForwarderName
+from pullfill.wire import ForwardStage
+
+ATTEMPTS = 4
+RISKY = 2
+"""So many times a request is sent that servers break off at, or fail at."""
+WHOLE = 10
+"""A decode server may be silent for so much longer if the answer is not streamed."""
+_BUSY = (429, 503)
+_KINDS = {500: "InternalServerError", 503: "ServiceUnavailableError", 504: "GatewayTimeoutError"}
+
+
+@dataclass(slots=True)
+class _Run:
+    """A request on its way. whole: why it has no prefill stage, or empty.
+
+    bad: servers that failed it. risky: how often (see RISKY).
+    picks: what counts in the load of servers until it has ended. tails: stages that go on beside
+    the answer."""
+
+    call: Call
+    prompt: bodies.Prompt
+    whole: str
+    bad: set[Server] = field(default_factory=set)
+    picks: list[Pick] = field(default_factory=list)
+    tails: list[asyncio.Task[bool]] = field(default_factory=list)
+    risky: int = 0
+
+    async def end(self) -> None:
+        """End what belongs to one attempt."""
+        for pick in self.picks:
+            pick.end()
+        for task in self.tails:
+            task.cancel()
+        await asyncio.gather(*self.tails, return_exceptions=True)
+        self.picks.clear()
+        self.tails.clear()
+
+
+class Stock:
+    """See the module. A `Forwarder`.
+
+    choices: role -> policy. key: API key for the servers, or empty: the client's is passed on.
+    silence_s: longest silence of a server during a stage."""
+
+    def __init__(
+        self,
+        name: ForwarderName,
+        protocol: KvProtocol,
+        dispatch: Dispatch,
+        servers: Servers,
+        session: aiohttp.ClientSession,
+        choices: Mapping[str, Choice],
+        *,
+        key: str = "",
+        silence_s: float = 120.0,
+    ) -> None:
+        self.name = str(name)
+        self.servers = servers
+        self._protocol = protocol
+        self._dispatch = dispatch
+        self._early = name is ForwarderName.BATCH
+        self._session = session
+        self._choices = choices
+        self._key = key
+        self._silence_s = silence_s
+
+    def trouble(self) -> str:
+        """Return why no request can be served now: no decode server, or wrong prefill servers."""
+        if not self.servers.ready("decode"):
+            return self._none("decode")
+        return self._none("prefill") if self._misfit() else ""
+
+    async def forward(self, call: Call, receive: Receive, send: Send) -> None:
+        """Serve the request (`contract`)."""
+        work = asyncio.create_task(self._serve(call, send))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            else:
+                metrics.FORWARDED.labels(self.name, "left").inc()
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    # ---------------------------------------------------------------- attempts
+
+    async def _serve(self, call: Call, send: Send) -> None:
+        run = _Run(call, bodies.prompt_of(call.json), bodies.whole_because(call.path, call.json))
+        call.reason = run.whole or str(self._dispatch)
+        failed: StageFailed | None = None
+        for _ in range(ATTEMPTS):
+            exchange: Exchange | None = None
+            try:
+                exchange = await self._attempt(run)
+                await self._answer(run, exchange, send)
+                return
+            except StageFailed as exc:
+                if failed is None or exc.server is not None:
+                    failed = exc  # that no server is left is no reason to tell
+                self._failed(run, exc)
+                if not exc.again or run.risky >= RISKY or not self.servers.ready("decode"):
+                    break
+            finally:
+                if exchange is not None:
+                    exchange.close()
+                await run.end()
+        await self._refuse(failed, send)
+
+    async def _attempt(self, run: _Run) -> Exchange:
+        """Go through the stages once. Returns the begun answer. Raises StageFailed."""
+        if not run.whole and not self.servers.ready("prefill") and not self._misfit():
+            run.whole = run.call.reason = "no_prefill"
+        if run.whole:
+            return await self._decode(run, None, self._pick(run, "decode"))
+        prefill = self._pick(run, "prefill")
+        decode = self._pick(run, "decode") if self._early else None
+        stages = Stages(uuid.uuid4().hex, prefill.server, decode.server if decode else None)
+        if self._dispatch is Dispatch.SINGLE:
+            assert decode is not None
+            return await self._decode(run, stages, decode)
+        if self._dispatch is Dispatch.PARALLEL:
+            assert decode is not None
+            return await self._both(run, stages, prefill, decode)
+        if not await self._prefill(run, stages, prefill):
+            return await self._decode(run, None, decode or self._pick(run, "decode"))
+        while True:
+            decode = decode or self._pick(run, "decode")
+            stages.decode = decode.server
+            try:
+                return await self._decode(run, stages, decode)
+            except StageFailed as exc:
+                others = [s for s in self.servers.ready("decode") if s is not exc.server]
+                if not exc.unsent or self._protocol.pairs or not others:
+                    raise
+                self._failed(run, exc)
+                decode = None
+
+    async def _both(self, run: _Run, stages: Stages, prefill: Pick, decode: Pick) -> Exchange:
+        """Ask both at once. The first one that fails ends the other one."""
+        first = asyncio.create_task(self._prefill(run, stages, prefill))
+        second = asyncio.create_task(self._decode(run, stages, decode))
+        # A prefill server may say that it is done after the decode server has begun to answer.
+        run.tails.append(first)
+        try:
+            await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+            if not first.done() or first.result():
+                return await second
+        except BaseException:
+            await _drop(second)
+            raise
+        await _drop(second)
+        return await self._decode(run, None, decode)
+
+    # ---------------------------------------------------------------- stages
+
+    async def _prefill(self, run: _Run, stages: Stages, pick: Pick) -> bool:
+        """Run the prefill stage. False: the server calls the request wrong."""
+        call, server = run.call, pick.server
+        assert call.json is not None
+        body = bodies.prefill_body(call.json, self._protocol.prefill(stages))
+        request_id = self._protocol.request_id(stages, call.request_id)
+        with self._noted(run, "prefill", pick):
+            exchange = await self._begin(call, server, request_id, body)
+            exchange.close()
+            pick.end()
+            if exchange.status != 200:
+                if b"kv_transfer_params" in exchange.first:
+                    text = f"does not understand kv_transfer_params: {_message(exchange.first)}"
+                    raise self._lacks(server, text)
+                run.whole = call.reason = "prefill_refused"
+                return False
+            try:
+                answer = json.loads(exchange.first)
+                stages.returned = answer.get("kv_transfer_params")
+                call.prompt_tokens = int(answer["usage"]["prompt_tokens"])
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise self._lacks(server, "answered what vLLM does not answer") from None
+            if lack := self._protocol.lacks(stages):
+                raise self._lacks(server, lack)
+        return True
+
+    async def _decode(self, run: _Run, stages: Stages | None, pick: Pick) -> Exchange:
+        """Begin the decode stage. stages: None: it has no prefill stage."""
+        call = run.call
+        request_id, body = call.request_id, call.body
+        if stages is not None:
+            stages.decode = pick.server
+            assert call.json is not None
+            body = bodies.decode_body(call.json, self._protocol.decode(stages))
+            request_id = self._protocol.request_id(stages, request_id)
+        elif call.json is not None and "kv_transfer_params" in call.json:
+            body = bodies.decode_body(call.json, None)
+        if prefix := _PREFIXES.get(call.path):
+            call.response_id = prefix + request_id
+        with self._noted(run, "decode", pick):
+            return await self._begin(call, pick.server, request_id, body)
+
+    async def _begin(self, call: Call, server: Server, request_id: str, body: bytes) -> Exchange:
+        headers = request_headers(call.scope["headers"], request_id, self._key)
+        # An answer that is not streamed may be a long one.
+        long = server.role == "decode" and not call.stream
+        silence = WHOLE * self._silence_s if long else self._silence_s
+        exchange = await Exchange.begin(
+            self._session, server, call.path, headers, body, silence_s=silence
+        )
+        if exchange.status >= 500 or exchange.status in _BUSY:
+            exchange.close()
+            who = f"{server.role} server {server.url}"
+            raise StageFailed(
+                server,
+                f"{who} answers {exchange.status}: {_message(exchange.first)}",
+                status=exchange.status,
+                body=exchange.first,
+            )
+        return exchange
+
+    async def _answer(self, run: _Run, exchange: Exchange, send: Send) -> None:
+        call, pick = run.call, run.picks[-1]
+        pick.first()
+        call.first_byte_ms = _ms(call)
+        made, broken = await relay(exchange, send, self._silence_s)
+        pick.end(made)
+        result = "broken" if broken else "ok" if exchange.status == 200 else "refused"
+        if broken:
+            self._failed(run, broken)
+            call.stages[-1] = msgspec.structs.replace(
+                call.stages[-1], result=broken.why, end_ms=_ms(call)
+            )
+        metrics.FORWARDED.labels(self.name, result).inc()
+
+    # ---------------------------------------------------------------- inside
+
+    def _pick(self, run: _Run, role: str) -> Pick:
+        servers = self.servers.ready(role)
+        if not servers:
+            text = self._none(role)
+            raise StageFailed(None, text, again=False, status=503)
+        pick = self._choices[role].choose(run.prompt, servers, run.bad)
+        run.picks.append(pick)
+        return pick
+
+    @contextlib.contextmanager
+    def _noted(self, run: _Run, stage: str, pick: Pick) -> Any:
+        """Note in `call.stages` what becomes of a stage."""
+        begin, result = _ms(run.call), "ok"
+        try:
+            yield
+        except StageFailed as exc:
+            result = exc.why
+            raise
+        except asyncio.CancelledError:
+            result = "cancelled"
+            raise
+        finally:
+            run.call.stages.append(
+                ForwardStage(
+                    stage=stage,
+                    server=pick.server.url,
+                    result=result,
+                    begin_ms=begin,
+                    end_ms=_ms(run.call),
+                    choice=pick.choice,
+                )
+            )
+
+    def _failed(self, run: _Run, exc: StageFailed) -> None:
+        """Take note of a failure, for the next choice."""
+        if exc.server is None:
+            return
+        metrics.FORWARD_FAILED.labels(exc.server.role).inc()
+        run.bad.add(exc.server)
+        if exc.lost:
+            self.servers.failed(exc.server, exc.why)
+        if not exc.unsent and exc.status not in _BUSY:
+            run.risky += 1
+
+    def _lacks(self, server: Server, what: str) -> StageFailed:
+        """A prefill server is not set up for the protocol."""
+        connector = self._protocol.connector
+        why = (
+            f"{server.role} server {server.url} {what}: start it with --kv-transfer-config and a "
+            f"kv_connector for the protocol {self._protocol.name} ({connector})"
+        )
+        self.servers.lacks(server, why)
+        return StageFailed(server, why, status=500)
+
+    def _misfit(self) -> bool:
+        """Whether no prefill server is ready, and one of them is wrongly set up."""
+        if self.servers.ready("prefill"):
+            return False
+        return any(
+            s.role == "prefill" and s.state == "refused" for s in self.servers.known.values()
+        )
+
+    def _none(self, role: str) -> str:
+        lines = [s for s in self.servers.known.values() if s.role == role]
+        lines.sort(key=lambda s: s.state != "refused")
+        if not lines:
+            return f"no stock {role} server is known: name one with --servers {role}=URL"
+        one = lines[0]
+        return f"no stock {role} server is ready: {one.url} is {one.state}: {one.why}"
+
+    async def _refuse(self, failed: StageFailed | None, send: Send) -> None:
+        """Tell the client. A server's own error is passed on with its status."""
+        assert failed is not None
+        metrics.FORWARDED.labels(self.name, "failed").inc()
+        if failed.body and _message(failed.body):
+            kind = [(b"content-type", b"application/json")]
+            length = b"%d" % len(failed.body)
+            head = [*kind, (b"content-length", length)]
+            await send({"type": "http.response.start", "status": failed.status, "headers": head})
+            await send({"type": "http.response.body", "body": failed.body})
+            return
+        status = failed.status if failed.status in _KINDS else 503
+        retry = 1 if status == 503 else None
+        await respond(send, status, failed.why, _KINDS[status], retry_after_s=retry)
+
+
+_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+
+
+def _ms(call: Call) -> float:
+    return round((time.monotonic() - call.arrived) * 1000.0, 3)
+
+
+def _message(body: bytes) -> str:
+    """The text of vLLM's error. Empty: it is none."""
+    try:
+        found = json.loads(body)
+        error = found.get("error", found)
+        return str(error["message"])[:300]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ""
+
+
+async def _drop(task: asyncio.Task[Exchange]) -> None:
+    """End a task, and close what it has begun."""
+    task.cancel()
+    (found,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(found, Exchange):
+        found.close()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

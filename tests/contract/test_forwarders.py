@@ -1,0 +1,337 @@
+"""The promises of `frontend/forward/contract.py`, for each forwarder, protocol and dispatch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from pullfill.frontend.forward import servers
+from pullfill.wire import DecodePolicy
+from tests.support.fake_stock import events
+from tests.support.forward_rig import ForwardRig, Got, forwarding, until
+
+STOCK = [
+    ("staged", "nixl", None),
+    ("staged", "mooncake", None),
+    ("batch", "nixl", "serial"),
+    ("batch", "mooncake", "serial"),
+    ("batch", "mooncake", "parallel"),
+    ("batch", "p2p", "serial"),
+    ("batch", "p2p", "parallel"),
+]
+ALL = [*STOCK, ("pull", "nixl", None)]
+each = pytest.mark.parametrize("how", ALL, ids=lambda how: "-".join(filter(None, how)))
+each_stock = pytest.mark.parametrize("how", STOCK, ids=lambda how: "-".join(filter(None, how)))
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "LOOK_S", 0.02)
+    monkeypatch.setattr(servers, "ANSWER_S", 0.5)
+
+
+def of(how: Any, **options: Any) -> Any:
+    name, protocol, dispatch = how
+    if name != "pull":
+        return forwarding(name, protocol, dispatch, **options)
+    return forwarding(known=False, **options)
+
+
+def ready(rig: ForwardRig, how: Any) -> None:
+    rig.workers = how[0] == "pull"
+
+
+def streamed(request_id: str = "r1", **fields: Any) -> bytes:
+    return b"".join(events(request_id, fields))
+
+
+ID = [(b"x-request-id", b"r1")]
+
+
+@each
+async def test_an_answer_comes_whole(how: Any) -> None:
+    async with of(how) as rig:
+        ready(rig, how)
+        got = await rig.ask(headers=ID)
+    assert (got.status, got.ended) == (200, True)
+    assert got.json["choices"][0]["text"] == " 0é 1é 2é 3é"
+
+
+@each
+async def test_a_stream_comes_unchanged(how: Any) -> None:
+    async with of(how) as rig:
+        ready(rig, how)
+        got = await rig.ask(headers=ID, stream=True, max_tokens=7)
+        body = got.body
+    assert got.headers["content-type"] == "text/event-stream; charset=utf-8"
+    if how[1] == "p2p":  # its ids carry addresses
+        first = json.loads(body.partition(b"\n")[0][6:])["id"].removeprefix("cmpl-")
+        assert body == streamed(first, max_tokens=7)
+    else:
+        assert body == streamed(max_tokens=7)
+
+
+@each
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_ends_all_it_has_opened(how: Any, stream: bool) -> None:
+    async with of(how) as rig:
+        ready(rig, how)
+        rig.app.stalls = asyncio.Event()
+        for fake in rig.all:
+            fake.stalls = asyncio.Event()
+        leave = asyncio.Event()
+        asking = asyncio.create_task(rig.ask(stream=stream, leave=leave))
+        await until(lambda: any(f.open for f in rig.all) or rig.app.open)
+        leave.set()
+        got = await asking
+        assert not got.parts
+        await rig.idle()
+
+
+@each
+async def test_a_cancelled_task_ends_all_it_has_opened(how: Any) -> None:
+    async with of(how) as rig:
+        ready(rig, how)
+        rig.app.stalls = asyncio.Event()
+        for fake in rig.decode:
+            fake.stalls = asyncio.Event()
+        asking = asyncio.create_task(rig.ask())
+        await until(lambda: any(f.open for f in rig.decode) or rig.app.open)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await rig.idle()
+
+
+@each_stock
+async def test_the_decode_server_gets_what_the_prefill_server_has_computed(how: Any) -> None:
+    async with of(how) as rig:
+        await rig.ask(max_tokens=3, temperature=0.5, kv_transfer_params={"mine": 1})
+        ((_, _, first),) = rig.prefill[0].requests
+        ((_, _, second),) = rig.decode[0].requests
+        assert rig.decode[0].remote == 1
+    assert first["max_tokens"] == 1
+    assert second["max_tokens"] == 3
+    assert first["temperature"] == second["temperature"] == 0.5
+    assert first["kv_transfer_params"]["do_remote_decode"] is True
+    assert second["kv_transfer_params"]["do_remote_prefill"] is True
+    assert "mine" not in second["kv_transfer_params"]
+
+
+@each_stock
+async def test_stages_are_explained(how: Any) -> None:
+    async with of(how) as rig:
+        got = await rig.ask()
+        record = rig.explain.get(got.json["id"])
+        assert record is not None
+        assert record.path == how[0]
+        assert record.prefill_instance == rig.prefill[0].url
+        assert record.decode_instance == rig.decode[0].url
+        assert sorted((s.stage, s.result) for s in record.stages) == [
+            ("decode", "ok"), ("prefill", "ok"),
+        ]  # fmt: skip
+        assert record.prompt_tokens == len("hello")
+
+
+@each_stock
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("fault", ["breaks", "refuses", "full"])
+async def test_a_failed_stage_is_repeated_at_another_server(
+    how: Any, role: str, fault: str
+) -> None:
+    async with of(how, prefill=2, decode=2) as rig:
+        bad = getattr(rig, role)[0]
+        if fault == "breaks":
+            bad.breaks = 0
+        else:
+            bad.refuse = (500, "boom") if fault == "refuses" else (503, "full")
+        for number in range(4):
+            got = await rig.ask(stream=bool(number % 2), prompt=f"hello {number}")
+            assert got.status == 200, got.body
+            assert b"boom" not in got.body
+            assert b" 3" in got.body
+        assert bad.requests, "the fault was never met"
+
+
+@each_stock
+async def test_a_stream_that_breaks_off_ends_with_an_error_and_is_not_repeated(how: Any) -> None:
+    async with of(how, decode=2) as rig:
+        for fake in rig.decode:
+            fake.breaks = 2
+        got = await rig.ask(stream=True)
+        assert sum(len(f.requests) for f in rig.decode) == 1
+    parts = got.body.split(b"\n\n")
+    assert [b'"text"' in part for part in parts] == [True, True, False, False, False]
+    assert "broke off" in json.loads(parts[2][6:])["error"]["message"]
+    assert parts[3] == b"data: [DONE]"
+    assert got.ended
+
+
+@each_stock
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_silent_server_is_an_error_not_a_hang(how: Any, role: str) -> None:
+    async with of(how, silence_s=0.2) as rig:
+        for fake in getattr(rig, role):
+            fake.stalls = asyncio.Event()
+        got = await rig.ask(stream=True)
+        assert got.status == 504
+        assert got.json["error"]["code"] == 504
+        assert "sent nothing for 0.2 s" in got.message
+
+
+@each_stock
+async def test_a_lost_server_ends_its_waits(how: Any) -> None:
+    async with of(how, decode=2) as rig:
+        stuck = rig.decode[0]
+        stuck.stalls = asyncio.Event()
+        asking = [asyncio.create_task(rig.ask(prompt=f"p{n}")) for n in range(2)]
+        await until(lambda: stuck.open)
+        stuck.alive = False
+        for one in asking:
+            assert (await one).status == 200
+        assert not stuck.open
+
+
+@each_stock
+async def test_a_server_that_comes_back_is_used_again(how: Any) -> None:
+    async with of(how) as rig:
+        rig.decode[0].alive = False
+        await rig.states(failing=1)
+        got = await rig.ask()
+        assert got.status == 503
+        assert "/health does not answer" in got.message
+        rig.decode[0].alive = True
+        await rig.states(ready=2)
+        assert (await rig.ask()).status == 200
+
+
+@each_stock
+async def test_without_prefill_servers_a_decode_server_does_all(how: Any) -> None:
+    async with of(how) as rig:
+        rig.prefill[0].alive = False
+        await rig.states(failing=1)
+        got = await rig.ask()
+        assert got.status == 200
+        record = rig.explain.get(got.json["id"])
+        assert record is not None
+        assert record.reason == "no_prefill"
+        assert rig.decode[0].remote == 0
+
+
+@each_stock
+async def test_a_wrong_request_gets_the_words_of_the_server(how: Any) -> None:
+    async with of(how) as rig:
+        for fake in rig.all:
+            fake.refuse = (400, "max_tokens is wrong")
+        got = await rig.ask()
+        assert (got.status, got.message) == (400, "max_tokens is wrong")
+        assert (await rig.ask(b"{")).status == 400
+        assert not rig.prefill[0].requests[1:]
+
+
+@each_stock
+async def test_overload_is_passed_on(how: Any) -> None:
+    async with of(how, prefill=2, decode=2) as rig:
+        for fake in rig.all:
+            fake.refuse = (429, "too many")
+        got = await rig.ask()
+        assert (got.status, got.message) == (429, "too many")
+
+
+@each_stock
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"n": 2}, "choices"),
+        ({"prompt": ["a", "b"]}, "prompts"),
+        ({"prompt": [[1], [2]]}, "prompts"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"echo": True}, "echo"),
+    ],
+)
+async def test_what_one_prefill_cannot_stand_for_has_none(
+    how: Any, fields: dict[str, Any], reason: str
+) -> None:
+    async with of(how) as rig:
+        got = await rig.ask(**fields)
+        record = rig.explain.get(got.json["id"])
+        assert record is not None
+        assert record.reason == reason
+        assert not rig.prefill[0].requests
+
+
+async def test_single_dispatch_asks_the_decode_server_only() -> None:
+    async with forwarding("batch", "p2p", "single") as rig:
+        asking = asyncio.create_task(rig.ask())
+        await until(lambda: rig.decode[0].requests)
+        name = rig.decode[0].requests[0][1]["x-request-id"]
+        assert name.startswith(
+            f"___prefill_addr_{rig.prefill[0].kv}___decode_addr_{rig.decode[0].kv}_"
+        )
+        rig.decode[0].world.of(name).set()  # its connector has fetched the prefill
+        assert (await asking).status == 200
+        assert not rig.prefill[0].requests
+
+
+async def test_a_server_without_the_connector_is_named() -> None:
+    async with forwarding() as rig:
+        rig.prefill[0].connector = ""
+        got = await rig.ask()
+        assert got.status == 500
+        assert rig.prefill[0].url in got.message
+        assert "returned no kv_transfer_params: start it with --kv-transfer-config" in got.message
+        again = await rig.ask()
+        assert again.status == 503
+        assert "start it with --kv-transfer-config" in again.message
+        assert len(rig.prefill[0].requests) == 1
+
+
+async def test_a_server_that_does_not_understand_the_parameters_is_named() -> None:
+    async with forwarding() as rig:
+        rig.prefill[0].refuse = (400, "kv_transfer_params: extra fields not permitted")
+        got = await rig.ask()
+        assert got.status == 500
+        assert "does not understand kv_transfer_params: kv_transfer_params: extra" in got.message
+
+
+async def test_a_staged_request_goes_to_who_is_free_when_its_prefill_is_done() -> None:
+    async with forwarding(decode=2) as rig:
+        rig.policy = DecodePolicy.LEAST_LOADED
+        gate = rig.prefill[0].stalls = asyncio.Event()
+        asking = asyncio.create_task(rig.ask())
+        await until(lambda: rig.prefill[0].open)
+        first = rig.servers.ready("decode")[0]
+        rig.stock._choices["decode"]._placement.fleet.report(first.url, 1e6, 1e6, 1e6)
+        gate.set()
+        await asking
+        busy = next(f for f in rig.decode if f.url == first.url)
+        assert not busy.requests
+
+
+async def test_the_pieces_of_a_stream_come_at_once() -> None:
+    async with forwarding() as rig:
+        got = Got()
+        gate = asyncio.Event()
+        fake = rig.decode[0]
+        original = fake._answer
+
+        async def slow(request: Any, request_id: str, body: Any) -> Any:
+            answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await answer.prepare(request)
+            await answer.write(b"data: 1\n\ndata: hal")
+            await gate.wait()
+            await answer.write(b"f\n\n")
+            return answer
+
+        fake._answer = slow  # type: ignore[method-assign]
+        asking = asyncio.create_task(rig.ask(stream=True, got=got))
+        await got.first.wait()
+        assert got.body == b"data: 1\n\n"
+        gate.set()
+        await asking
+        assert got.body == b"data: 1\n\ndata: half\n\n"
+        fake._answer = original  # type: ignore[method-assign]
