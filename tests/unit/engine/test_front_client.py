@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from pullfill.engine.front_client import DecodeClient
+from tests.support.late import Late
+
+front_client: Any = Late("pullfill.engine.front_client")
 
 
 class Port:
@@ -22,7 +24,7 @@ class Port:
 
 async def test_an_abort_by_the_reader_of_outputs_is_a_stop_string() -> None:
     port: Any = Port()
-    client = DecodeClient(None, port)
+    client = front_client.DecodeClient(None, port)
 
     async def read() -> None:
         """As `AsyncLLM._run_output_handler` does."""
