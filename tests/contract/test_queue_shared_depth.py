@@ -97,7 +97,7 @@ async def test_a_steady_stream_of_jobs_asks_once_a_second(watched: Watched) -> N
         receipts.append(await producer.publish(f"job-{number}", b"", 100))
         await asyncio.sleep(0.03)
     took = asyncio.get_running_loop().time() - begin
-    # A producer that waits too long for a report asks by itself. So on a busy machine all three ask.
+    # A producer that hears no report in time asks by itself. On a busy machine all three do.
     most = 3 * (1 + took)
     assert watched.asked - before <= most, "not with each refresh, which is 20 times a second"
     assert producer.depth().depth_jobs == 40
