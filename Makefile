@@ -99,6 +99,7 @@ bench-offload: ## What KV offloading saves when conversations outgrow the KV cac
 bench-paths: ## What a long prompt costs the streams and itself, by hop and by thread (minutes)
 bench-rates: install-bench ## Goodput at rising rates, measured by guidellm (15 minutes)
 bench-runs: ## Length of contiguous runs after hours of load, and its cost: ARGS=--save (minutes)
+bench-traces: ## CPU of a cluster with traces against one without (minutes)
 bench-transfer: ## KV transfers against plain copies, sockets, NIXL; a real prefill (minutes)
 bench-transfer: override ARGS += --save
 bench-gpu: ## KV blocks between GPU memories against device copies (needs a GPU)

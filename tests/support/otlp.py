@@ -52,7 +52,7 @@ class Receiver:
     def start(self) -> None:
         if self._protocol == "grpc":
             self._grpc = grpc.server(futures.ThreadPoolExecutor(4))
-            service_grpc.add_TraceServiceServicer_to_server(_Service(self), self._grpc)
+            service_grpc.add_TraceServiceServicer_to_server(_Service(self), self._grpc)  # type: ignore[no-untyped-call]
             port = self._grpc.add_insecure_port("127.0.0.1:0")
             self._grpc.start()
             self.url = f"http://127.0.0.1:{port}"
@@ -97,7 +97,7 @@ class Receiver:
             time.sleep(0.05)
 
 
-class _Service(service_grpc.TraceServiceServicer):  # type: ignore[misc]
+class _Service(service_grpc.TraceServiceServicer):
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
 
