@@ -1,6 +1,7 @@
 """The spans of one request at a decode worker.
 
     decode.request            from the decision to the last token
+      decode.prefix_fetch     the read of a prefix from another decode worker
       decode.remote_prefill   from the decision until vLLM knows how the remote prefill has ended
         queue.wait            one for each attempt: from the decision to its claim
         prefill.attempt       the prefill worker's
@@ -15,6 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pullfill.decode_worker.prefix_fetch import Fetch, FetchOutcome
 from pullfill.runtime import tracing
 from pullfill.runtime.tracing import PARENT, Context
 from pullfill.wire import ExplainRecord
@@ -62,6 +64,24 @@ class RequestSpans:
             now,
             {"pullfill.outcome": outcome, "pullfill.attempts": attempts},
             error="" if loaded else outcome,
+        )
+
+    def fetched(self, fetch: Fetch) -> None:
+        """Note how the read of a prefix has just ended."""
+        now, outcome = time.monotonic(), fetch.outcome.value
+        tracing.record(
+            "decode.prefix_fetch",
+            self.request.child(),
+            self.request,
+            now - fetch.seconds,
+            now,
+            {
+                "pullfill.fetched_from": fetch.at.instance_id,
+                "pullfill.outcome": outcome,
+                "pullfill.kv_bytes": fetch.kv_bytes,
+            },
+            error="" if fetch.outcome is FetchOutcome.FETCHED else outcome,
+            kind="CLIENT",
         )
 
     def finished(self, record: ExplainRecord) -> None:

@@ -208,6 +208,8 @@ class RequestTraces:
             if not trace.again:
                 trace.fetched, trace.kv_bytes = trace.planned_fetch, fetch.kv_bytes
                 trace.transport = fetch.transport
+            if trace.spans is not None:
+                trace.spans.fetched(fetch)
 
     def not_fetched(self, request_id: str, instance_id: str, outcome: FetchOutcome) -> None:
         """Note why a hint that another worker holds more led to no fetch. Engine thread."""

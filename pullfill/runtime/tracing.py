@@ -8,7 +8,8 @@ one line says so.
 A `Context` names a span before it is made: whoever works on its behalf gets `Context.header`, the
 W3C `traceparent`. A frontend begins a trace, or goes on with the client's. From there:
 
-    frontend.request → frontend.dispatch → decode.request → decode.remote_prefill
+    frontend.request → frontend.dispatch → decode.request → decode.prefix_fetch
+                                                          → decode.remote_prefill
                                                             ├ queue.wait
                                                             ├ prefill.attempt → prefill.claim, ...
                                                             └ decode.commit

@@ -14,9 +14,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from pullfill.runtime import exposition, tracing
 from tests.support.fakes import FakeClock
+from tests.support.fetch_rig import FetchWorker, without_vllm
 from tests.support.handoff_rig import Cluster, prompt, settled, until
 from tests.support.kv_engine import BLOCK
 from tests.support.otlp import Receiver, Span
+from tests.support.transfer_rigs import RIGS
 
 TRACE, ABOVE = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{ABOVE}-01"}
@@ -96,6 +98,34 @@ async def test_a_second_attempt_is_linked_to_the_first(tmp_path: Path, receiver:
     assert two.links == (one.id,)
     assert two.parent == one.parent == receiver.one("decode.remote_prefill").id
     assert len(receiver.named("queue.wait")) == 2
+
+
+async def test_a_prefix_of_another_decode_worker(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_vllm(monkeypatch)
+    rig = RIGS["shm"](tmp_path)
+    holder, asker = FetchWorker(rig, "holder"), FetchWorker(rig, "asker")
+    for worker in (holder, asker):
+        await worker.start()
+    tokens = prompt(10 * BLOCK + 1)
+    holder.cache(tokens)
+    request = asker.request(tokens, holder.holds(10 * BLOCK))
+    request.trace_headers = HEADERS
+    told = await asker.end(await asker.admit(request))
+    for worker in (asker, holder):
+        await worker.check_clean()
+        await worker.stop()
+    tracing.close()
+    fetch, above = receiver.one("decode.prefix_fetch"), receiver.one("decode.request")
+    assert fetch.parent == above.id
+    assert within(fetch, above)
+    assert fetch.attributes == {
+        "pullfill.fetched_from": "holder",
+        "pullfill.outcome": "fetched",
+        "pullfill.kv_bytes": told.kv_bytes,
+    }
+    assert told.timings_ms.fetch == pytest.approx((fetch.end_ns - fetch.start_ns) / 1e6, abs=1.0)
 
 
 async def test_exemplars_name_the_trace(tmp_path: Path, receiver: Receiver) -> None:
