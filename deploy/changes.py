@@ -7,6 +7,9 @@ is recorded from its start to its end, so `pullfill down` finds all, whenever th
 
 A process ends as with `pullfill down`: SIGTERM, which drains it, and after the drain timeout what
 is left of its streams goes on at other workers.
+
+An order changes no role of a worker with --elastic, though that would save a start: `decode-1`
+would name a prefill worker, and a restart would undo it. `pullfill role` changes roles.
 """
 
 from __future__ import annotations

@@ -135,6 +135,7 @@ def scale(
     """Start or drain processes of a running `up`: scale prefill=3 decode=2 frontend=1.
 
     New ones start first. Those with the highest numbers end, when their work is done.
+    Workers with --elastic keep their roles: `pullfill role` changes one without a start.
     """
     from pullfill.deploy import orders
     from pullfill.deploy.state import StateDir
@@ -173,13 +174,22 @@ def restart(
 def upgrade(
     cluster: StateDirOptions,
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    file: Annotated[str | None, typer.Option("--file", "-f", hidden=True)] = None,
 ) -> int:
     """Replace workers and frontends of a running `up` by what is installed now, one by one.
 
     Each successor starts beside the old process, which then drains. On a GPU
     without room for both, the old one drains first. Refused if old and new cannot
-    work in one cluster. NATS, etcd and the supervisor stay as they are.
+    work in one cluster. NATS, etcd and the supervisor stay as they are, and so do all flags.
     """
+    if file is not None:
+        # Frontends and workers must agree on flags like --max-model-len. One by one they would not.
+        raise ConfigError(
+            f"upgrade keeps the flags of the cluster, so it cannot follow {file}. Start the new "
+            f"one beside it (`pullfill up -f {file} --state-dir DIR --port N`), move clients to "
+            "it, then `pullfill down` the old one. For numbers use `pullfill scale`, for settings "
+            "`pullfill config set`"
+        )
     from pullfill.deploy import orders
     from pullfill.deploy.state import StateDir
 
