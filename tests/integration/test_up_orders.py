@@ -142,6 +142,32 @@ def test_an_upgrade_is_not_noticed(state: Path, tmp_path: Path, model_path: Path
         assert cluster(state)["frontend_url"] == url
 
 
+@pytest.mark.long
+@pytest.mark.engine
+@pytest.mark.timeout(1800)
+def test_many_orders_lose_no_request(state: Path, tmp_path: Path, model_path: Path) -> None:
+    """Each kind of order, several times, while eight clients ask."""
+
+    def carried_out(words: str, **workers: int) -> None:
+        order(state, *words.split())
+        wait_for(lambda: ready(state) == workers, f"{workers} after {words}", 120)
+        asked = len(codes)
+        wait_for(lambda: len(codes) > asked + 16, f"clients are served after {words}", 120)
+
+    with detached(state, "-f", file_of(tmp_path, model_path, decode=2)) as launch:
+        with clients(cluster(state)["frontend_url"], 8) as codes:
+            carried_out("scale prefill=2", decode=2, prefill=2)
+            carried_out("restart decode-0 prefill-0", decode=2, prefill=2)
+            carried_out("upgrade frontend-0 decode-1", decode=2, prefill=2)
+            carried_out("scale decode=3 prefill=0", decode=3)
+            carried_out("restart decode-2 decode-1 decode-0", decode=3)
+            carried_out("scale decode=1 prefill=1", decode=1, prefill=1)
+            carried_out("upgrade", decode=1, prefill=1)
+            carried_out("scale decode=2", decode=2, prefill=1)
+            carried_out("restart decode-1 decode-0 prefill-0", decode=2, prefill=1)
+        assert is_alive(launch.supervisor)
+
+
 def test_what_no_supervisor_can_do_is_said(state: Path) -> None:
     def refused(*words: str) -> str:
         done = run(state, *words)
