@@ -61,7 +61,7 @@ async def test_choices_and_batches_are_requests_of_their_own(served: Served) -> 
             "migrated_from", "migrated_tokens", "transport", "why_not_better", "outage",
             "expected_s", "offloaded_tokens", "decode_choice", "predicted_ms", "outcome_ms",
             "choice", "regret_ms", "redirected_from", "redirect_reason", "fetched_tokens",
-            "fetched_from", "fetch",
+            "fetched_from", "fetch", "stages",
         }  # fmt: skip
         assert 0 < record["timings_ms"]["route"] < record["timings_ms"]["first_token"]
         missing = await http.get("/pullfill/requests/chatcmpl-none")
