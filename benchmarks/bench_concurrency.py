@@ -1,12 +1,15 @@
 """Prompts that come at once, with a prefill budget or one in each step: `make bench-concurrency`.
 
-One decode and one prefill worker with a 24M-parameter model, each on a core of its own. Each mode
-(`--prefill` without and with `--concurrency 1`) has a cluster of its own, and the modes take turns.
-All prompts go to the prefill worker. Bursts:
-  short   each prompt is a part of a step (of 1024 tokens)
-  long    each prompt is several steps
-  hits    as long, but the decode worker has half of each prompt cached, and the prefill worker none
-Printed: TTFT of the first, the mean, and the last of a burst. The budget is the peer.
+Two modes are compared: a prefill worker with its usual prefill budget, and one that is started with
+`--concurrency 1`. Each mode has a cluster of its own, with a model of 24M parameters. The decode
+worker has one core, and the prefill worker the other. The modes take turns.
+
+Prompts are sent in bursts, and all of them are prefilled remotely. There are three kinds of bursts:
+  short   a prompt fills only a part of a step, which has 1024 tokens
+  long    a prompt needs several steps
+  hits    as long, but the decode worker has half of each prompt in its cache
+For each kind three times to first token are printed: that of the first answer of a burst, that of
+the last one, and the mean. The mode with the budget is the peer.
 Writes results/concurrency.json and .md.
 """
 
@@ -32,7 +35,9 @@ MODES: dict[str, tuple[str, ...]] = {"budget": (), "one": ("--concurrency", "1")
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """prompts: how many come at once. tokens: of each. hit: how many of them are cached."""
+    """Prompts that are sent at once.
+
+    prompts: their number. tokens: length of each. hit: how many of these tokens are cached."""
 
     prompts: int
     tokens: int
@@ -43,14 +48,14 @@ BURSTS = {"short": Burst(8, 300), "long": Burst(4, 2600), "hits": Burst(4, 2600,
 
 
 def prompts_of(burst: Burst, seed: int) -> Iterator[list[int]]:
-    """Yield the prompts of a burst. No two begin alike, also in bursts of other kinds."""
+    """Yield the prompts of a burst. No two prompts begin alike, in this or in any other burst."""
     rng = random.Random(f"{burst}/{seed}")
     for _ in range(burst.prompts):
         yield rng.choices(model.plain_tokens(), k=burst.tokens)
 
 
 def measure_burst(live: Live, burst: Burst, seed: int) -> list[float]:
-    """Return the TTFTs of one burst, in s, in the order of their ends."""
+    """Return the times to first token of one burst, in seconds, the shortest first."""
     prompts = list(prompts_of(burst, seed))
     clients = [Client(live, seed + lane) for lane in range(burst.prompts)]
     if burst.hit:
@@ -73,7 +78,7 @@ def measure_burst(live: Live, burst: Burst, seed: int) -> list[float]:
 
 
 Found = dict[tuple[str, str], list[list[float]]]
-"""TTFTs of each burst, by mode and kind of burst."""
+"""Maps a mode and a kind of burst to the times to first token of each burst."""
 
 
 def rows_of(found: Found) -> list[Row]:

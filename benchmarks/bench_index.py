@@ -196,8 +196,8 @@ def events(plan: Plan, index: PrefixIndex, held: Held) -> list[Row]:
 def churn(plan: Plan, index: PrefixIndex, held: Held) -> Row:
     """Replace the blocks of a worker by new ones, and measure how much memory the index gains.
 
-    The measurement begins after some blocks were replaced. The first replacements split segments
-    of the index that were nearly full, and that costs memory once.
+    Some blocks are replaced before the measurement begins. These first replacements split nearly
+    full segments of the index. A split costs memory, but only once.
     """
     rng, turn = np.random.default_rng(3), 0
     part = list(pieces(plan.of(0)))

@@ -135,7 +135,7 @@ async def end_requests(explain: ExplainStore) -> None:
 
 
 class Counted(ClusterView):
-    """Counts how often the workers are asked, and checks that they all answer."""
+    """A view that counts its rounds of questions to the workers. It fails if a worker is silent."""
 
     looks = 0
 

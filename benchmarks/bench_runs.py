@@ -1,19 +1,23 @@
 """How contiguous granted blocks are after hours of load, and what that costs: `make bench-runs`.
 
-One decode and one prefill worker are simulated, each with vLLM's own KVCacheManager and block pool.
-The rest is arithmetic: no model runs. Requests come as a Poisson process:
+The benchmark simulates one decode worker and one prefill worker. Their blocks are managed by vLLM's
+own KVCacheManager and block pool. No model runs: computing takes a fixed time for each token.
+Requests come as a Poisson process:
   turns   six in ten go on with a conversation
   short   three in ten are new, 100 to 600 tokens
   long    one in ten is new, 4,000 to 16,000 tokens
 The decode worker allocates a prompt at once, then a block for every 16 tokens of the answer. The
 prefill worker allocates chunk by chunk. While one prompt is written, it computes the next.
 
-A *run* is as many blocks of a remote prefill as are neighbours on both sides (transfer/runs.py).
-`vllm`: as vLLM allocates. `sorted`: both workers sort those free blocks that vLLM takes next,
-before it takes them. So the same blocks are evicted, and only their order differs.
+A remote prefill copies blocks from the prefill worker to the decode worker. Blocks that lie side by
+side on both workers are copied as one piece, a *run* (transfer/runs.py). Long runs copy faster. Two
+orders of allocation are compared:
+  vllm    vLLM allocates as it does
+  sorted  both workers sort the free blocks that vLLM takes next. The same blocks are evicted, and
+          only their order differs
 
-The cost is read from results/transfer.json: the speed of a write by the length of its runs, for a
-model whose block has 64 KiB in each layer (16 tokens, 8 KV heads of 128, bfloat16).
+The cost comes from results/transfer.json, which has the speed of a write by the length of its runs.
+The model has 64 KiB in each layer of a block (16 tokens, 8 KV heads of 128, bfloat16).
 Writes results/runs.json and .md.
 """
 
@@ -120,7 +124,10 @@ class Worker:
 
 @dataclass(slots=True)
 class Hour:
-    """What a part of the simulated time had. blocks, runs: of remote prefills."""
+    """Counts of one part of the simulated time.
+
+    prompts: remote prefills. blocks: the blocks that they copied. runs: the runs of these blocks.
+    decode_runs: runs if only the decode worker's blocks had to be neighbours."""
 
     prompts: int = 0
     blocks: int = 0
@@ -134,7 +141,7 @@ class Hour:
 
 @dataclass(slots=True)
 class Churn:
-    """Both workers, and what is due when."""
+    """The simulation: both workers, and a queue of events in the order of their times."""
 
     decode: Worker
     prefill: Worker
@@ -258,7 +265,7 @@ def speed(by_size: dict[int, float], kib: float) -> float:
 
 
 def rows_of(found: dict[str, list[Hour]], part_h: float) -> list[Row]:
-    """Return run lengths by hour, and per transport the cost of the last ones."""
+    """Return the mean run length of each part, and what the last one costs each transport."""
     rows = []
     for order, hours in found.items():
         for number, hour in enumerate(hours):

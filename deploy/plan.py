@@ -204,7 +204,10 @@ def worker_arguments(options: UpOptions, role: str) -> list[str]:
 
 
 def served_name(options: UpOptions) -> str:
-    """Return the name by which clients ask for the model: the first one, of the last such flag."""
+    """Return the model name that clients must send.
+
+    It is the first name of `--served-model-name`. If the flag is given twice, the last one counts.
+    Without the flag, it is the model's path or its name at the hub."""
     name = resolve_model(options.model)
     for flag, *values in vllm_flags.group_flags(worker_arguments(options, "frontend")):
         given, _, joined = flag.partition("=")

@@ -5,7 +5,7 @@ pull         hands a request to pullfill's decode workers (the default)
 stock        `staged` and `batch`: prefill at one stock server, decode at another
 protocol     what a KV connector needs: bodies of both stages, order of dispatch
 servers      the known stock servers and their health
-entries      how servers are named: in a list, a file or a heartbeat
+entries      how servers are named
 choice       which server gets a request
 bodies       request bodies: the one-token prefill, and what the policies need of a prompt
 exchange     one HTTP request to a stock server

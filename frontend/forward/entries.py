@@ -1,14 +1,11 @@
 """How stock servers are named: ROLE=URL[@KV].
 
-`prefill=http://10.0.0.1:8100@10.0.0.1:8998,decode=http://10.0.0.2:8200`. In a file one line each,
-with blanks instead of `=` and `@`, and comments after `#`. In heartbeats a map: see `of_heartbeat`.
+For example `prefill=http://10.0.0.1:8100@10.0.0.1:8998,decode=http://10.0.0.2:8200`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 from pullfill.errors import ConfigError
@@ -40,43 +37,6 @@ def parse_list(text: str) -> tuple[Entry, ...]:
             raise ConfigError(f"cannot read the server {part!r}: {FORM}")
         found.append(make(role, url, kv))
     return tuple(dict.fromkeys(found))
-
-
-def parse_file(text: str, name: str) -> tuple[Entry, ...]:
-    """Return the servers of a file's text. Raises ConfigError, with the line's number."""
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        try:
-            if len(words) not in (2, 3):
-                raise ConfigError("give ROLE URL [KV], e.g. decode http://10.0.0.2:8200")
-            found.append(make(*words))
-        except ConfigError as exc:
-            raise ConfigError(f"{name}, line {number}: {exc}") from None
-    return tuple(dict.fromkeys(found))
-
-
-def of_heartbeat(message: object) -> Entry:
-    """Return the server that a heartbeat names. Raises ConfigError.
-
-    It is what vLLM's own connectors send: `type` (`P` or `D`), `http_address` (HOST:PORT) and
-    `zmq_address`, the KV address. Names of pullfill: `role`, `url`, `kv_address`. More is ignored.
-    """
-    if not isinstance(message, Mapping):
-        raise ConfigError("a heartbeat is a map with type, http_address and kv_address")
-    role = _word(message, "type", "role")
-    url = _word(message, "http_address", "url")
-    return make(role, url, _word(message, "kv_address", "zmq_address"))
-
-
-def _word(message: Mapping[Any, Any], *names: str) -> str:
-    for name in names:
-        value = message.get(name)
-        if isinstance(value, str) and value:
-            return value
-    return ""
 
 
 def make(role: str, url: str, kv: str = "") -> Entry:

@@ -17,18 +17,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pullfill.frontend.forward.protocol import Stages
+from pullfill.frontend.forward.protocol import KvProtocol, Stages
 from pullfill.options import Dispatch
 
 
-class Mooncake:
+class Mooncake(KvProtocol):
     name = "mooncake"
     connector = "MooncakeConnector"
     dispatches = (Dispatch.PARALLEL, Dispatch.SERIAL)
-    pairs = False
-
-    def request_id(self, stages: Stages, request_id: str) -> str:
-        return request_id
 
     def prefill(self, stages: Stages) -> dict[str, Any]:
         return {
@@ -45,9 +41,6 @@ class Mooncake:
             "remote_bootstrap_addr": stages.prefill.kv_url,
             "transfer_id": f"xfer-{stages.key}",
         }
-
-    def lacks(self, stages: Stages) -> str:
-        return ""
 
     def needs(self, role: str) -> str:
         return "its bootstrap address as KV address" if role == "prefill" else ""

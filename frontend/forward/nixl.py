@@ -16,20 +16,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from pullfill.frontend.forward.protocol import Stages
+from pullfill.frontend.forward.protocol import KvProtocol, Stages
 from pullfill.options import Dispatch
 
 _LOCATION = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
-class Nixl:
+class Nixl(KvProtocol):
     name = "nixl"
     connector = "NixlConnector"
     dispatches = (Dispatch.SERIAL,)
-    pairs = False
-
-    def request_id(self, stages: Stages, request_id: str) -> str:
-        return request_id
 
     def prefill(self, stages: Stages) -> dict[str, Any]:
         return {
@@ -52,6 +48,3 @@ class Nixl:
             return "returned kv_transfer_params without do_remote_prefill"
         missing = [name for name in _LOCATION if returned.get(name) is None]
         return f"returned kv_transfer_params without {', '.join(missing)}" if missing else ""
-
-    def needs(self, role: str) -> str:
-        return ""

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pullfill.frontend.forward.protocol import Stages
+from pullfill.frontend.forward.protocol import KvProtocol, Stages
 from pullfill.options import Dispatch
 
 
-class P2p:
+class P2p(KvProtocol):
     name = "p2p"
     connector = "P2pNcclConnector or MoRIIOConnector"
     dispatches = (Dispatch.SERIAL, Dispatch.PARALLEL, Dispatch.SINGLE)
@@ -44,9 +44,6 @@ class P2p:
             "do_remote_prefill": True,
             "transfer_id": f"tx-{stages.key}",
         }
-
-    def lacks(self, stages: Stages) -> str:
-        return ""
 
     def needs(self, role: str) -> str:
         return "its KV address"

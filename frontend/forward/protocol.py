@@ -7,8 +7,9 @@ sends nothing itself.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from pullfill.errors import ConfigError
 from pullfill.frontend.forward.servers import Server
@@ -29,40 +30,38 @@ class Stages:
     returned: dict[str, Any] | None = None
 
 
-class KvProtocol(Protocol):
-    """dispatches: what it can work with, its usual order first.
+class KvProtocol(ABC):
+    """One connector.
 
-    pairs: both servers are named in the request of the prefill stage.
-    connector: the connector, for messages."""
+    name: for `--protocol`. connector: its name in vLLM, for messages.
+    dispatches: orders of dispatch that it can work with, its usual one first.
+    pairs: whether the request of the prefill stage names both servers.
+    """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def connector(self) -> str: ...
-    @property
-    def dispatches(self) -> tuple[Dispatch, ...]: ...
-    @property
-    def pairs(self) -> bool: ...
+    name: ClassVar[str]
+    connector: ClassVar[str]
+    dispatches: ClassVar[tuple[Dispatch, ...]]
+    pairs: ClassVar[bool] = False
 
-    def request_id(self, stages: Stages, request_id: str) -> str:
-        """Return the `X-Request-Id` of both stages."""
-        ...
-
+    @abstractmethod
     def prefill(self, stages: Stages) -> dict[str, Any]:
         """Return `kv_transfer_params` of the prefill stage."""
-        ...
 
+    @abstractmethod
     def decode(self, stages: Stages) -> dict[str, Any]:
         """Return `kv_transfer_params` of the decode stage."""
-        ...
+
+    def request_id(self, stages: Stages, request_id: str) -> str:
+        """Return the `X-Request-Id` of both stages. request_id: of the call."""
+        return request_id
 
     def lacks(self, stages: Stages) -> str:
         """Return what is wrong with a prefill server's answer. Empty: nothing."""
-        ...
+        return ""
 
     def needs(self, role: str) -> str:
         """Return what a server of this role must be registered with. Empty: its URL only."""
-        ...
+        return ""
 
 
 def protocol_of(name: str) -> KvProtocol:

@@ -1,7 +1,7 @@
 """The stock vLLM servers that are known, and their health.
 
-Servers come from sources (a list, a file, heartbeats), each of which says what it knows. A server
-stays as long as one source has it. For each server one task looks every LOOK_S seconds:
+Sources such as `--servers` name servers. A server stays as long as one source names it. One task
+for each server looks every LOOK_S seconds:
 
     new ──► ready ◄──► failing          refused
               └────────────────────────────┘

@@ -270,8 +270,10 @@ class Stock:
         result = "broken" if broken else "ok" if exchange.status == 200 else "refused"
         if broken:
             self._failed(run, broken)
-            call.stages[-1] = msgspec.structs.replace(
-                call.stages[-1], result=broken.why, end_ms=_ms(call)
+            # A prefill stage of parallel dispatch may have ended after this one began.
+            last = max(n for n, stage in enumerate(call.stages) if stage.stage == "decode")
+            call.stages[last] = msgspec.structs.replace(
+                call.stages[last], result=broken.why, end_ms=_ms(call)
             )
         metrics.FORWARDED.labels(self.name, result).inc()
 

@@ -1,0 +1,119 @@
+"""Stock servers that cannot be used, that break off, and the load that they tell."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from pullfill.frontend.forward import entries, servers
+from tests.support.forward_rig import ForwardRig, forwarding, until
+
+METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0
+vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="1000"} 1.0
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "LOOK_S", 0.02)
+    monkeypatch.setattr(servers, "ANSWER_S", 0.5)
+
+
+def register(rig: ForwardRig, role: str, kv: str) -> None:
+    fake = rig.prefill[0] if role == "prefill" else rig.decode[0]
+    rig.servers.set("test", [entries.make(role, fake.url, kv)])
+
+
+async def trouble(rig: ForwardRig) -> str:
+    """Return why the only server is refused."""
+    await rig.states(refused=1)
+    (line,) = rig.servers.troubles()
+    return line
+
+
+async def test_another_model_under_one_name_is_refused() -> None:
+    async with forwarding(known=False) as rig:
+        rig.decode[0].root = "/models/other"
+        register(rig, "decode", "")
+        assert "serves /models/other as m, and this frontend serves /m under that" in (
+            await trouble(rig)
+        )
+        assert (await rig.ask()).status == 503
+
+
+async def test_a_missing_kv_address_is_refused() -> None:
+    async with forwarding("batch", "p2p", known=False) as rig:
+        register(rig, "prefill", "")
+        assert "register it with its KV address" in await trouble(rig)
+
+
+@pytest.mark.parametrize("kv", ["127.0.0.1:1", "the decode server"])
+async def test_a_kv_address_that_no_bootstrap_service_answers_is_refused(kv: str) -> None:
+    async with forwarding("batch", "mooncake", known=False) as rig:
+        register(rig, "prefill", rig.decode[0].kv + "/health" if " " in kv else kv)
+        assert "at its KV address" in await trouble(rig)
+
+
+async def test_a_server_that_broke_off_gets_no_request_until_its_health_is_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with forwarding(decode=2) as rig:
+        monkeypatch.setattr(servers, "LOOK_S", 60.0)
+        await asyncio.sleep(0.1)  # the looks that were due with the short pause are over
+        rig.decode[0].breaks = 0
+        for number in range(4):
+            assert (await rig.ask(prompt=f"p{number}")).status == 200
+        assert len(rig.decode[0].requests) == 1
+        await rig.states(failing=1)
+
+
+async def test_the_stage_that_breaks_is_the_one_that_is_noted() -> None:
+    """With parallel dispatch the prefill may end after the decode server has begun to answer."""
+    async with forwarding("batch", "mooncake", "parallel") as rig:
+        begun, known = asyncio.Event(), asyncio.Event()
+        prefill, decode = rig.prefill[0], rig.decode[0]
+        connect = prefill._connect
+
+        async def prefills(request_id: str, params: dict[str, Any]) -> Any:
+            found = await connect(request_id, params)
+            await begun.wait()
+            return found
+
+        async def breaks(request: web.Request, request_id: str, body: Any) -> Any:
+            answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await answer.prepare(request)
+            await answer.write(b"data: 1\n\n")
+            begun.set()
+            await known.wait()
+            assert request.transport is not None
+            request.transport.abort()
+            await asyncio.sleep(60)
+
+        prefill._connect, decode._answer = prefills, breaks  # type: ignore[method-assign]
+        asking = asyncio.create_task(rig.ask(stream=True, headers=[(b"x-request-id", b"r1")]))
+        await until(lambda: prefill.requests and not prefill.open)
+        await asyncio.sleep(0.1)  # the frontend reads the prefill server's answer
+        known.set()
+        await asking
+        record = rig.explain.get("cmpl-r1")
+        assert record is not None
+        told = {stage.stage: stage.result for stage in record.stages}
+        assert told["prefill"] == "ok"
+        assert "broke off" in told["decode"]
+
+
+def test_the_load_is_read_from_metrics() -> None:
+    load = servers.load_of(METRICS)
+    assert (load.running, load.waiting, load.kv_used) == (3.0, 4.0, 0.5)
+    assert (load.kv_blocks, load.block_size) == (2000, 16)
+    assert servers.load_of("nothing") == servers.Load()
