@@ -213,7 +213,7 @@ def prefixes(ref: ClusterRef, workers: Sequence[WorkerRecord]) -> Iterator[Findi
     known = set[str]()
     for frontend in (w for w in workers if w.role == "frontend" and w.http):
         try:
-            _, status = members.ask_frontend(ref, f"{frontend.http}/pullfill/status")
+            _, status = members.ask_frontend(ref, frontend.http, "/pullfill/status")
         except UnavailableError:
             continue
         rows = status.get("workers", ()) if isinstance(status, dict) else ()

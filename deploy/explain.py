@@ -14,6 +14,7 @@ from rich.text import Text
 from pullfill.config import ClusterRef
 from pullfill.deploy.members import ask_frontend, frontend_urls
 from pullfill.errors import ConfigError, UnavailableError
+from pullfill.net import http_proof
 from pullfill.wire import Expected, ExplainRecord, PredictedMs
 
 _BAR = 40
@@ -31,16 +32,16 @@ def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
     answered = False
     why_not: list[str] = []
     for url in frontend_urls(ref):
-        where = f"{url}/pullfill/requests/{quote(request_id, safe='')}"
         try:
-            code, body = ask_frontend(ref, where)
+            code, body = ask_frontend(ref, url, f"/pullfill/requests/{quote(request_id, safe='')}")
         except UnavailableError as exc:
             why_not.append(str(exc))
             continue
         if code == 401:
             raise ConfigError(
                 f"the frontend at {url} wants an API key: name the --security file that has it as "
-                "[frontend] api_key_file"
+                "[frontend] api_key_file. If you have, set the clocks of both machines right: "
+                f"they may be {http_proof.VALID_S} s apart"
             )
         answered = True
         if code == 200 and body is not None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from pullfill.cluster_status import Report, read_report
 from pullfill.config import ClusterRef, read_cluster_file
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
+from pullfill.net import http_proof
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.orders import live_workers
 from pullfill.wire import WorkerRecord
@@ -60,13 +63,12 @@ async def workers(etcd: EtcdClient, namespace: str) -> list[WorkerRecord]:
 # --------------------------------------------------------------------------- HTTP
 
 
-def http_get(url: str, timeout_s: float = 3.0, key: str = "") -> tuple[int, bytes]:
-    """Return the HTTP status and the body. Raises UnavailableError when nothing answers.
-
-    key: the API key to send. Empty: none."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+def http_get(
+    url: str, timeout_s: float = 3.0, headers: Mapping[str, str] | None = None
+) -> tuple[int, bytes]:
+    """Return the HTTP status and the body. Raises UnavailableError when nothing answers."""
     try:
-        request = urllib.request.Request(url, headers=headers)
+        request = urllib.request.Request(url, headers=dict(headers or {}))
         with _opener.open(request, timeout=timeout_s) as reply:
             return reply.status, reply.read()
     except urllib.error.HTTPError as exc:
@@ -85,15 +87,17 @@ def ask_worker(record: WorkerRecord) -> Report | None:
     return read_report(body) if code == 200 else None
 
 
-def ask_frontend(ref: ClusterRef, url: str) -> tuple[int, Any]:
+def ask_frontend(ref: ClusterRef, url: str, path: str) -> tuple[int, Any]:
     """Return the HTTP status, and the JSON that a frontend answers. None: it is not JSON.
 
+    url: of the frontend. path: of the route, quoted.
     Raises UnavailableError when nothing answers."""
-    # Whoever may write to etcd can announce a frontend. So the API key goes only to one that asks
-    # for it. The administrator's key never goes out: no question needs it.
-    code, body = http_get(url, 5.0)
+    where = url.rstrip("/") + path
+    code, body = http_get(where, 5.0)
+    # Whoever may write to etcd can announce a frontend. So none is shown a key.
     if code == 401 and (keys := ref.security.frontend.api_keys()):
-        code, body = http_get(url, 5.0, keys[0])
+        shown = http_proof.proof(keys[0].encode(), unquote(path), time.time())
+        code, body = http_get(where, 5.0, {http_proof.HEADER: shown})
     try:
         return code, json.loads(body)
     except ValueError:

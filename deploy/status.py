@@ -58,7 +58,7 @@ def ask(ref: ClusterRef) -> dict[str, Any]:
 def _from_frontends(ref: ClusterRef) -> dict[str, Any] | None:
     for url in frontend_urls(ref):
         try:
-            code, body = ask_frontend(ref, f"{url}/pullfill/status")
+            code, body = ask_frontend(ref, url, "/pullfill/status")
         except UnavailableError:
             continue
         if code == 200 and isinstance(body, dict) and "workers" in body:

@@ -30,6 +30,7 @@ from pullfill.deploy.members import frontend_urls
 from pullfill.deploy.top_view import Seen, screen
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.live_view import Snapshot
+from pullfill.net import http_proof
 
 AGAIN_S = 1.0
 PATH = "/pullfill/ui/events"
@@ -141,8 +142,7 @@ def _stream(ref: ClusterRef, url: str, *, given: bool) -> Iterator[Snapshot]:
     given: the user has named it."""
     decoder = msgspec.json.Decoder(Snapshot)
     with httpx.Client(timeout=_TIMEOUT, trust_env=False, verify=True) as client:
-        for key in _keys_for(ref, url, given):
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
+        for headers in _shown_to(ref, url, given):
             with client.stream("GET", url + PATH, headers=headers) as answer:
                 if answer.status_code in (401, 403):
                     continue
@@ -158,15 +158,19 @@ def _stream(ref: ClusterRef, url: str, *, given: bool) -> Iterator[Snapshot]:
     )
 
 
-def _keys_for(ref: ClusterRef, url: str, given: bool) -> Iterator[str]:
-    """Yield the keys to try.
+def _shown_to(ref: ClusterRef, url: str, given: bool) -> Iterator[dict[str, str]]:
+    """Yield the headers to try.
 
-    Whoever may write to etcd can announce a frontend. So an administrator's key goes only to those
-    that the user or the state directory names."""
-    yield ""
+    Whoever may write to etcd can announce a frontend. So keys go only to those that the user or the
+    state directory names."""
+    yield {}
+    keys = ref.security.frontend
     if given or url in _own_urls(ref):
-        yield from ref.security.frontend.admin_keys()
-    yield from ref.security.frontend.api_keys()
+        for key in (*keys.admin_keys(), *keys.api_keys()):
+            yield {"Authorization": f"Bearer {key}"}
+    else:
+        for key in keys.api_keys():
+            yield {http_proof.HEADER: http_proof.proof(key.encode(), PATH, time.time())}
 
 
 def _own_urls(ref: ClusterRef) -> set[str]:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -19,6 +20,7 @@ import aiohttp
 
 from pullfill import cluster_status
 from pullfill.clock import SYSTEM_CLOCK
+from pullfill.net import http_proof
 from pullfill.registry.directory import Directory
 from pullfill.runtime import exposition
 from pullfill.runtime.health import Health
@@ -117,10 +119,12 @@ class ClusterView:
     async def record_elsewhere(self, request_id: str, authorization: str = "") -> bytes | None:
         """Return what another frontend tells of a request, as JSON. None: none knows it.
 
-        authorization: the client's header, which the others check too."""
+        authorization: the client's header. The others get a proof of its key, never the key."""
         headers = {ASKED_BY: self._own_id}
-        if authorization:
-            headers["authorization"] = authorization
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() == "bearer" and (key := key.strip()):
+            route = f"/pullfill/requests/{request_id}"
+            headers[http_proof.HEADER] = http_proof.proof(key.encode("latin-1"), route, time.time())
         path = f"/pullfill/requests/{quote(request_id, safe='')}"
         others = self._directory.workers("frontend").items()
         asked = [

@@ -14,6 +14,10 @@ paths, which only read:
 - On this machine a page of this frontend may ask, too. It must have come by a loopback name, or
   a page of another site could point its own name at this machine.
 
+Other frontends and pullfill's commands find this frontend in etcd. They show no key, but the proof
+of one (pullfill/net/http_proof.py). For GET of PROOF_PATHS the proof of any key is as good as a key
+for clients.
+
 The check runs once per request, in front of everything else.
 """
 
@@ -21,14 +25,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
 import ipaddress
 import re
+import time
 from collections.abc import Iterable
 
 from pullfill.frontend import metrics
 from pullfill.frontend.admission import ENGINE_PATHS, App, Receive, Scope, Send, respond, route_of
+from pullfill.net import http_proof
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/metrics", "/metrics/"})
 SERVING_PATHS = ENGINE_PATHS | {
@@ -40,6 +45,7 @@ SERVING_PATHS = ENGINE_PATHS | {
 }  # fmt: skip
 SERVING_PREFIXES = ("/v1/models/", "/v1/responses/", "/pullfill/requests/")
 PAGE = "/pullfill/ui"
+PROOF_PATHS = ("/pullfill/status", "/pullfill/requests/", f"{PAGE}/events")
 _PAGE_PREFIX = f"{PAGE}/"
 _SPOKEN_FOR = frozenset({b"forwarded", b"via", b"x-real-ip", b"origin", b"sec-fetch-site"})
 _SPOKEN_FOR_PREFIXES = (b"x-forwarded-", b"x-envoy-")
@@ -66,8 +72,8 @@ class HttpAuth:
     ) -> None:
         self._app = app
         self._root_path = root_path
-        self._api = [_digest(key.encode()) for key in api_keys]
-        self._admin = [_digest(key.encode()) for key in admin_keys]
+        self._api = [http_proof.digest(key.encode()) for key in api_keys]
+        self._admin = [http_proof.digest(key.encode()) for key in admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, page = 0, False
@@ -97,7 +103,7 @@ class HttpAuth:
         shown = _bearer(scope)
         if _any(shown, self._admin):
             return 0, ""
-        if self._api and not _any(shown, self._api):
+        if self._api and not _any(shown, self._api) and not self._proven(scope, path):
             return 401, "this frontend wants an API key: send `Authorization: Bearer KEY`"
         if path in SERVING_PATHS or path.startswith(SERVING_PREFIXES):
             return 0, ""
@@ -112,9 +118,14 @@ class HttpAuth:
             "only: see docs/operations.md"
         )
 
-
-def _digest(text: bytes) -> bytes:
-    return hashlib.blake2b(text, digest_size=32).digest()
+    def _proven(self, scope: Scope, path: str) -> bool:
+        """Whether the request has the proof of a key, and asks for what a proof opens."""
+        if scope.get("method") != "GET" or not path.startswith(PROOF_PATHS):
+            return False
+        name = http_proof.HEADER.encode()
+        values = [value for header, value in scope["headers"] if header == name]
+        known = (*self._api, *self._admin)
+        return len(values) == 1 and http_proof.proven(values[0], path, known, time.time())
 
 
 def _any(shown: bytes | None, keys: list[bytes]) -> bool:
@@ -133,7 +144,7 @@ def _bearer(scope: Scope) -> bytes | None:
     if len(values) != 1:
         return None
     scheme, _, token = values[0].partition(b" ")
-    return _digest(token.strip()) if scheme.lower() == b"bearer" else None
+    return http_proof.digest(token.strip()) if scheme.lower() == b"bearer" else None
 
 
 def _is_page(scope: Scope) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 
 from pullfill.frontend import cluster
 from pullfill.frontend.cluster import ClusterView
+from pullfill.net import http_proof
 from pullfill.runtime.health import Health
 from pullfill.runtime.probe import ProbeServer
 from pullfill.wire import WorkerRecord
+from tests.support.http_stub import serving
 from tests.support.listening import listening
 from tests.support.workers import record
 
@@ -134,3 +138,25 @@ async def test_what_a_worker_said_long_ago_is_not_repeated(monkeypatch: pytest.M
         assert await gone.reasons(), "it may only be slow"
         monkeypatch.setattr(cluster, "FRESH_S", 0.0)
         assert await gone.reasons() == []
+
+
+async def test_a_frontend_that_etcd_names_gets_the_proof_of_the_clients_key_only() -> None:
+    """Whoever may write to etcd can announce one, and would collect keys."""
+    key, route = "client-key-0123456789", "/pullfill/requests/cmpl-ä/1"
+    seen: list[dict[str, str]] = []
+
+    def tell(_: str, headers: Mapping[str, str]) -> tuple[int, Any]:
+        seen.append({name.lower(): value for name, value in headers.items()})
+        return 200, {"request_id": "cmpl-ä/1"}
+
+    with serving(tell) as url:
+        async with viewing(Known(record("frontend-1", http=url))) as view:
+            for header in (f"Bearer {key}", "", "Basic x"):
+                told = await view.record_elsewhere("cmpl-ä/1", header)
+                assert json.loads(told or b"") == {"request_id": "cmpl-ä/1"}
+    for headers in seen:
+        assert "authorization" not in headers
+        assert key not in str(headers)
+    proofs = [headers.get(http_proof.HEADER, "").encode() for headers in seen]
+    known = [http_proof.digest(key.encode())]
+    assert [http_proof.proven(p, route, known, time.time()) for p in proofs] == [True, False, False]

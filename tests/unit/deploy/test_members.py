@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import msgspec
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from pullfill.config import ClusterRef
 from pullfill.deploy import members
 from pullfill.errors import RegistryUnavailable
+from pullfill.net import http_proof
 from pullfill.net.security import FrontendSecurity, Security
 from pullfill.registry.client import EtcdClient
 from tests.support.http_stub import serving
@@ -38,23 +41,25 @@ def test_the_frontend_of_the_state_directory_is_asked_before_etcd(
 
 @pytest.mark.parametrize(
     ("has_keys", "answer", "shown", "told"),
-    [(True, 200, [""], 200), (True, 401, ["", "api-key-0123456789"], 200), (False, 401, [""], 401)],
+    [(True, 200, [False], 200), (True, 401, [False, True], 200), (False, 401, [False], 401)],
     ids=["open", "locked", "without"],
 )
-def test_a_frontend_is_shown_no_key_that_it_does_not_ask_for_and_never_an_administrators(
+def test_a_frontend_is_shown_the_proof_of_an_api_key_when_it_asks_and_never_a_key(
     tmp_path: Path,
     has_keys: bool,
     answer: int,
-    shown: list[str],
+    shown: list[bool],
     told: int,
 ) -> None:
     """Its address comes from etcd: it may be anybody's."""
-    keys: list[str] = []
+    proofs: list[bool] = []
+    path, known = "/pullfill/requests/cmpl-ä", [http_proof.digest(b"api-key-0123456789")]
 
-    def locked(_: str, headers: Mapping[str, str]) -> tuple[int, Any]:
-        key = headers.get("Authorization", "").removeprefix("Bearer ")
-        keys.append(key)
-        return (200 if key else answer), {"workers": []}
+    def locked(asked: str, headers: Mapping[str, str]) -> tuple[int, Any]:
+        assert (unquote(asked), "-key-" in str(headers)) == (path, False)
+        shown = headers.get(http_proof.HEADER, "").encode()
+        proofs.append(http_proof.proven(shown, path, known, time.time()))
+        return (200 if proofs[-1] else answer), {"workers": []}
 
     for name in ("api", "admin"):
         (tmp_path / name).write_text(f"{name}-key-0123456789\nanother-{name}-key-01234\n")
@@ -65,5 +70,5 @@ def test_a_frontend_is_shown_no_key_that_it_does_not_ask_for_and_never_an_admini
     )
     ref = ClusterRef("ns", "http://etcd", "nats://nats", security=Security(frontend=frontend))
     with serving(locked) as url:
-        assert members.ask_frontend(ref, f"{url}/pullfill/status")[0] == told
-    assert keys == shown
+        assert members.ask_frontend(ref, url, quote(path))[0] == told
+    assert proofs == shown

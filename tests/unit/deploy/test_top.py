@@ -56,9 +56,10 @@ def test_one_screen_is_printed_where_there_is_no_terminal(
 def test_the_administrators_key_goes_to_frontends_that_the_user_knows_only(tmp_path: Path) -> None:
     """Who may write to etcd can announce a frontend, and would get the key."""
     here = ref(tmp_path, "http://mine:1/", ADMIN)
-    assert list(command._keys_for(here, "http://mine:1", False)) == ["", ADMIN]
-    assert list(command._keys_for(here, "http://announced:1", False)) == [""]
-    assert list(command._keys_for(here, "http://named:1", True)) == ["", ADMIN]
+    bearer = {"Authorization": f"Bearer {ADMIN}"}
+    assert list(command._shown_to(here, "http://mine:1", False)) == [{}, bearer]
+    assert list(command._shown_to(here, "http://announced:1", False)) == [{}]
+    assert list(command._shown_to(here, "http://named:1", True)) == [{}, bearer]
 
 
 def test_a_frontend_with_keys_wants_one(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pullfill.frontend.http_auth import OPEN_PATHS, SERVING_PATHS, HttpAuth
+from pullfill.net import http_proof
 
 KEY, OTHER, ADMIN = "client-key-0123456789", "client-key-number-two", "admin-key-0123456789"
 HERE, THERE = ("127.0.0.1", 1), ("192.0.2.7", 1)
@@ -133,6 +135,37 @@ def test_no_header_that_is_not_the_key_is_the_key(header: bytes, path: str) -> N
     path = f"/{path}"
     status = call(path, api=(KEY,), headers=[(b"authorization", header)])
     assert status == (200 if path in OPEN_PATHS else 401)
+
+
+@pytest.mark.parametrize("path", ["/pullfill/status", "/pullfill/requests/cmpl-ä"])
+def test_the_proof_of_a_key_opens_what_other_frontends_and_commands_ask(path: str) -> None:
+    def asked(key: str, of: str = path, method: str = "GET") -> int:
+        shown = http_proof.proof(key.encode(), of, time.time()).encode()
+        headers = [(b"x-pullfill-proof", shown)]
+        return call(path, method, api=(KEY, OTHER), admin=(ADMIN,), headers=headers)
+
+    assert [asked(key) for key in (KEY, OTHER, ADMIN)] == [200] * 3
+    assert asked("a key that nobody knows") == 401
+    assert asked(KEY, of="/pullfill/requests/another") == 401
+    assert asked(KEY, method="POST") == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", RESET, "/pullfill/ui"])
+def test_a_proof_opens_nothing_else(path: str) -> None:
+    for key in (KEY, ADMIN):
+        shown = http_proof.proof(key.encode(), path, time.time()).encode()
+        headers = [(b"x-pullfill-proof", shown)]
+        assert call(path, "GET", api=(KEY,), admin=(ADMIN,), headers=headers) == 401
+
+
+def test_a_proof_shows_the_live_events_to_this_machine_only() -> None:
+    """As an API key does. Where there are admin keys they need one."""
+    path = "/pullfill/ui/events"
+    headers = [(b"x-pullfill-proof", http_proof.proof(KEY.encode(), path, time.time()).encode())]
+    for key, shown in ((KEY, None), (None, headers)):
+        assert call(path, "GET", api=(KEY,), key=key, headers=shown, client=HERE) == 200
+        assert call(path, "GET", api=(KEY,), key=key, headers=shown) == 403
+        assert call(path, "GET", api=(KEY,), admin=(ADMIN,), key=key, headers=shown) == 401
 
 
 def test_two_keys_in_one_request_are_none() -> None:
