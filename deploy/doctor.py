@@ -17,7 +17,7 @@ from contextlib import suppress
 from rich.console import Console
 from rich.text import Text
 
-from pullfill import releases
+from pullfill import redact, releases
 from pullfill.config import ClusterRef, ProcessEntry, split_urls
 from pullfill.deploy import disk, machine, members, servers, wheels
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
@@ -143,7 +143,7 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
         ("etcd", ref.etcd_url, servers.etcd_ready(ref.etcd_url, 2.0, ref.security.etcd.tls())),
     ):
         if why is None:
-            yield Finding(OK, f"{name} answers at {url}")
+            yield Finding(OK, f"{name} answers at {redact.url(url)}")
         else:
             yield Finding(FAIL, why, "start it, or give its address with --nats / --etcd")
     try:

@@ -7,9 +7,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 
 import typer
 
+from pullfill import redact
 from pullfill.config import ClusterRef
 from pullfill.deploy import plan
 from pullfill.deploy.state import StateDir
@@ -33,7 +35,7 @@ def lines(options: UpOptions, state: StateDir) -> Iterator[str]:
     """Yield what would start: one line for each process, its command line below it."""
     yield f"would start in {state.path}, namespace {options.namespace}:"
     for name, url in (("nats", options.nats_url), ("etcd", options.etcd_url)):
-        yield f"  {name:<12} {f'not started: {url}' if url else 'at 127.0.0.1:PORT'}"
+        yield f"  {name:<12} {f'not started: {redact.url(url)}' if url else 'at 127.0.0.1:PORT'}"
     ref = ClusterRef(
         options.namespace,
         options.etcd_url or "http://127.0.0.1:PORT",
@@ -58,9 +60,11 @@ def _is_ours(env: dict[str, str], name: str) -> bool:
 
 
 def _command(spec: plan.ProcessSpec) -> list[str]:
-    """Return the command as a user would type it."""
+    """Return the command as a user would type it, but for logins in URLs."""
     argv = spec.argv[spec.argv.index(spec.role) :]
     if spec.instance_id in argv:  # a new one at each start
         at = argv.index(spec.instance_id)
         argv = argv[: at - 1] + argv[at + 1 :]
-    return ["pullfill", *argv]
+    # What follows an @ there is an address of KV, and logins are refused.
+    stock = next((arg for flag, arg in pairwise(argv) if flag == "--servers"), "")
+    return ["pullfill", *(arg if arg == stock else redact.text(arg) for arg in argv)]

@@ -7,7 +7,6 @@ started directly, not through its Python shim, so that pid and signals are those
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import socket
 import ssl
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from pullfill import redact
 from pullfill.config import split_urls
 from pullfill.errors import ConfigError
 
@@ -135,7 +135,7 @@ def nats_ready(urls: str, timeout_s: float = 1.0) -> str | None:
 
 
 def _nats_problem(url: str, timeout_s: float) -> str | None:
-    (host, port), url = split_url(url, 4222), shown(url)
+    (host, port), url = split_url(url, 4222), redact.url(url)
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as conn:
             conn.settimeout(timeout_s)
@@ -163,7 +163,7 @@ def _etcd_problem(url: str, timeout_s: float, tls: ssl.SSLContext | None) -> str
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
     )
-    url = shown(url)  # urllib would take a login for a part of the host
+    url = redact.url(url)  # urllib would take a login for a part of the host
     health = f"{url}/health" if "://" in url else f"http://{url}/health"
     try:
         with opener.open(health, timeout=timeout_s) as reply:
@@ -171,11 +171,6 @@ def _etcd_problem(url: str, timeout_s: float, tls: ssl.SSLContext | None) -> str
     except (OSError, ValueError, AttributeError) as exc:
         return f"no etcd at {url}: {getattr(exc, 'reason', None) or exc}"
     return None if str(healthy).lower() == "true" else f"the etcd at {url} is not healthy"
-
-
-def shown(url: str) -> str:
-    """Return the URL without user and password."""
-    return re.sub(r"^(\w+://)?[^/]*@", r"\1", url)
 
 
 def split_url(url: str, default_port: int) -> tuple[str, int]:

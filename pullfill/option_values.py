@@ -3,6 +3,7 @@
 from contextlib import suppress
 from urllib.parse import urlsplit
 
+from pullfill import redact
 from pullfill.config import TRANSPORTS
 from pullfill.errors import ConfigError
 
@@ -38,7 +39,7 @@ def check_url(flag: str, url: str | None) -> str | None:
         plain = not (parts.query or parts.fragment or parts.username)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and plain:
             return url.rstrip("/")
-    raise ConfigError(f"{flag} {url!r}: give http://HOST:PORT or https://HOST:PORT")
+    raise ConfigError(f"{flag} {redact.url(url)!r}: give http://HOST:PORT or https://HOST:PORT")
 
 
 def parse_cores(text: str | None) -> tuple[int, ...]:

@@ -17,13 +17,13 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from pullfill import redact
 from pullfill.config import split_urls
 from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavailable
 from pullfill.queue.pulse import watch_pulse
@@ -78,7 +78,7 @@ class NatsConnection:
         name: str,
         connect_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.shown_url = _without_credentials(url)
+        self.shown_url = redact.url(url)
         self.health = Health("nats", self.shown_url)
         self.up = False
         self.generation = 0
@@ -376,11 +376,3 @@ async def _bury(client: Client) -> None:
 def _say(exc: BaseException) -> str:
     text = str(exc) or type(exc).__name__
     return text.removeprefix("nats: ")
-
-
-def _without_credentials(urls: str) -> str:
-    shown = []
-    for url in split_urls(urls):
-        login = urlsplit(url).netloc.rpartition("@")[0]
-        shown.append(url.replace(login, "***") if login else url)
-    return ",".join(shown)

@@ -32,6 +32,7 @@ import msgspec
 from etcd3.aio_client import AioClient
 from etcd3.baseclient import sem
 
+from pullfill import redact
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.net.security import OPEN, ServerSecurity
@@ -105,7 +106,8 @@ def parse_url(url: str) -> tuple[list[Endpoint], tuple[str, str] | None]:
             host, port = None, 0
         if not host or pieces.scheme not in {"http", "https"} or pieces.path not in {"", "/"}:
             raise ConfigError(
-                f"cannot read etcd URL {part!r}: use http://HOST:PORT, several separated by commas"
+                f"cannot read etcd URL {redact.url(url)!r}: use http://HOST:PORT, several "
+                "separated by commas"
             )
         if pieces.username is not None:
             credentials = (unquote(pieces.username), unquote(pieces.password or ""))
@@ -113,11 +115,6 @@ def parse_url(url: str) -> tuple[list[Endpoint], tuple[str, str] | None]:
     if not endpoints:
         raise ConfigError("no etcd URL given: use --etcd http://HOST:PORT")
     return endpoints, credentials
-
-
-def redact(url: str) -> str:
-    """`url` without its user and password, for messages."""
-    return ",".join(part.rpartition("@")[2] if "@" in part else part for part in url.split(","))
 
 
 class EtcdRpc:
@@ -169,7 +166,7 @@ class EtcdRpc:
         tls = security.tls("etcd")
         if tls is not None and any(end.scheme != "https" for end in endpoints):
             raise ConfigError(
-                f"[etcd] has certificates, but {redact(url)} is not encrypted: use https://"
+                f"[etcd] has certificates, but {redact.url(url)} is not encrypted: use https://"
             )
         give_up, pause = time.monotonic() + wait_s, 0.1
         while True:
@@ -186,8 +183,8 @@ class EtcdRpc:
                 await session.close()
                 if isinstance(exc, aiohttp.ClientSSLError):
                     raise ConfigError(
-                        f"no TLS with etcd at {redact(url)} ({_cause(exc)}): check ca, cert and "
-                        "key of [etcd] in the --security file, and the host name in the URL"
+                        f"no TLS with etcd at {redact.url(url)} ({_cause(exc)}): check ca, cert "
+                        "and key of [etcd] in the --security file, and the host name in the URL"
                     ) from exc
                 why = str(exc) or type(exc).__name__
             except BaseException:
@@ -196,11 +193,11 @@ class EtcdRpc:
             left = give_up - time.monotonic()
             if left <= 0:
                 raise RegistryUnavailable(
-                    f"etcd at {redact(url)} did not answer within {wait_s:g} s ({why}): start it "
-                    "(`pullfill up` starts one), or name another with --etcd URL"
+                    f"etcd at {redact.url(url)} did not answer within {wait_s:g} s ({why}): start "
+                    "it (`pullfill up` starts one), or name another with --etcd URL"
                 )
             if on_retry is not None:
-                on_retry(f"etcd at {redact(url)} does not answer yet ({why}); "
+                on_retry(f"etcd at {redact.url(url)} does not answer yet ({why}); "
                          f"trying for another {left:.0f} s")  # fmt: skip
             endpoints = endpoints[1:] + endpoints[:1]
             await asyncio.sleep(min(pause, max(left, 0.0)))

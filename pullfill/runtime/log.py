@@ -1,4 +1,4 @@
-"""Logging: one line per event on stderr, `time level role name: message`.
+"""Logging: one line per event on stderr, `time level role name: message`. Without logins in URLs.
 
 With the format `json` each line is an object: `timestamp`, `level`, `logger`, `message`, `role`,
 `pid`, `instance_id`, the ids of what it is about (`request_id`, `job_id`, `attempt`, ...), and
@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
+from pullfill import redact
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import ConfigError
 
@@ -76,6 +77,9 @@ class _OneLine(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         return _escaped(super().formatMessage(record))
 
+    def format(self, record: logging.LogRecord) -> str:
+        return redact.text(super().format(record))
+
     def formatException(self, ei: Any) -> str:
         return "\n".join(map(_escaped, super().formatException(ei).split("\n")))
 
@@ -90,10 +94,14 @@ def _setup_json(role: str, logger: logging.Logger) -> None:
     # Only those who want this format need the library.
     from pythonjsonlogger.msgspec import MsgspecFormatter
 
+    class Formatter(MsgspecFormatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return redact.text(super().format(record))
+
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_add_ids)
     handler.setFormatter(
-        MsgspecFormatter(
+        Formatter(
             ["levelname", "name", "message"],
             timestamp=True,
             rename_fields={"levelname": "level", "name": "logger"},
@@ -125,7 +133,7 @@ def complain(error: BaseException, text: str = "") -> None:
     if "role" in _process:
         logging.getLogger("pullfill").error("%s", text or error)
     else:
-        print(f"error: {text or error}", file=sys.stderr)
+        print(redact.text(f"error: {text or error}"), file=sys.stderr)
 
 
 def get(name: str) -> logging.Logger:

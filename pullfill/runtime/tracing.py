@@ -35,6 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pullfill import redact
 from pullfill.errors import ConfigError
 from pullfill.runtime import log
 
@@ -256,6 +257,8 @@ def _watched(inner: Any, endpoint: str) -> Any:
     does again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+    where = redact.url(endpoint)
+
     class Watched(SpanExporter):
         failing = False
 
@@ -264,10 +267,10 @@ def _watched(inner: Any, endpoint: str) -> Any:
             failed = result is not SpanExportResult.SUCCESS
             if failed and not self.failing:
                 _log.warning(
-                    "%s takes no traces: they are dropped until it does; requests go on", endpoint
+                    "%s takes no traces: they are dropped until it does; requests go on", where
                 )
             elif self.failing and not failed:
-                _log.info("%s takes traces again", endpoint)
+                _log.info("%s takes traces again", where)
             self.failing = failed
             return result
 

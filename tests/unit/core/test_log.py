@@ -23,13 +23,13 @@ def test_log_writes_one_line_and_setup_is_idempotent(monkeypatch: pytest.MonkeyP
     try:
         log.setup("decode", "INFO")
         log.setup("decode", "INFO")
-        log.get("room.part").info("hello %d", 1)
+        log.get("room.part").info("hello %d from %s", 1, "http://u:s3cr3t@h/x@y")
         log.get("room.part").debug("not shown")
     finally:
         logger.setLevel(level)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 1
-    assert "I decode pullfill.room.part: hello 1" in lines[0]
+    assert lines[0].endswith("I decode pullfill.room.part: hello 1 from http://h/x@y")
 
 
 def test_a_line_stays_one_line_whatever_clients_call_their_requests(
@@ -64,11 +64,11 @@ def test_an_error_is_one_line_unless_more_is_asked_for(
 ) -> None:
     monkeypatch.setenv(log.DEBUG_ENV, debug)
     try:
-        raise ConfigError("no good")
+        raise ConfigError("no good: http://u:s3cr3t@h:1")
     except ConfigError as exc:
         log.complain(exc)
     told = capsys.readouterr().err
-    assert told.endswith("error: no good\n")
+    assert told.endswith("error: no good: http://h:1\n")
     assert ("Traceback" in told) == bool(debug)
 
 

@@ -67,7 +67,7 @@ logging.getLogger("vllm.x").info("not shown")
 logging.getLogger("vllm.x").warning("from\\nvLLM")
 logging.getLogger("uvicorn.error").error("from uvicorn")
 warnings.warn("careful")
-log.complain(ValueError("the end"))
+log.complain(ValueError("the end of http://u:s3cr3t@h:1"))
 """
     )
     assert [line["level"] for line in found] == ["ERROR", "WARNING", "ERROR", "WARNING", "ERROR"]
@@ -76,5 +76,5 @@ log.complain(ValueError("the end"))
     assert found[1]["logger"] == "vllm.x"
     assert found[2]["logger"] == "uvicorn.error"
     assert "careful" in found[3]["message"]
-    assert found[4]["message"] == "the end"
+    assert found[4]["message"] == "the end of http://h:1"
     assert all(line["instance_id"] == "prefill-1" for line in found)

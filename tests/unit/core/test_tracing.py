@@ -120,7 +120,7 @@ def test_an_endpoint_that_hangs_stops_nothing_and_one_line_says_so(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     with Receiver("http") as receiver, caplog.at_level(logging.INFO):
         receiver.hangs.set()
-        tracing.begin(receiver.url, "decode", "d")
+        tracing.begin(receiver.url.replace("://", "://user:s3cr3t@"), "decode", "d")
         for number in range(5000):  # more than the queue holds
             tracing.record("x", Context(1, number + 1), None, 0.0, 1.0, {})
         assert receiver.asked.wait(30.0)
@@ -135,6 +135,7 @@ def test_an_endpoint_that_hangs_stops_nothing_and_one_line_says_so(
         began = time.monotonic()
         tracing.close()
         assert time.monotonic() - began < tracing.CLOSE_S + 5.0
+    assert "s3cr3t" not in caplog.text
     assert all(r.name.startswith("pullfill") for r in caplog.records), "the exporter's own lines"
 
 

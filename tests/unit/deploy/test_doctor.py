@@ -106,9 +106,11 @@ def test_dead_letters_without_nats(
     """One line says that it is down; nobody waits for it, and no library prints tracebacks."""
     with serving(lambda *_: (200, {"health": "true"})) as etcd:
         monkeypatch.setattr(EtcdClient, "connect", _Empty.connect)
-        ref = ClusterRef("ns", etcd, f"nats://127.0.0.1:{free_port()}")
+        login = etcd.replace("://", "://user:s3cr3t@")
+        ref = ClusterRef("ns", login, f"nats://user:s3cr3t@127.0.0.1:{free_port()}")
         told = [f.what for f in doctor.cluster(ref)]
     assert f"etcd answers at {etcd}" in told
+    assert "s3cr3t" not in str(told)
     assert "no frontend" in told
     assert sum("NATS" in what for what in told) == 1
     assert not any("dead letters" in what for what in told)

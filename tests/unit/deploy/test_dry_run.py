@@ -54,6 +54,18 @@ def test_servers_of_ones_own_are_not_started(monkeypatch: pytest.MonkeyPatch) ->
     assert "--etcd http://h:1" in told
 
 
+def test_nobody_reads_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan.servers, "etcd_ready", lambda *_: None)
+    monkeypatch.setattr(plan.servers, "nats_ready", lambda *_: None)
+    login = "user:s3cr3t@h"
+    flags = ["--etcd", f"http://{login}:1", "--nats", f"nats://{login}:2"]
+    stock = ["--forwarder", "staged", "--servers", "prefill=http://s:1@k:2,decode=http://d:3"]
+    told = dry_run(*flags, *stock, f"--otlp-traces-endpoint=http://{login}:3")
+    assert "s3cr3t" not in told
+    for shown in ("http://h:1", "nats://h:2", "=http://h:3", stock[-1]):
+        assert shown in told
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
