@@ -58,7 +58,7 @@ def registry_dump(ref: ClusterRef, as_json: bool) -> int:
             "value": _value_of(kv),
             "version": kv.version,
             "mod_revision": kv.mod_revision,
-            "lease": f"{kv.lease:x}" if kv.lease else "",
+            "lease": f"{kv.lease:016x}" if kv.lease else "",
         }
         for kv in found
     ]
