@@ -12,7 +12,10 @@ def test_every_number_is_measured() -> None:
     rows, _ = bench_index.measure(SMALL)
     names = [row.metric for row in rows]
     assert len(set(names)) == len(names)
-    assert all(row.value is not None and row.value >= 0 for row in rows)
+    # The kernel may take back memory of this process meanwhile: it can be less than before.
+    memory = [row.value for row in rows if row.metric.startswith("resident memory")]
+    assert len(memory) == 2
+    assert all(row.value is not None and (row.value >= 0 or row.value in memory) for row in rows)
     assert sum(bool(row.target) for row in rows) == 11
 
 

@@ -60,20 +60,29 @@ async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -
 async def test_a_link_that_nobody_uses_says_less_often_that_it_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Long enough for a busy machine, which wakes it late.
-    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.06)
-    told = []
-    for unused_s in (0.0, 1e9):
+    """Half as often. A busy machine wakes it late, so it may say it less often still."""
+    every_s, real, pauses = 0.06, heartbeat.due, set[float]()
+    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", every_s)
+
+    def due(said: float, asked: float, pause_s: float) -> float:
+        pauses.add(pause_s)
+        return real(said, asked, pause_s)
+
+    monkeypatch.setattr("pullfill.net.heartbeat.due", due)
+    for unused_s, pause_s in ((0.0, 2 * every_s), (1e9, every_s)):
         monkeypatch.setattr("pullfill.net.heartbeat.UNUSED_S", unused_s)
+        pauses.clear()
         async with raw_decode() as decode:
             prefill = Prefill(Decode(), address=decode.address)
+            began = asyncio.get_running_loop().time()
             await prefill.link.wait_up(5.0)
-            await asyncio.sleep(1.0)
-            told += decode.beats
+            await until(lambda: decode.beats[0] > 6)
+            took = asyncio.get_running_loop().time() - began
+            assert pauses == {pause_s}
+            # The first comes at once and the second at any time, then one each pause.
+            assert took > 4.9 * pause_s
             assert prefill.lost == 0
             await prefill.link.close()
-    unused, used = told
-    assert 0 < 1.4 * unused < used
 
 
 async def test_a_link_that_is_used_all_the_time_need_not_say_that_it_lives(

@@ -174,7 +174,6 @@ async def test_a_holder_that_answers_nonsense(
 async def test_blocks_of_an_asker_that_is_stopped_stay_pinned_and_are_counted(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_leases, "LEASE_S", 0.05)
     reached, go = threading.Event(), threading.Event()
 
     def stopped(hold: object, verb: str) -> None:
@@ -186,7 +185,7 @@ async def test_blocks_of_an_asker_that_is_stopped_stay_pinned_and_are_counted(
     leased = set(pair.holder.cache(tokens))
     served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
     await until(reached.is_set)
-    await until(lambda: pair.holder.leases.unproved_blocks)
+    pair.holder.expire()
     assert pair.holder.leases.unproved_blocks == len(leased)
     assert not leased & pair.holder.pool.free
     go.set()

@@ -237,6 +237,14 @@ class FetchWorker:
         assert (external, later) == (0, False)
         self.side.enqueue(served.request, [[]], 0)
 
+    def expire(self) -> None:
+        """Have the time of all leases that this worker gave be over now."""
+        for asker in self.leases._askers:
+            for lease in list(asker.leases.values()):
+                assert lease.timer is not None
+                assert lease.timer.when() <= asyncio.get_running_loop().time() + read_leases.LEASE_S
+                lease.timer._run()
+
     def step(self) -> None:
         loaded = self.side.finish()
         later, failed = self.side.collect()

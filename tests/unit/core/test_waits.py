@@ -155,16 +155,33 @@ async def test_the_waiter_keeps_its_own_context() -> None:
 # --------------------------------------------------------------------------- Waits
 
 
-async def test_each_wait_ends_at_its_own_time_with_one_timer() -> None:
-    loop = asyncio.get_running_loop()
-    timers: list[float] = []
-    real = loop.call_at
+class Timers:
+    """The clock of the running loop, which moves only when the test says so, and its timers."""
 
-    def call_at(when: float, *rest: Any, **more: Any) -> asyncio.TimerHandle:
-        timers.append(when)
-        return real(when, *rest, **more)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.made: list[asyncio.TimerHandle] = []
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(self._loop, "time", lambda: self.now)
+        monkeypatch.setattr(self._loop, "call_at", self._call_at)
 
-    loop.call_at = call_at  # type: ignore[method-assign]
+    def _call_at(self, when: float, call: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
+        self.made.append(asyncio.TimerHandle(when, call, args, self._loop))
+        return self.made[-1]
+
+    def go_to(self, now: float) -> None:
+        """Let the time pass. A timer that has run is not due again."""
+        self.now = now
+        for timer in self.made:
+            if not timer.cancelled() and timer.when() <= now:
+                timer._run()
+                timer.cancel()
+
+
+async def test_each_wait_ends_at_its_own_time_with_one_timer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timers = Timers(monkeypatch)
     waits: Waits[str, int] = Waits(lambda key: KeyError(key))
     for number in range(50):
         key = f"quick {number}"
@@ -172,16 +189,19 @@ async def test_each_wait_ends_at_its_own_time_with_one_timer() -> None:
         assert waits.answer(key, number)
         assert await future == number
         waits.close(key)
-    assert len(timers) == 1, "nobody was late: the first timer is still the only one"
+    assert len(timers.made) == 1, "nobody was late: the first timer is still the only one"
     long, short = waits.open("long", 0.3), waits.open("short", 0.1)
-    began = loop.time()
-    with pytest.raises(KeyError, match="short"):
-        await short
-    assert 0.09 < loop.time() - began < 0.25
+    timers.go_to(0.09)
+    assert not short.done()
+    timers.go_to(0.1)
+    assert short.done()
+    timers.go_to(0.29)
     assert not long.done()
-    with pytest.raises(KeyError, match="long"):
-        await long
-    assert loop.time() - began > 0.29
+    timers.go_to(0.3)
+    for one, name in ((short, "short"), (long, "long")):
+        with pytest.raises(KeyError, match=name):
+            await one
+    assert len([timer for timer in timers.made if not timer.cancelled()]) == 0
     assert not waits.answer("long", 1), "it is late"
     assert not waits.answer("unknown", 1)
     assert len(waits) == 2

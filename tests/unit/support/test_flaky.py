@@ -36,6 +36,7 @@ def test_a_test_that_fails_in_one_run_is_named_with_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "test_it.py").write_text(SECOND_TIME)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # wherever the folder lies
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setattr(flaky.tempfile, "mkdtemp", lambda prefix: str(tmp_path))

@@ -72,6 +72,7 @@ def test_a_stream_that_cannot_be_destroyed_ends_no_owner_thread() -> None:
     world = World()
     device = Device(Lasting(world, "GPU-0"))
     alone = device.communicator(device.unique_id(patient), 0)
+    eventually(lambda: len(world.comms) == 1, "not begun")
     with pytest.raises(TransferFailed, match="too late"):
         alone.wait_ready(give_up)
     eventually(lambda: world.aborts == 1, "not freed")
