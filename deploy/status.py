@@ -43,6 +43,8 @@ def status(ref: ClusterRef, as_json: bool) -> int:
     full = ref.state_dir and disk.in_words(ref.state_dir)
     for line in [*process_lines(here), *filter(None, [full])]:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if rows := state.get("stock"):
+        console.print(stock_table(rows))
     if rows := state.get("suspects"):
         console.print(suspects.table(rows))
     if told is None:
@@ -111,6 +113,23 @@ def workers_table(rows: list[dict[str, Any]]) -> Group:
         return Group(Text("(no workers)"))
     models = ", ".join(sorted({row["model"] for row in rows}))
     return Group(Text(f"model {models}"), table, *loads)
+
+
+def stock_table(rows: list[dict[str, Any]]) -> Group:
+    """Return a table with a row for each stock vLLM server, then why some take no requests."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("stock server", overflow="fold")
+    for column in ("role", "state"):
+        table.add_column(column, no_wrap=True)
+    for column in ("running", "waiting"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("source", overflow="fold")
+    for row in rows:
+        state = Text(row["state"], style=_STATE_STYLES.get(row["state"], "red"))
+        work = (f"{row[name]:g}" if name in row else "" for name in ("running", "waiting"))
+        sources = ", ".join(row.get("sources", ()))
+        table.add_row(Text(row["url"]), row["role"], state, *work, Text(sources))
+    return Group(table, *(Text(f"{r['url']}: {r['why']}") for r in rows if r.get("why")))
 
 
 def _kv(load: dict[str, Any]) -> str:

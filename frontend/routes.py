@@ -74,7 +74,7 @@ class Admin:
         records = self.view.records()
         decode = len(self.pool.candidates())
         prefill = sum(r.role == "prefill" and r.state is WorkerState.READY for r in records)
-        stock, troubles = self.stock, [] if self.stock is None else self.stock.servers.troubles()
+        stock, troubles = self.stock, [] if self.stock is None else self.stock.troubles()
         by_stock = stock is not None and not stock.stock.trouble()
         ok = (decode > 0 or by_stock) and not self.draining
         reasons = ["this frontend drains"] if self.draining else []

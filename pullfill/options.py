@@ -346,6 +346,13 @@ class FrontendOptions(RoleOptions):
         metavar="LIST",
         up=True,
     )
+    servers_file: str | None = flag(
+        None,
+        "YAML or JSON file of stock vLLM servers, a list of {role, url, kv}. It is watched: a "
+        "server that is taken out ends its requests and gets no more",
+        metavar="PATH",
+        up=True,
+    )
     stock_silence_s: float = flag(
         120.0,
         "Longest silence of a stock vLLM server during a request; ten times that while it "

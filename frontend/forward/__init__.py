@@ -6,6 +6,7 @@ stock        `staged` and `batch`: prefill at one stock server, decode at anothe
 protocol     what a KV connector needs: bodies of both stages, order of dispatch
 servers      the known stock servers and their health
 entries      how servers are named
+server_file  the watched file of `--servers-file`
 choice       which server gets a request
 bodies       request bodies: the one-token prefill, and what the policies need of a prompt
 exchange     one HTTP request to a stock server

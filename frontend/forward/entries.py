@@ -1,6 +1,7 @@
 """How stock servers are named: ROLE=URL[@KV].
 
-For example `prefill=http://10.0.0.1:8100@10.0.0.1:8998,decode=http://10.0.0.2:8200`.
+For example `prefill=http://10.0.0.1:8100@10.0.0.1:8998,decode=http://10.0.0.2:8200`. A file has the
+same three values (`server_file`).
 """
 
 from __future__ import annotations
@@ -41,10 +42,20 @@ def parse_list(text: str) -> tuple[Entry, ...]:
 
 def make(role: str, url: str, kv: str = "") -> Entry:
     """Return a checked entry. Raises ConfigError."""
+    return Entry(role_of(role), url_of(url), kv_of(kv))
+
+
+def role_of(role: str) -> str:
+    """Return `prefill` or `decode`. Raises ConfigError."""
     role = role.strip().lower()
     role = _SHORT.get(role, role)
     if role not in ROLES:
-        raise ConfigError(f"no role is called {role!r}: use prefill or decode")
+        raise ConfigError(f"no role is called {role[:40]!r}: use prefill or decode")
+    return role
+
+
+def url_of(url: str) -> str:
+    """Return the URL of a server, without a slash at the end. Raises ConfigError."""
     url = url.strip().rstrip("/")
     if "://" not in url:
         url = f"http://{url}"
@@ -55,7 +66,12 @@ def make(role: str, url: str, kv: str = "") -> Entry:
         good, parts = False, urlsplit("")
     if not good or parts.query or parts.fragment or parts.username or not url.isprintable():
         raise ConfigError(f"{url!r} is no address of a server: give http://HOST:PORT")
+    return url
+
+
+def kv_of(kv: str) -> str:
+    """Return a KV address. Raises ConfigError."""
     kv = kv.strip()
     if len(kv) > MAX_KV or not kv.isascii() or not kv.isprintable() or " " in kv:
         raise ConfigError(f"{kv[:40]!r} is no KV address: give HOST:PORT")
-    return Entry(role, url, kv)
+    return kv

@@ -1,7 +1,7 @@
 """The stock vLLM servers that are known, and their health.
 
-Sources such as `--servers` name servers. A server stays as long as one source names it. One task
-for each server looks every LOOK_S seconds:
+Sources such as `--servers` and `--servers-file` name servers. A server stays as long as one source
+names it. One task for each server looks every LOOK_S seconds:
 
     new ──► ready ◄──► failing          refused
               └────────────────────────────┘
@@ -61,6 +61,7 @@ class Server:
     """One stock server.
 
     state: `new`, `ready`, `failing`, `refused` or `gone`. why: the reason, for people.
+    sources: which sources name it.
     model: the `root` of the model that it serves under our name.
     engine_id: what Mooncake's bootstrap service calls its engine.
     waits: deadlines of requests that wait for it. They end when the server is lost.
@@ -69,6 +70,7 @@ class Server:
     entry: Entry
     state: str = "new"
     why: str = "not asked yet"
+    sources: tuple[str, ...] = ()
     model: str = ""
     engine_id: str = ""
     load: Load | None = None
@@ -140,6 +142,7 @@ class Servers:
         self.report = report
         self.gone = gone
         self._sources: dict[str, tuple[Entry, ...]] = {}
+        self._named: dict[str, set[tuple[str, str]]] = {}
         self.known: dict[Entry, Server] = {}
         self._ready: dict[str, Sequence[Server]] = {role: () for role in ROLES}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -150,6 +153,7 @@ class Servers:
     def set(self, source: str, entries: Iterable[Entry]) -> None:
         """A source knows exactly these servers now."""
         self._sources[source] = tuple(entries)
+        self._named[source] = {(entry.role, entry.url) for entry in self._sources[source]}
         told = [entry for found in self._sources.values() for entry in found]
         # Named by several sources, with a KV address by some of them: that one counts.
         told.sort(key=lambda entry: bool(entry.kv))
@@ -166,6 +170,9 @@ class Servers:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             _log.info("stock %s server %s is known (%s)", entry.role, entry.url, source)
+        for entry, server in self.known.items():
+            place = (entry.role, entry.url)
+            server.sources = tuple(name for name, found in self._named.items() if place in found)
         self._update()
 
     async def close(self) -> None:
@@ -208,6 +215,7 @@ class Servers:
         for server in sorted(self.known.values(), key=lambda s: (s.role, s.url)):
             row: dict[str, Any] = {"role": server.role, "url": server.url, "state": server.state}
             row |= {"why": server.why, "kv_address": server.kv, "model": server.model}
+            row["sources"] = server.sources
             if server.load is not None:
                 row["running"], row["waiting"] = server.load.running, server.load.waiting
             rows.append(row)

@@ -5,10 +5,11 @@ Stock.of(options, …) → layer(app) for requests, ready/status for the fronten
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 
@@ -22,6 +23,7 @@ from pullfill.frontend.forward.choice import Choice
 from pullfill.frontend.forward.layer import Layer
 from pullfill.frontend.forward.protocol import dispatch_of, protocol_of
 from pullfill.frontend.forward.pull import Pull
+from pullfill.frontend.forward.server_file import ServerFile, read
 from pullfill.frontend.forward.servers import Server, Servers
 from pullfill.frontend.forward.stock import Stock
 from pullfill.options import ForwarderName, FrontendOptions
@@ -39,8 +41,15 @@ def check(options: FrontendOptions) -> None:
     if options.forwarder is not ForwarderName.PULL:
         dispatch_of(protocol, options.forwarder, options.dispatch)
         entries.parse_list(options.servers or "")
+        if options.servers_file is not None:
+            read(options.servers_file)
         return
-    for given, name in ((options.servers, "--servers"), (options.dispatch, "--dispatch")):
+    flags = {
+        "--servers": options.servers,
+        "--servers-file": options.servers_file,
+        "--dispatch": options.dispatch,
+    }
+    for name, given in flags.items():
         if given is not None:
             raise ConfigError(f"{name} is for stock vLLM servers: add --forwarder staged or batch")
 
@@ -52,6 +61,8 @@ class Forwarding:
     servers: Servers
     stock: Stock
     _session: aiohttp.ClientSession
+    file: ServerFile | None = None
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -102,7 +113,18 @@ class Forwarding:
                 metrics.STOCK_SERVERS.labels(role, state).set_function(
                     _counter(servers, role, state)
                 )
-        return cls(servers, stock, session)
+        found = cls(servers, stock, session)
+        if options.servers_file is not None:
+            found.file = ServerFile(
+                options.servers_file, lambda entries: servers.set("--servers-file", entries)
+            )
+            found._tasks.append(asyncio.create_task(found.file.run(), name="servers-file"))
+        return found
+
+    def troubles(self) -> list[str]:
+        """Return a line for each server that takes no requests, and one for a broken file."""
+        broken = [] if self.file is None or not self.file.trouble else [self.file.trouble]
+        return [*self.servers.troubles(), *broken]
 
     def layer(
         self,
@@ -117,6 +139,9 @@ class Forwarding:
 
     async def close(self) -> None:
         """Forget the servers and close all connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.servers.close()
         await self._session.close()
 

@@ -309,6 +309,7 @@ class Stock:
                     begin_ms=begin,
                     end_ms=_ms(run.call),
                     choice=pick.choice,
+                    source=", ".join(pick.server.sources),
                 )
             )
 
@@ -345,7 +346,7 @@ class Stock:
         lines = [s for s in self.servers.known.values() if s.role == role]
         lines.sort(key=lambda s: s.state != "refused")
         if not lines:
-            return f"no stock {role} server is known: name one with --servers {role}=URL"
+            return f"no stock {role} server is known: name one with --servers or --servers-file"
         one = lines[0]
         return f"no stock {role} server is ready: {one.url} is {one.state}: {one.why}"
 

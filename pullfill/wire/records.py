@@ -188,6 +188,7 @@ class ForwardStage(Message, frozen=True, kw_only=True):
     """One stage of a request at a stock vLLM server, as tried.
 
     stage: `prefill` or `decode`. server: its URL. choice: how it was chosen.
+    source: what named the server, e.g. `--servers-file`.
     result: `ok`, or what went wrong.
     begin_ms, end_ms: since the request came."""
 
@@ -197,6 +198,7 @@ class ForwardStage(Message, frozen=True, kw_only=True):
     begin_ms: Finite
     end_ms: Finite
     choice: DecodeChoice | None = None
+    source: str = ""
 
 
 class ExplainRecord(Message, frozen=True, kw_only=True):

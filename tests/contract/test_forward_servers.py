@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from pullfill.frontend.forward import entries, servers
+from pullfill.frontend.forward.server_file import ServerFile
 from tests.support.forward_rig import ForwardRig, forwarding, until
 
 METRICS = """\
@@ -49,6 +51,43 @@ async def test_another_model_under_one_name_is_refused() -> None:
             await trouble(rig)
         )
         assert (await rig.ask()).status == 503
+
+
+async def test_a_server_that_is_taken_out_of_the_file_ends_its_requests_and_gets_no_more(
+    tmp_path: Path,
+) -> None:
+    async with forwarding(decode=2, known=False) as rig:
+        path, lines = tmp_path / "servers.yaml", []
+        for role, fakes in (("prefill", rig.prefill), ("decode", rig.decode)):
+            lines += [f"- {{role: {role}, url: '{fake.url}'}}\n" for fake in fakes]
+        path.write_text("".join(lines))
+        file = ServerFile(str(path), lambda found: rig.servers.set("--servers-file", found))
+        await rig.states(ready=3)
+        first, second = rig.decode
+        first.stalls, second.stalls = asyncio.Event(), asyncio.Event()
+        asking = [asyncio.create_task(rig.ask(prompt=f"p{n}")) for n in range(2)]
+        await until(lambda: first.open and second.open)
+        path.write_text("".join(lines[:-1]))
+        for _ in range(2):
+            await file.look()
+        await rig.states(ready=2)
+        first.stalls.set()
+        second.stalls.set()
+        assert [got.status for got in await asyncio.gather(*asking)] == [200, 200]
+        assert (await rig.ask()).status == (await rig.ask()).status == 200
+        assert [len(fake.requests) for fake in rig.decode] == [3, 1]
+        assert second.left == 0
+
+
+async def test_explain_and_the_status_say_what_named_a_server() -> None:
+    async with forwarding() as rig:
+        rig.servers.set("--servers-file", [entries.make("decode", rig.decode[0].url)])
+        assert (await rig.ask(headers=[(b"x-request-id", b"r1")])).status == 200
+        rows = {row["role"]: row["sources"] for row in rig.servers.status()}
+        assert rows == {"prefill": ("test",), "decode": ("test", "--servers-file")}
+        record = rig.explain.get("cmpl-r1")
+        assert record is not None
+        assert [stage.source for stage in record.stages] == ["test", "test, --servers-file"]
 
 
 async def test_a_missing_kv_address_is_refused() -> None:

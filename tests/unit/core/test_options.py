@@ -71,6 +71,7 @@ GIVEN: dict[str, RoleOptions] = {
         protocol="mooncake",
         dispatch=Dispatch.SERIAL,
         servers="decode=http://h:1",
+        servers_file="/etc/servers.yaml",
         stock_silence_s=3.5,
     ),
 }

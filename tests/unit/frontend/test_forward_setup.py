@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,8 @@ BATCH = FrontendOptions(forwarder=ForwarderName.BATCH)
     ("options", "told"),
     [
         (FrontendOptions(servers="decode=http://a:1"), "add --forwarder staged or batch"),
+        (FrontendOptions(servers_file="f"), "--servers-file is for stock vLLM servers"),
+        (replace(STAGED, servers_file="/none/f.yaml"), "cannot read /none/f.yaml .No such file"),
         (FrontendOptions(dispatch=Dispatch.SERIAL), "--dispatch is for stock vLLM servers"),
         (replace(STAGED, protocol="ucx"), "no protocol is called 'ucx': use one of nixl"),
         (replace(STAGED, dispatch=Dispatch.PARALLEL), "--dispatch parallel is for"),
@@ -57,5 +60,26 @@ async def test_the_servers_are_known_at_once() -> None:
             "http://127.0.0.1:2", "http://127.0.0.1:1",
         ]  # fmt: skip
         assert "no stock decode server is ready: http://127.0.0.1:2" in found.stock.trouble()
+    finally:
+        await found.close()
+
+
+async def test_the_servers_of_a_file_are_known_and_a_broken_file_is_a_trouble(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "servers.yaml"
+    path.write_text("- {role: decode, url: http://127.0.0.1:2}\n")
+    options = replace(STAGED, servers="prefill=http://127.0.0.1:1", servers_file=str(path))
+    found = Forwarding.of(replace(options, model="m"), ("m",), cast(Any, None))
+    assert found is not None
+    assert found.file is not None
+    try:
+        rows = {row["role"]: row["sources"] for row in found.servers.status()}
+        assert rows == {"decode": ("--servers-file",), "prefill": ("--servers",)}
+        path.write_text("- {role: decode}\n")
+        for _ in range(2):
+            await found.file.look()
+        assert found.troubles()[-1].startswith(f"{path}, line 1: url: the server has none")
+        assert len(found.servers.known) == 2
     finally:
         await found.close()
