@@ -6,11 +6,13 @@ get requests in turn. Each engine has a core to itself. How long a step takes, i
 same run, on one plain server (`speed_of`).
 
 Both sides are compared as in the published tables: at the rates at which the 99th percentile of
-E2E is the same. The limit is that of the plain servers at a share of their saturated rate.
+E2E is the same. The plain servers are asked at a given rate. Their E2E is the limit, up to which
+the rate of pullfill is raised.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,11 +25,20 @@ from benchmarks.sim.world import World
 from pullfill.wire import RouterPolicy
 
 POLICIES = (RouterPolicy.CONDITIONAL, RouterPolicy.COST)
-PLAIN = Setup(None, step_tokens=2048)
+RUNNING = 64
+"""`--max-num-seqs` of the engines that are measured."""
+PLAIN = Setup(None, step_tokens=2048, running=RUNNING)
 """vLLM's own chunk."""
-SECONDS, FULL_SECONDS = 300.0, 120.0
-STEPS = 8
-"""Halvings of the range in which the rate is sought."""
+SECONDS = 100.0
+"""Simulated time in which requests are sent."""
+STEPS, MOST = 8, 4.0
+"""Halvings of the range in which the rate of pullfill is sought, and its end: so many times the
+rate of the plain servers."""
+GPU = Speed(base_s=0.018, stream_s=0.0001, token_s=0.0001, pair_s=0.0)
+"""Step times that follow from the published figures: a step takes 23 ms while answers are decoded,
+and 127 ms with a prompt of 1024 tokens."""
+GPU_RATES = {("1K/1K", 5): 1085 / 1024, ("1K/1K", 6): 1085 / 1024, ("1K/200", 1): 537 / 200}
+"""Requests per second and plain server, from the published tokens per second."""
 
 
 @dataclass(slots=True)
@@ -81,16 +92,28 @@ class Site:
 Make = Callable[[], Site]
 
 
-def paced(make: Make, shape: Shape, rate: float, devices: int, seconds: float = SECONDS) -> Figures:
-    """The figures at so many requests per second."""
-    site = make()
+def paced(
+    make: Make,
+    shape: Shape,
+    rate: float,
+    devices: int,
+    seconds: float,
+    patience_s: float = math.inf,
+) -> Figures | None:
+    """The figures at so many requests per second. None: of the requests, more than 1 % are not
+    answered `patience_s` seconds after the last one was sent."""
+    site, sent = make(), 0
     for at in moments(random.Random(f"{shape}/{devices}"), rate, seconds):
         site.world.at(at, lambda: site.ask(shape))
-    site.world.run()
-    return figures_of(site.answers(), seconds, devices)
+        sent += 1
+    site.world.run(seconds + patience_s)
+    whole = site.answers()
+    if not whole or len(whole) < 0.99 * sent:
+        return None
+    return figures_of(whole, seconds, devices)
 
 
-def saturated(make: Make, shape: Shape, devices: int, seconds: float = FULL_SECONDS) -> float:
+def saturated(make: Make, shape: Shape, devices: int, seconds: float) -> float:
     """Tokens per second and device with LANES requests under way for each device."""
     site = make()
 
@@ -116,31 +139,34 @@ def highest(fits: Callable[[float], bool], most: float) -> float:
     return low
 
 
+def plain(speed: Speed, devices: int) -> Make:
+    """So many plain servers."""
+    return lambda: Site(PLAIN, devices, 0, speed, 1)
+
+
+def ours(policy: RouterPolicy, speed: Speed, decode: int) -> Make:
+    """One prefill engine, and so many decode engines."""
+    return lambda: Site(Setup(policy, running=RUNNING), decode, 1, speed, 1)
+
+
 def compare(
-    case: Case, policy: RouterPolicy, speed: Speed, share: float, seconds: float = SECONDS
+    case: Case, policy: RouterPolicy, speed: Speed, rate: float, seconds: float = SECONDS
 ) -> Pair | None:
     """A row of the table. None: at no rate pullfill answers as soon as the limit asks.
 
-    share: of the saturated rate of the plain servers, at which their E2E is the limit."""
+    rate: requests per second that the plain servers are asked, all together."""
     devices, shape = case.devices, case.shape
+    peer = paced(plain(speed, devices), shape, rate, devices, seconds)
+    assert peer is not None, "without a limit, all requests are answered"
+    limit, make = peer.times["E2E p99"], ours(policy, speed, case.decode)
 
-    def plain() -> Site:
-        return Site(PLAIN, devices, 0, speed, 1)
+    def at(rate: float) -> Figures | None:
+        found = paced(make, shape, rate, devices, seconds, limit)
+        return found if found and found.times["E2E p99"] <= limit else None
 
-    def ours() -> Site:
-        return Site(Setup(policy), case.decode, 1, speed, 1)
-
-    full = saturated(plain, shape, devices) * devices / shape.answer
-    peer = paced(plain, shape, share * full, devices, seconds)
-    limit = peer.times["E2E p99"]
-
-    def fits(rate: float) -> bool:
-        return paced(ours, shape, rate, devices, seconds).times["E2E p99"] <= limit
-
-    rate = highest(fits, 2.0 * full)
-    if not rate:
-        return None
-    return Pair(case, paced(ours, shape, rate, devices, seconds), peer, (rate, share * full))
+    best = highest(lambda rate: at(rate) is not None, MOST * rate)
+    found = at(best) if best else None
+    return Pair(case, found, peer, (best, rate)) if found else None
 
 
 def speed_of(ttft_s: Mapping[int, float], step_s: Mapping[int, float]) -> Speed:

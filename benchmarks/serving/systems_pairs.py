@@ -88,14 +88,14 @@ class Proxy:
 
 @contextmanager
 def round_robin(
-    name: str, cores: tuple[int, int], flags: Sequence[str], base: Path
+    name: str, cores: Sequence[int], flags: Sequence[str], base: Path
 ) -> Iterator[Running]:
-    """Two plain servers, each wholly on one core; requests take turns."""
+    """A plain server for each core named, wholly on it; requests take turns."""
     begin = time.monotonic()
-    parts = [Part(f"vllm-{core}", Cores((core,), (core,))) for core in cores]
+    parts = [Part(f"vllm-{n}", Cores((core,), (core,))) for n, core in enumerate(cores)]
     with servers(parts, flags, base) as both:
         arguments = [part for server in both for part in ("--server", server.url)]
-        with proxy("round-robin", arguments, cores, base / "proxy.log") as front:
+        with proxy("round-robin", arguments, sorted(set(cores)), base / "proxy.log") as front:
             yield Running(
                 name=name,
                 urls=dict.fromkeys(Kind, front.url),

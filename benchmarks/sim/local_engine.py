@@ -152,12 +152,14 @@ class Setup:
 
     policy: of its router. None: it is a plain vLLM server.
     threshold: its `router.max_local_prefill_length`.
-    chunk: its `--long-prefill-token-threshold`."""
+    chunk: its `--long-prefill-token-threshold`.
+    running: its `--max-num-seqs`."""
 
     policy: RouterPolicy | None
     threshold: int = 512
     chunk: int = 0
     step_tokens: int = 1024
+    running: int = MAX_RUNNING
     config: RouterConfig = field(default_factory=RouterConfig)
 
 
@@ -175,6 +177,7 @@ class DecodeEngine:
         self, world: World, setup: Setup, pool: Pool, speed_at: Callable[[float], Speed]
     ) -> None:
         self._world, self._pool, self._speed_at = world, pool, speed_at
+        self._running = setup.running
         self._config = RouterConfig(
             policy=setup.policy or RouterPolicy.ALWAYS_LOCAL,
             max_local_prefill_length=setup.threshold,
@@ -201,8 +204,8 @@ class DecodeEngine:
 
     @property
     def seats(self) -> float:
-        """Requests that run or wait, divided by the most that may run at once (MAX_RUNNING)."""
-        return (len(self._vllm.running) + len(self._waiting) + len(self._loaded)) / MAX_RUNNING
+        """Requests that run or wait, divided by the most that may run at once."""
+        return (len(self._vllm.running) + len(self._waiting) + len(self._loaded)) / self._running
 
     def add(self, request: Request) -> None:
         self.requests += 1
@@ -262,7 +265,7 @@ class DecodeEngine:
                 count = min(wanted, cap or wanted, budget)
             found.append((request, count))
             budget -= count
-        while budget > 0 and len(vllm.running) < MAX_RUNNING and (self._loaded or self._waiting):
+        while budget > 0 and len(vllm.running) < self._running and (self._loaded or self._waiting):
             if self._loaded:
                 request = self._loaded.popleft()
             else:
