@@ -21,6 +21,7 @@ Writes results/published.json and .md. --quick: one round, 1P1D only, one policy
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -254,28 +255,27 @@ def check_rows(found: Measured, speed: Speed, seconds: float) -> list[Row]:
 
 def commands_of(found: Measured, scale: Scale) -> str:
     """Markdown: how to repeat the measured rows of 1P1D with public load generators."""
-    lines = []
-    directory = model.model_directory()
-    vllm, url = "python -m benchmarks.published.commands", ["--base-url", "$URL"]
+    lines, directory = list[str](), model.model_directory()
     for shape in SHAPES:
         rate, lanes = found.asked[shape.name, 1], loads.LANES * 2
-        seconds = scale.paced_s[shape.name]
-        count = max(1, round(rate * seconds))
+        count = max(1, round(rate * scale.paced_s[shape.name]))
+        vllm = "python -m benchmarks.published.commands"
         paced = commands.vllm_bench(shape, count, directory, model.NAME, rate=rate)
         full = commands.vllm_bench(shape, 2 * lanes, directory, model.NAME, lanes=lanes)
-        guide = commands.guidellm(shape, seconds, directory, model.NAME, rate)
+        guide = commands.guidellm(shape, count, directory, model.NAME, rate)
         lines += [
-            f"# {shape.name}, 1P1D, paced, then saturated",
-            commands.shown(vllm, paced, url),
-            commands.shown(vllm, full, url),
-            commands.shown("guidellm", guide, ["--target", "$URL"]),
+            f"# {shape.name}: paced, saturated, and paced with guidellm",
+            shlex.join([*vllm.split(), *paced]),
+            shlex.join([*vllm.split(), *full]),
+            shlex.join(["guidellm", *guide]),
         ]
     text = "\n".join(lines)
     return (
-        "The rows of 1P1D with public load generators. URL: the address of the frontend, or of the "
-        "proxy in front of the plain servers. Where a package called `vllm` is installed, "
-        "`vllm` is the same as `python -m benchmarks.published.commands`.\n\n"
-        f"```bash\n{text}\n```"
+        "The rows of 1P1D with public load generators. For URL, put the address of the frontend, "
+        "or of the proxy in front of the plain servers. `vllm bench` does not start with vLLM's "
+        "package for CPUs, because it asks for the version of a package called `vllm`. "
+        "`python -m benchmarks.published.commands` is the same command and starts. "
+        f"`make install-bench` installs guidellm.\n\n```bash\n{text}\n```"
     )
 
 

