@@ -97,6 +97,7 @@ bench-kv-events: ## What following the prefix cache costs a decode worker (secon
 bench-live-page: ## What the live page costs a frontend, with 8 workers (a minute)
 bench-offload: ## What KV offloading saves when conversations outgrow the KV cache (minutes)
 bench-paths: ## What a long prompt costs the streams and itself, by hop and by thread (minutes)
+bench-published: ## The published tables, 1P1D to 1P6D, beside plain servers (20 minutes)
 bench-rates: install-bench ## Goodput at rising rates, measured by guidellm (15 minutes)
 bench-runs: ## Length of contiguous runs after hours of load, and its cost: ARGS=--save (minutes)
 bench-traces: ## CPU of a cluster with traces against one without (minutes)

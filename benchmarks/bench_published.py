@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import command, machine, report
-from benchmarks.live import end_in_order
+from benchmarks.live import BenchError, end_in_order
 from benchmarks.published import commands, loads, simulated
 from benchmarks.published.figures import (
     SHAPES,
@@ -201,12 +201,14 @@ class Campaign:
         return simulated.speed_of(ttft_s, step_s)
 
     def _window(self, running: Running, label: str, work: Workload) -> Sequence[Answer]:
-        """The answers of one window. The first failure of a window is kept."""
+        """The answers of one window. The first failure is kept. Raises BenchError without tokens."""
         window = measure(running, "published", label, 0, work)
         self.quiet.others.append(window.others)
         if bad := stats.failed(window.answers):
             what = f"{len(bad)} of {len(window.answers)} failed, first: {bad[0].error[:200]}"
             self.found.failed.append(f"{running.name}, {label}: {what}")
+        if not stats.tokens_per_s(window.answers, window.length_s):
+            raise BenchError(f"{running.name}, {label}: no token came in {window.length_s:g} s")
         return window.answers
 
 
