@@ -201,7 +201,7 @@ class Campaign:
         return simulated.speed_of(ttft_s, step_s)
 
     def _window(self, running: Running, label: str, work: Workload) -> Sequence[Answer]:
-        """The answers of one window. The first failure is kept. Raises BenchError without tokens."""
+        """The answers of one window. Keeps the first failure. Raises BenchError without tokens."""
         window = measure(running, "published", label, 0, work)
         self.quiet.others.append(window.others)
         if bad := stats.failed(window.answers):

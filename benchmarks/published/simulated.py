@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.published.figures import Case, Figures, Pair, Shape, figures_of, rate_of
 from benchmarks.published.loads import LANES, moments
+from benchmarks.report import median
+from benchmarks.serving import stats
 from benchmarks.serving.contract import Answer, Ask, Kind
 from benchmarks.sim.local_engine import DecodeEngine, Pool, PrefillWorker, Request, Setup, Speed
 from benchmarks.sim.world import World
@@ -34,6 +36,7 @@ SECONDS = 60.0
 STEPS, MOST = 7, 3.0
 """Halvings of the range in which the rate of pullfill is sought, and its end: so many times the
 rate of the plain servers."""
+GROWTH = 1.5
 GPU = Speed(base_s=0.018, stream_s=0.0001, token_s=0.0001, pair_s=0.0)
 """Step times that follow from the published figures: a step takes 23 ms while answers are decoded,
 and 127 ms with a prompt of 1024 tokens."""
@@ -100,8 +103,10 @@ def paced(
     seconds: float,
     patience_s: float = math.inf,
 ) -> Figures | None:
-    """The figures at so many requests per second. None: of the requests, more than 1 % are not
-    answered `patience_s` seconds after the last one was sent."""
+    """The figures at so many requests per second.
+
+    patience_s: return None if more than 1 % of the requests are not answered so many seconds after
+    the last one was sent, or if the waiting grows all the time."""
     site, sent = make(), 0
     for at in moments(random.Random(f"{shape}/{devices}"), rate, seconds):
         site.world.at(at, lambda: site.ask(shape))
@@ -110,8 +115,18 @@ def paced(
     whole = site.answers()
     if not whole or len(whole) < 0.99 * sent:
         return None
+    if patience_s < math.inf and not steady(whole):
+        return None
     # Not the tokens that came within `seconds`: the first answers have hardly begun.
     return replace(figures_of(whole, seconds, devices), rate=rate * shape.answer / devices)
+
+
+def steady(answers: Sequence[Answer]) -> bool:
+    """Whether the second half waited about as long for first tokens as the first half. Above what
+    prefill engines can do, the waiting grows as long as requests come."""
+    ttfts = [stats.ttft(answer) for answer in answers]
+    half = len(ttfts) // 2
+    return not half or median(ttfts[half:]) <= GROWTH * median(ttfts[:half])
 
 
 def saturated(make: Make, shape: Shape, devices: int, seconds: float) -> float:

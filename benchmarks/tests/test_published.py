@@ -140,6 +140,16 @@ def test_prefill_engines_do_the_prefills() -> None:
     assert sorted(len(a.token_s) for a in site.answers()) == [200, 200, 200]
 
 
+def test_a_rate_above_what_the_prefill_engine_does_is_not_steady() -> None:
+    waits = [answer(float(n), n + 0.2, n + 1.0) for n in range(20)]
+    assert simulated.steady(waits)
+    assert simulated.steady(waits[:1])
+    assert not simulated.steady([answer(float(n), 1.1 * n + 0.2) for n in range(20)])
+    make = simulated.ours(CONDITIONAL, simulated.GPU, 1)
+    above = 1.1 / simulated.GPU.step(0, [(0, 1024)])
+    assert simulated.paced(make, SHORT, above, 2, 20.0, 60.0) is None
+
+
 def test_the_highest_rate_is_found() -> None:
     assert simulated.highest(lambda rate: rate <= 3.3, 8.0) == pytest.approx(3.3, abs=0.07)
     assert simulated.highest(lambda rate: False, 8.0) == 0.0
