@@ -7,7 +7,10 @@ here.
 
 from __future__ import annotations
 
-LONG = frozenset(
+GONE = frozenset({"enable-mamba-fine-grained-prefix-cache"})
+"""What older supported releases know, and the newest does not."""
+
+LONG = GONE | frozenset(
     """
     additional-config aggregate-engine-logging all2all-backend allow-credentials
     allow-deprecated-quantization allowed-headers allowed-local-media-path allowed-media-domains
