@@ -258,13 +258,16 @@ def check_rows(found: Measured, speed: Speed, seconds: float) -> list[Row]:
 def commands_of(found: Measured, scale: Scale) -> str:
     """Markdown: how to repeat the measured rows of 1P1D with public load generators."""
     lines, directory = list[str](), model.model_directory()
-    for shape in SHAPES:
+    for number, shape in enumerate(SHAPES):
+        seed = 3 * number
         rate, lanes = found.asked[shape.name, 1], loads.LANES * 2
         count = max(1, round(rate * scale.paced_s[shape.name]))
         vllm = "python -m benchmarks.published.commands"
-        paced = commands.vllm_bench(shape, count, directory, model.NAME, rate=rate)
-        full = commands.vllm_bench(shape, 2 * lanes, directory, model.NAME, lanes=lanes)
-        guide = commands.guidellm(shape, count, directory, model.NAME, rate)
+        paced = commands.vllm_bench(shape, count, directory, model.NAME, seed=seed + 1, rate=rate)
+        full = commands.vllm_bench(
+            shape, 2 * lanes, directory, model.NAME, seed=seed + 2, lanes=lanes
+        )
+        guide = commands.guidellm(shape, count, directory, model.NAME, seed=seed + 3, rate=rate)
         lines += [
             f"# {shape.name}: paced, saturated, and paced with guidellm",
             shlex.join([*vllm.split(), *paced]),
@@ -277,7 +280,8 @@ def commands_of(found: Measured, scale: Scale) -> str:
         "or of the proxy in front of the plain servers. `vllm bench` does not start with vLLM's "
         "package for CPUs, because it asks for the version of a package called `vllm`. "
         "`python -m benchmarks.published.commands` is the same command and starts. "
-        f"`make install-bench` installs guidellm.\n\n```bash\n{text}\n```"
+        "`make install-bench` installs guidellm. A second run needs other seeds: with the "
+        f"same ones, the prompts are in the prefix cache.\n\n```bash\n{text}\n```"
     )
 
 

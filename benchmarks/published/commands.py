@@ -24,10 +24,18 @@ URL = "URL"
 
 
 def vllm_bench(
-    shape: Shape, count: int, model: Path, name: str, *, rate: float = 0.0, lanes: int = 0
+    shape: Shape,
+    count: int,
+    model: Path,
+    name: str,
+    *,
+    seed: int,
+    rate: float = 0.0,
+    lanes: int = 0,
 ) -> list[str]:
     """Arguments of `vllm` for one row.
 
+    seed: the same one makes the same prompts, which a prefix cache then holds.
     count: number of requests. name: what requests call the model.
     rate: requests per second. 0: `lanes` requests at any time."""
     load = ["--request-rate", f"{rate:.3g}", "--burstiness", f"{BURSTINESS:g}"]
@@ -38,12 +46,14 @@ def vllm_bench(
         "--base-url", URL, "--model", name, "--tokenizer", str(model),
         "--dataset-name", "random", "--random-input-len", str(shape.prompt),
         "--random-output-len", str(shape.answer), "--ignore-eos", "--temperature", "0",
-        "--num-prompts", str(count), *load, "--seed", "1",
+        "--num-prompts", str(count), *load, "--seed", str(seed),
         "--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99",
     ]  # fmt: skip
 
 
-def guidellm(shape: Shape, count: int, model: Path, name: str, rate: float) -> list[str]:
+def guidellm(
+    shape: Shape, count: int, model: Path, name: str, *, seed: int, rate: float
+) -> list[str]:
     """Arguments of guidellm for one row, at a constant rate. guidellm asks to ignore the end of an
     answer by itself."""
     lengths = f"prompt_tokens={shape.prompt},output_tokens={shape.answer}"
@@ -54,6 +64,7 @@ def guidellm(shape: Shape, count: int, model: Path, name: str, rate: float) -> l
         "--data", f"kind=synthetic_text,{lengths}",
         "--profile", f"kind=constant,rate={rate:.3g}",
         "--constraint", f"kind=max_requests,count={count}",
+        "--seed", f"kind=static,value={seed}", "--output", "kind=console",
     ]  # fmt: skip
 
 

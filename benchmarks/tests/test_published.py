@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import random
+import re
 
 import pytest
 
@@ -189,6 +190,8 @@ def test_command_lines_name_the_load_of_the_row() -> None:
     assert "--percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 50,90,99" in paced
     assert "--max-concurrency 16" in text
     assert text.count("guidellm run") == len(figures.SHAPES)
+    seeds = re.findall(r"--seed (?:kind=static,value=)?(\d+)", text)
+    assert len(seeds) == len(set(seeds)) == 6, "or a line finds its prompts in the prefix cache"
 
 
 def test_vllm_is_answered_with_the_version_of_its_cpu_package(
