@@ -1,5 +1,5 @@
-"""The frontend's own routes: /live, /ready, /pullfill/status, /pullfill/requests/ID, /metrics.
-And those of the live page (live_page.py)."""
+"""The frontend's own routes: /live, /ready, /pullfill/status, /pullfill/requests/ID, /metrics,
+/pullfill/servers/heartbeat. And those of the live page (live_page.py)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pullfill.frontend.cluster import ASKED_BY, ClusterView, reasons_of
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.explain import MAX_RECORDS, ExplainStore, to_json
+from pullfill.frontend.forward import heartbeats
 from pullfill.frontend.forward.entries import ROLES
 from pullfill.frontend.forward.setup import Forwarding
 from pullfill.frontend.live_view import LiveView
@@ -32,7 +33,7 @@ NO_PREFILL = (
 
 @dataclass(slots=True)
 class Admin:
-    """Serves the routes. All are read-only.
+    """Serves the routes. All but `heartbeat` are read-only.
 
     suspected: returns the entries of `suspects` of this frontend.
     refused: returns those of all frontends. They replace entries of the same fingerprint.
@@ -59,6 +60,7 @@ class Admin:
             Route("/pullfill/status", self.status),
             Route("/pullfill/requests/{request_id}", self.request),
             Route("/metrics", self.metrics),
+            Route(heartbeats.PATH, self.heartbeat, methods=["POST"]),
             *live_page.routes(self.page, self.request),
         ]
 
@@ -139,6 +141,9 @@ class Admin:
         )
         error = {"message": message, "type": "NotFoundError", "param": None, "code": 404}
         return JSONResponse({"error": error}, status_code=404)
+
+    async def heartbeat(self, request: Request) -> Response:
+        return await heartbeats.answer(self.stock.heartbeats if self.stock else None, request)
 
     async def metrics(self, request: Request) -> Response:
         self.settle()

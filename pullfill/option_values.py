@@ -30,6 +30,13 @@ def check_address(flag: str, address: str | None) -> str | None:
     return f"tcp://{host}:{port}"
 
 
+def parse_listen(flag: str, text: str | None) -> str | None:
+    """Return `tcp://HOST:PORT` of `[HOST:]PORT`. HOST is loopback at first. Raises ConfigError."""
+    if text is None or text.removeprefix("tcp://").rpartition(":")[0]:
+        return check_address(flag, text)
+    return check_address(flag, f"127.0.0.1:{text}")
+
+
 def check_url(flag: str, url: str | None) -> str | None:
     """Return the address to publish as `http[s]://HOST[:PORT]`. Raises ConfigError."""
     if url is None:

@@ -12,7 +12,13 @@ from typing import Any, TypeVar, get_type_hints
 from pullfill.config import STANDING_LINKS, STATE_DIR_ENV, ClusterRef
 from pullfill.errors import ConfigError
 from pullfill.net.security import SECURITY_ENV
-from pullfill.option_values import check_address, check_url, parse_cores, parse_transports
+from pullfill.option_values import (
+    check_address,
+    check_url,
+    parse_cores,
+    parse_listen,
+    parse_transports,
+)
 from pullfill.wire import DigestMode, KvMode
 
 T = TypeVar("T")
@@ -351,6 +357,20 @@ class FrontendOptions(RoleOptions):
         "YAML or JSON file of stock vLLM servers, a list of {role, url, kv}. It is watched: a "
         "server that is taken out ends its requests and gets no more",
         metavar="PATH",
+        up=True,
+    )
+    heartbeats: str | None = flag(
+        None,
+        "Hear stock vLLM servers over ZMQ, as MoRIIOConnector and P2pNcclConnector send. "
+        "No key is asked  [default host: 127.0.0.1]",
+        metavar="[HOST:]PORT",
+        parse=lambda text: parse_listen("--heartbeats", text),
+    )
+    heartbeat_silence_s: float = flag(
+        5.0,
+        "Forget a stock vLLM server that has sent heartbeats, and none for S seconds",
+        metavar="S",
+        least=1,
         up=True,
     )
     stock_silence_s: float = flag(

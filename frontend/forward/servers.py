@@ -1,6 +1,6 @@
 """The stock vLLM servers that are known, and their health.
 
-Sources such as `--servers` and `--servers-file` name servers. A server stays as long as one source
+Sources such as `--servers` or heartbeats name servers. A server stays as long as one source
 names it. One task for each server looks every LOOK_S seconds:
 
     new ──► ready ◄──► failing          refused

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -20,6 +21,8 @@ from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.forward import entries
 from pullfill.frontend.forward.choice import Choice
+from pullfill.frontend.forward.heartbeat_socket import HeartbeatSocket, bind
+from pullfill.frontend.forward.heartbeats import Heartbeats
 from pullfill.frontend.forward.layer import Layer
 from pullfill.frontend.forward.protocol import dispatch_of, protocol_of
 from pullfill.frontend.forward.pull import Pull
@@ -36,17 +39,20 @@ KEEP_S = 2.0
 
 
 def check(options: FrontendOptions) -> None:
-    """Raise ConfigError if the flags for stock servers do not fit together."""
+    """Raise ConfigError if the flags for stock servers do not fit together, or cannot be used."""
     protocol = protocol_of(options.protocol)
     if options.forwarder is not ForwarderName.PULL:
         dispatch_of(protocol, options.forwarder, options.dispatch)
         entries.parse_list(options.servers or "")
         if options.servers_file is not None:
             read(options.servers_file)
+        if options.heartbeats is not None:
+            bind(options.heartbeats).close()
         return
     flags = {
         "--servers": options.servers,
         "--servers-file": options.servers_file,
+        "--heartbeats": options.heartbeats,
         "--dispatch": options.dispatch,
     }
     for name, given in flags.items():
@@ -60,8 +66,10 @@ class Forwarding:
 
     servers: Servers
     stock: Stock
+    heartbeats: Heartbeats
     _session: aiohttp.ClientSession
     file: ServerFile | None = None
+    socket: HeartbeatSocket | None = None
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @classmethod
@@ -113,13 +121,23 @@ class Forwarding:
                 metrics.STOCK_SERVERS.labels(role, state).set_function(
                     _counter(servers, role, state)
                 )
-        found = cls(servers, stock, session)
+        heartbeats = Heartbeats(
+            lambda entries: servers.set("heartbeats", entries), options.heartbeat_silence_s
+        )
+        found = cls(servers, stock, heartbeats, session)
+        found._start(heartbeats.run(), "heartbeats")
+        if options.heartbeats is not None:
+            found.socket = HeartbeatSocket(options.heartbeats, heartbeats)
+            found._start(found.socket.run(), "heartbeat-socket")
         if options.servers_file is not None:
             found.file = ServerFile(
                 options.servers_file, lambda entries: servers.set("--servers-file", entries)
             )
-            found._tasks.append(asyncio.create_task(found.file.run(), name="servers-file"))
+            found._start(found.file.run(), "servers-file")
         return found
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._tasks.append(asyncio.create_task(work, name=name))
 
     def troubles(self) -> list[str]:
         """Return a line for each server that takes no requests, and one for a broken file."""
@@ -142,6 +160,8 @@ class Forwarding:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.socket is not None:
+            self.socket.close()
         await self.servers.close()
         await self._session.close()
 

@@ -346,7 +346,8 @@ class Stock:
         lines = [s for s in self.servers.known.values() if s.role == role]
         lines.sort(key=lambda s: s.state != "refused")
         if not lines:
-            return f"no stock {role} server is known: name one with --servers or --servers-file"
+            how = "--servers, --servers-file or heartbeats"
+            return f"no stock {role} server is known: name one with {how}"
         one = lines[0]
         return f"no stock {role} server is ready: {one.url} is {one.state}: {one.why}"
 

@@ -17,7 +17,16 @@ from pullfill.frontend import metrics as frontend_metrics
 from pullfill.options import FrontendOptions, WorkerOptions, declared
 from pullfill.queue.contract import QueueConfig
 from pullfill.runtime import metrics
-from tests.support.docs import COMMANDS, NAMES, code_of, commands, flags, python_files, text_of
+from tests.support.docs import (
+    COMMANDS,
+    NAMES,
+    ROOT,
+    code_of,
+    commands,
+    flags,
+    python_files,
+    text_of,
+)
 
 # ------------------------------------------------------------------ the command line
 
@@ -172,7 +181,7 @@ def test_values_of_metric_labels() -> None:
     """Each value that stands in the code stands in the metric's row."""
     missing, seen = [], 0
     for path in python_files():
-        own = frontend_metrics if path.parent.name == "frontend" else metrics
+        own = frontend_metrics if "frontend" in path.relative_to(ROOT).parts else metrics
         source = re.sub(r"\b_observe\(", "HANDOFF_STAGE.labels(", path.read_text())
         for constant, value in re.findall(r"\b([A-Z_]+)\.labels\(\"(\w+)\"", source):
             (family,) = getattr(own, constant).describe()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from pullfill.deploy import cli, roles
 from pullfill.errors import ConfigError
-from pullfill.option_values import check_address, parse_transports
+from pullfill.option_values import check_address, parse_listen, parse_transports
 from pullfill.options import (
     ClusterOptions,
     Dispatch,
@@ -72,6 +72,8 @@ GIVEN: dict[str, RoleOptions] = {
         dispatch=Dispatch.SERIAL,
         servers="decode=http://h:1",
         servers_file="/etc/servers.yaml",
+        heartbeats="tcp://10.0.0.1:7",
+        heartbeat_silence_s=6.5,
         stock_silence_s=3.5,
     ),
 }
@@ -148,6 +150,16 @@ def test_transports_flag() -> None:
 def test_an_address_to_publish(given: str) -> None:
     assert check_address("--advertise-kv", given) == "tcp://h:1"
     assert check_address("--advertise-kv", None) is None
+
+
+def test_an_address_to_listen_at() -> None:
+    assert parse_listen("--heartbeats", None) is None
+    for given in ("7", "127.0.0.1:7", "tcp://127.0.0.1:7"):
+        assert parse_listen("--heartbeats", given) == "tcp://127.0.0.1:7"
+    assert parse_listen("--heartbeats", "0.0.0.0:7") == "tcp://0.0.0.0:7"
+    for wrong in ("", "h", "0", "65536", "tcp://", "tcp://7x"):
+        with pytest.raises(ConfigError, match="--heartbeats"):
+            parse_listen("--heartbeats", wrong)
 
 
 @pytest.mark.parametrize("wrong", ["", "h", "tcp://h", "h:x", ":1", "h:0", "h:65536", "a#b:1"])

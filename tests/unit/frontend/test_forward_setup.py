@@ -9,8 +9,10 @@ from typing import Any, cast
 import pytest
 
 from pullfill.errors import ConfigError
+from pullfill.frontend.forward.heartbeats import JSON
 from pullfill.frontend.forward.setup import Forwarding, check
 from pullfill.options import Dispatch, ForwarderName, FrontendOptions
+from tests.support.forward_rig import until
 
 STAGED = FrontendOptions(forwarder=ForwarderName.STAGED)
 BATCH = FrontendOptions(forwarder=ForwarderName.BATCH)
@@ -22,6 +24,8 @@ BATCH = FrontendOptions(forwarder=ForwarderName.BATCH)
         (FrontendOptions(servers="decode=http://a:1"), "add --forwarder staged or batch"),
         (FrontendOptions(servers_file="f"), "--servers-file is for stock vLLM servers"),
         (replace(STAGED, servers_file="/none/f.yaml"), "cannot read /none/f.yaml .No such file"),
+        (FrontendOptions(heartbeats="tcp://127.0.0.1:7"), "--heartbeats is for stock vLLM servers"),
+        (replace(STAGED, heartbeats="tcp://192.0.2.1:7"), "cannot listen on tcp://192.0.2.1:7"),
         (FrontendOptions(dispatch=Dispatch.SERIAL), "--dispatch is for stock vLLM servers"),
         (replace(STAGED, protocol="ucx"), "no protocol is called 'ucx': use one of nixl"),
         (replace(STAGED, dispatch=Dispatch.PARALLEL), "--dispatch parallel is for"),
@@ -81,5 +85,19 @@ async def test_the_servers_of_a_file_are_known_and_a_broken_file_is_a_trouble(
             await found.file.look()
         assert found.troubles()[-1].startswith(f"{path}, line 1: url: the server has none")
         assert len(found.servers.known) == 2
+    finally:
+        await found.close()
+
+
+async def test_servers_that_send_heartbeats_are_known_until_they_are_silent() -> None:
+    options = replace(STAGED, heartbeats="tcp://127.0.0.1:*", heartbeat_silence_s=0.01, model="m")
+    found = Forwarding.of(options, ("m",), cast(Any, None))
+    assert found is not None
+    try:
+        found.heartbeats.hear(b'{"type": "D", "http_address": "127.0.0.1:1"}', JSON)
+        found.heartbeats.look()
+        assert [row["sources"] for row in found.servers.status()] == [("heartbeats",)]
+        await until(lambda: not found.servers.known)
+        assert found.socket is not None
     finally:
         await found.close()

@@ -1,0 +1,202 @@
+"""Stock servers that send heartbeats to a frontend: a real ZMQ socket, and real HTTP requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import uvicorn
+import zmq
+import zmq.asyncio
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pullfill.errors import ConfigError
+from pullfill.frontend import main, metrics
+from pullfill.frontend.forward import heartbeats, servers
+from pullfill.frontend.forward.heartbeat_socket import HeartbeatSocket
+from pullfill.frontend.forward.heartbeats import Heartbeats
+from pullfill.frontend.http_auth import HttpAuth
+from tests.support.forward_rig import ForwardRig, forwarding, until
+
+KEY = {"authorization": "Bearer admin"}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "LOOK_S", 0.02)
+    monkeypatch.setattr(heartbeats, "LOOK_S", 0.02)
+
+
+def beat(rig: ForwardRig, role: str) -> dict[str, Any]:
+    fake = (rig.prefill if role == "P" else rig.decode)[0]
+    return {"type": role, "http_address": fake.kv, "zmq_address": fake.kv, "tp_size": 1}
+
+
+@asynccontextmanager
+async def hearing(rig: ForwardRig, silence_s: float = 5.0) -> AsyncIterator[Heartbeats]:
+    """Heartbeats that name the servers of a rig."""
+    found = Heartbeats(lambda entries: rig.servers.set("heartbeats", entries), silence_s)
+    task = asyncio.create_task(found.run())
+    try:
+        yield found
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def dealing(beats: Heartbeats) -> AsyncIterator[Any]:
+    """A DEALER, as connectors have one, that is connected to the frontend's socket."""
+    socket = HeartbeatSocket("tcp://127.0.0.1:*", beats)
+    task = asyncio.create_task(socket.run())
+    dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    dealer.connect(socket.url)
+    try:
+        yield dealer
+    finally:
+        dealer.close(linger=0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        socket.close()
+
+
+async def test_servers_that_send_heartbeats_over_zmq_serve_until_they_are_silent() -> None:
+    async with (
+        forwarding("batch", "p2p", known=False) as rig,
+        hearing(rig, silence_s=0.5) as beats,
+        dealing(beats) as dealer,
+    ):
+        bad = metrics.HEARTBEATS.labels("unreadable")._value.get()
+        for odd in ([b"\xc1"], [b"", b""], [b"x" * 4000], [msgspec.msgpack.encode(["P"])]):
+            await dealer.send_multipart(odd)
+        for role in "PD":
+            await dealer.send(msgspec.msgpack.encode(beat(rig, role)))
+        await rig.states(ready=2)
+        assert metrics.HEARTBEATS.labels("unreadable")._value.get() == bad + 4
+        assert {row["sources"] for row in rig.servers.status()} == {("heartbeats",)}
+        assert (await rig.ask()).status == 200
+        await until(lambda: not rig.servers.known)
+        assert "no stock decode server is known" in (await rig.ask()).message
+        for role in "PD":
+            await dealer.send(msgspec.msgpack.encode(beat(rig, role)))
+        await rig.states(ready=2)
+
+
+async def test_a_frame_that_is_too_long_ends_only_its_connection() -> None:
+    async with (
+        forwarding(known=False) as rig,
+        hearing(rig) as beats,
+        dealing(beats) as dealer,
+        dealing(beats),
+    ):
+        await dealer.send(b"x" * 5000)
+        await dealer.send(msgspec.msgpack.encode(beat(rig, "D")))
+        await asyncio.sleep(0.2)
+        # A DEALER connects again by itself.
+        await dealer.send(msgspec.msgpack.encode(beat(rig, "P")))
+        await until(lambda: rig.servers.ready("prefill"))
+
+
+class Flood:
+    """A socket that always has a message. It stops a loop that gives no time to others."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.read = 0
+
+    async def recv_multipart(self) -> list[bytes]:
+        self.read += 1
+        assert self.read < 100_000
+        return [b"id", self.data]
+
+
+async def test_a_flood_leaves_time_for_others() -> None:
+    async with forwarding(known=False) as rig, hearing(rig) as beats:
+        socket = HeartbeatSocket("tcp://127.0.0.1:*", beats)
+        flood, real = Flood(msgspec.msgpack.encode(beat(rig, "D"))), socket._socket
+        socket._socket = flood  # type: ignore[assignment]
+        task = asyncio.create_task(socket.run())
+        try:
+            await rig.states(ready=1)
+            assert not task.done()
+            assert flood.read < 10_000
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            real.close(linger=0)
+
+
+async def test_another_model_under_the_same_name_is_refused() -> None:
+    async with forwarding(known=False) as rig, hearing(rig) as beats, dealing(beats) as dealer:
+        rig.decode[0].root = "/models/other"
+        for role in "PD":
+            await dealer.send(msgspec.msgpack.encode(beat(rig, role)))
+        await rig.states(ready=1, refused=1)
+        (line,) = rig.servers.troubles()
+        assert "serves /models/other as m, and this frontend serves /m under that name" in line
+        assert "give one of the models another --served-model-name" in line
+
+
+async def test_a_port_that_is_taken_is_told() -> None:
+    async with forwarding(known=False) as rig, hearing(rig) as beats:
+        first = HeartbeatSocket("tcp://127.0.0.1:*", beats)
+        with pytest.raises(ConfigError, match="choose another --heartbeats"):
+            HeartbeatSocket(first.url, beats)
+        first.close()
+
+
+@asynccontextmanager
+async def serving(beats: Heartbeats | None) -> AsyncIterator[str]:
+    """URL of the route, behind the check of keys that guards it in a frontend."""
+
+    async def handle(request: Request) -> Response:
+        return await heartbeats.answer(beats, request)
+
+    app = Starlette(routes=[Route(heartbeats.PATH, handle, methods=["POST"])])
+    listener = main.bind("127.0.0.1", 0)
+    config = uvicorn.Config(HttpAuth(app, (), ("admin",)), log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield main.url_of(listener, tls=False) + heartbeats.PATH
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def test_servers_that_send_heartbeats_over_http() -> None:
+    async with (
+        forwarding(known=False) as rig,
+        hearing(rig) as beats,
+        serving(beats) as url,
+        httpx.AsyncClient() as http,
+    ):
+        assert (await http.post(url, json=beat(rig, "P"))).status_code == 403
+        for role in "PD":
+            answer = await http.post(url, json=beat(rig, role), headers=KEY)
+            assert answer.status_code == 200, answer.text
+        assert answer.json() == {
+            "role": "decode", "url": rig.decode[0].url, "kv_address": rig.decode[0].kv,
+            "silence_s": 5.0,
+        }  # fmt: skip
+        await rig.states(ready=2)
+        assert (await rig.ask()).status == 200
+        for content, status in ((b"{", 400), (b'{"type": "P"}', 400), (b" " * 99999, 413)):
+            answer = await http.post(url, content=content, headers=KEY)
+            assert answer.status_code == status
+            assert "send type" in answer.text or "4096 bytes" in answer.text
+
+
+async def test_a_frontend_without_stock_servers_says_so() -> None:
+    async with serving(None) as url, httpx.AsyncClient() as http:
+        answer = await http.post(url, content=b"", headers=KEY)
+    assert answer.status_code == 409
+    assert "--forwarder staged or batch" in answer.json()["error"]["message"]
