@@ -6,13 +6,16 @@ then it stays open for the next request. vLLM aborts a request whose connection 
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Iterable
+from typing import Any
 
 import aiohttp
 
 from pullfill.frontend.forward.servers import Server
 
 CONNECT_S = 3.0
+_ERROR_EVENT = b'data: {"error"'
 _HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
     b"transfer-encoding", b"upgrade", b"host", b"content-length", b"accept-encoding", b"expect",
@@ -66,7 +69,8 @@ def request_headers(
 class Exchange:
     """An answer whose head and first bytes have come. Make it with `begin`.
 
-    first: its first bytes; all of it unless `events`. events: it is a stream of events."""
+    first: its first bytes; all of it unless `events`. events: it is a stream of events.
+    status: that of the error, if the first event of a stream is one of vLLM's of 500 or more."""
 
     def __init__(self, server: Server, response: aiohttp.ClientResponse, first: bytes) -> None:
         self.server = server
@@ -74,6 +78,11 @@ class Exchange:
         self.events = response.content_type == "text/event-stream"
         self.first = first
         self._response = response
+        if self.events and first.startswith(_ERROR_EVENT):
+            event = first.partition(b"\n")[0].removeprefix(b"data: ")
+            code = _error(event).get("code")
+            if isinstance(code, int) and code >= 500:
+                self.status, self.events, self.first = code, False, event
 
     @classmethod
     async def begin(
@@ -150,3 +159,17 @@ def failure(server: Server, exc: Exception, silence_s: float) -> StageFailed:
     unsent = isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
     what = "cannot be reached" if unsent else "broke off"
     return StageFailed(server, f"{who} {what} ({text})", lost=True, unsent=unsent)
+
+
+def message_of(body: bytes) -> str:
+    """Return the text of vLLM's error. Empty: it is none."""
+    return str(_error(body).get("message", ""))[:300]
+
+
+def _error(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+        error = found.get("error", found)
+    except (ValueError, AttributeError):
+        return {}
+    return error if isinstance(error, dict) else {}

@@ -10,6 +10,7 @@ that can take no request leaves all to the other one. So a fleet is moved over i
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import Callable
@@ -80,6 +81,8 @@ class Layer:
             await forwarder.forward(call, receive, send)
             return
         call.json = _object(body)
+        if call.json is None:
+            call.body = _without_kv(body)
         try:
             await forwarder.forward(call, receive, send)
         finally:
@@ -150,6 +153,20 @@ def _object(body: bytes) -> dict[str, Any] | None:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _without_kv(body: bytes) -> bytes:
+    """Return a body that is no strict JSON, without parameters for the KV connector.
+
+    vLLM also reads NaN and UTF-16. Parameters of a client's would end its engine."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return body
+    if not isinstance(found, dict) or "kv_transfer_params" not in found:
+        return body
+    del found["kv_transfer_params"]
+    return json.dumps(found).encode()
 
 
 async def _read(receive: Receive) -> bytes | None:

@@ -55,6 +55,10 @@ class KvProtocol(ABC):
         """Return the `X-Request-Id` of both stages. request_id: of the call."""
         return request_id
 
+    def kv_address(self, stages: Stages) -> str:
+        """Return where the decode server reads the KV, for messages."""
+        return stages.prefill.kv
+
     def lacks(self, stages: Stages) -> str:
         """Return what is wrong with a prefill server's answer. Empty: nothing."""
         return ""

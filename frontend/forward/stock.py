@@ -37,7 +37,7 @@ from pullfill.frontend.admission import Receive, Send, respond
 from pullfill.frontend.forward import bodies
 from pullfill.frontend.forward.choice import Choice, Pick
 from pullfill.frontend.forward.contract import Call
-from pullfill.frontend.forward.exchange import Exchange, StageFailed, request_headers
+from pullfill.frontend.forward.exchange import Exchange, StageFailed, message_of, request_headers
 from pullfill.frontend.forward.protocol import KvProtocol, Stages
 from pullfill.frontend.forward.relay import relay
 from pullfill.frontend.forward.servers import Server, Servers
@@ -212,7 +212,7 @@ class Stock:
             pick.end()
             if exchange.status != 200:
                 if b"kv_transfer_params" in exchange.first:
-                    text = f"does not understand kv_transfer_params: {_message(exchange.first)}"
+                    text = f"does not understand kv_transfer_params: {message_of(exchange.first)}"
                     raise self._lacks(server, text)
                 run.whole = call.reason = "prefill_refused"
                 return False
@@ -239,10 +239,18 @@ class Stock:
             body = bodies.decode_body(call.json, None)
         if prefix := _PREFIXES.get(call.path):
             call.response_id = prefix + request_id
-        with self._noted(run, "decode", pick):
-            return await self._begin(call, pick.server, request_id, body)
+        try:
+            with self._noted(run, "decode", pick):
+                return await self._begin(call, pick.server, request_id, body, stages)
+        except StageFailed as exc:
+            if stages is not None and exc.status == 500:
+                run.bad.add(stages.prefill)  # perhaps its KV cannot be read
+            raise
 
-    async def _begin(self, call: Call, server: Server, request_id: str, body: bytes) -> Exchange:
+    async def _begin(
+        self, call: Call, server: Server, request_id: str, body: bytes, stages: Stages | None = None
+    ) -> Exchange:
+        """Send a request. stages: it reads the KV of a prefill stage."""
         headers = request_headers(call.scope["headers"], request_id, self._key)
         # An answer that is not streamed may be a long one.
         long = server.role == "decode" and not call.stream
@@ -252,13 +260,15 @@ class Stock:
         )
         if exchange.status >= 500 or exchange.status in _BUSY:
             exchange.close()
-            who = f"{server.role} server {server.url}"
-            raise StageFailed(
-                server,
-                f"{who} answers {exchange.status}: {_message(exchange.first)}",
-                status=exchange.status,
-                body=exchange.first,
-            )
+            status, told = exchange.status, exchange.first
+            why = f"{server.role} server {server.url} answers {status}: {message_of(told)}"
+            if stages is not None and status == 500:
+                told = b""
+                why += (
+                    ". If its log says `KV load failure`, it could not read the KV of "
+                    f"{stages.prefill.url} at {self._protocol.kv_address(stages)}"
+                )
+            raise StageFailed(server, why, status=status, body=told)
         return exchange
 
     async def _answer(self, run: _Run, exchange: Exchange, send: Send) -> None:
@@ -355,7 +365,7 @@ class Stock:
         """Tell the client. A server's own error is passed on with its status."""
         assert failed is not None
         metrics.FORWARDED.labels(self.name, "failed").inc()
-        if failed.body and _message(failed.body):
+        if failed.body and message_of(failed.body):
             kind = [(b"content-type", b"application/json")]
             length = b"%d" % len(failed.body)
             head = [*kind, (b"content-length", length)]
@@ -372,16 +382,6 @@ _PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 
 def _ms(call: Call) -> float:
     return round((time.monotonic() - call.arrived) * 1000.0, 3)
-
-
-def _message(body: bytes) -> str:
-    """The text of vLLM's error. Empty: it is none."""
-    try:
-        found = json.loads(body)
-        error = found.get("error", found)
-        return str(error["message"])[:300]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return ""
 
 
 async def _drop(task: asyncio.Task[Exchange]) -> None:

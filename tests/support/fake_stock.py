@@ -61,7 +61,7 @@ class FakeStock:
     """One server. Change its fields to make it fail.
 
     connector: the protocol, or empty: it has none.
-    refuse: status and text of its answers to requests.
+    refuse: status and text of its answers to requests. late: a stream begins with it instead.
     breaks: it closes the connection after so many events; 0: at once.
     stalls: it answers no request until this is set.
     alive: /health answers. root: what /v1/models says of its model.
@@ -71,6 +71,8 @@ class FakeStock:
     def __init__(self, world: World, connector: str = "nixl", *, root: str = "/m") -> None:
         self.world, self.connector, self.root = world, connector, root
         self.refuse: tuple[int, str] | None = None
+        self.late = False
+        self.blocks: Any = [[1, 2]]
         self.breaks: int | None = None
         self.stalls: asyncio.Event | None = None
         self.alive = True
@@ -127,6 +129,9 @@ class FakeStock:
         self, request: web.Request, request_id: str, body: dict[str, Any]
     ) -> web.StreamResponse:
         if self.refuse is not None:
+            if self.late and body.get("stream"):
+                first = b"data: " + error(*self.refuse) + b"\n\ndata: [DONE]\n\n"
+                return web.Response(body=first, content_type="text/event-stream")
             return self._error(*self.refuse)
         if self.breaks == 0:
             assert request.transport is not None
@@ -169,7 +174,7 @@ class FakeStock:
             return {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
-                "remote_block_ids": [[1, 2]],
+                "remote_block_ids": self.blocks,
                 "remote_engine_id": "e",
                 "remote_request_id": name,
                 "remote_host": "127.0.0.1",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.forward import entries
 from pullfill.frontend.forward.choice import Choice
 from pullfill.frontend.forward.layer import Layer
-from pullfill.frontend.forward.protocol import dispatch_of, protocol_of
+from pullfill.frontend.forward.protocol import KvProtocol, dispatch_of, protocol_of
 from pullfill.frontend.forward.pull import Pull
 from pullfill.frontend.forward.servers import Servers
 from pullfill.frontend.forward.stock import Stock
@@ -103,6 +103,7 @@ class ForwardRig:
     policy: DecodePolicy = DecodePolicy.ROUND_ROBIN
     share: float = 1.0
     workers: bool = False
+    patience_s: float = PATIENCE_S
     layer: Layer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,7 +149,7 @@ class ForwardRig:
             got.first.set()
             got.ended = not message.get("more_body", False)
 
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(self.patience_s):
             await self.layer(scope, receive, send)
         return got
 
@@ -186,15 +187,39 @@ async def forwarding(
 ) -> AsyncIterator[ForwardRig]:
     """A forwarder with so many servers. known: they are registered. wait: until they are ready."""
     async with AsyncExitStack() as stack:
-        world, session = World(), aiohttp.ClientSession(auto_decompress=False)
-        stack.push_async_callback(session.close)
+        world = World()
         fakes = [FakeStock(world, protocol) for _ in range(prefill + decode)]
         for fake in fakes:
             await stack.enter_async_context(fake.running())
-        spoken = protocol_of(protocol)
+        found = [entries.make("prefill", f.url, f.kv) for f in fakes[:prefill]]
+        found += [entries.make("decode", f.url, f.kv) for f in fakes[prefill:]]
+        rig = await stack.enter_async_context(
+            forwarding_to(found if known else [], name, protocol_of(protocol), dispatch, silence_s)
+        )
+        rig.prefill, rig.decode = fakes[:prefill], fakes[prefill:]
+        if known and wait:
+            await rig.states(ready=len(fakes))
+        yield rig
+        await rig.idle()
+
+
+@asynccontextmanager
+async def forwarding_to(
+    found: Sequence[entries.Entry],
+    name: str,
+    spoken: KvProtocol,
+    dispatch: str | None = None,
+    silence_s: float = 10.0,
+    *,
+    model: str = "/m",
+) -> AsyncIterator[ForwardRig]:
+    """A forwarder with these servers, ready or not. model: what they serve as `m`."""
+    async with AsyncExitStack() as stack:
+        session = aiohttp.ClientSession(auto_decompress=False)
+        stack.push_async_callback(session.close)
         choices: dict[str, Choice] = {}
         servers = Servers(
-            session, ("m",), "/m", needs=spoken.needs, find_engine=protocol == "mooncake",
+            session, ("m",), model, needs=spoken.needs, find_engine=spoken.name == "mooncake",
             report=lambda server: choices[server.role].report(server),
             gone=lambda server: choices[server.role].gone(server),
         )  # fmt: skip
@@ -202,16 +227,8 @@ async def forwarding(
         forwarder = ForwarderName(name)
         order = dispatch_of(spoken, forwarder, Dispatch(dispatch) if dispatch else None)
         stock = Stock(forwarder, spoken, order, servers, session, choices, silence_s=silence_s)
-        rig = ForwardRig(
-            fakes[:prefill], fakes[prefill:], servers, stock, FakeApp(), ExplainStore()
-        )
+        rig = ForwardRig([], [], servers, stock, FakeApp(), ExplainStore())
         for role in entries.ROLES:
             choices[role] = Choice(lambda: rig.policy, random.Random(1))
-        if known:
-            found = [entries.make("prefill", f.url, f.kv) for f in rig.prefill]
-            found += [entries.make("decode", f.url, f.kv) for f in rig.decode]
-            servers.set("test", found)
-            if wait:
-                await rig.states(ready=len(fakes))
+        servers.set("test", found)
         yield rig
-        await rig.idle()

@@ -1,0 +1,52 @@
+"""What real servers do on errors, as scripts: found with vLLM 0.32 and its NixlConnector."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.forward_rig import forwarding
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_kv_that_cannot_be_read_is_tried_once_more_then_explained(stream: bool) -> None:
+    async with forwarding() as rig:
+        rig.decode[0].refuse, rig.decode[0].late = (500, "Internal server error"), True
+        got = await rig.ask(stream=stream)
+        assert (got.status, len(rig.decode[0].requests)) == (500, 2)
+    assert "answers 500: Internal server error" in got.message
+    assert "could not read the KV of http://127.0.0.1" in got.message
+    assert "at 127.0.0.1:5600" in got.message
+
+
+async def test_a_stream_that_begins_with_an_error_goes_to_another_pair() -> None:
+    async with forwarding(prefill=2, decode=2) as rig:
+        rig.decode[0].refuse, rig.decode[0].late = (500, "Internal server error"), True
+        for _ in range(2):
+            got = await rig.ask(stream=True)
+            assert got.status == 200
+            assert b"error" not in got.body
+        failed = [headers["x-request-id"] for _, headers, _ in rig.decode[0].requests]
+        assert failed
+        for server in rig.prefill:
+            assert set(failed) <= {headers["x-request-id"] for _, headers, _ in server.requests}
+
+
+@pytest.mark.parametrize("blocks", [None, []])
+async def test_a_prefill_without_blocks_never_reaches_a_decode_server(blocks: object) -> None:
+    async with forwarding() as rig:
+        rig.prefill[0].blocks = blocks
+        got = await rig.ask()
+        assert got.status == 500
+        assert "without remote_block_ids" in got.message
+        assert not rig.decode[0].requests
+
+
+@pytest.mark.parametrize("code", ["utf-8", "utf-16"])
+async def test_parameters_in_a_body_that_only_vllm_can_read_are_dropped(code: str) -> None:
+    text = '{"prompt":"x","odd":NaN,"kv_transfer_params":{"do_remote_prefill":true}}'
+    async with forwarding() as rig:
+        await rig.ask(text.encode(code))
+        ((_, _, body),) = rig.decode[0].requests
+    assert json.dumps(body) == '{"prompt": "x", "odd": NaN}'
