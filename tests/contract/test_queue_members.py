@@ -27,7 +27,7 @@ async def test_one_member_of_a_cluster_that_answers_is_enough(tmp_path: Path) ->
             assert producer.available
             await producer.close()
         server.stop()
-        with pytest.raises(QueueUnavailable, match=r"nats://\*\*\*@127") as caught:
+        with pytest.raises(QueueUnavailable, match=r"nats://127") as caught:
             await JetStreamProducer.connect(urls, config, wait_s=0.2)
     assert "u:p" not in str(caught.value)
 
