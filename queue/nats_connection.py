@@ -78,12 +78,12 @@ class NatsConnection:
         name: str,
         connect_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.shown_url = redact.url(url)
+        self._urls = split_urls(url) or [url]
+        self.shown_url = redact.url(",".join(self._urls))
         self.health = Health("nats", self.shown_url)
         self.up = False
         self.generation = 0
         """Counts connections. A server restart is always a new one."""
-        self._urls = split_urls(url) or [url]
         self._name = name
         self._options = dict(connect_options or {})
         self._client: Client | None = None

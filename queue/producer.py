@@ -5,8 +5,8 @@ Life: `connect` → `publish`/`cancel`/`nak` → `close`.
 Refresh: a background task learns the queue's depth regularly (depth.py).
 
 Circuit breaker: one publish or refresh without an answer opens it. Then `available` is False and
-nothing is published. The next answered refresh closes it. So a stopped server costs one
-`publish_timeout_s`, once. A producer whose breaker is open asks the server itself.
+nothing is published. The next answered refresh closes it, if a job without an answer can be settled
+(unsettled.py). So a server that is stopped or stores nothing costs one `publish_timeout_s`, once.
 
 Jobs past the stream: if the server that leads the stream dies, NATS takes 4 to 9 s to elect another
 leader. Meanwhile a job is sent as a request on the direct subject, and one prefill worker that
@@ -30,7 +30,7 @@ from typing import Any, Self
 
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
-from pullfill.queue import streams
+from pullfill.queue import streams, unsettled
 from pullfill.queue.contract import QueueConfig, Receipt
 from pullfill.queue.deadletter import delete_message
 from pullfill.queue.depth import DepthCache, SharedDepth, Snapshot, ask_depth
@@ -94,6 +94,7 @@ class JetStreamProducer:
         self._used_at = self._asked_at = SYSTEM_CLOCK.monotonic()
         self._refused_at = -math.inf
         self._wanted = False
+        self._proof = unsettled.Proof(connection, self._names)
         self._loop = asyncio.get_running_loop()
         self._kick = Bell()
         self._watcher: asyncio.Task[None] | None = None
@@ -230,7 +231,7 @@ class JetStreamProducer:
         if urgency is not Urgency.NORMAL:
             headers[URGENCY] = urgency.label
         reply = await self.connection.request(
-            self._names.job(tokens, lane), body, self.streams.publish_timeout_s, headers
+            self._names.job(tokens, lane), body, self._wait_s, headers
         )
         return read_reply(reply)
 
@@ -247,16 +248,12 @@ class JetStreamProducer:
     async def _ask_takers(self, body: bytes, headers: dict[str, str] | None = None) -> bool:
         """Whether a prefill worker takes this job. Without a body: whether one would take a job."""
         with contextlib.suppress(QueueUnavailable):
-            reply = await self.connection.request(
-                self._names.direct, body, self.streams.publish_timeout_s, headers
-            )
+            reply = await self.connection.request(self._names.direct, body, self._wait_s, headers)
             return bool(reply.data == TAKEN)
         return False
 
     async def _remove(self, receipt: Receipt) -> bool:
-        there = await delete_message(
-            self.connection, self._names.stream, receipt.seq, self.streams.publish_timeout_s
-        )
+        there = await delete_message(self.connection, self._names.stream, receipt.seq, self._wait_s)
         if there:
             self._depth.cancelled(receipt.seq, receipt.tokens)
         return there
@@ -315,7 +312,11 @@ class JetStreamProducer:
 
     @property
     def _about(self) -> tuple[NatsConnection, Names, float]:
-        return self.connection, self._names, self.streams.publish_timeout_s
+        return self.connection, self._names, self._wait_s
+
+    @property
+    def _wait_s(self) -> float:
+        return self.streams.publish_timeout_s
 
     async def _look(self) -> None:
         """Refresh the depth. If the server answers, close the breaker and settle the debts."""
@@ -335,6 +336,7 @@ class JetStreamProducer:
         self._depth.store(snapshot, asked_at)
         self.streams.stream_id = snapshot.stream_id
         if not self._answering:
+            await self._proof.seek(self._debts, self._wait_s)
             logger.info("the job queue answers again")
             self._answers()
         await self._shared.tell(snapshot, asked_at)
@@ -379,16 +381,12 @@ class JetStreamProducer:
             self._kick.ring()
 
     async def _pay(self) -> None:
-        """Remove jobs whose publish or cancel got no answer (names.py tells how)."""
+        """Remove jobs whose publish or cancel got no answer."""
         for job_id, receipt in list(self._debts.items()):
             try:
                 if receipt is None:
-                    headers = {MSG_ID: job_id, EXPECTED_STREAM: self._names.stream}
-                    reply = await self.connection.request(
-                        self._names.void, b"", self.streams.publish_timeout_s, headers
-                    )
-                    answer = read_reply(reply)
-                    receipt = Receipt(job_id, int(answer["seq"]), True, self.streams.stream_id)
+                    seq = await unsettled.find(self.connection, self._names, job_id, self._wait_s)
+                    receipt = Receipt(job_id, seq, True, self.streams.stream_id)
                     self._debts[job_id] = receipt
                 if receipt.stream_id == self.streams.stream_id:
                     await self._remove(receipt)

@@ -20,15 +20,17 @@ from nats.aio.client import Client
 from pullfill.errors import PeerUnavailable, PullfillError, QueueUnavailable
 from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.pulling import Pulling
-from pullfill.queue import pulse
+from pullfill.queue import pulse, streams
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.nats_connection import NatsConnection, NoResponders
 from pullfill.queue.producer import BUSY_REFRESH_S
 from pullfill.runtime.health import UP
+from pullfill.wire import QueueSettings
 from tests.support.control_rig import Decode, hello
 from tests.support.handoff_directory import FakeDirectory
 from tests.support.nats import NatsServer, until
+from tests.support.small_disk import full, small_disk
 from tests.support.transfer_rigs import COMPAT
 
 HANG_S = 15.0
@@ -218,6 +220,45 @@ async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_wo
         assert "no quorum" in str(consumer.health.status().error)
     assert await consumer.pull(1, 1, 0.1) == []
     assert consumer.health.up
+
+
+async def test_a_server_with_a_full_disk_costs_one_answer_until_it_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It answers all else, and goes on storing nothing when there is room again."""
+    monkeypatch.setattr(streams, "DEAD_MAX_BYTES", 1 << 20)
+    settings = QueueSettings(max_bytes=4 << 20)
+    config = QueueConfig("test", secrets.token_hex(8), publish_timeout_s=0.3)
+    with contextlib.ExitStack() as stack:
+        disk = stack.enter_context(small_disk(tmp_path / "disk", 16))
+        server = NatsServer(disk)
+        stack.callback(server.stop)
+        await server.start()
+        producer = await JetStreamProducer.connect(server.url, config, settings=settings)
+
+        async def published() -> tuple[int, int]:
+            """How many jobs of ten were stored, and how many had to wait for an answer."""
+            stored, waited = 0, 0
+            for _ in range(10):
+                waited += producer.available
+                with contextlib.suppress(PullfillError):
+                    await producer.publish(secrets.token_hex(8), bytes(8000), 1)
+                    stored += 1
+                await asyncio.sleep(0.1)
+            return stored, waited - stored
+
+        assert await published() == (10, 0)
+        with full(disk):
+            assert await published() == (0, 1)
+            await until(lambda: "stores no jobs" in str(producer.health.status().error))
+        assert await published() == (0, 0)
+        (line,) = [r.getMessage() for r in caplog.records if "stores no jobs" in r.message]
+        assert line.startswith(f"NATS at {server.url} answers but stores no jobs")
+        await server.restart()
+        await until(lambda: producer.available, HANG_S)
+        await until(lambda: not producer._debts, HANG_S)
+        assert await published() == (10, 0)
+        await producer.close()
 
 
 async def _unavailable(*_: object) -> str:
