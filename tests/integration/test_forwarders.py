@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -53,7 +54,12 @@ async def test_stock_servers_behind_a_frontend_and_back(model_path: Path, tmp_pa
                         headers={"x-request-id": "r1"},
                     )
                     assert got.content == b"".join(events("r1", BODY))
-                    record = (await http.get("/pullfill/requests/cmpl-r1")).json()
+                    # The record is written when the stream has ended, which its client sees first.
+                    record: dict[str, Any] = {}
+                    async with asyncio.timeout(PATIENCE_S):
+                        while "path" not in record:
+                            await asyncio.sleep(0.05)
+                            record = (await http.get("/pullfill/requests/cmpl-r1")).json()
                     assert (record["path"], record["decode_instance"]) == ("staged", decode.url)
                     assert [s["stage"] for s in record["stages"]] == ["prefill", "decode"]
                     models = (await http.get("/v1/models")).json()["data"]
