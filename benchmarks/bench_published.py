@@ -7,7 +7,8 @@ n = 2, the third engine shares the first core with another one, on both sides.
 
 Each round starts each system once, and the order changes from round to round. There are two
 windows for each length:
-  saturated   always 8 requests under way for each device: tokens/s per device
+  saturated   always 8 requests under way for each device: tokens/s per device, from a third of
+              the window on
   paced       the same requests per second for both systems, a share (--share) of what the plain
               servers answered in their first saturated window: TTFT, TPOT, ITL, E2E
 A figure is the median of the rounds.
@@ -167,7 +168,10 @@ class Campaign:
         for shape in SHAPES:
             seconds = self._scale.saturated_s[shape.name]
             work = loads.saturated(prompts, shape, seconds, loads.LANES * devices)
-            full = rate_of(self._window(running, "saturated", work), seconds, devices)
+            answers = self._window(running, "saturated", work)
+            full = rate_of(answers, seconds, devices, loads.SETTLES * seconds)
+            if not full:
+                raise BenchError(f"{name}, saturated: no token came from a third of it on")
             self.found.full.setdefault((name, decode, shape.name), []).append(full)
             rate = self.found.asked.setdefault(
                 (shape.name, decode), self._share * full * devices / shape.answer

@@ -84,9 +84,11 @@ class Figures:
         return self.rate if name == RATE else self.times[name]
 
 
-def rate_of(answers: Sequence[Answer], seconds: float, devices: int) -> float:
-    """Output tokens that came within `seconds` seconds, per second and device."""
-    return stats.tokens_per_s(answers, seconds) / devices
+def rate_of(answers: Sequence[Answer], seconds: float, devices: int, since: float = 0.0) -> float:
+    """Output tokens that came from `since` to `seconds`, per second and device."""
+    before = stats.tokens_per_s(answers, since) * since if since else 0.0
+    came = stats.tokens_per_s(answers, seconds) * seconds - before
+    return came / (seconds - since) / devices
 
 
 def figures_of(answers: Sequence[Answer], seconds: float, devices: int) -> Figures:

@@ -11,6 +11,8 @@ from benchmarks.serving.workloads import FASTEST, Prompts, Workload
 
 LANES = 8
 """Requests under way for each device in a saturated window."""
+SETTLES = 1 / 3
+"""Share of a saturated window before tokens are counted. It begins with prompts only."""
 BURSTINESS = 100.0
 """As in the published command: times between requests are gamma distributed with this shape, so
 they are nearly equal."""

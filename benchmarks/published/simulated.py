@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.published.figures import Case, Figures, Pair, Shape, figures_of, rate_of
-from benchmarks.published.loads import LANES, moments
+from benchmarks.published.loads import LANES, SETTLES, moments
 from benchmarks.report import median
 from benchmarks.serving import stats
 from benchmarks.serving.contract import Answer, Ask, Kind
@@ -140,7 +140,7 @@ def saturated(make: Make, shape: Shape, devices: int, seconds: float) -> float:
     for _ in range(LANES * devices):
         site.world.at(0.0, again)
     site.world.run()
-    return rate_of(site.answers(), seconds, devices)
+    return rate_of(site.answers(), seconds, devices, SETTLES * seconds)
 
 
 def highest(fits: Callable[[float], bool], most: float) -> float:

@@ -38,6 +38,7 @@ def test_tokens_are_counted_per_second_and_device_and_only_in_the_window() -> No
     answers = [answer(0.0, 1.0, 2.0, 3.0), answer(0.0, 1.0, 9.0), answer(0.0, 2.0, error="broke")]
     assert figures.rate_of(answers, 5.0, 1) == pytest.approx(1.0), "5 tokens in 5 seconds"
     assert figures.rate_of(answers, 5.0, 2) == pytest.approx(0.5)
+    assert figures.rate_of(answers, 5.0, 1, since=2.0) == pytest.approx(1.0), "3 tokens in 3 s"
 
 
 def test_times_of_a_window() -> None:
@@ -167,6 +168,24 @@ def test_simulated_rows_have_the_same_e2e_and_their_own_rates() -> None:
     itl = rows["1K/200, 1P1D, simulated, conditional: ITL p99, change"]
     assert itl.value == pytest.approx(-81.0, abs=3.0), "decode engines compute no prompts"
     assert pair.plain.times["ITL p99"] == pytest.approx(0.127, rel=0.05), "as published"
+
+
+def test_plain_servers_are_asked_in_turn_however_busy_they_are() -> None:
+    site = simulated.plain(Speed(), 2)()
+    site.ask(Shape("long", 1024, 1000))
+    site.ask(Shape("tiny", 16, 1))
+    site.world.at(5.0, lambda: site.ask(SHORT))
+    site.world.run(6.0)
+    assert [engine.requests for engine in site._engines] == [2, 0]
+
+
+def test_the_rate_ends_where_e2e_is_that_of_the_plain_servers() -> None:
+    slow = Speed(base_s=0.01, stream_s=0.0005, token_s=0.00005, pair_s=0.0, jitter=0.0)
+    shape = Shape("1K/50", 1024, 50)
+    pair = simulated.compare(Case(shape, 1), CONDITIONAL, slow, 6.0, 20.0)
+    assert pair is not None
+    limit = pair.plain.times["E2E p99"]
+    assert 0.95 * limit < pair.ours.times["E2E p99"] <= limit
 
 
 def test_pairs_come_from_the_medians_of_both_sides() -> None:
