@@ -156,9 +156,12 @@ def failure(server: Server, exc: Exception, silence_s: float) -> StageFailed:
     if isinstance(exc, TimeoutError) and not isinstance(exc, aiohttp.ClientError):
         return StageFailed(server, f"{who} is {server.state}: {server.why}")
     text = str(exc) or type(exc).__name__
+    if isinstance(exc, aiohttp.ClientPayloadError):
+        text = "in the middle of its answer"
     unsent = isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
     what = "cannot be reached" if unsent else "broke off"
-    return StageFailed(server, f"{who} {what} ({text})", lost=True, unsent=unsent)
+    why = f"{who} {what} ({text}): look whether it runs, and at its log"
+    return StageFailed(server, why, lost=True, unsent=unsent)
 
 
 def message_of(body: bytes) -> str:

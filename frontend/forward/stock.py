@@ -12,7 +12,7 @@ Which requests have no prefill stage and go to a decode server as they came:
 
 A stage that fails is repeated at another server, with a new prefill, until the first byte of the
 answer has been sent. A decode server that did not get the request is replaced without a new
-prefill. After a server broke off, a request is repeated once only: it may be what broke it.
+prefill. After a server broke off, or after a 500, a request is repeated once only: it may be why.
 
 For the client's leave: `_serve` runs in a task of its own, which is cancelled then. All it has
 opened is closed on its way out.
@@ -25,6 +25,7 @@ import contextlib
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +47,8 @@ from pullfill.wire import ForwardStage
 
 ATTEMPTS = 4
 RISKY = 2
-"""So many times a request is sent that servers break off at, or fail at."""
+"""So often a request is sent that servers break off at, and so often one that they answer with 500.
+A prefill server that ends causes one of each: its KV cannot be read, then it breaks off."""
 WHOLE = 10
 """A decode server may be silent for so much longer if the answer is not streamed."""
 _BUSY = (429, 503)
@@ -57,7 +59,7 @@ _KINDS = {500: "InternalServerError", 503: "ServiceUnavailableError", 504: "Gate
 class _Run:
     """A request on its way. whole: why it has no prefill stage, or empty.
 
-    bad: servers that failed it. risky: how often (see RISKY).
+    bad: servers that failed it. risky: how often, by whether they answered (see RISKY).
     picks: what counts in the load of servers until it has ended. tails: stages that go on beside
     the answer."""
 
@@ -67,7 +69,7 @@ class _Run:
     bad: set[Server] = field(default_factory=set)
     picks: list[Pick] = field(default_factory=list)
     tails: list[asyncio.Task[bool]] = field(default_factory=list)
-    risky: int = 0
+    risky: Counter[bool] = field(default_factory=Counter)
 
     async def end(self) -> None:
         """End what belongs to one attempt."""
@@ -145,7 +147,8 @@ class Stock:
                 if failed is None or exc.server is not None:
                     failed = exc  # that no server is left is no reason to tell
                 self._failed(run, exc)
-                if not exc.again or run.risky >= RISKY or not self.servers.ready("decode"):
+                risky = max(run.risky.values(), default=0) >= RISKY
+                if not exc.again or risky or not self.servers.ready("decode"):
                     break
             finally:
                 if exchange is not None:
@@ -332,7 +335,7 @@ class Stock:
         if exc.lost:
             self.servers.failed(exc.server, exc.why)
         if not exc.unsent and exc.status not in _BUSY:
-            run.risky += 1
+            run.risky[exc.status > 0] += 1
 
     def _lacks(self, server: Server, what: str) -> StageFailed:
         """A prefill server is not set up for the protocol."""

@@ -33,6 +33,16 @@ async def test_a_stream_that_begins_with_an_error_goes_to_another_pair() -> None
             assert set(failed) <= {headers["x-request-id"] for _, headers, _ in server.requests}
 
 
+async def test_kv_that_cannot_be_read_and_then_a_server_that_breaks_off_is_one_fault() -> None:
+    """So a prefill server ends: the KV that it has made is lost, then it answers nobody."""
+    async with forwarding(prefill=2, decode=2) as rig:
+        rig.decode[0].refuse = (500, "Internal server error")
+        rig.prefill[1].breaks = 0
+        for _ in range(2):
+            got = await rig.ask()
+            assert got.status == 200, got.message
+
+
 @pytest.mark.parametrize("blocks", [None, []])
 async def test_a_prefill_without_blocks_never_reaches_a_decode_server(blocks: object) -> None:
     async with forwarding() as rig:
