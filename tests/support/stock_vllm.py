@@ -1,0 +1,128 @@
+"""Stock vLLM servers with NixlConnector, as processes of their own. Needs `make install-nixl`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from pullfill.frontend.forward.entries import Entry
+from tests.support import web
+from tests.support.etcd import free_ports
+from tests.support.zygote import Forked, zygote
+
+ENTRY = "tests.support.stock_entry"
+START_S = 120.0
+SEQS = 4
+"""`--max-num-seqs` of each server."""
+LEASE_S = 6
+"""How long a prefill server keeps blocks that nobody reads. vLLM's own value is 30. It divides this
+one by 6 and rounds down for the seconds between two signs of life: less than 6 gives 0."""
+
+
+@dataclass
+class StockVllm:
+    """One server. role: `prefill` or `decode`. connector: it has one. `launch` it, then `ready`."""
+
+    role: str
+    model: Path
+    log: Path
+    connector: bool = True
+    ports: list[int] = field(default_factory=lambda: free_ports(2))
+    process: Forked | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports[0]}"
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(self.role, self.url)
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def launch(self) -> None:
+        """Start it. It can be killed and launched again: it keeps its address."""
+        self.log.touch()
+        self.process = zygote().spawn(
+            self._arguments(), self._environment(), self.log, module=ENTRY
+        )
+
+    def ready(self) -> None:
+        """Wait until it answers."""
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            assert self.alive, self.log.read_text()[-3000:]
+            with suppress(httpx.HTTPError):
+                if web.get(f"{self.url}/health", timeout=5.0).status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise AssertionError(f"it did not start, see {self.log}")
+
+    def kill(self) -> None:
+        """Kill the server and its engine, which is a child of it, as the end of a machine does."""
+        if self.process is None or not self.alive:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.send_signal(signal.SIGKILL)  # if it leads no group yet
+        self.process.wait(20)
+
+    def _arguments(self) -> list[str]:
+        config = {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_producer" if self.role == "prefill" else "kv_consumer",
+            "kv_buffer_device": "cpu",
+            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+        }
+        return [
+            "--model", str(self.model),
+            "--host", "127.0.0.1",
+            "--port", str(self.ports[0]),
+            "--served-model-name", "m",
+            "--dtype", "float32",
+            "--enforce-eager",
+            "--max-model-len", "2048",
+            "--max-num-seqs", str(SEQS),
+            "--kv-cache-memory-bytes", str(64 << 20),
+            *([f"--kv-transfer-config={json.dumps(config)}"] if self.connector else []),
+        ]  # fmt: skip
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "UCX_TLS": "shm,tcp,self",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine has no other process for its model
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.ports[1]),
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+
+
+@contextmanager
+def stock_vllm(
+    directory: Path, model: Path, roles: Sequence[str], *, connector: bool = True
+) -> Iterator[list[StockVllm]]:
+    """Servers of these roles, launched. Wait until they are `ready`."""
+    with ExitStack() as stack:
+        found = []
+        for number, role in enumerate(roles):
+            server = StockVllm(role, model, directory / f"{role}-{number}.log", connector)
+            stack.callback(server.kill)
+            server.launch()
+            found.append(server)
+        yield found
