@@ -43,6 +43,12 @@ class KvProtocol(ABC):
     dispatches: ClassVar[tuple[Dispatch, ...]]
     pairs: ClassVar[bool] = False
 
+    @property
+    def start_with(self) -> str:
+        """What to do about a server without the connector, for people."""
+        how = f"a kv_connector for the protocol {self.name} ({self.connector})"
+        return f"start it with --kv-transfer-config and {how}"
+
     @abstractmethod
     def prefill(self, stages: Stages) -> dict[str, Any]:
         """Return `kv_transfer_params` of the prefill stage."""

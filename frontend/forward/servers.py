@@ -13,6 +13,8 @@ names it. One task for each server looks every LOOK_S seconds:
   the reason is shown in /ready, in the status and in the log.
 
 `/metrics` tells the load. A server without it is served, with the load that this frontend knows.
+They also tell whether the server has a KV connector, once it has served a request (`Load.bare`).
+A decode server without one computes each prompt itself, and nobody reads the KV of the prefill.
 Single event loop.
 """
 
@@ -41,19 +43,30 @@ MISSES = 3
 LACK_S = 30.0
 """How long a server is left out whose prefill answers lack what the protocol needs."""
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}\n]*)\})? ([0-9.eE+-]+)$", re.M)
+_ASKED = (
+    "vllm:request_success_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:external_prefix_cache_queries_total",
+)
+"""Counts of requests, of tokens looked up in the server's own cache, and of tokens looked up at its
+connector. vLLM counts the last two together. Without a connector, the last one stays 0."""
+_UNSERVED = re.compile(r'finished_reason="(abort|error)"')
 _BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
 _BLOCK_SIZE = re.compile(r'[{,]block_size="(\d+)"')
 
 
 @dataclass(slots=True)
 class Load:
-    """What a server's /metrics says. kv_blocks: all blocks. 0: unknown."""
+    """What a server's /metrics says. kv_blocks: all blocks. 0: unknown.
+
+    bare: it has served requests, and has never asked a KV connector for one. False: not known."""
 
     running: float = 0.0
     waiting: float = 0.0
     kv_used: float = 0.0
     kv_blocks: int = 0
     block_size: int = 0
+    bare: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +131,7 @@ class Servers:
     names: the model names that this frontend serves. model: its model, a path or a name.
     needs: takes a role. Returns what such a server must be registered with (`KvProtocol.needs`).
     find_engine: whether to ask the KV address of prefill servers for their engine (Mooncake).
+    connector: how to start a server with the connector, for people.
     headers: of each question, e.g. a key.
     report: called when the load of a server is known. gone: called when no source has it."""
 
@@ -129,6 +143,7 @@ class Servers:
         *,
         needs: Callable[[str], str] = lambda role: "",
         find_engine: bool = False,
+        connector: str = "start it with --kv-transfer-config",
         headers: dict[str, str] | None = None,
         report: Callable[[Server], None] = lambda server: None,
         gone: Callable[[Server], None] = lambda server: None,
@@ -138,6 +153,7 @@ class Servers:
         self._model = model
         self._needs = needs
         self._find_engine = find_engine
+        self._connector = connector
         self._headers = headers or {}
         self.report = report
         self.gone = gone
@@ -267,17 +283,29 @@ class Servers:
             await asyncio.sleep(LOOK_S)
 
     async def _look(self, server: Server) -> None:
-        """Ask for the health, for the models if that matters, and for the load."""
+        """Ask for the health, for the load, and for the models if that matters."""
         await self._get(server.url + "/health")
         server.misses = 0
-        if server.state not in ("ready", "gone"):
-            if (why := await self._refusal(server)) or self._lacking(server):
+        load: Load | None = None
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
+            server.load = load = load_of((await self._get(server.url + "/metrics")).decode())
+        if server.state == "ready":
+            if why := self._bare(server):
+                self._turn(server, "refused", why)
+        elif server.state != "gone":
+            why = self._bare(server) or await self._refusal(server)
+            if why or self._lacking(server):
                 self._turn(server, "refused", why or server.why)
                 return
             self._turn(server, "ready")
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
-            server.load = load_of((await self._get(server.url + "/metrics")).decode())
+        if load is not None and server.state == "ready":
             self.report(server)
+
+    def _bare(self, server: Server) -> str:
+        """Return what to do about a server that has no KV connector. Empty: nothing."""
+        if server.load is None or not server.load.bare:
+            return ""
+        return f"it has no KV connector, so it neither gives nor gets KV: {self._connector}"
 
     def _lacking(self, server: Server) -> bool:
         return asyncio.get_running_loop().time() < server.lacking_until
@@ -346,8 +374,11 @@ def stem(model: str) -> str:
 def load_of(text: str) -> Load:
     """Read the text of vLLM's /metrics. Sums over engines. What is missing counts 0."""
     load = Load()
+    asked: dict[str, float] = {}
     for name, labels, value in _SAMPLE.findall(text):
-        if name == "vllm:num_requests_running":
+        if name in _ASKED and not _UNSERVED.search(labels):
+            asked[name] = asked.get(name, 0.0) + float(value)
+        elif name == "vllm:num_requests_running":
             load.running += float(value)
         elif name == "vllm:num_requests_waiting":
             load.waiting += float(value)
@@ -357,6 +388,8 @@ def load_of(text: str) -> Load:
             blocks, size = _BLOCKS.search(labels), _BLOCK_SIZE.search("," + labels)
             load.kv_blocks += int(blocks[1]) if blocks else 0
             load.block_size = int(size[1]) if size else load.block_size
+    served, cache, connector = (asked.get(name) for name in _ASKED)
+    load.bare = bool(served and cache) and connector == 0.0
     return load
 
 

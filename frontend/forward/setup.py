@@ -107,6 +107,7 @@ class Forwarding:
             options.model,
             needs=protocol.needs,
             find_engine=protocol.name == "mooncake",
+            connector=protocol.start_with,
             headers={"authorization": f"Bearer {key}"} if key else {},
             report=report,
             gone=gone,

@@ -267,8 +267,10 @@ class Stock:
             why = f"{server.role} server {server.url} answers {status}: {message_of(told)}"
             if stages is not None and status == 500:
                 told = b""
-                why += (
-                    ". If its log says `KV load failure`, it could not read the KV of "
+                why = why.rstrip(".") + (
+                    f". If it has another connector, {self._protocol.start_with}"
+                    if "EngineCore" in why
+                    else ". If its log says `KV load failure`, it could not read the KV of "
                     f"{stages.prefill.url} at {self._protocol.kv_address(stages)}"
                 )
             raise StageFailed(server, why, status=status, body=told)
@@ -339,11 +341,7 @@ class Stock:
 
     def _lacks(self, server: Server, what: str) -> StageFailed:
         """A prefill server is not set up for the protocol."""
-        connector = self._protocol.connector
-        why = (
-            f"{server.role} server {server.url} {what}: start it with --kv-transfer-config and a "
-            f"kv_connector for the protocol {self._protocol.name} ({connector})"
-        )
+        why = f"{server.role} server {server.url} {what}: {self._protocol.start_with}"
         self.servers.lacks(server, why)
         return StageFailed(server, why, status=500)
 

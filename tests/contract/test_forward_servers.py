@@ -24,6 +24,14 @@ vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0
 vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="1000"} 1.0
 """
 
+ASKED = """\
+vllm:request_success_total{finished_reason="abort",model_name="m"} 5.0
+vllm:request_success_total{finished_reason="length",model_name="m"} %s
+vllm:prefix_cache_queries_total{model_name="m"} %s
+vllm:external_prefix_cache_queries_total{model_name="m"} %s
+"""
+"""Requests that were served, tokens looked up in the cache, and asked for at a connector."""
+
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,3 +164,35 @@ def test_the_load_is_read_from_metrics() -> None:
     assert (load.running, load.waiting, load.kv_used) == (3.0, 4.0, 0.5)
     assert (load.kv_blocks, load.block_size) == (2000, 16)
     assert servers.load_of("nothing") == servers.Load()
+
+
+@pytest.mark.parametrize(
+    ("counts", "bare"),
+    [
+        (("1.0", "64.0", "0.0"), True),
+        (("1.0", "64.0", "8.0"), False),
+        (("0.0", "64.0", "0.0"), False),  # its first request may still wait for blocks
+        (("1.0", "0.0", "0.0"), False),  # it has no prefix cache, so vLLM counts neither
+    ],
+)
+def test_a_server_that_asks_no_connector_is_known_by_its_counters(
+    counts: tuple[str, str, str], bare: bool
+) -> None:
+    assert servers.load_of(ASKED % counts).bare is bare
+    assert not servers.load_of((ASKED % counts).replace("external_", "other_")).bare
+
+
+async def test_a_server_without_a_connector_is_refused_until_it_is_started_with_one() -> None:
+    async with forwarding() as rig:
+        decode = rig.decode[0]
+        decode.metrics = ASKED % ("1.0", "64.0", "0.0")
+        line = await trouble(rig)
+        assert f"stock decode server {decode.url} is refused: it has no KV connector" in line
+        assert "--kv-transfer-config" in line
+        assert "NixlConnector" in line
+        got = await rig.ask()
+        told = line.removeprefix("stock decode server ")
+        assert (got.status, got.message) == (503, f"no stock decode server is ready: {told}")
+        decode.metrics = ASKED % ("0.0", "0.0", "0.0")
+        await rig.states(ready=2)
+        assert (await rig.ask()).status == 200

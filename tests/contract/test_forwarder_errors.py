@@ -20,6 +20,13 @@ async def test_kv_that_cannot_be_read_is_tried_once_more_then_explained(stream: 
     assert "at 127.0.0.1:5600" in got.message
 
 
+async def test_an_engine_that_ends_at_the_parameters_is_explained() -> None:
+    async with forwarding() as rig:
+        rig.decode[0].refuse = (500, "EngineCore encountered an issue.")
+        got = await rig.ask()
+    assert "EngineCore encountered an issue. If it has another connector, start it" in got.message
+
+
 async def test_a_stream_that_begins_with_an_error_goes_to_another_pair() -> None:
     async with forwarding(prefill=2, decode=2) as rig:
         rig.decode[0].refuse, rig.decode[0].late = (500, "Internal server error"), True

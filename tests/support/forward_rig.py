@@ -220,6 +220,7 @@ async def forwarding_to(
         choices: dict[str, Choice] = {}
         servers = Servers(
             session, ("m",), model, needs=spoken.needs, find_engine=spoken.name == "mooncake",
+            connector=spoken.start_with,
             report=lambda server: choices[server.role].report(server),
             gone=lambda server: choices[server.role].gone(server),
         )  # fmt: skip
