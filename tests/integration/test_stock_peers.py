@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.oracle import Oracle
-from tests.support.stock_peers import FORWARDERS, Got, Peers, prompt, right, stock_peers
+from tests.support.stock_peers import (
+    FORWARDERS,
+    LONG,
+    Got,
+    Peers,
+    killed,
+    prompt,
+    right,
+    stock_peers,
+)
 from tests.support.stock_vllm import SEQS, StockVllm
 
 pytestmark = [
@@ -20,8 +29,6 @@ pytestmark = [
     ),
 ]
 each = pytest.mark.parametrize("how", FORWARDERS)
-LONG = 64
-"""Tokens of an answer that a server is killed in."""
 READ = "vllm:external_prefix_cache_hits_total"
 """Counts the tokens whose KV a server has got through its connector."""
 
@@ -88,29 +95,6 @@ async def test_nothing_runs_on_for_clients_that_leave(pair: Peers) -> None:
     await pair.freed()
 
 
-async def _killed(pair: Peers, server: StockVllm, first: int) -> tuple[list[list[int]], list[Got]]:
-    """Kill a server while both frontends have requests, and wait for all answers.
-
-    The first answer has begun then. Returns the prompts and the answers."""
-    prompts = [prompt(first + n, 300) for n in range(4 * SEQS)]
-    answers = [Got() for _ in prompts]
-    ways = list(FORWARDERS)
-    asking = asyncio.gather(
-        *(
-            pair.ask(ways[n % 2], ids, got, stream=n % 4 < 2, max_tokens=LONG)
-            for n, (ids, got) in enumerate(zip(prompts, answers, strict=True))
-        )
-    )
-    begun = [asyncio.create_task(got.first.wait()) for got in answers]
-    await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
-    for task in begun:
-        task.cancel()
-    await asyncio.to_thread(server.kill)
-    await asking
-    await pair.idle()
-    return prompts, answers
-
-
 async def _comes_back(pair: Peers, server: StockVllm, oracle: Oracle, first: int) -> None:
     """Start a server again. KV travels as before."""
     server.launch()
@@ -128,7 +112,7 @@ async def test_no_request_fails_when_the_prefill_server_is_killed(
     pair: Peers, oracle: Oracle
 ) -> None:
     (prefill,) = pair.of("prefill")
-    prompts, answers = await _killed(pair, prefill, 200)
+    prompts, answers = await killed(pair, prefill, 200)
     assert [got.error for got in answers] == [""] * len(answers)
     assert [got.tokens for got in answers] == right(oracle, prompts, LONG)
     stages = [
@@ -144,7 +128,7 @@ async def test_each_request_ends_when_the_decode_server_is_killed(
     pair: Peers, oracle: Oracle
 ) -> None:
     (decode,) = pair.of("decode")
-    prompts, answers = await _killed(pair, decode, 300)
+    prompts, answers = await killed(pair, decode, 300)
     failed = [got for got in answers if got.error]
     assert failed
     for got, expected in zip(answers, right(oracle, prompts, LONG), strict=True):

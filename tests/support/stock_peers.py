@@ -17,11 +17,13 @@ from pullfill.frontend.forward.servers import load_of
 from tests.support.etcd import EtcdServer
 from tests.support.frontend_http import Served, frontend
 from tests.support.oracle import Oracle
-from tests.support.stock_vllm import LEASE_S, StockVllm, stock_vllm
+from tests.support.stock_vllm import LEASE_S, SEQS, StockVllm, stock_vllm
 
 FORWARDERS = {"staged": ("staged",), "batch": ("batch", "--dispatch", "serial")}
 COUNT = 8
 """How many tokens an answer has unless a test says otherwise."""
+LONG = 64
+"""Tokens of an answer that a server is killed in."""
 END_S = 60.0
 """No request may take longer, whatever happens to the servers."""
 
@@ -71,8 +73,7 @@ class Peers:
     ) -> Got:  # fmt: skip
         """Send a request with this prompt and read the answer to its end."""
         got = got or Got()
-        told = {"model": "m", "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
-        told |= {"prompt": list(ids), "return_token_ids": True, **fields}
+        told = body(ids) | fields
         url = f"{self.frontends[how].url}/v1/{path}"
         async with asyncio.timeout(END_S), httpx.AsyncClient(verify=False, timeout=END_S) as http:
             async with http.stream(
@@ -143,6 +144,35 @@ def stock_peers(directory: Path, model: Path, prefill: int, decode: int) -> Iter
             server.ready()
         asyncio.run(peers.ready(prefill, decode))
         yield peers
+
+
+async def killed(peers: Peers, server: StockVllm, first: int) -> tuple[list[list[int]], list[Got]]:
+    """Kill a server while both frontends have requests, and wait for all answers.
+
+    The first answer has begun then. Returns the prompts and the answers."""
+    prompts = [prompt(first + n, 300) for n in range(4 * SEQS)]
+    answers = [Got() for _ in prompts]
+    ways = list(FORWARDERS)
+    asking = asyncio.gather(
+        *(
+            peers.ask(ways[n % 2], ids, got, stream=n % 4 < 2, max_tokens=LONG)
+            for n, (ids, got) in enumerate(zip(prompts, answers, strict=True))
+        )
+    )
+    begun = [asyncio.create_task(got.first.wait()) for got in answers]
+    await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+    for task in begun:
+        task.cancel()
+    await asyncio.to_thread(server.kill)
+    await asking
+    await peers.idle()
+    return prompts, answers
+
+
+def body(ids: Sequence[int]) -> dict[str, Any]:
+    """A request with this prompt."""
+    told = {"model": "m", "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
+    return told | {"prompt": list(ids), "return_token_ids": True}
 
 
 def prompt(number: int, length: int = 200) -> list[int]:

@@ -1,0 +1,148 @@
+"""Real servers that do not fit: each request ends, and the error says which one and what to do."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pullfill.frontend.forward import entries
+from pullfill.frontend.forward.nixl import Nixl
+from pullfill.frontend.forward.protocol import KvProtocol, Stages, protocol_of
+from tests.support.etcd import free_ports
+from tests.support.forward_rig import ForwardRig, forwarding_to
+from tests.support.oracle import Oracle
+from tests.support.stock_peers import END_S, Got, Peers, body, prompt, right
+from tests.support.stock_vllm import StockVllm, stock_vllm
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.long,
+    pytest.mark.skipif(
+        find_spec("nixl") is None, reason="nixl is not installed (make install-nixl)"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
+    with stock_vllm(tmp_path_factory.mktemp("pair"), model_path, ("prefill", "decode")) as found:
+        for server in found:
+            server.ready()
+        yield Peers(found, {})
+
+
+@pytest.fixture
+def bare(model_path: Path, tmp_path: Path) -> Iterator[StockVllm]:
+    """A server without a connector, which has served nothing yet."""
+    with stock_vllm(tmp_path, model_path, ("decode",), connector=False) as (server,):
+        server.ready()
+        yield server
+
+
+@asynccontextmanager
+async def over(
+    prefill: StockVllm, decode: StockVllm, protocol: KvProtocol | None = None, **how: Any
+) -> AsyncIterator[ForwardRig]:
+    """A forwarder over two servers. how: `name` and `dispatch` of it."""
+    kv = f"127.0.0.1:{free_ports(1)[0]}"  # nobody answers there
+    found = [entries.make("prefill", prefill.url, kv), entries.make("decode", decode.url, kv)]
+    how = {"name": "staged", **how}
+    model = str(prefill.model)
+    async with forwarding_to(found, spoken=protocol or Nixl(), model=model, **how) as rig:
+        rig.patience_s = END_S
+        yield rig
+
+
+async def ask(rig: ForwardRig, number: int, **fields: Any) -> Got:
+    """Send a request, and read the answer as other clients of stock servers do."""
+    answer = await rig.ask(body(prompt(number)) | fields)
+    return Got(status=answer.status, body=answer.body)
+
+
+async def test_a_prefill_server_without_the_connector(pair: Peers, bare: StockVllm) -> None:
+    (decode,) = pair.of("decode")
+    async with over(bare, decode) as rig:
+        await rig.states(ready=2)
+        first, second = await ask(rig, 1), await ask(rig, 2, stream=True)
+    assert first.status == 500
+    what = "start it with --kv-transfer-config and a kv_connector for the protocol nixl"
+    assert f"prefill server {bare.url} returned no kv_transfer_params: {what}" in first.error
+    assert second.status == 503
+    assert f"no stock prefill server is ready: {bare.url} is refused" in second.error
+    await pair.idle()
+
+
+async def test_a_decode_server_without_the_connector(
+    pair: Peers, bare: StockVllm, oracle: Oracle
+) -> None:
+    (prefill,) = pair.of("prefill")
+    async with over(prefill, bare) as rig:
+        await rig.states(ready=2)
+        first = await ask(rig, 3)
+        await rig.states(refused=1)
+        second = await ask(rig, 4)
+    assert first.tokens == right(oracle, [prompt(3)])[0], "it has computed the prompt itself"
+    assert second.status == 503
+    assert f"{bare.url} is refused: it has no KV connector" in second.error
+    assert "start it with --kv-transfer-config" in second.error
+    await pair.freed()
+
+
+class DeadKv(Nixl):
+    """Sends decode servers to a KV address where nobody answers."""
+
+    def decode(self, stages: Stages) -> dict[str, Any]:
+        dead = {"remote_port": free_ports(1)[0], "remote_engine_id": uuid.uuid4().hex}
+        return {**super().decode(stages), **dead}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_kv_address_that_nobody_answers_at(stream: bool, pair: Peers) -> None:
+    (prefill,), (decode,) = pair.of("prefill"), pair.of("decode")
+    async with over(prefill, decode, DeadKv()) as rig:
+        await rig.states(ready=2)
+        got = await ask(rig, 5 + stream, stream=stream)
+    assert got.status == 500
+    assert f"decode server {decode.url} answers 500" in got.error
+    assert f"could not read the KV of {prefill.url} at 127.0.0.1:" in got.error
+    await pair.freed()
+
+
+async def test_parameters_of_the_client_and_errors_of_the_server_pass_by(pair: Peers) -> None:
+    """A decode server of vLLM 0.32 ends at these parameters."""
+    (prefill,), (decode,) = pair.of("prefill"), pair.of("decode")
+    async with over(prefill, decode) as rig:
+        await rig.states(ready=2)
+        fine = await ask(rig, 8, kv_transfer_params={"do_remote_prefill": True})
+        long = await ask(rig, 9, prompt=prompt(9, 2100))
+    assert (fine.status, len(fine.tokens)) == (200, 8)
+    assert long.status == 400
+    assert "maximum context length" in long.error
+    await pair.idle()
+
+
+async def test_servers_of_another_protocol_are_refused(pair: Peers) -> None:
+    (prefill,), (decode,) = pair.of("prefill"), pair.of("decode")
+    async with over(prefill, decode, protocol_of("mooncake"), name="batch") as rig:
+        await rig.states(ready=1, refused=1)
+        got = await ask(rig, 10)
+    assert got.status == 503
+    assert f"{prefill.url} is refused: nobody answers at its KV address" in got.error
+
+
+async def test_parameters_that_end_the_decode_server(pair: Peers) -> None:
+    """`--protocol` is wrong, and nobody can see it before: vLLM 0.32 ends at these parameters."""
+    (prefill,), (decode,) = pair.of("prefill"), pair.of("decode")
+    how = {"name": "batch", "dispatch": "parallel"}
+    async with over(prefill, decode, protocol_of("p2p"), **how) as rig:
+        await rig.states(ready=2)
+        got = await ask(rig, 11)
+    assert got.status == 500
+    assert f"decode server {decode.url} answers 500: EngineCore" in got.error
+    assert "If it has another connector, start it with --kv-transfer-config" in got.error
