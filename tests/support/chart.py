@@ -1,7 +1,7 @@
 """The Helm chart of deploy/kubernetes/pullfill, rendered by Helm itself.
 
 Helm is Go code, whose runtime does not survive a fork. Tests run in forked processes, so Helm has a
-process of its own.
+process of its own. It serves all tests of the process that started it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ from typing import Any
 
 import yaml
 
-from tests.support.late import Late
 
-helm: Any = Late("helm_python")
 CHART = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "pullfill"
 RELEASE = "pullfill"
-_RENDER = """
-import helm_python as helm, json, sys
-values = json.loads(sys.stdin.read())
-try:
-    with helm.Chart.load(sys.argv[1]) as chart:
-        chart.validate_schema(values)
-        print(json.dumps(chart.render(values, name=sys.argv[2], namespace="serving")))
-except helm.HelmError as exc:
-    sys.exit(f"HelmError: {exc}")
+_SERVE = """
+import json, sys
+import helm_python as helm
+
+for line in sys.stdin:
+    values = json.loads(line)
+    try:
+        if values is None:
+            told = helm.lint(sys.argv[1])
+        else:
+            with helm.Chart.load(sys.argv[1]) as chart:
+                chart.validate_schema(values)
+                told = chart.render(values, name=sys.argv[2], namespace="serving")
+    except helm.HelmError as exc:
+        told = str(exc)
+    print(json.dumps(told), flush=True)
 """
-_LINT = "import helm_python as helm, json, sys; print(json.dumps(helm.lint(sys.argv[1])))"
 
 
 class HelmRefused(Exception):
@@ -45,28 +49,38 @@ def render(**values: Any) -> list[dict[str, Any]]:
 
 @cache
 def _render(values: str) -> list[dict[str, Any]]:
-    files: dict[str, str] = _helm(_RENDER, str(CHART), RELEASE, stdin=values)
+    files: dict[str, str] = _helm(values)
     texts = [text for name, text in sorted(files.items()) if name.endswith(".yaml")]
-    return [one for text in texts for one in yaml.safe_load_all(text) if one]
+    return [one for text in texts for one in yaml.load_all(text, yaml.CSafeLoader) if one]
 
 
 def lint() -> dict[str, Any]:
     """Return what `helm lint` prints of the chart."""
-    found: dict[str, Any] = _helm(_LINT, str(CHART))
+    found: dict[str, Any] = _helm("null")
     return found
 
 
-def _helm(code: str, *arguments: str, stdin: str = "") -> Any:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        input=stdin,
-        capture_output=True,
+@cache
+def _process() -> subprocess.Popen[str]:
+    """Helm. It ends with this process, whose end closes the pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _SERVE, str(CHART), RELEASE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    if done.returncode:
-        raise HelmRefused(done.stderr)
-    return json.loads(done.stdout)
+
+
+def _helm(values: str) -> Any:
+    """Render the chart with these values, or lint it. Returns what Helm returned."""
+    helm = _process()
+    assert helm.stdin is not None
+    assert helm.stdout is not None
+    print(values, file=helm.stdin, flush=True)
+    told = json.loads(helm.stdout.readline())
+    if isinstance(told, str):
+        raise HelmRefused(told)
+    return told
 
 
 def of_kind(documents: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any]]:

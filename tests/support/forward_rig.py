@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import pytest
 
+from pullfill.frontend import placement
 from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.forward import entries
 from pullfill.frontend.forward.choice import Choice
@@ -25,6 +27,8 @@ from pullfill.wire import DecodePolicy
 from tests.support.fake_stock import FakeStock, World, events, whole
 
 PATIENCE_S = 20.0
+FEW_BLOCKS = 1 << 10
+"""A frontend takes 13 MB for each role. To touch them takes longer than most tests."""
 
 
 @dataclass
@@ -229,7 +233,9 @@ async def forwarding_to(
         order = dispatch_of(spoken, forwarder, Dispatch(dispatch) if dispatch else None)
         stock = Stock(forwarder, spoken, order, servers, session, choices, silence_s=silence_s)
         rig = ForwardRig([], [], servers, stock, FakeApp(), ExplainStore())
-        for role in entries.ROLES:
-            choices[role] = Choice(lambda: rig.policy, random.Random(1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(placement, "PREDICTED_BLOCKS", FEW_BLOCKS)
+            for role in entries.ROLES:
+                choices[role] = Choice(lambda: rig.policy, random.Random(1))
         servers.set("test", found)
         yield rig

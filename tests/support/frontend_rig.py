@@ -8,8 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from pullfill.engine import check, front_wire
 from pullfill.engine.blame import Fault
+from pullfill.frontend import placement
 from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
@@ -93,9 +96,12 @@ async def rig(
     )
     pool = WorkerPool(directory, hello, ["m"], prefix_blocks=prefix_blocks)
     explain, sink = ExplainStore(), Sink()
+    with pytest.MonkeyPatch.context() as patch:  # to touch 13 MB takes longer than most tests
+        patch.setattr(placement, "PREDICTED_BLOCKS", 1 << 10)
+        balancer = Balancer(lambda: policy, pool.prefixes)
     dispatcher = Dispatcher(
         PlainCodec(),
-        Balancer(lambda: policy, pool.prefixes),
+        balancer,
         explain,
         pool.candidates,
         Alone() if board is None else board,

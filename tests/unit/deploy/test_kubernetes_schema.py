@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import kubernetes_validate
+import kubernetes_validate.utils
 import pytest
 
 from pullfill.options import LogFormat
 from tests.support.chart import HelmRefused, lint, of_kind, pods, render, the_container
 from tests.support.flags import parse
-from tests.support.late import Late
 
-helm: Any = Late("helm_python")
+# It reads all definitions of a release, 1 MB of JSON, for each object.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 RELEASES = ("1.35", "1.36", "1.37")
 WITHOUT_SCHEMA = {"ScaledObject"}
 """KEDA brings it. test_kubernetes.py looks at its fields."""

@@ -143,12 +143,8 @@ def test_pieces_are_neighbours_of_one_file() -> None:
     assert [index for piece in cut for index in piece] == list(range(len(items)))
 
 
-def test_forks_and_xdist_exclude_each_other() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--forks", "2", "-n", "2", __file__],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "not both" in done.stderr
+def test_forks_and_xdist_exclude_each_other(request: pytest.FixtureRequest) -> None:
+    rules: Any = request.config.pluginmanager.get_plugin(str(ROOT / "conftest.py"))
+    both: Any = SimpleNamespace(getoption=lambda name, default=None: 2)
+    with pytest.raises(pytest.UsageError, match="not both"):
+        rules.pytest_configure(both)
