@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 
-
 CHART = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "pullfill"
 RELEASE = "pullfill"
 _SERVE = """
