@@ -12,7 +12,7 @@ import pytest
 from benchmarks.sim import roles as sim
 from pullfill.deploy.scaling import DECODE, PREFILL, Settings
 
-WAVE = sim.Wave(periods=1)
+WAVE = sim.Wave(half_s=200.0, periods=1)
 
 
 @cache
@@ -36,9 +36,9 @@ def test_each_move_comes_soon_after_the_wave_turns() -> None:
     assert all(WAVE.half_s < at < WAVE.half_s + 60.0 for at, _ in found.moves)
 
 
-@pytest.mark.parametrize("half_s", [10.0, 30.0, 60.0])
-def test_a_fast_wave_is_not_followed(half_s: float) -> None:
-    wave = sim.Wave(half_s=half_s, periods=round(300 / half_s))
+@pytest.mark.parametrize(("half_s", "periods"), [(10.0, 15), (30.0, 5), (60.0, 5)])
+def test_a_fast_wave_is_not_followed(half_s: float, periods: int) -> None:
+    wave = sim.Wave(half_s=half_s, periods=periods)
     found = planned(wave, 1)
     changes = sum(one != other for (_, one), (_, other) in itertools.pairwise(found.moves))
     assert changes <= wave.seconds / Settings().reverse_s
@@ -47,7 +47,7 @@ def test_a_fast_wave_is_not_followed(half_s: float) -> None:
 
 def test_without_pauses_it_would_oscillate() -> None:
     """So the test above could fail."""
-    wave = sim.Wave(half_s=30.0, periods=10)
+    wave = sim.Wave(half_s=30.0, periods=5)
     wild = replace(Settings(), settle_s=0.0, cool_down_s=0.0, reverse_s=0.0, band=0.0)
     assert len(sim.run(wave, 1, wild, 1).moves) > 2 * len(planned(wave, 1).moves)
 
