@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from pullfill.runtime import lifecycle
+from tests.support import programs
+from tests.support.programs import Program
 
 STUBBORN = """
 import asyncio, time
@@ -26,11 +26,9 @@ asyncio.run(main())
 """
 
 
-def start(before: str, hang: str) -> subprocess.Popen[bytes]:
-    code = STUBBORN.format(before=before, hang=hang)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
+def start(before: str, hang: str) -> Program:
+    process = Program(STUBBORN.format(before=before, hang=hang))
+    assert process.stdout.readline() == "ready\n"
     return process
 
 
@@ -56,8 +54,7 @@ sys.stdout = open("/dev/full", "w")
 print("lost")
 lifecycle.leave(3)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=False)
-    assert done.returncode == 3
+    assert programs.run(code).returncode == 3
 
 
 async def test_only_a_second_signal_forces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,14 +109,10 @@ HANGING_LOOP = """
 def test_nothing_holds_a_frontend_that_is_forced(before: str, hang: str, code: int) -> None:
     """Neither a thread nor its own event loop."""
     script = FRONTEND.format(before=before, hang=hang)
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
+    with Program(script) as process:
+        assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        try:
-            assert process.wait(15) == code
-        finally:
-            process.kill()
+        assert process.wait(15) == code
 
 
 @pytest.mark.parametrize("turns", range(6))

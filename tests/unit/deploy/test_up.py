@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import programs
 from tests.support.waiting import eventually
 
 CODE = """
@@ -45,8 +45,7 @@ def _up(directory: Path, start: str, slow: float = 0) -> subprocess.CompletedPro
 
     slow: seconds that the command stands still after it has forked."""
     code = CODE.replace("START", start).replace("SLOW", str(slow))
-    command = [sys.executable, "-c", code, str(directory / "state")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return programs.run(code, str(directory / "state"))
 
 
 def test_it_returns_when_the_cluster_is_ready(tmp_path: Path) -> None:
