@@ -89,6 +89,7 @@ bench-quick: install ## The same in short: interference, handoff, chat (12 minut
 bench-cluster: ## Start-up, memory, handoff stages and idle CPU of a demo cluster (minutes)
 bench-concurrency: ## Prompts at once: prefill --concurrency 1 beside the budget (minutes)
 bench-control: ## CPU and latency of the control plane, 1 to 64 mock workers, 10k jobs (minutes)
+bench-decode-policy: ## A trace on two decode workers, by the choice of the worker (15 minutes)
 bench-demo: ## Whether the demo model's answers show what it read (seconds)
 bench-fetch: ## Prefixes read from another decode worker against computing them again (minutes)
 bench-frontend: ## CPU per streamed token against vLLM's API server (minutes)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.live import BenchError
 from benchmarks.report import median
@@ -20,6 +21,8 @@ from benchmarks.serving.meter import Calm, Use
 from benchmarks.serving.parts import Scale, Session
 from benchmarks.serving.systems_pairs import Skipped
 from benchmarks.serving.window import Window
+
+Item = TypeVar("Item")
 
 START_S = 40.0
 """How long a start takes, until one was seen."""
@@ -182,7 +185,7 @@ class Campaign:
         print(f"{clock(time.monotonic() - self._began)} {line}", flush=True)
 
 
-def rotated(systems: Sequence[System], repeat: int) -> list[System]:
+def rotated(systems: Sequence[Item], repeat: int) -> list[Item]:
     """Another one begins in every repeat, and every other repeat runs backwards."""
     at = repeat % len(systems) if systems else 0
     turned = [*systems[at:], *systems[:at]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from benchmarks.live import Live, running, wait_for
 from benchmarks.serving import model
@@ -51,7 +52,7 @@ def cluster(
         )
 
 
-def set_policy(live: Live, policy: str, **settings: float) -> None:
+def set_policy(live: Live, policy: str, **settings: float | str) -> None:
     """Set `router.policy` and other settings of the router, and wait until the decode worker
     follows them.
 
@@ -59,14 +60,18 @@ def set_policy(live: Live, policy: str, **settings: float) -> None:
     """
     live.configure(**settings, policy=policy)
     wait_for(
-        lambda: _reason_of_a_short_one(live) in SHORT_REASON[policy],
+        lambda: explained_short_one(live.url)["reason"] in SHORT_REASON[policy],
         FOLLOW_LIMIT_S,
         f"the decode worker follows router.policy = {policy}",
     )
 
 
-def _reason_of_a_short_one(live: Live) -> str:
+def explained_short_one(url: str) -> dict[str, Any]:
+    """Ask for one token after a prompt of four, and return what the frontend explains about it."""
     body = {"model": model.NAME, "prompt": [model.plain_tokens()[0]] * 4, "max_tokens": 1}
-    answer = web.post(f"{live.url}/v1/completions", json=body, timeout=60.0)
+    answer = web.post(f"{url}/v1/completions", json=body, timeout=60.0)
     request_id = answer.raise_for_status().json()["id"]
-    return str(live.get(f"/pullfill/requests/{request_id}")["reason"])
+    found: dict[str, Any] = (
+        web.get(f"{url}/pullfill/requests/{request_id}", timeout=10.0).raise_for_status().json()
+    )
+    return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 import zmq
 
@@ -14,11 +16,13 @@ from pullfill import wire
 from pullfill.engine import check, front_wire
 from tests.support.cluster import MODEL, Cluster, Worker, until
 from tests.support.oracle import Oracle
-from tests.support.prompts import ask, random_prompt, truth
+from tests.support.prompts import Answer, ask, random_prompt, truth
 
 pytestmark = pytest.mark.engine
 
 STEPS = 6
+LARGE = 4050
+"""Prompts of so many tokens are prepared by the intake thread, even while the engine rests."""
 
 
 @pytest.fixture
@@ -104,3 +108,74 @@ def test_a_worker_without_the_prefix_sends_the_prompt_to_the_one_that_has_it(
     for name, count in (("redirect", 1), ("frontend_resent", 0), ("frontend_failed", 0)):
         assert cluster.counter(f"pullfill_{name}_total") == count
     cluster.assert_clean()
+
+
+class At:
+    """Asks through one of the two frontends, in threads."""
+
+    def __init__(self, cluster: Cluster, url: str, pool: ThreadPoolExecutor) -> None:
+        self._cluster = cluster
+        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        self._pool = pool
+
+    def ask(self, prompt: list[int]) -> Future[Answer]:
+        return self._pool.submit(ask, self._cluster, prompt, STEPS, self._client)
+
+
+def test_a_queue_that_a_frontend_does_not_know_and_a_drain(
+    cluster: Cluster, oracle: Oracle
+) -> None:
+    urls = [cluster.frontend_url]
+    cluster.launch("frontend")
+    urls.append(cluster.frontend_url)
+    cluster.wait_ready(*cluster.workers)
+    set_policy(cluster, "kv")
+    prefix = random_prompt(2000, seed=1)
+    busy_id = served(cluster, prefix)["decode_instance"]
+    busy = worker_of(cluster, busy_id)
+    (free_id,) = {w.instance_id for w in cluster.of("decode")} - {busy_id}
+
+    def there(count: int) -> bool:
+        return int(cluster.load_of(busy).get("requests", 0)) == count
+
+    with ThreadPoolExecutor(8) as pool:
+        one, two = (At(cluster, url, pool) for url in urls)
+        assert one.ask(prefix[:1950]).result(30.0).cached_tokens > 1800
+        try:
+            # What is prepared is not in a load report yet. So the second frontend does not know it.
+            busy.arm("decode.intake=hold@1")
+            known = [prefix + random_prompt(LARGE - 2000, seed=n) for n in range(20, 23)]
+            asked_one = [one.ask(prompt) for prompt in known]
+            until(lambda: there(3), 20.0, "three prompts wait to be prepared")
+            # The prefix makes that worker look better. But the other one has nothing to do.
+            unknown = [prefix[:320] + random_prompt(40, seed=n) for n in range(30, 32)]
+            asked_two = [two.ask(prompt) for prompt in unknown]
+            until(lambda: there(5), 20.0, "two more wait")
+            busy.arm("")
+            answers = [future.result(60.0) for future in (*asked_one, *asked_two)]
+            right = truth(oracle, [*known, *unknown], STEPS)
+            assert [answer.tokens for answer in answers] == [tokens for tokens, _ in right]
+            told = [cluster.explain(answer.request_id) for answer in answers]
+            assert [t["redirect_reason"] for t in told] == [None] * 3 + ["queue_full"] * 2
+            assert [t["redirected_from"] for t in told] == [None] * 3 + [busy_id] * 2
+            assert [t["decode_instance"] for t in told] == [busy_id] * 3 + [free_id] * 2
+
+            # A prompt is prepared while the worker begins to drain.
+            busy.arm("decode.intake=hold@1")
+            prompt = prefix + random_prompt(LARGE - 2000, seed=40)
+            asked = two.ask(prompt)
+            until(lambda: there(1), 20.0, "it waits to be prepared")
+            cluster.revoke_lease(busy)
+            until(lambda: busy_id not in cluster.records("decode"), 20.0, "the worker drains")
+        finally:
+            busy.arm("")
+        answer = asked.result(60.0)
+        assert answer.tokens == truth(oracle, [prompt], STEPS)[0][0]
+        last = cluster.explain(answer.request_id)
+        assert (last["decode_instance"], last["redirected_from"]) == (free_id, busy_id)
+        assert last["redirect_reason"] == "draining"
+    assert busy.process.wait(30.0) == 0
+    for reason, count in (("queue_full", 2), ("draining", 1)):
+        counted = cluster.counter("pullfill_redirect_total", reason=reason, result="moved")
+        assert counted == count
+    assert cluster.counter("pullfill_frontend_failed_total") == 0
