@@ -88,16 +88,18 @@ def main() -> int:
     options.rounds = options.rounds or (3 if options.quick else 7)
     end_in_order()
     quiet, rows = machine.OtherLoad(), list[Row]()
-    kept = read_rows(NAME) if options.keep else []
+    part = not options.keep and set(options.parts) != set(PARTS)
+    name = "-".join([NAME, *options.parts]) if part else NAME
+    kept = read_rows(name) if options.keep else []
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
         for found in measure(options, Path(directory), quiet):
             rows += found
             new = {row.metric for row in rows}
             everything = [row for row in kept if row.metric not in new] + rows
             if not options.no_save and quiet.quiet:
-                write(NAME, everything, quiet=True, title=TITLE)
+                write(name, everything, quiet=True, title=TITLE)
     print(quiet)
-    return finish(NAME, rows, quiet=quiet.quiet, save=False, title=TITLE)
+    return finish(name, rows, quiet=quiet.quiet, save=False, title=TITLE)
 
 
 if __name__ == "__main__":
