@@ -11,7 +11,8 @@ that many workers fit on one machine. Parts:
   floor    only the messages of a job, between two empty processes (only with --parts floor)
 CPU "beside engines" is the CPU time of all processes, including NATS, etcd and our part of a
 frontend, without vLLM's scheduler and the mock. Writes results/control.json and .md after each part
-and each size. Exit status 1 when a target is missed.
+and each size. A run of some parts writes results/control-PARTS.* instead. Exit status 1 when a
+target is missed.
 """
 
 from __future__ import annotations
