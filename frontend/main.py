@@ -53,6 +53,9 @@ from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, WorkerSt
 
 _log = log.get("frontend")
 _BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+"""How long an idle connection is kept. A request that meets the server's close gets no answer, so
+the client must close first: httpx does after 5 s, most load balancers after 60 s."""
 
 
 def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str]) -> int:
@@ -338,7 +341,7 @@ class _Frontend:
             access_log=not args.disable_uvicorn_access_log,
             # None: its lines go through our handler.
             log_config=None if as_json else LOGGING_CONFIG,
-            timeout_keep_alive=5,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, int(self._options.drain_timeout_s)),
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,

@@ -293,13 +293,15 @@ def test_row_27_preempted_requests_keep_their_seeds(small: Cluster, oracle: Orac
     """A preempted request computes its prompt and its tokens again, in several chunks. The tokens
     sampled on the way are dropped, and may not be missed by its generator."""
     small.set_router(policy="always_local")
-    before = small.counter("vllm:num_preemptions_total")
-    prompts = [random_prompt(900, seed=15_500 + i) for i in range(6)]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        got = list(pool.map(lambda p: sample(small, p, 150), prompts))
-    assert small.counter("vllm:num_preemptions_total") > before, "nothing was preempted"
-    assert got == sampled(oracle, prompts, 150)
-    small.set_router(policy="always_remote")
+    try:
+        before = small.counter("vllm:num_preemptions_total")
+        prompts = [random_prompt(900, seed=15_500 + i) for i in range(6)]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            got = list(pool.map(lambda p: sample(small, p, 150), prompts))
+        assert small.counter("vllm:num_preemptions_total") > before, "nothing was preempted"
+        assert got == sampled(oracle, prompts, 150)
+    finally:
+        small.set_router(policy="always_remote")
 
 
 def test_row_5_a_stopped_writer_holds_what_others_need(small: Cluster, oracle: Oracle) -> None:

@@ -40,6 +40,18 @@ async def test_models_completions_and_tokenize(served: Served) -> None:
         assert echoed.choices[0].text.startswith("abc")
 
 
+async def test_an_idle_connection_is_kept_longer_than_clients_keep_theirs(served: Served) -> None:
+    """The openai client uses a connection again for 5 s. Just then the server must not close it."""
+    limits = httpx.Limits(keepalive_expiry=60.0)
+    async with httpx.AsyncClient(base_url=served.url, limits=limits) as http:
+        ours = []
+        for pause_s in (6.0, 0.0):
+            answer = await http.get("/ready")
+            ours.append(answer.extensions["network_stream"].get_extra_info("client_addr"))
+            await asyncio.sleep(pause_s)
+    assert ours[0] == ours[1], "the second request needed a new connection"
+
+
 async def test_choices_and_batches_are_requests_of_their_own(served: Served) -> None:
     one = FakeDecode("decode-1", model="m", max_model_len=512)
     two = FakeDecode("decode-2", model="m", max_model_len=512)
