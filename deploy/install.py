@@ -33,7 +33,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pullfill import releases
+from pullfill import redact, releases
 from pullfill.deploy import install_progress
 from pullfill.deploy.accelerator import DEVICE_ENV, detect
 
@@ -275,7 +275,10 @@ class Installer:
                 text = install_progress.told(_read(self._log, mark), self._site())
                 return f"{what}: {text + ', ' if text else ''}{time.monotonic() - began:.0f} s"
 
-            code = _watched(command, log.fileno(), variables, lambda: self._say(so_far()))
+            try:
+                code = _watched(command, log.fileno(), variables, lambda: self._say(so_far()))
+            finally:
+                self._hide_logins()
         if code:
             text = _read(self._log, mark)
             why = install_progress.last_error(text)
@@ -284,6 +287,12 @@ class Installer:
                 f"  next: {install_progress.advice(text)}\n"
                 f"  whole log: {self._log}"
             )
+
+    def _hide_logins(self) -> None:
+        """The log shows the addresses of package indexes, which may hold a password."""
+        text = self._log.read_text(errors="replace")
+        if (hidden := redact.text(text)) != text:
+            self._log.write_text(hidden)
 
     def _site(self) -> Path:
         return next(self._venv.glob("lib/python*/site-packages"), self._venv)

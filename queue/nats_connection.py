@@ -42,7 +42,17 @@ _NEVER_S = 10**6
 _NO_RESPONDERS = "503"
 _NEVER_WAITS = 1 << 20
 """While nats-py's send buffer holds at most this much (half its size), `publish` does not wait."""
+_IS_IT_THERE = (
+    "check that nats-server runs there with JetStream on (`nats-server -js`), and --nats or "
+    "--state-dir"
+)
+_MORE_ROOM = (
+    "its streams need more room than it has, 256 MiB and queue.max_bytes. Free disk space, or "
+    "raise jetstream.max_file_store in its configuration"
+)
 _CLIENT_TASKS = ("_reading_task", "_flusher_task", "_ping_interval_task")
+_FULL = frozenset({10077, 10047, 10023, 10028, 10002})
+"""max_msgs reached (discard new), and the server out of storage or over an account limit."""
 _GONE = (nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, ConnectionError)
 
 
@@ -54,6 +64,11 @@ class ApiError(QueueUnavailable):
         self.code = code
         self.err_code = err_code
         self.description = description
+
+    @property
+    def full(self) -> bool:
+        """Whether the stream, the account or the server has no room."""
+        return self.err_code in _FULL
 
 
 class NotSent(QueueUnavailable):
@@ -97,6 +112,7 @@ class NatsConnection:
         self._cause = "not connected yet"
         self._said = ""
         self._fatal: ConfigError | None = None
+        self._full = False
         self._started = False
         self._task: asyncio.Task[None] | None = None
         self._burials: set[asyncio.Task[None]] = set()
@@ -122,8 +138,7 @@ class NatsConnection:
             raise self._fatal
         raise QueueUnavailable(
             f"NATS at {self.shown_url} was not usable within {wait_s:g} s ({self._cause}): "
-            "check that nats-server runs there with JetStream on (`nats-server -js`), "
-            "and --nats or --state-dir"
+            + (_MORE_ROOM if self._full else _IS_IT_THERE)
         )
 
     async def wait_up(self, wait_s: float) -> bool:
@@ -233,6 +248,7 @@ class NatsConnection:
                     self._fatal = exc
                     self._report(str(exc))
                 except Exception as exc:  # whatever it was, the next try may work
+                    self._full = isinstance(exc, ApiError) and exc.full
                     self._report(_say(exc))
                 else:
                     if not quiet:

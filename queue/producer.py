@@ -171,7 +171,7 @@ class JetStreamProducer:
             self._trip(exc)
             raise
         except ApiError as exc:
-            if exc.err_code in streams.FULL:
+            if exc.full:
                 raise QueueFull(f"the job queue is full: {exc.description}") from exc
             self._trip(exc)
             raise

@@ -37,8 +37,6 @@ DEAD_MAX_AGE_S = 7 * 86400.0
 
 STREAM_NOT_FOUND = 10059
 CONSUMER_NOT_FOUND = 10014
-FULL = frozenset({10077, 10047, 10023, 10028, 10002})
-"""max_msgs reached (discard new), and the server out of storage or over an account limit."""
 _STREAM_EXISTS = 10058
 _CONSUMER_EXISTS = frozenset({10013, 10105, 10148})
 _NO_PEERS = 10005

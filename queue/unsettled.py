@@ -53,7 +53,7 @@ class Proof:
         except NotSent:
             raise
         except ApiError as exc:
-            if exc.err_code not in streams.FULL:
+            if not exc.full:
                 raise
         except QueueUnavailable as exc:
             if generation != self._connection.generation or not self._connection.up:

@@ -6,15 +6,19 @@ same three values (`server_file`).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from pullfill import redact
 from pullfill.errors import ConfigError
 
 ROLES = ("prefill", "decode")
 _SHORT = {"p": "prefill", "d": "decode", "producer": "prefill", "consumer": "decode"}
 FORM = "give ROLE=URL[@KV], e.g. prefill=http://10.0.0.1:8100@10.0.0.1:8998"
 MAX_KV = 256
+# After a colon comes a port. Anything else may be a password: "http://user:secret@host".
+_NO_PORT = re.compile(r":(?!//|\d+(?:[/?@]|$)).*", re.S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ def parse_list(text: str) -> tuple[Entry, ...]:
         role, equals, rest = part.partition("=")
         url, _, kv = rest.partition("@")
         if not equals:
-            raise ConfigError(f"cannot read the server {part!r}: {FORM}")
+            raise ConfigError(f"cannot read the server {_shown(part)!r}: {FORM}")
         found.append(make(role, url, kv))
     return tuple(dict.fromkeys(found))
 
@@ -50,7 +54,7 @@ def role_of(role: str) -> str:
     role = role.strip().lower()
     role = _SHORT.get(role, role)
     if role not in ROLES:
-        raise ConfigError(f"no role is called {role[:40]!r}: use prefill or decode")
+        raise ConfigError(f"no role is called {_shown(role)!r}: use prefill or decode")
     return role
 
 
@@ -65,7 +69,7 @@ def url_of(url: str) -> str:
     except ValueError:
         good, parts = False, urlsplit("")
     if not good or parts.query or parts.fragment or parts.username or not url.isprintable():
-        raise ConfigError(f"{url!r} is no address of a server: give http://HOST:PORT")
+        raise ConfigError(f"{_shown(url)!r} is no address of a server: give http://HOST:PORT")
     return url
 
 
@@ -73,5 +77,10 @@ def kv_of(kv: str) -> str:
     """Return a KV address. Raises ConfigError."""
     kv = kv.strip()
     if len(kv) > MAX_KV or not kv.isascii() or not kv.isprintable() or " " in kv:
-        raise ConfigError(f"{kv[:40]!r} is no KV address: give HOST:PORT")
+        raise ConfigError(f"{_shown(kv)!r} is no KV address: give HOST:PORT")
     return kv
+
+
+def _shown(text: str) -> str:
+    """Return what an error may repeat: the first 80 characters, without what may be a secret."""
+    return redact.url(_NO_PORT.sub(":...", text))[:80]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,3 +247,16 @@ async def test_a_worker_that_drains_takes_no_job_with_it(
     assert job.number == 1, "the first delivery was lost"
     await job.ack()
     await asyncio.gather(producer.close(), leaving.close(), other.close())
+
+
+async def test_a_server_with_too_little_room_is_told_so(tmp_path: Path) -> None:
+    store = f'store_dir: "{tmp_path / "store"}", max_file_store: 64MB'
+    server = NatsServer(tmp_path, extra=f"jetstream {{ {store} }}")  # dead letters reserve 256 MiB
+    try:
+        await server.start()
+        with pytest.raises(QueueUnavailable, match="raise jetstream.max_file_store") as caught:
+            await JetStreamProducer.connect(server.url, QueueConfig("test", "room"), wait_s=1.0)
+    finally:
+        server.stop()
+    assert "10047" in str(caught.value)
+    assert "nats-server -js" not in str(caught.value)

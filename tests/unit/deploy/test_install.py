@@ -165,6 +165,17 @@ class TestInstall:
         gone = [line.partition(" uninstall -y ")[2] for line in self._ran(tmp_path)]
         assert [names for names in gone if names] == ([addons] if addons else [])
 
+    def test_passwords_are_neither_logged_nor_shown(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv(install.TORCH_INDEX_ENV, "https://me:secret@index")
+        self._venv(tmp_path, 'case "$*" in *index*) echo "ERROR: no $*"; exit 1;; esac')
+        with pytest.raises(install.InstallError, match="https://index") as caught:
+            install.Installer(tmp_path, "cpu").run()
+        log = (tmp_path / "install.log").read_text()
+        assert "https://index" in log
+        assert "secret" not in f"{log}{caught.value}{capsys.readouterr()}"
+
     def test_vllm_that_is_there_is_not_asked_for_again(self, tmp_path: Path) -> None:
         there = f"{releases.VLLM} {releases.TORCH[releases.VLLM]}"
         self._venv(tmp_path, f'case "$*" in *version*) echo {there};; esac')

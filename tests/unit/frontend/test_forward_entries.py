@@ -31,3 +31,21 @@ def test_a_list() -> None:
 def test_what_is_wrong_is_told(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told.replace("?", r"\?")):
         parse_list(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "decode=http://user:secret@a:1",
+        "decode=user:secret@a:1",
+        "decode=http://user:1secret@a:1",
+        "http://user:secret@a:1",
+        "user:secret@a:1=http://a:1",
+        "decode=http://a:1?key=secret",
+        "decode=http://a:1@user:secret@k k",
+    ],
+)
+def test_passwords_are_not_repeated(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_list(text)
+    assert "secret" not in str(caught.value)
