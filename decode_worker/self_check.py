@@ -237,7 +237,7 @@ class Checks:
                 try:
                     async with self._one, asyncio.timeout(LONGEST_S):
                         started = time.monotonic()
-                        result = await self._compare(peer)
+                        result, local_s = await self._compare(peer)
                         took_s = time.monotonic() - started
                 except (Incomplete, TimeoutError) as exc:
                     metrics.SELF_CHECK.labels("incomplete").inc()
@@ -248,24 +248,25 @@ class Checks:
                     continue
                 self._results.setdefault(pair, result)
                 self._kept.keep(pair, result)
-                self._say(peer, result, took_s)
+                self._say(peer, result, took_s, local_s)
         except Exception:
             logger.exception("the self-check failed; prompts are prefilled here")
         finally:
             self._running.pop(pair, None)
         self._judge()
 
-    def _say(self, peer: Peer, result: SelfCheck, took_s: float) -> None:
+    def _say(self, peer: Peer, result: SelfCheck, took_s: float, local_s: float) -> None:
         metrics.SELF_CHECK.labels(_word(result)).inc()
         if result.passed:
             logger.info(
-                "self-check with %s passed in %.0f ms: %s",
-                peer.instance_id, took_s * 1e3, result.in_words(),
+                "self-check with %s passed in %.0f ms, a local prefill took %.0f: %s",
+                peer.instance_id, took_s * 1e3, local_s * 1e3, result.in_words(),
             )  # fmt: skip
             return
         logger.error("%s (found in %.0f ms)", self._advice(peer, result), took_s * 1e3)
 
-    async def _compare(self, peer: Peer) -> SelfCheck:
+    async def _compare(self, peer: Peer) -> tuple[SelfCheck, float]:
+        """Return the result, and how long the local prefill took, in seconds."""
         ours, run = self._ours, self._trials.run
         self._jobs.clear()  # of the last comparison
         # Not the first and last tokens of the vocabulary: there are the special tokens.
@@ -280,7 +281,8 @@ class Checks:
         remote = await run(tokens, salt=salt, writer=peer.name, blocks=ours.blocks)
         if not local.pages or not remote.pages:
             raise Incomplete("the KV of the prompt could not be read")
-        return await asyncio.to_thread(self._judged, local, remote, peer.instance_id)
+        result = await asyncio.to_thread(self._judged, local, remote, peer.instance_id)
+        return result, local.took_s
 
     def _judged(self, local: Trial, remote: Trial, prefill_instance: str) -> SelfCheck:
         ours = self._ours

@@ -10,6 +10,7 @@ When a request ends, its KV is copied on the engine thread, before any step can 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ class Trial:
 
     writer: name of the prefill worker's connection. Empty: prefilled here.
     blocks: how many of its first blocks are copied, in each KV cache group.
+    took_s: how long the request took.
     pages: the copied KV, once for each group of ranks that hold the same heads."""
 
     request_id: str
@@ -50,6 +52,7 @@ class Trial:
     done: asyncio.Future[None]
     opened: bool = False
     loaded: bool = False
+    took_s: float = 0.0
     pages: list[Pages] = field(default_factory=list)
     logprobs: dict[int, float] = field(default_factory=dict)
 
@@ -101,9 +104,11 @@ class Trials:
             except Exception as exc:
                 self._end(trial, Incomplete(f"the engine refused the prompt: {exc}"))
 
+        began = time.monotonic()
         self._host.submit(add)
         try:
             await trial.done
+            trial.took_s = time.monotonic() - began
         finally:
             self._host.submit(lambda core: self._forget(core, trial.request_id))
         if writer and not trial.loaded:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pullfill.errors import QueueUnavailable
-from pullfill.queue import streams
 from pullfill.queue.contract import Receipt
 from pullfill.queue.names import EXPECTED_STREAM, MSG_ID, Names
 from pullfill.queue.nats_connection import ApiError, NatsConnection, NotSent, read_reply

@@ -254,7 +254,7 @@ async def test_a_server_with_too_little_room_is_told_so(tmp_path: Path) -> None:
     server = NatsServer(tmp_path, extra=f"jetstream {{ {store} }}")  # dead letters reserve 256 MiB
     try:
         await server.start()
-        with pytest.raises(QueueUnavailable, match="raise jetstream.max_file_store") as caught:
+        with pytest.raises(QueueUnavailable, match=r"raise jetstream\.max_file_store") as caught:
             await JetStreamProducer.connect(server.url, QueueConfig("test", "room"), wait_s=1.0)
     finally:
         server.stop()
