@@ -6,8 +6,10 @@ then it stays open for the next request. vLLM aborts a request whose connection 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -142,6 +144,30 @@ class Exchange:
     def close(self) -> None:
         """Close the connection, unless the answer has been read to its end."""
         self._response.close()
+
+
+async def drop(task: asyncio.Task[Exchange]) -> None:
+    """End a task, and close what it has begun."""
+    task.cancel()
+    (found,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(found, Exchange):
+        found.close()
+
+
+@asynccontextmanager
+async def reading(decode: Server, prefill: Server | None) -> AsyncGenerator[None, None]:
+    """While open, a decode server may read the KV of a prefill server, if there is one.
+
+    Raises StageFailed if that one is lost before."""
+    if prefill is None:
+        yield
+        return
+    try:
+        async with prefill.read_by(decode):
+            yield
+    except TimeoutError:
+        what = f"decode server {decode.url} waits for KV, and prefill server {prefill.url}"
+        raise StageFailed(prefill, f"{what} is {prefill.state}: {prefill.why}") from None
 
 
 def failure(server: Server, exc: Exception, silence_s: float) -> StageFailed:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -32,6 +31,7 @@ from typing import Any
 import aiohttp
 
 from pullfill.frontend.forward.entries import ROLES, Entry
+from pullfill.frontend.forward.load import Load, load_of
 from pullfill.runtime import log
 
 _log = log.get("frontend.forward")
@@ -42,31 +42,6 @@ ANSWER_S = 3.0
 MISSES = 3
 LACK_S = 30.0
 """How long a server is left out whose prefill answers lack what the protocol needs."""
-_SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}\n]*)\})? ([0-9.eE+-]+)$", re.M)
-_ASKED = (
-    "vllm:request_success_total",
-    "vllm:prefix_cache_queries_total",
-    "vllm:external_prefix_cache_queries_total",
-)
-"""Counts of requests, of tokens looked up in the server's own cache, and of tokens looked up at its
-connector. vLLM counts the last two together. Without a connector, the last one stays 0."""
-_UNSERVED = re.compile(r'finished_reason="(abort|error)"')
-_BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
-_BLOCK_SIZE = re.compile(r'[{,]block_size="(\d+)"')
-
-
-@dataclass(slots=True)
-class Load:
-    """What a server's /metrics says. kv_blocks: all blocks. 0: unknown.
-
-    bare: it has served requests, and has never asked a KV connector for one. False: not known."""
-
-    running: float = 0.0
-    waiting: float = 0.0
-    kv_used: float = 0.0
-    kv_blocks: int = 0
-    block_size: int = 0
-    bare: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +53,7 @@ class Server:
     model: the `root` of the model that it serves under our name.
     engine_id: what Mooncake's bootstrap service calls its engine.
     waits: deadlines of requests that wait for it. They end when the server is lost.
+    readers: deadlines of requests that may still read its KV, with their decode servers.
     lacking_until: see LACK_S, in seconds of the loop's clock."""
 
     entry: Entry
@@ -90,6 +66,7 @@ class Server:
     misses: int = 0
     lacking_until: float = 0.0
     waits: set[asyncio.Timeout] = field(default_factory=set)
+    readers: dict[asyncio.Timeout, Server] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -117,10 +94,22 @@ class Server:
             finally:
                 self.waits.discard(wait)
 
+    @contextlib.asynccontextmanager
+    async def read_by(self, decode: Server) -> Any:
+        """While open, the wait of this task ends with TimeoutError when this server is lost and a
+        decode server may wait for its KV. vLLM would wait without end for a server that hangs."""
+        async with asyncio.timeout(None) as wait:
+            self.readers[wait] = decode
+            try:
+                yield
+            finally:
+                del self.readers[wait]
+
     def lose(self) -> None:
-        """End all waits for this server."""
+        """End all waits for this server. A decode server that computes all it has needs no KV."""
         now = asyncio.get_running_loop().time()
-        for wait in self.waits:
+        unread = [w for w, at in self.readers.items() if at.load is None or at.load.waiting]
+        for wait in (*self.waits, *unread):
             if not wait.expired():
                 wait.reschedule(now)
 
@@ -272,7 +261,7 @@ class Servers:
         self._changed.set()
 
     async def _watch(self, server: Server) -> None:
-        while server.state != "gone" or server.waits:
+        while server.state != "gone" or server.waits or server.readers:
             try:
                 await self._look(server)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
@@ -369,28 +358,6 @@ def stem(model: str) -> str:
         if part.startswith("models--"):  # a snapshot in the cache of the hub
             return part.rpartition("--")[2]
     return path.name
-
-
-def load_of(text: str) -> Load:
-    """Read the text of vLLM's /metrics. Sums over engines. What is missing counts 0."""
-    load = Load()
-    asked: dict[str, float] = {}
-    for name, labels, value in _SAMPLE.findall(text):
-        if name in _ASKED and not _UNSERVED.search(labels):
-            asked[name] = asked.get(name, 0.0) + float(value)
-        elif name == "vllm:num_requests_running":
-            load.running += float(value)
-        elif name == "vllm:num_requests_waiting":
-            load.waiting += float(value)
-        elif name == "vllm:kv_cache_usage_perc":
-            load.kv_used = max(load.kv_used, float(value))
-        elif name == "vllm:cache_config_info":
-            blocks, size = _BLOCKS.search(labels), _BLOCK_SIZE.search("," + labels)
-            load.kv_blocks += int(blocks[1]) if blocks else 0
-            load.block_size = int(size[1]) if size else load.block_size
-    served, cache, connector = (asked.get(name) for name in _ASKED)
-    load.bare = bool(served and cache) and connector == 0.0
-    return load
 
 
 def _json(data: bytes) -> dict[str, Any]:

@@ -38,7 +38,14 @@ from pullfill.frontend.admission import Receive, Send, respond
 from pullfill.frontend.forward import bodies
 from pullfill.frontend.forward.choice import Choice, Pick
 from pullfill.frontend.forward.contract import Call
-from pullfill.frontend.forward.exchange import Exchange, StageFailed, message_of, request_headers
+from pullfill.frontend.forward.exchange import (
+    Exchange,
+    StageFailed,
+    drop,
+    message_of,
+    reading,
+    request_headers,
+)
 from pullfill.frontend.forward.protocol import KvProtocol, Stages
 from pullfill.frontend.forward.relay import relay
 from pullfill.frontend.forward.servers import Server, Servers
@@ -196,9 +203,9 @@ class Stock:
             if not first.done() or first.result():
                 return await second
         except BaseException:
-            await _drop(second)
+            await drop(second)
             raise
-        await _drop(second)
+        await drop(second)
         return await self._decode(run, None, decode)
 
     # ---------------------------------------------------------------- stages
@@ -244,7 +251,8 @@ class Stock:
             call.response_id = prefix + request_id
         try:
             with self._noted(run, "decode", pick):
-                return await self._begin(call, pick.server, request_id, body, stages)
+                async with reading(pick.server, stages.prefill if stages else None):
+                    return await self._begin(call, pick.server, request_id, body, stages)
         except StageFailed as exc:
             if stages is not None and exc.status == 500:
                 run.bad.add(stages.prefill)  # perhaps its KV cannot be read
@@ -383,14 +391,6 @@ _PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 
 def _ms(call: Call) -> float:
     return round((time.monotonic() - call.arrived) * 1000.0, 3)
-
-
-async def _drop(task: asyncio.Task[Exchange]) -> None:
-    """End a task, and close what it has begun."""
-    task.cancel()
-    (found,) = await asyncio.gather(task, return_exceptions=True)
-    if isinstance(found, Exchange):
-        found.close()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from pullfill.frontend.forward import entries, servers
+from pullfill.frontend.forward.load import Load, load_of
 from pullfill.frontend.forward.server_file import ServerFile
 from tests.support.forward_rig import ForwardRig, forwarding, until
 
@@ -160,10 +161,10 @@ async def test_the_stage_that_breaks_is_the_one_that_is_noted() -> None:
 
 
 def test_the_load_is_read_from_metrics() -> None:
-    load = servers.load_of(METRICS)
+    load = load_of(METRICS)
     assert (load.running, load.waiting, load.kv_used) == (3.0, 4.0, 0.5)
     assert (load.kv_blocks, load.block_size) == (2000, 16)
-    assert servers.load_of("nothing") == servers.Load()
+    assert load_of("nothing") == Load()
 
 
 @pytest.mark.parametrize(
@@ -178,8 +179,8 @@ def test_the_load_is_read_from_metrics() -> None:
 def test_a_server_that_asks_no_connector_is_known_by_its_counters(
     counts: tuple[str, str, str], bare: bool
 ) -> None:
-    assert servers.load_of(ASKED % counts).bare is bare
-    assert not servers.load_of((ASKED % counts).replace("external_", "other_")).bare
+    assert load_of(ASKED % counts).bare is bare
+    assert not load_of((ASKED % counts).replace("external_", "other_")).bare
 
 
 async def test_a_server_without_a_connector_is_refused_until_it_is_started_with_one() -> None:

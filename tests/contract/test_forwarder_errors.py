@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
-from tests.support.forward_rig import forwarding
+from pullfill.frontend.forward import servers
+from tests.support.forward_rig import forwarding, until
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -67,3 +69,25 @@ async def test_parameters_in_a_body_that_only_vllm_can_read_are_dropped(code: st
         await rig.ask(text.encode(code))
         ((_, _, body),) = rig.decode[0].requests
     assert json.dumps(body) == '{"prompt": "x", "odd": NaN}'
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_decode_server_waits_no_longer_for_the_kv_of_a_server_that_is_lost(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill server that hangs keeps its connections open. vLLM would wait for ever."""
+    monkeypatch.setattr(servers, "LOOK_S", 0.02)
+    async with forwarding() as rig:
+        prefill, decode = rig.prefill[0], rig.decode[0]
+        decode.stalls = asyncio.Event()
+        asking = asyncio.create_task(rig.ask(stream=stream))
+        await until(lambda: decode.open)
+        prefill.alive = False
+        await rig.states(failing=1)
+        await asyncio.sleep(0.2)
+        assert (len(decode.requests), decode.left) == (1, 0), "it has the KV, and computes"
+        decode.metrics = "vllm:num_requests_waiting{} 1.0\n"
+        await until(lambda: decode.left)
+        decode.stalls.set()
+        assert (await asking).status == 200
+        assert "kv_transfer_params" not in decode.requests[-1][2], "it computes the prompt itself"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -31,7 +32,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
-    with stock_vllm(tmp_path_factory.mktemp("pair"), model_path, ("prefill", "decode")) as found:
+    directory, roles = tmp_path_factory.mktemp("pair"), ("prefill", "decode")
+    with stock_vllm(directory, model_path, roles, hosts=True) as found:
         for server in found:
             server.ready()
         yield Peers(found, {})
@@ -111,6 +113,40 @@ async def test_a_kv_address_that_nobody_answers_at(stream: bool, pair: Peers) ->
     assert got.status == 500
     assert f"decode server {decode.url} answers 500" in got.error
     assert f"could not read the KV of {prefill.url} at 127.0.0.1:" in got.error
+    await pair.freed()
+
+
+class Freezing(Nixl):
+    """Freezes the prefill server before the decode server can read its KV."""
+
+    def __init__(self, prefill: StockVllm) -> None:
+        self._server = prefill
+
+    def decode(self, stages: Stages) -> dict[str, Any]:
+        self._server.send(signal.SIGSTOP)
+        return super().decode(stages)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_kv_of_a_server_that_hangs(stream: bool, pair: Peers, oracle: Oracle) -> None:
+    """vLLM's decode server would wait without end."""
+    (prefill,), (decode,) = pair.of("prefill"), pair.of("decode")
+    async with over(prefill, decode) as rig:
+        await rig.states(ready=2)
+        assert (await ask(rig, 20 + stream)).status == 200, "the servers know each other"
+    async with over(prefill, decode, Freezing(prefill), silence_s=2 * END_S) as rig:
+        await rig.states(ready=2)
+        try:
+            got = await ask(rig, 22 + stream, stream=stream)
+        finally:
+            prefill.send(signal.SIGCONT)
+        assert not got.error
+        record = rig.explain.get(got.events[0]["id"])
+    assert got.tokens == right(oracle, [prompt(22 + stream)])[0]
+    assert record is not None
+    results = [stage.result for stage in record.stages if stage.stage == "decode"]
+    assert f"decode server {decode.url} waits for KV, and prefill server" in results[0]
+    assert results[1:] == ["ok"]
     await pair.freed()
 
 

@@ -29,12 +29,15 @@ one by 6 and rounds down for the seconds between two signs of life: less than 6 
 
 @dataclass
 class StockVllm:
-    """One server. role: `prefill` or `decode`. connector: it has one. `launch` it, then `ready`."""
+    """One server. `launch` it, then wait until it is `ready`.
+
+    role: `prefill` or `decode`. connector: it has one. hosts: KV goes over TCP, as between two."""
 
     role: str
     model: Path
     log: Path
     connector: bool = True
+    hosts: bool = False
     ports: list[int] = field(default_factory=lambda: free_ports(2))
     process: Forked | None = None
 
@@ -68,12 +71,17 @@ class StockVllm:
             time.sleep(0.1)
         raise AssertionError(f"it did not start, see {self.log}")
 
+    def send(self, number: int) -> None:
+        """Send a signal to the server and its engine."""
+        assert self.process is not None
+        os.killpg(self.process.pid, number)
+
     def kill(self) -> None:
         """Kill the server and its engine, which is a child of it, as the end of a machine does."""
         if self.process is None or not self.alive:
             return
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self.send(signal.SIGKILL)
         self.process.send_signal(signal.SIGKILL)  # if it leads no group yet
         self.process.wait(20)
 
@@ -103,7 +111,7 @@ class StockVllm:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "UCX_TLS": "shm,tcp,self",
+            "UCX_TLS": "tcp,self" if self.hosts else "shm,tcp,self",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine has no other process for its model
             "VLLM_LOGGING_LEVEL": "WARNING",
@@ -115,13 +123,13 @@ class StockVllm:
 
 @contextmanager
 def stock_vllm(
-    directory: Path, model: Path, roles: Sequence[str], *, connector: bool = True
+    directory: Path, model: Path, roles: Sequence[str], **how: bool
 ) -> Iterator[list[StockVllm]]:
-    """Servers of these roles, launched. Wait until they are `ready`."""
+    """Servers of these roles, launched. Wait until they are `ready`. how: see `StockVllm`."""
     with ExitStack() as stack:
         found = []
         for number, role in enumerate(roles):
-            server = StockVllm(role, model, directory / f"{role}-{number}.log", connector)
+            server = StockVllm(role, model, directory / f"{role}-{number}.log", **how)
             stack.callback(server.kill)
             server.launch()
             found.append(server)
