@@ -24,7 +24,7 @@ import uvicorn
 from uvicorn.config import LOGGING_CONFIG
 
 from pullfill.config import ClusterRef, restarts_so_far
-from pullfill.engine import check, front_app, front_wire
+from pullfill.engine import check, front_app, front_wire, heap
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.frontend.admission import Admission
 from pullfill.frontend.balancer import Balancer
@@ -72,6 +72,7 @@ def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str])
     except (ConfigError, IncompatibleError) as exc:
         log.complain(exc)
         return 2
+    heap.begin_imports()
     front_app.set_environment(options.model)
     _run_loop(_end(_Frontend(cluster, options, vllm_args, listeners)))
 
@@ -351,6 +352,7 @@ class _Frontend:
             proxy_headers=False,
             backlog=_BACKLOG,
         )
+        heap.end_imports()
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=self._listeners))
         self._serving = True

@@ -1,11 +1,14 @@
 """Keeps the memory of an engine's process small, and its garbage collections short.
 
 `Heap` gives malloc's free pages back to the kernel, twice a minute while the engine works.
-`untrack` keeps the garbage collector away from long prompts."""
+`untrack` keeps the garbage collector away from long prompts. `begin_imports` and `end_imports` keep
+it away from vLLM's modules, which saves a fifth of the CPU time of a start (`make bench-cluster`).
+"""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +24,22 @@ def trim() -> None:
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is not None:
         give_back(ctypes.c_size_t(0))
+
+
+def begin_imports() -> None:
+    """Turn garbage collection off. `end_imports` must follow."""
+    gc.disable()
+
+
+def end_imports() -> None:
+    """Collect garbage once, exclude all that is left from collections, and turn them on again.
+
+    vLLM collects several times while it builds an engine, and each time would visit every object of
+    every module. Does nothing if collection is on. Takes half a second of CPU."""
+    if not gc.isenabled():
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def untrack(plain: list[Any]) -> None:

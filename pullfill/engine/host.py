@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from pullfill.engine import environment, speculation
-from pullfill.engine.heap import Heap
+from pullfill.engine import environment, heap, speculation
 from pullfill.engine.watchdog import Pulse
 from pullfill.runtime import failpoints, lifecycle, log
 
@@ -104,7 +103,7 @@ class EngineHost:
         self._blocked_at: float | None = None
         self._one_core = False
         self._first_tokens = False
-        self._heap = Heap()
+        self._heap = heap.Heap()
         self.stepping = False
         """Whether the last turn of the loop took a step (any thread may read it)."""
 
@@ -174,6 +173,7 @@ class EngineHost:
             with environment.lazy_timers() if alone else contextlib.nullcontext():
                 return executor_class(config)
 
+        heap.end_imports()
         self.core = EngineCore(config, make_executor, log_stats=self._log_stats)
         speculation.compile_drafter(self.core)
         return self.core

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 from pullfill.config import ranks_of
-from pullfill.engine import check, environment
+from pullfill.engine import check, environment, heap
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.net.this_host import allow_open_files
 from pullfill.options import LogFormat, WorkerOptions
@@ -26,6 +26,7 @@ def run_worker(
     Exit codes: 0: drained. 1: failed. 2: wrong flags or an incompatible peer."""
     log.setup(role, as_json=options.log_format is LogFormat.JSON)
     allow_open_files()
+    heap.begin_imports()
     eager = "--enforce-eager" in vllm_args
     ranks = ranks_of(vllm_args)
     core = options.cores[0] if len(options.cores) == 1 else None

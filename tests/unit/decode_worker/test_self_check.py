@@ -26,6 +26,7 @@ OURS = Ours("decode-1", "compat", "ours", 4, 4, 100, 1, "float32", "float32")
 class Made:
     pages: list[Any]
     logprobs: dict[int, float] = field(default_factory=dict)
+    took_s: float = 0.0
 
 
 class Engine:
