@@ -136,9 +136,21 @@ def complain(error: BaseException, text: str = "") -> None:
         print(redact.text(f"error: {text or error}"), file=sys.stderr)
 
 
+class _Logger(logging.Logger):
+    """A logger that `logging.disable` does not silence.
+
+    vLLM calls it on the engine thread while it reads its flags. It is for the whole process, so
+    lines of other threads were lost."""
+
+    def isEnabledFor(self, level: int) -> bool:
+        return not self.disabled and level >= self.getEffectiveLevel()
+
+
 def get(name: str) -> logging.Logger:
     """The logger of one room, e.g. `get("decode_worker.ledger")`."""
-    return logging.getLogger(f"pullfill.{name}")
+    logger = logging.getLogger(f"pullfill.{name}")
+    logger.__class__ = _Logger
+    return logger
 
 
 class Seldom:

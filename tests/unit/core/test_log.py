@@ -52,6 +52,18 @@ def test_a_line_stays_one_line_whatever_clients_call_their_requests(
     assert "\x1b" not in stream.getvalue()
 
 
+def test_others_do_not_silence_us(caplog: pytest.LogCaptureFixture) -> None:
+    logger = log.get("room.loud")
+    caplog.set_level(logging.INFO, logger.name)
+    logging.disable(logging.INFO)
+    try:
+        logger.info("settings")
+        logger.debug("details")
+    finally:
+        logging.disable(logging.NOTSET)
+    assert [record.message for record in caplog.records] == ["settings"]
+
+
 def test_a_level_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(log.LEVEL_ENV, "verbose")
     with pytest.raises(ConfigError, match=r"PULLFILL_LOG_LEVEL='verbose'.*DEBUG, INFO"):
