@@ -2,7 +2,8 @@
 
 Starts the demo cluster (one decode, one prefill worker, one frontend) as a user does and measures
   start    seconds until `pullfill up` says ready; until a prefill worker started by hand pulls;
-           what the self-check takes, and how many more there are for workers of a known kind
+           what the self-check takes, while all start on the same cores and when a prefill worker of
+           another kind joins; how many more there are for workers of a known kind
   memory   resident memory of each role after the load below
   handoff  the stages of remote prefills on an otherwise idle cluster, from `pullfill explain`
   idle     CPU of all processes together while nothing is asked
@@ -65,17 +66,31 @@ def self_checks(live: Live) -> list[tuple[float, float]]:
     return [(float(whole), float(local)) for whole, local in found]
 
 
-def measure_by_hand(live: Live, log: Path) -> float:
+def measure_by_hand(live: Live, log: Path, *flags: str, checks: int = 0) -> float:
     """Seconds until a second prefill worker, started by hand, pulls jobs of this cluster: the
-    decode worker sees it connected, which is its last step before the first pull."""
+    decode worker sees it connected, which is its last step before the first pull.
+
+    checks: it is stopped when there were so many self-checks."""
     before = live.linked()
     begin = time.monotonic()
-    with child([*CLI, "prefill", "--state-dir", str(live.state_dir)], log):
+    with child([*CLI, "prefill", "--state-dir", str(live.state_dir), *flags], log):
         wait_for(lambda: live.linked() - before, 120.0, "a second prefill worker pulls", 0.25)
         took = time.monotonic() - begin
+        wait_for(lambda: len(self_checks(live)) >= checks, 30.0, "its self-check")
     wait_for(lambda: live.linked() == before, 30.0, "the second prefill worker left")
     print(f"prefill worker pulls after {took:.1f} s")
     return took
+
+
+def check_rows(
+    when: str, checks: list[tuple[float, float]], limit: float | None = None
+) -> list[Row]:
+    """limit: of what it takes beside one local prefill."""
+    beside = median([whole - local for whole, local in checks])
+    return [
+        row(f"self-check {when}", median([whole for whole, _ in checks]), "ms"),
+        row(f"self-check {when}, beside one local prefill", beside, "ms", limit),
+    ]
 
 
 def measure_handoff(live: Live, requests: int) -> list[dict[str, Any]]:
@@ -168,12 +183,8 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Oth
         ready.append(live.ready_s)
         checks += (known := self_checks(live))
         print(f"ready after {live.ready_s:.1f} s")
-        whole, beside = median([a for a, _ in checks]), median([a - b for a, b in checks])
-        rows = [
-            row("ready after `pullfill up`", median(ready), "s", 60.0),
-            row("self-check of two kinds of workers", whole, "ms"),
-            row("self-check beside one local prefill", beside, "ms", 100.0),
-        ]
+        rows = [row("ready after `pullfill up`", median(ready), "s", 60.0)]
+        rows += check_rows("while all start", checks)
         if options.by_hand:
             took = median(
                 [measure_by_hand(live, base / f"hand-{i}.log") for i in range(options.by_hand)]
@@ -181,6 +192,11 @@ def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.Oth
             rows.append(row("`pullfill prefill` by hand pulls after", took, "s", 25.0))
             more = len(self_checks(live)) - len(known)
             rows.append(row("self-checks of it, whose kind is known", more, "", 0))
+            for i in range(options.starts):
+                kind = "--max-num-batched-tokens", str(1008 - 16 * i)
+                wanted = len(self_checks(live)) + 1
+                measure_by_hand(live, base / f"kind-{i}.log", *kind, checks=wanted)
+            rows += check_rows("when another kind joins", self_checks(live)[len(known) :], 100.0)
         rows += memory_rows(live, "when ready")
         with quiet.window(live.pids()):
             records = measure_handoff(live, options.requests)
