@@ -99,8 +99,10 @@ def check(arguments: Sequence[str]) -> None:
         given, _, joined = flag.partition("=")
         name = flag_name(flag)
         _check_name(given)
-        if name == "kv-transfer-config":
-            raise ConfigError(f"{given} is pullfill's own to set: remove it")
+        if name == "kv-transfer-config" and "OffloadingConnector" not in " ".join([flag, *values]):
+            raise ConfigError(
+                f"{given} is pullfill's own to set: remove it, or name vLLM's OffloadingConnector"
+            )
         alone = name in _SIZE and [joined or "", *values][-1] == "1"
         if _DATA_PARALLEL.match(name) and not alone:
             raise ConfigError(f"{given}: {NO_DATA_PARALLEL}")

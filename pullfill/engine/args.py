@@ -16,8 +16,6 @@ from pullfill.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_OURS = "--kv-transfer-config"
-
 _ROTARY = "rotary_embedding"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -44,9 +42,6 @@ def build_config(
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
-
-    if any(arg.split("=")[0] == _OURS for arg in vllm_args):
-        raise ConfigError(f"{_OURS} is pullfill's own to set: remove it")
 
     parser = AsyncEngineArgs.add_cli_args(flag_parser("pullfill"))
     namespace = parser.parse_args(["--model", model, *vllm_args])
@@ -84,7 +79,7 @@ def build_config(
     check_config(config)
     speculation.check_config(config)
     if offloading is not None:
-        kv_offloading.check_model(config)
+        kv_offloading.complete(config)
     if _is_cpu():
         _rotate_parts_of_heads_natively(config)
     schedule_whole_prompts(config)

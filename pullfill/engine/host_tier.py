@@ -1,19 +1,22 @@
 """vLLM's KV offloading for KV caches in CPU memory, where its own copies refuse to run.
 
 vLLM takes classes of others for where it keeps offloaded KV, by `spec_name` and `spec_module_path`.
-This one is vLLM's own for CPU memory, with one change: the engine's process copies the bytes
-itself, at once.
+These two are vLLM's own ones, for CPU memory and for CPU memory before a disk, with one change:
+the engine's process copies the bytes itself, at once.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
@@ -23,6 +26,30 @@ class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
         pages = [cache.page_size_bytes for cache in kv_caches.tensors]
         kept = [torch.zeros((self.num_chunks, page), dtype=torch.int8) for page in pages]
         return HostCopies(kv_caches, kept)
+
+
+class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
+    """Keeps offloaded KV in shared memory, from where vLLM's threads write it to other media."""
+
+    def get_manager(self) -> Any:
+        manager = super().get_manager()
+        region = self._scheduler_mmap
+        if not region._creator:
+            # vLLM makes this half after all ranks have mapped the file. Without a name, the file
+            # ends with the processes, also if they are killed.
+            Path(region.mmap_path).unlink()
+        return manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        region = SharedOffloadRegion(
+            engine_id=self._engine_id,
+            num_chunks=self.num_chunks,
+            rank=0 if self.replicated_layout else self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        pages = [cache.page_size_bytes for cache in kv_caches.tensors]
+        return HostCopies(kv_caches, [region.create_next_worker_view(page) for page in pages])
 
 
 class HostCopies(OffloadingWorker):  # type: ignore[misc]

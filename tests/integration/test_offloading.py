@@ -6,8 +6,10 @@ offloaded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +35,7 @@ pytestmark = [
     ),
 ]
 
-MEMORY, RANKS, WINDOWS = "memory", "a decode worker of two ranks", "windows"
+MEMORY, DISK, RANKS, WINDOWS = "memory", "disk", "a decode worker of two ranks", "windows"
 STEPS = 6
 TOLERANCE = 1e-4
 TALKS = 6
@@ -60,11 +62,23 @@ class Served:
         return self.cluster.counter("pullfill_kv_offload_tokens_total", role=role)
 
 
+def flags_of(kind: str, directory: Path) -> list[str]:
+    if kind != DISK:
+        return ["--kv-offloading-size=0.0625"]  # GiB
+    settings = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 6 << 20,
+        "secondary_tiers": [{"type": "fs", "root_dir": str(directory)}],
+    }
+    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return ["--kv-transfer-config", json.dumps(config | {"kv_connector_extra_config": settings})]
+
+
 @pytest.fixture(
     scope="module",
     params=[
         MEMORY,
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in (RANKS, WINDOWS)),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in (DISK, RANKS, WINDOWS)),
     ],
 )
 def served(
@@ -75,7 +89,7 @@ def served(
     model = ZOO["Gemma 3" if kind == WINDOWS else "Llama"]
     own = oracle if kind != WINDOWS else Oracle(model.checkpoint(), block_size=BLOCK).start()
     cluster = Cluster(directory, model.checkpoint(), kv_mib=4, lease_ttl_s=10)
-    flags = ["--max-model-len=2048", "--kv-offloading-size=0.0625"]  # GiB
+    flags = ["--max-model-len=2048", *flags_of(kind, directory / "kv")]
     ranks = ["--tensor-parallel-size=2", f"--kv-cache-memory-bytes={2 << 20}"]
     try:
         cluster.start_servers()

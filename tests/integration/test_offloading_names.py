@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ class Request(SimpleNamespace):
 class Rig:
     """One rank. `step` is what vLLM's scheduler and model runner do with a connector."""
 
-    def __init__(self, model_path: Path, window: int = 0) -> None:
+    def __init__(self, model_path: Path, *flags: str, window: int = 0) -> None:
         """window: of the second layer. Layers of two groups share their memory. 0: one group."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -46,7 +47,7 @@ class Rig:
 
         config, _ = build_config(
             str(model_path),
-            [*FLAGS, "--kv-offloading-size=0.001"],
+            [*FLAGS, *(flags or ("--kv-offloading-size=0.001",))],
             connector="DecodeConnector",
             module="pullfill.decode_worker.connector",
             kv_role="kv_consumer",
@@ -70,10 +71,10 @@ class Rig:
         self.worker.register_kv_caches(self.kv)
         self.scheduler = tier(child, KVConnectorRole.SCHEDULER, caches)
 
-    def request(self, name: str, blocks: int) -> Any:
+    def request(self, name: str, blocks: int, first_hash: int = 0) -> Any:
         made = Request(
             request_id=name,
-            block_hashes=[bytes([i]) * 32 for i in range(blocks)],
+            block_hashes=[bytes([first_hash + i]) * 32 for i in range(blocks)],
             num_tokens=blocks * BLOCK + 1,
             num_prompt_tokens=blocks * BLOCK + 1,
             num_computed_tokens=0,
@@ -193,6 +194,45 @@ def test_a_request_whose_load_has_failed_is_no_longer_in_flight(model_path: Path
     assert scheduler._inflight_prefills == {other}
     scheduler.connector = object()
     assert tier_of(core) is None
+
+
+def test_a_disk_has_what_the_memory_before_it_has_lost(model_path: Path, tmp_path: Path) -> None:
+    settings = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 3 * 4096,  # three blocks
+        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}],
+    }
+    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    rig = Rig(
+        model_path,
+        f"--kv-transfer-config={json.dumps(config | {'kv_connector_extra_config': settings})}",
+    )
+    try:
+        first, mine = rig.request("first", 3), [5, 2, 7]
+        computed = rig.pages(mine)
+        rig.step((first, [*mine, 9]))
+        rig.settle()
+        other = rig.request("other", 3, first_hash=100)
+        rig.step((other, [1, 3, 4, 6]))
+        rig.settle()
+        assert len(list(tmp_path.rglob("*.bin"))) == 6
+
+        again, found = rig.request("again", 3), None
+        for _ in range(2000):
+            if (found := rig.scheduler.hit(again, 0)) is not None:
+                break
+            rig.step()  # vLLM reads the files, and asks again
+            time.sleep(0.005)
+        assert found == 3 * BLOCK
+        theirs = [8, 10, 11]
+        rig.allocate([*theirs, 4])
+        rig.scheduler.load(again, found)
+        assert rig.step() == {"again"}
+        assert torch.equal(rig.pages(theirs), computed)
+    finally:
+        rig.worker.shutdown()
+        rig.scheduler.shutdown()
+    assert not list(Path("/dev/shm").glob("vllm_offload_e.mmap"))
 
 
 @pytest.mark.parametrize("rest", [1, 2, 5])

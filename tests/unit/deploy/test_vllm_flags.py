@@ -81,7 +81,12 @@ class TestRefused:
             vllm_flags.check(given)
 
     def test_vllms_own_offloading_is_allowed_beside_our_connector(self) -> None:
-        vllm_flags.check(["--kv-offloading-size", "4"])
+        for given in (
+            ["--kv-offloading-size", "4"],
+            ["--kv-transfer-config", '{"kv_connector": "OffloadingConnector"}'],
+            ['--kv_transfer_config={"kv_connector": "OffloadingConnector"}'],
+        ):
+            vllm_flags.check(given)
 
 
 class TestOneRole:
