@@ -62,7 +62,8 @@ async def test_a_read_in_the_queue_does_not_interrupt_the_one_before_it(
     pool.release(cached)
     one = await pair.asker.admit(pair.asker.request(first, pair.holder.holds(PREFIX)))
     await until(slow.reached.is_set)
-    monkeypatch.setattr(prefix_fetch, "_COPY_S", (0.05, 0.05))
+    # Long enough that the read begins in time on a busy machine: one that does not is `busy`.
+    monkeypatch.setattr(prefix_fetch, "_COPY_S", (0.5, 0.5))
     two = await pair.asker.admit(pair.asker.request(second, pair.holder.holds(PREFIX)))
     await until(lambda: two.loaded is not None or one.loaded is not None)
     assert one.loaded is None
@@ -75,7 +76,8 @@ async def test_a_read_in_the_queue_does_not_interrupt_the_one_before_it(
 async def test_a_read_that_is_too_slow_is_interrupted(
     pair: Pair, slow: SlowReads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_fetch, "_COPY_S", (0.05, 0.05))
+    # Long enough that the read begins in time on a busy machine: one that does not is `busy`.
+    monkeypatch.setattr(prefix_fetch, "_COPY_S", (0.5, 0.5))
     tokens = prompt(PREFIX + 1)
     pair.holder.cache(tokens)
     served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
