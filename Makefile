@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 MODEL ?= demo
 ARGS ?=
 PYTEST_ARGS ?=
-ENGINE_TESTS := $(wildcard tests/integration tests/chaos tests/netns tests/gpu)
+# Benchmark tests need no engine, but `make test-fast` is to take a minute at most.
+ENGINE_TESTS := $(wildcard benchmarks/tests tests/integration tests/chaos tests/netns tests/gpu)
 # How often `make flaky` runs its tests.
 N ?= 10
 # Without bytecode on disk, every process of a run would compile all it imports again.
@@ -50,8 +51,8 @@ test-vllm: ## All tests on another release of vLLM, in a venv of its own: make t
 	@PULLFILL_VLLM=$(or $(VLLM),$(error name the release: make test-vllm VLLM=0.31.0)) \
 	PULLFILL_VENV=.venv-vllm-$(VLLM) VLLM_CACHE_ROOT=$(CURDIR)/.venv-vllm-$(VLLM)/cache $(MAKE) test
 
-test-fast: install ## Unit, contract and benchmark tests, in eight forked processes
-	$(BIN)/pytest -q --forks 8 tests/unit tests/contract benchmarks/tests $(PYTEST_ARGS)
+test-fast: install ## Unit and contract tests, in eight forked processes
+	$(BIN)/pytest -q --forks 8 tests/unit tests/contract $(PYTEST_ARGS)
 
 zoo: install ## Tiny models of each architecture: a cluster answers as one engine (minutes)
 	$(BIN)/python -m tests.zoo $(ARGS)
@@ -64,7 +65,7 @@ flaky: install ## Repeat make test, list what differed: make flaky N=10 [ARGS="-
 
 chaos: install ## Fault tests: real processes, real servers, real engines
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
-	$(BIN)/pytest -m long tests/integration tests/netns $(PYTEST_ARGS)
+	$(BIN)/pytest -m long tests/integration tests/netns benchmarks/tests $(PYTEST_ARGS)
 	FUZZ=1000 $(BIN)/pytest -q -n 2 tests/unit tests/contract tests/integration -k "fuzz or any_order_of_events or many_connects or hypothesis"
 
 chaos-report: install ## One process killed under load: failures, recovery, freed blocks (10 minutes)

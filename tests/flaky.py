@@ -29,9 +29,9 @@ from xml.etree import ElementTree
 MARKS = ("failure", "error", "skipped")
 SLOWEST = 10
 WHOLE = (
-    "--forks 8 tests/unit tests/contract benchmarks/tests",
+    "--forks 8 tests/unit tests/contract",
     "-n 2 --dist loadfile -m 'not long and not alone' "
-    "tests/integration tests/chaos tests/netns tests/gpu",
+    "benchmarks/tests tests/integration tests/chaos tests/netns tests/gpu",
     "-m 'alone and not long' tests/integration",
 )
 """What pytest is given in `make test`, part by part."""

@@ -21,6 +21,7 @@ def planned(wave: sim.Wave, seed: int) -> sim.Result:
     return sim.run(wave, 1, Settings(), seed)
 
 
+@pytest.mark.long
 def test_a_square_wave_that_fits_no_split() -> None:
     """Goodput is better than that of every static split. Each half costs the moves it needs."""
     wave = sim.Wave(half_s=200.0)

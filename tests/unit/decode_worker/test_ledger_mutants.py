@@ -13,7 +13,6 @@ SOON = (
     "settles twice",
     "forgets to release",
     "forgets the message",
-    "accepts a stale attempt",
     "grants to a second writer",
     "steals from a holder",
     "reads beside the writer",

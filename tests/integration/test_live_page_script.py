@@ -1,6 +1,6 @@
 """The live page in a real browser, over a scripted cluster. No engine.
 
-tests/integration/test_live_page.py looks at a real one."""
+test_live_page.py looks at a real one."""
 
 from __future__ import annotations
 
