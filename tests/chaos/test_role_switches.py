@@ -49,7 +49,8 @@ def at_rest(cluster: Cluster, worker: Worker) -> Footprint:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("trips", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("trips", [2, 20])
 def test_round_trips_under_load_leave_nothing(trips: int, elastic: Cluster, oracle: Oracle) -> None:
     """No request fails, every token is right, and nothing is left: blocks, files, threads, RSS."""
     worker = elastic.workers[-1]

@@ -289,6 +289,7 @@ def test_row_27_preemption_while_remote_prefills_are_outstanding(
         assert small.counter("vllm:num_preemptions_total") > 0, "nothing was preempted"
 
 
+@pytest.mark.long
 def test_row_27_preempted_requests_keep_their_seeds(small: Cluster, oracle: Oracle) -> None:
     """A preempted request computes its prompt and its tokens again, in several chunks. The tokens
     sampled on the way are dropped, and may not be missed by its generator."""
@@ -304,6 +305,7 @@ def test_row_27_preempted_requests_keep_their_seeds(small: Cluster, oracle: Orac
         small.set_router(policy="always_remote")
 
 
+@pytest.mark.long
 def test_row_5_a_stopped_writer_holds_what_others_need(small: Cluster, oracle: Oracle) -> None:
     """Two fifths of all blocks are in quarantine for as long as their writer is stopped: a prompt
     that needs more than the rest gets an error that says so, and others are served."""

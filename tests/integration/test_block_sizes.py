@@ -48,8 +48,9 @@ class Row:
     prefill: tuple[str, ...] = ()
 
 
-SHORT = {"shm": Row(), "Gemma 3": Row("Gemma 3")}
+SHORT = {"shm": Row()}
 LONG = {
+    "Gemma 3": Row("Gemma 3"),
     "tcp": Row(decode=TCP),
     "decode on two ranks": Row(decode=TWO_RANKS),
     "prefill on two ranks": Row(prefill=TWO_RANKS),

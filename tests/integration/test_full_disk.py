@@ -19,6 +19,7 @@ MIB = 200
 """etcd alone reserves 125 MiB for its log."""
 
 
+@pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.timeout(400)
 def test_a_disk_that_fills_stops_nothing(state: Path, model_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_a_worker_that_does_not_fit_names_the_field(cluster: Cluster) -> None:
     assert "model" in last_error(another_model)
 
 
+@pytest.mark.long
 def test_the_model_is_the_same_whatever_the_number_of_ranks(tmp_path: Path) -> None:
     """Also where vLLM's code of the model changes the model's config while it loads. With one rank
     it does so in the worker's own process, with two in others."""

@@ -29,7 +29,7 @@ SHORT_PROMPTS = (2, 33, 90, 200)
 LENGTHS = (*SHORT_PROMPTS, 700, 1500)
 ADAPTER = "adapter"
 KV_WORKERS = ("decode", "prefill")
-SHORT = ("Gemma 3", "Mistral")
+SHORT = ("Gemma 3",)
 """The others are asked by `make zoo`."""
 NGRAM = {
     "method": "ngram", "num_speculative_tokens": 3,

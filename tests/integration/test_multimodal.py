@@ -112,6 +112,7 @@ def test_an_image_is_known_to_every_decode_worker(cluster: Cluster) -> None:
     assert all(answers[0].same(answer) for answer in answers)
 
 
+@pytest.mark.long
 def test_an_answer_about_an_image_goes_on_when_its_decode_worker_dies(cluster: Cluster) -> None:
     cluster.set_router(policy="always_remote")
     expected = create(cluster, "cyan", max_tokens=LONG).choices[0].message.content

@@ -181,6 +181,7 @@ def test_what_vllm_would_answer_wrong_is_refused(cluster: Cluster) -> None:
         assert "speculative decoding" in heard.error
 
 
+@pytest.mark.long
 def test_an_answer_whose_worker_dies_goes_on_at_another(cluster: Cluster, oracle: Oracle) -> None:
     victim = cluster.launch("decode", *FLAGS, failpoints="engine.step=sleep:0.02")
     cluster.wait_ready(victim)
@@ -203,7 +204,8 @@ def draft_model(directory: Path, model: Path) -> dict[str, object]:
     return {"method": "draft_model", "model": str(small_model(directory / "small", model))}
 
 
-@pytest.mark.parametrize("make", [eagle, pytest.param(draft_model, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("make", [eagle, draft_model])
 def test_with_a_drafter_that_has_kv_prompts_stay_local(
     make: Callable[[Path, Path], dict[str, object]], tmp_path: Path
 ) -> None:

@@ -69,7 +69,7 @@ NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
     scope="module",
     params=[
         pytest.param(((), TENSOR), id="prefill1-decode2"),
-        pytest.param((TENSOR, ()), id="prefill2-decode1"),
+        pytest.param((TENSOR, ()), id="prefill2-decode1", marks=pytest.mark.long),
         pytest.param((PIPELINE, TENSOR), id="stages2-decode2", marks=pytest.mark.long),
     ],
 )

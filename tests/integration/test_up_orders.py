@@ -114,6 +114,7 @@ def test_orders_lose_no_request(state: Path, tmp_path: Path, model_path: Path) -
         assert is_alive(launch.supervisor)
 
 
+@pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_an_upgrade_is_not_noticed(state: Path, tmp_path: Path, model_path: Path) -> None:
