@@ -13,10 +13,10 @@ from pullfill.queue.contract import Delivery, JobConsumer
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.lanes import LOOK_S
 from pullfill.queue.urgency import Urgency
-from tests.contract.test_queue_contract import ACK_WAIT_S, SOON_S, Bench, bench, make
+from tests.contract.test_queue_contract import ACK_WAIT_S, SOON_S, Bench, bench, hasty, make
 from tests.support.nats import until
 
-__all__ = ["bench", "make"]
+__all__ = ["bench", "hasty", "make"]
 TIGHT, NORMAL, LOOSE = Urgency
 
 
@@ -123,8 +123,7 @@ async def test_a_worker_may_take_nothing_but_urgent_jobs(bench: Bench) -> None:
     assert await handed_out(bench, 2) == ["first", "normal"]
 
 
-@pytest.fixture
-async def lane(bench: Bench) -> Delivery:
+async def delivered(bench: Bench) -> Delivery:
     """A job of a lane, delivered."""
     await publish(bench, J("first", 100), J("lane", 5000, LOOSE))
     await noticed(bench)
@@ -132,6 +131,11 @@ async def lane(bench: Bench) -> Delivery:
     job = await one(bench.consumer)
     assert (job.job_id, job.number, job.tokens) == ("lane", 1, 5000)
     return job
+
+
+@pytest.fixture
+async def lane(bench: Bench) -> Delivery:
+    return await delivered(bench)
 
 
 async def test_a_job_of_a_lane_can_be_given_back(bench: Bench, lane: Delivery) -> None:
@@ -143,9 +147,10 @@ async def test_a_job_of_a_lane_can_be_given_back(bench: Bench, lane: Delivery) -
     await bench.depth_is(0, in_flight=0)
 
 
-async def test_a_job_of_a_lane_whose_worker_died_comes_again(bench: Bench, lane: Delivery) -> None:
-    await bench.advance(1.5 * ACK_WAIT_S)
-    again = await one(await bench.add_consumer(), SOON_S + LOOK_S)
+async def test_a_job_of_a_lane_whose_worker_died_comes_again(hasty: Bench) -> None:
+    await delivered(hasty)
+    await hasty.advance(1.5 * ACK_WAIT_S)
+    again = await one(await hasty.add_consumer(), SOON_S + LOOK_S)
     assert (again.job_id, again.number) == ("lane", 2)
 
 
