@@ -105,6 +105,7 @@ def test_five_deaths_in_a_minute_are_given_up_and_told(state: Path) -> None:
         (state / "nats" / "nats.conf").write_text("listen: {nonsense")
         kill(state, "nats")
         wait_for(lambda: "gave up after 5 deaths" in said(state), "it gives up", 40)
+        wait_for(lambda: bool(entry(state, "nats")["gave_up"]), "it says so")
         assert entry(state, "nats")["restarts"] == 4
         assert "Parse error" in entry(state, "nats")["gave_up"], "the last lines of its log"
         told = run(state, "status").stdout

@@ -136,7 +136,7 @@ class Cluster:
     directory: Path
     model_path: Path
     kv_mib: int = 64
-    lease_ttl_s: int = 2
+    lease_ttl_s: int = 5
     namespace: str = "test"
     api_key: str = "none"
     forked: bool = True
