@@ -173,12 +173,14 @@ class Installer:
     def _uv_can(self) -> bool:
         """Install everything with uv. Return whether it could."""
         program = self._venv / "bin" / "uv"
-        settings = install_progress.uv_settings(
-            _output(self._python, "-m", "pip", "config", "list").stdout
-        )
-        if settings is None or not program.exists():
+        if not program.exists():
             return False
-        flags, variables = settings
+        config = _output(self._python, "-m", "pip", "config", "list").stdout
+        try:
+            flags, variables = install_progress.uv_settings(config)
+        except ValueError as exc:
+            self._say(f"uv would not follow pip's setting {exc}, so pip goes on: slower")
+            return False
         # Bytecode now, by all cores: else each process of the first start would compile its own.
         command = [str(program), "pip", "install", "--python", self._python, "--compile-bytecode"]
         try:

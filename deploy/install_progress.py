@@ -95,6 +95,7 @@ _FOR_UV = {
     "extra-index-url": "--extra-index-url",
     "find-links": "--find-links",
     "trusted-host": "--allow-insecure-host",
+    "constraint": "--constraints",
 }
 _SWITCHES = {"no-index": "--no-index", "no-cache-dir": "--no-cache"}
 _VARIABLES = {"cert": "SSL_CERT_FILE", "proxy": "HTTPS_PROXY", "timeout": "UV_HTTP_TIMEOUT"}
@@ -106,11 +107,11 @@ _NO_MATTER = frozenset(
 )
 
 
-def uv_settings(pip_config: str) -> tuple[list[str], dict[str, str]] | None:
+def uv_settings(pip_config: str) -> tuple[list[str], dict[str, str]]:
     """Return flags and environment that make uv ask the package indexes that pip asks.
 
-    None: pip has a setting that uv would not follow.
-    pip_config: what `pip config list` prints."""
+    pip_config: what `pip config list` prints.
+    Raises ValueError: pip has a setting, which it names, that uv would not follow."""
     found: dict[str, str] = {}
     # In the order of pip: what is set for `pip install`, then the environment, wins.
     rank = {"global": 0, "install": 1, ":env:": 2}
@@ -128,5 +129,5 @@ def uv_settings(pip_config: str) -> tuple[list[str], dict[str, str]] | None:
         elif name in _VARIABLES:
             variables[_VARIABLES[name]] = value
         elif name not in _NO_MATTER:
-            return None
+            raise ValueError(name)
     return flags, variables

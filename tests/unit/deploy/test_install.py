@@ -115,6 +115,15 @@ class TestInstall:
         assert len(pip) == (0 if works else 2)
         assert ("uv could not" in capsys.readouterr().out) == (not works)
 
+    def test_pip_goes_on_where_uv_would_not_follow_its_settings(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self._venv(tmp_path, """case "$*" in *config*) echo "global.only-binary=':all:'";; esac""")
+        (tmp_path / "bin" / "uv").write_text("")
+        install.Installer(tmp_path, "cpu").run()
+        assert not [line for line in self._ran(tmp_path) if line.startswith("uv ")]
+        assert "pip's setting only-binary" in capsys.readouterr().out
+
     @pytest.mark.parametrize(
         ("index", "where", "asked"),
         [

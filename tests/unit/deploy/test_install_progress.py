@@ -78,7 +78,8 @@ def test_uv_asks_the_indexes_that_pip_asks() -> None:
         ":env:.find-links='/env'\nglobal.find-links='/file'\nglobal.cert='/ca.pem'\n"
         "global.extra-index-url='http://a http://b'\ninstall.index-url='http://own'\n"
         ":env:.no-cache-dir='1'\n:env:.disable-pip-version-check='1'\n"
-    ) or ([], {})
+        "global.constraint='/c.txt'\n"
+    )
     pairs = dict(pairwise(flags))
     assert pairs["--find-links"] == "/env"
     assert "/file" not in flags
@@ -86,13 +87,15 @@ def test_uv_asks_the_indexes_that_pip_asks() -> None:
     assert [flags[i + 1] for i, f in enumerate(flags) if f == "--extra-index-url"] == [
         "http://a", "http://b",
     ]  # fmt: skip
+    assert pairs["--constraints"] == "/c.txt"
     assert "--no-cache" in flags
     assert variables == {"SSL_CERT_FILE": "/ca.pem"}
 
 
-def test_what_uv_would_not_follow_is_left_to_pip() -> None:
-    assert uv_settings("") is not None
-    assert uv_settings(":env:.constraint='/c.txt'") is None
+def test_what_uv_would_not_follow_is_named() -> None:
+    uv_settings("")
+    with pytest.raises(ValueError, match=r"^only-binary$"):
+        uv_settings(":env:.only-binary=':all:'")
 
 
 def test_it_runs_on_a_bare_python() -> None:
