@@ -102,14 +102,18 @@ def _unknown(where: str, key: str, known: Collection[str]) -> str:
 def _parsed(path: str) -> yaml.Node | None:
     """Return the nodes of the file, which know their lines. None: it is empty."""
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        with open(path, "rb") as file:
+            text = file.read().decode()
     except OSError as exc:
         raise ConfigError(f"cannot read {path} ({exc.strerror}): check --file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text: give a YAML file") from None
+    except UnicodeDecodeError as exc:
+        before = exc.object[: exc.start].decode()
+        raise ConfigError(f"{_place(path, before)}not UTF-8 text: give a YAML file") from None
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.reader.ReaderError as exc:
+        why = f"the character {chr(exc.character)!r} is not allowed in YAML"
+        raise ConfigError(f"{_place(path, text[: exc.position])}{why}") from None
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         line = mark.line if mark else 0
@@ -119,6 +123,12 @@ def _parsed(path: str) -> yaml.Node | None:
     except (yaml.YAMLError, RecursionError) as exc:
         why = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
         raise ConfigError(f"{path} is not YAML: {why}") from None
+
+
+def _place(path: str, before: str) -> str:
+    """Return `PATH, line N: KEY: ` of what follows this text of the file."""
+    lines = before.split("\n")
+    return f"{path}, line {len(lines)}: {_key_above(lines, len(lines) - 1)}"
 
 
 def _key_above(lines: list[str], line: int) -> str:

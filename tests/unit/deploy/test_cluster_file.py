@@ -166,8 +166,13 @@ def test_a_refusal_is_one_line_that_names_line_and_key(
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [(b"model: \xff\n", "is not UTF-8"), (b"a: \x01\n", "is not YAML"), ("[" * 5000, "YAML")],
-)
+    [
+        (b"decode: 1\nmodel: \xc3\xa4\xff\n", "line 2: model: not UTF-8 text"),
+        (b"decode: 1\nmodel: \xc3\xa4\x01\n", r"line 2: model: the character '\\x01' is not"),
+        (b"\xff", "line 1: not UTF-8 text"),
+        ("[" * 5000, "is not YAML"),
+    ],
+)  # fmt: skip
 def test_what_is_no_yaml_at_all(up: Up, text: str | bytes, told: str) -> None:
     with pytest.raises(ConfigError, match=told) as caught:
         up(text)
