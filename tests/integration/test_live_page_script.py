@@ -104,9 +104,15 @@ def test_it_fits_and_can_be_read(browser: Browser, url: str, scheme: Any, width:
         page = found.page
         page.wait_for_selector("#ended tbody tr")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(WIDER_THAN_THEIR_CARD) == []
         assert page.evaluate(LEAST_CONTRAST) >= 4.5
 
 
+WIDER_THAN_THEIR_CARD = """() => {
+  const all = [...document.querySelectorAll(".figure b")];
+  all[0].textContent = "999 ms / 999 ms";
+  return all.filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.textContent);
+}"""
 LEAST_CONTRAST = """() => {
   const channel = (c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
   const parse = (text) => text.match(/[\\d.]+/g).map(Number);
