@@ -27,6 +27,8 @@ from pullfill.engine.kv import device_of, executor_without_model
 from pullfill.engine.names import compare, uses
 from pullfill.engine.names.tree import Tree, members
 from pullfill.errors import ConfigError
+from tests.support.chart import pods, render, the_container
+from tests.support.flags import split
 from tests.support.late import Late
 
 torch: Any = Late("torch")
@@ -63,6 +65,25 @@ def test_the_names_of_all_flags_are_known() -> None:
     assert short <= known_flags.SHORT
     if releases.VLLM in check.installed_builds().values():
         assert (names, short) == (known_flags.LONG - known_flags.GONE, known_flags.SHORT)
+
+
+def test_vllms_own_parsers_take_the_flags_of_the_chart() -> None:
+    """Unit tests know only the names of these flags."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+
+    worker = AsyncEngineArgs.add_cli_args(flag_parser("worker"))
+    frontend = make_arg_parser(flag_parser("frontend"))
+    for template in pods(render(otlpTracesEndpoint="http://collector:4317")).values():
+        arguments = the_container(template)["args"]
+        if arguments[0] in ("decode", "prefill", "frontend"):
+            ours, rest = split(arguments)
+            parser = frontend if arguments[0] == "frontend" else worker
+            parsed = parser.parse_args(["--model", ours["model"], *rest])
+            assert parsed.served_model_name == ["qwen"]
+            assert parsed.otlp_traces_endpoint == "http://collector:4317"
+            with pytest.raises(ConfigError, match="--enforce-eagr"):
+                parser.parse_args(["--model", ours["model"], *rest, "--enforce-eagr"])
 
 
 def test_kv_scales_are_where_vllm_keeps_them() -> None:

@@ -21,15 +21,23 @@ def command_line() -> Any:
     return typer.main.get_command(app)
 
 
-def parse(arguments: list[str]) -> dict[str, Any]:
-    """Values of our options, by the real parser. What goes to vLLM must be a flag of vLLM's."""
+def split(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """(values of our options, what goes to vLLM), by the real parser."""
     role = arguments[0]
     context = command_line().commands[role].make_context(role, arguments[1:])
-    for group in vllm_flags.group_flags(context.args):
+    return dict(context.params), list(context.args)
+
+
+def parse(arguments: list[str]) -> dict[str, Any]:
+    """Values of our options. What goes to vLLM must be a flag of vLLM's, by its name:
+    tests/integration/test_vllm_names.py asks vLLM's own parser."""
+    role = arguments[0]
+    params, rest = split(arguments)
+    for group in vllm_flags.group_flags(rest):
         name = group[0].split("=")[0].removeprefix("--")
         known = ENGINE_FLAGS | (vllm_flags.FRONTEND_ONLY if role == "frontend" else set())
         assert name in known, f"{role} does not know --{name}"
-    return dict(context.params)
+    return params
 
 
 def expand(text: str, values: dict[str, str], pattern: str) -> str:

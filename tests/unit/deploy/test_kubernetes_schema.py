@@ -1,4 +1,4 @@
-"""Three releases of Kubernetes accept the objects of the chart; wrong values are refused."""
+"""Releases of Kubernetes accept the objects of the chart; wrong values are refused."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 import kubernetes_validate
 import kubernetes_validate.utils
 import pytest
+import yaml
 
 from pullfill.options import LogFormat
-from tests.support.chart import HelmRefused, lint, of_kind, pods, render, the_container
+from tests.support.chart import CHART, HelmRefused, lint, of_kind, pods, render, the_container
 from tests.support.flags import parse
 
 # It reads all definitions of a release, 1 MB of JSON, for each object.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
-RELEASES = ("1.35", "1.36", "1.37")
+RELEASES = ("1.29", "1.35", "1.36", "1.37")
+"""The oldest that the chart accepts, and the newest three."""
 WITHOUT_SCHEMA = {"ScaledObject"}
 """KEDA brings it. test_kubernetes.py looks at its fields."""
 EVERYTHING: dict[str, Any] = {
@@ -50,6 +52,11 @@ def test_a_release_accepts_each_object(release: str, values: dict[str, Any]) -> 
     for one in render(**values):
         if one["kind"] not in WITHOUT_SCHEMA:
             assert kubernetes_validate.validate(one, release, strict=True) == release
+
+
+def test_the_chart_accepts_no_older_release() -> None:
+    wanted = yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"]
+    assert wanted == f">={RELEASES[0]}.0-0"
 
 
 def test_a_mistake_is_found() -> None:
