@@ -100,6 +100,9 @@ def top(
     cluster: ClusterOptions,
     url: Annotated[str | None, typer.Option(metavar="URL", help="Of a frontend")] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one screen")] = False,
+    instance: Annotated[
+        str | None, typer.Argument(metavar="[INSTANCE_ID]", help="One worker, with its history")
+    ] = None,
 ) -> int:
     """Watch workers, requests and latencies in the terminal. `q` ends it.
 
@@ -107,7 +110,23 @@ def top(
     """
     from pullfill.deploy.top import top
 
-    return top(cluster.find_to_ask(), url, once)
+    return top(cluster.find_to_ask(), url, once, instance)
+
+
+@command(app)
+def requests(
+    cluster: ClusterOptions,
+    url: Annotated[str | None, typer.Option(metavar="URL", help="Of one frontend")] = None,
+    most: Annotated[int, typer.Option("--most", metavar="N", min=1, help="So many")] = 25,
+    as_json: JsonOption = False,
+) -> int:
+    """List the latest requests that have ended. `pullfill explain` shows one.
+
+    Shows what frontends show at /pullfill/ui, to administrators only.
+    """
+    from pullfill.deploy import latest
+
+    return latest.show(cluster.find_to_ask(), url, most, as_json)
 
 
 @command(app)

@@ -1,4 +1,4 @@
-"""`pullfill top`: the live page of a frontend, in a terminal.
+"""`pullfill top`: the live page of a frontend, in a terminal. With a name: that of one worker.
 
 Reads the same events as the page. If the frontend goes away, what was seen stays on the screen, and
 the next frontend that answers is shown. Ends with Ctrl-C or `q`.
@@ -17,15 +17,16 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 
 import httpx
 import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from pullfill.config import ClusterRef, read_cluster_file
+from pullfill.deploy import top_worker
 from pullfill.deploy.members import frontend_urls
 from pullfill.deploy.top_view import Seen, screen
 from pullfill.errors import ConfigError, UnavailableError
@@ -36,18 +37,27 @@ AGAIN_S = 1.0
 PATH = "/pullfill/ui/events"
 _TIMEOUT = httpx.Timeout(5.0, read=10.0)
 """A frontend with many workers tells a snapshot every few seconds."""
+_NOBODY = "no frontend answers ({why}): try `pullfill doctor`"
 _WIDTH = 80
 """Columns where the output is no terminal."""
 
 
-def top(ref: ClusterRef, url: str | None, once: bool) -> int:
-    """Show the cluster until the user ends it.
+def top(ref: ClusterRef, url: str | None, once: bool, worker: str | None = None) -> int:
+    """Show the cluster, or one worker, until the user ends it.
 
     url: of a frontend. None: those of the cluster.
-    once: print one screen.
+    once: print one screen. worker: its instance id.
     Raises UnavailableError if no frontend answers, ConfigError if one refuses."""
     console = Console()
     snapshots = _snapshots(ref, url)
+    if worker is not None:
+        snapshots = _checked(snapshots, worker)
+
+    def shown(seen: Seen, trouble: str, height: int) -> RenderableType:
+        if worker is not None:
+            return top_worker.screen(seen, worker, trouble)
+        return screen(seen, trouble, height)
+
     if once or not console.is_terminal:
         seen = Seen()
         found = next(snapshots)
@@ -55,14 +65,49 @@ def top(ref: ClusterRef, url: str | None, once: bool) -> int:
         seen.take(found)
         snapshots.close()
         width = console.width if console.is_terminal else _WIDTH
-        Console(width=width).print(screen(seen, height=1000), highlight=False)
+        Console(width=width).print(shown(seen, "", 1000), highlight=False)
         return 0
     with suppress(KeyboardInterrupt):
-        _watch(console, snapshots)
+        _watch(console, snapshots, shown)
     return 0
 
 
-def _watch(console: Console, snapshots: Iterator[Snapshot | str]) -> None:
+def _checked(
+    snapshots: Generator[Snapshot | str, None, None], worker: str
+) -> Generator[Snapshot | str, None, None]:
+    """Yield the same. Raises ConfigError if the first snapshot does not know the worker."""
+    first = next(snapshots)
+    assert isinstance(first, Snapshot)
+    top_worker.check(first, worker)
+    yield first
+    yield from snapshots
+
+
+def first_of_each(ref: ClusterRef, url: str | None) -> list[Snapshot]:
+    """Return a whole snapshot of each frontend that answers.
+
+    Raises UnavailableError if none answers, ConfigError if all that answer refuse."""
+    found, refused, why = list[Snapshot](), list[ConfigError](), "no frontend is known"
+    for where in [url] if url else frontend_urls(ref):
+        try:
+            with contextlib.closing(_stream(ref, where.rstrip("/"), given=url is not None)) as told:
+                found.append(next(told))
+        except ConfigError as exc:
+            refused.append(exc)
+        except (httpx.HTTPError, msgspec.DecodeError, StopIteration) as exc:
+            why = f"{where}: {exc or type(exc).__name__}"
+    if refused and not found:
+        raise refused[0]
+    if not found:
+        raise UnavailableError(_NOBODY.format(why=why))
+    return found
+
+
+def _watch(
+    console: Console,
+    snapshots: Iterator[Snapshot | str],
+    shown: Callable[[Seen, str, int], RenderableType],
+) -> None:
     """Show each snapshot. A text is a trouble."""
     seen = Seen()
     with _q_ends(), Live(console=console, screen=True, auto_refresh=False) as live:
@@ -70,7 +115,7 @@ def _watch(console: Console, snapshots: Iterator[Snapshot | str]) -> None:
             trouble = found if isinstance(found, str) else ""
             if isinstance(found, Snapshot):
                 seen.take(found)
-            live.update(screen(seen, trouble, console.height), refresh=True)
+            live.update(shown(seen, trouble, console.height), refresh=True)
 
 
 @contextlib.contextmanager
@@ -132,11 +177,11 @@ def _snapshots(ref: ClusterRef, url: str | None) -> Generator[Snapshot | str, No
             if answered:
                 yield f"connecting again: {why}"
         if not answered:
-            raise UnavailableError(f"no frontend answers ({why}): try `pullfill doctor`")
+            raise UnavailableError(_NOBODY.format(why=why))
         time.sleep(AGAIN_S)
 
 
-def _stream(ref: ClusterRef, url: str, *, given: bool) -> Iterator[Snapshot]:
+def _stream(ref: ClusterRef, url: str, *, given: bool) -> Generator[Snapshot, None, None]:
     """Yield the snapshots of one frontend. Raises ConfigError if it refuses.
 
     given: the user has named it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -18,6 +18,8 @@ _SPARK = 45
 """Columns of a history. Each covers 20 s."""
 _FIXED = 14
 """Lines of a screen besides workers, requests and marks."""
+_TALL = 34
+"""From so many lines on, two more histories are shown."""
 _MARKS = 3
 _STATES = {"ready": ("●", "green"), "draining": ("◆", "yellow"), "lost": ("✕", "bold red")}
 _LANES = {
@@ -61,20 +63,23 @@ def screen(seen: Seen, trouble: str = "", height: int = 40) -> Group:
         return Group(Text(trouble or "waiting for the first snapshot", style="yellow"))
     workers = list(snapshot.workers)
     marks = list(snapshot.marks)[-_MARKS:]
-    room = max(4, height - _FIXED - len(marks))
+    histories = _histories(seen.points, snapshot)
+    if height < _TALL:
+        histories = {name: history for name, history in histories.items() if name not in _MORE}
+    room = max(4, height - _FIXED - len(marks) - len(histories) + 4)
     rows = min(len(workers), max(2, room * 2 // 3))
     flows = _interesting(snapshot.flows)[: max(0, room - rows - 2)]
     parts: list[RenderableType] = [
-        _head(snapshot, trouble),
+        head(snapshot, trouble),
         *_figures(snapshot),
-        *_histories(seen.points, snapshot.at),
+        sparks(histories),
         _lanes(snapshot),
         _workers(workers[:rows], len(workers) - rows),
         *_decisions(seen.points),
     ]
     if flows:
         parts.append(_flows(flows))
-    parts += [_mark(mark, snapshot.at) for mark in reversed(marks)]
+    parts += [event(mark) for mark in reversed(marks)]
     return Group(*parts)
 
 
@@ -97,6 +102,10 @@ def seconds(value: float | None) -> str:
     if value < 10:
         return f"{value:.1f} s"
     return f"{value:.0f} s" if value < 90 else f"{value / 60:.0f} min"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
 
 
 def count(value: float | None) -> str:
@@ -124,7 +133,7 @@ def spark(values: Sequence[float | None], columns: int = _SPARK) -> str:
 # --------------------------------------------------------------------------- parts
 
 
-def _head(snapshot: Snapshot, trouble: str) -> Text:
+def head(snapshot: Snapshot, trouble: str) -> Text:
     text = Text("pullfill ", style="bold")
     others = f" (1 of {snapshot.frontends} frontends)" if snapshot.frontends > 1 else ""
     text.append(f"{plain(snapshot.model)} at {plain(snapshot.frontend)}{others}", style="dim")
@@ -157,24 +166,43 @@ def _figures(snapshot: Snapshot) -> Iterator[RenderableType]:
     yield table
 
 
-def _histories(points: Sequence[Point], now: float) -> Iterator[RenderableType]:
-    """The last 15 minutes, oldest on the left."""
+def history(points: Sequence[Point], now: float) -> list[Point | None]:
+    """Return the steps of the last 15 minutes, oldest first. None: nothing is known of one."""
     steps = {round(point.at / STEP_S): point for point in points}
     last = int(now // STEP_S)
-    line = [steps.get(index) for index in range(last - int(HISTORY_S // STEP_S) + 1, last + 1)]
-    rows: dict[str, list[float | None]] = {
-        "TTFT p95": [p.ttft_ms[1] if p and p.ttft_ms else None for p in line],
-        "tokens/s": [p.tokens_per_s if p else None for p in line],
-        "in target/s": [p.good / p.seconds if p else None for p in line],
-        "queue": [p.backlog_s if p else None for p in line],
+    return [steps.get(index) for index in range(last - int(HISTORY_S // STEP_S) + 1, last + 1)]
+
+
+Histories = dict[str, tuple[list[float | None], Callable[[float | None], str]]]
+"""Name → values, oldest first, and how one is written."""
+_MORE = ("ITL p95", "KV use")
+
+
+def _histories(points: Sequence[Point], snapshot: Snapshot) -> Histories:
+    line = history(points, snapshot.at)
+    decode = {row.instance_id for row in snapshot.workers if row.role == "decode"}
+
+    def highest_kv(point: Point) -> float | None:
+        found = [one.kv for name, one in point.workers.items() if name in decode]
+        return max((kv for kv in found if kv is not None), default=None)
+
+    return {
+        "TTFT p95": ([p.ttft_ms[1] if p and p.ttft_ms else None for p in line], ms),
+        "ITL p95": ([p.itl_ms[1] if p and p.itl_ms else None for p in line], ms),
+        "tokens/s": ([p.tokens_per_s if p else None for p in line], count),
+        "in target/s": ([p.good / p.seconds if p else None for p in line], count),
+        "queue": ([p.backlog_s if p else None for p in line], seconds),
+        "KV use": ([highest_kv(p) if p else None for p in line], percent),
     }
-    shown = {"TTFT p95": ms, "queue": seconds}
+
+
+def sparks(histories: Histories) -> Table:
+    """Return a row of blocks for each history, and its highest value."""
     table = Table.grid(padding=(0, 1, 0, 0))
-    for name, values in rows.items():
-        highest = max((v for v in values if v is not None), default=None)
-        top = shown.get(name, count)(highest)
+    for name, (values, written) in histories.items():
+        top = written(max((v for v in values if v is not None), default=None))
         table.add_row(f"{name:<11}", Text(f"{spark(values):<{_SPARK}}", style="cyan"), f"max {top}")
-    yield table
+    return table
 
 
 def _lanes(snapshot: Snapshot) -> Text:
@@ -189,6 +217,12 @@ def _lanes(snapshot: Snapshot) -> Text:
     return text
 
 
+def state(name: str) -> Text:
+    """Return the state of a worker, with its sign."""
+    sign, style = _STATES.get(name, ("•", ""))
+    return Text(f"{sign} {plain(name)}", style=style)
+
+
 def _workers(rows: Sequence[WorkerRow], hidden: int) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=26)
@@ -197,12 +231,11 @@ def _workers(rows: Sequence[WorkerRow], hidden: int) -> RenderableType:
     for name in ("KV", "run", "wait", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        sign, style = _STATES.get(row.state, ("•", ""))
-        kv = "–" if row.kv is None else f"{100 * row.kv:.0f} %"
         high = "red" if row.kv is not None and row.kv > 0.9 else ""
         table.add_row(
-            _name(row.instance_id), row.role, Text(f"{sign} {row.state}", style=style),
-            Text(kv, style=high), count(row.running), count(row.waiting), count(row.tokens_per_s),
+            _name(row.instance_id), row.role, state(row.state),
+            Text(percent(row.kv), style=high),
+            count(row.running), count(row.waiting), count(row.tokens_per_s),
         )  # fmt: skip
     if hidden > 0:
         table.add_row(Text(f"and {hidden} more", style="dim"))
@@ -244,7 +277,8 @@ def _flows(flows: Sequence[Flow]) -> Table:
     return table
 
 
-def _mark(mark: Mark, now: float) -> Text:
+def event(mark: Mark) -> Text:
+    """Return what happened as one line."""
     at = time.strftime("%H:%M:%S", time.localtime(mark.at))
     lasts = (
         ""

@@ -14,14 +14,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pullfill.config import ClusterRef
+from pullfill.deploy import latest
 from pullfill.deploy import top as command
 from pullfill.errors import ConfigError, UnavailableError
-from pullfill.live_view import Snapshot
+from pullfill.live_view import Ended, Snapshot
 from pullfill.net.security import FrontendSecurity, Security
-from tests.support.live_script import DECODE, serving
+from tests.support.live_script import DECODE, DRAINING, serving
 
 ADMIN = "admin-key-0123456789"
 NOWHERE = "http://127.0.0.1:1"
@@ -51,6 +53,55 @@ def test_one_screen_is_printed_where_there_is_no_terminal(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.startswith(DECODE[0]) for line in lines)
+
+
+def test_one_worker_has_a_screen_with_its_history(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as url:
+        assert command.top(ref(tmp_path, url), None, False, DRAINING) == 0
+        with pytest.raises(ConfigError, match=f"did you mean {DRAINING}"):
+            command.top(ref(tmp_path, url), None, False, DRAINING + "x")
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    for part in (
+        "◆ draining",
+        "KV use  ",
+        "running  ",
+        "waiting  ",
+        "tokens/s  ",
+        "█",
+        "kv_blocks=",
+    ):
+        assert part in text, part
+    assert f"{DRAINING} drains" in text
+    assert DECODE[0] not in text
+
+
+def test_the_latest_requests_of_all_frontends_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving() as one, serving() as other:
+        monkeypatch.setattr(command, "frontend_urls", lambda _: [one, NOWHERE, other])
+        assert latest.show(ref(tmp_path), None, 6, as_json=True) == 0
+        rows = msgspec.json.decode(capsys.readouterr().out, type=list[Ended])
+        assert [row.at for row in rows] == sorted(row.at or 0.0 for row in rows)
+        assert len(rows) == 6
+        assert len({row.id for row in rows}) == 3, "each frontend has its own"
+        assert latest.show(ref(tmp_path), other, 30, as_json=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (line,) = (line for line in lines if rows[-1].id in line)
+    assert ("✓" if rows[-1].good else "✕") in line
+    assert f" {rows[-1].path} " in line
+    assert "explain" in lines[-1]
+
+
+def test_no_frontend_tells_of_requests(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="no frontend answers"):
+        latest.show(ref(tmp_path), NOWHERE, 1, as_json=False)
+    with serving(admin=(ADMIN,)) as url, pytest.raises(ConfigError, match="administrators only"):
+        latest.show(ref(tmp_path), url, 1, as_json=False)
 
 
 def test_the_administrators_key_goes_to_frontends_that_the_user_knows_only(tmp_path: Path) -> None:
