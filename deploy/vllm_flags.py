@@ -11,10 +11,15 @@ from pullfill.config import NO_DATA_PARALLEL
 from pullfill.deploy import known_flags
 from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError
-from pullfill.options import FrontendOptions, WorkerOptions, declared
+from pullfill.options import ClusterOptions, FrontendOptions, WorkerOptions, declared
 
 _DATA_PARALLEL = re.compile(r"data-parallel\b|dp[a-z]?\Z")
 _SIZE = ("data-parallel-size", "dp")
+_FEW = 4
+_OF_UP = frozenset(
+    ("--file", "--dry-run", "--detach", "--vllm-args", "--decode-args", "--prefill-args", "--set")
+)
+"""Flags that are no fields of an options class."""
 
 FRONTEND_ONLY = frozenset(
     """
@@ -108,18 +113,29 @@ def check(arguments: Sequence[str]) -> None:
             raise ConfigError(f"{given}: {NO_DATA_PARALLEL}")
 
 
+def of_pullfill() -> set[str]:
+    """Return the flags of pullfill's commands that also take vLLM's."""
+    kinds = (UpOptions, WorkerOptions, FrontendOptions, ClusterOptions)
+    return _OF_UP | {one.name.partition("/")[0] for kind in kinds for one in declared(kind)}
+
+
 def _check_name(flag: str) -> None:
-    """Refuse a flag that vLLM does not have. It takes beginnings of names, and `--config.key`."""
+    """Refuse a flag that vLLM does not have. It takes beginnings of names, and `--config.key`.
+
+    A beginning that fits several flags is refused too, and one that fits a flag of pullfill."""
     name = flag_name(flag).partition(".")[0]
+    ours, vllms = of_pullfill(), {f"--{known}" for known in known_flags.LONG}
+    begun = sorted(one for one in ours if one.startswith(f"--{name}"))
     if flag.startswith("--"):
-        if any(known.startswith(name) for known in known_flags.LONG):
+        short_for = sorted(known for known in vllms if known.startswith(f"--{name}"))
+        if f"--{name}" in vllms or (len(short_for) == 1 and not begun):
             return
+        if short_for:
+            several = ", ".join(dict.fromkeys([*begun, *short_for][:_FEW]))
+            raise ConfigError(f"{flag} may be short for {several}: write out the one you mean")
     elif name in known_flags.SHORT or name.startswith("O"):
         return
-    kinds = (UpOptions, WorkerOptions, FrontendOptions)
-    ours = [one.name.partition("/")[0] for kind in kinds for one in declared(kind)]
-    every = [f"--{known}" for known in known_flags.LONG] + ours
-    near = get_close_matches(flag.replace("_", "-"), sorted(every), n=1)
+    near = begun or get_close_matches(flag.replace("_", "-"), sorted(vllms | ours), n=1)
     hint = f"did you mean {near[0]}?" if near else "--help lists those of pullfill"
     raise ConfigError(f"neither pullfill nor vLLM has a flag {flag}: {hint}")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from pullfill.config import ClusterRef
@@ -29,6 +30,8 @@ class TestRefused:
             ("--max-modl-len", "--max-model-len"),
             ("--max_modl_len=9", "--max-model-len"),
             ("--kv-mod3", "--kv-mode"),
+            ("--detac", "--detach"),
+            ("--stat", "--state-dir"),
             ("--no-enforce-eagr", "--enforce-eager"),
             ("-tq", "--help"),
             ("--zzz", "--help"),
@@ -37,6 +40,21 @@ class TestRefused:
     def test_a_flag_that_nobody_has(self, flag: str, near: str) -> None:
         with pytest.raises(ConfigError, match=f"has a flag {flag.split('=')[0]}: .*{near}"):
             vllm_flags.check([flag, "1"] if "=" not in flag else [flag])
+
+    @pytest.mark.parametrize(
+        ("flag", "first"),
+        [("--decod", "--decode"), ("--max=4", "--max-inflight"), ("--max-num-s", "--max-num-s")],
+    )
+    def test_a_beginning_that_may_mean_several(self, flag: str, first: str) -> None:
+        """vLLM takes beginnings, so `up --decod 2` started workers that refused their flags."""
+        with pytest.raises(ConfigError, match=f"{flag.split('=')[0]} may be short for {first}"):
+            vllm_flags.check([flag])
+
+    def test_all_flags_of_pullfill_are_known(self) -> None:
+        commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+        taking = [commands[name] for name in ("up", "decode", "prefill", "frontend")]
+        flags = {flag for command in taking for param in command.params for flag in param.opts}
+        assert {flag for flag in flags if flag.startswith("--")} == vllm_flags.of_pullfill()
 
     def test_all_ways_to_write_a_flag_of_vllm(self) -> None:
         for flag in ("--tensor-parallel=2", "--max_model_len=1", "--no-enable-prefix-caching"):
