@@ -29,7 +29,7 @@ def main() -> int:
         print("error: no chromium: apt-get install chromium", file=sys.stderr)
         return 1
     IMAGES.mkdir(exist_ok=True)
-    with serving() as url, sync_playwright() as driver:
+    with serving(evil=False) as url, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=list(FLAGS))
         for scheme in ("light", "dark"):
             options: dict[str, Any] = {"color_scheme": scheme, "reduced_motion": "reduce"}

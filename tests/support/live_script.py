@@ -55,10 +55,12 @@ EVIL = "cmpl-<img src=x onerror=window.hacked=1>"
 class ScriptedLive:
     """Has the methods of `LiveView` that the page needs. Times are relative to its beginning.
 
+    evil: the name of one request attacks the page.
     closed: ends all streams within a second."""
 
-    def __init__(self, seed: int = 7) -> None:
+    def __init__(self, seed: int = 7, *, evil: bool = True) -> None:
         self.closed = False
+        self._evil = 20 if evil else -1
         self._random = random.Random(seed)
         self._series = Series()
         self._began = time.time()
@@ -144,7 +146,7 @@ class ScriptedLive:
         for number in range(26):
             phase = (now - self._began + number * 14 / 26) % 14
             common = {
-                "id": EVIL if number == 20 else f"chatcmpl-{number * 7919:05x}b{number:02d}",
+                "id": EVIL if number == self._evil else f"chatcmpl-{number * 7919:05x}b{number:02d}",
                 "age_s": phase, "tokens": 2600 + 311 * number, "decode": DECODE[number % 4],
             }  # fmt: skip
             prefill = PREFILL[number % 3]
@@ -264,11 +266,11 @@ def app(live: ScriptedLive) -> Starlette:
 
 
 @contextmanager
-def serving(port: int = 0, admin: tuple[str, ...] = ()) -> Iterator[str]:
+def serving(port: int = 0, admin: tuple[str, ...] = (), evil: bool = True) -> Iterator[str]:
     """The scripted frontend in a thread, behind the admission of a real one. Yields its URL.
 
-    port: 0: any. admin: keys of administrators."""
-    live = ScriptedLive()
+    port: 0: any. admin: keys of administrators. evil: a request's name attacks the page."""
+    live = ScriptedLive(evil=evil)
     guarded: Any = HttpAuth(app(live), (), admin)  # type: ignore[arg-type]
     config = uvicorn.Config(guarded, port=port, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
