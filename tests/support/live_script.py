@@ -146,7 +146,8 @@ class ScriptedLive:
         for number in range(26):
             phase = (now - self._began + number * 14 / 26) % 14
             common = {
-                "id": EVIL if number == self._evil else f"chatcmpl-{number * 7919:05x}b{number:02d}",
+                "id": EVIL if number == self._evil
+                else f"chatcmpl-{number * 7919:05x}b{number:02d}",
                 "age_s": phase, "tokens": 2600 + 311 * number, "decode": DECODE[number % 4],
             }  # fmt: skip
             prefill = PREFILL[number % 3]
