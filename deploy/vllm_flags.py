@@ -116,7 +116,7 @@ def check(arguments: Sequence[str]) -> None:
 def of_pullfill() -> set[str]:
     """Return the flags of pullfill's commands that also take vLLM's."""
     kinds = (UpOptions, WorkerOptions, FrontendOptions, ClusterOptions)
-    return _OF_UP | {one.name.partition("/")[0] for kind in kinds for one in declared(kind)}
+    return {one.name.partition("/")[0] for kind in kinds for one in declared(kind)} | _OF_UP
 
 
 def _check_name(flag: str) -> None:
