@@ -110,7 +110,7 @@ def top(
     """
     from pullfill.deploy.top import top
 
-    return top(cluster.find_to_ask(), url, once, instance)
+    return top(cluster.find_to_ask(url), url, once, instance)
 
 
 @command(app)
@@ -126,7 +126,7 @@ def requests(
     """
     from pullfill.deploy import latest
 
-    return latest.show(cluster.find_to_ask(), url, most, as_json)
+    return latest.show(cluster.find_to_ask(url), url, most, as_json)
 
 
 @command(app)

@@ -47,6 +47,10 @@ def port_problem(host: str, port: int) -> str | None:
 
 def check_port(flag: str, host: str, port: int) -> None:
     """Raise ConfigError if no server could listen there. flag: gives the port."""
+    if why := port_problem(host, 0):
+        raise ConfigError(
+            f"cannot listen on {host} ({why}): give --host an address of this machine"
+        )
     if why := port_problem(host, port):
         raise ConfigError(
             f"cannot listen on {host}:{port} ({why}): stop what uses it, or choose another with "

@@ -147,15 +147,19 @@ class ClusterOptions(StateDirOptions):
         """Return the cluster, for a process that joins it. Raises ConfigError."""
         return ClusterRef.resolve(**asdict(self))
 
-    def find_to_ask(self) -> ClusterRef:
-        """Return the cluster, for a command that only asks it. Raises ConfigError."""
+    def find_to_ask(self, frontend: str | None = None) -> ClusterRef:
+        """Return the cluster, for a command that only asks it. Raises ConfigError.
+
+        frontend: the URL of one, if the command asks nobody else."""
         try:
             return self.find()
         except ConfigError:
-            if not self.etcd or self.nats:
+            alone = frontend and not self.state_dir
+            if self.nats or not (self.etcd or alone):
                 raise
-            # `--etcd` alone is enough.
-            return replace(self, nats="nats://", state_dir=None).find()
+            # One URL is enough.
+            etcd = self.etcd or "http://"
+            return replace(self, etcd=etcd, nats="nats://", state_dir=None).find()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

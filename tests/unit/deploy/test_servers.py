@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pullfill.deploy import servers
+from pullfill.errors import ConfigError
 
 _HEALTHY = b'HTTP/1.0 200 OK\r\n\r\n{"health":"true"}'
 
@@ -27,6 +28,15 @@ class TestServers:
         flags = dict(flag.removeprefix("--").split("=", 1) for flag in argv[1:])
         longest_wait_ms = 5 * int(flags["heartbeat-interval"])
         assert int(flags["election-timeout"]) == longest_wait_ms <= 250, "starts wait for it"
+
+    def test_a_port_that_cannot_be_had_says_what_to_change(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            with pytest.raises(ConfigError, match=f"{port} .*another with --http-port"):
+                servers.check_port("--http-port", "127.0.0.1", port)
+            with pytest.raises(ConfigError, match="give --host an address of this machine"):
+                servers.check_port("--http-port", "203.0.113.1", port)
+        servers.check_port("--port", "127.0.0.1", port)
 
     @pytest.mark.parametrize(
         ("url", "expected"),

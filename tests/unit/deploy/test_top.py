@@ -16,9 +16,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import latest
+from pullfill.deploy import cli, latest
 from pullfill.deploy import top as command
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.live_view import Ended, Snapshot
@@ -95,6 +96,16 @@ def test_the_latest_requests_of_all_frontends_are_listed(
     assert ("✓" if rows[-1].good else "✕") in line
     assert f" {rows[-1].path} " in line
     assert "explain" in lines[-1]
+
+
+def test_the_url_of_a_frontend_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PULLFILL_STATE_DIR", raising=False)
+    with serving() as url:
+        for words in (["top", DECODE[1]], ["requests"]):
+            done = CliRunner().invoke(cli.app, [*words, "--url", url])
+            assert done.exception is None, done.exception
+        assert isinstance(CliRunner().invoke(cli.app, ["requests"]).exception, ConfigError)
 
 
 def test_no_frontend_tells_of_requests(tmp_path: Path) -> None:
