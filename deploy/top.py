@@ -84,14 +84,16 @@ def _checked(
 
 
 def first_of_each(ref: ClusterRef, url: str | None) -> list[Snapshot]:
-    """Return a whole snapshot of each frontend that answers.
+    """Return a whole snapshot of each frontend that answers. One may answer at several URLs.
 
     Raises UnavailableError if none answers, ConfigError if all that answer refuse."""
-    found, refused, why = list[Snapshot](), list[ConfigError](), "no frontend is known"
+    found = dict[tuple[str, float], Snapshot]()
+    refused, why = list[ConfigError](), "no frontend is known"
     for where in [url] if url else frontend_urls(ref):
         try:
             with contextlib.closing(_stream(ref, where.rstrip("/"), given=url is not None)) as told:
-                found.append(next(told))
+                snapshot = next(told)
+                found[snapshot.frontend, snapshot.since] = snapshot
         except ConfigError as exc:
             refused.append(exc)
         except (httpx.HTTPError, msgspec.DecodeError, StopIteration) as exc:
@@ -100,7 +102,7 @@ def first_of_each(ref: ClusterRef, url: str | None) -> list[Snapshot]:
         raise refused[0]
     if not found:
         raise UnavailableError(_NOBODY.format(why=why))
-    return found
+    return list(found.values())
 
 
 def _watch(
