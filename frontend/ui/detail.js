@@ -61,7 +61,7 @@ export class Detail {
     const row = this.page.ended.find((one) => one.id === id);
     try {
       const answer = await fetch(`ui/requests/${encodeURIComponent(id)}`);
-      if (answer.ok) body.replaceChildren(...record(await answer.json(), row));
+      if (answer.ok) body.replaceChildren(...record(await answer.json(), row, body.clientWidth));
       else body.replaceChildren(h("p", { class: "warn" }, await why(answer)));
     } catch (error) {
       body.replaceChildren(h("p", { class: "bad" }, `The frontend does not answer: ${error.message}`));
@@ -119,7 +119,7 @@ function underWay(flow) {
   ]);
 }
 
-function record(told_, row) {
+function record(told_, row, room) {
   const path = told_.path === "remote" ? "prefilled by a prefill worker" : told_.fallback
     ? `sent to be prefilled remotely, then done locally: ${told_.fallback}` : "prefilled by the decode worker itself";
   const predicted = told_.predicted_ms ?? {};
@@ -144,7 +144,7 @@ function record(told_, row) {
       ["predicted", said],
     ]),
     h("h3", {}, "From its arrival to its first token"),
-    waterfall(told_),
+    waterfall(told_, room),
     told_.expected_s ? h("p", { class: "hint" }, "Dashed: what was expected when it was decided.") : null,
     comparisonTable(told_),
   ].filter((part) => part !== null);

@@ -5,7 +5,7 @@ import { h, ms, s } from "./dom.js";
 const ROW = 22;
 const LEFT = 128;
 const RIGHT = 70;
-const WIDTH = 800;
+const [LEAST, MOST] = [300, 800];
 
 const KIND = {
   route: "route", fetch: "kv", queue: "queue", claim: "queue", prefix_read: "kv", prefill: "prefill", kv_write: "kv",
@@ -54,11 +54,13 @@ export function predictedOf(record) {
   return predicted[choice] ?? (choice === "local_chunked" ? predicted.local : null) ?? null;
 }
 
-export function waterfall(record) {
+/** room: pixels in a line. Where there are fewer than MOST, the bars get shorter, not the letters smaller. */
+export function waterfall(record, room) {
+  const width = Math.min(MOST, Math.max(LEAST, room));
   const stages = stagesOf(record);
   const first = record.timings_ms?.first_token ?? null;
   const end = Math.max(1, first ?? 0, ...stages.map((stage) => stage.start + Math.max(stage.ms, stage.expected ?? 0)));
-  const x = (value) => LEFT + ((WIDTH - LEFT - RIGHT) * value) / end;
+  const x = (value) => LEFT + ((width - LEFT - RIGHT) * value) / end;
   const height = ROW * (stages.length + 1) + 18;
   const rows = stages.flatMap(({ name, start, ms: length, expected }, index) => {
     const y = index * ROW;
@@ -68,8 +70,8 @@ export function waterfall(record) {
     ];
     if (expected) parts.push(s("rect", { class: "expected", x: x(start), y: y + 3, width: x(start + expected) - x(start), height: 15, rx: 2 }));
     const after = Math.max(x(start + length), expected ? x(start + expected) : 0) + 6;
-    const inside = after > WIDTH - RIGHT + 4;
-    parts.push(s("text", { class: "axis", x: inside ? WIDTH : after, y: y + 15, "text-anchor": inside ? "end" : "start" }, ms(length)));
+    const inside = after > width - RIGHT + 4;
+    parts.push(s("text", { class: "axis", x: inside ? width : after, y: y + 15, "text-anchor": inside ? "end" : "start" }, ms(length)));
     return parts;
   });
   const bottom = ROW * stages.length + 4;
@@ -79,7 +81,7 @@ export function waterfall(record) {
     rows.push(s("text", { class: "axis", x: at, y: bottom + 16, "text-anchor": "middle" }, ms(end * share)));
   }
   const label = stages.map((stage) => `${NAMES[stage.name]} ${ms(stage.ms)}`).join(", ");
-  return s("svg", { class: "fall", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": label }, ...rows);
+  return s("svg", { class: "fall", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, ...rows);
 }
 
 /** Predicted beside actual, in words: [[what, predicted, actual]]. Pure. */

@@ -106,8 +106,17 @@ def test_it_fits_and_can_be_read(browser: Browser, url: str, scheme: Any, width:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.evaluate(WIDER_THAN_THEIR_CARD) == []
         assert page.evaluate(LEAST_CONTRAST) >= 4.5
+        page.locator("#ended button").first.click()
+        page.locator("dialog svg.fall").wait_for()
+        assert page.evaluate(SIZE_OF_LETTERS) >= 11
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+SIZE_OF_LETTERS = """() => {
+  const fall = document.querySelector("svg.fall");
+  const scale = fall.getScreenCTM().a;
+  return scale * parseFloat(getComputedStyle(fall.querySelector("text")).fontSize);
+}"""
 WIDER_THAN_THEIR_CARD = """() => {
   const all = [...document.querySelectorAll(".figure b")];
   all[0].textContent = "999 ms / 999 ms";

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -84,11 +85,11 @@ def test_the_latest_requests_of_all_frontends_are_listed(
 ) -> None:
     with serving() as one, serving() as other:
         monkeypatch.setattr(command, "frontend_urls", lambda _: [one, NOWHERE, other, one])
-        assert latest.show(ref(tmp_path), None, 6, as_json=True) == 0
+        assert latest.show(ref(tmp_path), None, 1000, as_json=True) == 0
         rows = msgspec.json.decode(capsys.readouterr().out, type=list[Ended])
         assert [row.at for row in rows] == sorted(row.at or 0.0 for row in rows)
-        assert len(rows) == 6
-        assert len({row.id for row in rows}) == 3, "each of both frontends once"
+        assert len(rows) > 50
+        assert max(Counter(row.id for row in rows).values()) == 2, "each frontend once"
         assert latest.show(ref(tmp_path), other, 30, as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
