@@ -6,9 +6,10 @@
        │                                               └──cancelled, not published───────┤
        └──any claim──────────────────────────────────────────────────────────────────────┘
 
-A claim timeout counts as a stall when two things held while the job waited: no job of this decode
-worker was claimed, and no connected prefill worker computed. A long queue that moves is no stall.
-A trial waits TRIAL_SHARE of the claim timeout, so no other prompt waits the whole of it.
+A claim timeout counts as a stall if no job of this decode worker was claimed while the job waited.
+It counts even if prefill workers compute, because every further prompt would wait as long. When one
+of them has nothing to do any more, the pause ends. A trial waits TRIAL_SHARE of the claim timeout,
+so no other prompt waits the whole of it.
 
 Every method is called under the ledger's lock; `stalled` may be read from any thread.
 """
@@ -30,7 +31,7 @@ class ClaimBreaker:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._stalls = 0
-        self._moved_at = -math.inf
+        self._claimed_at = -math.inf
         self._pause_s = PAUSE_S[0]
         self._open_until: float | None = None
         self._trial = ""
@@ -48,31 +49,22 @@ class ClaimBreaker:
         self._trial = job_id
         return True
 
-    def moving(self) -> None:
-        """Note that a connected prefill worker is busy. Claim timeouts do not count as stalls then.
-
-        An open breaker stays open. Only a claim of a job of this decode worker closes it.
-        """
-        self._moved_at, self._stalls = self._clock.monotonic(), 0
-
     def claimed(self) -> None:
         """A job of this decode worker was claimed. Closes the breaker."""
-        self.moving()
+        self._claimed_at, self._stalls = self._clock.monotonic(), 0
         self._pause_s = PAUSE_S[0]
         self._open_until, self._trial = None, ""
 
-    def timed_out(self, job_id: str, queued_at: float, *, computing: bool) -> bool:
+    def timed_out(self, job_id: str, queued_at: float) -> bool:
         """Note that nobody claimed the job in time.
 
-        Returns True if the breaker opens now. Then other queued jobs need not wait either.
-
-        computing: whether a prefill worker holds a grant of this decode worker."""
+        Returns True if the breaker opens now. Then other queued jobs need not wait either."""
         if self._open_until is not None:
             if job_id == self._trial:
                 self._pause_s = min(2 * self._pause_s, PAUSE_S[1])
                 self._open()
             return False
-        if computing or queued_at < self._moved_at:
+        if queued_at < self._claimed_at:
             return False
         self._stalls += 1
         if self._stalls < STALLS:
@@ -86,7 +78,7 @@ class ClaimBreaker:
             self._trial = ""
 
     def retry(self) -> None:
-        """Make the next prompt the trial: a prefill worker has connected, or pulls again."""
+        """End the pause, so the next prompt is the trial: a prefill worker has become free."""
         if self._open_until is not None:
             self._open_until = self._clock.monotonic()
 

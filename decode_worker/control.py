@@ -288,7 +288,7 @@ class ControlServer:
             if old is not peer:
                 old.channel.abort()  # a worker has one connection, so this one is dead
         self._count()
-        self._ledger.prefill_joined()
+        self._ledger.prefill_free()
         channel.write(Welcome(decode_instance=self._instance_id))
         logger.info("prefill worker %s connected", peer.instance_id)
         if self.checks is not None:
@@ -350,15 +350,16 @@ class ControlServer:
         match message:
             case Heartbeat():
                 peer.channel.write(message)
-                if message.busy:
-                    self._ledger.prefill_works()
+                if peer.busy and not message.busy:
+                    self._ledger.prefill_free()
+                peer.busy = message.busy
                 if (message.pulls, message.why) != (peer.pulls, peer.why_not):
                     peer.pulls, peer.why_not = message.pulls, message.why
                     state = "pulls again" if peer.pulls else f"pulls no jobs: {peer.why_not}"
                     logger.warning("prefill worker %s %s", peer.instance_id, state)
                     self._count()
                     if peer.pulls:
-                        self._ledger.prefill_joined()
+                        self._ledger.prefill_free()
                     self._nobody_pulls()
                     self._wake.ring()
                 return

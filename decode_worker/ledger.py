@@ -611,8 +611,7 @@ class Ledger:
 
     def _nobody_claimed(self, entry: Entry) -> None:
         """Serve the job locally. If that opens the breaker, do so with every queued job."""
-        computing = any(other.state in UNDER_WAY for other in self._jobs.values())
-        opens = self.claims.timed_out(entry.job_id, entry.queued_at, computing=computing)
+        opens = self.claims.timed_out(entry.job_id, entry.queued_at)
         self._give_up(entry, Outcome.CLAIM_TIMEOUT)
         for other in list(self._jobs.values()) if opens else ():
             if other.state is JobState.QUEUED and not other.settled:
@@ -679,13 +678,10 @@ class Ledger:
         if self._actions:
             self._on_action()
 
-    def prefill_works(self) -> None:
-        """Note that a connected prefill worker computes, for this decode worker or another."""
-        with self._lock:
-            self.claims.moving()
+    def prefill_free(self) -> None:
+        """Note that a prefill worker has connected, pulls again, or has no more jobs.
 
-    def prefill_joined(self) -> None:
-        """Note that a prefill worker has connected, or pulls again. Ends the breaker's pause."""
+        Ends the breaker's pause."""
         with self._lock:
             self.claims.retry()
 

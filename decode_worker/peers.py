@@ -23,6 +23,7 @@ class Peer:
     adapters: whether the worker can load LoRA adapters.
     features: whether the worker takes multimodal inputs.
     cleared: whether the worker may bring KV (self_check.py).
+    busy: what its last Heartbeat said.
     heard: when the last message came, by the loop's clock.
     asked_at: when the worker was welcomed, or sent its last claim, commit or ready."""
 
@@ -39,6 +40,7 @@ class Peer:
     leaving: bool = False
     pulls: bool = True
     why_not: str = ""
+    busy: bool = False
     load: Load = field(default_factory=Load)
     asked_at: float = field(init=False)
 

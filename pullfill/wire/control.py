@@ -278,7 +278,7 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     sent at once.
     why: the reason if `pulls` is False, for people.
     busy: the prefill worker computes for some decode worker, or has since the last Heartbeat of
-    this connection. Then a job that nobody claims may just wait for its turn."""
+    this connection. A worker that is not busy any more would claim a job at once."""
 
     pulls: bool = True
     why: Text = ""

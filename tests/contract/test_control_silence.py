@@ -297,28 +297,32 @@ async def test_a_worker_that_pulls_nothing_may_claim_a_job_that_went_past_the_st
         await decode.server.stop()
 
 
-async def test_a_prefill_worker_that_is_busy_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the decode worker counts no claim timeout as a stall, because its jobs wait in line."""
+@pytest.mark.parametrize("how", ["computes", "completes"])
+async def test_claims_that_time_out_beside_a_busy_prefill_worker(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prefill workers are busy for others. So this decode worker queues nothing more for now,
+    and one more job as soon as one of them says that it is not busy any more."""
     monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.03)
+    monkeypatch.setattr("pullfill.decode_worker.breaker.PAUSE_S", (3600.0, 3600.0))
     decode = Decode()
     await decode.server.start("127.0.0.1")
-    prefill = Prefill(decode)
+    prefills = [Prefill(decode), Prefill(decode, "prefill-2")]
     completed = count()
     try:
-        await prefill.link.wait_up(5.0)
-        for busy, activity in (
-            ("computes", lambda: (0, 1)),
-            ("completes", lambda: (next(completed), 0)),
-            ("", lambda: (0, 0)),
-        ):
-            prefill.link.activity = activity
-            await asyncio.sleep(0.1)
-            for number in range(STALLS):
-                decode.open(f"{busy}{number}", timeout_s=0.15)
-                await until(lambda: decode.ledger.open_jobs == 0)
-            assert decode.ledger.claims.stalled is (not busy)
+        for prefill in prefills:
+            await prefill.link.wait_up(5.0)
+            prefill.link.activity = lambda: (next(completed), int(how == "computes"))
+        await until(lambda: all(peer.busy for peer in decode.server.peers.values()))
+        for number in range(STALLS):
+            decode.open(f"j{number}", timeout_s=0.15)
+            await until(lambda: decode.ledger.open_jobs == 0)
+        assert decode.ledger.claims.stalled
+        prefills[0].link.activity = lambda: (0, 0)
+        await until(lambda: not decode.ledger.claims.stalled)
     finally:
-        await prefill.link.close()
+        for prefill in prefills:
+            await prefill.link.close()
         await decode.server.stop()
 
 

@@ -125,20 +125,26 @@ def test_a_timeout_is_no_stall_if_something_was_claimed_meanwhile() -> None:
     assert decode.decide() == "long_prompt"
 
 
-def test_prefill_workers_that_are_busy_for_others_are_no_stall() -> None:
-    """Many decode workers share a queue, and all jobs of this one time out before their turn."""
+def test_prompts_do_not_wait_because_a_job_that_was_claimed_before_is_computed() -> None:
+    """The only prefill worker computes one long prompt all the time."""
     decode = Decode()
-    for _ in range(4 * STALLS):
+    long = decode.prompt()
+    assert long is not None
+    assert decode.claims(long)
+    decode.clock.advance(0.1)
+    for _ in range(STALLS):
         job = decode.prompt()
         assert job is not None
-        decode.clock.advance(CLAIM_S / 2)
-        decode.ledger.prefill_works()
+        decode.ledger.progress(long, 1, "i", "prefill-1")  # it gets more time
         decode.waited(job)
-    assert decode.outcomes().count(Outcome.CLAIM_TIMEOUT) == 4 * STALLS
-    decode.clock.advance(1.0)
-    decode.stall()
-    decode.ledger.prefill_works()
-    assert decode.decide() == "claims_stalled", "that others are served does not serve us"
+    assert decode.ledger.find(long) is not None, "it is not given up"
+    assert decode.decide() == "claims_stalled"
+    decode.commits(long)
+    decode.ledger.prefill_free()
+    trial = decode.prompt()
+    assert trial is not None, "the prefill worker has nothing to do"
+    assert decode.claims(trial)
+    assert decode.prompt() is not None
 
 
 @pytest.mark.parametrize("how", ["cancelled", "publish_failed"])
@@ -155,11 +161,11 @@ def test_a_trial_without_a_verdict_leaves_its_place_to_the_next(how: str) -> Non
     assert decode.prompt() is not None
 
 
-def test_a_prefill_worker_that_joins_ends_the_pause() -> None:
+def test_a_prefill_worker_that_becomes_free_ends_the_pause() -> None:
     decode = Decode()
     decode.stall()
     assert decode.prompt() is None
-    decode.ledger.prefill_joined()
+    decode.ledger.prefill_free()
     assert decode.prompt() is not None
     assert decode.prompt() is None, "and only one prompt finds out"
 
@@ -170,26 +176,45 @@ def test_a_prefill_worker_that_joins_ends_the_pause() -> None:
     every_s=st.floats(0.02, 2.0),
     at_once=st.integers(1, 3),
 )
-def test_overload_never_opens_it(service_s: float, every_s: float, at_once: int) -> None:
+def test_under_overload_few_prompts_in_a_row_wait_the_claim_timeout(
+    service_s: float, every_s: float, at_once: int
+) -> None:
     """One prefill worker computes `at_once` prompts at a time, oldest first, each for `service_s`.
-    Prompts come far faster. Most of them time out, but all of them must still be queued."""
+    Prompts come far faster. Between two claims at most STALLS prompts wait the claim timeout that
+    were queued after the first of the two. The prefill worker is never free for long."""
     decode = Decode()
     computing: list[tuple[float, str]] = []
     waiting: list[str] = []
+    queued_at: dict[str, float] = {}
+    service_s = min(service_s, 2 * CLAIM_S)
+    claimed_at = free_since = decode.clock.now
+    late, free_s = 0, 0.0
     end = decode.clock.now + 12 * max(service_s, CLAIM_S / 4)
     for _ in range(400):
         now = decode.clock.now
         if now > end:
             break
-        job = decode.prompt()
-        assert job is not None, "it is only busy"
-        waiting.append(job)
+        if (job := decode.prompt()) is not None:
+            waiting.append(job)
+            queued_at[f"r-{job}"] = now
         for done in [item for item in computing if item[0] <= now]:
             computing.remove(done)
             if decode.ledger.find(done[1]):
                 decode.commits(done[1])
+            if not computing:
+                decode.ledger.prefill_free()
+                free_since = now
         while waiting and len(computing) < at_once:
             if decode.claims(next_one := waiting.pop(0)):
-                computing.append((now + min(service_s, 2 * CLAIM_S), next_one))
+                if not computing:
+                    free_s = max(free_s, now - free_since)
+                computing.append((now + service_s, next_one))
+                claimed_at, late = now, 0
         decode.clock.advance(every_s)
         decode.ledger.tick()
+        for event in decode.ledger.take_events():
+            if isinstance(event, Settle) and event.outcome is Outcome.CLAIM_TIMEOUT:
+                waited = decode.clock.now - queued_at[event.request_id]
+                late += waited >= CLAIM_S and queued_at[event.request_id] > claimed_at
+                assert late <= STALLS
+    assert free_s <= every_s + 0.01, "the next prompt was the trial"
