@@ -96,8 +96,8 @@ async def test_both_ends_say_that_nats_is_away_and_since_when(ends: Ends, how: s
 async def test_an_idle_connection_hardly_wakes_its_process(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A PING and its answer each second, and the messages for the depth every other second."""
-    monkeypatch.setattr(pulse, "EVERY_S", 1.0)
+    """A PING and its answer twice a second, and the messages for the depth every other second."""
+    monkeypatch.setattr(pulse, "EVERY_S", 0.5)
     await asyncio.sleep(2.5)  # the producer asks less often, and the pulse has looked once
     selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
     real, waited = selector.select, list[float]()
@@ -110,7 +110,7 @@ async def test_an_idle_connection_hardly_wakes_its_process(
         counting.setattr(selector, "select", select)
         await asyncio.sleep(4.0)
     moments = sum(after - before > 0.005 for before, after in pairwise(waited))
-    assert moments <= 4 * (1 + 1 + 0.5) + 4
+    assert moments <= 4 * (2 + 2 + 0.5) + 4
 
 
 async def test_a_server_that_never_answers_again_is_given_up(

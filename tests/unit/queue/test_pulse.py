@@ -1,0 +1,80 @@
+"""How soon a NATS server that stops answering is noticed. The clock is virtual."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from typing import Any
+
+import pytest
+
+from pullfill.queue.pulse import watch_pulse
+from pullfill.runtime import timer_grid
+from pullfill.runtime.health import Health
+
+ABOUT_A_SECOND = 1.11
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its time passes only while it waits, and then at once."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        loop = self
+
+        class Selector(selectors.SelectSelector):
+            def select(self, timeout: float | None = None) -> Any:
+                loop.now += timeout or 0.0
+                return super().select(0)
+
+        super().__init__(Selector())
+
+    def time(self) -> float:
+        return self.now
+
+
+class Server:
+    """Stands for the client of a server that is cut off at a moment."""
+
+    is_connected = True
+
+    def __init__(self) -> None:
+        self.stats = {"in_msgs": 0}
+        self.cut = asyncio.Event()
+
+    async def flush(self, timeout: float) -> None:
+        if self.cut.is_set():
+            await asyncio.sleep(timeout)
+        await asyncio.sleep(0.001)
+
+    async def used(self, every_s: float) -> None:
+        while not self.cut.is_set():
+            self.stats["in_msgs"] += 1
+            await asyncio.sleep(every_s)
+
+
+@pytest.mark.parametrize("used_every_s", [0.0, 0.01, 0.9], ids=["idle", "used", "seldom used"])
+def test_a_server_that_is_cut_off_is_noticed_within_about_a_second(
+    used_every_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timer_grid, "_phase", 0.3)
+
+    async def noticed_after(delay_s: float) -> float:
+        server, loop = Server(), asyncio.get_running_loop()
+        health = Health("nats", "nats://h:1")
+        client: Any = server
+        watch = asyncio.create_task(watch_pulse(client, health))
+        use = asyncio.create_task(server.used(used_every_s or 3600.0))
+        await asyncio.sleep(delay_s)
+        assert health.up
+        server.cut.set()
+        began = loop.time()
+        while health.up:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for task in (watch, use):
+            task.cancel()
+        return loop.time() - began
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        waited = [runner.run(noticed_after(5.0 + number / 23)) for number in range(46)]
+    assert max(waited) < ABOUT_A_SECOND
