@@ -1,10 +1,13 @@
 """Which deliveries count against this worker's token budget, and how many only wait.
 
-A job counts from its grant to its end. Before the grant a delivery counts for CLAIM_S at most.
-Usually the claim is answered within that time, so the puller does not exceed the budget.
+A job counts from its grant to its end. While its claim is under way a delivery counts for CLAIM_S
+at most. Usually the claim is answered within that time. Without this the puller would pull the next
+jobs before it knows that this one fills the budget, and other workers would get none.
 
-A delivery whose claim gets no answer does not count, nor does one that waits for a connection. So
-jobs of a decode worker that is gone do not keep jobs of other decode workers waiting.
+A delivery whose claim gets no answer does not count, nor does one that waits for a connection. If a
+decode worker leaves a claim unanswered for SILENT_CLAIM_S, its later deliveries do not count at all
+before their grant. So jobs of a decode worker that is gone do not keep jobs of other decode workers
+waiting, not even if its host vanished and the connection still stands.
 
 With `--concurrency` the puller counts jobs instead of tokens, and those only until their prompt is
 computed.
@@ -15,17 +18,22 @@ asyncio thread only.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 CLAIM_S = 0.05
 """How long a delivery counts without a grant."""
+SILENT_CLAIM_S = 0.5
+"""A decode worker that is only busy answers within this time."""
 
 
 @dataclass(slots=True)
 class _Charge:
     tokens: int
     timer: asyncio.TimerHandle
+    decode_instance: str = ""
+    asked_at: float = math.inf
     counted: bool = True
     granted: bool = False
     computed: bool = False
@@ -57,13 +65,26 @@ class Budget:
         self._charges[job_id] = _Charge(tokens, timer)
         self.tokens += tokens
 
+    def claims(self, job_id: str, decode_instance: str) -> None:
+        """Note that the job is about to be claimed over a connection that is up."""
+        charge, now = self._charges[job_id], asyncio.get_running_loop().time()
+        for other in self._charges.values():
+            late = now - other.asked_at > SILENT_CLAIM_S
+            if late and other.decode_instance == decode_instance:
+                self._unanswered(charge)
+                break
+        charge.decode_instance, charge.asked_at = decode_instance, now
+
     def waits(self, job_id: str) -> None:
         """Note that the job must wait before it can be claimed (again)."""
-        self._unanswered(self._charges[job_id])
+        charge = self._charges[job_id]
+        charge.asked_at = math.inf
+        self._unanswered(charge)
 
     def granted(self, job_id: str) -> None:
         charge = self._charges[job_id]
         charge.timer.cancel()
+        charge.asked_at = math.inf
         charge.granted = True
         if not charge.counted:
             charge.counted = True

@@ -137,7 +137,9 @@ class Job:
         runner, job, delivery = self._runner, self.job, self.message.first
         failpoints.hit("prefill.before_claim")
         self._opening = True
-        if not runner.connections.is_up(job.decode_instance):
+        if runner.connections.is_up(job.decode_instance):
+            runner.budget.claims(self.job_id, job.decode_instance)
+        else:
             runner.budget.waits(self.job_id)
         connection = await runner.connections.find(job.decode_instance)
         asked = time.monotonic()

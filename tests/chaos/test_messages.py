@@ -15,6 +15,7 @@ from nats.js import JetStreamContext
 
 from pullfill.net import frames
 from pullfill.queue.names import EXPECTED_STREAM, MSG_ID, TOKENS, Names
+from pullfill.queue.urgency import Lane, Urgency, lane_of
 from pullfill.wire import (
     Claim,
     Commit,
@@ -79,7 +80,9 @@ class Target:
 
         return asyncio.run(run())
 
-    def publish(self, *bodies: bytes, job_id: str = "", tokens: int = 700) -> None:
+    def publish(
+        self, *bodies: bytes, job_id: str = "", tokens: int = 700, lane: Lane | None = None
+    ) -> None:
         """By hand, as a producer does."""
 
         async def work(stream: JetStreamContext) -> None:
@@ -89,7 +92,7 @@ class Target:
                     TOKENS: str(tokens),
                     EXPECTED_STREAM: self.names.stream,
                 }
-                await stream.publish(self.names.job(tokens), body, headers=headers)
+                await stream.publish(self.names.job(tokens, lane), body, headers=headers)
 
         self.on_stream(work)
 
@@ -136,13 +139,16 @@ def settled(target: Target) -> None:
 
 @pytest.mark.long
 def test_row_8_the_backlog_of_a_decode_worker_that_is_gone(target: Target, oracle: Oracle) -> None:
-    """Thirty jobs of 4096 tokens each, in front of a live decode worker's: they cost no budget."""
+    """Thirty jobs of 4096 tokens each, in front of a live decode worker's: they cost no budget.
+    The live one's jobs are of the same lane, in which the oldest job comes first."""
+    lane = lane_of(Urgency.NORMAL, 4096)
+    assert lane == lane_of(Urgency.NORMAL, 1500)
     cluster = target.cluster
     cluster.wait_ready(cluster.launch("prefill"))
     with checked(cluster, oracle) as check:
 
         def queued_ms(seed: int) -> float:
-            told = check.told(check.ask(random_prompt(900, seed=seed)))
+            told = check.told(check.ask(random_prompt(1500, seed=seed)))
             assert told["path"] == "remote"
             queued: float = told["timings_ms"]["queue"]
             return queued
@@ -150,7 +156,7 @@ def test_row_8_the_backlog_of_a_decode_worker_that_is_gone(target: Target, oracl
         alone = queued_ms(9100)
         for _ in range(30):
             gone = target.job(decode_instance="decode-gone")
-            target.publish(encode(gone), job_id=gone.job_id, tokens=4096)
+            target.publish(encode(gone), job_id=gone.job_id, tokens=4096, lane=lane)
         assert queued_ms(9101) < alone + 1000
         settled(target)
 

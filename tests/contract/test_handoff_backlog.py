@@ -25,7 +25,9 @@ from tests.support.handoff_rig import Cluster, prompt, settled, until
 from tests.support.kv_engine import BLOCK
 from tests.support.nats import NatsServer
 
-JOBS, TOKENS = 30, 4096
+JOBS, TOKENS = 30, 1024
+"""Each job alone fills the budget of a prefill worker here. It waits in the lane of the live one's
+short prompts (queue/urgency.py), which therefore do not pass it."""
 GONE = "decode-gone"
 
 
@@ -82,6 +84,32 @@ async def test_the_backlog_of_a_decode_worker_that_is_gone_costs_nothing(
         cluster.directory.remove(GONE)
     await cluster.check_clean()
     assert sum(prefill.runner.completed for prefill in prefills) == 4
+
+
+async def test_the_backlog_of_a_decode_worker_whose_host_vanished(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections stand, but no claim is answered. Twice as many of its jobs take no longer."""
+    live, gone = await cluster.decode(), await cluster.decode(GONE)
+    monkeypatch.setattr(gone.control.grants, "grant", lambda *_: None)
+    prefills = [await cluster.prefill(pull=False) for _ in range(2)]
+    assert all(prefill.links.connected == [live.name, GONE] for prefill in prefills)
+    await publish_backlog(cluster, 2 * (MAX_WAITING - 1))
+    served = live.send(prompt(30))
+    began = time.monotonic()
+    for prefill in prefills:
+        prefill.puller.start()
+    await settled(served)
+    took = time.monotonic() - began
+    assert live.right(served)
+    waiting = [prefill.runner.waiting for prefill in prefills]
+    assert sum(waiting) == 2 * (MAX_WAITING - 1), "the live one's job came last"
+    # Each delivery would take its share of the budget for CLAIM_S, one after the other.
+    print(f"the live one's job took {took:.2f} s behind {sum(waiting)}")
+    assert took < 0.6 * max(waiting) * CLAIM_S
+    for decode in list(cluster.decodes):
+        if decode == GONE:
+            await cluster.decodes.pop(decode).stop()
 
 
 async def test_deliveries_that_wait_are_bounded_by_their_number(cluster: Cluster) -> None:
