@@ -21,7 +21,7 @@ from pullfill.prefill_worker.budget import CLAIM_S, Budget
 from pullfill.prefill_worker.puller import MAX_WAITING
 from pullfill.wire import PrefillJob, RefuseReason, encode, u32
 from tests.support.handoff_decode import COMPATIBLE
-from tests.support.handoff_rig import Cluster, prompt, settled, until
+from tests.support.handoff_rig import Cluster, hold, prompt, settled, until
 from tests.support.kv_engine import BLOCK
 from tests.support.nats import NatsServer
 
@@ -107,9 +107,28 @@ async def test_the_backlog_of_a_decode_worker_whose_host_vanished(
     # Each delivery would take its share of the budget for CLAIM_S, one after the other.
     print(f"the live one's job took {took:.2f} s behind {sum(waiting)}")
     assert took < 0.6 * max(waiting) * CLAIM_S
-    for decode in list(cluster.decodes):
-        if decode == GONE:
-            await cluster.decodes.pop(decode).stop()
+    await cluster.decodes.pop(GONE).stop()
+
+
+async def test_no_worker_takes_two_prompts_of_a_burst_while_its_first_claim_is_under_way(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each prompt fills the budget. If only grants counted, each worker would take two."""
+    monkeypatch.setattr(budgets, "CLAIM_S", 10.0)  # a busy machine answers claims late
+    decode = await cluster.decode()
+    prefills = [await cluster.prefill(pull=False) for _ in range(2)]
+    faults = hold(decode)
+    served = [decode.send(prompt(80, seed=n)) for n in range(4)]
+    for prefill in prefills:
+        prefill.puller._budget = 70
+        prefill.puller.start()
+    await until(lambda: all(prefill.tasks for prefill in prefills))
+    await asyncio.sleep(0.3)
+    assert [prefill.runner.in_flight for prefill in prefills] == [1, 1]
+    faults.resume()
+    await settled(*served)
+    assert all(decode.right(request) for request in served)
+    await cluster.check_clean()
 
 
 async def test_deliveries_that_wait_are_bounded_by_their_number(cluster: Cluster) -> None:
