@@ -1,9 +1,9 @@
 """Notices within EVERY_S + WAIT_S that a connected NATS server has stopped answering.
 
 A server that is stopped, or behind a cut cable, keeps its connection open. So each connection is
-checked every EVERY_S, twice as often while it is used. If no message came since the last checks, the
-server is sent a PING of NATS's own protocol (6 bytes each way). A server that does not answer for
-WAIT_S counts as away. Its connection is kept for some seconds more, so a short hang costs no
+checked every EVERY_S, twice as often while it is used. If no message has just come, the server is
+sent a PING of NATS's own protocol (6 bytes each way). A server that does not answer for WAIT_S
+counts as away. Its connection is kept for some seconds more, so a short hang costs no
 reconnect.
 """
 
@@ -39,7 +39,7 @@ async def watch_pulse(client: Client, health: Health) -> str:
             await asyncio.sleep(timer_grid.left(loop.time(), EVERY_S / 2 if before else EVERY_S))
             used = client.stats["in_msgs"] != heard
             heard = client.stats["in_msgs"]
-            # After a whole EVERY_S the message may be that old, so the server is asked all the same.
+            # After a whole EVERY_S the message may be as old, so the server is asked all the same.
             if used and before and ping is None:
                 health.ok()
                 continue
