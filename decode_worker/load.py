@@ -39,6 +39,7 @@ def load_of(
         "kv_blocks": engine.config.cache_config.num_gpu_blocks or 0,
         "prefill_workers": control.peers.instances,
         "prefill_workers_pulling": control.prefill_workers,
+        "claims_stalled": not ledger.claims.closed,
         **(control.checks.told() if control.checks else {}),
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from pullfill.cluster_status import NOT_CLAIMED
 from pullfill.decode_worker.conditional_router import Situation
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
@@ -95,8 +96,8 @@ class Outlook:
         """Why prompts cannot be prefilled remotely now, for people. Empty: no reason is known."""
         not_pulling = self.control.peers.not_pulling
         said = [self.producer.health.outage(), *not_pulling, *self._failed_checks]
-        if self.ledger.claims.stalled:
-            said.append("no prefill worker claims the jobs of this decode worker")
+        if not self.ledger.claims.closed:
+            said.append(NOT_CLAIMED)
         # A prefill worker needs etcd when it first connects to a decode worker.
         return "; ".join(filter(None, [*said, self.etcd.outage()]))
 
@@ -105,6 +106,8 @@ class Outlook:
         not_pulling = self.control.peers.not_pulling
         reasons = [self.producer.health.outage(), self.etcd.outage(), *not_pulling]
         reasons += self._failed_checks
+        if not self.ledger.claims.closed:
+            reasons.append(NOT_CLAIMED)
         if not self.control.prefill_workers:
             checked = self.control.checks.reason if self.control.checks else ""
             why = checked or "no prefill worker pulls jobs"

@@ -19,6 +19,7 @@ from pullfill.wire.records import QueueStatus, ServerStatus, WorkerRecord, Worke
 
 UNTOLD = "unknown: no worker answers that is connected to NATS"
 NOT_LINKED = "no decode worker is connected to it"
+NOT_CLAIMED = "no prefill worker has claimed its last jobs"
 
 
 class Demand(msgspec.Struct, kw_only=True, frozen=True):
@@ -117,6 +118,8 @@ def troubles_of(reports: Reports) -> dict[str, list[str]]:
         others = decode.keys() - {record.instance_id}
         if record.role == "prefill" and others and record.instance_id not in linked:
             told.append(NOT_LINKED)
+        if record.role == "decode" and report.load.get("claims_stalled"):
+            told.append(NOT_CLAIMED)
         if record.role == "decode":
             told += [check["advice"] for check in report.self_checks if check["advice"]]
         known = troubles.setdefault(record.instance_id, [])

@@ -19,6 +19,7 @@ import msgspec
 import nats
 import pytest
 
+from pullfill.cluster_status import NOT_CLAIMED
 from pullfill.config import ClusterRef
 from pullfill.deploy import status
 from tests.support import web
@@ -165,6 +166,8 @@ def test_row_28_claims_that_time_out_stop_the_queueing(wires: Wires) -> None:
     try:
         paid = [wires.ask() for _ in range(3)]
         assert [trace["fallback"] for _, trace in paid] == ["claim_timeout"] * 3
+        line = f"{wires.decode.instance_id}: {NOT_CLAIMED}"
+        until(lambda: line in wires.ready()["reasons"], NEVER_S, "/ready says it")
         later = [wires.ask() for _ in range(20)]
     finally:
         pause_deliveries(wires.cluster, -1)

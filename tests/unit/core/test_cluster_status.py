@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pullfill import cluster_status
-from pullfill.cluster_status import NOT_LINKED, Report, read_report
+from pullfill.cluster_status import NOT_CLAIMED, NOT_LINKED, Report, read_report
 from pullfill.frontend import cluster
 from pullfill.queue import pulse
 from pullfill.registry import directory
@@ -70,6 +70,14 @@ def test_a_prefill_worker_without_a_link_is_named() -> None:
     assert cluster_status.reasons_of(reports, ETCD) == [f"prefill-1: {NOT_LINKED}"]
     nobody_tells = [decode(None), prefill(said())]
     assert cluster_status.reasons_of(nobody_tells, ETCD) == [], "nobody knows"
+
+
+def test_a_decode_worker_whose_jobs_nobody_claims_is_named() -> None:
+    stalled = {"prefill_workers": ["prefill-1"], "claims_stalled": True}
+    reports = [decode(said(load=stalled)), prefill(said())]
+    assert cluster_status.reasons_of(reports, ETCD) == [f"decode-1: {NOT_CLAIMED}"]
+    reports = [decode(said(load=stalled | {"claims_stalled": False})), prefill(said())]
+    assert cluster_status.reasons_of(reports, ETCD) == []
 
 
 def test_a_worker_that_is_both_has_a_row_for_each_role_and_all_its_troubles_in_each() -> None:
