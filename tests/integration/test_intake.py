@@ -131,17 +131,18 @@ def test_running_streams_do_not_notice_a_burst_of_long_prompts(
 
     Calm rounds and bursts alternate. Other processes use the cores in some rounds only. But if
     prompts were prepared between two steps, each would make a gap of five steps, in every round.
+    A gap as long as those of a calm round with as many steps is not the burst's.
     """
     prompt = random_prompt(PROMPT, seed=1)
     for i in range(STREAMS):
         peer.socket.send_multipart(peer.request(f"stream-{i}", [1, 2, 3], 8000))
     peer.read(lambda: len(peer.steps) >= 20, within_s=30)
-    shares, longest = [], []
+    shares, longest, few = [], [], 60
     for number in range(rounds):
         names = [f"long-{number}-{i}" for i in range(count)]
         burst = [peer.request(name, [number, i, *prompt[2:]], 1) for i, name in enumerate(names)]
         del peer.steps[:-1]
-        peer.read(lambda: len(peer.steps) > 60, within_s=30)
+        peer.read(lambda few=few: len(peer.steps) > few, within_s=60)  # type: ignore[misc]
         calm = _gaps(peer.steps)
         del peer.steps[:-1]
         for message in burst:
@@ -155,9 +156,11 @@ def test_running_streams_do_not_notice_a_burst_of_long_prompts(
         busy = _gaps(peer.steps)
         peer.socket.send_multipart([front_wire.ABRT, front_wire.encode_ids(names)])
         shares.append(_share(busy, 0.95) / _share(calm, 0.95))
-        longest.append(busy[-1] / statistics.median(calm))
+        longest.append(busy[-1] / max(statistics.median(calm), calm[-1] / 2))
+        few = max(few, len(busy))
         print(f"gaps in ms before: {_told(calm)}; in the burst: {_told(busy)}")
-    told = f"95 %: {_list(shares)} of calm; longest: {_list(longest)} of a step"
+    told = f"95 %: {_list(shares)} of calm; longest: {_list(longest)} of a step, or of half"
+    told += " of the longest in calm"
     print(told)
     assert statistics.median(shares) <= 2, told
     assert min(longest) <= 2, told
