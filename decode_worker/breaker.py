@@ -11,7 +11,7 @@ It counts even if prefill workers compute, because every further prompt would wa
 of them has nothing to do any more, the pause ends. A trial waits TRIAL_SHARE of the claim timeout,
 so no other prompt waits the whole of it.
 
-Every method is called under the ledger's lock; any thread may read the properties.
+Every method is called under the ledger's lock; `stalled` may be read from any thread.
 """
 
 from __future__ import annotations
@@ -35,11 +35,6 @@ class ClaimBreaker:
         self._pause_s = PAUSE_S[0]
         self._open_until: float | None = None
         self._trial = ""
-
-    @property
-    def closed(self) -> bool:
-        """Whether jobs are claimed, as far as this decode worker knows."""
-        return self._open_until is None
 
     @property
     def stalled(self) -> bool:

@@ -39,7 +39,7 @@ def load_of(
         "kv_blocks": engine.config.cache_config.num_gpu_blocks or 0,
         "prefill_workers": control.peers.instances,
         "prefill_workers_pulling": control.prefill_workers,
-        "claims_stalled": not ledger.claims.closed,
+        "claims_stalled": ledger.claims.stalled,
         **(control.checks.told() if control.checks else {}),
     }
 

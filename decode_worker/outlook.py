@@ -96,7 +96,7 @@ class Outlook:
         """Why prompts cannot be prefilled remotely now, for people. Empty: no reason is known."""
         not_pulling = self.control.peers.not_pulling
         said = [self.producer.health.outage(), *not_pulling, *self._failed_checks]
-        if not self.ledger.claims.closed:
+        if self.ledger.claims.stalled:
             said.append(NOT_CLAIMED)
         # A prefill worker needs etcd when it first connects to a decode worker.
         return "; ".join(filter(None, [*said, self.etcd.outage()]))
@@ -106,7 +106,7 @@ class Outlook:
         not_pulling = self.control.peers.not_pulling
         reasons = [self.producer.health.outage(), self.etcd.outage(), *not_pulling]
         reasons += self._failed_checks
-        if not self.ledger.claims.closed:
+        if self.ledger.claims.stalled:
             reasons.append(NOT_CLAIMED)
         if not self.control.prefill_workers:
             checked = self.control.checks.reason if self.control.checks else ""
