@@ -22,7 +22,6 @@ Writes results/published.json and .md. --quick: one round, 1P1D only, one policy
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -274,18 +273,22 @@ def commands_of(found: Measured, scale: Scale) -> str:
         guide = commands.guidellm(shape, count, directory, model.NAME, seed=seed + 3, rate=rate)
         lines += [
             f"# {shape.name}: paced, saturated, and paced with guidellm",
-            shlex.join([*vllm.split(), *paced]),
-            shlex.join([*vllm.split(), *full]),
-            shlex.join(["guidellm", *guide]),
+            commands.line([*vllm.split(), *paced]),
+            commands.line([*vllm.split(), *full]),
+            commands.line(["guidellm", *guide]),
         ]
-    text = "\n".join(lines)
+    up = ["pullfill", "up", "--detach", "--model", str(directory), *FLAGS]
+    text = "\n".join(
+        ["# pullfill's side: 1P1D at http://127.0.0.1:8000", commands.line(up), *lines]
+    )
     return (
         "The rows of 1P1D with public load generators. For URL, put the address of the frontend, "
-        "or of the proxy in front of the plain servers. `vllm bench` does not start with vLLM's "
-        "package for CPUs, because it asks for the version of a package called `vllm`. "
-        "`python -m benchmarks.published.commands` is the same command and starts. "
-        "`make install-bench` installs guidellm. A second run needs other seeds: with the "
-        f"same ones, the prompts are in the prefix cache.\n\n```bash\n{text}\n```"
+        "or of the proxy in front of the plain servers, which have the same flags from --dtype on. "
+        "`vllm bench` does not start with vLLM's package for CPUs, because it asks for the version "
+        "of a package called `vllm`. `python -m benchmarks.published.commands` is the same command "
+        "and starts. `make install-bench` installs guidellm. The first run of a benchmark makes "
+        "the model. A second run needs other seeds: with the same ones, the prompts are in the "
+        f"prefix cache.\n\n```bash\n{text}\n```"
     )
 
 

