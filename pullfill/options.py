@@ -359,7 +359,7 @@ class FrontendOptions(RoleOptions):
     servers_file: str | None = flag(
         None,
         "YAML or JSON file of stock vLLM servers, a list of {role, url, kv}. It is watched: a "
-        "server that is taken out ends its requests and gets no more",
+        "server that is taken out finishes its requests and gets no more",
         metavar="PATH",
         up=True,
     )

@@ -11,6 +11,8 @@ choice       which server gets a request
 bodies       request bodies: the one-token prefill, and what the policies need of a prompt
 exchange     one HTTP request to a stock server
 heartbeats   servers that register themselves, over HTTP or ZMQ (heartbeat_socket)
+relay        passes answers and errors on to the client
+run          one request on its way through the stages
 layer        the ASGI layer that picks the forwarder of each request
 setup        puts it all together for the process
 """

@@ -56,6 +56,10 @@ class Call:
         """Whether the answer is to be streamed."""
         return self.json is not None and self.json.get("stream") is True
 
+    def ms(self) -> float:
+        """Return the milliseconds since it came."""
+        return round((time.monotonic() - self.arrived) * 1000.0, 3)
+
     def header(self, name: bytes) -> str:
         """Return the value of a header of the request. Empty: there is none."""
         for key, value in self.scope["headers"]:
@@ -71,6 +75,10 @@ class Forwarder(Protocol):
 
     def trouble(self) -> str:
         """Return why it can take no request now. Empty: it can."""
+        ...
+
+    def suits(self, call: Call) -> bool:
+        """Return whether it can serve such a request at all."""
         ...
 
     async def forward(self, call: Call, receive: Receive, send: Send) -> None:

@@ -7,8 +7,8 @@ ZMQ it is msgpack (`heartbeat_socket`), over HTTP the same map as JSON:
 
 type: `P` (prefill) or `D` (decode). zmq_address: the KV address. Other fields are ignored.
 
-A server is known from its first heartbeat until it has sent none for `silence_s`. Then its requests
-end, and it gets no more. Its health is looked at as that of any other server.
+A server is known from its first heartbeat until it has sent none for `silence_s`. Then it finishes
+the requests it has, and gets no more. Its health is looked at as that of any other server.
 
 Two servers may not share a role and a URL. While one is heard, heartbeats with another KV address
 are refused. So two that contradict each other do not take turns.

@@ -30,6 +30,7 @@ from pullfill.frontend.admission import (
 )
 from pullfill.frontend.explain import ExplainStore, Trace
 from pullfill.frontend.forward.contract import Call, Forwarder
+from pullfill.frontend.forward.run import NAMED
 from pullfill.wire import ExplainRecord, Timings
 
 PATHS = frozenset({
@@ -77,10 +78,13 @@ class Layer:
             await respond(send, 503, why, "ServiceUnavailableError", retry_after_s=1)
             return
         call = _call(scope, body)
+        if forwarder is not self._pull:
+            call.json = _object(body)
+            if not forwarder.suits(call) and not self._pull.trouble():
+                forwarder = self._pull
         if forwarder is self._pull:
             await forwarder.forward(call, receive, send)
             return
-        call.json = _object(body)
         if call.json is None:
             call.body = _without_kv(body)
         try:
@@ -115,9 +119,11 @@ class Layer:
     def _tell(self, forwarder: Forwarder, call: Call) -> None:
         """Keep the record for `explain`, under the answer's id."""
         key = call.response_id or call.request_id
-        done = {stage.stage: stage for stage in call.stages if stage.result == "ok"}
+        done = {stage.stage: stage for stage in call.stages if stage.result in ("ok", NAMED)}
         prefill, decode = done.get("prefill"), done.get("decode")
-        spent = None if prefill is None else prefill.end_ms - prefill.begin_ms
+        spent = None
+        if prefill is not None and prefill.result != NAMED:
+            spent = prefill.end_ms - prefill.begin_ms
         record = ExplainRecord(
             request_id=key,
             path=forwarder.name,

@@ -15,9 +15,13 @@ So both stages can start at once. The KV address of a prefill server is its boot
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from pullfill.frontend.forward.protocol import KvProtocol, Stages
+import aiohttp
+
+from pullfill.frontend.forward.protocol import Get, KvProtocol, Stages
+from pullfill.frontend.forward.servers import Server
 from pullfill.options import Dispatch
 
 
@@ -44,3 +48,23 @@ class Mooncake(KvProtocol):
 
     def needs(self, role: str) -> str:
         return "its bootstrap address as KV address" if role == "prefill" else ""
+
+    async def check(self, server: Server, get: Get) -> str:
+        """Also learn what the bootstrap service calls the prefill server's engine."""
+        if server.role != "prefill":
+            return ""
+        try:
+            ranks = json.loads(await get(server.kv_url + "/query"))
+            server.engine_id = str(ranks[min(ranks, key=int)]["engine_id"])
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            text = str(exc) or type(exc).__name__
+            return (
+                f"nobody answers at its KV address {server.kv} ({text}): register it with the "
+                "address of its bootstrap service (VLLM_MOONCAKE_BOOTSTRAP_PORT)"
+            )
+        except (KeyError, TypeError, ValueError):
+            return (
+                f"what answers at its KV address {server.kv} is no Mooncake bootstrap service: "
+                "register it with the address of that (VLLM_MOONCAKE_BOOTSTRAP_PORT)"
+            )
+        return ""

@@ -1,19 +1,24 @@
 """What stock vLLM's KV connectors need of a proxy: one small class for each.
 
-A protocol says three things: the bodies of both stages, the orders of dispatch that its connector
-can work with, and whether the servers must be known to each other before the prefill starts. It
-sends nothing itself.
+A protocol says what is in the bodies of both stages, which orders of dispatch its connector can
+work with, whether the servers must be known to each other before the prefill starts, and whether a
+request may come without a prefill stage. It sends no requests itself. It only tries whether a KV
+address answers (`check`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pullfill.errors import ConfigError
 from pullfill.frontend.forward.servers import Server
 from pullfill.options import Dispatch, ForwarderName
+
+Get = Callable[[str], Awaitable[bytes]]
+"""Asks an address over HTTP. Raises what aiohttp raises, or ValueError."""
 
 
 @dataclass(slots=True)
@@ -36,12 +41,14 @@ class KvProtocol(ABC):
     name: for `--protocol`. connector: its name in vLLM, for messages.
     dispatches: orders of dispatch that it can work with, its usual one first.
     pairs: whether the request of the prefill stage names both servers.
+    alone: whether a decode server can serve a request that had no prefill stage.
     """
 
     name: ClassVar[str]
     connector: ClassVar[str]
     dispatches: ClassVar[tuple[Dispatch, ...]]
     pairs: ClassVar[bool] = False
+    alone: ClassVar[bool] = True
 
     @property
     def start_with(self) -> str:
@@ -71,6 +78,12 @@ class KvProtocol(ABC):
 
     def needs(self, role: str) -> str:
         """Return what a server of this role must be registered with. Empty: its URL only."""
+        return ""
+
+    async def check(self, server: Server, get: Get) -> str:
+        """Return what is wrong with a server's KV address. Empty: nothing, as far as one can see.
+
+        Called before the server gets requests."""
         return ""
 
 

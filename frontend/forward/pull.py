@@ -23,6 +23,9 @@ class Pull:
     def trouble(self) -> str:
         return "" if self._has_worker() else NO_WORKER
 
+    def suits(self, call: Call) -> bool:
+        return True
+
     async def forward(self, call: Call, receive: Receive, send: Send) -> None:
         if why := self.trouble():
             await respond(send, 503, why, "ServiceUnavailableError", retry_after_s=1)

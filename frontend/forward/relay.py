@@ -9,18 +9,26 @@ from __future__ import annotations
 import json
 from contextlib import aclosing
 
-from pullfill.frontend.admission import Send
-from pullfill.frontend.forward.exchange import Exchange, StageFailed
+from pullfill.frontend.admission import Send, respond
+from pullfill.frontend.forward.exchange import Exchange, StageFailed, message_of
 
 _END = b"\n\n"
+_KINDS = {
+    400: "BadRequestError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
 
 
-async def relay(exchange: Exchange, send: Send, silence_s: float) -> tuple[int, StageFailed | None]:
+async def relay(
+    exchange: Exchange, send: Send, silence_s: float, path: str
+) -> tuple[int, StageFailed | None]:
     """Send the answer. Returns how many events it had, about one for each token, and how it broke
     off, if it did.
 
-    silence_s: longest silence of the server. Raises StageFailed if the server broke off and nothing
-    has been sent yet."""
+    silence_s: longest silence of the server. path: of the request. Raises StageFailed if the server
+    broke off and nothing has been sent yet."""
     head = {
         "type": "http.response.start",
         "status": exchange.status,
@@ -47,7 +55,7 @@ async def relay(exchange: Exchange, send: Send, silence_s: float) -> tuple[int, 
     except StageFailed as exc:
         if not begun:
             raise
-        await send({"type": "http.response.body", "body": broken(exc.why)})
+        await send({"type": "http.response.body", "body": broken(exc.why, path)})
         return events, exc
     if not begun:
         await send(head)
@@ -55,7 +63,23 @@ async def relay(exchange: Exchange, send: Send, silence_s: float) -> tuple[int, 
     return events, None
 
 
-def broken(why: str) -> bytes:
+async def refuse(failed: StageFailed, send: Send) -> None:
+    """Tell the client that it gets no answer. A server's own error is passed on with its status."""
+    if failed.body and message_of(failed.body):
+        length = b"%d" % len(failed.body)
+        head = [(b"content-type", b"application/json"), (b"content-length", length)]
+        await send({"type": "http.response.start", "status": failed.status, "headers": head})
+        await send({"type": "http.response.body", "body": failed.body})
+        return
+    status = failed.status if failed.status in _KINDS else 503
+    retry = 1 if status == 503 else None
+    await respond(send, status, failed.why, _KINDS[status], retry_after_s=retry)
+
+
+def broken(why: str, path: str) -> bytes:
     """Return the end of a stream that cannot go on, as vLLM writes it."""
+    if path == "/v1/messages":  # Anthropic's form
+        told = {"type": "error", "error": {"type": "internal_error", "message": why}}
+        return b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
     error = {"message": why, "type": "InternalServerError", "param": None, "code": 500}
     return b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n"

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -107,11 +107,16 @@ class Server:
 
     def lose(self) -> None:
         """End all waits for this server. A decode server that computes all it has needs no KV."""
-        now = asyncio.get_running_loop().time()
         unread = [w for w, at in self.readers.items() if at.load is None or at.load.waiting]
-        for wait in (*self.waits, *unread):
-            if not wait.expired():
-                wait.reschedule(now)
+        _end((*self.waits, *unread))
+
+    def misfits(self) -> None:
+        """End all waits for KV of this server, which gives none."""
+        _end(self.readers)
+
+
+async def _no_check(server: Server, get: object) -> str:
+    return ""
 
 
 class Servers:
@@ -119,7 +124,7 @@ class Servers:
 
     names: the model names that this frontend serves. model: its model, a path or a name.
     needs: takes a role. Returns what such a server must be registered with (`KvProtocol.needs`).
-    find_engine: whether to ask the KV address of prefill servers for their engine (Mooncake).
+    check: returns what is wrong with a server's KV address (`KvProtocol.check`).
     connector: how to start a server with the connector, for people.
     headers: of each question, e.g. a key.
     report: called when the load of a server is known. gone: called when no source has it."""
@@ -131,7 +136,7 @@ class Servers:
         model: str,
         *,
         needs: Callable[[str], str] = lambda role: "",
-        find_engine: bool = False,
+        check: Callable[[Server, Callable[[str], Awaitable[bytes]]], Awaitable[str]] = _no_check,
         connector: str = "start it with --kv-transfer-config",
         headers: dict[str, str] | None = None,
         report: Callable[[Server], None] = lambda server: None,
@@ -141,7 +146,7 @@ class Servers:
         self._names = names
         self._model = model
         self._needs = needs
-        self._find_engine = find_engine
+        self._check = check
         self._connector = connector
         self._headers = headers or {}
         self.report = report
@@ -244,6 +249,8 @@ class Servers:
     def _turn(self, server: Server, state: str, why: str = "", *, end: bool = True) -> None:
         if state == "failing" and end:
             server.lose()
+        if state == "refused":
+            server.misfits()
         if server.state == "gone" or (server.state, server.why) == (state, why):
             return
         before, server.state, server.why = server.state, state, why
@@ -305,18 +312,17 @@ class Servers:
             return f"register it with {needs}"
         models = _json(await self._get(server.url + "/v1/models")).get("data")
         served = {m.get("id"): m for m in models or () if isinstance(m, dict)}
-        ours = [name for name in self._names if name in served]
-        if not ours:
+        if not all(name in served for name in self._names):
             return (
                 f"it serves {', '.join(map(str, served)) or 'no model'}, and this frontend serves "
-                f"{', '.join(self._names)}: start it with --served-model-name {self._names[0]}"
+                f"{', '.join(self._names)}: start it with "
+                f"--served-model-name {' '.join(self._names)}"
             )
-        server.model = str(served[ours[0]].get("root") or ours[0])
-        if why := self._other_model(server, ours[0]):
+        name = self._names[0]
+        server.model = str(served[name].get("root") or name)
+        if why := self._other_model(server, name):
             return why
-        if self._find_engine and server.role == "prefill":
-            return await self._engine(server)
-        return ""
+        return await self._check(server, self._get)
 
     def _other_model(self, server: Server, name: str) -> str:
         others = [s for s in self.known.values() if s is not server and s.state == "ready"]
@@ -329,26 +335,19 @@ class Servers:
                 )
         return ""
 
-    async def _engine(self, server: Server) -> str:
-        try:
-            ranks = _json(await self._get(server.kv_url + "/query"))
-            server.engine_id = str(ranks[min(ranks, key=int)]["engine_id"])
-        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-            text = str(exc) or type(exc).__name__
-            return (
-                f"nobody answers at its KV address {server.kv} ({text}): register it with the "
-                "address of its bootstrap service (VLLM_MOONCAKE_BOOTSTRAP_PORT)"
-            )
-        except (KeyError, TypeError, ValueError):
-            return f"what answers at its KV address {server.kv} is no Mooncake bootstrap service"
-        return ""
-
     async def _get(self, url: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         async with self._session.get(url, timeout=timeout, headers=self._headers) as answer:
             if answer.status != 200:
                 raise ValueError(f"{url} answers {answer.status}")
             return await answer.read()
+
+
+def _end(waits: Iterable[asyncio.Timeout]) -> None:
+    now = asyncio.get_running_loop().time()
+    for wait in waits:
+        if not wait.expired():
+            wait.reschedule(now)
 
 
 def stem(model: str) -> str:

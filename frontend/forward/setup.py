@@ -106,7 +106,7 @@ class Forwarding:
             names,
             options.model,
             needs=protocol.needs,
-            find_engine=protocol.name == "mooncake",
+            check=protocol.check,
             connector=protocol.start_with,
             headers={"authorization": f"Bearer {key}"} if key else {},
             report=report,

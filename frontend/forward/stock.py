@@ -10,6 +10,8 @@ Which requests have no prefill stage and go to a decode server as they came:
 - all, while every prefill server is down. One that is only wrongly set up is no reason: then
   requests fail, and the error says what to change
 
+Decode servers that can serve none of these (`KvProtocol.alone`) get none: the requests fail.
+
 A stage that fails is repeated at another server, with a new prefill, until the first byte of the
 answer has been sent. A decode server that did not get the request is replaced without a new
 prefill. After a server broke off, or after a 500, a request is repeated once only: it may be why.
@@ -21,20 +23,15 @@ opened is closed on its way out.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import time
 import uuid
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 import msgspec
 
 from pullfill.frontend import metrics
-from pullfill.frontend.admission import Receive, Send, respond
+from pullfill.frontend.admission import Receive, Send
 from pullfill.frontend.forward import bodies
 from pullfill.frontend.forward.choice import Choice, Pick
 from pullfill.frontend.forward.contract import Call
@@ -47,10 +44,10 @@ from pullfill.frontend.forward.exchange import (
     request_headers,
 )
 from pullfill.frontend.forward.protocol import KvProtocol, Stages
-from pullfill.frontend.forward.relay import relay
+from pullfill.frontend.forward.relay import refuse, relay
+from pullfill.frontend.forward.run import NAMED, Run
 from pullfill.frontend.forward.servers import Server, Servers
 from pullfill.options import Dispatch, ForwarderName
-from pullfill.wire import ForwardStage
 
 ATTEMPTS = 4
 RISKY = 2
@@ -59,34 +56,10 @@ A prefill server that ends causes one of each: its KV cannot be read, then it br
 WHOLE = 10
 """A decode server may be silent for so much longer if the answer is not streamed."""
 _BUSY = (429, 503)
-_KINDS = {500: "InternalServerError", 503: "ServiceUnavailableError", 504: "GatewayTimeoutError"}
-
-
-@dataclass(slots=True)
-class _Run:
-    """A request on its way. whole: why it has no prefill stage, or empty.
-
-    bad: servers that failed it. risky: how often, by whether they answered (see RISKY).
-    picks: what counts in the load of servers until it has ended. tails: stages that go on beside
-    the answer."""
-
-    call: Call
-    prompt: bodies.Prompt
-    whole: str
-    bad: set[Server] = field(default_factory=set)
-    picks: list[Pick] = field(default_factory=list)
-    tails: list[asyncio.Task[bool]] = field(default_factory=list)
-    risky: Counter[bool] = field(default_factory=Counter)
-
-    async def end(self) -> None:
-        """End what belongs to one attempt."""
-        for pick in self.picks:
-            pick.end()
-        for task in self.tails:
-            task.cancel()
-        await asyncio.gather(*self.tails, return_exceptions=True)
-        self.picks.clear()
-        self.tails.clear()
+NEEDS_PREFILL = (
+    "servers of this protocol need a prefill for each request, and this one can have none ({}): "
+    "send one prompt with one choice to /v1/completions or /v1/chat/completions"
+)
 
 
 class Stock:
@@ -121,7 +94,11 @@ class Stock:
         """Return why no request can be served now: no decode server, or wrong prefill servers."""
         if not self.servers.ready("decode"):
             return self._none("decode")
-        return self._none("prefill") if self._misfit() else ""
+        return "" if self._may_skip() else self._none("prefill")
+
+    def suits(self, call: Call) -> bool:
+        """Return whether the decode servers can serve it: see `KvProtocol.alone`."""
+        return self._protocol.alone or not bodies.whole_because(call.path, call.json)
 
     async def forward(self, call: Call, receive: Receive, send: Send) -> None:
         """Serve the request (`contract`)."""
@@ -141,7 +118,7 @@ class Stock:
     # ---------------------------------------------------------------- attempts
 
     async def _serve(self, call: Call, send: Send) -> None:
-        run = _Run(call, bodies.prompt_of(call.json), bodies.whole_because(call.path, call.json))
+        run = Run(call, bodies.prompt_of(call.json), bodies.whole_because(call.path, call.json))
         call.reason = run.whole or str(self._dispatch)
         failed: StageFailed | None = None
         for _ in range(ATTEMPTS):
@@ -161,12 +138,16 @@ class Stock:
                 if exchange is not None:
                     exchange.close()
                 await run.end()
-        await self._refuse(failed, send)
+        assert failed is not None
+        metrics.FORWARDED.labels(self.name, "failed").inc()
+        await refuse(failed, send)
 
-    async def _attempt(self, run: _Run) -> Exchange:
+    async def _attempt(self, run: Run) -> Exchange:
         """Go through the stages once. Returns the begun answer. Raises StageFailed."""
-        if not run.whole and not self.servers.ready("prefill") and not self._misfit():
+        if not run.whole and not self.servers.ready("prefill") and self._may_skip():
             run.whole = run.call.reason = "no_prefill"
+        if run.whole and not self._protocol.alone:
+            raise StageFailed(None, NEEDS_PREFILL.format(run.whole), again=False, status=400)
         if run.whole:
             return await self._decode(run, None, self._pick(run, "decode"))
         prefill = self._pick(run, "prefill")
@@ -174,6 +155,7 @@ class Stock:
         stages = Stages(uuid.uuid4().hex, prefill.server, decode.server if decode else None)
         if self._dispatch is Dispatch.SINGLE:
             assert decode is not None
+            run.note("prefill", prefill, NAMED, run.call.ms())
             return await self._decode(run, stages, decode)
         if self._dispatch is Dispatch.PARALLEL:
             assert decode is not None
@@ -192,7 +174,7 @@ class Stock:
                 self._failed(run, exc)
                 decode = None
 
-    async def _both(self, run: _Run, stages: Stages, prefill: Pick, decode: Pick) -> Exchange:
+    async def _both(self, run: Run, stages: Stages, prefill: Pick, decode: Pick) -> Exchange:
         """Ask both at once. The first one that fails ends the other one."""
         first = asyncio.create_task(self._prefill(run, stages, prefill))
         second = asyncio.create_task(self._decode(run, stages, decode))
@@ -210,13 +192,13 @@ class Stock:
 
     # ---------------------------------------------------------------- stages
 
-    async def _prefill(self, run: _Run, stages: Stages, pick: Pick) -> bool:
+    async def _prefill(self, run: Run, stages: Stages, pick: Pick) -> bool:
         """Run the prefill stage. False: the server calls the request wrong."""
         call, server = run.call, pick.server
         assert call.json is not None
         body = bodies.prefill_body(call.json, self._protocol.prefill(stages))
         request_id = self._protocol.request_id(stages, call.request_id)
-        with self._noted(run, "prefill", pick):
+        with run.noted("prefill", pick):
             exchange = await self._begin(call, server, request_id, body)
             exchange.close()
             pick.end()
@@ -224,6 +206,10 @@ class Stock:
                 if b"kv_transfer_params" in exchange.first:
                     text = f"does not understand kv_transfer_params: {message_of(exchange.first)}"
                     raise self._lacks(server, text)
+                if not self._protocol.alone:
+                    status, told = exchange.status, exchange.first
+                    text = f"{server.role} server {server.url} answers {status}"
+                    raise StageFailed(None, text, again=False, status=status, body=told)
                 run.whole = call.reason = "prefill_refused"
                 return False
             try:
@@ -236,7 +222,7 @@ class Stock:
                 raise self._lacks(server, lack)
         return True
 
-    async def _decode(self, run: _Run, stages: Stages | None, pick: Pick) -> Exchange:
+    async def _decode(self, run: Run, stages: Stages | None, pick: Pick) -> Exchange:
         """Begin the decode stage. stages: None: it has no prefill stage."""
         call = run.call
         request_id, body = call.request_id, call.body
@@ -250,12 +236,17 @@ class Stock:
         if prefix := _PREFIXES.get(call.path):
             call.response_id = prefix + request_id
         try:
-            with self._noted(run, "decode", pick):
+            with run.noted("decode", pick):
                 async with reading(pick.server, stages.prefill if stages else None):
                     return await self._begin(call, pick.server, request_id, body, stages)
         except StageFailed as exc:
             if stages is not None and exc.status == 500:
                 run.bad.add(stages.prefill)  # perhaps its KV cannot be read
+            if stages is not None and exc.status == 504 and not exc.body:
+                where = f"{stages.prefill.url} at {self._protocol.kv_address(stages)}"
+                exc.why += (
+                    f". If its log says that it waits for KV, look whether it reaches {where}"
+                )
             raise
 
     async def _begin(
@@ -284,11 +275,11 @@ class Stock:
             raise StageFailed(server, why, status=status, body=told)
         return exchange
 
-    async def _answer(self, run: _Run, exchange: Exchange, send: Send) -> None:
+    async def _answer(self, run: Run, exchange: Exchange, send: Send) -> None:
         call, pick = run.call, run.picks[-1]
         pick.first()
-        call.first_byte_ms = _ms(call)
-        made, broken = await relay(exchange, send, self._silence_s)
+        call.first_byte_ms = call.ms()
+        made, broken = await relay(exchange, send, self._silence_s, call.path)
         pick.end(made)
         result = "broken" if broken else "ok" if exchange.status == 200 else "refused"
         if broken:
@@ -296,13 +287,13 @@ class Stock:
             # A prefill stage of parallel dispatch may have ended after this one began.
             last = max(n for n, stage in enumerate(call.stages) if stage.stage == "decode")
             call.stages[last] = msgspec.structs.replace(
-                call.stages[last], result=broken.why, end_ms=_ms(call)
+                call.stages[last], result=broken.why, end_ms=call.ms()
             )
         metrics.FORWARDED.labels(self.name, result).inc()
 
     # ---------------------------------------------------------------- inside
 
-    def _pick(self, run: _Run, role: str) -> Pick:
+    def _pick(self, run: Run, role: str) -> Pick:
         servers = self.servers.ready(role)
         if not servers:
             text = self._none(role)
@@ -311,32 +302,7 @@ class Stock:
         run.picks.append(pick)
         return pick
 
-    @contextlib.contextmanager
-    def _noted(self, run: _Run, stage: str, pick: Pick) -> Any:
-        """Note in `call.stages` what becomes of a stage."""
-        begin, result = _ms(run.call), "ok"
-        try:
-            yield
-        except StageFailed as exc:
-            result = exc.why
-            raise
-        except asyncio.CancelledError:
-            result = "cancelled"
-            raise
-        finally:
-            run.call.stages.append(
-                ForwardStage(
-                    stage=stage,
-                    server=pick.server.url,
-                    result=result,
-                    begin_ms=begin,
-                    end_ms=_ms(run.call),
-                    choice=pick.choice,
-                    source=", ".join(pick.server.sources),
-                )
-            )
-
-    def _failed(self, run: _Run, exc: StageFailed) -> None:
+    def _failed(self, run: Run, exc: StageFailed) -> None:
         """Take note of a failure, for the next choice."""
         if exc.server is None:
             return
@@ -353,13 +319,14 @@ class Stock:
         self.servers.lacks(server, why)
         return StageFailed(server, why, status=500)
 
-    def _misfit(self) -> bool:
-        """Whether no prefill server is ready, and one of them is wrongly set up."""
+    def _may_skip(self) -> bool:
+        """Whether requests may come now: a prefill server is ready, or they may do without."""
         if self.servers.ready("prefill"):
-            return False
-        return any(
+            return True
+        misfits = (
             s.role == "prefill" and s.state == "refused" for s in self.servers.known.values()
         )
+        return self._protocol.alone and not any(misfits)
 
     def _none(self, role: str) -> str:
         lines = [s for s in self.servers.known.values() if s.role == role]
@@ -370,27 +337,8 @@ class Stock:
         one = lines[0]
         return f"no stock {role} server is ready: {one.url} is {one.state}: {one.why}"
 
-    async def _refuse(self, failed: StageFailed | None, send: Send) -> None:
-        """Tell the client. A server's own error is passed on with its status."""
-        assert failed is not None
-        metrics.FORWARDED.labels(self.name, "failed").inc()
-        if failed.body and message_of(failed.body):
-            kind = [(b"content-type", b"application/json")]
-            length = b"%d" % len(failed.body)
-            head = [*kind, (b"content-length", length)]
-            await send({"type": "http.response.start", "status": failed.status, "headers": head})
-            await send({"type": "http.response.body", "body": failed.body})
-            return
-        status = failed.status if failed.status in _KINDS else 503
-        retry = 1 if status == 503 else None
-        await respond(send, status, failed.why, _KINDS[status], retry_after_s=retry)
-
 
 _PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-
-
-def _ms(call: Call) -> float:
-    return round((time.monotonic() - call.arrived) * 1000.0, 3)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -189,7 +189,7 @@ class ForwardStage(Message, frozen=True, kw_only=True):
 
     stage: `prefill` or `decode`. server: its URL. choice: how it was chosen.
     source: what named the server, e.g. `--servers-file`.
-    result: `ok`, or what went wrong.
+    result: `ok`, `named` (the decode server was told to start the prefill), or what went wrong.
     begin_ms, end_ms: since the request came."""
 
     stage: str

@@ -112,6 +112,56 @@ async def test_a_kv_address_that_no_bootstrap_service_answers_is_refused(kv: str
         assert "at its KV address" in await trouble(rig)
 
 
+@pytest.mark.parametrize(
+    ("kv", "told"),
+    [
+        ("127.0.0.1:1", "nobody answers at its KV address 127.0.0.1:1 ("),
+        ("host:127.0.0.1,handshake:1,notify:2", "nobody answers at its KV address host:127"),
+        ("host:127.0.0.1,handshake:8998", "cannot read its KV address 'host:127.0.0.1,hand"),
+        ("127.0.0.1", "cannot read its KV address '127.0.0.1': register it with HOST:PORT"),
+    ],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_kv_address_in_a_request_id_that_nobody_answers_at_is_refused(
+    kv: str, told: str, role: str
+) -> None:
+    async with forwarding("batch", "p2p", known=False) as rig:
+        register(rig, role, kv)
+        line = await trouble(rig)
+        assert told in line
+        assert "register it with" in line
+        assert (await rig.ask()).status == 503
+
+
+async def test_a_server_that_lacks_one_of_our_names_is_refused() -> None:
+    async with forwarding(known=False) as rig:
+        rig.servers._names = ("n", "m")
+        register(rig, "decode", "")
+        assert (
+            "it serves m, and this frontend serves n, m: start it with --served-model-name n m"
+            in (await trouble(rig))
+        )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("dispatch", ["serial", "parallel"])
+async def test_a_decode_server_waits_no_longer_for_a_prefill_server_without_a_connector(
+    dispatch: str, stream: bool
+) -> None:
+    """P2pNcclConnector returns nothing that would show it before, and waits without end."""
+    async with forwarding("batch", "p2p", dispatch) as rig:
+        prefill, decode = rig.prefill[0], rig.decode[0]
+        prefill.connector = ""
+        asking = asyncio.create_task(rig.ask(stream=stream))
+        await until(lambda: decode.open and prefill.requests)
+        prefill.metrics = ASKED % ("1.0", "64.0", "0.0")
+        got = await asking
+        assert got.status == 503
+        assert f"decode server {decode.url} waits for KV, and prefill server" in got.message
+        assert f"{prefill.url} is refused: it has no KV connector" in got.message
+        assert "start it with --kv-transfer-config" in got.message
+
+
 async def test_a_server_that_broke_off_gets_no_request_until_its_health_is_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -52,6 +52,15 @@ async def test_kv_that_cannot_be_read_and_then_a_server_that_breaks_off_is_one_f
             assert got.status == 200, got.message
 
 
+async def test_a_decode_server_that_waits_for_kv_too_long_names_where_it_should_come_from() -> None:
+    async with forwarding("batch", "mooncake", "serial", silence_s=0.2) as rig:
+        rig.decode[0].stalls = asyncio.Event()
+        got = await rig.ask(stream=True)
+    assert got.status == 504
+    where = f"{rig.prefill[0].url} at {rig.prefill[0].kv}"
+    assert got.message.endswith(f"it waits for KV, look whether it reaches {where}")
+
+
 @pytest.mark.parametrize("blocks", [None, []])
 async def test_a_prefill_without_blocks_never_reaches_a_decode_server(blocks: object) -> None:
     async with forwarding() as rig:

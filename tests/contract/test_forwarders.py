@@ -23,8 +23,11 @@ STOCK = [
     ("batch", "p2p", "serial"),
     ("batch", "p2p", "parallel"),
 ]
-ALL = [*STOCK, ("pull", "nixl", None)]
+ALL = [*STOCK, ("batch", "p2p", "single"), ("pull", "nixl", None)]
+ALONE = [how for how in STOCK if how[1] != "p2p"]
+"""Those whose decode servers can serve a request without a prefill."""
 each = pytest.mark.parametrize("how", ALL, ids=lambda how: "-".join(filter(None, how)))
+each_alone = pytest.mark.parametrize("how", ALONE, ids=lambda how: "-".join(filter(None, how)))
 each_stock = pytest.mark.parametrize("how", STOCK, ids=lambda how: "-".join(filter(None, how)))
 
 
@@ -209,7 +212,7 @@ async def test_a_server_that_comes_back_is_used_again(how: Any) -> None:
         assert (await rig.ask()).status == 200
 
 
-@each_stock
+@each_alone
 async def test_without_prefill_servers_a_decode_server_does_all(how: Any) -> None:
     async with of(how) as rig:
         rig.prefill[0].alive = False
@@ -242,7 +245,7 @@ async def test_overload_is_passed_on(how: Any) -> None:
         assert (got.status, got.message) == (429, "too many")
 
 
-@each_stock
+@each_alone
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -266,15 +269,49 @@ async def test_what_one_prefill_cannot_stand_for_has_none(
 
 async def test_single_dispatch_asks_the_decode_server_only() -> None:
     async with forwarding("batch", "p2p", "single") as rig:
-        asking = asyncio.create_task(rig.ask())
-        await until(lambda: rig.decode[0].requests)
+        got = await rig.ask()
+        assert got.status == 200
         name = rig.decode[0].requests[0][1]["x-request-id"]
         assert name.startswith(
             f"___prefill_addr_{rig.prefill[0].kv}___decode_addr_{rig.decode[0].kv}_"
         )
-        rig.decode[0].world.of(name).set()  # its connector has fetched the prefill
-        assert (await asking).status == 200
         assert not rig.prefill[0].requests
+        record = rig.explain.get(got.json["id"])
+        assert record is not None
+        assert record.prefill_instance == rig.prefill[0].url
+        assert [(s.stage, s.server, s.result) for s in record.stages] == [
+            ("prefill", rig.prefill[0].url, "named"), ("decode", rig.decode[0].url, "ok"),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dispatch", ["serial", "parallel", "single"])
+async def test_a_request_that_can_have_no_prefill_is_refused_if_decode_servers_need_one(
+    dispatch: str,
+) -> None:
+    """P2pNcclConnector would wait for its KV without end, with all of the engine."""
+    async with forwarding("batch", "p2p", dispatch) as rig:
+        got = await rig.ask(n=2)
+        assert got.status == 400
+        assert (
+            "need a prefill for each request, and this one can have none (choices)" in got.message
+        )
+        assert (await rig.ask(b"{")).status == 400
+        assert not rig.decode[0].requests
+        rig.prefill[0].alive = False
+        await rig.states(failing=1)
+        got = await rig.ask()
+        assert (got.status, rig.stock.trouble()) == (503, got.message)
+        assert f"no stock prefill server is ready: {rig.prefill[0].url} is failing" in got.message
+        assert not rig.decode[0].requests
+
+
+async def test_a_stream_of_messages_that_breaks_off_ends_as_anthropic_clients_expect() -> None:
+    async with forwarding() as rig:
+        rig.decode[0].breaks = 1
+        got = await rig.ask(path="/v1/messages", stream=True)
+    kind, told = got.body.split(b"\n\n")[1].split(b"\n")
+    assert kind == b"event: error"
+    assert "broke off" in json.loads(told[6:])["error"]["message"]
 
 
 async def test_a_server_without_the_connector_is_named() -> None:

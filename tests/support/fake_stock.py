@@ -64,6 +64,7 @@ class FakeStock:
     refuse: status and text of its answers to requests. late: a stream begins with it instead.
     breaks: it closes the connection after so many events; 0: at once.
     stalls: it answers no request until this is set.
+    fetches: as a decode server it has the prefill run itself (single dispatch).
     alive: /health answers. root: what /v1/models says of its model.
     requests: (path, headers, body) of each request. remote: how many came with blocks.
     open: requests that it works at. left: requests whose client has left."""
@@ -75,6 +76,7 @@ class FakeStock:
         self.blocks: Any = [[1, 2]]
         self.breaks: int | None = None
         self.stalls: asyncio.Event | None = None
+        self.fetches = False
         self.alive = True
         self.metrics = "vllm:num_requests_running{} 0.0\n"
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
@@ -166,6 +168,9 @@ class FakeStock:
         """What the connector does before the answer. Returns its parameters, if it has any."""
         if not self.connector:
             return None
+        if self.connector == "p2p" and not request_id.startswith("___prefill_addr_"):
+            # P2pNcclConnector takes the KV of each prompt to be elsewhere.
+            await asyncio.Event().wait()
         name = request_id if self.connector == "p2p" else params.get("transfer_id", request_id)
         if params.get("do_remote_decode"):
             self.world.of(name).set()
@@ -185,6 +190,8 @@ class FakeStock:
             if self.connector == "mooncake":
                 assert params["remote_engine_id"] == "engine-7"
                 assert params["remote_bootstrap_addr"].startswith("http://127.0.0.1:")
+            if self.fetches:
+                self.world.of(name).set()
             await self.world.of(params.get("remote_request_id", name)).wait()
             self.remote += 1
         return None

@@ -194,6 +194,7 @@ async def forwarding(
         world = World()
         fakes = [FakeStock(world, protocol) for _ in range(prefill + decode)]
         for fake in fakes:
+            fake.fetches = dispatch == "single"
             await stack.enter_async_context(fake.running())
         found = [entries.make("prefill", f.url, f.kv) for f in fakes[:prefill]]
         found += [entries.make("decode", f.url, f.kv) for f in fakes[prefill:]]
@@ -223,7 +224,7 @@ async def forwarding_to(
         stack.push_async_callback(session.close)
         choices: dict[str, Choice] = {}
         servers = Servers(
-            session, ("m",), model, needs=spoken.needs, find_engine=spoken.name == "mooncake",
+            session, ("m",), model, needs=spoken.needs, check=spoken.check,
             connector=spoken.start_with,
             report=lambda server: choices[server.role].report(server),
             gone=lambda server: choices[server.role].gone(server),
