@@ -30,6 +30,7 @@ from typing import Any
 
 import aiohttp
 
+from pullfill.errors import ConfigError
 from pullfill.frontend.forward.entries import ROLES, Entry
 from pullfill.frontend.forward.load import Load, load_of
 from pullfill.runtime import log
@@ -271,6 +272,8 @@ class Servers:
         while server.state != "gone" or server.waits or server.readers:
             try:
                 await self._look(server)
+            except ConfigError as exc:
+                self._turn(server, "refused", str(exc))
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
                 server.misses += 1
                 text = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
@@ -331,13 +334,19 @@ class Servers:
             if stem(model) != stem(server.model):
                 return (
                     f"it serves {server.model} as {name}, and {who} serves {model} under that "
-                    "name: give one of the models another --served-model-name"
+                    "name: give one of the models another --served-model-name, or, if they are "
+                    "the same model, give its folders the same name"
                 )
         return ""
 
     async def _get(self, url: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         async with self._session.get(url, timeout=timeout, headers=self._headers) as answer:
+            if answer.status in (401, 403):
+                raise ConfigError(
+                    f"{url} answers {answer.status}: start it without an API key, or "
+                    "give this frontend the same one in VLLM_API_KEY"
+                )
             if answer.status != 200:
                 raise ValueError(f"{url} answers {answer.status}")
             return await answer.read()

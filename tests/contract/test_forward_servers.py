@@ -99,6 +99,27 @@ async def test_explain_and_the_status_say_what_named_a_server() -> None:
         assert [stage.source for stage in record.stages] == ["test", "test, --servers-file"]
 
 
+async def test_servers_that_ask_for_an_api_key() -> None:
+    async with forwarding(known=False) as rig:
+        rig.decode[0].key = "secret"
+        register(rig, "decode", "")
+        line = await trouble(rig)
+        assert "/v1/models answers 401: start it without an API key, or give this frontend" in line
+        assert "in VLLM_API_KEY" in line
+    async with forwarding(known=False, key="secret") as rig:
+        for fake in rig.all:
+            fake.key = "secret"
+        entry = [
+            entries.make("prefill", rig.prefill[0].url),
+            entries.make("decode", rig.decode[0].url),
+        ]
+        rig.servers.set("test", entry)
+        await rig.states(ready=2)
+        got = await rig.ask(headers=[(b"authorization", b"Bearer of the client")])
+        assert got.status == 200
+        assert rig.decode[0].remote == 1
+
+
 async def test_a_missing_kv_address_is_refused() -> None:
     async with forwarding("batch", "p2p", known=False) as rig:
         register(rig, "prefill", "")

@@ -64,6 +64,7 @@ class FakeStock:
     refuse: status and text of its answers to requests. late: a stream begins with it instead.
     breaks: it closes the connection after so many events; 0: at once.
     stalls: it answers no request until this is set.
+    key: an API key that it asks for, or empty.
     fetches: as a decode server it has the prefill run itself (single dispatch).
     alive: /health answers. root: what /v1/models says of its model.
     requests: (path, headers, body) of each request. remote: how many came with blocks.
@@ -77,6 +78,7 @@ class FakeStock:
         self.breaks: int | None = None
         self.stalls: asyncio.Event | None = None
         self.fetches = False
+        self.key = ""
         self.alive = True
         self.metrics = "vllm:num_requests_running{} 0.0\n"
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
@@ -104,7 +106,12 @@ class FakeStock:
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(text=self.metrics)
 
-    async def _models(self, _: web.Request) -> web.Response:
+    def _locked(self, request: web.Request) -> bool:
+        return bool(self.key) and request.headers.get("authorization") != f"Bearer {self.key}"
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self._locked(request):
+            return self._error(401, "Unauthorized")
         return web.json_response({"data": [{"id": "m", "root": self.root}]})
 
     async def _query(self, _: web.Request) -> web.Response:
@@ -112,6 +119,8 @@ class FakeStock:
 
     async def _request(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
+        if self._locked(request):
+            return self._error(401, "Unauthorized")
         try:
             body = json.loads(raw)
         except ValueError:

@@ -188,8 +188,11 @@ async def forwarding(
     silence_s: float = 10.0,
     known: bool = True,
     wait: bool = True,
+    key: str = "",
 ) -> AsyncIterator[ForwardRig]:
-    """A forwarder with so many servers. known: they are registered. wait: until they are ready."""
+    """A forwarder with so many servers. known: they are registered. wait: until they are ready.
+
+    key: the API key that it has for them."""
     async with AsyncExitStack() as stack:
         world = World()
         fakes = [FakeStock(world, protocol) for _ in range(prefill + decode)]
@@ -199,7 +202,9 @@ async def forwarding(
         found = [entries.make("prefill", f.url, f.kv) for f in fakes[:prefill]]
         found += [entries.make("decode", f.url, f.kv) for f in fakes[prefill:]]
         rig = await stack.enter_async_context(
-            forwarding_to(found if known else [], name, protocol_of(protocol), dispatch, silence_s)
+            forwarding_to(
+                found if known else [], name, protocol_of(protocol), dispatch, silence_s, key=key
+            )
         )
         rig.prefill, rig.decode = fakes[:prefill], fakes[prefill:]
         if known and wait:
@@ -217,6 +222,7 @@ async def forwarding_to(
     silence_s: float = 10.0,
     *,
     model: str = "/m",
+    key: str = "",
 ) -> AsyncIterator[ForwardRig]:
     """A forwarder with these servers, ready or not. model: what they serve as `m`."""
     async with AsyncExitStack() as stack:
@@ -226,13 +232,16 @@ async def forwarding_to(
         servers = Servers(
             session, ("m",), model, needs=spoken.needs, check=spoken.check,
             connector=spoken.start_with,
+            headers={"authorization": f"Bearer {key}"} if key else {},
             report=lambda server: choices[server.role].report(server),
             gone=lambda server: choices[server.role].gone(server),
         )  # fmt: skip
         stack.push_async_callback(servers.close)
         forwarder = ForwarderName(name)
         order = dispatch_of(spoken, forwarder, Dispatch(dispatch) if dispatch else None)
-        stock = Stock(forwarder, spoken, order, servers, session, choices, silence_s=silence_s)
+        stock = Stock(
+            forwarder, spoken, order, servers, session, choices, key=key, silence_s=silence_s
+        )
         rig = ForwardRig([], [], servers, stock, FakeApp(), ExplainStore())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(placement, "PREDICTED_BLOCKS", FEW_BLOCKS)
