@@ -21,7 +21,7 @@ TWO_STAGES = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Paths whose requests may have a prefill stage of their own."""
 _DROPPED = (
     "stream_options", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "best_of", "n",
-    "echo", "return_token_ids", "return_tokens_as_token_ids",
+    "echo", "return_token_ids", "return_tokens_as_token_ids", "stop", "stop_token_ids",
 )  # fmt: skip
 
 
@@ -61,9 +61,12 @@ def whole_because(path: str, body: dict[str, Any] | None) -> str:
 
 
 def prefill_body(body: dict[str, Any], kv: dict[str, Any]) -> bytes:
-    """Return the body of the prefill stage: one token, not streamed."""
+    """Return the body of the prefill stage: one token, not streamed.
+
+    A token that ends the answer is ignored here. Most connectors give no KV of a prompt whose
+    answer has ended by itself: MoRI-IO, Mooncake, and NIXL in older releases."""
     changed = {key: value for key, value in body.items() if key not in _DROPPED}
-    changed |= {"stream": False, "max_tokens": 1, "kv_transfer_params": kv}
+    changed |= {"stream": False, "max_tokens": 1, "ignore_eos": True, "kv_transfer_params": kv}
     if "max_completion_tokens" in body:
         changed["max_completion_tokens"] = 1
     return msgspec.json.encode(changed)

@@ -52,6 +52,18 @@ async def test_kv_that_cannot_be_read_and_then_a_server_that_breaks_off_is_one_f
             assert got.status == 200, got.message
 
 
+@pytest.mark.parametrize("fields", [{}, {"stop_token_ids": [7]}])
+async def test_a_prompt_whose_answer_is_empty_gets_it(fields: dict[str, list[int]]) -> None:
+    """The prefill server seems to have no connector, if its one token ends the answer."""
+    async with forwarding() as rig:
+        rig.prefill[0].ends = True
+        assert (await rig.ask(**fields)).status == 200
+        ((_, _, second),) = rig.decode[0].requests
+        assert rig.decode[0].remote == 1
+    assert "ignore_eos" not in second
+    assert second.get("stop_token_ids") == fields.get("stop_token_ids")
+
+
 async def test_a_decode_server_that_waits_for_kv_too_long_names_where_it_should_come_from() -> None:
     async with forwarding("batch", "mooncake", "serial", silence_s=0.2) as rig:
         rig.decode[0].stalls = asyncio.Event()

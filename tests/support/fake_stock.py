@@ -64,6 +64,7 @@ class FakeStock:
     refuse: status and text of its answers to requests. late: a stream begins with it instead.
     breaks: it closes the connection after so many events; 0: at once.
     stalls: it answers no request until this is set.
+    ends: the first token ends each answer. Then most connectors give no KV.
     key: an API key that it asks for, or empty.
     fetches: as a decode server it has the prefill run itself (single dispatch).
     alive: /health answers. root: what /v1/models says of its model.
@@ -77,7 +78,7 @@ class FakeStock:
         self.blocks: Any = [[1, 2]]
         self.breaks: int | None = None
         self.stalls: asyncio.Event | None = None
-        self.fetches = False
+        self.fetches = self.ends = False
         self.key = ""
         self.alive = True
         self.metrics = "vllm:num_requests_running{} 0.0\n"
@@ -150,7 +151,10 @@ class FakeStock:
             await asyncio.sleep(60)
         if self.stalls is not None:
             await self.stalls.wait()
-        params = await self._connect(request_id, body.get("kv_transfer_params") or {})
+        params = None
+        stops = self.ends and (not body.get("ignore_eos") or body.get("stop_token_ids"))
+        if not stops or body["max_tokens"] != 1:
+            params = await self._connect(request_id, body.get("kv_transfer_params") or {})
         kind = "application/json"
         if not body.get("stream"):
             return web.Response(body=whole(request_id, body, params), content_type=kind)

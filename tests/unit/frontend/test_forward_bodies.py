@@ -11,11 +11,11 @@ def test_the_prefill_stage_has_one_token() -> None:
     body = {
         "messages": [], "max_tokens": 9, "max_completion_tokens": 9, "stream": True,
         "stream_options": {"include_usage": True}, "min_tokens": 3, "logprobs": True,
-        "top_logprobs": 2, "tools": [1], "seed": 5,
+        "top_logprobs": 2, "tools": [1], "seed": 5, "stop": "x", "stop_token_ids": [1],
     }  # fmt: skip
     assert json.loads(prefill_body(body, {"a": 1})) == {
         "messages": [], "max_tokens": 1, "max_completion_tokens": 1, "stream": False,
-        "tools": [1], "seed": 5, "kv_transfer_params": {"a": 1},
+        "tools": [1], "seed": 5, "ignore_eos": True, "kv_transfer_params": {"a": 1},
     }  # fmt: skip
 
 
