@@ -24,10 +24,9 @@ from typing import Any
 from pullfill.frontend.forward.protocol import KvProtocol, Stages
 from pullfill.options import Dispatch
 
-_LOCATION = (
-    "remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port",
-)  # fmt: skip
-"""A decode server whose request lacks one of them ends: vLLM asserts that it is there."""
+_LOCATION = ("remote_block_ids", "remote_engine_id", "remote_host", "remote_port")
+"""A decode server whose request lacks one of them ends: vLLM asserts that it is there. It also
+needs `remote_request_id`, which older releases neither send nor need."""
 
 
 class Nixl(KvProtocol):
@@ -58,5 +57,10 @@ class Nixl(KvProtocol):
             return "returned no kv_transfer_params"
         if not returned.get("do_remote_prefill"):
             return "returned kv_transfer_params without do_remote_prefill"
-        missing = [name for name in _LOCATION if returned.get(name) in (None, [])]
+        missing = [name for name in _LOCATION if returned.get(name) is None]
         return f"returned kv_transfer_params without {', '.join(missing)}" if missing else ""
+
+    def empty(self, stages: Stages) -> bool:
+        """Older releases send whole blocks only. With none, a decode server of 0.32 ends."""
+        blocks = (stages.returned or {}).get("remote_block_ids")
+        return isinstance(blocks, list) and all(group == [] for group in blocks)

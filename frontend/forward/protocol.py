@@ -76,6 +76,10 @@ class KvProtocol(ABC):
         """Return what is wrong with a prefill server's answer. Empty: nothing."""
         return ""
 
+    def empty(self, stages: Stages) -> bool:
+        """Return whether the prefill has left no KV to read, e.g. of a very short prompt."""
+        return False
+
     def needs(self, role: str) -> str:
         """Return what a server of this role must be registered with. Empty: its URL only."""
         return ""

@@ -193,7 +193,7 @@ class Stock:
     # ---------------------------------------------------------------- stages
 
     async def _prefill(self, run: Run, stages: Stages, pick: Pick) -> bool:
-        """Run the prefill stage. False: the server calls the request wrong."""
+        """Run the prefill stage. False: there is no KV, or the server calls the request wrong."""
         call, server = run.call, pick.server
         assert call.json is not None
         body = bodies.prefill_body(call.json, self._protocol.prefill(stages))
@@ -220,7 +220,9 @@ class Stock:
                 raise self._lacks(server, "answered what vLLM does not answer") from None
             if lack := self._protocol.lacks(stages):
                 raise self._lacks(server, lack)
-        return True
+        if self._protocol.empty(stages):
+            run.whole = call.reason = "no_kv"
+        return not run.whole
 
     async def _decode(self, run: Run, stages: Stages | None, pick: Pick) -> Exchange:
         """Begin the decode stage. stages: None: it has no prefill stage."""

@@ -73,14 +73,36 @@ async def test_a_decode_server_that_waits_for_kv_too_long_names_where_it_should_
     assert got.message.endswith(f"it waits for KV, look whether it reaches {where}")
 
 
-@pytest.mark.parametrize("blocks", [None, []])
-async def test_a_prefill_without_blocks_never_reaches_a_decode_server(blocks: object) -> None:
+async def test_a_prefill_without_its_place_never_reaches_a_decode_server() -> None:
     async with forwarding() as rig:
-        rig.prefill[0].blocks = blocks
+        rig.prefill[0].leaves_out = "remote_block_ids"
         got = await rig.ask()
         assert got.status == 500
         assert "without remote_block_ids" in got.message
         assert not rig.decode[0].requests
+
+
+@pytest.mark.parametrize("blocks", [[], [[]]])
+async def test_a_prompt_without_a_whole_block_is_computed_by_the_decode_server(
+    blocks: object,
+) -> None:
+    """Older releases hand over whole blocks only. Later ones end at parameters without any."""
+    async with forwarding() as rig:
+        rig.prefill[0].blocks = blocks
+        got = await rig.ask()
+        assert got.status == 200
+        assert "kv_transfer_params" not in rig.decode[0].requests[0][2]
+        record = rig.explain.get(got.json["id"])
+        assert record is not None
+        assert record.reason == "no_kv"
+        assert len(rig.servers.ready("prefill")) == 1
+
+
+async def test_servers_of_releases_that_send_no_remote_request_id() -> None:
+    async with forwarding() as rig:
+        rig.prefill[0].leaves_out = "remote_request_id"
+        assert (await rig.ask()).status == 200
+        assert rig.decode[0].remote == 1
 
 
 @pytest.mark.parametrize("code", ["utf-8", "utf-16"])

@@ -65,6 +65,7 @@ class FakeStock:
     breaks: it closes the connection after so many events; 0: at once.
     stalls: it answers no request until this is set.
     ends: the first token ends each answer. Then most connectors give no KV.
+    leaves_out: what its parameters lack.
     key: an API key that it asks for, or empty.
     fetches: as a decode server it has the prefill run itself (single dispatch).
     alive: /health answers. root: what /v1/models says of its model.
@@ -79,7 +80,7 @@ class FakeStock:
         self.breaks: int | None = None
         self.stalls: asyncio.Event | None = None
         self.fetches = self.ends = False
-        self.key = ""
+        self.key = self.leaves_out = ""
         self.alive = True
         self.metrics = "vllm:num_requests_running{} 0.0\n"
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
@@ -189,7 +190,7 @@ class FakeStock:
             self.world.of(name).set()
             if self.connector != "nixl":
                 return None
-            return {
+            told = {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
                 "remote_block_ids": self.blocks,
@@ -199,6 +200,7 @@ class FakeStock:
                 "remote_port": 5600,
                 "tp_size": 1,
             }
+            return {name: value for name, value in told.items() if name != self.leaves_out}
         if params.get("do_remote_prefill"):
             if self.connector == "mooncake":
                 assert params["remote_engine_id"] == "engine-7"
