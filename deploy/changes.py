@@ -79,7 +79,7 @@ class Changes:
             raise ConfigError(f"{wrong[0]}={counts[wrong[0]]}: give ROLE=N of {', '.join(COUNTS)}")
         here = {role: self._there(role) for role in COUNTS}
         wanted = {role: counts.get(role, len(names)) for role, names in here.items()}
-        if wanted["frontend"] and not wanted["decode"]:
+        if wanted["frontend"] and not wanted["decode"] and not self._options.by_stock:
             raise ConfigError("a frontend without a decode worker cannot serve: keep one, or end "
                               "the frontends too (frontend=0)")  # fmt: skip
         fresh = self._fresh(here, wanted)

@@ -112,6 +112,20 @@ def frontend_ready(url: str) -> bool:
         return False
 
 
+def why_not_ready(url: str, within_s: float) -> list[str]:
+    """Return why the frontend cannot serve. Empty: it can, within this time."""
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            code, body = http_get(f"{url}/ready", 2.0)
+            if code == 200 or time.monotonic() >= end:
+                return [] if code == 200 else list(json.loads(body)["reasons"])
+        except (UnavailableError, ValueError, KeyError) as exc:
+            if time.monotonic() >= end:
+                return [str(exc)]
+        time.sleep(0.1)
+
+
 def frontend_urls(ref: ClusterRef) -> Iterator[str]:
     """Yield the URLs of frontends: first those of the state directory, then those in etcd.
 

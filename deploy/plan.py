@@ -79,10 +79,10 @@ def check(options: UpOptions) -> None:
 
 def check_counts(options: UpOptions) -> None:
     """Refuse frontends that nobody can serve. Raises ConfigError."""
-    if options.frontends and not options.decode:
+    if options.frontends and not options.decode and not options.by_stock:
         raise ConfigError(
-            "a frontend without a decode worker cannot serve: use --decode 1 or more, or "
-            "--frontends 0"
+            "a frontend without a decode worker cannot serve: use --decode 1 or more, "
+            "--frontends 0, or stock vLLM servers (--forwarder)"
         )
 
 

@@ -49,7 +49,12 @@ async def wait_ready(
                 url = ready.get(str(spec.instance_id))
                 if url is None:
                     continue
-                if spec.role != "frontend" or await asyncio.to_thread(members.frontend_ready, url):
+                # Stock vLLM servers may come later, by heartbeats for example.
+                if (
+                    spec.role != "frontend"
+                    or not options.decode
+                    or await asyncio.to_thread(members.frontend_ready, url)
+                ):
                     children.view.set(name, "ready", spec.url)
                     del waiting[name]
             if waiting and time.monotonic() > deadline:

@@ -21,7 +21,7 @@ from types import FrameType
 import typer
 from rich.console import Console
 
-from pullfill.deploy import plan
+from pullfill.deploy import members, plan
 from pullfill.deploy.procs import exit_words
 from pullfill.deploy.state import StateDir
 from pullfill.deploy.supervisor import Interrupted, Supervisor
@@ -31,6 +31,8 @@ from pullfill.errors import UnavailableError
 
 SUPERVISOR_LOG = "supervisor"
 _LOG_WIDTH = 200
+_STOCK_S = 5.0
+"""How long `up` waits for stock vLLM servers, if nobody else can serve, before it says why."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -78,6 +80,9 @@ def _say_ready(options: UpOptions, state: StateDir, detach: bool) -> None:
         )
     else:
         typer.echo("ready (no frontend)")
+    if options.frontends and not options.decode:
+        for why in members.why_not_ready(options.frontend_url, _STOCK_S):
+            typer.echo(f"  but not yet: {why}")
     where = f" --state-dir {state.path}" if state.path.name != ".pullfill" else ""
     by_key = "" if detach else "Ctrl-C, or "
     if options.frontend_url:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pullfill.net.security import OPEN, Security
 from pullfill.option_values import parse_numbers
-from pullfill.options import PORT, FrontendOptions, WorkerOptions, flag
+from pullfill.options import PORT, ForwarderName, FrontendOptions, WorkerOptions, flag
 
 _DEVICES = "Only these GPUs for {} workers, e.g. 0-3; on CPU, these cores"
 
@@ -55,6 +55,11 @@ class UpOptions:
     settings: list[str] = field(default_factory=list)
     vllm_args: list[str] = field(default_factory=list)
     role_args: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def by_stock(self) -> bool:
+        """Whether frontends can serve without a decode worker: by stock vLLM servers."""
+        return self.frontend.forwarder is not ForwarderName.PULL
 
     @property
     def frontend_url(self) -> str:

@@ -81,9 +81,9 @@ class Admin:
         ok = (decode > 0 or by_stock) and not self.draining
         reasons = ["this frontend drains"] if self.draining else []
         if not decode and not by_stock:
-            reasons.append(NO_WORKER)
+            reasons.append(NO_WORKER if stock is None else stock.stock.trouble())
         # Stock servers alone are a whole fleet.
-        if not prefill and (decode or not by_stock):
+        if not prefill and (decode or stock is None):
             reasons.append(NO_PREFILL)
         reasons += troubles
         away = await self.view.reasons()

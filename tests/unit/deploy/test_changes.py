@@ -23,6 +23,7 @@ from pullfill.deploy.procs import is_alive
 from pullfill.deploy.state import Launch, StateDir, identity
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError, RegistryUnavailable, UnavailableError
+from pullfill.options import ForwarderName, FrontendOptions
 from tests.support.waiting import eventually
 
 REF = ClusterRef("n", "http://h:1", "nats://h:1")
@@ -181,6 +182,13 @@ async def test_what_cannot_be(rig: Rig, counts: dict[str, int], why: str) -> Non
         with pytest.raises(ConfigError, match=why):
             await rig.scale(**counts)
         assert {name: rig.pid(name) for name in rig.alive} == before
+
+
+async def test_the_last_decode_worker_may_go_if_stock_servers_serve(rig: Rig) -> None:
+    rig.options.frontend = FrontendOptions(forwarder=ForwarderName.STAGED)
+    async with rig.up():
+        await rig.scale(decode=0)
+        assert {"frontend-0"} == {name for name in rig.alive if name[0] in "df"}
 
 
 async def test_a_restart_is_no_death(rig: Rig) -> None:

@@ -57,12 +57,13 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return answers
 
 
-async def wait(timeout_s: float = 20.0) -> Children:
+async def wait(timeout_s: float = 20.0, options: plan.UpOptions | None = None) -> Children:
     children: Any = Children()
     spec = plan.ProcessSpec(
         name="frontend-0", role="frontend", argv=[], env={}, instance_id="f-1", url="http://all"
     )
-    await readiness.wait_ready(plan.UpOptions(ready_timeout_s=timeout_s), children, REF, [spec])
+    options = options or plan.UpOptions(ready_timeout_s=timeout_s)
+    await readiness.wait_ready(options, children, REF, [spec])
     return children
 
 
@@ -98,3 +99,21 @@ async def test_a_start_that_takes_too_long(looks: list[Any]) -> None:
     looks.append([])
     with pytest.raises(StartFailed, match="frontend-0 was not ready after 0 s"):
         await wait(0.01)
+
+
+async def test_a_frontend_without_workers_waits_for_no_stock_servers(
+    looks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "frontend_ready", lambda _: False)
+    looks.append([record("f-1", role="frontend")])
+    options = plan.UpOptions(decode=0, ready_timeout_s=0.5)
+    assert (await wait(options=options)).shown == ["frontend-0 ready"]
+
+
+def test_why_a_frontend_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    no = (503, b'{"reasons": ["why"]}')
+    answers = [no, no, (200, b"{}"), (503, b"no JSON")]
+    monkeypatch.setattr(members, "http_get", lambda url, _: answers.pop(0))
+    assert members.why_not_ready("http://f", 0.0) == ["why"]
+    assert members.why_not_ready("http://f", 20.0) == []
+    assert len(members.why_not_ready("http://f", 0.0)) == 1
