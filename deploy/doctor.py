@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -151,7 +152,9 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
     except PullfillError as exc:
         yield Finding(FAIL, f"the registry cannot be read: {exc}", "see etcd above")
         return
-    yield from fit(workers)
+    rows = stock_servers(ref, workers)
+    yield from fit(workers, by_stock=any(r["role"] == "decode" and _serves(r) for r in rows))
+    yield from stock(rows)
     yield from pairs(workers)
     yield from prefixes(ref, workers)
     yield from _compared(ref)
@@ -162,16 +165,49 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
         yield from dead_letters(ref)
 
 
-def fit(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
-    """Check that there are decode and prefill workers, and that they can exchange KV."""
+def stock_servers(ref: ClusterRef, workers: Sequence[WorkerRecord]) -> list[dict[str, Any]]:
+    """Return what frontends say of stock vLLM servers, a row for each."""
+    rows = dict[tuple[str, str], dict[str, Any]]()
+    for frontend in (w for w in workers if w.role == "frontend" and w.http):
+        try:
+            _, status = members.ask_frontend(ref, frontend.http, "/pullfill/status")
+        except UnavailableError:
+            continue
+        for row in status.get("stock", ()) if isinstance(status, dict) else ():
+            rows[row["role"], row["url"]] = row
+    return list(rows.values())
+
+
+def _serves(row: dict[str, Any]) -> bool:
+    return bool(row["state"] == "ready")
+
+
+def stock(rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    """Tell which stock vLLM servers take requests, and why others do not."""
+    for role in ("prefill", "decode"):
+        if count := sum(row["role"] == role and _serves(row) for row in rows):
+            yield Finding(OK, f"{count} stock {role} server(s) ready")
+    for row in rows:
+        who = f"stock {row['role']} server {row['url']} is {row['state']}"
+        if row["state"] == "refused":
+            what, _, advice = str(row["why"]).rpartition(": ")
+            yield Finding(WARN, f"{who}: {what}", advice)
+        elif not _serves(row):
+            yield Finding(WARN, f"{who}: {row['why']}", "look whether it runs, and at its log")
+
+
+def fit(workers: Sequence[WorkerRecord], *, by_stock: bool = False) -> Iterator[Finding]:
+    """Check that there are decode and prefill workers, and that they can exchange KV.
+
+    by_stock: stock vLLM servers serve, too, so there need be no workers."""
     decode, prefill = ([w for w in workers if w.role == role] for role in ("decode", "prefill"))
     if decode:
         yield Finding(OK, f"{len(decode)} decode worker(s) registered")
-    else:
+    elif not by_stock:
         yield Finding(FAIL, "no decode worker: nothing can be served", "pullfill decode")
     if prefill:
         yield Finding(OK, f"{len(prefill)} prefill worker(s) registered")
-    else:
+    elif decode or not by_stock:
         yield Finding(
             WARN, "no prefill worker: every prompt is prefilled locally", "pullfill prefill"
         )

@@ -15,7 +15,10 @@ from pullfill.errors import ConfigError
 
 ROLES = ("prefill", "decode")
 _SHORT = {"p": "prefill", "d": "decode", "producer": "prefill", "consumer": "decode"}
-FORM = "give ROLE=URL[@KV], e.g. prefill=http://10.0.0.1:8100@10.0.0.1:8998"
+FORM = (
+    "give ROLE=URL[@KV], e.g. prefill=10.0.0.1:8100@10.0.0.1:8998. KV addresses with commas need "
+    "--servers-file"
+)
 MAX_KV = 256
 # After a colon comes a port. Anything else may be a password: "http://user:secret@host".
 _NO_PORT = re.compile(r":(?!//|\d+(?:[/?@]|$)).*", re.S)

@@ -42,6 +42,8 @@ _ALLOWED = {
     "tight_ttft_ms": "milliseconds, more than 0 and at most 3600000",
     "loose_ttft_ms": "milliseconds, more than 0 and at most 3600000",
     "claim_timeout_s": "seconds, more than 0 and at most 3600",
+    "min_fetch_tokens": "a whole number of tokens, 0 or more",
+    "stock_share": "0 to 1",
     "replicas": "a whole number, 1 to 5",
     "max_bytes": "a whole number of bytes, 1 or more",
     "max_jobs": "a whole number of jobs, 1 or more",

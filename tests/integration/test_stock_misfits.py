@@ -51,8 +51,10 @@ def bare(model_path: Path, tmp_path: Path) -> Iterator[StockVllm]:
 async def over(
     prefill: StockVllm, decode: StockVllm, protocol: KvProtocol | None = None, **how: Any
 ) -> AsyncIterator[ForwardRig]:
-    """A forwarder over two servers. how: `name` and `dispatch` of it."""
-    kv = f"127.0.0.1:{free_ports(1)[0]}"  # nobody answers there
+    """A forwarder over two servers. how: `name` and `dispatch` of it, and `kv`, their KV address.
+
+    Without `kv`, nobody answers there."""
+    kv = how.pop("kv", f"127.0.0.1:{free_ports(1)[0]}")
     found = [entries.make("prefill", prefill.url, kv), entries.make("decode", decode.url, kv)]
     how = {"name": "staged", **how}
     model = str(prefill.model)
@@ -145,6 +147,7 @@ async def test_kv_of_a_server_that_hangs(stream: bool, pair: Peers, oracle: Orac
     assert got.tokens == right(oracle, [prompt(22 + stream)])[0]
     assert record is not None
     results = [stage.result for stage in record.stages if stage.stage == "decode"]
+    assert len(results) > 1, record
     assert f"decode server {decode.url} waits for KV, and prefill server" in results[0]
     assert results[1:] == ["ok"]
     await pair.freed()
@@ -175,7 +178,7 @@ async def test_servers_of_another_protocol_are_refused(pair: Peers) -> None:
 async def test_parameters_that_end_the_decode_server(pair: Peers) -> None:
     """`--protocol` is wrong, and nobody can see it before: vLLM 0.32 ends at these parameters."""
     (prefill,), (decode,) = pair.of("prefill"), pair.of("decode")
-    how = {"name": "batch", "dispatch": "parallel"}
+    how = {"name": "batch", "dispatch": "parallel", "kv": f"127.0.0.1:{prefill.ports[0]}"}
     async with over(prefill, decode, protocol_of("p2p"), **how) as rig:
         await rig.states(ready=2)
         got = await ask(rig, 11)

@@ -52,6 +52,25 @@ def test_no_workers() -> None:
     assert [f.level for f in doctor.fit([])] == [FAIL, WARN]
 
 
+def test_stock_servers_serve_without_workers() -> None:
+    told = [
+        {"role": "decode", "url": "http://a", "state": "ready", "why": ""},
+        {"role": "decode", "url": "http://b", "state": "refused", "why": "it is bare: do this"},
+        {"role": "prefill", "url": "http://c", "state": "failing", "why": "no answer (X: y)"},
+    ]
+    with serving(lambda path, _: (200, {"stock": told}) if "status" in path else (404, {})) as url:
+        workers = [live("frontend-a", url), live("frontend-b", url)]
+        rows = doctor.stock_servers(ClusterRef("ns", "http://h", "nats://h"), workers)
+    assert rows == told
+    assert list(doctor.fit([], by_stock=True)) == []
+    assert [(f.level, f.what, f.advice) for f in doctor.stock(rows)] == [
+        (OK, "1 stock decode server(s) ready", ""),
+        (WARN, "stock decode server http://b is refused: it is bare", "do this"),
+        (WARN, "stock prefill server http://c is failing: no answer (X: y)",
+         "look whether it runs, and at its log"),
+    ]  # fmt: skip
+
+
 def test_each_pair_of_workers_has_its_line() -> None:
     route = {"transport": "tcp", "why_not_better": ["shm: on another host"]}
     told = {"routes": {"decode-a": route}, "load": {}}

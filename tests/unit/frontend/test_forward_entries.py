@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pullfill import redact
 from pullfill.errors import ConfigError
 from pullfill.frontend.forward.entries import Entry, parse_list
 
@@ -31,6 +32,14 @@ def test_a_list() -> None:
 def test_what_is_wrong_is_told(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told.replace("?", r"\?")):
         parse_list(text)
+
+
+def test_the_form_is_shown_as_it_is_meant() -> None:
+    """Lines of commands go through `redact`, which takes away what stands before an @ in a URL."""
+    with pytest.raises(ConfigError) as caught:
+        parse_list("decode")
+    assert redact.text(str(caught.value)) == str(caught.value)
+    assert "prefill=10.0.0.1:8100@10.0.0.1:8998" in str(caught.value)
 
 
 @pytest.mark.parametrize(

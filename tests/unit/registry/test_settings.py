@@ -24,6 +24,13 @@ def test_settings_parse() -> None:
             settings.parse(bad, RouterConfig)
 
 
+@pytest.mark.parametrize("kind", [RouterConfig, QueueSettings])
+def test_each_setting_says_what_it_may_be(kind: type[RouterConfig] | type[QueueSettings]) -> None:
+    for name in kind.__struct_fields__:
+        with pytest.raises(ConfigError, match=f"{name}: 'x' is not allowed: must be "):
+            settings._from_text(kind, name, "x")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [("policy", "always_remote", "always_remote"), ("remote_timeout_s", " 2.5 ", 2.5),
