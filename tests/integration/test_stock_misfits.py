@@ -56,7 +56,7 @@ async def over(
     Without `kv`, nobody answers there."""
     kv = how.pop("kv", f"127.0.0.1:{free_ports(1)[0]}")
     found = [entries.make("prefill", prefill.url, kv), entries.make("decode", decode.url, kv)]
-    how = {"name": "staged", **how}
+    how = {"name": "staged", "silence_s": END_S, **how}  # a busy machine is silent for seconds
     model = str(prefill.model)
     async with forwarding_to(found, spoken=protocol or Nixl(), model=model, **how) as rig:
         rig.patience_s = END_S
