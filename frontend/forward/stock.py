@@ -128,8 +128,10 @@ class Stock:
                 await self._answer(run, exchange, send)
                 return
             except StageFailed as exc:
-                if failed is None or exc.server is not None:
-                    failed = exc  # that no server is left is no reason to tell
+                # That no server is left, or that one is lost after its error, tells less.
+                known = exc.server is None or (failed and exc.lost and exc.server is failed.server)
+                if failed is None or not known:
+                    failed = exc
                 self._failed(run, exc)
                 risky = max(run.risky.values(), default=0) >= RISKY
                 if not exc.again or risky or not self.servers.ready("decode"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,24 @@ async def test_an_engine_that_ends_at_the_parameters_is_explained() -> None:
     async with forwarding() as rig:
         rig.decode[0].refuse = (500, "EngineCore encountered an issue.")
         got = await rig.ask()
+    assert "EngineCore encountered an issue. If it has another connector, start it" in got.message
+
+
+async def test_the_error_of_a_server_that_then_ends_is_the_one_that_is_told() -> None:
+    async with forwarding() as rig:
+        decode = rig.decode[0]
+        decode.refuse, decode.breaks = (500, "EngineCore encountered an issue."), 0
+        answer = decode._answer
+
+        async def once(*request: Any) -> Any:
+            if len(decode.requests) == 2:
+                decode.refuse = None
+            return await answer(*request)
+
+        decode._answer = once  # type: ignore[method-assign]
+        got = await rig.ask()
+        assert len(decode.requests) == 2
+    assert got.status == 500
     assert "EngineCore encountered an issue. If it has another connector, start it" in got.message
 
 
@@ -53,7 +72,7 @@ async def test_kv_that_cannot_be_read_and_then_a_server_that_breaks_off_is_one_f
 
 
 @pytest.mark.parametrize("fields", [{}, {"stop_token_ids": [7]}])
-async def test_a_prompt_whose_answer_is_empty_gets_it(fields: dict[str, list[int]]) -> None:
+async def test_a_prompt_whose_answer_is_empty_gets_it(fields: dict[str, Any]) -> None:
     """The prefill server seems to have no connector, if its one token ends the answer."""
     async with forwarding() as rig:
         rig.prefill[0].ends = True
