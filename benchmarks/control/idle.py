@@ -20,7 +20,7 @@ from benchmarks.report import Row, missing, row
 
 KV_BYTES = 1 << 20
 """512 blocks of the mock's 2 KiB. Small, so that many workers fit into one machine."""
-EACH_BYTES = 48_000_000
+EACH_BYTES = 37_000_000
 """Memory for each worker. Most of it are pages that it no longer shares with its zygote."""
 
 

@@ -16,30 +16,80 @@ import json
 import os
 import signal
 import sys
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pullfill.transfer.shm.files import shm_dir, sweep
 
 _PR_SET_PDEATHSIG = 1
+_MODULES = (
+    "benchmarks.control.driver",
+    "pullfill.decode_worker.connector",
+    "pullfill.decode_worker.main",
+    "pullfill.prefill_worker.connector",
+    "pullfill.prefill_worker.main",
+    "pullfill.testing.mock_executor",
+)
 
 
 def preload(model: str, flags: list[str]) -> None:
-    """Import all that a worker or a driver will, and warm vLLM's configuration up."""
+    """Import all that a worker or a driver will, and build an engine once.
+
+    A worker shares what exists before the fork, until it writes to it. It does not share what it
+    imports itself (7 MB), nor what vLLM makes for the first engine of a process (3 MB)."""
     from pullfill.engine import environment
 
     environment.prepare(cpu=None, model=model, eager=True)
     import vllm.v1.core.sched.scheduler  # noqa: F401
 
-    import benchmarks.control.driver  # noqa: F401
     from pullfill.engine import args
+    from pullfill.engine.host import EngineHost
 
-    args.build_config(
+    for module in _MODULES:
+        import_module(module)
+    config, _ = args.build_config(
         model, flags, connector="DecodeConnector", module="pullfill.decode_worker.connector",
         kv_role="kv_consumer", engine_id="zygote", extra={},
     )  # fmt: skip
+    config.kv_transfer_config = None  # the connector needs a worker
+    host = EngineHost(config)
+    host.build()
+    host.shutdown()
     gc.collect()
     gc.freeze()
+
+
+@cache
+def _config(role: str, model: str, flags: tuple[str, ...]) -> tuple[Any, str]:
+    """Return the engine's config and the served model name for a worker's flags.
+
+    Made once in the zygote, because 4 MB of each worker would be copies of what vLLM reads."""
+    from pullfill.decode_worker.worker import DecodeRole
+    from pullfill.engine import args
+    from pullfill.prefill_worker.worker import PrefillRole
+
+    of = DecodeRole if role == "decode" else PrefillRole
+    made = args.build_config(
+        model, flags, connector=of.connector, module=of.module, kv_role=of.kv_role,
+        engine_id="zygote", extra={},
+    )  # fmt: skip
+    gc.collect()
+    gc.freeze()
+    return made
+
+
+def _take(config: Any, served: str) -> None:
+    """Have this worker take a config that the zygote has made, under its own instance id."""
+    from pullfill.engine import args
+
+    def build_config(*_: Any, engine_id: str, extra: dict[str, str], **__: Any) -> tuple[Any, str]:
+        config.kv_transfer_config.engine_id = engine_id
+        config.kv_transfer_config.kv_connector_extra_config = extra
+        return config, served
+
+    args.build_config = build_config  # type: ignore[assignment]
 
 
 def _child(order: dict[str, Any], model: str, flags: list[str]) -> NoReturn:
@@ -72,6 +122,7 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
         return
     if order.get("profile"):
         probes.profile(stats)
+    _take(*_config(order["fork"], model, tuple(flags)))
     options = WorkerOptions(model=model, engine_stall_s=600.0, drain_timeout_s=3.0)
     if order["fork"] == "decode":
         from pullfill.decode_worker import connector_scheduler, main
@@ -123,6 +174,8 @@ def main() -> None:
             children = [pid for pid in children if pid not in order["end"]]
             answer(ended=len(order["end"]))
             continue
+        if order["fork"] != "driver":
+            _config(order["fork"], model, (*flags, *order.get("flags", ())))
         pid = os.fork()
         if pid == 0:
             _child(order, model, flags)
