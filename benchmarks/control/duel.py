@@ -1,11 +1,12 @@
 """Compares the CPU time of a remote prefill in two checkouts:
 
-    python -m benchmarks.control.duel OLD NEW [--windows 12] [--seconds 3]
+    python -m benchmarks.control.duel OLD NEW [--workers 1] [--windows 12] [--seconds 3]
 
 On a shared machine two runs of the same code differ by a third. So one cluster of each checkout
-(one mock worker of each kind, real NATS and etcd) runs at the same time, and the load goes to the
-two in turns, one window after the other. Prints the median of each side and the median ratio of
-the pairs, for each role and thread. `ours` leaves out what `probes` counts as vLLM's.
+(mock workers, real NATS and etcd) runs at the same time, and the load goes to the two in turns, one
+window after the other. Prints the median of each side and the median ratio of the pairs, for each
+role and thread. `ours` leaves out what `probes` counts as vLLM's. `wake-ups` counts how often a
+thread of the role has gone to sleep.
 """
 
 from __future__ import annotations
@@ -28,24 +29,34 @@ LEAST_MS = 0.02
 """Figures below this many ms per request are not printed."""
 
 
-def serve() -> None:
-    """Run the cluster of one side.
+def serve(workers: int) -> None:
+    """Run the cluster of one side, with so many workers of each kind.
 
     Prints one empty JSON object when it is ready. Then each line of stdin holds the arguments of
     one window of load, in JSON, and is answered with the CPU time per request, in ms."""
+    from benchmarks.control.idle import wakeups
     from benchmarks.control.plant import Fleet, mock_flags, plant
+    from benchmarks.control.scale import warm_up
 
     with tempfile.TemporaryDirectory(prefix="pullfill-duel-") as base, plant(Path(base)) as servers:
         fleet = Fleet(
-            servers, "duel", 1, 1, decode_flags=mock_flags(), prefill_flags=mock_flags(), router={}
-        )
+            servers, "duel", workers, workers,
+            decode_flags=mock_flags(), prefill_flags=mock_flags(), router={},
+        )  # fmt: skip
+        roles = {"decode": fleet.decode, "prefill": fleet.prefill, "front": [fleet.front]}
         try:
-            fleet.driver.do("load", conversations=200, at_once=AT_ONCE, seed=1)
+            for seed, count in enumerate(warm_up(workers)):
+                fleet.driver.do("load", conversations=count, at_once=AT_ONCE, seed=seed)
             print(json.dumps({}), flush=True)
             for line in sys.stdin:
+                before = {role: wakeups(pids) for role, pids in roles.items()}
                 with fleet.window() as used:
                     done = fleet.driver.do("load", **json.loads(line))
-                print(json.dumps(_told(used, done["requests"])), flush=True)
+                told = _told(used, done["requests"])
+                for role, pids in roles.items():
+                    woken = wakeups(pids) - before[role]
+                    told[f"{role}: wake-ups"] = woken / done["requests"]
+                print(json.dumps(told), flush=True)
         finally:
             fleet.close()
 
@@ -69,9 +80,9 @@ class Side:
     The constructor does not wait: construct both sides, then call `wait_ready` on each. So the two
     clusters start at the same time."""
 
-    def __init__(self, tree: Path) -> None:
+    def __init__(self, tree: Path, workers: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).resolve()), "serve"],
+            [sys.executable, "-P", str(Path(__file__).resolve()), "serve", str(workers)],
             cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
@@ -121,12 +132,14 @@ def main() -> None:
     )
     parser.add_argument("old", type=Path, help="root of the first checkout")
     parser.add_argument("new", type=Path, help="root of the second checkout")
+    parser.add_argument("--workers", type=int, default=1, help="workers of each kind")
     parser.add_argument(
         "--windows", type=int, default=12, help="windows of paced load on each side"
     )
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a paced window")
     options = parser.parse_args()
-    sides = Side(options.old.resolve()), Side(options.new.resolve())
+    trees = options.old.resolve(), options.new.resolve()
+    sides = Side(trees[0], options.workers), Side(trees[1], options.workers)
     try:
         for side in sides:
             side.wait_ready()
@@ -141,7 +154,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve()
+    if sys.argv[1:2] == ["serve"]:
+        serve(int(sys.argv[2]))
     else:
         main()
