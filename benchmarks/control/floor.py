@@ -153,10 +153,12 @@ async def _make_stream(url: str) -> None:
             assert b'"error"' not in answer.data, answer.data
 
 
-def run(url: str, pid: int, rounds: int, jobs: int = JOBS, warm_up: int = WARM_UP) -> list[Row]:
-    """Run `rounds` rounds. Returns the medians, per job.
+def measure(
+    url: str, pid: int, rounds: int = 1, jobs: int = JOBS, warm_up: int = WARM_UP
+) -> dict[str, float]:
+    """Run `rounds` rounds. Returns the median CPU ms for a job, by process.
 
-    url, pid: of a NATS server with JetStream, which must not have a stream named STREAM yet.
+    url, pid: of a NATS server with JetStream that does nothing else meanwhile.
     jobs, warm_up: as JOBS and WARM_UP."""
     asyncio.run(_make_stream(url))
     found: dict[str, list[float]] = {role: [] for role in (*ROLES, "nats")}
@@ -174,12 +176,18 @@ def run(url: str, pid: int, rounds: int, jobs: int = JOBS, warm_up: int = WARM_U
             found[role].append(float(out) / (jobs - warm_up))
         seconds = time.monotonic() - begin
         found["nats"].append((machine.cpu_seconds(pid) - before) / (seconds * PER_S))
+    return {name: 1e3 * median(each) for name, each in found.items()}
+
+
+def run(url: str, pid: int, rounds: int, jobs: int = JOBS, warm_up: int = WARM_UP) -> list[Row]:
+    """Return the rows of `measure`."""
+    found = measure(url, pid, rounds, jobs, warm_up)
+    whole = row(f"floor: CPU of a job at {PER_S:g}/s, messages alone", sum(found.values()), "ms")
     rows = [
-        row(f"floor: CPU of {name} for a job of messages alone", 1e3 * median(each), "ms")
-        for name, each in found.items()
+        row(f"floor: CPU of {name} for a job of messages alone", ms, "ms")
+        for name, ms in found.items()
     ]
-    whole = sum(1e3 * median(each) for each in found.values())
-    rows.insert(0, row(f"floor: CPU of a job at {PER_S:g}/s, messages alone", whole, "ms"))
+    rows.insert(0, whole)
     for one in rows:
         print(f"  {one.metric:<60} {one.value:>10} {one.unit}", flush=True)
     return rows

@@ -1,8 +1,10 @@
 """Measures CPU per request, stage times and idle CPU, for n decode and n prefill workers.
 
-Each size is a fleet of its own, one after the other on the same servers. Each has a warm-up until
-nearly all pairs of workers have shared a job, an idle window, requests at a low fixed rate (for the
-stages), and a closed loop (for the CPU).
+Each size is a fleet of its own, one after the other on the same servers. Before a fleet starts,
+`floor` measures what a job's messages alone cost at a low fixed rate. Each fleet has a warm-up
+until nearly all pairs of workers have shared a job, an idle window, requests at that rate (for the
+stages), and two closed loops (for the CPU). The first one is the same at each size, so the more
+workers, the fewer requests has each of them. The second one grows with the workers.
 """
 
 from __future__ import annotations
@@ -13,41 +15,54 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.control import floor
 from benchmarks.control.plant import THREADS, Fleet, Plant, Use, mock_flags, private_bytes
-from benchmarks.report import Row, percentile, row
+from benchmarks.report import Row, percentile, row, versus
 
 STAGES = ("route", "queue", "claim", "prefix_read", "kv_write", "commit", "first_token")
 ROLES = ("decode", "prefill", "front", "nats", "etcd")
 PACED_PER_S = 15.0
 """Conversations; each has two requests."""
 TARGET_MS = 2.0
+TARGET_RATIO = 3.0
+"""At the low rate, to the messages alone (docs/decisions.md 17)."""
 PORTION = 500
 
 
 @dataclass(slots=True)
 class Size:
-    """What was measured at one size. idle: share of a core by role. loop_s, requests: of the closed
-    loop; use: its CPU."""
+    """What was measured at one size.
+
+    floor_ms: CPU ms of a job's messages alone.
+    idle: share of a core by role.
+    paced, use, full: CPU at the low rate, and in the first and second closed loop.
+    loop_s: seconds of the first closed loop."""
 
     workers: int
     ready_s: float
+    floor_ms: float
     idle: dict[str, float]
     stages: dict[str, list[float]]
     paced: dict[str, Use]
     paced_requests: int
     use: dict[str, Use]
     requests: int
+    full: dict[str, Use]
+    full_requests: int
     loop_s: float
     remote: int
     failed: int
     rss_mb: float
 
-    def ours_ms(self) -> float:
-        """CPU per request of the closed loop, beside the engines."""
-        return sum(use.ours for use in self.use.values()) / self.requests * 1e3
+    @property
+    def idle_ms(self) -> float:
+        """The part of a request at the low rate that an idle fleet uses in the same time."""
+        return sum(self.idle.values()) / (2 * PACED_PER_S) * 1e3
 
-    def paced_ms(self) -> float:
-        return sum(use.ours for use in self.paced.values()) / self.paced_requests * 1e3
+
+def each_ms(used: dict[str, Use], requests: int) -> float:
+    """Return the CPU per request beside the engines."""
+    return sum(use.ours for use in used.values()) / requests * 1e3
 
 
 def warm_up(workers: int) -> list[int]:
@@ -63,6 +78,7 @@ def measure(
     plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.OtherLoad
 ) -> Size:
     """One size. Raises BenchError."""
+    floor_ms = sum(floor.measure(plant.nats, plant.servers[0]).values())
     fleet = Fleet(
         plant, f"scale{workers}", workers, workers,
         decode_flags=mock_flags(), prefill_flags=mock_flags(), router={},
@@ -88,28 +104,43 @@ def measure(
             fast = fleet.driver.do(
                 "load", conversations=options.conversations, at_once=options.at_once, seed=3
             )
+        many = options.at_once * workers
+        with quiet.window(everybody), fleet.window() as full:
+            crowd = fleet.driver.do(
+                "load", conversations=max(options.conversations, 2 * many), at_once=many, seed=4
+            )
     finally:
         fleet.close()
     return Size(
-        workers, fleet.ready_s, {role: u.total / options.idle for role, u in idle.items()},
-        slow["stages"], paced, slow["requests"], use, fast["requests"], fast["seconds"],
-        slow["remote"] + fast["remote"], slow["failed"] + fast["failed"], rss,
+        workers, fleet.ready_s, floor_ms,
+        {role: u.total / options.idle for role, u in idle.items()},
+        slow["stages"], paced, slow["requests"], use, fast["requests"], full,
+        crowd["requests"], fast["seconds"], sum(load["remote"] for load in (slow, fast, crowd)),
+        sum(load["failed"] for load in (slow, fast, crowd)), rss,
     )  # fmt: skip
 
 
 def rows_of(size: Size) -> list[Row]:
     """Everything about one size."""
     at = f"{size.workers}+{size.workers} workers"
-    wanted = size.requests + size.paced_requests
+    wanted = size.requests + size.paced_requests + size.full_requests
     remote = row(f"{at}: requests prefilled remotely", size.remote, f"of {wanted}")
     remote.target, remote.ok = "all", size.remote == wanted
+    ours_ms, full_ms = each_ms(size.use, size.requests), each_ms(size.full, size.full_requests)
+    per_s, paced_ms = 2 * PACED_PER_S, each_ms(size.paced, size.paced_requests)
     rows = [
         remote,
         row(f"{at}: requests failed", size.failed, f"of {wanted}", 0),
-        row(f"{at}: CPU per request beside engines", size.ours_ms(), "ms", TARGET_MS),
-        row(f"{at}: the same at {2 * PACED_PER_S:g} requests/s", size.paced_ms(), "ms", TARGET_MS),
+        row(f"{at}: CPU per request beside engines", ours_ms, "ms", TARGET_MS),
+        row(f"{at}: the same with as many requests for each worker", full_ms, "ms", TARGET_MS),
+        row(f"{at}: the same at {per_s:g} requests/s", paced_ms, "ms"),
+        row(f"{at}: of it idling", size.idle_ms, "ms"),
+        versus(
+            f"{at}: the rest at {per_s:g} requests/s", paced_ms - size.idle_ms, "ms",
+            "messages of a job alone", size.floor_ms, TARGET_RATIO,
+        ),
         row(f"{at}: requests/s on this machine", size.requests / size.loop_s, "1/s"),
-    ]
+    ]  # fmt: skip
     for role in ROLES:
         ours = size.use[role].ours / size.requests * 1e3
         rows.append(row(f"{at}: of it {role}", ours, "ms"))

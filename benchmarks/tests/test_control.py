@@ -105,12 +105,12 @@ def test_a_token_is_the_slope_and_a_request_what_is_left() -> None:
     assert rows["CPU per streamed token, engines"].value == pytest.approx(0.0, abs=1e-6)
 
 
-def size(remote: int = 20, cpu: float = 0.01, failed: int = 0) -> scale.Size:
+def size(remote: int = 40, cpu: float = 0.01, failed: int = 0) -> scale.Size:
     use = {role: Use(total=cpu, engine=0.004 if role == "decode" else 0.0) for role in scale.ROLES}
     return scale.Size(
-        workers=2, ready_s=1.0, idle=dict.fromkeys(scale.ROLES, 0.01),
+        workers=2, ready_s=1.0, floor_ms=0.9, idle=dict.fromkeys(scale.ROLES, 0.006),
         stages={"queue": [1.0, 2.0, 3.0]}, paced=use, paced_requests=10, use=use, requests=10,
-        loop_s=0.5, remote=remote, failed=failed, rss_mb=100.0,
+        full=use, full_requests=20, loop_s=0.5, remote=remote, failed=failed, rss_mb=100.0,
     )  # fmt: skip
 
 
@@ -120,11 +120,20 @@ def test_engines_do_not_count_and_all_must_be_remote() -> None:
     assert not rows["CPU per request beside engines"].ok
     assert rows["queue p50"].value == 2.0
     assert rows["requests prefilled remotely"].ok
-    rows = {row.metric.removeprefix("2+2 workers: "): row for row in scale.rows_of(size(19, 0.003))}
+    rows = {row.metric.removeprefix("2+2 workers: "): row for row in scale.rows_of(size(39, 0.003))}
     assert not rows["requests prefilled remotely"].ok
     assert rows["CPU per request beside engines"].ok
     rows = {row.metric.removeprefix("2+2 workers: "): row for row in scale.rows_of(size(failed=1))}
     assert not rows["requests failed"].ok
+
+
+def test_the_low_rate_is_held_against_messages_alone_without_what_idling_costs() -> None:
+    rows = {row.metric.removeprefix("2+2 workers: "): row for row in scale.rows_of(size())}
+    assert rows["the same with as many requests for each worker"].value == pytest.approx(2.3)
+    assert rows["the same at 30 requests/s"].value == pytest.approx(4.6)
+    assert rows["of it idling"].value == pytest.approx(1.0)  # 5 times 0.6 % of a core, at 30/s
+    rest = rows["the rest at 30 requests/s"]
+    assert (rest.value, rest.ratio, rest.ok) == (pytest.approx(3.6), pytest.approx(4.0), False)
 
 
 def test_a_conversation_stays_at_its_worker() -> None:
