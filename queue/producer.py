@@ -373,7 +373,9 @@ class JetStreamProducer:
             pause = IDLE_REFRESH_S
         else:
             pause = STEADY_REFRESH_S
-        return timer_grid.before(self._asked_at + pause, pause) - now
+        # An asker reports once in a pause. Others must not be due within it, on grids of their own.
+        pauses = 1 if self._shared.asks else 2
+        return timer_grid.before(self._asked_at + pauses * pause, pause) - now
 
     def _owe(self, job_id: str, receipt: Receipt | None) -> None:
         if len(self._debts) < MAX_DEBTS:
