@@ -70,7 +70,7 @@ def guidellm(
 
 
 def line(words: Sequence[str]) -> str:
-    """Return a command line for a shell, which holds on machines with another home directory."""
+    """Return a command line for a shell. It names no home directory, so others can use it."""
     home = f"{Path.home()}/"
     return " ".join(
         f'"{word.replace(home, "$HOME/")}"' if home in word else shlex.quote(word) for word in words

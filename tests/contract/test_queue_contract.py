@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import pytest
 
@@ -21,9 +19,6 @@ from tests.support.nats import NatsServer, dead_letters, until
 
 ACK_WAIT_S = 1.0
 SOON_S = 20.0
-TRIES = 20
-"""A machine that stands still between two signs of progress makes NATS deliver again, rightly. Then
-the test says nothing, and is tried again."""
 
 
 class FakeClock:
@@ -211,38 +206,6 @@ async def test_nak_with_delay_waits(bench: Bench) -> None:
     [again] = await bench.consumer.pull(1, 1, SOON_S)
     assert again.number == 2
     await again.ack()
-
-
-async def test_silence_brings_the_job_back_and_in_progress_does_not(hasty: Bench) -> None:
-    for number in range(TRIES):
-        await hasty.producer.publish(f"a{number}", b"", 1)
-        [job] = await hasty.consumer.pull(1, 1, SOON_S)
-        sent = [time.monotonic()]
-        for _ in range(8):
-            await hasty.advance(ACK_WAIT_S / 4)
-            await job.in_progress()
-            sent.append(time.monotonic())
-        came = await hasty.consumer.pull(1, 1, 0.03)
-        if not came:
-            break
-        assert max(b - a for a, b in pairwise(sent)) > ACK_WAIT_S / 2, "no sign was late"
-        for delivery in (job, *came):
-            await delivery.ack()
-    await hasty.advance(1.5 * ACK_WAIT_S)
-    [again] = await hasty.consumer.pull(1, 1, SOON_S)
-    assert (again.job_id, again.number) == (job.job_id, 2)
-    await again.ack()
-
-
-async def test_a_stale_ack_settles_the_redelivered_job(hasty: Bench) -> None:
-    await hasty.producer.publish("a", b"", 1)
-    [first] = await hasty.consumer.pull(1, 1, SOON_S)
-    await hasty.advance(1.5 * ACK_WAIT_S)
-    [second] = await hasty.consumer.pull(1, 1, SOON_S)
-    await first.ack()
-    await hasty.depth_is(0)
-    await second.ack()
-    assert await hasty.consumer.pull(1, 1, 0.05) == []
 
 
 async def test_term_leaves_a_dead_letter(hasty: Bench) -> None:

@@ -1,7 +1,8 @@
 """The pods of the Helm chart, each on a host of its own with the names of the chart's Services.
 
-No Kubernetes here, but what it would start: each container's own command and arguments, each pod
-with its own network, address and /dev/shm. Paths of volumes lie in the test's directory.
+Kubernetes does not run here. The test starts what Kubernetes would start: the command and arguments
+of each container. Each pod has its own network, address and /dev/shm. Paths of volumes lie in the
+test's directory.
 """
 
 from __future__ import annotations
