@@ -7,9 +7,9 @@
        └──any claim──────────────────────────────────────────────────────────────────────┘
 
 A claim timeout counts as a stall if no job of this decode worker was claimed while the job waited.
-It counts even if prefill workers compute, because every further prompt would wait as long. When one
-of them has nothing to do any more, the pause ends. A trial waits TRIAL_SHARE of the claim timeout,
-so no other prompt waits the whole of it.
+It counts even while prefill workers compute, because each further prompt would wait as long. The
+pause ends when a prefill worker becomes idle. A trial waits TRIAL_SHARE of the claim timeout, so no
+other prompt waits the whole of it.
 
 Every method is called under the ledger's lock; `stalled` may be read from any thread.
 """
@@ -58,7 +58,7 @@ class ClaimBreaker:
     def timed_out(self, job_id: str, queued_at: float) -> bool:
         """Note that nobody claimed the job in time.
 
-        Returns True if the breaker opens now. Then other queued jobs need not wait either."""
+        Returns True if this opens the breaker. Then the caller serves all queued jobs locally."""
         if self._open_until is not None:
             if job_id == self._trial:
                 self._pause_s = min(2 * self._pause_s, PAUSE_S[1])

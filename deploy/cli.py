@@ -116,8 +116,12 @@ def top(
 @command(app)
 def requests(
     cluster: ClusterOptions,
-    url: Annotated[str | None, typer.Option(metavar="URL", help="Of one frontend")] = None,
-    most: Annotated[int, typer.Option("--most", metavar="N", min=1, help="So many")] = 25,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Ask only the frontend at this URL")
+    ] = None,
+    most: Annotated[
+        int, typer.Option("--most", metavar="N", min=1, help="Show at most N requests")
+    ] = 25,
     as_json: JsonOption = False,
 ) -> int:
     """List the latest requests that have ended. `pullfill explain` shows one.

@@ -21,8 +21,9 @@ from pullfill.live_view import Ended
 def show(ref: ClusterRef, url: str | None, most: int, as_json: bool) -> int:
     """Print requests of all frontends, the latest last.
 
-    url: of one frontend, to ask only that. most: so many.
-    Raises UnavailableError if no frontend answers, ConfigError if all refuse."""
+    url: of the only frontend to ask; None: ask all. most: how many requests to print at most.
+    Raises UnavailableError if no frontend answers, ConfigError if each one that
+    answers denies access."""
     rows = [row for snapshot in top.first_of_each(ref, url) for row in snapshot.ended]
     # A request without an end was cancelled. Nobody knows when, so it stands first.
     rows = sorted(rows, key=lambda row: row.at or 0.0)[-most:]

@@ -1,4 +1,4 @@
-"""`pullfill top`: the live page of a frontend, in a terminal. With a name: that of one worker.
+"""`pullfill top`: the live page of a frontend, in a terminal. With an instance id: one worker.
 
 Reads the same events as the page. If the frontend goes away, what was seen stays on the screen, and
 the next frontend that answers is shown. Ends with Ctrl-C or `q`.
@@ -84,9 +84,9 @@ def _checked(
 
 
 def first_of_each(ref: ClusterRef, url: str | None) -> list[Snapshot]:
-    """Return a whole snapshot of each frontend that answers. One may answer at several URLs.
+    """Return the first, whole snapshot of each frontend that answers, one for each frontend.
 
-    Raises UnavailableError if none answers, ConfigError if all that answer refuse."""
+    Raises UnavailableError if none answers, ConfigError if each that answers denies access."""
     found = dict[tuple[str, float], Snapshot]()
     refused, why = list[ConfigError](), "no frontend is known"
     for where in [url] if url else frontend_urls(ref):

@@ -174,7 +174,7 @@ def history(points: Sequence[Point], now: float) -> list[Point | None]:
 
 
 Histories = dict[str, tuple[list[float | None], Callable[[float | None], str]]]
-"""Name → values, oldest first, and how one is written."""
+"""By name: the values, oldest first, and the function that formats one value."""
 _MORE = ("ITL p95", "KV use")
 
 

@@ -133,7 +133,7 @@ def rows_of(size: Size) -> list[Row]:
         row(f"{at}: requests failed", size.failed, f"of {wanted}", 0),
         row(f"{at}: CPU per request beside engines", ours_ms, "ms", TARGET_MS),
         row(f"{at}: the same with as many requests for each worker", full_ms, "ms", TARGET_MS),
-        row(f"{at}: the same at {per_s:g} requests/s", paced_ms, "ms"),
+        row(f"{at}: the same at {per_s:g} requests/s", paced_ms, "ms", TARGET_MS),
         row(f"{at}: of it idling", size.idle_ms, "ms"),
         versus(
             f"{at}: the rest at {per_s:g} requests/s", paced_ms - size.idle_ms, "ms",

@@ -1,4 +1,4 @@
-"""`pullfill up` without workers, in front of scripted stock servers (docs/operations.md)."""
+"""`pullfill up` starts a frontend without workers. Scripted stock vLLM servers answer."""
 
 from __future__ import annotations
 
