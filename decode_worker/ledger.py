@@ -33,69 +33,30 @@ threads must do is queued: `take_events` for the engine thread, `take_actions` f
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
-import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
 
-from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.breaker import TRIAL_SHARE, ClaimBreaker
+from pullfill.decode_worker.breaker import TRIAL_SHARE
+from pullfill.decode_worker.ledger_jobs import OpenJobs, locked
 from pullfill.decode_worker.ledger_types import (
     UNDER_WAY,
-    Action,
     CancelMessage,
     Claimed,
-    EngineEvent,
     Entry,
     GrantView,
-    Hold,
     JobState,
     NakDelivery,
     Read,
-    Release,
-    SendRevoke,
-    Settle,
     Verify,
 )
 from pullfill.engine.groups import ONE_TABLE, BlockOrder
 from pullfill.errors import Outcome, OverloadedError
-from pullfill.runtime import log
-from pullfill.transfer.contract import OwnerFences
-from pullfill.wire import DigestMode, KvMode, RefuseReason
+from pullfill.wire import DigestMode, RefuseReason
 
-logger = log.get("decode_worker.ledger")
-
-_REMEMBERED = 16_384
 _HELD_RETRY_S = 0.05
 _NO_SLOT_RETRY_S = 1.0
-_PROOF_SOONEST_S = 0.002
-_PROOF_LATEST_S = 0.05
-_LATE_S = 1.0
-_FEW_DUES = 1024
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
-def _locked(method: Callable[Concatenate[Ledger, P], T]) -> Callable[Concatenate[Ledger, P], T]:
-    """Call the method with the lock held. Then wake the threads that have something to take."""
-
-    @wraps(method)
-    def call(self: Ledger, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            with self._lock:
-                return method(self, *args, **kwargs)
-        finally:
-            self._wake()
-
-    return call
-
-
-class Ledger:
+class Ledger(OpenJobs):
     """All remote prefills of one decode worker.
 
     kv_digest: which of the written blocks must be verified before the request is told.
@@ -108,45 +69,6 @@ class Ledger:
     target_blocks: number of blocks that open jobs bind. Prefill workers write to them, or they are
     held.
     """
-
-    def __init__(
-        self,
-        fences: OwnerFences,
-        *,
-        incarnation: str,
-        max_attempts: int = 3,
-        kv_digest: DigestMode = DigestMode.OFF,
-        kv_mode: KvMode = KvMode.PUSH_ASYNC,
-        clock: Clock = SYSTEM_CLOCK,
-        on_event: Callable[[], None] = lambda: None,
-        on_action: Callable[[], None] = lambda: None,
-        on_outcome: Callable[[Entry, Outcome], None] = lambda _e, _o: None,
-    ) -> None:
-        self._fences = fences
-        self._clock = clock
-        self._max_attempts = max_attempts
-        self.kv_digest = kv_digest
-        self.kv_mode = kv_mode
-        self.incarnation = incarnation
-        self.tell_opens = True
-        self.claims = ClaimBreaker(clock)
-        self._lock = threading.Lock()
-        self._jobs: dict[str, Entry] = {}
-        self._by_request: dict[str, str] = {}
-        self._ended: OrderedDict[str, JobState] = OrderedDict()
-        # Kept beside `_jobs`, so that a decision and a tick cost the same however many jobs wait.
-        self._quarantined: dict[str, Entry] = {}
-        self.target_blocks = 0
-        self._dues: list[tuple[float, int, Entry]] = []
-        self._dues_serial = itertools.count()
-        self._sweep_dues_at = _FEW_DUES
-        self._next_tick = math.inf
-        self._events: deque[EngineEvent] = deque()
-        self._actions: deque[Action] = deque()
-        self._told = False
-        self._on_event = on_event
-        self._on_action = on_action
-        self._on_outcome = on_outcome
 
     # ------------------------------------------------------------------ open
 
@@ -197,7 +119,8 @@ class Ledger:
             self._jobs[job_id] = entry
             self._by_request[request_id] = job_id
             self.target_blocks += entry.targets
-            self._watch_due(entry)
+            self._totals.count(entry)
+            self._dues.watch(entry)
             earlier = entry.due < self._next_tick
             if earlier:
                 self._next_tick = entry.due
@@ -212,7 +135,7 @@ class Ledger:
             if (entry := self._jobs.get(job_id)) is not None:
                 entry.digest, entry.features = digest, features
 
-    @_locked
+    @locked
     def published(self, job_id: str, receipt: object, digest: bytes) -> None:
         """Note that the queue has stored the job. If the job has ended, its message is deleted."""
         entry = self._jobs.get(job_id)
@@ -221,14 +144,14 @@ class Ledger:
         elif self._ended.get(job_id) is not JobState.COMMITTED:
             self._actions.append(CancelMessage(receipt))
 
-    @_locked
+    @locked
     def publish_failed(self, job_id: str, outcome: Outcome) -> None:
         """Serve the request locally: the queue has refused the job, or did not answer."""
         entry = self._jobs.get(job_id)
         if entry is not None and not entry.settled:
             self._give_up(entry, outcome)
 
-    @_locked
+    @locked
     def take_back(self, job_id: str) -> None:
         """Serve the request of a queued job locally: our own prefill side has pulled the job."""
         entry = self._jobs.get(job_id)
@@ -237,7 +160,7 @@ class Ledger:
 
     # ------------------------------------------------------------------ grant
 
-    @_locked
+    @locked
     def grant(self, job_id: str, incarnation: str, writer: str, ack_subject: str = "") -> Claimed:
         """Answer a claim: grant the job to the writer, or refuse.
 
@@ -259,8 +182,8 @@ class Ledger:
         self.claims.claimed()
         entry.attempt += 1
         entry.written = 0
-        entry.state, entry.writer, entry.fence = JobState.GRANTED, writer, fence
-        entry.ack_subject = ack_subject
+        entry.writer, entry.fence, entry.ack_subject = writer, fence, ack_subject
+        self._enter(entry, JobState.GRANTED)
         entry.granted_at = now = self._clock.monotonic()
         return Claimed(
             GrantView(
@@ -312,11 +235,12 @@ class Ledger:
             entry = self._current(job_id, attempt, incarnation, writer)
             if entry is not None and entry.state in (JobState.GRANTED, JobState.READING):
                 entry.written += blocks
+                self._totals.count(entry)
                 entry.deadline = max(entry.deadline, self._clock.monotonic() + entry.stall_s)
 
     # ------------------------------------------------------------------ commit, or ready and read
 
-    @_locked
+    @locked
     def commit(
         self,
         job_id: str,
@@ -338,7 +262,7 @@ class Ledger:
             return "stale"
         return self._take_over(entry, blocks) or self._arrived(entry, digest)
 
-    @_locked
+    @locked
     def ready(
         self, job_id: str, attempt: int, incarnation: str, writer: str, blocks: int
     ) -> Read | str:
@@ -350,10 +274,11 @@ class Ledger:
             return "stale"
         if (why := self._take_over(entry, blocks)) is not None:
             return why
-        entry.state, entry.reading = JobState.READING, True
+        entry.reading = True
+        self._enter(entry, JobState.READING)
         return Read(job_id, attempt, entry.blocks[entry.first_target :])
 
-    @_locked
+    @locked
     def read_over(
         self, job_id: str, attempt: int, *, good: bool, digest: bytes | None = None
     ) -> Verify | str | None:
@@ -374,7 +299,7 @@ class Ledger:
         self._give_up(entry, Outcome.PREFILL_FAILED)
         return "read_failed"
 
-    @_locked
+    @locked
     def verified(self, job_id: str, attempt: int, *, good: bool) -> str | None:
         """Note whether the bytes of a commit equal their digest. Answers as `commit`."""
         entry = self._jobs.get(job_id)
@@ -407,7 +332,7 @@ class Ledger:
         if self.kv_digest is DigestMode.OFF:
             self._loaded(entry)
             return None
-        entry.state = JobState.VERIFYING
+        self._enter(entry, JobState.VERIFYING)
         blocks = entry.blocks[entry.first_target :]
         what = blocks, entry.order, entry.hit_tokens, entry.tokens
         return Verify(
@@ -420,7 +345,7 @@ class Ledger:
 
     # ------------------------------------------------------------------ give up
 
-    @_locked
+    @locked
     def gave_up(
         self, job_id: str, attempt: int, incarnation: str, writer: str, cause: str, retry: bool
     ) -> None:
@@ -435,7 +360,7 @@ class Ledger:
         else:
             self._give_up(entry, Outcome.PREFILL_FAILED)
 
-    @_locked
+    @locked
     def writer_lost(self, writer: str, *, others_alive: bool) -> None:
         """Handle the end of a control connection. Its blocks are held until the writer is quiet.
 
@@ -457,287 +382,3 @@ class Ledger:
                 if not entry.settled and ack_subject:
                     # The lost worker may be dead, so we nak its delivery.
                     self._actions.append(NakDelivery(ack_subject, entry.receipt))
-
-    @_locked
-    def cancel(self, request_id: str) -> None:
-        """Close the job of a request that is over in vLLM, if one is open.
-
-        The request is settled all the same, so that vLLM frees its blocks."""
-        entry = self._jobs.get(self._by_request.get(request_id, ""))
-        if entry is not None and not entry.settled:
-            self._give_up(entry, Outcome.CANCELLED)
-
-    @_locked
-    def give_up_all(self, outcome: Outcome, *, but_granted: bool = False) -> None:
-        """Serve every open job locally.
-
-        but_granted: let those end that a prefill worker computes or has computed."""
-        for entry in list(self._jobs.values()):
-            if not entry.settled and not (but_granted and entry.state in UNDER_WAY):
-                self._give_up(entry, outcome)
-
-    def new_incarnation(self, incarnation: str) -> None:
-        """Refuse every claim and commit of the old incarnation. Open jobs are served locally."""
-        self.give_up_all(Outcome.PREFILL_LOST)
-        with self._lock:
-            self.incarnation = incarnation
-
-    def _give_up(self, entry: Entry, outcome: Outcome) -> None:
-        """Settle the request without the remote result, and close the job."""
-        if entry.state is JobState.GRANTED or entry.reading:
-            self._revoke(entry, outcome, requeue=False)
-        if not entry.settled:
-            if entry.state is JobState.QUARANTINED:
-                entry.held = True
-                self._events.append(Hold(entry.job_id, entry.blocks))
-            self._settle(entry, outcome)
-        self._forget_message(entry)
-        if entry.state in (JobState.QUEUED, JobState.READING, JobState.VERIFYING):
-            self._close(entry, JobState.CLOSED)  # nobody can write to its blocks
-
-    def _forget_message(self, entry: Entry) -> None:
-        """Take the job out of the queue: no prefill worker is needed any more."""
-        if entry.receipt is not None:
-            self._actions.append(CancelMessage(entry.receipt))
-            entry.receipt = None
-
-    # ------------------------------------------------------------------ revoke, quarantine
-
-    def _revoke(self, entry: Entry, reason: str, *, requeue: bool) -> None:
-        """Take the grant back. The job is QUEUED if its writer is proved quiet, else QUARANTINED.
-
-        requeue: the request waits for the proof and another claim. It is served locally after the
-        last attempt."""
-        entry.state = JobState.QUARANTINED
-        self._quarantined[entry.job_id] = entry
-        entry.quarantined_at = self._clock.monotonic()
-        self._actions.append(SendRevoke(entry.writer, entry.job_id, entry.attempt, str(reason)))
-        self._ask_proof(entry)
-        if requeue and entry.attempt >= self._max_attempts and not entry.settled:
-            self._give_up(entry, Outcome.PREFILL_FAILED)
-        elif requeue and entry.state is JobState.QUARANTINED:
-            self._watch_due(entry)
-
-    def _ask_proof(self, entry: Entry) -> bool:
-        """Whether nobody can write to the blocks any more. Then the job is QUEUED, or closed."""
-        if entry.reading:
-            return False
-        if entry.fence is not None and not self._fences.try_revoke(entry.fence):
-            return False
-        entry.fence, entry.writer = None, ""
-        entry.state, entry.queued_at = JobState.QUEUED, self._clock.monotonic()
-        self._quarantined.pop(entry.job_id, None)
-        if entry.held:
-            entry.held = False
-            self._events.append(Release(entry.job_id))
-        if entry.settled:
-            self._close(entry, JobState.CLOSED)
-        else:
-            self._watch_due(entry)
-        return True
-
-    # ------------------------------------------------------------------ settle, close
-
-    def _settle(self, entry: Entry, outcome: Outcome) -> None:
-        assert not entry.settled, "a request is settled once"
-        entry.settled = True
-        self.claims.ended(entry.job_id)
-        loaded = outcome is Outcome.COMMITTED
-        self._events.append(Settle(entry.request_id, loaded, outcome))
-        self._on_outcome(entry, outcome)
-
-    def _close(self, entry: Entry, state: JobState) -> None:
-        entry.state = state
-        if self._jobs.pop(entry.job_id, None) is not None:
-            self.target_blocks -= entry.targets
-        self._quarantined.pop(entry.job_id, None)
-        if self._by_request.get(entry.request_id) == entry.job_id:
-            del self._by_request[entry.request_id]
-        self._ended[entry.job_id] = state
-        while len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
-
-    # ------------------------------------------------------------------ time
-
-    @_locked
-    def tick(self) -> float | None:
-        """Give up what is past its deadline, and ask again for proofs.
-
-        Returns the seconds until the next call is useful. None: nothing is open."""
-        now = self._clock.monotonic()
-        while (due := self._soonest_due()) is not None and due <= now:
-            self._expire(heapq.heappop(self._dues)[2])
-        for entry in list(self._quarantined.values()):
-            if entry.state is JobState.QUARANTINED:
-                self._ask_proof(entry)
-        due = self._soonest_due()
-        soonest = math.inf if due is None else due - now
-        for entry in self._quarantined.values():
-            # A running batch ends within milliseconds, a stopped writer maybe never.
-            waited = (now - entry.quarantined_at) / 8
-            soonest = min(soonest, max(waited, _PROOF_SOONEST_S), _PROOF_LATEST_S)
-        self._next_tick = now + soonest
-        return None if soonest == math.inf else soonest
-
-    @property
-    def overdue(self) -> bool:
-        """Whether `tick` is called much later than it asked for. Then its thread hangs, and another
-        thread must call it (docs/failure-modes.md)."""
-        return self._clock.monotonic() > self._next_tick + _LATE_S
-
-    def tick_overdue(self) -> None:
-        """Call `tick` if it is overdue. An error is logged, and the next call tries again."""
-        if self.overdue:
-            try:
-                self.tick()
-            except Exception:
-                logger.exception("a tick of the ledger failed; the next one tries again")
-
-    def _expire(self, entry: Entry) -> None:
-        """The job has been in its state for too long. The outcome tells which state that was."""
-        if entry.state is JobState.QUEUED:
-            if entry.due == entry.hedge_at:
-                self._give_up(entry, Outcome.HEDGED)
-            else:
-                self._nobody_claimed(entry)
-            return
-        outcome = Outcome.TIMEOUT
-        if entry.state is JobState.QUARANTINED:
-            if self._ask_proof(entry):
-                return  # proved in the last moment: the job waits for another claim
-            if self._clock.monotonic() < entry.deadline:
-                outcome = Outcome.QUARANTINED
-        self._give_up(entry, outcome)
-
-    def _nobody_claimed(self, entry: Entry) -> None:
-        """Serve the job locally. If that opens the breaker, do so with every queued job."""
-        opens = self.claims.timed_out(entry.job_id, entry.queued_at)
-        self._give_up(entry, Outcome.CLAIM_TIMEOUT)
-        for other in list(self._jobs.values()) if opens else ():
-            if other.state is JobState.QUEUED and not other.settled:
-                self._give_up(other, Outcome.CLAIMS_STALLED)
-
-    # `_dues` is a heap of (due, serial, entry). A job whose due time moves later is not looked for
-    # in it: `_soonest_due` puts it back when its old time comes up. So neither an open, nor a
-    # grant, nor a tick costs more because thousands of jobs wait.
-
-    def _watch_due(self, entry: Entry) -> None:
-        """Call it for a job that is new, or whose due time has moved earlier."""
-        heapq.heappush(self._dues, (entry.due, next(self._dues_serial), entry))
-        if len(self._dues) > self._sweep_dues_at:
-            self._dues = [item for item in self._dues if not item[2].settled]
-            heapq.heapify(self._dues)
-            self._sweep_dues_at = max(_FEW_DUES, 2 * len(self._dues))
-
-    def _soonest_due(self) -> float | None:
-        """When the first job of `_dues` is due. None if there is no job."""
-        while self._dues:
-            due, _, entry = self._dues[0]
-            if entry.settled:
-                heapq.heappop(self._dues)
-            elif entry.due > due:
-                heapq.heapreplace(self._dues, (entry.due, next(self._dues_serial), entry))
-            else:
-                return due
-        return None
-
-    # ------------------------------------------------------------------ other threads
-
-    @property
-    def has_events(self) -> bool:
-        return bool(self._events)
-
-    def take_events(self) -> list[EngineEvent]:
-        """What the engine thread must do now, in this order. Empties the queue."""
-        if not self._events:
-            return []
-        with self._lock:
-            events = list(self._events)
-            self._events.clear()
-            self._told = False
-        return events
-
-    def take_actions(self) -> list[Action]:
-        """What the asyncio thread must send. Empties the queue."""
-        if not self._actions:
-            return []
-        with self._lock:
-            actions = list(self._actions)
-            self._actions.clear()
-        return actions
-
-    def _wake(self) -> None:
-        """Wake the threads for which something is queued. Called without the lock."""
-        with self._lock:
-            # Once for all events that the engine thread has not taken: a wake-up costs more than
-            # the rest of a grant.
-            tell = bool(self._events) and not self._told
-            self._told = self._told or tell
-        if tell:
-            self._on_event()
-        if self._actions:
-            self._on_action()
-
-    def prefill_free(self) -> None:
-        """Note that a prefill worker has connected, pulls again, or has no more jobs.
-
-        Ends the breaker's pause."""
-        with self._lock:
-            self.claims.retry()
-
-    # ------------------------------------------------------------------ views
-
-    def find(self, job_id: str) -> Entry | None:
-        return self._jobs.get(job_id)
-
-    @property
-    def open_jobs(self) -> int:
-        return len(self._jobs)
-
-    @property
-    def waiting_requests(self) -> int:
-        """Number of requests that wait for a job. A settled job may be open for its blocks only."""
-        with self._lock:
-            return sum(not entry.settled for entry in self._jobs.values())
-
-    def oldest(self, limit: int) -> tuple[float, list[Entry]]:
-        """Return the time, and the first jobs that were opened. Read them at once."""
-        with self._lock:
-            return self._clock.monotonic(), list(itertools.islice(self._jobs.values(), limit))
-
-    def counts(self) -> dict[JobState, int]:
-        """Number of open jobs in each state."""
-        with self._lock:
-            states = [entry.state for entry in self._jobs.values()]
-        return {state: states.count(state) for state in JobState}
-
-    def queued(self) -> tuple[int, int]:
-        """Number of jobs that nobody has claimed, and of the tokens to compute for them."""
-        if not self._jobs:
-            return 0, 0
-        with self._lock:
-            tokens = [e.tokens for e in self._jobs.values() if e.state is JobState.QUEUED]
-        return len(tokens), sum(tokens)
-
-    def uncomputed(self) -> int:
-        """Number of tokens that prefill workers have still to compute, over all open jobs."""
-        if not self._jobs:
-            return 0
-        with self._lock:
-            return round(sum(e.uncomputed for e in self._jobs.values()))
-
-    def unwritten(self) -> int:
-        """Number of blocks that are not written yet, over all jobs that prefill workers hold."""
-        if not self._jobs:
-            return 0
-        with self._lock:
-            held = [e for e in self._jobs.values() if e.state is JobState.GRANTED]
-            return sum(max(0, e.targets - e.written) for e in held)
-
-    @property
-    def quarantined_blocks(self) -> int:
-        """Number of blocks whose writer was told to stop and is not proved quiet."""
-        if not self._quarantined:
-            return 0
-        with self._lock:
-            return sum(len(entry.blocks) for entry in self._quarantined.values())

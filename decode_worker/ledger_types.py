@@ -88,13 +88,13 @@ class Entry:
         return len(self.blocks) - self.first_target
 
     @property
-    def uncomputed(self) -> float:
+    def uncomputed(self) -> int:
         """Number of tokens that a prefill worker has still to compute, judged by its blocks."""
         if self.state is JobState.QUEUED:
             return self.tokens
         if self.state is JobState.GRANTED:
-            return self.tokens * (1.0 - min(1.0, self.written / max(1, self.targets)))
-        return 0.0
+            return round(self.tokens * (1.0 - min(1.0, self.written / max(1, self.targets))))
+        return 0
 
     @property
     def since(self) -> float:

@@ -144,7 +144,8 @@ class DepthCache:
         counted as a job that waits. So of our own jobs we count those in flight, too."""
         later = sum(seq in self._ours for seq in self._claimed)  # the snapshot has none of these
         earlier = self._snapshot.in_flight + len(self._claimed) - later
-        own = len(self._gone) + len(self._held - self._ours.keys())
+        # A set difference would visit all of `_ours`.
+        own = len(self._gone) + sum(seq not in self._ours for seq in self._held)
         return max(0, self._snapshot.jobs - max(earlier, own) + len(self._ours) - later)
 
     def claimed(self, seq: int) -> None:

@@ -90,7 +90,7 @@ class Half:
 
     async def start(self) -> None:
         await self.control.start("127.0.0.1")
-        self.control.prefill_workers = 1  # somebody who never claims
+        self.control.prefill_workers = self.control._pulling = 1  # somebody who never claims
         self.ledger.tell_opens = False
 
     async def stop(self) -> None:
@@ -139,7 +139,8 @@ class Half:
             request_id=f"{self._name}{self._serial}", num_prompt_tokens=PROMPT,
             prompt_token_ids=list(range(PROMPT)), num_output_tokens=0, num_preemptions=0,
             skip_reading_prefix_cache=False, mm_features=[], prompt_embeds=None,
-            lora_request=None, pooling_params=None, cache_salt=None, priority=0,
+            lora_request=None, pooling_params=None, cache_salt=None, priority=0, prefill_stats=None,
+            trace_headers=None, sampling_params=None,
         )  # fmt: skip
 
 

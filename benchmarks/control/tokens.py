@@ -14,7 +14,7 @@ import httpx
 
 from benchmarks import machine
 from benchmarks.control.plant import Fleet, Plant, mock_flags
-from benchmarks.live import CLI, child, wait_for
+from benchmarks.live import CLI, BenchError, child, demo_vocabulary, wait_for
 from benchmarks.report import Row, median, row, versus
 from pullfill.deploy import servers
 from tests.support import web
@@ -37,12 +37,14 @@ async def _stream(client: httpx.AsyncClient, prompt: list[int], tokens: int) -> 
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         answer.raise_for_status()
         async for line in answer.aiter_lines():
+            if line.startswith('data: {"error"'):
+                raise BenchError(f"a stream ended with an error: {line}")
             chunks += line.startswith("data: {")
     return chunks
 
 
 async def _load(url: str, requests: int, tokens: int, seed: int) -> int:
-    rng = random.Random(seed)
+    rng, vocabulary = random.Random(seed), demo_vocabulary()
     gate = asyncio.Semaphore(STREAMS)
     limits = httpx.Limits(max_connections=STREAMS)
     async with httpx.AsyncClient(base_url=url, timeout=60.0, limits=limits) as client:
@@ -51,7 +53,7 @@ async def _load(url: str, requests: int, tokens: int, seed: int) -> int:
             async with gate:
                 return await _stream(client, prompt, tokens)
 
-        prompts = [[rng.randrange(300, 1000) for _ in range(PROMPT)] for _ in range(requests)]
+        prompts = [[rng.randrange(300, vocabulary) for _ in range(PROMPT)] for _ in range(requests)]
         return sum(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.ledger_totals import Totals
 from pullfill.decode_worker.ledger_types import CancelMessage, Entry, Hold, JobState, Release
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
@@ -288,6 +289,18 @@ def leaks_fence_slots(patch: Patch) -> None:
     patch.setattr(LoopbackFences, "try_revoke", revoke)
 
 
+def miscounts(patch: Patch) -> None:
+    """What a writer reports as written changes no sum."""
+    real = Ledger.progress
+
+    def progress(self: Ledger, *args: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Totals, "count", lambda *_: None)
+            real(self, *args)
+
+    patch.setattr(Ledger, "progress", progress)
+
+
 BROKEN: dict[str, Callable[[Patch], None]] = {
     "skips the fence proof": skips_the_fence_proof,
     "commits without a proof": commits_without_a_proof,
@@ -316,4 +329,5 @@ BROKEN: dict[str, Callable[[Patch], None]] = {
     "waits for a reader": waits_for_a_reader,
     "waits without a worker": waits_without_a_worker,
     "leaks fence slots": leaks_fence_slots,
+    "miscounts": miscounts,
 }

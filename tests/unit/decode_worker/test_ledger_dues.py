@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import Entry, NakDelivery, Settle
+from pullfill.decode_worker.ledger_types import Entry, JobState, NakDelivery, Settle
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import RefuseReason
@@ -56,6 +56,20 @@ def test_a_tick_looks_at_few_of_many_waiting_jobs(
     fill(ledger, 1, start=MANY)
     assert ledger.tick() == pytest.approx(30.0)
     assert looks.count < 30
+
+
+def test_a_decision_looks_at_no_job(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for these sums on the engine thread, while thousands of jobs wait."""
+    fill(ledger, MANY, tokens=48)
+    granted = ledger.grant("j0", "i", "w1").grant
+    assert granted is not None
+    ledger.progress("j0", granted.attempt, "i", "w1", 1)
+    monkeypatch.setattr(ledger, "_jobs", None)
+    assert ledger.queued() == (MANY - 1, 48 * (MANY - 1))
+    assert ledger.uncomputed() == 48 * (MANY - 1) + 24
+    assert ledger.unwritten() == 1
+    counts = ledger.counts()
+    assert (counts[JobState.QUEUED], counts[JobState.GRANTED]) == (MANY - 1, 1)
 
 
 def test_bound_blocks_are_counted_and_come_back(ledger: Ledger) -> None:

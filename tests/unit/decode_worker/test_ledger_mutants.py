@@ -22,6 +22,7 @@ SOON = (
     "waits for a stopped writer",
     "waits without a worker",
     "leaks fence slots",
+    "miscounts",
 )
 """Found within a second; the others take a longer exploration."""
 

@@ -112,6 +112,23 @@ def test_a_job_waits_until_a_prefill_worker_has_it() -> None:
     assert cache.waiting == 0
 
 
+def test_the_number_of_waiting_jobs_is_known_without_a_look_at_each() -> None:
+    """Each publish asks for it."""
+
+    class Many:
+        def __len__(self) -> int:
+            return 9_000
+
+        def __contains__(self, seq: int) -> bool:
+            return seq >= 1_000
+
+    cache = DepthCache(FakeClock())
+    cache._ours = Many()  # type: ignore[assignment]
+    for seq in (1_000, 1_001):
+        cache.claimed(seq)
+    assert cache.waiting == 8_998
+
+
 def test_a_job_that_ends_while_the_server_counts_does_not_wait() -> None:
     """The server counts the job, and then nothing in flight: the job was acknowledged between."""
     clock = FakeClock()

@@ -1,0 +1,50 @@
+"""When open jobs are due, soonest first.
+
+A job whose due time moves later is not looked for: `soonest` moves it when its old time comes up.
+So neither an open, nor a grant, nor a tick costs more because thousands of jobs wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+from pullfill.decode_worker.ledger_types import Entry
+
+_FEW = 1024
+
+
+class Dues:
+    """A heap of (due time, serial, job). Only the ledger uses it, with its lock held."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Entry]] = []
+        self._serial = itertools.count()
+        self._sweep_at = _FEW
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def watch(self, entry: Entry) -> None:
+        """Call it for a job that is new, or whose due time has moved earlier."""
+        heapq.heappush(self._heap, (entry.due, next(self._serial), entry))
+        if len(self._heap) > self._sweep_at:
+            self._heap = [item for item in self._heap if not item[2].settled]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(_FEW, 2 * len(self._heap))
+
+    def soonest(self) -> float | None:
+        """Return when the first job is due. None: there is no job whose request waits."""
+        while self._heap:
+            due, _, entry = self._heap[0]
+            if entry.settled:
+                heapq.heappop(self._heap)
+            elif entry.due > due:
+                heapq.heapreplace(self._heap, (entry.due, next(self._serial), entry))
+            else:
+                return due
+        return None
+
+    def pop(self) -> Entry:
+        """Take out the job that `soonest` has found."""
+        return heapq.heappop(self._heap)[2]
