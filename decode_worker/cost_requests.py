@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
-from pullfill.decode_worker.conditional_router import Situation
 from pullfill.decode_worker.cost_choice import Choice, Expectation
-from pullfill.decode_worker.cost_rates import Queue, Span, span
+from pullfill.decode_worker.cost_rates import Queue, Span
 from pullfill.decode_worker.request_trace import Measured
 
 
@@ -66,30 +64,3 @@ class Placed:
     at: int = 0
     streaming: bool = False
     measured: Measured | None = None
-
-
-def queue_before(now: Situation, away: Collection[Placed], clock: float) -> Queue:
-    """Return what is in front of a new job. Our own jobs progress with time, as predicted.
-
-    away: our requests that a prefill worker computes, or will, oldest first."""
-    x1 = x2 = whole1 = whole2 = 0.0
-    tokens = 0
-    finishes: list[float] = []
-    for request in away:
-        # As many as there are workers have begun. Each of the others begins when one has ended.
-        before = finishes[max(0, len(finishes) - max(1, now.pool))] if finishes else clock
-        begin = request.began or max(clock, before)
-        finishes.append(begin + request.compute_s)
-        took = max(request.compute_s, 1e-6)
-        left = min(1.0, max(0.1, (finishes[-1] - clock) / took))
-        own = span(request.start, request.tokens)
-        whole1, whole2 = whole1 + own[0], whole2 + own[1]
-        x1, x2 = x1 + left * own[0], x2 + left * own[1]
-        tokens += request.tokens
-    # Nobody says how long the prompts of other decode workers are. They are taken to be like
-    # ours, or to be as long as this one.
-    others = max(0, now.ahead_tokens - tokens) / 256.0
-    mine = span(now.hit_tokens, now.remote_tokens)
-    each = whole2 / whole1 if whole1 else mine[1] / mine[0] if mine[0] else 0.0
-    jobs = max(now.ahead_jobs, len(away))
-    return Queue(now.pullers, max(1, now.pool), jobs, (x1 + others, x2 + others * each))

@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import count
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker import cost_choice
 from pullfill.decode_worker.conditional_router import Decision, Situation, by_length
 from pullfill.decode_worker.cost_choice import Choice, Expectation, Last, Prompt, Streams
+from pullfill.decode_worker.cost_groups import Away, Here, change
 from pullfill.decode_worker.cost_rates import (
     Bias,
     Handoff,
@@ -29,7 +31,7 @@ from pullfill.decode_worker.cost_rates import (
     RemoteRates,
     span,
 )
-from pullfill.decode_worker.cost_requests import Outcome, Placed, Step, Targets, queue_before
+from pullfill.decode_worker.cost_requests import Outcome, Placed, Step, Targets
 from pullfill.decode_worker.request_trace import Measured
 from pullfill.runtime import metrics
 from pullfill.wire import PredictedMs, RouterConfig, RouterPolicy
@@ -65,9 +67,11 @@ class CostRouter:
         self._clock = clock
         self._bias = {choice: Bias() for choice in Choice}
         self._requests: dict[str, Placed] = {}
-        self._local: dict[str, Placed] = {}
-        self._away: dict[str, Placed] = {}
-        self._loaded: dict[str, None] = {}  # in the order of their commits
+        self._here = Here()
+        self._away = Away()
+        # Requests whose KV has come and that no step has taken yet, with serials of their commits.
+        self._loaded: dict[str, int] = {}
+        self._commits = count()
         self._itl: dict[float, int] = {}
         self._last: dict[int, Last] = {}
         self._committed: deque[Measured] = deque()
@@ -92,11 +96,13 @@ class CostRouter:
         self._learn()
         clock = self._clock.monotonic()
         tokens = max(1, now.prompt_tokens - now.hit_tokens)
-        streams = self._expected()
+        # The running streams, and those that begin when remote prefills have ended.
+        streams = self._away.streams(self._itl)
         prompt = Prompt(
-            tokens, now.hit_tokens, targets.ttft_s, waited_s, *self._backlog(), self._step_tokens
-        )
-        queue, raw = queue_before(now, self._away.values(), clock), dict[Choice, float]()
+            tokens, now.hit_tokens, targets.ttft_s, waited_s, self._here.seconds(self.rates),
+            self._here.tokens, self._step_tokens,
+        )  # fmt: skip
+        queue, raw = self._away.queue(now, clock), dict[Choice, float]()
         self.rates.assume(self.remote.each(queue.instances), clock)
         options = []
         for chunked in (False, True) if self._chunks else (False,):
@@ -155,14 +161,6 @@ class CostRouter:
         factor = self._bias[found.choice].factor(clock)
         return cost_choice.corrected(found, prompt, factor)
 
-    def _backlog(self) -> tuple[float, int]:
-        """Seconds of computation and tokens of the prompts that are computed here now."""
-        seconds, tokens = 0.0, 0
-        for request in self._local.values():
-            seconds += self.rates.work(span(request.at, request.left))
-            tokens += request.left
-        return seconds, tokens
-
     # ------------------------------------------------------------------ what is under way
 
     def admitted(self, request_id: str, remote: bool) -> tuple[str, PredictedMs | None]:
@@ -176,9 +174,10 @@ class CostRouter:
             made.choice = Choice.CHUNKED if self._chunks else Choice.AT_ONCE
             made.raw_s = 0.0
         self._requests[request_id] = made
-        if remote and len(self._away) < made.queue.workers:
-            made.began = self._clock.monotonic()
-        (self._away if remote else self._local)[request_id] = made
+        if remote:
+            self._away.add(request_id, made, self._clock.monotonic())
+        else:
+            self._here.add(request_id, made)
         return made.choice.value, _shown(made.options)
 
     def begin_here_in(self, request_id: str) -> float | None:
@@ -192,22 +191,13 @@ class CostRouter:
 
     def settled(self, request_id: str, loaded: bool) -> None:
         """Note that a remote prefill has ended. If its KV was not loaded, it is computed here."""
-        request = self._back(request_id)
+        request = self._away.pop(request_id, self._clock.monotonic())
         if request is not None and loaded:
-            self._loaded[request_id] = None
+            self._loaded[request_id] = next(self._commits)
         elif request is not None:
             request.raw_s = 0.0
             request.choice = Choice.CHUNKED if self._chunks else Choice.AT_ONCE
-            self._local[request_id] = request
-
-    def _back(self, request_id: str) -> Placed | None:
-        """Take a request out of those that are away. The next one of them begins."""
-        request = self._away.pop(request_id, None)
-        if request is not None:
-            waiting = (one for one in self._away.values() if not one.began)
-            if (following := next(waiting, None)) is not None:
-                following.began = self._clock.monotonic()
-        return request
+            self._here.add(request_id, request)
 
     def scheduled(self, tokens: Mapping[str, int], total: int) -> Step:
         """Note what the next step will compute.
@@ -216,20 +206,18 @@ class CostRouter:
         x1 = x2 = 0.0
         prompts, others = 0, total
         first = []
-        for name, request in self._local.items():
-            if not (now := tokens.get(name, 0)):
-                continue
+        for name, request, now in self._here.among(tokens):
             if now > _STREAM_TOKENS:
                 prompts, others = prompts + 1, others - now
                 own = span(request.at, now)
                 x1, x2 = x1 + own[0], x2 + own[1]
-            request.at += now
-            request.left = max(0, request.left - now)
+            self._here.computed(request, now)
             if not request.left:
                 first.append(name)
-        first += [name for name in self._loaded if name in tokens]
+        if self._loaded:
+            first += sorted(tokens.keys() & self._loaded.keys(), key=self._loaded.__getitem__)
         for name in first:
-            self._local.pop(name, None)
+            self._here.pop(name)
             self._loaded.pop(name, None)
         streams = len(tokens) - prompts
         return Step(streams, (x1, x2), tuple(first), others <= _STREAM_TOKENS * streams)
@@ -248,16 +236,12 @@ class CostRouter:
     def finished(self, request_id: str) -> None:
         """Forget a request that is over."""
         self._proposed.pop(request_id, None)
-        self._local.pop(request_id, None)
-        self._back(request_id)
+        self._here.pop(request_id)
+        self._away.pop(request_id, self._clock.monotonic())
         self._loaded.pop(request_id, None)
         request = self._requests.pop(request_id, None)
         if request is not None and request.streaming:
-            target = request.targets.itl_s
-            if self._itl[target] == 1:
-                del self._itl[target]
-            else:
-                self._itl[target] -= 1
+            change(self._itl, request.targets.itl_s, -1)
 
     def chunk(self) -> tuple[int, int]:
         """Return how many prompt tokens the next step may compute, and in how many prompts.
@@ -267,13 +251,13 @@ class CostRouter:
             return 0, 0
         streams = Streams(tuple(self._itl.items()))
         start = at_once = 0
-        for request in self._local.values():
+        for request in self._here:
             start = max(start, request.at)
             if request.choice is Choice.AT_ONCE and not self._slow_down(request, streams):
                 at_once += request.left
         most = cost_choice.chunk_tokens(self.rates, streams, start, self._step_tokens)
         # A prompt that is computed at once gets what it needs. Those that come meanwhile do not.
-        return (at_once, 1) if at_once > most else (most, len(self._local))
+        return (at_once, 1) if at_once > most else (most, len(self._here))
 
     def _slow_down(self, request: Placed, streams: Streams) -> bool:
         """Whether a prompt that is computed at once goes on in chunks: streams have begun."""
@@ -287,16 +271,6 @@ class CostRouter:
             return False
         request.choice, request.raw_s = Choice.CHUNKED, 0.0
         return True
-
-    def _expected(self) -> Streams:
-        """The running streams, and those that begin when remote prefills have ended."""
-        if not self._away:
-            return Streams(tuple(self._itl.items()))
-        found = dict(self._itl)
-        for request in self._away.values():
-            target = request.targets.itl_s
-            found[target] = found.get(target, 0) + 1
-        return Streams(tuple(found.items()))
 
     @property
     def streams(self) -> int:
@@ -323,8 +297,7 @@ class CostRouter:
     def _first_token(self, request: Placed, now: float) -> Outcome:
         self._learn()
         request.streaming = True
-        target = request.targets.itl_s
-        self._itl[target] = self._itl.get(target, 0) + 1
+        change(self._itl, request.targets.itl_s, 1)
         took = now - request.decided
         path = request.choice.value
         if request.choice is Choice.REMOTE and request.measured is not None:

@@ -7,6 +7,7 @@ commit); every record is touched under one lock for microseconds. A record lives
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ _AFTER_OUTAGE = frozenset(Outcome) - {
     Outcome.DIGEST_MISMATCH,
 }
 
+_OUTAGE_FRESH_S = 0.05
 
 _observe = metrics.HANDOFF_STAGE.observe
 """Stages `claim` to `tail` are observed on the asyncio thread, `commit` on the engine thread."""
@@ -121,6 +123,7 @@ class RequestTraces:
         self._lock = threading.Lock()
         self._open: dict[str, _RequestTrace] = {}
         self.outage: Callable[[], str] = lambda: ""
+        self._outage_said, self._outage_at = "", -math.inf
         self.measured: Callable[[Measured], None] = lambda _: None
         self.apart: dict[str, Callable[[bool], None]] = {}
 
@@ -152,7 +155,7 @@ class RequestTraces:
             else:
                 trace.spans = request_spans.begin(headers, request_id)
             if decision.reason in _BY_OUTAGE:
-                trace.outage = self.outage() or None
+                trace.outage = self._outage_now() or None
         if before is None:
             path = "remote" if decision.remote else "local"
             _decision(path, decision.reason).inc()
@@ -229,6 +232,13 @@ class RequestTraces:
             if (trace := self._open.get(request_id)) is not None:
                 trace.outcome_ms, trace.regret_ms = outcome_ms, regret_ms
 
+    def _outage_now(self) -> str:
+        """Return what is unreachable. Thousands of requests may ask in one turn of the engine."""
+        now = self._clock.monotonic()
+        if now - self._outage_at > _OUTAGE_FRESH_S:
+            self._outage_said, self._outage_at = self.outage(), now
+        return self._outage_said
+
     def settled(self, request_id: str, loaded: bool, outcome: Outcome) -> None:
         """Note that vLLM was told how the remote prefill ended. Engine thread."""
         if (tell := self.apart.get(request_id)) is not None:
@@ -244,7 +254,7 @@ class RequestTraces:
             elif trace is not None and outcome is not Outcome.CANCELLED:
                 trace.fallback = outcome.value
                 if outcome in _AFTER_OUTAGE:
-                    trace.outage = self.outage() or None
+                    trace.outage = self._outage_now() or None
             if trace is not None and trace.spans is not None:
                 trace.spans.settled(loaded, outcome.value, trace.attempts)
         if not loaded and outcome is not Outcome.CANCELLED:

@@ -23,6 +23,7 @@ from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.outlook import Outlook
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.testing.loopback import LoopbackFences
@@ -87,6 +88,9 @@ class Half:
         )  # fmt: skip
         self.context.ledger = self.ledger
         self.side = ConnectorScheduler(self.context, BLOCK)
+        # Predictions are made under each policy. No step is taken here, so no chunk is sized.
+        chunks: Any = SimpleNamespace(step_tokens=2048, able=True)
+        self.side.meter = StepMeter(self.context, chunks)
 
     async def start(self) -> None:
         await self.control.start("127.0.0.1")
@@ -140,7 +144,7 @@ class Half:
             prompt_token_ids=list(range(PROMPT)), num_output_tokens=0, num_preemptions=0,
             skip_reading_prefix_cache=False, mm_features=[], prompt_embeds=None,
             lora_request=None, pooling_params=None, cache_salt=None, priority=0, prefill_stats=None,
-            trace_headers=None, sampling_params=None,
+            trace_headers=None, sampling_params=None, arrival_time=time.time(),
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from statistics import median
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 
 from pullfill.decode_worker.conditional_router import Decision, Situation
 from pullfill.decode_worker.cost_choice import Choice
-from pullfill.decode_worker.cost_rates import FORGET_S
-from pullfill.decode_worker.cost_requests import Outcome, Placed, Targets, queue_before
+from pullfill.decode_worker.cost_groups import Away
+from pullfill.decode_worker.cost_rates import FORGET_S, Queue, span
+from pullfill.decode_worker.cost_requests import Outcome, Placed, Targets
 from pullfill.decode_worker.cost_router import PROBE_REASON, PROBE_TOKENS, CostRouter
 from pullfill.decode_worker.request_trace import Measured
 from pullfill.wire import RouterConfig, RouterPolicy, StageTimings
@@ -70,7 +72,7 @@ class Rig:
         """Both ways are measured, and nothing runs."""
         for _ in range(8):
             name, _, _ = self.ask(1000, able=REMOTE)
-            if name in self.router._away:
+            if self.router._away.get(name):
                 self.bring(name, 1000)
             else:
                 self.compute(name, 1000)
@@ -118,7 +120,7 @@ def test_an_idle_engine_takes_what_would_wait_in_the_queue(rig: Rig) -> None:
     assert rig.ask(2000)[1].remote
     for _ in range(5):
         rig.ask(2000)
-    assert rig.router._local
+    assert rig.router._here
     assert rig.router._away
 
 
@@ -219,7 +221,7 @@ def test_nothing_is_left_of_requests_that_are_over(rig: Rig) -> None:
     for name in [*names, "never seen"]:
         rig.router.finished(name)
     router = rig.router
-    left = [router._requests, router._proposed, router._local, router._away, router._loaded]
+    left = [router._requests, router._proposed, router._here, router._away, router._loaded]
     assert not any(left)
     assert not router._itl
 
@@ -245,19 +247,40 @@ def test_steps_with_work_that_nobody_announced_teach_nothing(rig: Rig) -> None:
 # ------------------------------------------------------------------ the queue
 
 
-def placed(tokens: int, decided: float, began: float, compute_s: float) -> Placed:
-    empty = queue_before(Situation(1, 0), [], 0.0)
+def placed(tokens: int, decided: float, compute_s: float, workers: int = 1) -> Placed:
+    queue = Queue(("p",), workers, 0, (0.0, 0.0))
     return Placed(
-        Targets(1, 1), decided, Choice.REMOTE, tokens, 0, (), 0.0, empty,
-        began=began, compute_s=compute_s,
-    )  # fmt: skip
+        Targets(1, 1), decided, Choice.REMOTE, tokens, 0, (), 0.0, queue, compute_s=compute_s
+    )
 
 
 def test_our_own_jobs_progress_as_predicted() -> None:
-    away = [placed(1024, 10.0, 10.0, 2.0), placed(1024, 10.0, 0.0, 2.0)]
+    away = Away()
+    for name in "ab":
+        away.add(name, placed(1024, 10.0, 2.0), 10.0)
     now = Situation(1024, 0, pullers=("p",), pool=1, ahead_jobs=2, ahead_tokens=2048)
-    assert queue_before(now, away, 10.0).ahead[0] == pytest.approx(8.0)
-    assert queue_before(now, away, 11.0).ahead[0] == pytest.approx(6.0)
+    assert away.queue(now, 10.0).ahead[0] == pytest.approx(8.0)
+    assert away.queue(now, 11.0).ahead[0] == pytest.approx(6.0)
+    away.pop("a", 12.0)
+    assert away.queue(now, 13.0).ahead[0] == pytest.approx(4.0 * 0.5 + 4.0), "one is another's"
+
+
+def test_sums_are_exact_whatever_comes_and_goes() -> None:
+    rng, clock = random.Random(5), 10.0
+    away, now = Away(), Situation(1, 0, pullers=("p",), pool=3)
+    known: list[str] = []
+    for number in range(3000):
+        if known and rng.random() < 0.5:
+            away.pop(known.pop(rng.randrange(len(known))), clock)
+        else:
+            one = placed(rng.randrange(1, 131_072), clock, rng.uniform(0.0, 9.0), workers=3)
+            one.start = rng.randrange(131_072)
+            away.add(f"r{number}", one, clock)
+            known.append(f"r{number}")
+    while known:
+        away.pop(known.pop(), clock)
+    assert away.queue(now, clock).ahead == (0.0, 0.0)
+    assert away.streams({}).count == 0
 
 
 @pytest.mark.parametrize("aborted", [True, False])
@@ -275,7 +298,7 @@ def test_the_next_job_begins_when_one_is_over(rig: Rig, aborted: bool) -> None:
 
 def test_jobs_of_others_count_as_they_are_told() -> None:
     now = Situation(1024, 0, pullers=("p",), pool=1, ahead_jobs=3, ahead_tokens=3072)
-    found = queue_before(now, [], 10.0)
+    found = Away().queue(now, 10.0)
     assert (found.jobs, found.ahead[0]) == (3, pytest.approx(12.0))
 
 
@@ -297,6 +320,30 @@ def test_a_decision_does_not_look_at_every_stream(rig: Rig) -> None:
     few = price()
     rig.streams(100)
     assert price() < 3 * few
+
+
+def test_nor_at_every_prompt_that_is_away_or_here(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of them may wait, and after an outage all of those are computed here."""
+    router, names = rig.router, []
+    for _ in range(600):
+        name, _, _ = rig.ask(1000)
+        router.admitted(name, True)
+        names.append(name)
+    for name in names[300:]:
+        router.settled(name, False)
+    assert min(len(router._away), len(router._here)) > 250
+    looks = []
+
+    def looked(start: int, tokens: int) -> tuple[float, float]:
+        looks.append(tokens)
+        return span(start, tokens)
+
+    monkeypatch.setattr("pullfill.decode_worker.cost_groups.span", looked)
+    router.place("x", REMOTE, rig.situation(500), Targets(1, 0.05), CONFIG)
+    router.scheduled({names[-1]: 256, "stream": 1}, 257)
+    assert len(looks) < 8
 
 
 def test_when_a_remote_prompt_must_begin_here(rig: Rig) -> None:
