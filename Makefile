@@ -103,6 +103,7 @@ bench-published: ## The published tables, 1P1D to 1P6D, beside plain servers (20
 bench-rates: install-bench ## Goodput at rising rates, measured by guidellm (15 minutes)
 bench-runs: ## Length of contiguous runs after hours of load, and its cost: ARGS=--save (minutes)
 bench-traces: ## CPU of a cluster with traces against one without (minutes)
+bench-trace: ## A trace: the policies conditional and cost, and two vLLM servers in turn (minutes)
 bench-transfer: ## KV transfers against plain copies, sockets, NIXL; a real prefill (minutes)
 bench-transfer: override ARGS += --save
 bench-gpu: ## KV blocks between GPU memories against device copies (needs a GPU)
