@@ -123,14 +123,14 @@ class Verifier:
         worker."""
         self._mismatches[prefill_instance] += 1
         logger.error(
-            "%s: KV of job %s attempt %d, written by %s, is not what was sent (%s); the prompt is "
-            "prefilled here",
+            "%s: KV of job %s attempt %d, written by %s, does not match its digest (%s); "
+            "prefilling here",
             Outcome.DIGEST_MISMATCH.value, verify.job_id, verify.attempt, prefill_instance, wrong,
             extra=log.ids(job_id=verify.job_id, attempt=verify.attempt),
         )  # fmt: skip
         if (times := self._mismatches[prefill_instance]) >= SUSPECT:
             logger.error(
-                "%d wrong digests from %s by now: look at its memory and remove it with "
+                "%d digest mismatches from %s so far: check its memory, and remove it with "
                 "`pullfill drain %s`",
                 times, prefill_instance, prefill_instance,
             )  # fmt: skip

@@ -98,7 +98,9 @@ def status(cluster: ClusterOptions, as_json: JsonOption = False) -> int:
 @command(app)
 def top(
     cluster: ClusterOptions,
-    url: Annotated[str | None, typer.Option(metavar="URL", help="Of a frontend")] = None,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Ask the frontend at this URL")
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one screen")] = False,
     instance: Annotated[
         str | None, typer.Argument(metavar="[INSTANCE_ID]", help="One worker, with its history")
@@ -250,7 +252,8 @@ def doctor(
         str | None,
         typer.Option(
             metavar="VERSION|WHEEL|DIRECTORY",
-            help="Look at a release of vLLM instead: which names that pullfill uses differ",
+            help="Compare a vLLM release with the installed one: names that pullfill uses and that "
+            "differ",
         ),
     ] = None,
 ) -> int:
@@ -306,7 +309,7 @@ suspects_app.callback()(expanded(_suspects, "suspects"))
 def suspects_clear(
     cluster: ClusterOptions,
     fingerprint: Annotated[str | None, typer.Argument(metavar="[FINGERPRINT]")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All of them")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Allow all refused requests again")] = False,
 ) -> int:
     """Allow a refused request again, at all frontends."""
     if (fingerprint is None) != every:

@@ -16,7 +16,9 @@ QueueArgument = Annotated[
     str | None,
     typer.Argument(metavar="[QUEUE]", help="Name of `pullfill queue ls`  [default: all]"),
 ]
-MostOption = Annotated[int, typer.Option("--most", metavar="N", min=1, help="So many, the oldest")]
+MostOption = Annotated[
+    int, typer.Option("--most", metavar="N", min=1, help="Show at most N, oldest first")
+]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -82,7 +84,9 @@ def queue_dead(
 def queue_purge(
     cluster: ClusterOptions,
     queue: QueueArgument = None,
-    dead: Annotated[bool, typer.Option("--dead", help="Dead letters instead of jobs")] = False,
+    dead: Annotated[
+        bool, typer.Option("--dead", help="Delete dead letters instead of jobs")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
     as_json: JsonOption = False,
 ) -> int:

@@ -49,7 +49,8 @@ def up(
             metavar="FILE",
             is_eager=True,
             callback=_from_file,
-            help="YAML file whose keys are these flags without --, e.g. `decode: 2`. Flags win",
+            help="YAML file with these flags as keys, without --, e.g. `decode: 2`. "
+            "Command-line flags win",
         ),
     ] = None,
     dry_run: Annotated[

@@ -131,7 +131,7 @@ def _free_gpus(
         free = [gpu for gpu in free if not use[gpu]]
     if len(free) < ranks:
         raise ConfigError(
-            f"one more {role} worker needs {ranks} GPU(s), but of GPUs "
-            f"{', '.join(map(str, pool.gpus))} {len(free)} have room: stop another worker first"
+            f"one more {role} worker needs {ranks} GPU(s), but only {len(free)} of GPUs "
+            f"{', '.join(map(str, pool.gpus))} have room: stop another worker first"
         )
     return tuple(free[:ranks])

@@ -52,7 +52,7 @@ def installed() -> Release:
         last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
         raise ConfigError(
             f"the pullfill that is installed for {sys.executable} does not start ({last}): install "
-            "it again. What runs goes on"
+            "it again. Running processes are not affected"
         ) from None
 
 

@@ -189,8 +189,8 @@ def give(state: StateDir, order: Order) -> int:
                 if answer.code is not None:
                     return _ended(answer)
     raise UnavailableError(
-        f"the supervisor has ended in the middle of it: `pullfill status` tells what runs, "
-        f"{state.log_of('supervisor')} why"
+        f"the supervisor ended before the order was done: `pullfill status` shows what runs, "
+        f"{state.log_of('supervisor')} shows why"
     )
 
 

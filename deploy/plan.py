@@ -98,8 +98,8 @@ def _check_elastic(options: UpOptions) -> None:
     given += ["--concurrency"] * (workers.concurrency is not None)
     if given:
         raise ConfigError(
-            f"{given[0]} is for one role, and workers with --elastic change theirs: leave out one "
-            "of the two"
+            f"{given[0]} is a flag of one role, but workers with --elastic change roles: remove "
+            f"{given[0]} or --elastic"
         )
 
 

@@ -84,7 +84,7 @@ def listeners_of(options: FrontendOptions) -> list[socket.socket]:
     if options.own_port is None:
         return [bind(options.host, options.port)]
     if not options.port:
-        raise ConfigError("--own-port shares --port: name a port there, not 0")
+        raise ConfigError("--own-port needs a shared port that is not 0: give --port a number")
     own = bind(options.host, options.own_port)
     return [own, bind(options.host, options.port, shared=True)]
 

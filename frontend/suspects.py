@@ -261,13 +261,16 @@ class Suspects:
         weight = sum(suspect.fingerprint in self._unproven.get(d, ()) for d in suspect.deaths)
         if unsure or told.tried or count == 1 or (told.others and weight <= 2):
             suspect.not_before = self._loop.time() + random.uniform(0.0, APART_S)
-            _log.warning("suspect %s may not have killed %s", suspect.fingerprint, process)
+            _log.warning(
+                "not certain that suspect %s killed %s: trying it again later",
+                suspect.fingerprint, process,
+            )  # fmt: skip
             self._others.release(suspect.fingerprint)
             self._on_free()
             return
         suspect.refused_until = self._loop.time() + REFUSE_S
         metrics.SUSPECTS.labels("convicted").inc()
-        _log.error("refused from now on: %s", suspect.sentence)
+        _log.error("refusing requests with this fingerprint from now on: %s", suspect.sentence)
         self._board.post(suspect.fingerprint, count, suspect.prompt_tokens, REFUSE_S)
         self._settle(suspect)
 

@@ -25,5 +25,5 @@ def attach(
     if not context.ranks:
         why = first.why_not and f" ({first.why_not})"
         logger.warning(
-            "no transport reaches KV memory on %s: no job will come%s", first.device, why
+            "no transport reaches KV memory on %s: this worker gets no jobs%s", first.device, why
         )

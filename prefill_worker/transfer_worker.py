@@ -2,9 +2,9 @@
 
 Operations run in order: a prefix read, then the writes of each chunk once it is computed. While a
 chunk is written the engine computes the next one, because the copy does not hold the GIL. With
-`push` the engine waits instead. A copy of less than a millisecond, with nothing before it, is made
-on the engine's own thread. With `pull` nothing is written: the blocks are kept until `let_go`, for
-the decode worker to read.
+`push` the engine waits instead. A copy of at most 256 KiB, with nothing before it, is made on the
+engine's own thread. With `pull` nothing is written: the blocks are kept until `let_go`, for the
+decode worker to read.
 
 Each decode worker has a transfer worker of its own, so a stuck peer delays only its own jobs. A
 transfer worker has a thread only while it has work (`lanes.py`). Every submitted operation ends
@@ -248,7 +248,9 @@ class TransferWorker:
         try:
             self._lane.put(call)
         except RuntimeError as exc:
-            logger.warning("nothing moves to or from %s: %s", self._name, exc)
+            logger.warning(
+                "no thread for copies, so no KV moves to or from %s: %s", self._name, exc
+            )
             return False
         return True
 

@@ -234,7 +234,7 @@ class WorkerOptions(RoleOptions):
     http_port: int = flag(0, "Port of /live, /ready, /metrics and /status; 0: any", **PORT)
     kv_digest: DigestMode = flag(
         DigestMode.OFF,
-        "Compare the KV that prefill workers write with digests that they send",
+        "Compare KV that prefill workers wrote with its digests. If they differ, prefill locally",
         metavar="off|sample|full",
         role="decode",
         up=True,
@@ -249,8 +249,8 @@ class WorkerOptions(RoleOptions):
     )
     reserve_seats: bool = flag(
         False,
-        "Admit a request only if those that run and those whose KV is on its way are fewer than "
-        "--max-num-seqs",
+        "Admit a request only while running requests and those waiting for remote KV are fewer "
+        "than --max-num-seqs",
         name="--reserve-seats/--no-reserve-seats",
         role="decode",
         up=True,
@@ -285,8 +285,8 @@ class WorkerOptions(RoleOptions):
     )
     standing_links: int = flag(
         STANDING_LINKS,
-        "How many prefill workers stay connected to one decode worker; the others connect when "
-        "they have a job of it. Give all prefill workers the same number",
+        "How many prefill workers stay connected to a decode worker. Others connect when they pull "
+        "one of its jobs. Give all prefill workers the same number",
         metavar="N",
         least=1,
         role="prefill",
@@ -332,14 +332,14 @@ class FrontendOptions(RoleOptions):
     )
     forwarder: ForwarderName = flag(
         ForwarderName.PULL,
-        "How stock vLLM servers are used. pull: not at all; staged: prefill, then the decode "
-        "server that suits best when it is done; batch: both are chosen at once",
+        "How stock vLLM servers are used. pull: not at all. staged: prefill first, then choose the "
+        "decode server. batch: choose both at once",
         metavar="pull|staged|batch",
         up=True,
     )
     protocol: str = flag(
         "nixl",
-        "What connects stock prefill servers with decode servers",
+        "KV connector of the stock vLLM servers. p2p needs --forwarder batch",
         metavar="nixl|mooncake|p2p",
         up=True,
     )
@@ -372,7 +372,7 @@ class FrontendOptions(RoleOptions):
     )
     heartbeat_silence_s: float = flag(
         5.0,
-        "Forget a stock vLLM server that has sent heartbeats, and none for S seconds",
+        "Forget a stock vLLM server whose heartbeats stop for S seconds",
         metavar="S",
         least=1,
         up=True,

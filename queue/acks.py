@@ -132,7 +132,9 @@ class Acks:
                     if self._open:
                         await asyncio.sleep(_PAUSE_S)
         if self._open:
-            logger.warning("%d acks are not confirmed", len(self._open))
+            logger.warning(
+                "NATS has not confirmed %d acks; those jobs may be delivered again", len(self._open)
+            )
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=ANSWER_S)  # the client may swallow it

@@ -7,6 +7,7 @@ lanes.py            in which lanes jobs wait, notices
 urgency.py          which waiting job comes next
 delivery.py         one delivery
 acks.py             acks, sent until they are confirmed
+unsettled.py        settles jobs whose publish got no answer
 nats_connection.py  one connection, redialled after each loss
 pulse.py            notices a server that does not answer
 streams.py          makes and checks the streams and the consumers

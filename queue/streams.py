@@ -306,7 +306,7 @@ def _differences(has: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:
 
 def _tell_refused(what: str, changed: dict[str, Any], why: ApiError) -> None:
     logger.error(
-        "NATS refuses %s for %s, which stays as it was: %s. Change it with "
+        "NATS refuses %s for %s, so the old value stays: %s. Set another one with "
         "`pullfill config set queue.KEY VALUE`",
         changed,
         what,

@@ -279,12 +279,12 @@ class Membership:
                 break
             except IncompatibleError as exc:
                 if str(exc) != last:
-                    _log.error("serving on, but not registered: %s", exc)
+                    _log.error("cannot register again, serving without a registration: %s", exc)
                 last = str(exc)
             except RegistryUnavailable as exc:
                 _log.debug("not registered again yet: %s", exc)
             except Exception:
-                _log.exception("could not register again; trying on")
+                _log.exception("registering again failed; retrying")
             await asyncio.sleep(pause)
             pause = min(pause * 2, RETRY_S[1])
         if self._on_reregistered is not None:

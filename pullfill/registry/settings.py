@@ -139,7 +139,7 @@ class Settings(Generic[T]):
         try:
             new = parse(event.value, self._kind) if isinstance(event, Put) else self._kind()
         except ConfigError as exc:
-            _log.error("refused, keeping the last good ones: %s", exc)
+            _log.error("settings in etcd refused, keeping the last good ones: %s", exc)
         else:
             self._become(new)
 

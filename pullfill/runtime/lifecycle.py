@@ -82,7 +82,7 @@ def exit_within(seconds: float, code: int) -> None:
     """End this process with `code` after that time, if it is still there then.
 
     It does not matter what hangs: the event loop, or the reader of the log."""
-    message = "the way out took longer than %g s: leaving at once"
+    message = "shutdown took longer than %g s: exiting at once"
     say = threading.Timer(seconds, logger.error, (message, seconds))
     end = threading.Timer(seconds + 0.1, os._exit, (code,))
     for timer in (say, end):

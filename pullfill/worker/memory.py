@@ -54,7 +54,7 @@ async def end(
     copiers: all there are, closed."""
     await engine.halt()  # first: a running engine asks the fences for proofs
     if not await asyncio.to_thread(_join, copiers):
-        logger.warning("leaving in the middle of a copy")
+        logger.warning("exiting while a KV copy still runs")
     await asyncio.to_thread(close, context)
     await engine.stop()  # last: this frees the memory
 

@@ -240,7 +240,7 @@ class WorkerProcess(Generic[C, H]):
             if not finished and not thread.dead.is_set():
                 await self._service.give_up()
         if thread.dead.is_set():
-            self._log.error("the engine is gone (%r): leaving", thread.failure)
+            self._log.error("the engine has ended (%r): exiting", thread.failure)
             await self._service.engine_gone()
             return 1 if thread.hangs else STEP_FAILED
         self._log.info("drained")

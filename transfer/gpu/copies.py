@@ -48,7 +48,7 @@ def kernel_for(device: int, stream: int) -> RunKernel | None:
         kernel.warm()
         return kernel
     except Exception as exc:  # no triton, no compiler, torch without CUDA: each raises its own
-        logger.warning("runs are copied one by one, Triton does not work here: %s", exc)
+        logger.warning("Triton does not work here, so KV is copied run by run, slower: %s", exc)
         return None
 
 

@@ -108,5 +108,5 @@ class TestOneMore:
         for full in ({"decode": 2, "prefill": 2}, {"decode": 4, "prefill": 4}):
             with pytest.raises(ConfigError, match="one more prefill worker needs 1 GPU"):
                 self.another(**full)
-        with pytest.raises(ConfigError, match=r"needs 2 GPU.*of GPUs 1, 2, 3 1 have room"):
+        with pytest.raises(ConfigError, match=r"needs 2 GPU.*only 1 of GPUs 1, 2, 3 have room"):
             self.another(decode_devices=(0,), prefill=2, ranks=2)

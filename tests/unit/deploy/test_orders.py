@@ -160,7 +160,7 @@ def test_a_supervisor_that_dies_in_the_middle(state: StateDir) -> None:
             listener.settimeout(None)
             listener.accept()[0].recv(100)
             os._exit(0)
-        with pytest.raises(UnavailableError, match="the supervisor has ended in the middle"):
+        with pytest.raises(UnavailableError, match="the supervisor ended before the order"):
             give(state, ORDER)
         os.waitpid(pid, 0)
 

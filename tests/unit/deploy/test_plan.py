@@ -224,11 +224,11 @@ class TestCheck:
             ({"vllm_args": ["--ssl_certfile=c"]}, "pullfill frontend --ssl-certfile"),
             (
                 {"workers": ELASTIC, "role_args": {"prefill": ["--max-num-seqs=2"]}},
-                "--prefill-args is for one role",
+                "--prefill-args is a flag of one role",
             ),
-            ({"workers": replace(ELASTIC, kv_mode=KvMode.PULL)}, "--kv-mode is for one role"),
-            ({"workers": replace(ELASTIC, reserve_seats=True)}, "--reserve-seats is for one role"),
-            ({"workers": replace(ELASTIC, concurrency=1)}, "--concurrency is for one role"),
+            ({"workers": replace(ELASTIC, kv_mode=KvMode.PULL)}, "--kv-mode is a flag of one role"),
+            ({"workers": replace(ELASTIC, reserve_seats=True)}, "--reserve-seats is a flag of one"),
+            ({"workers": replace(ELASTIC, concurrency=1)}, "--concurrency is a flag of one role"),
         ],
     )
     def test_refusals(self, changes: dict[str, object], message: str) -> None:
