@@ -141,7 +141,7 @@ class Ledger(OpenJobs):
         entry = self._jobs.get(job_id)
         if entry is not None and not entry.settled:
             entry.receipt, entry.digest = receipt, digest
-        elif self._ended.get(job_id) is not JobState.COMMITTED:
+        elif not self.was_committed(job_id):
             self._actions.append(CancelMessage(receipt))
 
     @locked

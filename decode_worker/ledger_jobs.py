@@ -319,6 +319,10 @@ class OpenJobs:
     def find(self, job_id: str) -> Entry | None:
         return self._jobs.get(job_id)
 
+    def was_committed(self, job_id: str) -> bool:
+        """Whether a job that is no longer open was committed."""
+        return self._ended.get(job_id) is JobState.COMMITTED
+
     @property
     def open_jobs(self) -> int:
         return len(self._jobs)

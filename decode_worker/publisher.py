@@ -115,5 +115,7 @@ class Publisher:
             entry = self._ledger.find(job.job_id)
             if entry is None or entry.state is not JobState.QUEUED:
                 self._queue.claimed(receipt)  # the claim came before the answer of the queue
+            if entry is None and self._ledger.was_committed(job.job_id):
+                self._queue.committed(receipt)
         finally:
             del self._tasks[job.job_id]  # a done callback would cost a turn of the loop

@@ -137,6 +137,11 @@ class DepthCache:
         self._noticed: dict[Lane, tuple[int, float]] = {}
 
     @property
+    def stream_id(self) -> str:
+        """The stream that is counted. Empty: none so far."""
+        return self._snapshot.stream_id
+
+    @property
     def waiting(self) -> int:
         """Number of jobs that no prefill worker has, as far as we know.
 
@@ -185,6 +190,11 @@ class DepthCache:
             self._shift(-1, -rounded)
         self._held.discard(seq)
 
+    def forget(self, seq: int) -> None:
+        """Our job `seq` is in the stream no more: a prefill worker has acked it."""
+        self._held.discard(seq)
+        self._claimed.pop(seq, None)
+
     def store(self, snapshot: Snapshot, asked_at: float) -> None:
         """Take a snapshot that was asked for at `asked_at` (this cache's clock)."""
         self._ours = {s: t for s, t in self._ours.items() if s > snapshot.last_seq}
@@ -197,6 +207,8 @@ class DepthCache:
             self._gone.clear()
             self._claimed.clear()
             self._held.clear()
+        if not snapshot.jobs:  # the stream still has each job that a prefill worker has
+            self._held = {seq for seq in self._held if seq > snapshot.last_seq}
         self._snapshot, self._taken = snapshot, asked_at
         self._delta = (
             len(self._ours) - len(self._gone),

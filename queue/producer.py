@@ -202,11 +202,12 @@ class JetStreamProducer:
         return False
 
     def claimed(self, receipt: Receipt) -> None:
-        if receipt.stream_id == self.streams.stream_id:
+        if receipt.stream_id == self._depth.stream_id:
             self._depth.claimed(receipt.seq)
 
     def committed(self, receipt: Receipt) -> None:
-        if receipt.stream_id == self.streams.stream_id:
+        # Not the id that `streams` knows: it knows none while the stream has no leader.
+        if receipt.stream_id == self._depth.stream_id:
             self._depth.cancelled(receipt.seq, receipt.tokens)
 
     async def nak(self, ack_subject: str, receipt: Receipt | None) -> None:
@@ -256,6 +257,8 @@ class JetStreamProducer:
         there = await delete_message(self.connection, self._names.stream, receipt.seq, self._wait_s)
         if there:
             self._depth.cancelled(receipt.seq, receipt.tokens)
+        else:
+            self._depth.forget(receipt.seq)
         return there
 
     # ------------------------------------------------------------------ breaker, depth, debts

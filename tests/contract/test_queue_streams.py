@@ -99,6 +99,34 @@ async def test_while_the_stream_has_no_leader_a_job_goes_to_a_worker_that_waits(
     await asyncio.gather(producer.close(), consumer.close())
 
 
+async def test_a_job_that_ends_while_the_stream_has_no_leader_is_not_remembered(
+    nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The producer does not know the stream's id then. It knows which stream it counted."""
+    producer, consumer = await both(nats, config, QueueSettings())
+    for name, had in (("committed", True), ("acked", False)):
+        await until(lambda: producer.available)
+        receipt = await producer.publish(name, b"body", 7)
+        await until(lambda: producer.depth().depth_jobs == 1)
+        producer.claimed(receipt)
+        assert producer._depth._held == {receipt.seq}
+        [job] = await consumer.pull(100, 1, HANG_S)
+        if had:
+            with monkeypatch.context() as patch:
+                patch.setattr(producer.streams, "stream_id", "")
+                producer.committed(receipt)
+            await job.ack()
+        else:
+            await job.ack()
+            info = f"STREAM.INFO.{Names(config.namespace, config.compat_hash).stream}"
+            async with asyncio.timeout(HANG_S):
+                while (await producer.connection.api(info))["state"]["messages"]:  # noqa: ASYNC110 - the server tells nobody
+                    await asyncio.sleep(0.01)
+            assert not await producer.cancel(receipt), "it is there no more"
+        assert producer._depth._held == set()
+    await asyncio.gather(producer.close(), consumer.close())
+
+
 @pytest.mark.parametrize("turns", range(4))
 async def test_a_job_that_comes_as_a_check_of_the_stream_ends_does_not_end_the_next_pull(
     nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch, turns: int

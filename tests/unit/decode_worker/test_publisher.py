@@ -22,9 +22,13 @@ class Queue:
         self.stored: list[str] = []
         self.urgencies: list[Urgency] = []
         self.claims: list[str] = []
+        self.commits: list[str] = []
 
     def claimed(self, receipt: Receipt) -> None:
         self.claims.append(receipt.job_id)
+
+    def committed(self, receipt: Receipt) -> None:
+        self.commits.append(receipt.job_id)
 
     async def publish(self, job_id: str, body: bytes, tokens: int, urgency: Urgency) -> Receipt:
         self.stored.append(job_id)
@@ -94,3 +98,30 @@ async def test_a_job_is_published_with_its_urgency_and_claimed_if_the_claim_came
             await asyncio.sleep(0)
     assert queue.urgencies == [Urgency.LOOSE, Urgency.TIGHT]
     assert queue.claims == ["taken"]
+
+
+async def test_a_job_that_was_committed_before_the_queue_has_answered_is_not_counted() -> None:
+    loop, queue = asyncio.get_running_loop(), Queue()
+    ledger = Ledger(LoopbackFences(8, 8), incarnation="i")
+    publisher = Publisher(
+        loop, queue, ledger,  # type: ignore[arg-type]
+        instance_id="d", compat_hash="c", block_size=4,
+    )  # fmt: skip
+    real = queue.publish
+
+    async def publish(job_id: str, *args: Any) -> Receipt:
+        receipt = await real(job_id, *args)
+        granted = ledger.grant(job_id, "i", "writer").grant
+        assert granted is not None
+        if job_id == "done":
+            assert ledger.commit(job_id, granted.attempt, "i", "writer", 1) is None
+        return receipt
+
+    queue.publish = publish  # type: ignore[method-assign]
+    for name in ("done", "claimed"):
+        ledger.open(name, f"r-{name}", (1,), first_target=0, timeout_s=9.0)
+        publisher.submit(opened(name))
+    async with asyncio.timeout(5.0):
+        while len(queue.claims) < 2:  # noqa: ASYNC110 - nothing to wait on
+            await asyncio.sleep(0)
+    assert queue.commits == ["done"]

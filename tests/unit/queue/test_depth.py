@@ -158,3 +158,20 @@ def test_workers_are_told_of_a_lane_only_if_they_may_not_know() -> None:
     assert cache.to_notice(short, 4), "the lane may have become empty meanwhile"
     clock.now += NOTICE_S
     assert cache.to_notice(short, 5), "the last notice may have been lost"
+
+
+def test_what_a_worker_had_and_acked_is_not_remembered() -> None:
+    """Else it would count for ever as in work, and a job that waits as one that does not."""
+    cache = DepthCache(FakeClock())
+    cache.store(Snapshot(3, 30, 3, 1.0, 3, "s"), 99.0)
+    for seq in (1, 2, 3):
+        cache.claimed(seq)
+    cache.forget(2)
+    cache.cancelled(3, 10)
+    assert cache._held == {1}
+    cache.published(4, 10)
+    cache.claimed(4)
+    cache.store(snapshot(0, 0, 3), 100.0)
+    assert cache._held == {4}, "the stream holds none of the others"
+    cache.store(snapshot(0, 0, 4), 100.0)
+    assert cache._held == set()
