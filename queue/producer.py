@@ -66,8 +66,7 @@ BUSY_REFRESH_S = 0.2
 """Seconds between refreshes while the server does not answer, for BUSY_FOR_S after the depth has
 kept a job local, and when another producer wants to know the depth."""
 STEADY_REFRESH_S = 1.0
-"""Seconds between refreshes while jobs wait, or if some were published lately. Own publishes and
-commits are counted in between."""
+"""The same while jobs wait, or if some were published lately. Own changes count in between."""
 IDLE_REFRESH_S = 2.0
 BUSY_FOR_S = 2.0
 MAX_DEBTS = 100_000
@@ -97,6 +96,7 @@ class JetStreamProducer:
         self._proof = unsettled.Proof(connection, self._names)
         self._loop = asyncio.get_running_loop()
         self._kick = Bell()
+        self._cancels = asyncio.Semaphore(64)  # NATS would not answer thousands in time
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
@@ -192,11 +192,12 @@ class JetStreamProducer:
 
     async def cancel(self, receipt: Receipt) -> bool:
         self._touch()
-        if self.available and receipt.stream_id == self.streams.stream_id:
-            try:
-                return await self._remove(receipt)
-            except QueueUnavailable as exc:
-                self._trip(exc)
+        async with self._cancels:
+            if self.available and receipt.stream_id == self.streams.stream_id:
+                try:
+                    return await self._remove(receipt)
+                except QueueUnavailable as exc:
+                    self._trip(exc)
         if not self.available:
             self._owe(receipt.job_id, receipt)
         return False
@@ -270,7 +271,7 @@ class JetStreamProducer:
             return
         # `start` returns right after this: be usable then, without waiting for the watcher.
         asked_at = SYSTEM_CLOCK.monotonic()
-        self._depth.store(await ask_depth(*self._about), asked_at)
+        self._depth.store(await ask_depth(self.connection, self._names, self._wait_s), asked_at)
         self._answers()
         self._kick.ring()
 
@@ -284,8 +285,8 @@ class JetStreamProducer:
     def _trip(self, why: Exception) -> None:
         if self._answering:
             logger.warning(
-                "the job queue does not answer; until it does, prefilling locally, or by prefill "
-                "workers that wait for a job"
+                "the job queue does not answer. Until it does, prompts are prefilled locally, or "
+                "by prefill workers that wait for a job"
             )
         self._answering = False
         self.connection.health.failed(str(why), JETSTREAM)
@@ -314,10 +315,6 @@ class JetStreamProducer:
                 self._trip(exc)
 
     @property
-    def _about(self) -> tuple[NatsConnection, Names, float]:
-        return self.connection, self._names, self._wait_s
-
-    @property
     def _wait_s(self) -> float:
         return self.streams.publish_timeout_s
 
@@ -327,7 +324,7 @@ class JetStreamProducer:
             return
         asked_at = self._asked_at = SYSTEM_CLOCK.monotonic()
         try:
-            snapshot = await ask_depth(*self._about)
+            snapshot = await ask_depth(self.connection, self._names, self._wait_s)
         except ApiError as exc:
             self._trip(exc)
             if exc.err_code in (streams.STREAM_NOT_FOUND, streams.CONSUMER_NOT_FOUND):

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
@@ -258,6 +259,27 @@ async def test_a_cancel_while_the_server_hangs_is_done_later(
     assert not await producer.cancel(receipt)
     server.resume()
     await until(lambda: producer.available and producer.depth().depth_jobs == 0)
+
+
+async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, _ = pair
+    receipts = [await producer.publish(f"j{number}", b"", 10) for number in range(200)]
+    now, most, real = 0, 0, producer.connection.api
+
+    async def api(*args: Any) -> Any:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        try:
+            return await real(*args)
+        finally:
+            now -= 1
+
+    monkeypatch.setattr(producer.connection, "api", api)
+    assert all(await asyncio.gather(*map(producer.cancel, receipts)))
+    assert most < 80, "the others wait here, where no timeout runs"
+    assert producer.available
 
 
 async def test_a_late_original_cannot_follow_its_own_removal(pair: Pair) -> None:
