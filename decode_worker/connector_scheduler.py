@@ -388,7 +388,7 @@ class ConnectorScheduler:
         if self.meter is not None:
             self.meter.finished(request_id)
         if self.fetching is not None:
-            self.fetching.fetches.finished(request_id)
+            self.fetching.finished(request_id)
         if self._context.trials is not None:
             self._context.trials.finished(request_id, tables)
         if request_id in self._waiting:

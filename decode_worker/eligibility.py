@@ -44,7 +44,9 @@ def adapter_of(context: DecodeContext, request: Any) -> Adapter | None:
     """Return the request's LoRA adapter for a job. None: it has none, or it cannot be sent.
 
     No prefill worker may load adapters. For other reasons see `own_adapter`."""
-    return own_adapter(context, request) if context.adapters_elsewhere() else None
+    if request.lora_request is None or not context.adapters_elsewhere():
+        return None
+    return own_adapter(context, request)
 
 
 def own_adapter(context: DecodeContext, request: Any) -> Adapter | None:

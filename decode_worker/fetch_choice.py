@@ -47,6 +47,9 @@ class FetchChoice:
         self._local_tokens = local_tokens
         self._never = never
         self._prefill_s = prefill_s
+        # Prompts that wait until another prompt's prefix is fetched, and the key of that prefix.
+        # vLLM asks about each of them in each step.
+        self._after: dict[str, object] = {}
 
     def look(self, request: Any, hit: int) -> int | None:
         """Return how many tokens beyond the local hit will be fetched: 0, or whole blocks.
@@ -56,6 +59,8 @@ class FetchChoice:
         request: vLLM's Request. hit: tokens of the local prefix hit."""
         fetch = self.fetches.known(request.request_id)
         if fetch is None:
+            if (key := self._after.get(request.request_id)) is not None and self.fetches.waits(key):
+                return None
             return self._first(request, hit)
         if fetch.turn is not Turn.WAITING:
             return 0
@@ -79,6 +84,11 @@ class FetchChoice:
         else:
             self.fetches.drop(fetch)
 
+    def finished(self, request_id: str) -> None:
+        """Forget a request that is over."""
+        self._after.pop(request_id, None)
+        self.fetches.finished(request_id)
+
     def explain(self, request_id: str) -> None:
         """Note why the prefix of an admitted request is not fetched, if a hint said who has it."""
         if (fetch := self.fetches.known(request_id)) is not None:
@@ -96,6 +106,7 @@ class FetchChoice:
             return 0
         key = hash_at(self._pool, size, request, end // size - 1)
         if self.fetches.waits(key):
+            self._after[request.request_id] = key
             return None
         fetch = Fetch(
             request.request_id,

@@ -154,3 +154,29 @@ async def test_vllm_may_decline(worker: FetchWorker, asked: list[Any]) -> None:
     assert not fetch.wanted
     worker.side.request_finished(request.request_id)
     assert not worker.fetches._open
+
+
+async def test_prompts_that_wait_for_the_fetch_of_another_cost_a_step_little(
+    worker: FetchWorker, asked: list[Any]
+) -> None:
+    """vLLM asks about each of them in each step. Its situation is looked at once."""
+    holder = hint(worker, 10 * BLOCK)
+    first, second = (worker.request(TOKENS, holder) for _ in range(2))
+    second.request_id = "second"
+    assert worker.side.decide(first, 0) == (None, False)
+    looks, real = 0, worker.context.situation
+
+    def situation(*args: Any) -> Situation:
+        nonlocal looks
+        looks += 1
+        return real(*args)
+
+    worker.context.situation = situation
+    for _ in range(5):
+        assert worker.side.decide(second, 0) == (None, False)
+    assert looks == 1
+    worker.side.request_finished(first.request_id)
+    assert worker.side.decide(second, 0) == (None, False), "now this one fetches it"
+    worker.side.request_finished(second.request_id)
+    assert worker.side.fetching is not None
+    assert not worker.side.fetching._after
