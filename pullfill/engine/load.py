@@ -61,11 +61,15 @@ class EngineLoad:
         size = self._places.block_size
         ours, per_block = request.block_hashes, size // self._pool.hash_block_size
         most = 0
-        for other in self._scheduler.requests.values():
+        # The newest first: prompts that share a prefix often come together.
+        for other in reversed(self._scheduler.requests.values()):
             if most * size >= enough:
                 break
             theirs = other.block_hashes
             upto = min(len(ours), len(theirs)) // per_block
+            following = (most + 1) * per_block - 1
+            if upto <= most or ours[following] != theirs[following]:
+                continue
             while most < upto:  # a binary search: a hash names all blocks before it, too
                 middle = (most + upto + 1) // 2
                 if ours[middle * per_block - 1] == theirs[middle * per_block - 1]:
