@@ -61,6 +61,11 @@ class Suspect:
         """Whether it is the likely cause: it had no output, or was at several deaths."""
         return self.likely or len(self.deaths) > 1
 
+    def expired(self, now: float) -> bool:
+        """Whether it is not suspected any more."""
+        old = max(self.refused_until, self.seen_at + REFUSE_S) < now
+        return old and not self.charged and self.trying is None
+
     @property
     def sentence(self) -> str:
         """The message for the user of a refused request."""

@@ -123,11 +123,15 @@ class Suspects:
         """Check a new request. Returns why it is refused. Empty: it is not."""
         if not self._known and not len(self._board):
             return ""
-        name, now = name_of(flight), self._loop.time()
+        now = self._loop.time()
+        # While a suspect is known, each new request needs a fingerprint.
+        while (oldest := next(iter(self._known.values()), None)) and oldest.expired(now):
+            del self._known[oldest.fingerprint]
+        name = name_of(flight)
         left_s, known = self._board.left_s(name), self._known.get(name)
         if known is not None:
             left_s = max(left_s, known.refused_until - now)
-            if left_s <= 0 and known.seen_at + REFUSE_S < now:
+            if left_s <= 0 and known.expired(now):
                 del self._known[name]
                 known = None
         if left_s > 0:

@@ -190,3 +190,27 @@ async def test_what_another_frontend_refuses_ends_here() -> None:
     suspect = court.flights["x"].suspect
     assert suspect is not None
     assert suspect.sentence.startswith("2 decode workers died")
+
+
+async def test_suspects_that_nobody_asks_about_again_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their clients have gone. While any is known, each new request is fingerprinted."""
+    court = Court()
+    await court.death(A, "", "xy")
+    assert len(court.court._known) == 2
+    now = court.court._loop.time()
+    monkeypatch.setattr(court.court, "_loop", _Later(now + suspects.REFUSE_S - 1.0))
+    court._flight("z")
+    assert len(court.court._known) == 2
+    monkeypatch.setattr(court.court, "_loop", _Later(now + suspects.REFUSE_S + 1.0))
+    court._flight("v")
+    assert not court.court._known
+
+
+class _Later:
+    def __init__(self, now: float) -> None:
+        self._now = now
+
+    def time(self) -> float:
+        return self._now
