@@ -28,6 +28,8 @@ from pullfill.wire import WorkerRecord, WorkerState
 
 FETCH_TIMEOUT_S = 1.0
 AGAIN_S = 0.3
+ASKED_PER_S = 256
+"""Workers that /ready asks in a second, at most. Reading their answers holds up token streams."""
 READY_S = 0.5
 FRESH_S = 1.5
 MAX_BODY = 8 << 20
@@ -87,13 +89,16 @@ class ClusterView:
     async def reasons(self) -> list[str]:
         """Return which servers and workers are away or cut off, for /ready.
 
-        A worker that hangs delays this by READY_S at most. Its last report is used for FRESH_S."""
-        if SYSTEM_CLOCK.monotonic() - self._asked_at > AGAIN_S:
+        A worker that hangs delays this by READY_S at most. Its last report is used for FRESH_S. Of
+        more than AGAIN_S * ASKED_PER_S workers, reports are used for longer, as they come later."""
+        pause_s = max(AGAIN_S, len(self.records()) / ASKED_PER_S)
+        if SYSTEM_CLOCK.monotonic() - self._asked_at > pause_s:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(READY_S):
                     await asyncio.shield(self._look())
         told = [(record, self._last.get(record.instance_id)) for record in self.records()]
-        fresh = [(r, s if s is not None and s.age_s < FRESH_S else None) for r, s in told]
+        old_s = FRESH_S + pause_s - AGAIN_S
+        fresh = [(r, s if s is not None and s.age_s < old_s else None) for r, s in told]
         return cluster_status.reasons_of(fresh, self.etcd.status())
 
     async def metrics(self, own: str, accept: str = "") -> str:

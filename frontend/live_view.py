@@ -219,18 +219,20 @@ class LiveView:
         """Return the requests that have ended since the last look, oldest first, and count them."""
         targets, oldest = self._targets_ms(), time.time() - HISTORY_S
         newest, rows = self._serial, list[Ended]()
-        for record, trace in self._explain.since(self._serial):
+        for number, (record, trace) in enumerate(list(self._explain.since(self._serial)), 1):
             newest = max(newest, trace.serial)
             row = ended_of(record, trace, targets)
             if row.at is not None and row.at < oldest:
                 break
             rows.append(row)
+            if number % _SLICE == 0:
+                await asyncio.sleep(0)  # streams go on
         self._serial = newest
         rows.reverse()
         for number, row in enumerate(rows, 1):
             self._series.ended(row)
             if number % _SLICE == 0:
-                await asyncio.sleep(0)  # streams go on
+                await asyncio.sleep(0)
         self._series.recent(rows)
         self._ended.extend(rows)
         return rows

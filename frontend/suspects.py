@@ -217,9 +217,9 @@ class Suspects:
         """Whether none of our requests at that worker could be suspected if it died now."""
         now = self._loop.time()
         return not any(
-            flight.worker is not None and flight.worker.instance_id == instance_id
+            self.turns.prevents(flight, now)
             for flight in self._flights()
-            if self.turns.prevents(flight, now)
+            if flight.worker is not None and flight.worker.instance_id == instance_id
         )
 
     def on_return(self, process: str) -> None:

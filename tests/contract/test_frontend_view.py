@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -122,13 +123,18 @@ async def test_questions_at_once_cost_each_worker_one(monkeypatch: pytest.Monkey
         assert len(asked) == 1
         await view.reasons()
         assert len(asked) == 1, "an answer counts for a moment"
-        monkeypatch.setattr(cluster, "AGAIN_S", -1.0)
+        monkeypatch.setattr(cluster, "AGAIN_S", 0.0)
+        monkeypatch.setattr(cluster, "ASKED_PER_S", 0.001)
+        await view.reasons()
+        assert len(asked) == 1, "as seldom as a large fleet"
+        monkeypatch.setattr(cluster, "ASKED_PER_S", math.inf)
         await view.reasons()
         assert len(asked) == 2
 
 
 async def test_what_a_worker_said_long_ago_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "AGAIN_S", -1.0)
+    monkeypatch.setattr(cluster, "AGAIN_S", 0.0)
+    monkeypatch.setattr(cluster, "ASKED_PER_S", math.inf)
     monkeypatch.setattr(cluster, "READY_S", 0.1)
     said = {"load": {}, "servers": {"nats": AWAY}}
     async with answering(said) as (url, _), viewed(url) as view:
