@@ -84,8 +84,10 @@ def test_logs_stay_when_the_test_fails() -> None:
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
 def test_a_user_that_is_ended_leaves_nothing(tmp_path: Path, sig: signal.Signals) -> None:
     code = (
-        "import time\nfrom pullfill.testing import cluster\n"
-        f"with cluster({SERVERS}) as c:\n    print(c.state_dir, flush=True)\n    time.sleep(60)\n"
+        "import signal, time\nfrom pullfill.testing import cluster\n"
+        # A shell lets its background jobs ignore SIGINT.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"with cluster({SERVERS}) as c:\n    print(c.state_dir, flush=True)\n    time.sleep(600)\n"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
