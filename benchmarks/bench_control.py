@@ -59,8 +59,10 @@ def measure(
         if "floor" in options.parts:
             yield floor.run(servers.nats, servers.servers[0], options.rounds)
         if "idle" in options.parts:
+            rows = list[Row]()
             for size in sizes:
-                yield idle.run(servers, size, options, quiet)
+                rows += (found := idle.run(servers, size, options, quiet, rows))
+                yield found
 
 
 def main() -> int:

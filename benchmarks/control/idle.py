@@ -23,6 +23,9 @@ KV_BYTES = 1 << 20
 EACH_BYTES = 37_000_000
 """Memory for each worker. Most of it are pages that it no longer shares with its zygote."""
 
+MOST_BUSY = 0.8
+"""Share of the cores that an idle fleet may use. With more, the workers do not start in time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -77,15 +80,31 @@ def rows_of(at: str, role: str, kept: Kept, workers: int) -> list[Row]:
     ]
 
 
-def run(
-    plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.OtherLoad
-) -> list[Row]:
-    """Measure one size and print its rows. If it does not fit into memory, the one row says so.
+def why_not(workers: int, smaller: Sequence[Row]) -> str:
+    """Return why fleets of this size do not fit into this machine. Empty: they do.
 
-    Raises BenchError."""
+    smaller: rows of smaller fleets, the largest one last."""
     needed, free = 2 * workers * EACH_BYTES, free_bytes()
     if needed > free:
-        why = f"they need {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
+        return f"they need {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
+    shares = {one.metric.partition(": CPU of ")[2]: one.value for one in smaller}
+    cores = workers * sum(shares[of] or 0.0 for of in shares if of) / 100
+    if cores > MOST_BUSY * (there := os.cpu_count() or 1):
+        return f"idle, they need {cores:.1f} cores, {there} are there"
+    return ""
+
+
+def run(
+    plant: Plant,
+    workers: int,
+    options: argparse.Namespace,
+    quiet: machine.OtherLoad,
+    smaller: Sequence[Row] = (),
+) -> list[Row]:
+    """Measure one size and print its rows. If it does not fit here, the one row says so.
+
+    smaller: see `why_not`. Raises BenchError."""
+    if why := why_not(workers, smaller):
         print(f"  {workers}+{workers} idle workers: not measured, {why}", flush=True)
         return [missing(f"{workers}+{workers} idle workers", "", why)]
     flags = mock_flags(KV_BYTES)

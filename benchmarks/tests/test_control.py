@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import machine
+from benchmarks import machine, report
 from benchmarks.control import groups, idle, links, plant, probes, scale, tokens
 from benchmarks.control.driver import Sticky
 from benchmarks.control.plant import Use, mock_flags
@@ -257,6 +257,12 @@ def test_a_fleet_that_does_not_fit_is_not_started(monkeypatch: pytest.MonkeyPatc
     (row,) = idle.run(SimpleNamespace(), many, options, machine.OtherLoad())  # type: ignore[arg-type]
     assert row.value is None
     assert "GB of memory" in row.unit
+    monkeypatch.setattr(idle, "free_bytes", lambda: 10**18)
+    monkeypatch.setattr(idle.os, "cpu_count", lambda: 2)
+    used = {"one decode worker": 0.4, "one prefill worker": 0.3, "etcd, per pair of workers": 0.2}
+    smaller = [report.row(f"64+64 idle workers: CPU of {of}", n, "%") for of, n in used.items()]
+    assert idle.why_not(128, smaller) == ""
+    assert idle.why_not(256, smaller) == "idle, they need 2.3 cores, 2 are there"
 
 
 def _config(flags: list[str]) -> Any:
