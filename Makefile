@@ -89,7 +89,7 @@ bench-quick: install ## The same in short: interference, handoff, chat (12 minut
 # Each writes benchmarks/results/NAME.json and .md; ARGS=--help tells what it measures.
 bench-cluster: ## Start-up, memory, handoff stages and idle CPU of a demo cluster (minutes)
 bench-concurrency: ## Prompts at once: prefill --concurrency 1 beside the budget (minutes)
-bench-control: ## CPU and latency of the control plane, 1 to 64 mock workers, 10k jobs (minutes)
+bench-control: ## CPU and latency of the control plane, 1 to 16 mock workers, 10k jobs (minutes)
 bench-decode-policy: ## A trace on two decode workers, by the choice of the worker (15 minutes)
 bench-demo: ## Whether the demo model's answers show what it read (seconds)
 bench-fetch: ## Prefixes read from another decode worker against computing them again (minutes)

@@ -5,7 +5,7 @@ that many workers fit on one machine. Parts:
   depth    a decision with ten and with ten thousand jobs waiting, in turns
   tokens   CPU per request and per streamed token through the real frontend and both workers
   groups   a remote prefill of a model with four KV cache groups, and with one, in turns
-  scale    1 … 64 decode and as many prefill workers: CPU per request, stages, idling
+  scale    1 … 16 decode and as many prefill workers: CPU per request, stages, idling
   idle     as many idle workers: CPU, threads, sockets, memory (only with --parts idle)
   links    the control connections of idle workers, in one process (only with --parts links)
   floor    only the messages of a job, between two empty processes (only with --parts floor)
@@ -32,7 +32,7 @@ from benchmarks.report import Row, finish, read_rows, write
 NAME, TITLE = "control", "The control plane as work grows, with mock engines"
 PARTS = ("depth", "tokens", "groups", "scale")
 MORE = ("idle", "links", "floor")
-QUICK, FULL = "1,4,16", "1,2,4,8,16,32,64"
+QUICK, FULL = "1,4,16", "1,2,4,8,16"
 
 
 def measure(

@@ -19,6 +19,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -143,6 +144,9 @@ class Driver:
             "failed": self.failed_requests - failed,
             "remote": sum(r is not None and r.path == "remote" for r in records),
             "stages": _stages(records),
+            "local": Counter(
+                r.fallback or r.reason for r in records if r is not None and r.path != "remote"
+            ),
         }
 
     async def open(self, count: int, turn: int = TURN, seed: int = 0) -> dict[str, Any]:

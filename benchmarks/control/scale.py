@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +112,8 @@ def measure(
             )
     finally:
         fleet.close()
+    local = sum((Counter(load["local"]) for load in (slow, fast, crowd)), Counter[str]())
+    print(f"  prefilled locally: {dict(local)}")
     return Size(
         workers, fleet.ready_s, floor_ms,
         {role: u.total / options.idle for role, u in idle.items()},
