@@ -47,9 +47,9 @@ class FetchChoice:
         self._local_tokens = local_tokens
         self._never = never
         self._prefill_s = prefill_s
-        # Prompts that wait until another prompt's prefix is fetched, and the key of that prefix.
-        # vLLM asks about each of them in each step.
-        self._after: dict[str, object] = {}
+        # Prompts that wait until another prompt's prefix is fetched: the key of that prefix, and
+        # the longest hit with which it is worth waiting. vLLM asks about each of them in each step.
+        self._after: dict[str, tuple[object, int]] = {}
 
     def look(self, request: Any, hit: int) -> int | None:
         """Return how many tokens beyond the local hit will be fetched: 0, or whole blocks.
@@ -59,7 +59,8 @@ class FetchChoice:
         request: vLLM's Request. hit: tokens of the local prefix hit."""
         fetch = self.fetches.known(request.request_id)
         if fetch is None:
-            if (key := self._after.get(request.request_id)) is not None and self.fetches.waits(key):
+            key, most = self._after.get(request.request_id, (None, -1))
+            if hit <= most and self.fetches.waits(key):
                 return None
             return self._first(request, hit)
         if fetch.turn is not Turn.WAITING:
@@ -91,6 +92,7 @@ class FetchChoice:
 
     def explain(self, request_id: str) -> None:
         """Note why the prefix of an admitted request is not fetched, if a hint said who has it."""
+        self._after.pop(request_id, None)
         if (fetch := self.fetches.known(request_id)) is not None:
             self.fetches.drop(fetch)  # with pipeline parallelism it may still be asked for
             self._context.traces.not_fetched(request_id, fetch.at.instance_id, fetch.outcome)
@@ -106,7 +108,7 @@ class FetchChoice:
             return 0
         key = hash_at(self._pool, size, request, end // size - 1)
         if self.fetches.waits(key):
-            self._after[request.request_id] = key
+            self._after[request.request_id] = key, end - least
             return None
         fetch = Fetch(
             request.request_id,

@@ -123,7 +123,7 @@ class RequestTraces:
         self._lock = threading.Lock()
         self._open: dict[str, _RequestTrace] = {}
         self.outage: Callable[[], str] = lambda: ""
-        self._outage_said, self._outage_at = "", -math.inf
+        self._outages: dict[str, tuple[str, float]] = {}
         self.measured: Callable[[Measured], None] = lambda _: None
         self.apart: dict[str, Callable[[bool], None]] = {}
 
@@ -155,7 +155,7 @@ class RequestTraces:
             else:
                 trace.spans = request_spans.begin(headers, request_id)
             if decision.reason in _BY_OUTAGE:
-                trace.outage = self._outage_now() or None
+                trace.outage = self._outage_now(decision.reason) or None
         if before is None:
             path = "remote" if decision.remote else "local"
             _decision(path, decision.reason).inc()
@@ -232,12 +232,16 @@ class RequestTraces:
             if (trace := self._open.get(request_id)) is not None:
                 trace.outcome_ms, trace.regret_ms = outcome_ms, regret_ms
 
-    def _outage_now(self) -> str:
-        """Return what is unreachable. Thousands of requests may ask in one turn of the engine."""
+    def _outage_now(self, reason: str) -> str:
+        """Return what is unreachable. Thousands of requests may ask in one turn of the engine.
+
+        reason: why the prompt stays here. Another reason is often the first sign of an outage."""
         now = self._clock.monotonic()
-        if now - self._outage_at > _OUTAGE_FRESH_S:
-            self._outage_said, self._outage_at = self.outage(), now
-        return self._outage_said
+        said, at = self._outages.get(reason, ("", -math.inf))
+        if now - at > _OUTAGE_FRESH_S:
+            said = self.outage()
+            self._outages[reason] = said, now
+        return said
 
     def settled(self, request_id: str, loaded: bool, outcome: Outcome) -> None:
         """Note that vLLM was told how the remote prefill ended. Engine thread."""
@@ -254,7 +258,7 @@ class RequestTraces:
             elif trace is not None and outcome is not Outcome.CANCELLED:
                 trace.fallback = outcome.value
                 if outcome in _AFTER_OUTAGE:
-                    trace.outage = self._outage_now() or None
+                    trace.outage = self._outage_now(outcome.value) or None
             if trace is not None and trace.spans is not None:
                 trace.spans.settled(loaded, outcome.value, trace.attempts)
         if not loaded and outcome is not Outcome.CANCELLED:

@@ -218,9 +218,10 @@ class LiveView:
     async def _take_ended(self) -> list[Ended]:
         """Return the requests that have ended since the last look, oldest first, and count them."""
         targets, oldest = self._targets_ms(), time.time() - HISTORY_S
-        newest, rows = self._serial, list[Ended]()
-        for number, (record, trace) in enumerate(list(self._explain.since(self._serial)), 1):
-            newest = max(newest, trace.serial)
+        found, rows = list(self._explain.since(self._serial)), list[Ended]()
+        # Before the first pause: a request that goes on elsewhere gets a new serial.
+        newest = found[0][1].serial if found else self._serial
+        for number, (record, trace) in enumerate(found, 1):
             row = ended_of(record, trace, targets)
             if row.at is not None and row.at < oldest:
                 break

@@ -303,13 +303,14 @@ class Suspects:
     def on_end(self, flight: Flight, finished: bool) -> None:
         """Handle the end of a request. finished: whether its answer was completed."""
         suspect = flight.suspect
+        if suspect is not None and suspect.trying is flight:
+            suspect.trying = None
         if suspect is not None and not (suspect.charged or suspect.refused_until):
             if finished:
                 suspect.deaths.clear()
                 self._known.pop(suspect.fingerprint, None)
                 self._others.absolve(suspect.fingerprint)
-            if suspect.trying in (None, flight):
-                suspect.trying = None
+            if suspect.trying is None:
                 self._others.release(suspect.fingerprint)
         self._end_turn(flight)
 

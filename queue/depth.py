@@ -193,7 +193,6 @@ class DepthCache:
     def forget(self, seq: int) -> None:
         """Our job `seq` is in the stream no more: a prefill worker has acked it."""
         self._held.discard(seq)
-        self._claimed.pop(seq, None)
 
     def store(self, snapshot: Snapshot, asked_at: float) -> None:
         """Take a snapshot that was asked for at `asked_at` (this cache's clock)."""

@@ -63,12 +63,7 @@ def finish(explain: ExplainStore, name: str, made: int = 3) -> None:
     trace = Trace(name, first_token_ms=5.0, arrived_at=time.time() - 1)
     trace.answer_ms, trace.answer_tokens = 900.0, made
     explain.open(name, trace)
-    explain.put(
-        ExplainRecord(
-            request_id=name, path="local", reason="short", prompt_tokens=5, prefix_hit_tokens=0,
-            remote_tokens=0, decode_instance="d",
-        )
-    )  # fmt: skip
+    explain.put(local_record(name))
 
 
 async def next_of(stream: AsyncIterator[bytes]) -> Snapshot:
@@ -166,3 +161,31 @@ async def test_viewers_are_bounded(view: View, monkeypatch: pytest.MonkeyPatch) 
         live.watch()
     await stream.aclose()
     live.watch()
+
+
+async def test_a_request_that_moves_on_while_the_others_are_read_hides_none(
+    view: View,
+) -> None:
+    """Its second record gives it a new serial. Those between the two are still to be read."""
+    explain = ExplainStore()
+    moved = Trace("moved", first_token_ms=5.0, arrived_at=time.time() - 1)
+    explain.open("moved!0", moved)
+    explain.put(local_record("moved!0"))
+    explain.open("moved!1", moved)
+    for number in range(300):
+        finish(explain, f"r{number}")
+    live = live_of(view, explain)
+    reading = asyncio.create_task(live._take_ended())
+    await asyncio.sleep(0)
+    for number in range(3):
+        finish(explain, f"new{number}")
+    explain.put(local_record("moved!1"))
+    seen = {row.id for row in [*await reading, *await live._take_ended()]}
+    assert {"new0", "new1", "new2"} <= seen
+
+
+def local_record(name: str) -> ExplainRecord:
+    return ExplainRecord(
+        request_id=name, path="local", reason="short", prompt_tokens=5, prefix_hit_tokens=0,
+        remote_tokens=0, decode_instance="d",
+    )  # fmt: skip

@@ -208,6 +208,23 @@ async def test_suspects_that_nobody_asks_about_again_are_forgotten(
     assert not court.court._known
 
 
+async def test_a_charged_suspect_whose_client_left_is_forgotten_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    court = Court()
+    await court.death(A, "", "x")
+    flight = court._flight("x")
+    suspect = flight.suspect
+    assert suspect is not None
+    suspect.trying, suspect.charged = flight, True
+    court.court.on_end(flight, False)
+    suspect.charged = False  # the process came back
+    now = court.court._loop.time()
+    monkeypatch.setattr(court.court, "_loop", _Later(now + suspects.REFUSE_S + 1.0))
+    court._flight("z")
+    assert not court.court._known
+
+
 class _Later:
     def __init__(self, now: float) -> None:
         self._now = now

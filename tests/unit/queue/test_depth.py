@@ -160,6 +160,16 @@ def test_workers_are_told_of_a_lane_only_if_they_may_not_know() -> None:
     assert cache.to_notice(short, 5), "the last notice may have been lost"
 
 
+def test_what_was_acked_does_not_wait_again() -> None:
+    """Its delete finds nothing, because the worker that gave it up was faster."""
+    cache = DepthCache(FakeClock())
+    cache.store(snapshot(0, 0, 0), 99.0)
+    cache.published(1, 10)
+    cache.claimed(1)
+    cache.forget(1)
+    assert cache.waiting == 0
+
+
 def test_what_a_worker_had_and_acked_is_not_remembered() -> None:
     """Else it would count for ever as in work, and a job that waits as one that does not."""
     cache = DepthCache(FakeClock())
