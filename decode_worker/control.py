@@ -282,6 +282,8 @@ class ControlServer:
             hello.adapters,
             hello.features,
             block_size=hello.block_size,
+            # `met` says it. Until then the engine thread must not see a worker that may bring KV.
+            cleared=self.checks is None,
         )
         self.peers[peer.name] = peer
         for old in [p for p in self.peers.values() if p.instance_id == peer.instance_id]:

@@ -119,6 +119,8 @@ class Checks:
     def met(self, peer: Peer) -> None:
         """Handle a new prefill worker: set whether it may bring KV, or begin a comparison."""
         if not self._ours.computes or not peer.computes:
+            peer.cleared = True
+            self._on_change()
             return
         self._peers[peer.name] = peer, self._pair(peer)
         self._judge()

@@ -202,3 +202,13 @@ async def test_without_a_model_there_is_nothing_to_compare() -> None:
 @pytest.mark.parametrize(("size", "blocks"), [(16, 4), (64, 4), (80, 3), (128, 2), (1056, 2)])
 def test_large_blocks_make_no_long_prompt(size: int, blocks: int) -> None:
     assert self_check.wanted_blocks(size) == blocks
+
+
+async def test_where_nothing_is_compared_every_worker_may_bring_kv() -> None:
+    rig = Rig(replace(OURS, computes=""))
+    peer = Peer("prefill-1#1", "prefill-1", cast(Any, Wire()), 0.0, cleared=False)
+    rig.checks.met(peer)
+    assert peer.cleared
+    assert rig.changes == 1, "the workers are counted again"
+    assert rig.checks.reason == ""
+    await rig.checks.close()
