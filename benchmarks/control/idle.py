@@ -23,7 +23,7 @@ KV_BYTES = 1 << 20
 EACH_BYTES = 37_000_000
 """Memory for each worker. Most of it are pages that it no longer shares with its zygote."""
 
-MOST_BUSY = 0.8
+MOST_BUSY = 0.95
 """Share of the cores that an idle fleet may use. With more, the workers do not start in time."""
 
 
