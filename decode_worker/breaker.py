@@ -7,9 +7,9 @@
        └──any claim──────────────────────────────────────────────────────────────────────┘
 
 A claim timeout counts as a stall if no job of this decode worker was claimed while the job waited.
-It counts even while prefill workers compute, because each further prompt would wait as long. The
-pause ends when a prefill worker becomes idle. A trial waits TRIAL_SHARE of the claim timeout, so no
-other prompt waits the whole of it.
+A stall counts even while prefill workers compute other jobs, because the next prompts would wait as
+long as this one. The pause ends when a prefill worker becomes idle. Then one job is tried. It waits
+for TRIAL_SHARE of the claim timeout only.
 
 Every method is called under the ledger's lock; `stalled` may be read from any thread.
 """

@@ -1,7 +1,7 @@
-"""The prompts under way, here and at prefill workers, with their sums.
+"""The prompts that are being computed, on this worker and on prefill workers, with their sums.
 
-A decision reads the sums and need not visit every prompt. Sums of spans are exact: a span is a
-multiple of 2**-19. Engine thread only.
+A decision reads the sums. So it does not visit each prompt. Adding and subtracting spans makes no
+rounding error, because a span is a multiple of 2**-19. Engine thread only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pullfill.decode_worker.cost_requests import Placed
 class Here:
     """Prompts that are computed on this worker now.
 
-    tokens: number of their tokens that are not computed yet."""
+    tokens: number of prompt tokens that are still to be computed, over all these prompts."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Placed] = {}
@@ -55,7 +55,7 @@ class Here:
         self._count(request, 1)
 
     def seconds(self, rates: LocalRates) -> float:
-        """Return how long the computation of all of them takes."""
+        """Return how many seconds the computation of these prompts takes."""
         return rates.work((self._x1, self._x2))
 
     def _count(self, request: Placed, sign: int) -> None:
@@ -66,10 +66,10 @@ class Here:
 
 
 class Away:
-    """Our prompts that a prefill worker computes, or will, oldest first.
+    """Prompts that were sent to prefill workers and whose KV has not come yet, oldest first.
 
-    As many as there are prefill workers are thought to have begun. Each of the others begins when
-    one has ended."""
+    The oldest are assumed to be computed now, one by each prefill worker. When one of these ends,
+    the next prompt is assumed to begin."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Placed] = {}
@@ -103,7 +103,7 @@ class Away:
         return request
 
     def queue(self, now: Situation, clock: float) -> Queue:
-        """Return what is in front of a new job. Those that have begun progress as predicted."""
+        """Return the work in front of a new job. Of begun jobs only the predicted rest counts."""
         x1, x2 = self._x1, self._x2
         for request in self._begun.values():
             took = max(request.compute_s, 1e-6)

@@ -1,7 +1,7 @@
 """When open jobs are due, soonest first.
 
-A job whose due time moves later is not looked for: `soonest` moves it when its old time comes up.
-So neither an open, nor a grant, nor a tick costs more because thousands of jobs wait.
+When the due time of a job moves later, the heap still holds the old time. `soonest` corrects it
+when the old time is the first. Only a sweep, which is rare, visits all jobs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Dues:
         return len(self._heap)
 
     def watch(self, entry: Entry) -> None:
-        """Call it for a job that is new, or whose due time has moved earlier."""
+        """Add a job. Call it for each new job, and when the due time of a job moves earlier."""
         heapq.heappush(self._heap, (entry.due, next(self._serial), entry))
         if len(self._heap) > self._sweep_at:
             self._heap = [item for item in self._heap if not item[2].settled]

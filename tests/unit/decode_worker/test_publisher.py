@@ -44,6 +44,10 @@ def opened(job_id: str) -> OpenedJob:
     )  # fmt: skip
 
 
+def publisher_of(loop: Any, queue: Any, ledger: Ledger) -> Publisher:
+    return Publisher(loop, queue, ledger, instance_id="d", compat_hash="c", block_size=4)
+
+
 async def test_jobs_of_one_step_wake_the_loop_once_and_are_all_published() -> None:
     loop, queue = asyncio.get_running_loop(), Queue()
     ledger = Ledger(LoopbackFences(8, 8), incarnation="i")
@@ -56,10 +60,7 @@ async def test_jobs_of_one_step_wake_the_loop_once_and_are_all_published() -> No
 
         create_task = staticmethod(loop.create_task)
 
-    publisher = Publisher(
-        Loop(), queue, ledger,  # type: ignore[arg-type]
-        instance_id="d", compat_hash="c", block_size=4,
-    )  # fmt: skip
+    publisher = publisher_of(Loop(), queue, ledger)
 
     def step(jobs: list[OpenedJob]) -> None:
         for job in jobs:
@@ -85,10 +86,7 @@ async def test_a_job_is_published_with_its_urgency_and_claimed_if_the_claim_came
     """Otherwise the queue would believe that the job waits, and put the next one into a lane."""
     loop, queue = asyncio.get_running_loop(), Queue()
     ledger = Ledger(LoopbackFences(8, 8), incarnation="i")
-    publisher = Publisher(
-        loop, queue, ledger,  # type: ignore[arg-type]
-        instance_id="d", compat_hash="c", block_size=4,
-    )  # fmt: skip
+    publisher = publisher_of(loop, queue, ledger)
     for name, urgency in (("waits", Urgency.LOOSE), ("taken", Urgency.TIGHT)):
         ledger.open(name, f"r-{name}", (1,), first_target=0, timeout_s=5.0)
         publisher.submit(replace(opened(name), urgency=urgency))
@@ -103,10 +101,7 @@ async def test_a_job_is_published_with_its_urgency_and_claimed_if_the_claim_came
 async def test_a_job_that_was_committed_before_the_queue_has_answered_is_not_counted() -> None:
     loop, queue = asyncio.get_running_loop(), Queue()
     ledger = Ledger(LoopbackFences(8, 8), incarnation="i")
-    publisher = Publisher(
-        loop, queue, ledger,  # type: ignore[arg-type]
-        instance_id="d", compat_hash="c", block_size=4,
-    )  # fmt: skip
+    publisher = publisher_of(loop, queue, ledger)
     real = queue.publish
 
     async def publish(job_id: str, *args: Any) -> Receipt:
