@@ -139,6 +139,7 @@ def _decided(cluster: Cluster) -> tuple[float, float]:
 MANY, TIMES = 300, 4
 
 
+@pytest.mark.long
 def test_300_cancelled_at_once_four_times_over(paired: Cluster, oracle: Oracle) -> None:
     """At different moments: as they arrive, while the first stream, and in between."""
     for turn in range(TIMES):

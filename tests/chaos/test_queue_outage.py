@@ -107,6 +107,7 @@ async def test_no_stored_job_is_lost_over_three_kills(
     assert load.refused, "the outages were noticed"
 
 
+@pytest.mark.long
 async def test_a_server_that_hangs_again_and_again(server: NatsServer, config: QueueConfig) -> None:
     hang_s = 10 * config.publish_timeout_s
 

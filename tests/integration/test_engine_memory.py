@@ -50,6 +50,7 @@ print(json.dumps({"first": full - begin, "then": used() - full}))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="vLLM's CPU build only")
 @pytest.mark.parametrize(("capacity", "grows"), [("", False), ("128", True)])
 def test_kernels_for_numbers_of_tokens_do_not_pile_up(capacity: str, grows: bool) -> None:

@@ -14,7 +14,7 @@ from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
 from tests.support.prompts import ask, random_prompt, truth
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 STEPS = 6
 TOLERANCE = 2e-2

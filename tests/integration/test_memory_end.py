@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import ctypes, sys
 from pathlib import Path
@@ -43,6 +45,7 @@ assert ctypes.string_at(told.address, 1 << 20) == bytes([7]) * (1 << 20), "used 
 """
 
 
+@pytest.mark.long
 def test_the_end_of_vllm_s_engine_frees_no_kv_memory(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],

@@ -116,6 +116,7 @@ def planning(cluster: Cluster) -> Iterator[Path]:
             process.wait()
 
 
+@pytest.mark.long
 def test_the_planner_makes_a_decode_worker_a_prefill_worker_and_leaves_it_at_that(
     elastic: Cluster,
 ) -> None:

@@ -160,6 +160,7 @@ def test_the_first_draft_compiles_nothing() -> None:
     assert batch_propose_numba.signatures == before
 
 
+@pytest.mark.long
 def test_prompts_of_mla_models_fit_into_a_step() -> None:
     """vLLM's own configuration. No engine is started."""
     config, _ = build_config(

@@ -27,7 +27,7 @@ from tests.support.flags import expand
 from tests.support.hosts import Hosts, why_not
 from tests.support.prompts import random_prompt
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(280)]
 NAME = "chart-model"
 READY_S = 120.0
 SHORT = {"frontend": "front"}
