@@ -131,12 +131,14 @@ class EtcdRpc:
         self,
         api: _Api,
         endpoints: list[Endpoint],
-        credentials: tuple[str, str] | None,
+        login: Callable[[], tuple[str, str] | None],
         timeout_s: float,
     ) -> None:
         self._api = api
         self._endpoints = endpoints
-        self._credentials = credentials
+        # Read again for each new token: an operator may have changed the password.
+        self._login = login
+        self._has_login = login() is not None
         self._timeout_s = timeout_s
         self._closed = False
         self.health = Health("etcd", api.baseurl)
@@ -162,7 +164,6 @@ class EtcdRpc:
         Raises RegistryUnavailable after `wait_s`, ConfigError at once (bad URL, old server, refused
         credentials)."""
         endpoints, in_url = parse_url(url)
-        credentials = security.login() or in_url
         tls = security.tls("etcd")
         if tls is not None and any(end.scheme != "https" for end in endpoints):
             raise ConfigError(
@@ -173,8 +174,8 @@ class EtcdRpc:
             session = aiohttp.ClientSession(connector=EtcdConnector(tls))
             try:
                 api = await _construct(session, endpoints[0])
-                rpc = cls(api, endpoints, credentials, timeout_s)
-                if credentials:
+                rpc = cls(api, endpoints, lambda: security.login() or in_url, timeout_s)
+                if rpc._has_login:
                     await rpc._authenticate(2.0)
                 # A member without a leader answers /version, too. Only a linearizable read tells.
                 await rpc.call("/kv/range", PROBE, dict, timeout_s=2.0)
@@ -228,7 +229,7 @@ class EtcdRpc:
                 self.health.ok()
                 return body
             failure = _read_failure(body)
-            if self._credentials and failure.code == _UNAUTHENTICATED and not fresh_token:
+            if self._has_login and failure.code == _UNAUTHENTICATED and not fresh_token:
                 if self._api.token == token:  # nobody else renewed it meanwhile
                     await self._authenticate(timeout_s)
                 continue
@@ -258,8 +259,7 @@ class EtcdRpc:
         return response.status, body
 
     async def _authenticate(self, timeout_s: float) -> None:
-        assert self._credentials is not None
-        request = dict(zip(("name", "password"), self._credentials, strict=True))
+        request = dict(zip(("name", "password"), self._login() or (), strict=True))
         try:
             status, body = await self._exchange(
                 "/auth/authenticate", request, timeout_s, anonymous=True
@@ -296,7 +296,7 @@ class EtcdRpc:
                         failure = _read_failure(await response.read())
                 except _FAILURES as exc:
                     raise self._lost(exc) from exc
-                if failure.code == _UNAUTHENTICATED and self._credentials:
+                if failure.code == _UNAUTHENTICATED and self._has_login:
                     await self._authenticate(open_s)
                 raise self.refused(failure, response.status)
             yield self._lines(response, idle_s)

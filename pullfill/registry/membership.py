@@ -277,7 +277,7 @@ class Membership:
                     made = (incarnation, *self._make(incarnation))
                 await self._register(*made)
                 break
-            except IncompatibleError as exc:
+            except (IncompatibleError, ConfigError) as exc:
                 if str(exc) != last:
                     _log.error("cannot register again, serving without a registration: %s", exc)
                 last = str(exc)

@@ -135,8 +135,11 @@ async def watch_prefix(
 
     on_break: called each time a stream breaks or cannot be opened.
 
-    Raises ConfigError if etcd does not let us read there."""
+    Raises ConfigError if etcd does not let us read there at first. A later refusal counts as an
+    outage: an operator may take back what caused it. Then `client.health` says why."""
     start = as_key(prefix)
+    shown = start.decode(errors="replace")
+    part = f"watch of {shown}"
     known = _Known({})
     pause = RETRY_S[0]
     while True:
@@ -147,6 +150,7 @@ async def watch_prefix(
                 for event in known.diff(kvs, revision):
                     yield event
                 yield Synced(revision, first)
+            client.health.ok(part)
             # Closed by hand: a consumer that stops must not leave the connection to the collector.
             async with contextlib.aclosing(_changes(client, start, known, idle_s)) as batches:
                 async for batch in batches:
@@ -156,11 +160,18 @@ async def watch_prefix(
         except TimeoutError:
             continue  # silent for idle_s: renew
         except _Lost as exc:
-            _log.info("watch of %s: %s; reading it again", start.decode(errors="replace"), exc)
+            _log.info("watch of %s: %s; reading it again", shown, exc)
             known.rev = min(known.rev, 0)
             continue
-        except RegistryUnavailable as exc:
-            _log.debug("watch of %s broke: %s", start.decode(errors="replace"), exc)
+        except (RegistryUnavailable, ConfigError) as exc:
+            if isinstance(exc, ConfigError):
+                if known.rev < 0:
+                    raise
+                if not client.health.fails(part):
+                    _log.error("cannot watch %s any more, trying again: %s", shown, exc)
+                client.health.failed(str(exc), part)
+            else:
+                _log.debug("watch of %s broke: %s", shown, exc)
             if on_break is not None:
                 on_break()
             await asyncio.sleep(pause)

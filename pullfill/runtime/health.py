@@ -44,6 +44,10 @@ class Health:
     def up(self) -> bool:
         return not self._errors
 
+    def fails(self, part: str) -> bool:
+        """Whether `part` did not answer last time."""
+        return part in self._errors
+
     def ok(self, part: str = CONNECTION) -> None:
         """Note that `part` answered."""
         if self._errors.pop(part, None) is not None and self.up:

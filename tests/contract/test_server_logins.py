@@ -213,6 +213,40 @@ async def test_etcd_with_a_login_and_tls_and_tokens_that_expire(
     assert PASSWORD not in caplog.text
 
 
+async def test_a_watch_outlives_a_changed_password(
+    tmp_path: Path, locked_etcd: EtcdServer, certificates: Certificates
+) -> None:
+    security = write(tmp_path, etcd_toml(certificates), password=PASSWORD)
+    client = await EtcdClient.connect(locked_etcd.url, wait_s=HANG_S, security=security.etcd)
+    seen: list[bytes] = []
+
+    async def follow() -> None:
+        async for event in watch_prefix(client, "p/", idle_s=0.3):
+            if isinstance(event, Put):
+                seen.append(event.value)
+
+    async def change(password: str) -> None:
+        user = {"name": "root", "password": password}
+        await client.call("/auth/user/changepw", user, dict)
+
+    following = asyncio.create_task(follow())
+    try:
+        await client.put("p/0", b"0")
+        await until(lambda: seen == [b"0"], HANG_S)
+        await change("another")
+        await until(lambda: not client.health.up, HANG_S)
+        assert "password_file" in client.health.outage()
+        (tmp_path / "password").write_text("another")
+        await until(lambda: client.health.up, HANG_S)
+        await client.put("p/1", b"1")
+        await until(lambda: seen == [b"0", b"1"], HANG_S)
+        await change(PASSWORD)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await client.close()
+
+
 @pytest.mark.parametrize(
     ("wrong", "advice"),
     [
