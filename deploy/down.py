@@ -147,11 +147,7 @@ async def take_down(
     other = launch.supervisor if launch and launch.supervisor_pid != os.getpid() else None
     if other is not None:
         send(other, signal.SIGTERM)
-    killed: list[str] = []
-    for roles in PHASES:
-        phase = [e for e in entries if e.role in roles and is_alive(identity(e))]
-        deadline_s = drain_s if roles is WORKERS else min(drain_s, SERVER_DEADLINE_S)
-        killed += await stop_phase(phase, view, deadline_s, force)
+    killed = await stop_in_order(entries, view, drain_s, force)
     if launch is not None:
         _kill_stragglers(launch.cluster_id)
     gone = [entry for entry in entries if not is_alive(identity(entry))]
@@ -164,6 +160,18 @@ async def take_down(
             send(other, signal.SIGKILL)
             break
         await asyncio.sleep(_POLL_S)
+    return killed
+
+
+async def stop_in_order(
+    entries: Sequence[ProcessEntry], view: ProcessView, drain_s: float, force: Callable[[], bool]
+) -> list[str]:
+    """Stop the processes, phase by phase. As of `take_down`."""
+    killed: list[str] = []
+    for roles in PHASES:
+        phase = [e for e in entries if e.role in roles and is_alive(identity(e))]
+        deadline_s = drain_s if roles is WORKERS else min(drain_s, SERVER_DEADLINE_S)
+        killed += await stop_phase(phase, view, deadline_s, force)
     return killed
 
 

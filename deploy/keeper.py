@@ -15,12 +15,13 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from pullfill.deploy import disk, plan
-from pullfill.deploy.children import Children, StartFailed
+from pullfill.deploy.children import Children
 from pullfill.deploy.down import SERVERS, remove_shared_memory
 from pullfill.deploy.procs import exit_words, tail, wait_exit
 from pullfill.deploy.readiness import keep_frontends_off
 from pullfill.deploy.state import Locked
 from pullfill.deploy.up_options import UpOptions
+from pullfill.errors import PullfillError
 from pullfill.runtime.lifecycle import STEP_FAILED
 
 FIRST_PAUSE_S = 0.5
@@ -154,10 +155,11 @@ class Keeper:
                 await self._sleep(disk.LOOK_S)
             try:
                 return await self.locked(lambda: self._start_again(name))
-            except (StartFailed, OSError) as exc:
+            except (PullfillError, OSError) as exc:
                 self._say(f"{name} was not started again: {exc}", "bold red")
                 blameless = False
-        await self.locked(lambda: self._give_up(name))
+        if not self.stopped():
+            await self._give_up(name)
         return False
 
     def _start_again(self, name: str) -> None:
@@ -168,13 +170,14 @@ class Keeper:
         self._children.launch(spec, restarts=old.restarts + 1)
         keep_frontends_off(self._options, self._children, [name])
 
-    def _give_up(self, name: str) -> None:
+    async def _give_up(self, name: str) -> None:
         what = f"gave up after {MAX_DEATHS} deaths in {WINDOW_S:.0f} s"
         lines = tail(self._state.log_of(name), _LOG_LINES)
         self._children.entry(name).gave_up = "\n".join([what, *lines])
         self._say(self._children.describe(name, what), "bold red")
-        self._children.record()
         self._tell_loss(name)
+        with suppress(PullfillError, OSError):  # a disk that cannot be written to
+            await self.locked(self._children.record)
 
     def _tell_loss(self, name: str) -> None:
         if name in SERVERS:

@@ -22,12 +22,12 @@ from pullfill.deploy import defaults, members, plan, servers
 from pullfill.deploy.changes import Changes
 from pullfill.deploy.children import Children, StartFailed
 from pullfill.deploy.disk import DiskWatch
-from pullfill.deploy.down import take_down
+from pullfill.deploy.down import stop_in_order, take_down
 from pullfill.deploy.keeper import Keeper
 from pullfill.deploy.orders import OrderDesk
-from pullfill.deploy.procs import CLUSTER_ENV, start_time, tail, wait_exit
+from pullfill.deploy.procs import CLUSTER_ENV, is_alive, start_time, tail, wait_exit
 from pullfill.deploy.readiness import keep_frontends_off, wait_ready
-from pullfill.deploy.state import Launch, Locked, StateDir, new_cluster_id
+from pullfill.deploy.state import Launch, Locked, StateDir, identity, new_cluster_id
 from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
@@ -114,15 +114,9 @@ class Supervisor:
             await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
             if detached and any(entry.gave_up for entry in self._cluster.processes):
                 await stop
-        if keeper.stopped_by_down():
-            await (ended if keeper.watched else stop)
-        else:
-            if self._stop.is_set():
-                self._view.say("stopping: workers finish their streams (again to force)", "yellow")
-            self._view.title = "stopping pullfill"
-            # Not ours to stop when `pullfill down` holds the lock already.
-            with suppress(Locked), self._state.locked(), self._view:
-                await self._take_down(self._options.workers.drain_timeout_s)
+        if self._stop.is_set() and not self._state.stopping():
+            self._view.say("stopping: workers finish their streams (again to force)", "yellow")
+        await self._stop_rest()
         await keeper.forget(*keeper.watched)
         for task in (stop, ended, disk):
             task.cancel()
@@ -133,9 +127,25 @@ class Supervisor:
         """Let the children outlive this process."""
         self._children.let_go()
 
+    async def _stop_rest(self) -> None:
+        """Stop what runs and remove the record, unless `pullfill down` is doing that."""
+        self._view.title = "stopping pullfill"
+        while True:
+            try:
+                with self._state.locked(), self._view:
+                    return await self._take_down(self._options.workers.drain_timeout_s)
+            except Locked:
+                if not any(is_alive(identity(entry)) for entry in self._cluster.processes):
+                    return
+                await asyncio.sleep(_POLL_S)
+
     async def _take_down(self, drain_s: float) -> None:
         entries, force = self._cluster.processes, lambda: self._signals > 1
-        await take_down(self._state, entries, self._view, drain_s=drain_s, force=force)
+        launch = self._state.launch()
+        if launch is None or launch.cluster_id == self._cluster_id:
+            await take_down(self._state, entries, self._view, drain_s=drain_s, force=force)
+        else:  # our record was deleted, and this one is of another `up`
+            await stop_in_order(entries, self._view, drain_s, force)
 
     def _catch_signals(self) -> None:
         def on_signal() -> None:

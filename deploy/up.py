@@ -58,7 +58,8 @@ async def _up(options: UpOptions, state: StateDir, detach: bool, pipe: int | Non
     except Interrupted:
         typer.echo("interrupted: everything that was started is stopped")
         return 130
-    _say_ready(options, state, detach)
+    with suppress(OSError):  # nobody reads our output any more
+        _say_ready(options, state, detach)
     if pipe is not None:
         _leave_terminal(state.log_of(SUPERVISOR_LOG), pipe)
         view.console = Console(width=_LOG_WIDTH)
@@ -66,7 +67,8 @@ async def _up(options: UpOptions, state: StateDir, detach: bool, pipe: int | Non
         supervisor.let_go()
         return 0
     await supervisor.watch(detached=detach)
-    typer.echo("stopped")
+    with suppress(OSError):
+        typer.echo("stopped")
     return 0
 
 
@@ -115,8 +117,9 @@ def _fork(pipe: int) -> int:
 
 def _leave_terminal(log: Path, pipe: int) -> None:
     """Let the parent return. Output of this process goes to `log` from now on."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     try:
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError:  # a full disk must not end the cluster

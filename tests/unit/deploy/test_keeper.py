@@ -6,7 +6,7 @@ import asyncio
 import io
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from pullfill.deploy.children import Children
 from pullfill.deploy.keeper import MAX_DEATHS, WINDOW_S, Deaths, Keeper
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.deploy.view import ProcessView
+from pullfill.errors import ConfigError
 from pullfill.runtime.lifecycle import STEP_FAILED
 from tests.support.waiting import eventually
 
@@ -203,6 +204,23 @@ async def test_a_full_disk_stops_nothing_and_one_line_says_so(
     said = rig.said.getvalue()
     assert said.count("No space left on device") == 1
     assert "not started again" not in said
+
+
+async def test_a_lock_that_cannot_be_opened_costs_one_try(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.launch("decode-0", f"echo restarts ${RESTARTS_ENV}; sleep 60")
+    log, opened = rig.state.log_of("decode-0"), rig.state.locked
+
+    def locked() -> AbstractContextManager[None]:
+        monkeypatch.setattr(rig.state, "locked", opened)
+        raise ConfigError("too many open files")
+
+    monkeypatch.setattr(rig.state, "locked", locked)
+    async with rig.keeping("decode-0"):
+        rig.children["decode-0"].kill()
+        await until(lambda: "restarts 1\n" in log.read_text())
+    assert "decode-0 was not started again: too many open files" in rig.said.getvalue()
 
 
 async def test_no_restart(rig: Rig) -> None:

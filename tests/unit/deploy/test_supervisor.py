@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from rich.console import Console
 
 from pullfill import wire
 from pullfill.deploy import down, plan, procs, servers, supervisor
-from pullfill.deploy.state import StateDir
+from pullfill.deploy.state import Launch, StateDir, identity
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
@@ -223,6 +224,40 @@ def test_down_stops_in_order_what_up_has_started(
     assert rig.state.launch() is None
     assert down.down(str(rig.state.path), timeout_s=30.0) == 0
     assert "nothing runs" in capsys.readouterr().out
+
+
+class TestTheEnd:
+    """What `up` stops when it is told to, whatever happened to its record."""
+
+    @pytest.fixture(autouse=True)
+    def _one_worker(self, rig: Rig) -> None:
+        rig.add("decode-0")
+
+    async def _pid_after(self, rig: Rig, change: Callable[[], None]) -> procs.ProcessId:
+        async with asyncio.timeout(60.0), rig.up(frontends=0):
+            (entry,) = rig.state.live()
+            change()
+        return identity(entry)
+
+    async def test_a_deleted_state_directory_leaves_nothing_running(self, rig: Rig) -> None:
+        worker = await self._pid_after(rig, lambda: shutil.rmtree(rig.state.path))
+        assert not procs.is_alive(worker)
+
+    async def test_another_command_holds_the_lock_for_a_moment(self, rig: Rig) -> None:
+        held = ExitStack()
+
+        def hold() -> None:
+            held.enter_context(StateDir(rig.state.path).locked())
+            asyncio.get_running_loop().call_later(0.3, held.close)
+
+        assert not procs.is_alive(await self._pid_after(rig, hold))
+        assert rig.state.launch() is None
+
+    async def test_the_record_is_of_another_up_by_now(self, rig: Rig) -> None:
+        other = Launch(cluster_id="other", model="m")
+        worker = await self._pid_after(rig, lambda: rig.state.write_launch(other))
+        assert not procs.is_alive(worker)
+        assert rig.state.launch() == other
 
 
 class TestSelfChecks:

@@ -58,6 +58,14 @@ def test_it_returns_when_the_cluster_is_ready(tmp_path: Path) -> None:
     eventually(lambda: log.read_text() == "it goes on\nstopped\n", "it has gone on")
 
 
+def test_the_cluster_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+    """As of `pullfill up --detach | head -1`."""
+    done = _up(tmp_path, "r, w = os.pipe(); os.close(r); os.dup2(w, 1)")
+    assert done.returncode == 0, done.stderr
+    log = tmp_path / "state" / "logs" / "supervisor.log"
+    eventually(lambda: log.exists() and "it goes on" in log.read_text(), "it has gone on")
+
+
 @pytest.mark.parametrize(
     ("start", "code", "said", "slow"),
     [
