@@ -358,6 +358,7 @@ def main() -> int:
         wanted = fingerprint(device, vllm)
         if stamp.is_file() and stamp.read_text() == wanted:
             return 0
+        stamp.unlink(missing_ok=True)  # an install that fails half way may leave a mixture
         Installer(venv, device, vllm).run()
         stamp.write_text(wanted)
     except (InstallError, ValueError) as exc:

@@ -52,6 +52,22 @@ class TestInstall:
         assert install.main() == 0
         assert ran == ["run", "run"]
 
+    def test_a_failed_switch_to_another_device_is_not_taken_for_the_old_one(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        def fail(installer: install.Installer) -> None:
+            raise install.InstallError("no space")
+
+        monkeypatch.setenv(install.VENV_ENV, str(tmp_path))
+        for device, run, code in (
+            ("cpu", lambda installer: None, 0),
+            ("cuda13", fail, 1),
+            ("cpu", fail, 1),
+        ):
+            monkeypatch.setenv("PULLFILL_DEVICE", device)
+            monkeypatch.setattr(install.Installer, "run", run)
+            assert install.main() == code
+
     @pytest.mark.parametrize(("cuda", "wrong"), [("13.0", False), (None, True)])
     def test_a_cpu_build_of_torch_is_seen_beside_vllm_for_cuda(
         self, monkeypatch: pytest.MonkeyPatch, cuda: str | None, wrong: bool
