@@ -76,6 +76,8 @@ class Placement:
         held = stored if stored is not None else Held({})
         known = held.blocks
         if told is not None:
+            # The worker also counts blocks of images, for which we have no hashes.
+            told = told[0], min(told[1], len(hashes))
             known[told[0]] = told[1]
         most = max(known.values(), default=0)
         # A hash names all blocks before it, too. So it is enough to look at what comes after those

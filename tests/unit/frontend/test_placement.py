@@ -89,6 +89,16 @@ def test_a_worker_that_has_not_taken_a_prompt_is_believed() -> None:
     assert [view.own_tokens for view in among.views] == [0, 0, 0]
 
 
+def test_a_worker_may_hold_more_of_a_prompt_than_there_are_hashes() -> None:
+    """The hashes of a prompt with images end before the first one."""
+    placement = Placement(random.Random(1))
+    found = placement.choose(
+        DecodePolicy.KV, 650, placement.candidates(["a", "b"]), 0.0, block=BLOCK,
+        hashes=HASHES[:5], told=("a", 40),
+    )  # fmt: skip
+    assert (found.view.instance_id, found.matched_tokens) == ("a", 5 * BLOCK)
+
+
 def test_the_picture_has_what_is_queued_before_the_prompt_is_sent() -> None:
     placement = Placement(random.Random(1))
     placement.fleet.join("a")
