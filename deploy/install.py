@@ -139,14 +139,17 @@ class Installer:
             return
         python = find_python()
         self._say(f"environment, with {python}")
-        done = _output(python, "-m", "venv", str(self._venv))
-        if done.returncode:
+        try:
+            done = _output(python, "-m", "venv", str(self._venv))
+            if done.returncode:
+                raise InstallError(
+                    f"step 1 of {STEPS}, the environment, failed: "
+                    f"{install_progress.last_error(done.stdout + done.stderr)}\n"
+                    "  next: on Debian and Ubuntu apt install python3-venv, then make install again"
+                )
+        except BaseException:  # Ctrl-C too: bin/python is there before pip is
             shutil.rmtree(self._venv, ignore_errors=True)
-            raise InstallError(
-                f"step 1 of {STEPS}, the environment, failed: "
-                f"{install_progress.last_error(done.stdout + done.stderr)}\n"
-                "  next: on Debian and Ubuntu apt install python3-venv, then make install again"
-            )
+            raise
 
     def _has_vllm(self) -> bool:
         """Return whether the pinned vLLM of this device and a matching torch are there already."""

@@ -113,6 +113,22 @@ class TestInstall:
         with pytest.raises(install.InstallError, match=said):
             install.Installer(tmp_path, "cpu").run()
 
+    def test_an_environment_that_was_interrupted_is_made_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        venv = tmp_path / "venv"
+
+        def interrupted(*command: str) -> None:
+            assert command[1:] == ("-m", "venv", str(venv))
+            (venv / "bin").mkdir(parents=True)
+            (venv / "bin" / "python").touch()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(install, "_output", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            install.Installer(venv, "cpu").run()
+        assert not venv.exists()
+
     @pytest.mark.parametrize("works", [True, False])
     def test_uv_installs_and_pip_goes_on_where_it_fails(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], works: bool
