@@ -18,7 +18,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pullfill.engine import release
+from pullfill.engine import release, request_targets
 
 _GREEDY_BELOW = 1e-5
 """vLLM's own bound: a lower temperature means argmax."""
@@ -32,13 +32,12 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "thinking_token_budget": ((None,), "how much of its thinking budget is spent is lost"),
     "watermarking": ((None, False), "its watermark depends on where the output begins"),
     "trace_decode_token_ids": ((None,), "it replays given tokens from the first one"),
-    "extra_args": ((None, {}), "it has arguments for logits processors we do not know"),
     "n": ((1,), "it is one of several choices (n > 1)"),
 }
 _ADJUSTED = {
     "max_tokens", "min_tokens", *release.this.prompt_logprobs, "skip_reading_prefix_cache",
 }  # fmt: skip
-_CHECKED = {"seed", "temperature", "bad_words", "_bad_words_token_ids"}
+_CHECKED = {"seed", "temperature", "bad_words", "_bad_words_token_ids", "extra_args"}
 _WITHOUT_HISTORY = {
     # The same for each token, or a function of prompt and output together.
     "repetition_penalty", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids",
@@ -97,6 +96,8 @@ def why_not(request: Any, tokens: Sequence[int]) -> str:
     for field, (neutral, reason) in _NEUTRAL.items():
         if getattr(params, field) not in neutral:
             return reason
+    if (params.extra_args or {}).keys() - set(request_targets.HEADERS.values()):
+        return "it has arguments for logits processors we do not know"
     if params.seed is not None and params.temperature >= _GREEDY_BELOW:
         return "it is sampled with a seed, and the state of the generator is lost"
     if any(_begun(word, tokens) for word in params.bad_words_token_ids or ()):

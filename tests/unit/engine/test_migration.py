@@ -27,7 +27,7 @@ OUT = [7, 8, 9]
         ({"thinking_token_budget": 0}, "thinking budget"),
         ({"watermarking": True}, "watermark"),
         ({"trace_decode_token_ids": [1]}, "replays"),
-        ({"extra_args": {"mine": 1}}, "logits processors"),
+        ({"extra_args": {"mine": 1, "ttft_ms": 250.0}}, "logits processors"),
         ({"n": 2}, "several choices"),
         ({"bad_words_token_ids": [[1], [8, 9, 5]]}, "bad words"),
         ({"bad_words_token_ids": [[9, 5]]}, "bad words"),
@@ -47,6 +47,7 @@ def test_what_depends_on_lost_state_is_not_continued(params: dict[str, Any], wor
         {"presence_penalty": 0.0, "extra_args": {}, "watermarking": False},
         {"bad_words_token_ids": [[9], [8], [7, 8, 5]]},
         {"min_tokens": 50, "prompt_logprobs": 2},
+        {"extra_args": {"ttft_ms": 250.0, "itl_ms": 12.5}},
     ],
 )
 def test_the_rest_is(params: dict[str, Any]) -> None:
