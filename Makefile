@@ -3,7 +3,6 @@ SHELL := /usr/bin/env bash
 PYTHON ?= python3
 VENV := $(or $(PULLFILL_VENV),.venv)
 BIN := $(VENV)/bin
-MODEL ?= demo
 ARGS ?=
 PYTEST_ARGS ?=
 # Benchmark tests need no engine, but `make test-fast` is to take a minute at most.
@@ -29,7 +28,7 @@ install-bench: install ## Add guidellm, for the rate sweep of bench-serving, bes
 	$(BIN)/python -m benchmarks.serving.public_load install
 
 up: install ## Start a cluster here: make up [MODEL=PATH] [ARGS="--decode 2 ..."]
-	@exec $(BIN)/pullfill up --model $(MODEL) $(ARGS)
+	@exec $(BIN)/pullfill up $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 down: ## Stop the cluster that runs from .pullfill/
 	@exec $(BIN)/pullfill down $(ARGS)

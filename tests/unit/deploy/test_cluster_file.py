@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,18 @@ def test_flags_win_over_the_file(up: Up) -> None:
     got = up("decode: 2\nprefill: 2\nvllm-args: {seed: 1}", "--prefill", "5", "--seed=2")
     assert (got.decode, got.prefill) == (2, 5)
     assert got.vllm_args == ["--seed=1", "--seed=2"], "the last one counts"
+
+
+@pytest.mark.parametrize(
+    ("variable", "called"),
+    [([], "up -f cluster.yaml"), (["MODEL=m"], "up --model m -f cluster.yaml")],
+)
+def test_make_up_leaves_the_model_to_the_file(variable: list[str], called: str) -> None:
+    root, env = Path(__file__).parents[3], {"PATH": os.environ["PATH"]}
+    make = ["make", "-n", "up", "ARGS=-f cluster.yaml", *variable]
+    shown = subprocess.run(make, cwd=root, env=env, capture_output=True, text=True, check=True)
+    *_, command = shown.stdout.splitlines()
+    assert command.partition("/pullfill ")[2].split() == called.split()
 
 
 def test_an_empty_file_changes_nothing(up: Up) -> None:
