@@ -109,6 +109,10 @@ def test_values_reach_the_pods() -> None:
         ({"nats": {"replicas": 2}}, "replicas"),
         ({"drainTimeoutSeconds": "60"}, "drainTimeoutSeconds"),
         ({"nats": {"enabled": False}}, "natsUrl is needed"),
+        ({"keda": {"decode": {"min": 0}}}, "minimum"),
+        ({"pullfillNamespace": "-blue"}, "pullfillNamespace"),
+        ({"pullfillNamespace": "Blue"}, "pullfillNamespace"),
+        ({"pullfillNamespace": "b" * 64}, "pullfillNamespace"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
