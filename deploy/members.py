@@ -126,16 +126,22 @@ def why_not_ready(url: str, within_s: float) -> list[str]:
         time.sleep(0.1)
 
 
+def local_urls(ref: ClusterRef) -> dict[str, None]:
+    """Return the URLs of frontends that the state directory names, if it is of this cluster."""
+    with suppress(ConfigError):
+        if ref.state_dir is not None:
+            cluster = read_cluster_file(ref.state_dir)
+            if (cluster.etcd_url, cluster.namespace) == (ref.etcd_url, ref.namespace):
+                urls = (cluster.frontend_url, *(entry.url for entry in cluster.processes))
+                return dict.fromkeys(filter(None, urls))
+    return {}
+
+
 def frontend_urls(ref: ClusterRef) -> Iterator[str]:
     """Yield the URLs of frontends: first those of the state directory, then those in etcd.
 
     etcd is asked only when the caller has tried all of the first."""
-    told: list[str] = []
-    if ref.state_dir is not None:
-        with suppress(ConfigError):
-            cluster = read_cluster_file(ref.state_dir)
-            told += [cluster.frontend_url, *(entry.url for entry in cluster.processes)]
-    known = dict.fromkeys(filter(None, told))
+    known = local_urls(ref)
     yield from known
     with suppress(PullfillError):
         for record in ask_etcd(ref, workers, wait_s=1.0):

@@ -25,9 +25,9 @@ import msgspec
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from pullfill.config import ClusterRef, read_cluster_file
+from pullfill.config import ClusterRef
 from pullfill.deploy import top_worker
-from pullfill.deploy.members import frontend_urls
+from pullfill.deploy.members import frontend_urls, local_urls
 from pullfill.deploy.top_view import Seen, screen
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.live_view import Snapshot
@@ -212,19 +212,9 @@ def _shown_to(ref: ClusterRef, url: str, given: bool) -> Iterator[dict[str, str]
     state directory names."""
     yield {}
     keys = ref.security.frontend
-    if given or url in _own_urls(ref):
+    if given or url in {own.rstrip("/") for own in local_urls(ref)}:
         for key in (*keys.admin_keys(), *keys.api_keys()):
             yield {"Authorization": f"Bearer {key}"}
     else:
         for key in keys.api_keys():
             yield {http_proof.HEADER: http_proof.proof(key.encode(), PATH, time.time())}
-
-
-def _own_urls(ref: ClusterRef) -> set[str]:
-    if ref.state_dir is None:
-        return set()
-    with suppress(ConfigError):
-        cluster = read_cluster_file(ref.state_dir)
-        urls = [cluster.frontend_url, *(entry.url for entry in cluster.processes)]
-        return {url.rstrip("/") for url in urls if url}
-    return set()

@@ -94,18 +94,27 @@ class ClusterRef:
     ) -> ClusterRef:
         """Find the cluster by the URLs that are given, else by STATE/cluster.json.
 
-        Raises ConfigError, which says what to do."""
+        One URL alone is taken for that of the file's cluster only if the file holds it, or
+        `state_dir` is given. Raises ConfigError, which says what to do."""
         if namespace is not None:
             check_namespace(namespace)
         if etcd and nats:
             own = Path(state_dir) if state_dir else None
             return ClusterRef(namespace or "default", etcd, nats, own, load(security))
-        directory = Path(state_dir or os.environ.get(STATE_DIR_ENV) or DEFAULT_STATE_DIR)
+        usual = os.environ.get(STATE_DIR_ENV)
+        directory = Path(state_dir or usual or DEFAULT_STATE_DIR)
         cluster = read_cluster_file(directory)
+        urls = (etcd or cluster.etcd_url, nats or cluster.nats_url)
+        # Else `queue purge --etcd REMOTE` would empty the queue of the local cluster.
+        if urls != (cluster.etcd_url, cluster.nats_url) and state_dir in (None, "", usual):
+            given, missing = ("--etcd", "--nats") if etcd else ("--nats", "--etcd")
+            raise ConfigError(
+                f"{given} {etcd or nats} is not the one in {directory / CLUSTER_FILE}: for another "
+                f"cluster give {missing} URL, too"
+            )
         return ClusterRef(
             namespace or cluster.namespace,
-            etcd or cluster.etcd_url,
-            nats or cluster.nats_url,
+            *urls,
             directory,
             load(security or cluster.security or None),
         )

@@ -15,6 +15,7 @@ from pullfill.config import (
     read_cluster_file,
 )
 from pullfill.errors import ConfigError
+from pullfill.options import ClusterOptions
 
 
 def _write(directory: Path, **changes: str) -> ClusterFile:
@@ -42,6 +43,24 @@ class TestClusterRef:
         assert (ref.namespace, ref.etcd_url, ref.nats_url) == (
             "green", "http://h:9", "nats://127.0.0.1:1",
         )  # fmt: skip
+
+    @pytest.mark.parametrize(("given", "missing"), [("etcd", "--nats"), ("nats", "--etcd")])
+    @pytest.mark.parametrize("named", [False, True], ids=["default", "by the environment"])
+    def test_a_url_of_another_cluster_is_not_mixed_with_the_file(
+        self, state_dir: Path, given: str, missing: str, named: bool
+    ) -> None:
+        own = _write(state_dir)
+        directory = str(state_dir) if named else None
+        with pytest.raises(ConfigError, match=rf"--{given} x is not .* give {missing} URL, too"):
+            ClusterRef.resolve(state_dir=directory, **{given: "x"})
+        same = {given: getattr(own, f"{given}_url")}
+        ref = ClusterRef.resolve(state_dir=directory, **same)
+        assert (ref.namespace, ref.etcd_url, ref.nats_url) == ("blue", own.etcd_url, own.nats_url)
+
+    def test_a_command_that_only_asks_needs_one_url(self, state_dir: Path) -> None:
+        _write(state_dir)
+        ref = ClusterOptions(etcd="http://h:9").find_to_ask()
+        assert ref == ClusterRef("default", "http://h:9", "nats://")
 
     def test_both_urls_need_no_file(self, tmp_path: Path) -> None:
         gone = tmp_path / "gone"

@@ -37,6 +37,9 @@ def test_the_frontend_of_the_state_directory_is_asked_before_etcd(
     assert (next(urls), asked) == ("f", [])
     assert list(urls) == []
     assert asked == ["http://h"]
+    for namespace, etcd in (("n", "http://other"), ("other", "http://h")):
+        ref = ClusterRef(namespace, etcd, "nats://h", tmp_path)
+        assert list(members.frontend_urls(ref)) == [], "the directory is of another cluster"
 
 
 @pytest.mark.parametrize(
