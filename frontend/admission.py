@@ -22,7 +22,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from pullfill.engine import request_targets
+from pullfill.engine import request_limits, request_targets
 from pullfill.frontend import metrics
 from pullfill.frontend.dispatch import NO_WORKER, NO_WORKER_WAIT_S
 from pullfill.runtime import log
@@ -122,6 +122,7 @@ class Admission:
             )  # fmt: skip
             return
         request_targets.note(scope.get("headers", ()))
+        request_limits.begin()
         client = _Client(send)
         self._clients.add(client)
         self._watch()

@@ -16,6 +16,7 @@ from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+from vllm import envs
 from vllm.exceptions import (
     GenerationError,
     GracefulHTTPError,
@@ -91,9 +92,16 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
     A request that vLLM's validation refuses gets 400 and the reason. Any other failure gets 500
     with a message that says whose fault it is. vLLM's own 500 has no message."""
 
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
+        # Here and not in `add_request`: a stream has not begun, so its client can get 400.
+        if why := request_limits.why_too_many(sampling_params.n, envs.VLLM_MAX_N_SEQUENCES):
+            raise VLLMValidationError(why)
+        return super().generate(prompt, sampling_params, request_id, **kwargs)
+
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        request_limits.submitted()
         try:
             request_targets.apply(params)
             if why := request_limits.why_refused(params):

@@ -1,12 +1,13 @@
 """Refuses requests that pass vLLM's checks but then fail, or block an engine for seconds.
 
-The frontend calls `why_refused`. The comment at each limit says what vLLM would do with such a
-request, and `tests/integration/test_odd_requests.py` sends one. No vLLM import here.
+The frontend calls `why_refused` and `why_too_many`. The comment at each limit says what vLLM would
+do with such a request, and `tests/integration/test_odd_requests.py` sends one. No vLLM import here.
 """
 
 from __future__ import annotations
 
 import json
+from contextvars import ContextVar
 from typing import Any
 
 from pullfill.engine import request_targets
@@ -22,6 +23,34 @@ MAX_STOPS = 256
 PREFIX_HOLDER = "prefix_holder"
 """Key of the hint in the `kv_transfer_params` of vLLM's Request."""
 _TRANSFER_KEYS = ("kv_transfer_params", "ec_transfer_params")
+
+_asked: ContextVar[list[int] | None] = ContextVar("asked", default=None)
+"""How many choices the HTTP request that is being served has asked for and not submitted yet."""
+
+
+def begin() -> None:
+    """Begin to count the choices of an HTTP request, in its context."""
+    _asked.set([0])
+
+
+def why_too_many(choices: int, most: int) -> str:
+    """Count choices that are asked for. Return why there are too many, for the user. Empty: there
+    are not.
+
+    vLLM submits all choices of all prompts of an HTTP request in one turn of the event loop."""
+    if (asked := _asked.get()) is None:
+        return ""
+    asked[0] += choices
+    return "" if asked[0] <= most else (
+        f"the request asks for more than {most} answers (its prompts or conversations, times n): "
+        "send it in parts, or ask the operator to set VLLM_MAX_N_SEQUENCES for this frontend"
+    )  # fmt: skip
+
+
+def submitted() -> None:
+    """Forget what was counted: the HTTP request is submitting it."""
+    if (asked := _asked.get()) is not None:
+        asked[0] = 0
 
 
 def why_refused(params: Any) -> str:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from pullfill.engine import request_limits
 from tests.support.late import Late
 
 front_client: Any = Late("pullfill.engine.front_client")
@@ -38,3 +41,15 @@ async def test_an_abort_by_the_reader_of_outputs_is_a_stop_string() -> None:
     client.outputs("decode-1", outputs)
     await reader
     assert port.aborted == [(["cancelled"], False), (["stopped"], True)]
+
+
+async def test_prompts_times_n_of_an_http_request_are_bounded_before_any_is_submitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "128")
+    llm = front_client.FrontLLM.__new__(front_client.FrontLLM)
+    request_limits.begin()
+    for number in range(128):
+        llm.generate("p", SimpleNamespace(n=1), f"r-{number}")
+    with pytest.raises(front_client.VLLMValidationError, match="more than 128 answers"):
+        llm.generate("p", SimpleNamespace(n=1), "r-128")

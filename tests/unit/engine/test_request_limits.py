@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,22 @@ def test_too_much_is_refused_with_a_reason(params: Any, words: str) -> None:
 )
 def test_what_fits_passes(params: Any) -> None:
     assert request_limits.why_refused(params) == ""
+
+
+def test_the_choices_of_one_http_request_are_counted_together() -> None:
+    def asked(*choices: int) -> list[bool]:
+        return [bool(request_limits.why_too_many(n, 128)) for n in choices]
+
+    def serve() -> None:
+        request_limits.begin()
+        assert asked(100, 28, 1) == [False, False, True]
+        request_limits.begin()
+        assert asked(128) == [False]
+        request_limits.submitted()  # the next step of a beam search, or of a tool's loop
+        assert asked(128, 1) == [False, True]
+
+    copy_context().run(serve)
+    assert asked(128, 128) == [False, False], "no HTTP request"
 
 
 def test_the_hint_takes_the_place_of_what_a_client_says() -> None:

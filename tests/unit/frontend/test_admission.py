@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pullfill.engine import request_limits
 from pullfill.frontend import admission as gates
 from pullfill.frontend.admission import Admission
 
@@ -194,6 +195,17 @@ async def test_all_bodies_together_are_bounded_until_their_answers_end(
     last = Client(gate).say(b"12345678")
     await last.task
     assert (served.status, last.status, gate.in_flight) == (200, 200, 0)
+
+
+async def test_the_choices_of_each_request_are_counted_apart() -> None:
+    counted: list[str] = []
+
+    async def app(*_: Any) -> None:
+        counted.extend(request_limits.why_too_many(2, 3) for _ in range(2))
+
+    for _ in range(2):
+        await Client(Admission(app, App().wait_ready, 1)).say().task
+    assert [bool(why) for why in counted] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/api/v1/completions"])
