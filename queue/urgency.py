@@ -7,6 +7,7 @@ Between urgencies: deficit round robin, charged in uncached tokens. Each urgency
 the most urgent one that has any left is served. When none of those that wait has any, each gets
 WEIGHT x QUANTUM again. So urgent jobs come first as long as they ask for no more than their share,
 and no urgency is left without its share. An urgency that nobody waits in saves one round at most.
+A job that is taken while no other job waits is not charged.
 
 Within an urgency: the shortest jobs first. A lane of longer jobs comes next once shorter ones have
 passed it by PATIENCE times the length of its jobs.
@@ -122,10 +123,13 @@ class Turns:
         if not self._passed:
             return None
         waiting = sorted({lane.urgency for lane in self._passed})
-        while (urgency := next((u for u in waiting if self._credit[u] > 0), None)) is None:
+        if all(self._credit[one] <= 0 for one in waiting):
+            # All rounds in one go: a long job costs many of them.
+            rounds = 1 + min(-self._credit[one] // (WEIGHT[one] * QUANTUM) for one in waiting)
             for each, weight in WEIGHT.items():
                 most = weight * QUANTUM
-                self._credit[each] = min(most, self._credit[each] + most)
+                self._credit[each] = min(most, self._credit[each] + rounds * most)
+        urgency = next(one for one in waiting if self._credit[one] > 0)
         lanes = sorted(lane for lane in self._passed if lane.urgency is urgency)
         late = [one for one in lanes[1:] if self._passed[one] >= PATIENCE * SIZES[one.size - 1]]
         return late[-1] if late else lanes[0]
@@ -134,6 +138,8 @@ class Turns:
         """Charge a job that this worker has taken.
 
         lane: None if the job has not waited in a lane."""
+        if not self._passed:
+            return  # no other job waits
         self._credit[urgency] -= tokens
         if lane is None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -94,6 +95,25 @@ def test_nobody_saves_up_more_than_a_round() -> None:
     first = served(turns, {loose: 1000, tight: 1000}, 20)
     assert first[:9] == [tight] * 9, "the other has saved nothing"
     assert 1 <= first.count(loose) <= 3, "and itself one round: then it is the other's turn"
+
+
+def test_what_was_taken_while_nobody_waited_is_owed_to_nobody() -> None:
+    turns = Turns()
+    for _ in range(100):
+        turns.took(TIGHT, 10_000)
+    turns.fill(Lane(NORMAL, 0))
+    turns.fill(Lane(TIGHT, 0))
+    assert turns.urgent
+
+
+def test_a_job_that_costs_many_rounds_is_charged_for_them_at_once() -> None:
+    turns, loose = Turns(), Lane(LOOSE, 0)
+    turns.fill(loose)
+    turns.took(LOOSE, 5_000_000 * QUANTUM - 1)
+    began = time.process_time()
+    assert turns.next() == loose
+    assert time.process_time() - began < 0.5
+    assert turns._credit[LOOSE] == 1, "as many rounds as it needs, and no more"
 
 
 def test_an_urgent_job_comes_next_while_its_urgency_has_credit() -> None:
