@@ -190,7 +190,7 @@ def _model_and_flags(
     model = given or (launch.model if launch else "")
     if not model:
         raise ConfigError("which model? Give --model PATH, the same as the cluster's")
-    if launch is not None and model == launch.model:
+    if launch is not None and plan.resolve_model(model) == plan.resolve_model(launch.model):
         return model, [*launch.engine_args, *launch.role_args.get(role, []), *vllm_args]
     base: list[str] = []
     if model == defaults.DEMO:

@@ -75,11 +75,11 @@ class Supervisor:
             plan.check(self._options)
             self._cluster.frontend_url = self._options.frontend_url  # --port 0 is chosen by now
             self._state.prepare()
-            own = os.getpid()
+            own, model = os.getpid(), self._options.model
             self._state.write_launch(
                 Launch(
                     cluster_id=self._cluster_id,
-                    model=self._options.model,
+                    model=model if model == defaults.DEMO else plan.resolve_model(model),
                     engine_args=plan.engine_arguments(self._options),
                     role_args=self._options.role_args,
                     supervisor_pid=own,

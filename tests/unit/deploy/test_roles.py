@@ -77,6 +77,21 @@ class TestRoles:
         assert runner.invoke(cli.app, ["decode", "--seed", "1"]).exit_code == 7
         assert ran[1][3] == ["--dtype=float32", "-tp", "2", "--seed", "1"], "and those of its role"
 
+    @pytest.mark.parametrize("spelling", ["m/", "./m", "~/m"])
+    def test_however_the_path_of_the_clusters_model_is_written(
+        self,
+        ran: list[Any],
+        state_dir: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        spelling: str,
+    ) -> None:
+        self._cluster(state_dir, tmp_path / "m")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert runner.invoke(cli.app, ["decode", "--model", spelling]).exit_code == 7
+        assert ran[0][3] == ["--dtype=float32", "-tp", "2"]
+
     @pytest.mark.parametrize("role", ["decode", "prefill"])
     def test_modes_and_credits(
         self, role: str, ran: list[Any], state_dir: Path, tmp_path: Path

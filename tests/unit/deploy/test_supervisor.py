@@ -135,6 +135,17 @@ async def test_cluster_json_names_the_port_that_was_chosen(rig: Rig) -> None:
         assert int(port) > 0
 
 
+async def test_launch_json_names_the_model_from_any_directory(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    async with rig.up(model="."):
+        launch = rig.state.launch()
+        assert launch is not None
+        assert launch.model == str(tmp_path)
+
+
 async def test_a_worker_starts_when_the_one_before_it_on_its_gpu_is_ready(rig: Rig) -> None:
     for name, after in (("decode-0", ""), ("decode-1", ""), ("prefill-0", "decode-0")):
         rig.add(name, after)
@@ -195,6 +206,7 @@ async def test_an_interrupted_start_leaves_nothing(
     await asyncio.to_thread(eventually, lambda: begun in rig.printed.getvalue(), begun)
     launch = rig.state.launch()
     assert launch is not None
+    assert launch.model == model
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(Interrupted):
         await starting
