@@ -79,7 +79,7 @@ def step(ref: ClusterRef, settings: Settings, state: State) -> Plan:
     last, revision = ask_etcd(ref, last_move)
     seen = _seen(ref)
     if last is not None:
-        seen, state = remembered(last, time.time() - last.at, seen, state)
+        seen, state = remembered(last, revision, time.time() - last.at, seen, state)
     found = scaling.plan(seen, state, settings)
     for move in found.moves:
 
@@ -93,12 +93,17 @@ def step(ref: ClusterRef, settings: Settings, state: State) -> Plan:
 
 
 def remembered(
-    last: RoleMove, age_s: float, seen: Observation, state: State
+    last: RoleMove, revision: int, age_s: float, seen: Observation, state: State
 ) -> tuple[Observation, State]:
-    """Add the last order of any planner to what is known. age_s: how old it is."""
-    age_s = max(0.0, age_s)  # the clocks of two machines differ
-    if seen.at - age_s > state.moved_at:
-        state = replace(state, moved_to=str(last.after), moved_at=seen.at - age_s)
+    """Add the last order of any planner to what is known.
+
+    revision: of its key in etcd. age_s: how old it is by the wall clocks of two machines."""
+    # Clocks differ and are set. So each order is dated once, then its age is by our own clock.
+    if revision != state.noted:
+        state = replace(state, noted=revision)
+        if (at := seen.at - max(0.0, age_s)) > state.moved_at:
+            state = replace(state, moved_to=str(last.after), moved_at=at)
+    age_s = seen.at - state.moved_at
     arrived = any(
         (member.instance_id, member.role) == (last.instance_id, last.after)
         for member in seen.members

@@ -116,12 +116,14 @@ class State:
     """What one look at the cluster passes to the next one.
 
     wanted, since: the role that should get a worker, and since when. Empty: neither.
-    moved_to, moved_at: the new role of the worker that moved last, and when."""
+    moved_to, moved_at: the new role of the worker that moved last, and when.
+    noted: the revision in etcd of the last order that was taken into account."""
 
     wanted: str = ""
     since: float = 0.0
     moved_to: str = ""
     moved_at: float = -math.inf
+    noted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

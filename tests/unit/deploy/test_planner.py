@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -18,7 +19,7 @@ from pullfill.deploy import planner, scaling
 from pullfill.deploy.scaling import DECODE, PREFILL, Member, Observation, Settings, State
 from pullfill.errors import UnavailableError
 from pullfill.registry.client import KeyValue
-from pullfill.wire import RoleMove, WorkerRole, decode
+from pullfill.wire import RoleMove, WorkerRole, decode, encode
 
 REF = ClusterRef("default", "http://h:1", "nats://h:1")
 
@@ -192,14 +193,30 @@ def test_of_two_planners_one_orders(rig: Rig) -> None:
 def test_a_worker_that_died_on_its_way_is_not_waited_for_for_ever() -> None:
     seen = Observation(500.0, (Member("p", PREFILL), Member("d", DECODE)), {})
     gone = RoleMove(instance_id="x", before=WorkerRole.DECODE, after=WorkerRole.PREFILL, at=1000.0)
-    now, state = planner.remembered(gone, planner.ABSENT_S - 1, seen, State())
+    now, state = planner.remembered(gone, 7, planner.ABSENT_S - 1, seen, State())
     assert now.changing == ("x",)
     assert (state.moved_to, state.moved_at) == ("prefill", 500.0 - planner.ABSENT_S + 1)
-    assert planner.remembered(gone, planner.ABSENT_S, seen, State())[0] == seen
+    assert planner.remembered(gone, 7, planner.ABSENT_S, seen, State())[0] == seen
     arrived = replace(seen, members=(*seen.members, Member("x", PREFILL)))
-    assert planner.remembered(gone, 1.0, arrived, State())[0] == arrived
-    ahead, state = planner.remembered(gone, -50.0, seen, State())
+    assert planner.remembered(gone, 7, 1.0, arrived, State())[0] == arrived
+    ahead, state = planner.remembered(gone, 7, -50.0, seen, State())
     assert (ahead.changing, state.moved_at) == (("x",), 500.0)
+    later = replace(seen, at=520.0)
+    assert planner.remembered(gone, 8, -50.0, later, state)[1].moved_at == 520.0, "another order"
+
+
+def test_a_planner_whose_clock_is_ahead_pauses_others_no_longer(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.step()
+    rig.told["workers"][1]["instance_id"] = "decode-4"  # decode-2 has died on its way
+    ahead = msgspec.structs.replace(rig.etcd.move, at=time.time() + 3600.0)
+    rig.etcd.value, now = encode(ahead), time.monotonic()
+    monkeypatch.setattr(planner.time, "monotonic", lambda: now)
+    found = rig.step()
+    assert not found.moves
+    now += planner.ABSENT_S
+    assert planner.step(REF, Settings(settle_s=0.0), found.state).moves
 
 
 def test_a_look_that_fails_does_not_end_a_watch(
