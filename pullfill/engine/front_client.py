@@ -134,6 +134,8 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self._wake = asyncio.Event()
         self._reader: asyncio.Task[Any] | None = None
         self._stats: dict[str, tuple[int, int, float]] = {}
+        self._own_len = vllm_config.model_config.max_model_len
+        self._lens: dict[str, int] = {}
 
     def shutdown(self, timeout: float | None = None) -> None:
         """The pool that feeds us is closed by its owner."""
@@ -199,19 +201,27 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
 
     def joined(self, welcome: DecodeWelcome) -> None:
         """A worker takes requests now."""
-        model = self._config.model_config
+        self._lens[welcome.decode_instance] = welcome.max_model_len
+        self._set_max_model_len()
         cache = self._config.cache_config
-        if welcome.max_model_len < model.max_model_len:
-            # A worker fitted it to its memory: prompts are checked against the smallest.
-            model.max_model_len = welcome.max_model_len
-            for name in _CACHED_LIMITS:
-                self.renderer.__dict__.pop(name, None)
         cache.block_size = welcome.block_size
         cache.num_gpu_blocks = welcome.num_gpu_blocks
 
     def left(self, instance_id: str) -> None:
         """A worker is gone."""
         self._stats.pop(instance_id, None)
+        self._lens.pop(instance_id, None)
+        self._set_max_model_len()
+
+    def _set_max_model_len(self) -> None:
+        """Check prompts against the smallest worker: it may have fitted the limit to its memory."""
+        model = self._config.model_config
+        least = min([self._own_len, *self._lens.values()])
+        if least != model.max_model_len:
+            _log.info("max_model_len is now %d, the least of ours and of the workers", least)
+            model.max_model_len = least
+            for name in _CACHED_LIMITS:
+                self.renderer.__dict__.pop(name, None)
 
     # ---------------------------------------------------------------- utilities
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from pullfill.engine import request_limits
+from pullfill.engine.front_wire import DecodeWelcome
 from tests.support.late import Late
 
 front_client: Any = Late("pullfill.engine.front_client")
@@ -25,9 +26,44 @@ class Port:
         self.aborted.append((list(request_ids), answered))
 
 
+def config() -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=4096), cache_config=SimpleNamespace()
+    )
+
+
+def welcome(name: str, max_model_len: int) -> DecodeWelcome:
+    return DecodeWelcome(
+        decode_instance=name, vllm_version="", max_model_len=max_model_len, num_gpu_blocks=9,
+        block_size=16, supported_tasks=[],
+    )  # fmt: skip
+
+
+def test_prompts_are_limited_by_the_smallest_worker_that_is_there() -> None:
+    configured, port = config(), cast("Any", Port())
+    client = front_client.DecodeClient(configured, port)
+    cached = "default_chat_tok_params"
+    client.renderer = SimpleNamespace()
+    seen = []
+    for change in (
+        lambda: client.joined(welcome("a", 4096)),
+        lambda: client.joined(welcome("small", 512)),
+        lambda: client.joined(welcome("b", 8192)),
+        lambda: client.left("small"),
+        lambda: client.left("a"),
+        lambda: client.left("b"),
+    ):
+        setattr(client.renderer, cached, "of the limit before")
+        before = configured.model_config.max_model_len
+        change()
+        seen.append(configured.model_config.max_model_len)
+        assert hasattr(client.renderer, cached) is (seen[-1] == before)
+    assert seen == [4096, 512, 512, 4096, 4096, 4096]
+
+
 async def test_an_abort_by_the_reader_of_outputs_is_a_stop_string() -> None:
     port: Any = Port()
-    client = front_client.DecodeClient(None, port)
+    client = front_client.DecodeClient(config(), port)
 
     async def read() -> None:
         """As `AsyncLLM._run_output_handler` does."""
