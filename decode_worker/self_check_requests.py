@@ -19,6 +19,7 @@ from pullfill.decode_worker.conditional_router import Decision
 from pullfill.engine import requests
 from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.ids import new_job_id
+from pullfill.runtime import log
 from pullfill.transfer.digest import BlockDigester, copies_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from pullfill.decode_worker.request_trace import RequestTraces
     from pullfill.engine.host import EngineHost
     from pullfill.transfer.contract import LocalMemory
+
+logger = log.get("decode_worker.self_check")
 
 CLIENT = -1
 """The client index of these requests. No frontend has it."""
@@ -160,7 +163,12 @@ class Trials:
         if trial is None or not trial.blocks or min(map(len, tables), default=0) < trial.blocks:
             return
         ids = [block for table in tables for block in table[: trial.blocks]]
-        trial.pages = [self._of_layers(reader.pages(ids), trial.blocks) for reader in self._readers]
+        try:
+            trial.pages = [
+                self._of_layers(reader.pages(ids), trial.blocks) for reader in self._readers
+            ]
+        except Exception:  # e.g. no free memory on the GPU: the check is made again later
+            logger.exception("the KV of a self-check could not be read")
 
     def _of_layers(self, pages: Pages, blocks: int) -> Pages:
         """Fill the memory that no layer of the blocks' group uses with zeros.
