@@ -238,6 +238,9 @@ def reach_any(
     if not memories:
         return None
     names = pulled_over(memories[0], options.transports)
+    if options.transports is None:  # what does not work here was not asked for
+        found = catalogue.survey(memories[0].device, names)
+        names = frozenset(name for name, why_not in found.items() if why_not is None)
     transports = catalogue.peers(names, memories[0], key)
 
     def reach(regions: Sequence[RegionDescriptor]) -> Open:

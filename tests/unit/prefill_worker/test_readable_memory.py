@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from pullfill.decode_worker.kv_reader import reach_for
-from pullfill.errors import Fenced, IncompatibleError
+from pullfill.errors import ConfigError, Fenced, IncompatibleError
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.readable_memory import open_region
+from pullfill.transfer import catalogue
 from pullfill.transfer.shm.files import RegionFiles, create_kv
 from pullfill.transfer.shm.ranks import MappedRank
 from pullfill.wire import KvMode
@@ -61,6 +63,22 @@ def test_a_decode_worker_reads_what_the_fence_lets_it(name: str, tmp_path: Path)
         session.close()
         memory.close(prefill.context)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_transport_that_does_not_work_here_keeps_nobody_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "_why_not_mapped", lambda *_: "MPS runs here")
+    prefill = Prefill(tmp_path, frozenset({"tcp"}))
+    ours = [memory_over(random_bytes(extent(DENSE), seed=6), DENSE)]
+    reach = reach_for(ours, PULL, None)
+    assert reach is not None
+    session = reach(prefill.regions)()
+    assert session.transport == "tcp"
+    session.close()
+    memory.close(prefill.context)
+    with pytest.raises(ConfigError, match="--transports shm: MPS runs here"):
+        reach_for(ours, replace(PULL, transports=frozenset({"shm"})), None)
 
 
 def test_a_port_that_was_asked_for_and_one_that_is_told(tmp_path: Path) -> None:
