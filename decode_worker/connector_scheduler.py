@@ -88,6 +88,7 @@ class ConnectorScheduler:
         self._scheduled: deque[list[OpenedJob]] = deque()
         self._loading: dict[str, OpenedJob | Settle] = {}
         self._late: list[Settle] = []
+        self.in_flight = set[Any]()
         self.tier: Tier | None = None
         self.meter: StepMeter | None = None
         self.fetching: FetchChoice | None = None
@@ -148,6 +149,8 @@ class ConnectorScheduler:
         brought. vLLM may ask many times about one request. Only `enqueue` makes a decision count.
 
         hit_tokens: length of the prefix hit on this worker, without the tier's."""
+        # Asked of, it has no blocks. After a failed fetch vLLM still reserves some for it.
+        self.in_flight.discard(request)
         first = request.prompt_token_ids[0] if request.prompt_token_ids else 0
         failpoints.hit(f"decode.prompt.{first}")
         context = self._context

@@ -78,6 +78,7 @@ class DecodeHooks(EngineHooks):
         self._ledger = engine.context.ledger
         self._scheduler = engine.context.scheduler
         self._scheduler.tier = self._tier = kv.tier_of(engine.core)
+        self._scheduler.in_flight = engine.core.scheduler._inflight_prefills
         self.meter = StepMeter(engine.context, PrefillChunks(engine.core))
         self._scheduler.meter = self.meter
         if options.reserve_seats:

@@ -77,7 +77,7 @@ class FakePool:
         self.free_blocks([self.blocks[i] for i in ids])
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class FakeRequest:
     """The attributes of vLLM's Request that the scheduler halves read."""
 
