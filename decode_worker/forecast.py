@@ -30,6 +30,8 @@ ASSUMED_BYTES_PER_S = 125e6
 FORGET_S = 300.0
 """How long a measured link counts for decisions. After a bad measurement no job would go there and
 measure it again."""
+REMEMBER_S = 3600.0
+"""How long a measured link counts for deadlines. Its worker may be gone by then."""
 _WRITES = 8
 """How many of the last writes over a link are kept. Their median counts, so a single slow one does
 not matter."""
@@ -93,8 +95,9 @@ class Forecaster:
         if workers > len(loads) > 0:
             done = done * workers // len(loads)
         ahead = max(depth_tokens - done, own_tokens, 0)
-        links = list(self._links.values())
-        since = self._clock.monotonic() - FORGET_S
+        now = self._clock.monotonic()
+        links = [link for link in self._links.values() if link.at > now - REMEMBER_S]
+        since = now - FORGET_S
         sure_of = [link for link in links if link.at > since and len(link.writes) >= _SURE]
         recent = [link.per_block_s for link in sure_of]
         per_block_s = sum(recent) / len(recent) if recent else 0.0

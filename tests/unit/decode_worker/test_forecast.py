@@ -105,6 +105,9 @@ def test_the_writing_is_measured_by_link_and_the_slowest_sets_the_deadline() -> 
     late = of(made, 16_000, [load(1e6)])
     assert late.write_s == 0, "or nobody would ever measure it again"
     assert late.commit_within_s == told.commit_within_s, "but it has the time"
+    clock.advance(forecasts.REMEMBER_S)
+    forgotten, fresh = (of(one, 16_000, [load(1e6)]) for one in (made, forecaster()[0]))
+    assert forgotten == fresh
 
 
 def test_a_link_that_became_slow_is_noticed_and_one_hold_up_is_not() -> None:
