@@ -62,8 +62,8 @@ def build_config(
     args.kv_transfer_config = KVTransferConfig(
         **ours, engine_id=engine_id, kv_load_failure_policy="recompute"
     )
-    if args.async_scheduling is None and _is_cpu():
-        # Nothing to overlap with on a CPU, and one step less between commit and first token.
+    if args.async_scheduling is None:
+        # With it, a step is under way whenever there are requests: docs/decisions.md, 47.
         args.async_scheduling = False
     if args.worker_cls == "auto" and _is_cpu():
         # Else a seeded request ends the engine at the first chunk of its prompt.

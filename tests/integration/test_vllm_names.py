@@ -20,7 +20,7 @@ import pytest
 import pullfill
 from pullfill import releases
 from pullfill.deploy import known_flags
-from pullfill.engine import check
+from pullfill.engine import args, check
 from pullfill.engine.args import build_config, flag_parser
 from pullfill.engine.attention import of_rank
 from pullfill.engine.kv import device_of, executor_without_model
@@ -52,6 +52,28 @@ def test_flags_and_the_platform_are_looked_at_before_the_model(
     monkeypatch.setattr(vllm.platforms, "_current_platform", UnspecifiedPlatform())
     with pytest.raises(ConfigError, match="no NVIDIA driver"):
         build()
+
+
+@pytest.mark.parametrize(("flags", "overlap"), [([], False), (["--async-scheduling"], True)])
+def test_steps_overlap_only_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], overlap: bool
+) -> None:
+    """vLLM's CPU build never lets them overlap, so the configuration is not made here."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    asked: list[bool | None] = []
+
+    def make(engine_args: AsyncEngineArgs) -> None:
+        asked.append(engine_args.async_scheduling)
+        raise ValueError("that is all")
+
+    monkeypatch.setattr(args, "_is_cpu", lambda: False)
+    monkeypatch.setattr(AsyncEngineArgs, "create_engine_config", make)
+    with pytest.raises(ConfigError, match="that is all"):
+        build_config(
+            str(tmp_path), flags, connector="c", module="m", kv_role="kv_both", engine_id="e"
+        )
+    assert asked == [overlap]
 
 
 def test_the_names_of_all_flags_are_known() -> None:
