@@ -34,7 +34,7 @@ from pullfill.deploy.procs import is_alive, send
 from pullfill.deploy.readiness import keep_frontends_off, wait_ready
 from pullfill.deploy.state import identity
 from pullfill.deploy.up_options import UpOptions
-from pullfill.errors import ConfigError, PullfillError, UnavailableError
+from pullfill.errors import ConfigError, PullfillError, RegistryUnavailable, UnavailableError
 from pullfill.runtime.lifecycle import EXIT_S
 
 COUNTS = {"decode": "decode", "prefill": "prefill", "frontend": "frontends"}
@@ -151,6 +151,12 @@ class Changes:
                                   f"there are: {', '.join(known) or 'none'}")  # fmt: skip
 
     async def _restart(self, name: str, say: Say) -> None:
+        try:
+            async with etcd_of(self._ref):
+                pass
+        except RegistryUnavailable as exc:
+            why = f"{name} was not restarted, because it could not join again: {exc}"
+            raise UnavailableError(why) from exc
         role = self._children.entry(name).role
         if self._there(role) == [name] and role != "prefill":
             say(f"{name} is the only {role} here: requests are refused until it is back")

@@ -51,6 +51,13 @@ class Rig:
         self.place = defaults.Placement()
         self.fails: set[str] = set()
         self.error: type[UnavailableError] = StartFailed
+        self.etcd_away = False
+
+    @asynccontextmanager
+    async def etcd_of(self, _: ClusterRef) -> AsyncIterator[None]:
+        if self.etcd_away:
+            raise RegistryUnavailable("etcd did not answer")
+        yield
 
     def spec(self, name: str) -> plan.ProcessSpec:
         role = name.split("-")[0]
@@ -110,6 +117,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
     monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
     monkeypatch.setattr(defaults, "usable_cores", lambda: [0, 1, 2])
     monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(changes, "etcd_of", rig.etcd_of)
     monkeypatch.setattr(changes, "wait_ready", rig.ready)
     monkeypatch.setattr(changes, "keep_frontends_off", lambda *_: None)
     monkeypatch.setattr(keeper, "keep_frontends_off", lambda *_: None)
@@ -206,6 +214,16 @@ async def test_a_restart_is_no_death(rig: Rig) -> None:
         await asyncio.to_thread(
             eventually, lambda: rig.children.entry("decode-1").restarts == 1, "it is kept"
         )
+
+
+async def test_nothing_ends_for_a_restart_while_etcd_is_away(rig: Rig) -> None:
+    rig.etcd_away = True
+    async with rig.up():
+        before = {name: rig.pid(name) for name in rig.alive}
+        with pytest.raises(UnavailableError, match=r"decode-1 was not restarted.*etcd did not"):
+            await rig.order(Restart(names=["decode-1"]))
+        assert {name: rig.pid(name) for name in rig.alive} == before
+        assert rig.said == []
 
 
 async def test_the_only_one_is_told(rig: Rig) -> None:
