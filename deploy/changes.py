@@ -136,6 +136,7 @@ class Changes:
         await self._keeper.forget(*names)
         entries = [self._children.entry(name) for name in names]
         await stop_phase(entries, self._children.view, 0.0, lambda: True)
+        remove_shared_memory([entry.instance_id for entry in entries if entry.instance_id])
         for name in names:
             await self._keeper.locked(partial(self._children.remove, name))
 

@@ -23,6 +23,7 @@ from pullfill.deploy.procs import is_alive
 from pullfill.deploy.state import Launch, StateDir, identity
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError, RegistryUnavailable, UnavailableError
+from pullfill.net.this_host import SHM_DIR_ENV
 from pullfill.options import ForwarderName, FrontendOptions
 from tests.support.waiting import eventually
 
@@ -163,8 +164,15 @@ async def test_as_it_is(rig: Rig) -> None:
 @pytest.mark.parametrize("error", [StartFailed, RegistryUnavailable])
 @pytest.mark.parametrize("gpus", [(), (0,)], ids=["together", "one by one"])
 async def test_if_one_does_not_start_all_are_taken_back(
-    rig: Rig, error: type[UnavailableError], gpus: tuple[int, ...]
+    rig: Rig,
+    error: type[UnavailableError],
+    gpus: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
+    left = tmp_path / "pullfill-prefill-1-first-kv"
+    left.touch()
     rig.fails.add("prefill-2")
     rig.error, rig.place = error, defaults.Placement(gpus=gpus)
     async with rig.up():
@@ -174,6 +182,7 @@ async def test_if_one_does_not_start_all_are_taken_back(
         assert rig.alive == before, "and decode-1 still runs"
         assert set(rig.keeper.watched) == before
         assert rig.options.prefill == 1
+        assert not left.exists()
 
 
 @pytest.mark.parametrize(
