@@ -214,20 +214,20 @@ class JetStreamConsumer:
 
     async def _take(self, lane: Lane | None, deadline: float) -> bool:
         """Ask a lane for what is there now. False: there is nothing."""
-        now = SYSTEM_CLOCK.monotonic()
-        if lane is None:
-            self._first_at = now + FIRST_EVERY_S
         await self.acks.push()
         request = await self._requests.ask(lane)
-        answered = await self._answered(request, now + GRACE_S)
+        answered = await self._answered(request, SYSTEM_CLOCK.monotonic() + GRACE_S)
         self._requests.asking = None
-        if not answered and lane is not None:
-            self.lanes.turns.empty(lane)
-        if not answered:
+        if lane is None:
+            self._first_at = SYSTEM_CLOCK.monotonic() + FIRST_EVERY_S
+        if not (answered or self.health.up):
             raise QueueUnavailable(f"NATS at {self.connection.shown_url} does not answer pulls")
-        if not request.status:
+        if not answered:
+            # NATS is silent while as many jobs are in flight as the consumer allows.
+            await self._requests.withdraw()
+        elif not request.status:
             return True
-        if lane is None and not request.found_nothing:
+        elif lane is None and not request.found_nothing:
             await self._heal(request.status, deadline)
             return True
         if lane is not None:

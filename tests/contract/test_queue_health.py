@@ -23,8 +23,12 @@ from pullfill.prefill_worker.pulling import Pulling
 from pullfill.queue import pulse, streams
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from pullfill.queue.lanes import LOOK_S
+from pullfill.queue.names import consumer_of
 from pullfill.queue.nats_connection import NatsConnection, NoResponders
 from pullfill.queue.producer import BUSY_REFRESH_S
+from pullfill.queue.pull_requests import GRACE_S
+from pullfill.queue.urgency import LANES, Urgency
 from pullfill.runtime.health import UP
 from pullfill.wire import QueueSettings
 from tests.support.control_rig import Decode, hello
@@ -220,6 +224,36 @@ async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_wo
         assert "no quorum" in str(consumer.health.status().error)
     assert await consumer.pull(1, 1, 0.1) == []
     assert consumer.health.up
+
+
+async def test_a_lane_with_as_many_jobs_in_flight_as_it_may_have_is_no_outage(ends: Ends) -> None:
+    """NATS answers no request for a job of the lane then."""
+    producer, consumer = ends.producer, ends.consumer
+    await producer.publish("first", b"", 10)
+    for name in ("held", "stopped", "stopped too"):
+        await producer.publish(name, b"", 10)
+    await until(lambda: bool(consumer.lanes.turns))
+    for _ in range(2):
+        [held] = await consumer.pull(1, 1, HANG_S)
+    consumers = f"{consumer._names.stream}.{consumer_of(LANES[4])}"
+    info = await producer.connection.api(f"CONSUMER.INFO.{consumers}")
+    assert info["num_ack_pending"] == 1
+    assert info["config"]["max_ack_pending"] > QueueConfig("", "").max_jobs
+    changed = {"stream_name": consumer._names.stream, "config": info["config"]}
+    changed["config"]["max_ack_pending"] = 1  # as an operator may have it
+    await producer.connection.api(f"CONSUMER.CREATE.{consumers}", changed)
+    turns: list[bool] = []
+    consumer.health.on_change = lambda: turns.append(consumer.health.up)
+    pulling = asyncio.create_task(consumer.pull(1, 1, 2 * GRACE_S))
+    await until(lambda: consumer._requests.asking is not None)
+    await asyncio.sleep(0.1)
+    await producer.publish("tight", b"", 10, Urgency.TIGHT)
+    assert [job.job_id for job in await pulling] == ["tight"]
+    assert turns == []
+    info = await producer.connection.api(f"CONSUMER.INFO.{consumers}")
+    assert info["num_waiting"] == 0, "the request was withdrawn"
+    await held.ack()
+    assert [job.job_id for job in await consumer.pull(1, 1, 2 * LOOK_S)] == ["stopped"]
 
 
 async def test_a_server_with_a_full_disk_costs_one_answer_until_it_is_restarted(
