@@ -38,6 +38,9 @@ _log = log.get("frontend.decode_connection")
 _load_report = decoder(front_wire.LoadReport)
 _BATCH = 64
 """Messages read before other callbacks of the loop get their turn."""
+_LAST = 2048
+"""Messages read after the connection broke. It takes less than the 200 ms until ZMQ connects again.
+After that, messages may be missing."""
 
 
 class ConnectionState(enum.StrEnum):
@@ -189,8 +192,8 @@ class DecodeConnection:
         self._monitor.close(0)
         self._socket.close(200)
 
-    def _on_readable(self) -> None:
-        for _ in range(_BATCH):
+    def _on_readable(self, most: int = _BATCH) -> None:
+        for _ in range(most):
             if self._socket.closed or not front_wire.readable(self._socket):
                 return
             frames = front_wire.receive(self._socket)
@@ -250,7 +253,7 @@ class DecodeConnection:
             elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.trouble = ""  # HELO leaves now: from here on a break may have lost it
             elif event["event"] == zmq.EVENT_DISCONNECTED and not self.trouble:
-                self._on_readable()  # what arrived before the break still counts
+                self._on_readable(_LAST)  # what arrived before the break still counts
                 if self.state not in (ConnectionState.CLOSED, ConnectionState.REFUSED):
                     self.lose("its connection broke")
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import Any
 
 import msgspec
@@ -67,6 +68,25 @@ async def test_a_hello_lost_in_flight_is_sent_again() -> None:
         worker.start()
         await r.ready(1)
     worker.die()
+
+
+async def test_all_outputs_that_came_before_a_break_count() -> None:
+    """The loop was busy, so many of them wait."""
+    worker = FakeDecode("decode-1", stop_after=300)
+
+    def be_busy() -> None:
+        while not worker.active or worker.active[0].sent < 300:
+            time.sleep(0.01)
+        time.sleep(0.2)  # ZMQ's thread writes what it has
+        worker.die()
+        time.sleep(0.2)
+
+    async with rig(worker) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("a", max_tokens=400))
+        be_busy()
+        await until(lambda: r.sink.gone == ["decode-1"])
+        assert len(r.sink.tokens["a"]) == 300
 
 
 async def test_a_worker_without_requests_is_asked_less_often(
