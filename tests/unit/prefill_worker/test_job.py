@@ -317,7 +317,7 @@ async def test_quiet_is_said_when_the_copy_is_over_and_no_thread_waits_for_it() 
     worker.revoke()
     await asyncio.sleep(0.02)
     assert [type(said) for said in worker.sent] == [GiveUp]
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert worker.runner.in_flight == 1, "a drain waits for it"
     await asyncio.to_thread(task.submitted_over)
     await worker.over()
