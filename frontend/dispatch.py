@@ -96,13 +96,9 @@ class Dispatcher:
         self._patience_s = max(waiting.RESEND_WAIT_MAX_S, restart_wait_s)
         self._restart_wait_s = restart_wait_s
         self.suspects = Suspects(
-            self._patience_s,
-            self._on_refused,
-            self._waiting.all_soon,
-            self._recall,
-            board,
-            self.flights.values,
-        )
+            self._patience_s, self._on_refused, self._waiting.all_soon, self._recall,
+            board, self.flights.values,
+        )  # fmt: skip
 
     def bind(self, sink: DecodeClient) -> None:
         """Set where outputs go. Call it before the first worker is connected."""
@@ -162,6 +158,7 @@ class Dispatcher:
         assert worker.welcome is not None
         self._tasks = self._tasks or tuple(worker.welcome.supported_tasks)
         self._sink.joined(worker.welcome)
+        self.suspects.turns.workers[worker.instance_id] = worker
         self.suspects.on_return(worker.process)
         self._waiting.all_soon()
 
@@ -170,6 +167,7 @@ class Dispatcher:
         flights, worker.flights = list(worker.flights.values()), {}
         self.balancer.lost(worker)
         self._sink.left(worker.instance_id)
+        self.suspects.turns.workers.pop(worker.instance_id, None)
         self._calls.on_lost(worker, reason)
         if died:
             self.suspects.on_death(worker.process, flights)

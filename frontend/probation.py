@@ -54,7 +54,8 @@ class Turns:
 
     patience_s: how long it is worth waiting for another worker.
     open: the requests that wait for a turn or are on probation.
-    last_death: loop time of the last death."""
+    last_death: loop time of the last death.
+    workers: those that are connected, by instance id. The dispatcher keeps it."""
 
     def __init__(self, patience_s: float, probations: Probations) -> None:
         self._patience_s = patience_s
@@ -64,8 +65,10 @@ class Turns:
         self._salt = random.random()
         # Cached for one turn of the loop, in which hundreds of requests may ask.
         self._full_at = 0.0
+        self._shared = 0.0, False
         self.open: set[Flight] = set()
         self.last_death = 0.0
+        self.workers: dict[str, DecodeConnection] = {}
 
     def around(
         self, flight: Flight, workers: Sequence[DecodeConnection], now: float
@@ -108,7 +111,9 @@ class Turns:
             if holds(first, now):
                 return None
         since = max(flight.asked_at, self.last_death)
-        shared = self._probations.shared
+        if now != self._shared[0]:
+            self._shared = now, self._probations.shared
+        shared = self._shared[1]
         if suspect.grave and now < since + OTHERS_S and shared:
             return None
         if suspect.grave and len(workers) == 1 and workers[0].flights:
@@ -154,6 +159,11 @@ class Turns:
                 return worker
         self._full_at = now
         return None
+
+    def quiet(self, instance_id: str, now: float) -> bool:
+        """Whether no request at the worker prevents a probation of another frontend there."""
+        worker = self.workers.get(instance_id)
+        return worker is None or not any(self.prevents(f, now) for f in worker.flights.values())
 
     def prevents(self, flight: Flight, now: float) -> bool:
         """Whether the request prevents a probation of another frontend at its worker."""

@@ -215,12 +215,7 @@ class Suspects:
 
     def quiet(self, instance_id: str) -> bool:
         """Whether none of our requests at that worker could be suspected if it died now."""
-        now = self._loop.time()
-        return not any(
-            self.turns.prevents(flight, now)
-            for flight in self._flights()
-            if flight.worker is not None and flight.worker.instance_id == instance_id
-        )
+        return self.turns.quiet(instance_id, self._loop.time())
 
     def on_return(self, process: str) -> None:
         """A process that was taken for dead has connected again."""

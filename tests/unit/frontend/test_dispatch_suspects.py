@@ -301,3 +301,21 @@ async def test_of_copies_of_a_suspect_one_is_tried_and_its_output_clears_all(
         await until(lambda: len(r.sink.finished) == 3)
         assert not r.dispatcher.suspects.listed()
         assert len(second.added) >= 1
+
+
+async def test_only_the_requests_of_a_worker_tell_whether_it_is_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another frontend's probation asks 50 times a second, and there may be thousands elsewhere."""
+    busy, idle = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
+    async with rig(busy, idle) as r:
+        await r.ready(2)
+        r.dispatcher.submit(request("a"))
+        await until(lambda: bool(busy.added))
+        monkeypatch.setattr(r.dispatcher.suspects, "_flights", None)
+        quiet = r.dispatcher.suspects.quiet
+        assert (quiet("decode-1"), quiet("decode-2"), quiet("unknown")) == (False, True, True)
+        monkeypatch.undo()
+        await asyncio.to_thread(busy.die)
+        await until(lambda: bool(r.sink.gone))
+        assert quiet("decode-1")

@@ -148,3 +148,19 @@ def test_a_probation_is_asked_for_before_the_suspect_is_sent() -> None:
     assert turn(turns, d, NOW + 1.1, worker) is None, "another frontend may have something there"
     others.trials[d.fingerprint] = Trial("a")
     assert turn(turns, d, NOW + 1.2, worker) is worker
+
+
+def test_many_suspects_that_wait_count_the_frontends_once() -> None:
+    counted = []
+
+    class Counted(Others):
+        @property
+        def shared(self) -> bool:  # type: ignore[override]
+            counted.append(1)
+            return True
+
+    turns, worker = Turns(0.0, Counted()), Worker("a")
+    for now, times in ((NOW, 1), (NOW + 1.0, 2)):
+        for name in "xyz":
+            turn(turns, suspect(name, likely=True), now, worker)
+        assert len(counted) == times
