@@ -39,6 +39,14 @@ FRONTEND_ONLY = frozenset(
     """.split()
 )
 """Flags of vLLM's API server. Workers do not have one."""
+_NOT_SERVED = {
+    "disable-access-log-for-endpoints": "--disable-uvicorn-access-log drops all of these lines",
+    "enable-ssl-refresh": "restart it when it has a new certificate",
+    "h11-max-header-count": "h11 does not parse its requests",
+    "h11-max-incomplete-event-size": "h11 does not parse its requests",
+    "uds": "it listens at --host and --port",
+}
+"""Flags of vLLM's API server that our frontend has no use for, and what to know instead."""
 _SPECULATION = ("speculative-config", "sc", "spec-method", "spec-model", "spec-tokens")
 
 
@@ -91,7 +99,7 @@ def for_frontend(arguments: Sequence[str]) -> list[str]:
 
 def check(arguments: Sequence[str]) -> None:
     """Refuse stray words, flags that vLLM does not have, that pullfill sets itself, and flags that
-    workers do not support.
+    workers or frontends do not support.
 
     Raises ConfigError."""
     try:
@@ -108,6 +116,8 @@ def check(arguments: Sequence[str]) -> None:
             raise ConfigError(
                 f"{given} is pullfill's own to set: remove it, or name vLLM's OffloadingConnector"
             )
+        if name in _NOT_SERVED and not given.startswith("--no-"):
+            raise ConfigError(f"{given}: not supported by pullfill's frontend: {_NOT_SERVED[name]}")
         alone = name in _SIZE and [joined or "", *values][-1] == "1"
         if _DATA_PARALLEL.match(name) and not alone:
             raise ConfigError(f"{given}: {NO_DATA_PARALLEL}")

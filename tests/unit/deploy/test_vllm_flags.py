@@ -70,6 +70,21 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("given", "instead"),
         [
+            (["--uds", "/run/s"], "--host and --port"),
+            (["--enable-ssl-refresh"], "restart it"),
+            (["--h11_max_header_count=9"], "h11 does not"),
+            (["--h11-max-incomplete-event-size", "9"], "h11 does not"),
+            (["--disable-access-log-for-endpoints", "/ping"], "--disable-uvicorn-access-log"),
+        ],
+    )
+    def test_what_the_frontend_does_not_serve(self, given: list[str], instead: str) -> None:
+        with pytest.raises(ConfigError, match=f"not supported by pullfill's frontend: .*{instead}"):
+            vllm_flags.check(given)
+        vllm_flags.check(["--no-enable-ssl-refresh"])
+
+    @pytest.mark.parametrize(
+        ("given", "instead"),
+        [
             (["--data-parallel-size", "2"], "--decode N"),
             (["--data_parallel_size=2"], "--decode N"),
             (["-dp", "2"], "--decode N"),

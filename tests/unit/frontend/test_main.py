@@ -1,12 +1,16 @@
-"""The address that the frontend listens on."""
+"""The address that the frontend listens on, and what vLLM's flags change in its HTTP server."""
 
 from __future__ import annotations
 
 import socket
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pullfill.errors import ConfigError
+from pullfill.frontend import main
 from pullfill.frontend.main import bind, listeners_of, url_of
 from pullfill.options import FrontendOptions
 
@@ -50,3 +54,25 @@ def test_frontends_that_share_a_port_get_connections_only_once_they_listen() -> 
 def test_a_port_to_share_has_a_number() -> None:
     with pytest.raises(ConfigError, match="--own-port"):
         listeners_of(FrontendOptions(port=0, own_port=0))
+
+
+async def test_tls_flags_of_vllms_server_reach_uvicorn(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told(Exception):
+        """Ends the call."""
+
+    told: dict[str, Any] = {}
+
+    def config(app: object, **options: Any) -> None:
+        told.update(options)
+        raise Told
+
+    monkeypatch.setattr("uvicorn.Config", config)
+    tls = {f"ssl_{name}": name for name in ("keyfile", "certfile", "ca_certs", "ciphers")}
+    args = Namespace(
+        uvicorn_log_level="info", disable_uvicorn_access_log=False, ssl_cert_reqs=2, **tls
+    )
+    frontend: Any = SimpleNamespace(_options=FrontendOptions())
+    never: Any = None
+    with pytest.raises(Told):
+        await main._Frontend._http(frontend, never, SimpleNamespace(args=args), never, never)
+    assert {name: told[name] for name in tls} == tls
