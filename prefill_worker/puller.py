@@ -80,6 +80,7 @@ class Puller:
         self._room = Bell()
         self._task: asyncio.Task[None] | None = None
         self._paused = False
+        self._pulling: asyncio.Timeout | None = None
         self._pause_s = _PAUSE_SOONEST_S
 
     def start(self) -> None:
@@ -91,8 +92,12 @@ class Puller:
         self._room.ring()
 
     def pause(self, paused: bool) -> None:
-        """Stop or continue pulling. While paused, a job that a running pull brings gets a nak."""
+        """Stop or continue pulling. A pull that waits ends now.
+
+        A job that it brought would get a nak, and use up one of its `max_deliver` deliveries."""
         self._paused = paused
+        if paused and self._pulling is not None and not self._pulling.expired():
+            self._pulling.reschedule(asyncio.get_running_loop().time())
         self._room.ring()
 
     async def stop(self) -> None:
@@ -147,17 +152,23 @@ class Puller:
             await self._wait_for_room(_WAIT_S)
             return
         now = asyncio.get_running_loop().time()
+        pulling = self._pulling = asyncio.timeout(None)
         try:
             # One job per pull. A pull for more would wait until it knows that there are no more.
             # The next pull gets the next job just as soon.
             wait_s = timer_grid.before(now + _WAIT_S, _WAIT_S / 2) - now
-            deliveries = await self._consumer.pull(free, 1, wait_s, urgent_only=full)
+            async with pulling:
+                deliveries = await self._consumer.pull(free, 1, wait_s, urgent_only=full)
         except Exception as exc:
+            if pulling.expired():
+                return  # `pause` has ended it
             level = logger.debug if isinstance(exc, PullfillError) else logger.exception
             level("no jobs now: %s", exc)
             await self._wait_for_room(self._pause_s)
             self._pause_s = min(self._pause_s * 2, _PAUSE_LATEST_S)
             return
+        finally:
+            self._pulling = None
         self._pause_s = _PAUSE_SOONEST_S
         for delivery in deliveries:
             if not self._paused:

@@ -5,7 +5,7 @@ Life: `connect` → `pull` repeatedly (one caller at a time) → `drain` → `cl
 Each pull request asks for one job, so a worker never holds jobs that it has no budget for. One
 request waits for a job that is in no lane. While jobs wait in lanes (lanes.py), others ask the lane
 whose turn it is for what is there now. Every FIRST_EVERY_S one asks for a job that is in no lane
-instead. If a pull is cancelled, the next one waits for the same request.
+instead. If a pull is cancelled, its request is withdrawn.
 A job that arrives while nobody pulls is given back at once.
 
 A job may also come on the direct subject, while the stream has no leader (producer.py). A worker
@@ -169,6 +169,8 @@ class JetStreamConsumer:
                     taken.append(job)
                     tokens += job.tokens
                     self.lanes.turns.took(job.urgency, job.tokens, job.lane)
+                if self._requests.lives and any(job.lane for job in taken):
+                    await self._requests.withdraw()
             except QueueUnavailable as exc:
                 if self.connection.up and self.health.up:  # it is JetStream that does not work
                     self.health.failed(str(exc), PULLS)
@@ -176,13 +178,13 @@ class JetStreamConsumer:
                     raise
             except BaseException:
                 self._give_back(taken)
+                if self._requests.lives:
+                    await self._requests.withdraw()
                 raise
             finally:
                 self._waiting = False
                 self._give_back(list(self._arrived))
                 self._arrived.clear()
-                if self._requests.lives and any(job.lane for job in taken):
-                    await self._requests.withdraw()
         return list(taken)
 
     async def _next(self, wait_s: float, urgent_only: bool) -> JetStreamDelivery | None:

@@ -3,7 +3,8 @@
 NATS answers a request with a job or with a status. A job does not name its request. But one request
 at most waits for a job that is in no lane, and one at most asks for what is there now. The first
 kind lives on the server until it is answered or has expired. It is withdrawn if the worker gets a
-job from a lane meanwhile: a worker without room would have to give back what the request brings.
+job from a lane meanwhile, or stops pulling: a worker that takes no job would have to give back what
+the request brings.
 """
 
 from __future__ import annotations

@@ -267,9 +267,8 @@ async def test_a_worker_that_drains_takes_no_job_with_it(
     async with asyncio.timeout(HANG_S):
         while (await producer.connection.api(consumer))["num_waiting"] == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    pulling.cancel()
-    await asyncio.gather(pulling, return_exceptions=True)
     await leaving.drain()
+    assert await pulling == []
     await producer.publish("job", b"", 10)
     [job] = await other.pull(100, 1, 5.0)
     assert job.number == 1, "the first delivery was lost"

@@ -14,6 +14,7 @@ from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.urgency import Urgency
 from pullfill.testing.memory_queue import MemoryQueue
+from tests.support.nats import until
 
 
 class Runner:
@@ -152,3 +153,27 @@ async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> 
     await started(runner, 4)
     await puller.stop()
     assert runner.started == ["j0", "j1", "j2", "j3"], "and no more: it has four"
+
+
+async def test_a_pause_ends_the_pull_that_waits() -> None:
+    """Five workers that pause would otherwise make a dead letter of the next job."""
+    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
+    producer, consumer = queue.producer(), Consumer(queue.consumer(), runner)
+    either: Any = SimpleNamespace(consumer=consumer, runner=runner)
+    puller = Puller(
+        either.consumer, either.runner, budget_tokens=30, max_jobs=32, credits=Credits(1 << 20)
+    )
+    puller.start()
+    await until(lambda: bool(consumer.asked))
+    for paused in (True, False, True):
+        puller.pause(paused)
+    await asyncio.sleep(0.02)
+    await producer.publish("j", b"", 10)
+    await asyncio.sleep(0.02)
+    [job] = await queue.consumer().pull(1, 1, 20.0)
+    assert job.number == 1
+    await job.nak()
+    puller.pause(False)
+    await started(runner, 1)
+    await puller.stop()
+    assert runner.started == ["j"]
