@@ -9,8 +9,8 @@ names it. One task for each server looks every LOOK_S seconds:
 - failing: `/health` has not answered MISSES times, or a request could not reach it. Its requests
   that wait are ended at once, so that they can be repeated elsewhere. One good answer of `/health`
   and `/v1/models` makes it ready again.
-- refused: it serves another model, lacks a KV address or its connector. It is looked at again, and
-  the reason is shown in /ready, in the status and in the log.
+- refused: it serves another model, lists none, lacks a KV address or its connector. It is looked at
+  again, and the reason is shown in /ready, in the status and in the log.
 
 `/metrics` tells the load. A server without it is served, with the load that this frontend knows.
 They also tell whether the server has a KV connector, once it has served a request (`Load.bare`).
@@ -279,6 +279,11 @@ class Servers:
                 text = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
                 if server.state not in ("ready", "gone") or server.misses >= MISSES:
                     self._turn(server, "failing", f"/health does not answer ({text})")
+            except Exception as exc:
+                if server.state != "failing":
+                    _log.exception("cannot look at stock %s server %s", server.role, server.url)
+                why = f"its health cannot be read: see the log of this frontend ({exc!r})"
+                self._turn(server, "failing", why, end=False)
             await asyncio.sleep(LOOK_S)
 
     async def _look(self, server: Server) -> None:
@@ -314,7 +319,9 @@ class Servers:
         if (needs := self._needs(server.role)) and not server.kv:
             return f"register it with {needs}"
         models = _json(await self._get(server.url + "/v1/models")).get("data")
-        served = {m.get("id"): m for m in models or () if isinstance(m, dict)}
+        if not isinstance(models, list) or not all(map(_is_model, models)):
+            return "its /v1/models lists no models as vLLM does: register the URL of a vLLM server"
+        served = {m["id"]: m for m in models}
         if not all(name in served for name in self._names):
             return (
                 f"it serves {', '.join(map(str, served)) or 'no model'}, and this frontend serves "
@@ -366,6 +373,10 @@ def stem(model: str) -> str:
         if part.startswith("models--"):  # a snapshot in the cache of the hub
             return part.rpartition("--")[2]
     return path.name
+
+
+def _is_model(found: Any) -> bool:
+    return isinstance(found, dict) and isinstance(found.get("id"), str)
 
 
 def _json(data: bytes) -> dict[str, Any]:

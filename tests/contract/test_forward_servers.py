@@ -12,6 +12,7 @@ from aiohttp import web
 from pullfill.frontend.forward import entries, servers
 from pullfill.frontend.forward.load import Load, load_of
 from pullfill.frontend.forward.server_file import ServerFile
+from tests.support.fake_stock import FakeStock
 from tests.support.forward_rig import ForwardRig, forwarding, until
 
 METRICS = """\
@@ -60,6 +61,36 @@ async def test_another_model_under_one_name_is_refused() -> None:
             await trouble(rig)
         )
         assert (await rig.ask()).status == 503
+
+
+@pytest.mark.parametrize("data", [5, None, "m", [5], [{"id": ["m"]}]])
+async def test_models_that_cannot_be_read_are_a_refusal_and_asked_for_again(
+    data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = data
+
+    async def models(*_: Any) -> web.Response:
+        return web.json_response({"data": told})
+
+    monkeypatch.setattr(FakeStock, "_models", models)
+    async with forwarding(known=False) as rig:
+        register(rig, "decode", "")
+        assert "its /v1/models lists no models as vLLM does" in await trouble(rig)
+        told = [{"id": "m", "root": "/m"}]
+        await rig.states(ready=1)
+
+
+async def test_a_server_that_is_looked_at_in_vain_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with forwarding() as rig:
+        with monkeypatch.context() as patch:
+            patch.setattr(servers, "load_of", {}.__getitem__)  # a bug
+            await rig.states(failing=2)
+            assert "its health cannot be read" in rig.servers.troubles()[0]
+            await asyncio.sleep(0.1)
+        assert caplog.text.count("cannot look at stock decode server") == 1
+        await rig.states(ready=2)
 
 
 async def test_a_server_that_is_taken_out_of_the_file_ends_its_requests_and_gets_no_more(
