@@ -137,7 +137,7 @@ class Installer:
     def _make_venv(self) -> None:
         if Path(self._python).exists():
             return
-        python = find_python()
+        python, ours = find_python(), not self._venv.exists()
         self._say(f"environment, with {python}")
         try:
             done = _output(python, "-m", "venv", str(self._venv))
@@ -148,7 +148,9 @@ class Installer:
                     "  next: on Debian and Ubuntu apt install python3-venv, then make install again"
                 )
         except BaseException:  # Ctrl-C too: bin/python is there before pip is
-            shutil.rmtree(self._venv, ignore_errors=True)
+            Path(self._python).unlink(missing_ok=True)
+            if ours:
+                shutil.rmtree(self._venv, ignore_errors=True)
             raise
 
     def _has_vllm(self) -> bool:

@@ -128,6 +128,12 @@ class TestInstall:
         with pytest.raises(KeyboardInterrupt):
             install.Installer(venv, "cpu").run()
         assert not venv.exists()
+        venv.mkdir()
+        (venv / "notes").touch()
+        with pytest.raises(KeyboardInterrupt):
+            install.Installer(venv, "cpu").run()
+        assert (venv / "notes").exists(), "what somebody else has put there"
+        assert not (venv / "bin" / "python").exists()
 
     @pytest.mark.parametrize("works", [True, False])
     def test_uv_installs_and_pip_goes_on_where_it_fails(
