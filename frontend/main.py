@@ -348,7 +348,7 @@ class _Frontend:
             ssl_certfile=args.ssl_certfile,
             ssl_ca_certs=args.ssl_ca_certs,
             ssl_cert_reqs=args.ssl_cert_reqs,
-            ssl_ciphers=vars(args)["ssl_ciphers"],
+            ssl_ciphers=args.ssl_ciphers,
             # A client must not choose the address that `HttpAuth` believes it has.
             proxy_headers=False,
             backlog=_BACKLOG,

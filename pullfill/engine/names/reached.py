@@ -66,7 +66,7 @@ REACHED = {
     ),
     "vllm.entrypoints.launchers.cli_args.FrontendArgs": (
         "api_key disable_uvicorn_access_log root_path ssl_ca_certs ssl_cert_reqs ssl_certfile "
-        "ssl_keyfile uvicorn_log_level"
+        "ssl_ciphers ssl_keyfile uvicorn_log_level"
     ),
     "vllm.lora.request.LoRARequest": "load_inplace lora_int_id lora_name lora_path",
     "vllm.model_executor.layers.attention.attention.Attention": "impl",
