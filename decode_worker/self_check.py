@@ -29,7 +29,7 @@ from pullfill.decode_worker.conditional_router import SELF_CHECK_FAILED as FAILE
 from pullfill.decode_worker.conditional_router import SELF_CHECK_PENDING as PENDING
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import JobState
+from pullfill.decode_worker.ledger_types import UNDER_WAY, Entry, JobState
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.self_check_requests import Incomplete, Trial, Trials
 from pullfill.engine.compat import dtype_of_kv, logprobs_are_cheap, rounding_digest
@@ -53,6 +53,8 @@ _BEST = 5
 """How many of the most likely tokens have their log probabilities compared."""
 LONGEST_S = 30.0
 """A comparison that takes longer is given up and repeated."""
+_MOST_LEFT = 1024
+"""How many jobs are remembered that were left to other prefill workers."""
 _PAUSES_S = (0.5, 30.0)
 """Pause before the second try, and the longest pause. It doubles each time."""
 
@@ -102,6 +104,7 @@ class Checks:
         self._peers: dict[str, tuple[Peer, str]] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._jobs: dict[str, str] = {}
+        self._left: set[str] = set()
         self._one = asyncio.Lock()
         self._closed = False
         kept.on_change = self._changed
@@ -132,15 +135,31 @@ class Checks:
     def may_claim(self, peer: Peer, claim: Claim) -> bool:
         """Whether the prefill worker may have the job.
 
-        If not, its claim is refused, and the prompt is prefilled here."""
+        If not, its claim is refused. The job is left to prefill workers that may have it, once.
+        Without such workers, or the second time, the prompt is prefilled here."""
         if peer.cleared or self._jobs.get(claim.job_id) == peer.name:
             return True
         entry = self._ledger.find(claim.job_id)
-        if entry is not None and entry.state is JobState.QUEUED:
+        reason = RefuseReason.CLOSED
+        if entry is not None and entry.state in UNDER_WAY:
+            reason = RefuseReason.IN_PROGRESS
+        elif entry is not None and self._leave(entry):
+            reason = RefuseReason.NOT_CLEARED
+        elif entry is not None and entry.state is JobState.QUEUED:
             self._ledger.publish_failed(claim.job_id, Outcome.SELF_CHECK)
-        refused = Refused(rid=claim.rid, reason=RefuseReason.CLOSED)
-        peer.channel.write(refused)
+        metrics.CLAIM.labels(reason.value).inc()
+        peer.channel.write(Refused(rid=claim.rid, reason=reason))
         return False
+
+    def _leave(self, entry: Entry) -> bool:
+        """Whether another prefill worker may soon have this job. At most once for each job."""
+        others = any(p.cleared and p.pulls and not p.leaving for p, _ in self._peers.values())
+        if entry.settled or not others or entry.job_id in self._left:
+            return False
+        if len(self._left) >= _MOST_LEFT:
+            self._left.clear()
+        self._left.add(entry.job_id)
+        return True
 
     def _pair(self, peer: Peer) -> str:
         ours = self._ours

@@ -336,6 +336,9 @@ class Job:
                 await self.message.settle("ack")
             case ClaimRefused():
                 metrics.CLAIM.labels(why.reason).inc()
+                if why.reason == RefuseReason.NOT_CLEARED:
+                    self._runner.on_not_cleared()
+                    return await self.message.settle("nak")
                 # The worker that holds a job in progress keeps its message alive and settles it.
                 # But the last delivery is acked here: or it would become a dead letter.
                 last = self.message.first.number >= self._runner.max_deliver()

@@ -41,6 +41,7 @@ class JobRunner:
     max_deliver: returns how often the queue delivers a job at most.
     read_grants: of the decode workers that read our memory.
     on_change: called when a job has ended or the budget has room.
+    on_not_cleared: called when a claim was refused because of the self-check.
     take_back: takes a delivery whose job this process has asked for itself. Returns False for any
     other."""
 
@@ -67,6 +68,7 @@ class JobRunner:
         self._heartbeat_s = heartbeat_s
         self._on_change = on_change
         self._take_back = take_back
+        self.on_not_cleared: Callable[[], None] = lambda: None
         self._jobs: dict[str, Job] = {}
         self._kept: set[asyncio.Task[None]] = set()
         self._sends_heartbeats = False

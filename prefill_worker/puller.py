@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 
 from pullfill.errors import PullfillError
 from pullfill.prefill_worker.credits import Credits
@@ -38,6 +39,8 @@ MAX_WAITING = 64
 """Stop pulling at this many deliveries without a grant."""
 _WAIT_S = 2.0
 _PAUSE_SOONEST_S, _PAUSE_LATEST_S = 0.1, 2.0
+_UNCLEARED_S = (1.0, 30.0)
+"""Pause after a claim that the self-check refuses, and the longest one. It doubles each time."""
 _LEAST_TOKENS = 4096
 
 
@@ -82,6 +85,7 @@ class Puller:
         self._paused = False
         self._pulling: asyncio.Timeout | None = None
         self._pause_s = _PAUSE_SOONEST_S
+        self._uncleared_s, self._uncleared_until = 0.0, -math.inf
 
     def start(self) -> None:
         self._consumer.on_urgent = self._room.ring
@@ -96,9 +100,30 @@ class Puller:
 
         A job that it brought would get a nak, and use up one of its `max_deliver` deliveries."""
         self._paused = paused
-        if paused and self._pulling is not None and not self._pulling.expired():
-            self._pulling.reschedule(asyncio.get_running_loop().time())
+        if paused:
+            self._end_pull()
         self._room.ring()
+
+    def not_cleared(self) -> None:
+        """Leave the jobs to others for a while: a self-check does not let this worker bring KV."""
+        now, (first, longest) = asyncio.get_running_loop().time(), _UNCLEARED_S
+        if now < self._uncleared_until:
+            return
+        again = now < self._uncleared_until + 2 * self._uncleared_s
+        self._uncleared_s = min(2 * self._uncleared_s, longest) if again else first
+        self._uncleared_until = now + self._uncleared_s
+        logger.info("not cleared by the self-check: no jobs for %.0f s", self._uncleared_s)
+        self._end_pull()
+
+    def _end_pull(self) -> None:
+        if self._pulling is not None and not self._pulling.expired():
+            self._pulling.reschedule(asyncio.get_running_loop().time())
+
+    @property
+    def _stopped_s(self) -> float:
+        """For how many seconds at least nothing is pulled, _WAIT_S at most."""
+        left = self._uncleared_until - asyncio.get_running_loop().time()
+        return _WAIT_S if self._paused else max(0.0, min(left, _WAIT_S))
 
     async def stop(self) -> None:
         """Stop pulling for good. Jobs under way go on."""
@@ -148,8 +173,9 @@ class Puller:
         free_jobs = self._max_jobs - (self._runner.in_flight - waiting)
         full = free <= 0
         no_room = full and not self._urgent(free, self._max_jobs - free_jobs)
-        if self._paused or no_room or free_jobs <= 0 or waiting >= MAX_WAITING:
-            await self._wait_for_room(_WAIT_S)
+        stopped_s = self._stopped_s
+        if stopped_s or no_room or free_jobs <= 0 or waiting >= MAX_WAITING:
+            await self._wait_for_room(stopped_s or _WAIT_S)
             return
         now = asyncio.get_running_loop().time()
         pulling = self._pulling = asyncio.timeout(None)
@@ -161,7 +187,7 @@ class Puller:
                 deliveries = await self._consumer.pull(free, 1, wait_s, urgent_only=full)
         except Exception as exc:
             if pulling.expired():
-                return  # `pause` has ended it
+                return  # `_end_pull` has ended it
             level = logger.debug if isinstance(exc, PullfillError) else logger.exception
             level("no jobs now: %s", exc)
             await self._wait_for_room(self._pause_s)
@@ -171,7 +197,7 @@ class Puller:
             self._pulling = None
         self._pause_s = _PAUSE_SOONEST_S
         for delivery in deliveries:
-            if not self._paused:
+            if not self._stopped_s:
                 self._runner.start(delivery)
                 continue
             with contextlib.suppress(PullfillError):  # if it fails, the queue delivers it again

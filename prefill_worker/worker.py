@@ -243,6 +243,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             consumer, runner, budget_tokens=budget, max_jobs=_MAX_JOBS, credits=credits,
             concurrency=context.concurrency,
         )  # fmt: skip
+        runner.on_not_cleared = puller.not_cleared
         parts.push_async_callback(puller.stop)
         healths = [consumer.health, self._etcd.health]
         made = PrefillService(engine, thread, connections, runner, puller, credits, healths)

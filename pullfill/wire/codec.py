@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from pullfill.errors import BadMessage
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=0)]

@@ -28,6 +28,9 @@ class RefuseReason(enum.StrEnum):
     """It cannot be granted now, but soon: claim again after `retry_after_s`."""
     IN_PROGRESS = "in_progress"
     """Another prefill worker, which is alive, works on it: forget this delivery, settle nothing."""
+    NOT_CLEARED = "not_cleared"
+    """The self-check does not let this worker bring KV, and others may: nak this delivery, and pull
+    nothing for a while."""
 
 
 class DigestMode(enum.StrEnum):
@@ -165,7 +168,8 @@ class Refused(Message, tag="refused", frozen=True, kw_only=True):
     """No grant.
 
     retry_after_s: claim again after this time. None: do not claim again, and ack the delivery. With
-    the reason `in_progress` do not ack it either: the worker that holds the job will."""
+    the reason `in_progress` do not ack it either: the worker that holds the job will. With
+    `not_cleared` nak it."""
 
     rid: Count
     reason: RefuseReason

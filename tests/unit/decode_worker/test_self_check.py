@@ -16,7 +16,7 @@ from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.self_check import Checks, Ours
 from pullfill.decode_worker.self_check_requests import Incomplete
 from pullfill.errors import Outcome
-from pullfill.wire import Claim, Refused, SelfCheck
+from pullfill.wire import Claim, Refused, RefuseReason, SelfCheck
 from tests.support.workers import eventually
 
 OURS = Ours("decode-1", "compat", "ours", 4, 4, 100, 1, "float32", "float32")
@@ -65,15 +65,18 @@ class Kept:
 
 @dataclass
 class Job:
+    job_id: str
     state: JobState = JobState.QUEUED
+    settled: bool = False
 
 
 class Books:
     def __init__(self) -> None:
         self.given_up: list[tuple[str, Outcome]] = []
+        self.state = JobState.QUEUED
 
     def find(self, job_id: str) -> Job:
-        return Job()
+        return Job(job_id, self.state)
 
     def publish_failed(self, job_id: str, outcome: Outcome) -> None:
         self.given_up.append((job_id, outcome))
@@ -139,6 +142,31 @@ async def test_who_differs_stays_out_says_by_how_much_and_is_cleared_by_hand() -
     rig.kept.on_change(pair, None)
     await eventually(lambda: peer.cleared)
     assert rig.checks.failures == []
+    await rig.checks.close()
+
+
+async def test_who_has_not_passed_leaves_each_job_once_to_those_who_have() -> None:
+    rig = Rig()
+    passed = rig.meet()
+    await eventually(lambda: passed.cleared)
+    rig.engine.wrong = 1.0
+    failed = rig.meet("prefill-2#2", "otherwise")
+    await eventually(lambda: bool(rig.checks.failures))
+
+    def refused(job_id: str) -> RefuseReason:
+        assert not rig.checks.may_claim(failed, Claim(rid=1, job_id=job_id, incarnation="i"))
+        said = cast(Any, failed.channel).said[-1]
+        assert isinstance(said, Refused)
+        return said.reason
+
+    assert refused("j") is RefuseReason.NOT_CLEARED
+    assert rig.books.given_up == []
+    assert refused("j") is RefuseReason.CLOSED, "it may be the only one with room"
+    assert rig.books.given_up == [("j", Outcome.SELF_CHECK)]
+    rig.books.state = JobState.GRANTED
+    assert refused("k") is RefuseReason.IN_PROGRESS
+    rig.books.state, passed.pulls = JobState.QUEUED, False
+    assert refused("k") is RefuseReason.CLOSED
     await rig.checks.close()
 
 

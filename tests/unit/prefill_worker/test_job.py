@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.errors import BadMessage, PeerUnavailable
+from pullfill.errors import BadMessage, ClaimRefused, PeerUnavailable
 from pullfill.ids import job_digest
 from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.jobs import JobRunner
@@ -25,6 +25,7 @@ from pullfill.wire import (
     GiveUp,
     Grant,
     PrefillJob,
+    RefuseReason,
     Revoke,
     encode,
     u32,
@@ -168,6 +169,20 @@ async def test_memory_still_out_of_reach_is_computed_by_the_decode_worker() -> N
     await worker.over()
     assert delivery.verbs == ["ack"]
     assert not back(worker).retry
+
+
+async def test_a_job_that_the_self_check_refuses_is_left_to_others() -> None:
+    worker, delivery, told = Worker(never()), Delivered(), list[str]()
+    worker.runner.on_not_cleared = lambda: told.append("not cleared")
+
+    async def refuses(*_: Any) -> Grant:
+        raise ClaimRefused("not cleared", reason=RefuseReason.NOT_CLEARED)
+
+    worker.link.claim = refuses
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert delivery.verbs == ["nak"]
+    assert told == ["not cleared"]
 
 
 async def test_nonsense_from_the_kv_port_in_the_middle_is_no_poison() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from pullfill.deploy.defaults import PREFILL_CHUNK
+from pullfill.prefill_worker import puller as puller_module
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.queue.contract import QueueConfig
@@ -177,3 +178,26 @@ async def test_a_pause_ends_the_pull_that_waits() -> None:
     await started(runner, 1)
     await puller.stop()
     assert runner.started == ["j"]
+
+
+async def test_a_worker_that_is_not_cleared_pulls_nothing_for_ever_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(puller_module, "_UNCLEARED_S", (0.1, 0.3))
+    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
+    producer, fake = queue.producer(), cast(Any, runner)
+    puller = Puller(queue.consumer(), fake, budget_tokens=30, max_jobs=32, credits=Credits(1 << 20))
+    puller.start()
+    await asyncio.sleep(0)
+    for number, longer in enumerate([0.1, 0.2, 0.3, 0.3]):
+        puller.not_cleared()
+        puller.not_cleared()  # of another job, at the same time
+        assert puller._uncleared_s == pytest.approx(longer)
+        await producer.publish(f"j{number}", b"", 1)
+        await asyncio.sleep(0.02)
+        assert len(runner.started) == number, "it is left to others"
+        await started(runner, number + 1)
+    puller._uncleared_until -= 10.0
+    puller.not_cleared()
+    assert puller._uncleared_s == pytest.approx(0.1), "that was long ago"
+    await puller.stop()
