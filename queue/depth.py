@@ -133,8 +133,9 @@ class DepthCache:
         self._held: set[int] = set()
         # Own jobs that the snapshot may still count as waiting, and when they ceased to wait.
         self._claimed: dict[int, float] = {}
-        # The last job of each lane for which a notice was sent, and when.
-        self._noticed: dict[Lane, tuple[int, float]] = {}
+        # The last job of each lane for which a notice was sent, when, and the last job for which
+        # none was sent since (0: there is none).
+        self._noticed: dict[Lane, tuple[int, float, int]] = {}
 
     @property
     def stream_id(self) -> str:
@@ -153,21 +154,30 @@ class DepthCache:
         own = len(self._gone) + sum(seq not in self._ours for seq in self._held)
         return max(0, self._snapshot.jobs - max(earlier, own) + len(self._ours) - later)
 
-    def claimed(self, seq: int) -> None:
-        """Our job `seq` waits no longer."""
+    def claimed(self, seq: int) -> Lane | None:
+        """Our job `seq` waits no longer. Returns the lane that workers must be told of, if any.
+
+        They may have found the lane empty after `seq` was delivered, and before the next job was
+        stored. No notice was sent for that job, because the claim of `seq` had not come yet."""
         self._held.add(seq)
         self._claimed[seq] = self._clock.monotonic()
+        for lane, (before, _, untold) in self._noticed.items():
+            if before == seq and untold and untold not in self._held:
+                self.to_notice(lane, untold)
+                return lane
+        return None
 
     def to_notice(self, lane: Lane, seq: int) -> bool:
         """Whether prefill workers must be told that our job `seq` waits in this lane.
 
         They have been told of the lane if an earlier job of ours still waits there. But a notice
-        may get lost, so they are told again after NOTICE_S."""
+        may get lost, so they are told again after NOTICE_S. See also `claimed`."""
         now = self._clock.monotonic()
-        before, at = self._noticed.get(lane, (0, -NOTICE_S))
+        before, at, _ = self._noticed.get(lane, (0, -NOTICE_S, 0))
         if before in self._ours and before not in self._claimed and now - at < NOTICE_S:
+            self._noticed[lane] = before, at, seq
             return False
-        self._noticed[lane] = seq, now
+        self._noticed[lane] = seq, now, 0
         return True
 
     def published(self, seq: int, tokens: int) -> None:

@@ -98,6 +98,7 @@ class JetStreamProducer:
         self._kick = Bell()
         self._cancels = asyncio.Semaphore(64)  # NATS would not answer thousands in time
         self._watcher: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
 
     @classmethod
     async def connect(
@@ -119,7 +120,7 @@ class JetStreamProducer:
         return self
 
     async def close(self) -> None:
-        await end(self._watcher)
+        await end(self._watcher, self._telling)
         self._answering = False
         await self.streams.close()
         await self.connection.close()
@@ -203,8 +204,10 @@ class JetStreamProducer:
         return False
 
     def claimed(self, receipt: Receipt) -> None:
-        if receipt.stream_id == self._depth.stream_id:
-            self._depth.claimed(receipt.seq)
+        if receipt.stream_id != self._depth.stream_id:
+            return
+        if (lane := self._depth.claimed(receipt.seq)) is not None:
+            self._telling = self._loop.create_task(send_notice(self.connection, self._names, lane))
 
     def committed(self, receipt: Receipt) -> None:
         # Not the id that `streams` knows: it knows none while the stream has no leader.
@@ -232,10 +235,8 @@ class JetStreamProducer:
         headers = {MSG_ID: job_id, TOKENS: str(tokens), EXPECTED_STREAM: self._names.stream}
         if urgency is not Urgency.NORMAL:
             headers[URGENCY] = urgency.label
-        reply = await self.connection.request(
-            self._names.job(tokens, lane), body, self._wait_s, headers
-        )
-        return read_reply(reply)
+        subject = self._names.job(tokens, lane)
+        return read_reply(await self.connection.request(subject, body, self._wait_s, headers))
 
     async def _hand_over(self, job_id: str, body: bytes, tokens: int) -> Receipt:
         """Give a job directly to a prefill worker that waits for one. Nothing stores the job.
@@ -369,10 +370,8 @@ class JetStreamProducer:
         now = SYSTEM_CLOCK.monotonic()
         if self._wanted or now - self._refused_at < BUSY_FOR_S:
             return self._asked_at + BUSY_REFRESH_S - now
-        if self.depth().depth_jobs == 0 and now - self._used_at > BUSY_FOR_S:
-            pause = IDLE_REFRESH_S
-        else:
-            pause = STEADY_REFRESH_S
+        idle = self.depth().depth_jobs == 0 and now - self._used_at > BUSY_FOR_S
+        pause = IDLE_REFRESH_S if idle else STEADY_REFRESH_S
         # An asker reports once in a pause. Others must not be due within it, on grids of their own.
         pauses = 1 if self._shared.asks else 2
         return timer_grid.before(self._asked_at + pauses * pause, pause) - now

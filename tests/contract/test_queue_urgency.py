@@ -227,3 +227,21 @@ async def test_a_lost_notice_is_made_up_for(bench: Bench) -> None:
     pull = asyncio.create_task(one(bench.consumer, 2 * LOOK_S))
     assert (await pull).job_id == "unheard"
     await until(lambda: not bench.consumer.lanes.turns, SOON_S)
+
+
+async def test_a_job_stored_right_after_the_lane_was_emptied_is_told_of(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A free worker has found nothing, and the claim of the last job is on its way."""
+    monkeypatch.setattr("pullfill.queue.lanes.LOOK_S", 3600.0)
+    monkeypatch.setattr("pullfill.queue.depth.NOTICE_S", 3600.0)
+    await publish(bench, J("first", 100))
+    emptied = await bench.producer.publish("lane", b"", 100)
+    for name in ("first", "lane"):
+        assert (await one(bench.consumer)).job_id == name
+    free = await bench.add_consumer()
+    pull = asyncio.create_task(one(free, 5.0))
+    await asyncio.sleep(0.05)
+    await publish(bench, J("late", 100))
+    bench.producer.claimed(emptied)
+    assert (await pull).job_id == "late"

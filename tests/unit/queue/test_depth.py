@@ -154,10 +154,26 @@ def test_workers_are_told_of_a_lane_only_if_they_may_not_know() -> None:
     assert cache.to_notice(short, 1)
     assert not cache.to_notice(short, 2), "they know, as the first still waits"
     assert cache.to_notice(long, 3)
-    cache.claimed(1)
+    for seq in (1, 2):
+        cache.claimed(seq)
     assert cache.to_notice(short, 4), "the lane may have become empty meanwhile"
     clock.now += NOTICE_S
     assert cache.to_notice(short, 5), "the last notice may have been lost"
+
+
+def test_a_notice_that_was_left_out_is_made_up_for_when_the_job_before_is_claimed() -> None:
+    """A free worker may have found the lane empty before the later job was stored."""
+    cache, lane = DepthCache(FakeClock()), Lane(Urgency.NORMAL, 0)
+    for seq in (1, 2, 3, 4):
+        cache.published(seq, 10)
+    assert cache.to_notice(lane, 1)
+    assert not cache.to_notice(lane, 2)
+    assert not cache.to_notice(lane, 3)
+    assert cache.claimed(1) == lane
+    assert not cache.to_notice(lane, 4), "they know, as the third still waits"
+    assert cache.claimed(2) is None
+    assert cache.claimed(4) is None
+    assert cache.claimed(3) is None, "nothing waits any more"
 
 
 def test_what_was_acked_does_not_wait_again() -> None:
