@@ -199,7 +199,7 @@ class JetStreamProducer:
                     return await self._remove(receipt)
                 except QueueUnavailable as exc:
                     self._trip(exc)
-        if not self.available:
+        if self.past_stream or not self.available:
             self._owe(receipt.job_id, receipt)
         return False
 
