@@ -4,6 +4,7 @@ The result is kept and shown, and a command clears it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -90,3 +91,35 @@ def test_row_29_a_failure_is_kept_until_somebody_clears_it(wrong: Cluster) -> No
     assert wrong.counter("pullfill_self_check_total") == before
     assert "forgot 1" in pullfill(wrong, "recheck").stdout
     until(lambda: wrong.counter("pullfill_self_check_total") == before + 1, 60, "checked again")
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_row_29_jobs_are_left_to_the_workers_that_have_passed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """One that has not is free all the time, so it would take most of them."""
+    cluster = Deepseek(tmp_path_factory.mktemp("mixed"), deepseek_checkpoint())
+    try:
+        cluster.start_servers()
+        decode = cluster.launch("decode")
+        cluster.launch("prefill")
+        cluster.launch("prefill", WRONG)
+        cluster.launch("frontend")
+        cluster.wait_ready(*cluster.workers)
+        results = ["failed", "passed"]
+        until(
+            lambda: sorted(c["result"] for c in cluster.load_of(decode)["self_checks"]) == results,
+            60,
+            "both checked",
+        )
+        cluster.set_router(policy="always_remote")
+        with ThreadPoolExecutor(8) as pool:
+            asked = pool.map(lambda seed: ask(cluster, random_prompt(300, seed=seed)), range(60))
+            told = [cluster.explain(answer.request_id) for answer in asked]
+        here = [one for one in told if one["fallback"] == "self_check"]
+        assert len(here) <= 2, "a job comes back to the same worker at most at the beginning"
+        assert sum(one["path"] == "remote" for one in told) >= len(told) - len(here)
+        cluster.assert_clean()
+    finally:
+        cluster.stop()
