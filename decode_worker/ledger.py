@@ -152,11 +152,17 @@ class Ledger(OpenJobs):
             self._give_up(entry, outcome)
 
     @locked
-    def take_back(self, job_id: str) -> None:
-        """Serve the request of a queued job locally: our own prefill side has pulled the job."""
+    def take_back(self, job_id: str) -> bool:
+        """Serve the request of a queued job locally: our own prefill side has pulled the job.
+
+        Returns False if a prefill worker has the job, or may still write to its blocks. Then the
+        request still waits for the job."""
         entry = self._jobs.get(job_id)
-        if entry is not None and not entry.settled and entry.state is JobState.QUEUED:
+        if entry is None or entry.settled:
+            return True
+        if entry.state is JobState.QUEUED:
             self._give_up(entry, Outcome.OWN_JOB)
+        return entry.settled
 
     # ------------------------------------------------------------------ grant
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 
-from pullfill.errors import PullfillError
+from pullfill.errors import ClaimRefused, PullfillError
 from pullfill.live_view import FLOWS, HeldJob
 from pullfill.prefill_worker import job_spans
 from pullfill.prefill_worker.budget import Budget
@@ -43,7 +43,7 @@ class JobRunner:
     on_change: called when a job has ended or the budget has room.
     on_not_cleared: called when a claim was refused because of the self-check.
     take_back: takes a delivery whose job this process has asked for itself. Returns False for any
-    other."""
+    other. Raises ClaimRefused if another prefill worker has the job."""
 
     def __init__(
         self,
@@ -118,7 +118,13 @@ class JobRunner:
         if (job := self._jobs.get(delivery.job_id)) is not None:
             job.message.latest = delivery
             return
-        if self._take_back(delivery):
+        try:
+            own = self._take_back(delivery)
+        except ClaimRefused:
+            if delivery.number < self.max_deliver():
+                return  # the worker that has the job settles it
+            own = True  # or it would become a dead letter
+        if own:
             self.idle.clear()
             self.keep(_acked(delivery))
             return

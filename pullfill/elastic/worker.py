@@ -13,6 +13,7 @@ from typing import Any
 
 from pullfill import wire
 from pullfill.config import ClusterRef, ranks_of
+from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.worker import DecodeRole
 from pullfill.elastic.context import ElasticContext
 from pullfill.elastic.hooks import ElasticHooks
@@ -22,7 +23,7 @@ from pullfill.elastic.slack import Slack
 from pullfill.elastic.switch import Switch
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
-from pullfill.errors import BadMessage, ConfigError
+from pullfill.errors import BadMessage, ClaimRefused, ConfigError
 from pullfill.ids import new_instance_id
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.worker import PrefillRole, PrefillService
@@ -30,7 +31,7 @@ from pullfill.queue.contract import Delivery
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.settings import Settings
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.wire import PrefillJob, QueueSettings
+from pullfill.wire import PrefillJob, QueueSettings, RefuseReason
 from pullfill.worker import context as contexts
 from pullfill.worker import memory
 from pullfill.worker.process import AsRole, Engine, Registration, Role, Service
@@ -103,20 +104,12 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
         self._prefill.open_memory(prefill)
         parts.push_async_callback(asyncio.to_thread, memory.close, prefill.context)
 
-        def take_back(delivery: Delivery) -> bool:
-            """Return whether our own decode side sent the job. Then it takes the job back, and
-            prefills the prompt itself."""
-            try:
-                job = wire.decode(delivery.body, PrefillJob)
-            except BadMessage:
-                return False
-            if job.decode_instance == self.instance_id:
-                decode.context.ledger.take_back(job.job_id)
-            return job.decode_instance == self.instance_id
+        def own(delivery: Delivery) -> bool:
+            return take_back(delivery, self.instance_id, decode.context.ledger)
 
         async def pull(stack: AsyncExitStack) -> PrefillService:
             consumer = await self._prefill.connect(prefill, queue, stack)
-            return self._prefill.pull(prefill, hooks.prefill, thread, consumer, stack, take_back)
+            return self._prefill.pull(prefill, hooks.prefill, thread, consumer, stack, own)
 
         step_tokens = engine.config.scheduler_config.max_num_batched_tokens
 
@@ -138,6 +131,22 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
             DecodeSide(as_role, self._decoding), PrefillSide(as_role, self._pull, self._slack)
         )
         return self._switch
+
+
+def take_back(delivery: Delivery, instance_id: str, ledger: Ledger) -> bool:
+    """Return whether our own decode side sent the job. Then it takes the job back, and prefills the
+    prompt itself.
+
+    Raises ClaimRefused if another prefill worker has the job."""
+    try:
+        job = wire.decode(delivery.body, PrefillJob)
+    except BadMessage:
+        return False
+    if job.decode_instance != instance_id:
+        return False
+    if not ledger.take_back(job.job_id):
+        raise ClaimRefused("another worker has our own job", reason=RefuseReason.IN_PROGRESS)
+    return True
 
 
 def _with(engine: Engine[ElasticContext], context: Any) -> Engine[Any]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pullfill.errors import PeerUnavailable
+from pullfill.errors import ClaimRefused, PeerUnavailable
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.queue.nats_connection import NotSent
 from pullfill.runtime import failpoints
-from pullfill.wire import PrefillJob, encode, u32
+from pullfill.wire import PrefillJob, RefuseReason, encode, u32
 from tests.support.nats import until
 
 EVERY_S = 0.04
@@ -168,6 +168,28 @@ async def test_a_job_of_this_process_is_acked_and_not_run() -> None:
     assert not jobs.runner.idle.is_set()
     await asyncio.wait_for(jobs.runner.idle.wait(), 5)
     assert (acked, jobs.runner.in_flight) == (["own"], 0)
+
+
+async def test_a_job_of_this_process_that_another_worker_has_is_left_to_that_worker() -> None:
+    """Without its message nobody would hear of the job again if that worker failed."""
+    acked: list[int] = []
+
+    class Own(Delivered):
+        async def ack(self) -> None:
+            acked.append(self.number)
+
+    def take_back(_: object) -> bool:
+        raise ClaimRefused("another worker has it", reason=RefuseReason.IN_PROGRESS)
+
+    jobs = Jobs()
+    jobs.runner._take_back = take_back
+    for number in (1, 5):
+        delivery = Own("own")
+        delivery.number = number
+        jobs.runner.start(delivery)
+        await asyncio.wait_for(jobs.runner.idle.wait(), 5)
+    assert acked == [5], "the last delivery: it would become a dead letter"
+    assert jobs.runner.in_flight == 0
 
 
 async def test_a_job_counts_as_a_prompt_until_it_is_computed() -> None:

@@ -1,0 +1,59 @@
+"""What an elastic worker does with a job that its own decode side has sent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker.ledger_types import JobState
+from pullfill.elastic.worker import take_back
+from pullfill.errors import ClaimRefused, Outcome
+from pullfill.wire import PrefillJob, encode
+from tests.support.handoff_model import HandoffModel
+
+
+def delivery(job_id: str, decode_instance: str = "me") -> Any:
+    return SimpleNamespace(
+        body=encode(
+            PrefillJob(
+                job_id=job_id, incarnation="i0", decode_instance=decode_instance,
+                request_id="r", compat="c", token_ids=b"", hit_tokens=0,
+                block_ids=b"", block_size=4, timeout_s=60.0,
+            )
+        )
+    )  # fmt: skip
+
+
+def test_a_job_of_another_decode_worker_is_not_taken_back() -> None:
+    model = HandoffModel()
+    assert not take_back(delivery("j", "other"), "me", model.ledger)
+    assert not take_back(SimpleNamespace(body=b"junk"), "me", model.ledger)  # type: ignore[arg-type]
+
+
+def test_a_job_that_another_worker_has_is_not_taken_back() -> None:
+    """It is granted, and then it waits for the proof that its writer is quiet."""
+    model = HandoffModel()
+    job = model.open(2)
+    assert job is not None
+    model.publish(job)
+    name = job.job.job_id
+    grant = model.claim(job, "a").grant
+    assert grant is not None
+    entry = model.ledger.find(name)
+    assert entry is not None
+    with pytest.raises(ClaimRefused):
+        take_back(delivery(name), "me", model.ledger)
+    slot = model.fences.valid(grant.fence)
+    slot.holders += 1
+    model.ledger.gave_up(name, grant.attempt, "i0", "a", "failed", retry=True)
+    assert entry.state is JobState.QUARANTINED
+    with pytest.raises(ClaimRefused):
+        take_back(delivery(name), "me", model.ledger)
+    slot.holders -= 1
+    model.ledger.tick()
+    assert entry.state is JobState.QUEUED
+    assert take_back(delivery(name), "me", model.ledger)
+    assert model.outcomes == [(name, Outcome.OWN_JOB)]
+    assert take_back(delivery(name), "me", model.ledger), "nobody waits for it"
