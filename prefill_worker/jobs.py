@@ -137,9 +137,11 @@ class JobRunner:
         job.asyncio_task = asyncio.create_task(self._run(job))
 
     async def abandon(self) -> None:
-        """Stop now. Give every attempt up, and nak its message."""
-        while self._jobs or self._kept:
-            tasks = [*(job.asyncio_task for job in self._jobs.values()), *self._kept]
+        """Stop now. Give every attempt up, and nak its message.
+
+        What `keep` runs goes on: the engine may stay, and must get its blocks back."""
+        while self._jobs:
+            tasks = [job.asyncio_task for job in self._jobs.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,10 +10,13 @@ import pytest
 
 from pullfill.errors import ClaimRefused, PeerUnavailable
 from pullfill.prefill_worker.jobs import JobRunner
+from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.queue.nats_connection import NotSent
 from pullfill.runtime import failpoints
+from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import PrefillJob, RefuseReason, encode, u32
 from tests.support.nats import until
+from tests.unit.prefill_worker.test_read_grants import TransferWorker, kept_task
 
 EVERY_S = 0.04
 
@@ -209,3 +212,20 @@ async def test_a_job_counts_as_a_prompt_until_it_is_computed() -> None:
     assert jobs.runner.uncomputed == 1
     await jobs.end("a", "b")
     assert jobs.runner.uncomputed == 0
+
+
+async def test_blocks_that_are_still_read_come_back_after_the_jobs_were_abandoned() -> None:
+    """The engine of an elastic worker stays."""
+    jobs, fences, transfer_worker = Jobs(), LoopbackFences(16, 2), TransferWorker()
+    readers, task = ReadGrants(fences), kept_task(transfer_worker)
+    slot = fences.valid(readers.open(task))
+    slot.holders += 1
+    jobs.begin("a")
+    jobs.runner.keep(readers.let_go(task))
+    await asyncio.wait_for(jobs.runner.abandon(), 5)
+    await asyncio.sleep(0.02)
+    assert (jobs.runner.in_flight, fences.in_use) == (1, 1)
+    slot.holders -= 1
+    await asyncio.wait_for(jobs.runner.idle.wait(), 5)
+    assert transfer_worker.let_go_of == [task]
+    assert (jobs.runner.in_flight, fences.in_use) == (0, 0)
