@@ -61,6 +61,10 @@ def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1)
         put("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
         put("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         put("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+        # vLLM looks drafts up with numba. numba sets OpenMP's number of threads for all of the
+        # process, by default to the cores of the machine. Two threads on one core wait for each
+        # other at each operator, for milliseconds.
+        put("NUMBA_NUM_THREADS", os.environ["OMP_NUM_THREADS"].partition(",")[0])
     else:
         # Number of hardware queues that CUDA streams share, 8 by default. An NCCL kernel that waits
         # for another worker blocks everything behind it in its queue, maybe the engine's steps.

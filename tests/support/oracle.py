@@ -34,6 +34,7 @@ _ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    "NUMBA_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # else the first question for logprobs compiles for half a minute
     "HF_HUB_OFFLINE": "1",

@@ -63,6 +63,7 @@ _PRELOADED = (
 )
 _ENVIRONMENT = {  # what workers and frontends set for themselves before these imports
     "HF_HUB_OFFLINE": "1",
+    "NUMBA_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCHDYNAMO_DISABLE": "1",

@@ -79,6 +79,8 @@ def test_what_the_engine_runs_on(
     environment.prepare(cpu=None, model="m")
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
         assert (name in environment.os.environ) is on_cpu
+    numba, openmp = (environment.os.environ.get(f"{name}_NUM_THREADS") for name in ("NUMBA", "OMP"))
+    assert numba == openmp
     # On 8 hardware queues, the default, a kernel that waits for another worker holds up others.
     assert environment.os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == (None if on_cpu else "32")
     if not on_cpu:
