@@ -1,12 +1,13 @@
 """HTTP admission control: refuses requests before vLLM sees them.
 
-Only requests that need an engine are checked. Health, metrics, status and tokenizing pass.
+Only requests that need an engine or the tokenizer are checked. Health, metrics and status pass.
 
 429: `max_inflight` requests are being served. A request counts from its headers to the end of its
 answer, and so do the bytes of its body.
 
-503: no decode worker can take the request. Its body is read first, bounded in time and size.
-Without this check a streamed request would get 200 before vLLM finds that there is no worker.
+503: the request needs an engine, and no decode worker can take it. Its body is read first, bounded
+in time and size. Without this check a streamed request would get 200 before vLLM finds that there
+is no worker.
 
 Clients that stop reading for SEND_S seconds are disconnected. This frees their admission slot.
 
@@ -42,6 +43,12 @@ ENGINE_PATHS = frozenset({
     "/rerank", "/v1/rerank", "/v2/rerank", "/v1/embeddings", "/v2/embed",
     "/v1/audio/transcriptions", "/v1/audio/translations",
 })  # fmt: skip
+TEXT_PATHS = frozenset({
+    "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/chat/completions/render",
+    "/v1/completions/render", "/v1/messages/render", "/v1/responses/render",
+    "/cohere/v2/chat/render", "/v1/chat/completions/derender", "/v1/completions/derender",
+})  # fmt: skip
+"""Routes that need the tokenizer, but no engine."""
 RETRY_AFTER_S = 1
 BODY_S = 60.0
 """How long a client may take to send its request."""
@@ -107,11 +114,8 @@ class Admission:
         return len(self._clients)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] != "http"
-            or scope["method"] != "POST"
-            or route_of(scope) not in ENGINE_PATHS
-        ):
+        path = route_of(scope) if scope["type"] == "http" and scope["method"] == "POST" else ""
+        if path not in ENGINE_PATHS and path not in TEXT_PATHS:
             await self._app(scope, receive, send)
             return
         if self.in_flight >= self._max_inflight:
@@ -136,7 +140,7 @@ class Admission:
                     "both halves, or leave it out"
                 )
                 await self._refuse(client.send, 400, "not_text", text)
-            elif await self._wait_ready(NO_WORKER_WAIT_S):
+            elif path in TEXT_PATHS or await self._wait_ready(NO_WORKER_WAIT_S):
                 await self._app(scope, _replay(body, receive), client.send)
             else:
                 await self._refuse(client.send, 503, "no_worker", NO_WORKER)

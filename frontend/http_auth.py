@@ -32,16 +32,22 @@ import time
 from collections.abc import Iterable
 
 from pullfill.frontend import metrics
-from pullfill.frontend.admission import ENGINE_PATHS, App, Receive, Scope, Send, respond, route_of
+from pullfill.frontend.admission import (
+    ENGINE_PATHS,
+    TEXT_PATHS,
+    App,
+    Receive,
+    Scope,
+    Send,
+    respond,
+    route_of,
+)
 from pullfill.net import http_proof
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/metrics", "/metrics/"})
-SERVING_PATHS = ENGINE_PATHS | {
-    "/v1/models", "/v1/chat/completions/render", "/v1/chat/completions/derender",
-    "/v1/completions/render", "/v1/completions/derender", "/v1/messages/render",
-    "/v1/messages/count_tokens", "/v1/responses/render", "/cohere/v2/chat/render",
-    "/tokenize", "/detokenize", "/tokenizer_info", "/version", "/load", "/docs",
-    "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/pullfill/status",
+SERVING_PATHS = ENGINE_PATHS | TEXT_PATHS | {
+    "/v1/models", "/tokenizer_info", "/version", "/load", "/docs", "/docs/oauth2-redirect",
+    "/redoc", "/openapi.json", "/pullfill/status",
 }  # fmt: skip
 SERVING_PREFIXES = ("/v1/models/", "/v1/responses/", "/pullfill/requests/")
 PAGE = "/pullfill/ui"

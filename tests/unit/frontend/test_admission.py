@@ -197,6 +197,29 @@ async def test_all_bodies_together_are_bounded_until_their_answers_end(
     assert (served.status, last.status, gate.in_flight) == (200, 200, 0)
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
+async def test_what_needs_the_tokenizer_is_bounded_too_but_needs_no_worker(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = App()
+    app.ready = False
+    app.go.set()
+    gate = Admission(app, app.wait_ready, 1, body_s=0.05)
+    good = Client(gate, path).say()
+    await good.task
+    assert good.status == 200
+    slow = Client(gate, path).say(b"{", more=True)
+    await settle()
+    refused = Client(gate, path)
+    async with asyncio.timeout(10):
+        await asyncio.gather(slow.task, refused.task)
+    assert (slow.status, refused.status) == (408, 429)
+    monkeypatch.setattr(gates, "BODY_BYTES", 8)
+    large = Client(gate, path).say(b"{" * 9)
+    await large.task
+    assert (large.status, len(app.bodies), gate.in_flight) == (413, 1, 0)
+
+
 async def test_the_choices_of_each_request_are_counted_apart() -> None:
     counted: list[str] = []
 

@@ -21,7 +21,7 @@ from starlette.routing import Mount, Route
 from pullfill import releases
 from pullfill.engine.check import base_version, require_version
 from pullfill.engine.front_app import look_up_first
-from pullfill.frontend.admission import ENGINE_PATHS, route_of
+from pullfill.frontend.admission import ENGINE_PATHS, TEXT_PATHS, route_of
 from pullfill.frontend.http_auth import OPEN_PATHS, SERVING_PATHS, SERVING_PREFIXES
 
 ADMIN = {
@@ -33,14 +33,8 @@ ADMIN = {
     "/stop_profile", "/update_weight_version", "/update_weights", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/wake_up", "/weight_checker",
 }  # fmt: skip
-HARMLESS = {
-    "/ping", "/tokenize", "/detokenize", "/v1/messages/count_tokens",
-    "/v1/responses/{response_id}/cancel",
-    "/cohere/v2/chat/render", "/v1/chat/completions/render", "/v1/completions/render",
-    "/v1/messages/render", "/v1/responses/render",
-    "/v1/chat/completions/derender", "/v1/completions/derender",
-}  # fmt: skip
-"""They use the tokenizer, or forget a request."""
+HARMLESS = {"/ping", "/v1/responses/{response_id}/cancel"}
+"""They do nothing, or forget a request."""
 OLD = {"/generate"}
 """Counted although the newest vLLM does not have it."""
 
@@ -72,7 +66,7 @@ def post_routes() -> Iterator[str]:
 def test_every_post_route_of_vllm_is_classified() -> None:
     routes = set(post_routes())
     assert len(routes) > 50, "where are they?"
-    known = ENGINE_PATHS | ADMIN | HARMLESS
+    known = ENGINE_PATHS | TEXT_PATHS | ADMIN | HARMLESS
     assert routes <= known
     if base_version(require_version()) == releases.VLLM:
         assert known - routes == OLD
