@@ -43,7 +43,7 @@ def why_too_many(choices: int, most: int) -> str:
     asked[0] += choices
     return "" if asked[0] <= most else (
         f"the request asks for more than {most} answers (its prompts or conversations, times n): "
-        "send it in parts, or ask the operator to set VLLM_MAX_N_SEQUENCES for this frontend"
+        "send it in parts, or ask the operator to set VLLM_MAX_COMPLETION_PROMPTS for this frontend"
     )  # fmt: skip
 
 

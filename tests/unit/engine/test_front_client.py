@@ -85,7 +85,12 @@ async def test_prompts_times_n_of_an_http_request_are_bounded_before_any_is_subm
     monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "128")
     llm = front_client.FrontLLM.__new__(front_client.FrontLLM)
     request_limits.begin()
-    for number in range(128):
+    for number in range(1024):  # as many prompts as vLLM takes
         llm.generate("p", SimpleNamespace(n=1), f"r-{number}")
-    with pytest.raises(front_client.VLLMValidationError, match="more than 128 answers"):
-        llm.generate("p", SimpleNamespace(n=1), "r-128")
+    with pytest.raises(front_client.VLLMValidationError, match="more than 1024 answers"):
+        llm.generate("p", SimpleNamespace(n=1), "r-1024")
+    request_limits.begin()
+    for number in range(8):
+        llm.generate("p", SimpleNamespace(n=128), f"s-{number}")
+    with pytest.raises(front_client.VLLMValidationError, match="more than 1024 answers"):
+        llm.generate("p", SimpleNamespace(n=2), "s-8")
