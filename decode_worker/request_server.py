@@ -28,7 +28,6 @@ from pullfill.engine.front_wire import RedirectReason as Reason
 from pullfill.errors import BadMessage
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints, log
-from pullfill.wire import ExplainRecord
 from pullfill.wire.prefix import PrefixFollow
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ class RequestServer:
     redirects: sends new requests to better workers.
     welcome: returns the message for a new frontend. models: names under which the model is served.
     adapters: the LoRA adapters of this worker.
-    key: the cluster key. A frontend that does not hold it is refused.
-    """
+    key: the cluster key. A frontend that does not hold it is refused."""
 
     def __init__(
         self,
@@ -71,8 +69,7 @@ class RequestServer:
         self._by_index: dict[int, Frontend] = {}
         self._taken: dict[str, Request] = {}
         self._grammars: dict[str, Any] = {}
-        self._next_index = 0
-        self._max_model_len = 0
+        self._next_index = self._max_model_len = 0
         self._next_check = 0.0
         self._socket: Any = None
         self._key = key
@@ -81,8 +78,8 @@ class RequestServer:
         self.redirects = redirects
         self.on_follow: Callable[[bytes, PrefixFollow], object] = lambda identity, message: None
         self._stats = HeldStats()
-        self._first = False
-        self.draining = False
+        self._owed: dict[int, Any] = {}
+        self._first = self.draining = False
         self.address = ""
 
     def bind(self, host: str, port: int = 0) -> None:
@@ -121,8 +118,7 @@ class RequestServer:
     def start_drain(self) -> None:
         """Tell every frontend. Requests that still arrive go back to them."""
         self.draining = True
-        for frontend in self._frontends.values():
-            self._send(frontend, front_wire.DRAIN)
+        self.tell(front_wire.DRAIN)
 
     def dismiss(self, draining: bool) -> None:
         """End the connections to all frontends. They connect anew while we are in the registry."""
@@ -209,8 +205,7 @@ class RequestServer:
 
     def _greet(self, identity: bytes, hello: front_wire.FrontendHello) -> None:
         welcome = self._welcome()
-        self._max_model_len = welcome.max_model_len
-        vllm = welcome.vllm_version
+        self._max_model_len, vllm = welcome.max_model_len, welcome.vllm_version
         refusal = front_wire.refuse_hello(hello, vllm_version=vllm, models=self._models)
         if refusal is not None:
             self._tell(identity, front_wire.NOPE, refusal.encode())
@@ -287,12 +282,9 @@ class RequestServer:
         core: Any = self.host.core
         if core is not None and (inside := [r for r in mine if not self._taken[r].coming]):
             core.abort_requests(inside)
-        records = []
         for request_id in mine:
             self._forget(request_id)
-            if (record := self._traces.finish(request_id)) is not None:
-                records.append(record)
-        if records:
+        if records := [r for r in map(self._traces.finish, mine) if r is not None]:
             # A stop string ends a request by an abort. It must be explained like any other.
             self._send(frontend, front_wire.EXPL, front_wire.encode_explain(records))
 
@@ -328,12 +320,12 @@ class RequestServer:
             if (frontend := self._by_index.get(index)) is None:
                 continue
             if self._stats.due(now):
-                *older, batch.scheduler_stats = self._stats.take()
+                *older, batch.scheduler_stats = self._take_stats(frontend)
                 self._send_stats(frontend, older)
             last = (front_wire.LAST, front_wire.encode_explain(records)) if records else ()
             self._send(frontend, *(last or (front_wire.OUT,)), *self._codec.encode(batch))
 
-    def _look(self, output: Any) -> ExplainRecord | None:
+    def _look(self, output: Any) -> wire.ExplainRecord | None:
         """Correct an output. Returns its request's record if it is the last one."""
         vllm_outputs.correct_cached_tokens(output, self._traces.offloaded)
         if output.finish_reason is None:
@@ -342,6 +334,13 @@ class RequestServer:
             vllm_outputs.explain_error(output, made)
         self._forget(output.request_id)
         return self._traces.finish(output.request_id)
+
+    def _take_stats(self, frontend: Frontend) -> list[Any]:
+        """Take the held statistics, for one frontend. `check_silent` sends others the levels."""
+        held = self._stats.take()
+        levels = {k: v for k, v in vars(held[-1]).items() if k in vllm_outputs._LEVELS}
+        self._owed = dict.fromkeys({*self._by_index} - {frontend.index}, type(held[-1])(**levels))
+        return held
 
     def _send_stats(self, frontend: Frontend, held: Iterable[Any]) -> None:
         for made in map(vllm_outputs.stats_outputs, held):
@@ -358,8 +357,6 @@ class RequestServer:
         if (now := self._clock.monotonic()) < self._next_check:
             return
         self._next_check = now + 1.0
-        if self._frontends and self._stats.due(now):
-            self._send_stats(next(iter(self._frontends.values())), self._stats.take())
         if any(f.silent(now) for f in self._frontends.values()):
             self.receive()  # what waited while the engine was busy counts as heard
         for frontend in list(self._frontends.values()):
@@ -367,6 +364,10 @@ class RequestServer:
                 self._drop(frontend, "does not read what it is sent")
             elif frontend.silent(self._clock.monotonic()):
                 self._drop(frontend, f"silent for {front_wire.SILENCE_S:.0f} s")
+            elif self._stats.due(now):
+                self._send_stats(frontend, self._take_stats(frontend))
+            elif (levels := self._owed.pop(frontend.index, None)) is not None:
+                self._send_stats(frontend, [levels])
 
     def _drop(self, frontend: Frontend, why: str) -> None:
         lost = list(frontend.requests)

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from pullfill.decode_worker import request_server
 from pullfill.decode_worker.conditional_router import Decision, Situation
+from pullfill.decode_worker.frontends import Frontend
 from pullfill.engine import front_wire
 from tests.support.fake_vllm import STOP, Output, Outputs
 from tests.support.request_server_rig import Rig, rigged
@@ -65,3 +69,39 @@ def test_the_end_of_a_request_brings_its_trace_in_the_same_message(rig: Rig) -> 
     [record] = front_wire.decode_explain(trace)
     assert (record.request_id, record.reason) == ("r", "short")
     assert not rig.peer.poll(50)
+
+
+@dataclass
+class Stats:
+    """Some fields of vLLM's SchedulerStats."""
+
+    num_running_reqs: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_stats: Any = None
+    kv_connector_stats: Any = None
+    perf_stats: Any = None
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_every_frontend_hears_the_last_levels_and_one_the_counts(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, idle: bool
+) -> None:
+    server, sent = rig.request_server, list[tuple[int, Any]]()
+    monkeypatch.setattr(request_server.vllm_outputs, "stats_outputs", lambda stats: stats)
+    monkeypatch.setattr(request_server.vllm_outputs, "only_stats", lambda batch: not batch.outputs)
+    monkeypatch.setattr(
+        server, "_send_out", lambda frontend, stats: sent.append((frontend.index, stats))
+    )
+    second = Frontend(b"second", 1, rig.clock.monotonic())
+    server._frontends[b"second"] = server._by_index[1] = second
+    server.check_silent()
+    stats = Stats(2, 0.5, "counts", "counts", "counts")
+    if idle:
+        server.send_outputs({0: Outputs(scheduler_stats=stats)})
+    else:  # they leave with the last output of the first frontend
+        monkeypatch.setattr(server._stats, "due", lambda _: bool(server._stats._held))
+        server.send_outputs({0: Outputs(outputs=[Output("r", [7])], scheduler_stats=stats)})
+    for _ in range(2):
+        rig.clock.advance(1.1)
+        server.check_silent()
+    assert sent == [(0, stats)] * idle + [(1, Stats(2, 0.5))]
