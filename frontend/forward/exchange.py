@@ -134,12 +134,19 @@ class Exchange:
 
     async def rest(self, silence_s: float) -> AsyncGenerator[bytes, None]:
         """Yield what comes after `first`. Raises StageFailed if it breaks off."""
+        self.server.streams += 1
         try:
-            async with self.server.watched():
-                while chunk := await self._response.content.readany():
-                    yield chunk
+            while True:
+                # Not around `yield`: there the caller waits for its client.
+                async with self.server.watched():
+                    chunk = await self._response.content.readany()
+                if not chunk:
+                    return
+                yield chunk
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
             raise failure(self.server, exc, silence_s) from exc
+        finally:
+            self.server.streams -= 1
 
     def close(self) -> None:
         """Close the connection, unless the answer has been read to its end."""

@@ -55,6 +55,7 @@ class Server:
     engine_id: what Mooncake's bootstrap service calls its engine.
     waits: deadlines of requests that wait for it. They end when the server is lost.
     readers: deadlines of requests that may still read its KV, with their decode servers.
+    streams: number of answers that are being read from it.
     lacking_until: see LACK_S, in seconds of the loop's clock."""
 
     entry: Entry
@@ -68,6 +69,7 @@ class Server:
     lacking_until: float = 0.0
     waits: set[asyncio.Timeout] = field(default_factory=set)
     readers: dict[asyncio.Timeout, Server] = field(default_factory=dict)
+    streams: int = 0
 
     @property
     def url(self) -> str:
@@ -269,7 +271,7 @@ class Servers:
         self._changed.set()
 
     async def _watch(self, server: Server) -> None:
-        while server.state != "gone" or server.waits or server.readers:
+        while server.state != "gone" or server.waits or server.readers or server.streams:
             try:
                 await self._look(server)
             except ConfigError as exc:

@@ -227,6 +227,49 @@ async def test_a_server_that_broke_off_gets_no_request_until_its_health_is_good(
         await rig.states(failing=1)
 
 
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_server_that_is_lost_while_the_client_is_slow_ends_the_stream_with_an_error(
+    gone: bool,
+) -> None:
+    """gone: and it is registered no more. It is looked at until its answers have ended."""
+    bodies: list[bytes] = []
+    waits, reads = asyncio.Event(), asyncio.Event()
+    asked = [{"type": "http.request", "body": b'{"prompt": "p", "stream": true}'}]
+
+    async def streams(request: web.Request, *_: Any) -> Any:
+        answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await answer.prepare(request)
+        for number in range(2):
+            await answer.write(b"data: %d\n\n" % number)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(60)
+
+    async def receive() -> Any:
+        return asked.pop() if asked else await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        bodies.append(message.get("body", b""))
+        if len(bodies) == 3:  # after the head and the first event
+            waits.set()
+            await reads.wait()
+
+    async with forwarding() as rig:
+        rig.decode[0]._answer = streams  # type: ignore[method-assign]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        asking = asyncio.create_task(rig.layer(scope, receive, send))
+        await waits.wait()
+        if gone:
+            register(rig, "prefill", "")
+        rig.decode[0].alive = False
+        await asyncio.sleep(0.2)  # many looks
+        reads.set()
+        async with asyncio.timeout(5):
+            await asking
+    assert bodies[1:3] == [b"data: 0\n\n", b"data: 1\n\n"]
+    assert bodies[3].startswith(b'data: {"error"')
+    assert bodies[3].endswith(b"data: [DONE]\n\n")
+
+
 async def test_the_stage_that_breaks_is_the_one_that_is_noted() -> None:
     """With parallel dispatch the prefill may end after the decode server has begun to answer."""
     async with forwarding("batch", "mooncake", "parallel") as rig:
