@@ -19,6 +19,8 @@ from pullfill.decode_worker.cost_fit import Fit
 FORGET_S = 30.0
 _MOST = 4096
 """How many prefill workers are remembered."""
+_ASKED = 32
+"""At most about twice as many are looked at for one prediction, spread over all of them."""
 _MIB = float(1 << 20)
 
 Span = tuple[float, float]
@@ -169,6 +171,7 @@ class RemoteRates:
         measurements count. 0: there is none."""
         known = [w for name in queue.instances if (w := self._workers.get(name)) is not None]
         lately = [w for w in known if now - w.at < FORGET_S] or known
+        lately = lately[:: max(1, len(lately) // _ASKED)]
         if not lately:
             return 0.0
         total = weights = 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from pullfill.decode_worker.cost_rates import (
@@ -109,6 +111,20 @@ def test_a_worker_that_slowed_down_is_learned_within_seconds() -> None:
     for number in range(6):
         rates.observe(handoff(each_s=0.003), 10.0 + number)
     assert rates.seconds(queue("p"), span(0, 1024), 0, 16.0) == pytest.approx(3.07, rel=0.2)
+
+
+def test_of_many_workers_some_are_asked() -> None:
+    rates, names = RemoteRates(), [f"p{number}" for number in range(256)]
+    taught(
+        rates, 0.0, *(handoff(name, each_s=0.001 + 1e-6 * (i % 7)) for i, name in enumerate(names))
+    )
+    some = rates.seconds(queue(*names[:64]), span(0, 1024), 0, 8.0)
+    assert rates.seconds(queue(*names), span(0, 1024), 0, 8.0) == pytest.approx(some, rel=0.01)
+    asked = list[str]()
+    for name, worker in rates._workers.items():
+        worker.more = SimpleNamespace(of=lambda *_, n=name: asked.append(n) or 0.0)  # type: ignore[assignment,misc]
+    rates.seconds(queue(*names), span(0, 1024), 0, 8.0)
+    assert 32 <= len(asked) < 64
 
 
 def test_old_measurements_count_only_if_there_are_no_others() -> None:
