@@ -84,6 +84,8 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
     engine_args = AsyncEngineArgs.from_cli_args(args)
     try:
         model_config = engine_args.create_model_config()
+        if model_config.runner_type == "pooling":
+            raise ConfigError(f"{model!r} is a pooling model: name one that generates text")
         model_config.quantization = None  # weights are the workers' business
         config = VllmConfig(
             model_config=model_config,
