@@ -39,8 +39,8 @@ _load_report = decoder(front_wire.LoadReport)
 _BATCH = 64
 """Messages read before other callbacks of the loop get their turn."""
 _LAST = 2048
-"""Messages read after the connection broke. It takes less than the 200 ms until ZMQ connects again.
-After that, messages may be missing."""
+"""Messages read after the connection broke. It takes less than the 200 ms until ZMQ connects
+again."""
 
 
 class ConnectionState(enum.StrEnum):
@@ -71,6 +71,7 @@ class DecodeConnection:
 
     __slots__ = (
         "_ahead",
+        "_breaks",
         "_key",
         "_loop",
         "_monitor",
@@ -109,6 +110,7 @@ class DecodeConnection:
         self.load_at = 0.0
         self.far = record.host_id != host_id()
         self._ahead: float | None = None
+        self._breaks: list[int] = []
         self.heard_at = self._loop.time()
         self._socket = context.socket(zmq.DEALER)
         front_wire.set_options(self._socket)
@@ -123,11 +125,11 @@ class DecodeConnection:
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | curve.HANDSHAKE_FAILED
         )
-        self._loop.add_reader(self._monitor.fileno(), self._on_event)
+        self._loop.add_reader(self._monitor.fileno(), self._on_readable)
         self._loop.add_reader(self._socket.fileno(), self._on_readable)
         self._socket.connect(record.data)
         self.send(front_wire.HELO, wire.encode(hello))
-        self._loop.call_soon(self._on_event)
+        self._loop.call_soon(self._on_readable)
 
     @property
     def instance_id(self) -> str:
@@ -192,11 +194,18 @@ class DecodeConnection:
         self._monitor.close(0)
         self._socket.close(200)
 
-    def _on_readable(self, most: int = _BATCH) -> None:
-        for _ in range(most):
-            if self._socket.closed or not front_wire.readable(self._socket):
-                return
-            frames = front_wire.receive(self._socket)
+    def _on_readable(self) -> None:
+        # If the connection breaks, ZMQ makes another, and messages between the two are lost. ZMQ
+        # tells of both before a message of the new connection can be read. So the messages are read
+        # first, and handled if no new connection was told of.
+        batch = self._received(_BATCH)
+        self._read_events()
+        if self._breaks:
+            batch += self._received(_LAST)  # what arrived before the break still counts
+            self._read_events()
+        if zmq.EVENT_HANDSHAKE_SUCCEEDED in self._breaks:
+            batch = []
+        for frames in batch:
             self.heard_at = self._loop.time()
             try:
                 self._handle(frames[0].bytes, frames[1:])
@@ -205,8 +214,19 @@ class DecodeConnection:
                 if not isinstance(exc, BadMessage):
                     _log.exception("a message of %s could not be handled", self.instance_id)
                 self.lose(f"it sent something unreadable: {exc}", died=False)
+            if self._socket.closed:
                 return
-        self._loop.call_soon(self._on_readable)
+        if self._breaks:
+            self.lose("its connection broke")
+        elif len(batch) == _BATCH:
+            self._loop.call_soon(self._on_readable)
+
+    def _received(self, most: int) -> list[list[zmq.Frame]]:
+        """Return the messages that can be received now, at most so many."""
+        batch: list[list[zmq.Frame]] = []
+        while len(batch) < most and not self._socket.closed and front_wire.readable(self._socket):
+            batch.append(front_wire.receive(self._socket))
+        return batch
 
     def _handle(self, kind: bytes, frames: list[Any]) -> None:
         if kind == front_wire.PONG:
@@ -242,21 +262,16 @@ class DecodeConnection:
         self.state = ConnectionState.READY
         self._pool.on_ready(self)
 
-    def _on_event(self) -> None:
-        while not self._monitor.closed:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            if event["event"] & curve.HANDSHAKE_FAILED:
-                self._on_handshake_failed(event["event"])
-            elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+    def _read_events(self) -> None:
+        """Read what ZMQ tells of the connection. `_breaks` are the events since a break."""
+        while not self._monitor.closed and front_wire.readable(self._monitor):
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            if event & curve.HANDSHAKE_FAILED:
+                self._on_handshake_failed(event)
+            elif self._breaks or (event == zmq.EVENT_DISCONNECTED and not self.trouble):
+                self._breaks.append(event)
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.trouble = ""  # HELO leaves now: from here on a break may have lost it
-            elif event["event"] == zmq.EVENT_DISCONNECTED and not self.trouble:
-                self._on_readable(_LAST)  # what arrived before the break still counts
-                if self.state not in (ConnectionState.CLOSED, ConnectionState.REFUSED):
-                    self.lose("its connection broke")
-                return
 
     def _on_handshake_failed(self, event: int) -> None:
         """The keys of the two ends differ, or the worker died during the handshake.

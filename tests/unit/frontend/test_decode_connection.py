@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import threading
 import time
 from typing import Any
 
@@ -16,6 +18,10 @@ from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import request
 from tests.support.frontend_rig import rig, until
 from tests.support.listening import listening
+
+LATE = front_wire.LoadReport(
+    running=9, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=0
+)
 
 
 class _Cutter:
@@ -87,6 +93,65 @@ async def test_all_outputs_that_came_before_a_break_count() -> None:
         be_busy()
         await until(lambda: r.sink.gone == ["decode-1"])
         assert len(r.sink.tokens["a"]) == 300
+
+
+class _Relay:
+    """A TCP relay in threads of its own, so that it goes on while the event loop is busy."""
+
+    def __init__(self, port: int) -> None:
+        self._far = ("127.0.0.1", port)
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        self.ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, far = self._server.accept()[0], socket.create_connection(self._far)
+                self.ends += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=self._pump, args=pair, daemon=True).start()
+
+    @staticmethod
+    def _pump(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+
+    def cut(self) -> None:
+        for end in self.ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._server.close()
+        self.cut()
+
+
+async def test_nothing_counts_that_comes_after_a_break_went_unnoticed() -> None:
+    """ZMQ has connected again before the busy loop knows, and messages are missing."""
+    worker = FakeDecode("decode-1", hold=True)
+    worker.start()
+    relay = _Relay(int(worker.record.data.rpartition(":")[2]))
+
+    def be_busy() -> None:
+        relay.cut()
+        while len(relay.ends) < 4:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        worker.send_raw(front_wire.LOAD, msgspec.msgpack.encode(LATE))
+        time.sleep(0.3)
+
+    async with rig() as r:
+        r.directory.put(msgspec.structs.replace(worker.record, data=relay.address))
+        await r.ready(1)
+        connection = r.pool.candidates()[0]
+        be_busy()
+        await until(lambda: r.sink.gone == ["decode-1"] or connection.load == LATE)
+        assert connection.load != LATE
+    worker.die()
+    relay.close()
 
 
 async def test_a_worker_without_requests_is_asked_less_often(
