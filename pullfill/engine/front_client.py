@@ -95,7 +95,7 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
         # Here and not in `add_request`: a stream has not begun, so its client can get 400.
         # vLLM bounds the prompts, and n. Their product is bounded here.
-        most = max(envs.VLLM_MAX_COMPLETION_PROMPTS, envs.VLLM_MAX_N_SEQUENCES)
+        most = max(getattr(envs, "VLLM_MAX_COMPLETION_PROMPTS", 1024), envs.VLLM_MAX_N_SEQUENCES)
         if why := request_limits.why_too_many(sampling_params.n, most):
             raise VLLMValidationError(why)
         return super().generate(prompt, sampling_params, request_id, **kwargs)
