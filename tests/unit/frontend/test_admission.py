@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,12 +23,16 @@ class Client:
         path: str = "/v1/completions",
         method: str = "POST",
         root_path: str = "",
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.sent: list[dict[str, Any]] = []
         self.takes = asyncio.Event()
         self.takes.set()
-        scope = {"type": "http", "method": method, "path": path, "root_path": root_path}
+        scope = {
+            "type": "http", "method": method, "path": path, "root_path": root_path,
+            "headers": headers,
+        }  # fmt: skip
         self.task = asyncio.ensure_future(gate(scope, self._inbox.get, self._send))
 
     async def _send(self, message: Any) -> None:
@@ -238,6 +243,32 @@ async def test_a_root_path_is_no_way_around(path: str) -> None:
     refused = Client(gate, path, root_path="/api")
     await refused.task
     assert refused.status == 429
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        (b"[" + b"{}," * 5, b"application/json", 413),
+        (b"[1,1,1,1,1,1,1,1,1]", b"application/json", 413),
+        (b"[{},{},{}]", b"application/json", 200),
+        (b"{{{{{,,,,,,,,,", b"Multipart/form-data; boundary=x", 200),
+    ],
+)
+async def test_a_body_that_would_be_read_for_seconds_is_refused(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, kind: bytes, status: int
+) -> None:
+    """All streams would wait, and after six seconds their workers take the frontend for dead."""
+    monkeypatch.setattr(gates, "MOST_OF", {b"{": 4, b",": 7})
+    app = App()
+    gate = Admission(app, app.wait_ready, 2)
+    app.go.set()
+    client = Client(gate, headers=[(b"content-type", kind)])
+    client.say(body[:8], more=True).say(body[8:])
+    await client.task
+    assert client.status == status
+    if status == 413:
+        assert "a request may have" in client.error["message"]
+        assert "send it in parts" in client.error["message"]
 
 
 async def test_a_body_that_never_ends_is_408_and_one_too_large_413(
