@@ -42,6 +42,13 @@ _COMPAT = Compat(
 )  # fmt: skip
 
 
+class _Request(SimpleNamespace):
+    """vLLM's Request, as far as a decision looks at it."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+
 @dataclass(slots=True)
 class Cost:
     """Seconds of CPU. decisions: each, asking and opening. jobs: each, from there to stored."""
@@ -139,7 +146,7 @@ class Half:
 
     def _request(self) -> Any:
         self._serial += 1
-        return SimpleNamespace(
+        return _Request(
             request_id=f"{self._name}{self._serial}", num_prompt_tokens=PROMPT,
             prompt_token_ids=list(range(PROMPT)), num_output_tokens=0, num_preemptions=0,
             skip_reading_prefix_cache=False, mm_features=[], prompt_embeds=None,
