@@ -206,7 +206,8 @@ class Admission:
             text = f"a request may have {BODY_BYTES >> 20} MiB"
             await self._refuse(client.send, 413, "too_large", text)
         elif dense := client.dense:
-            text = f"a request may have {MOST_OF[dense]} times {dense.decode()!r}: send it in parts"
+            most, named = MOST_OF[dense], dense.decode()
+            text = f"a request may have {most} {named!r} characters at most: send it in parts"
             await self._refuse(client.send, 413, "too_large", text)
         else:
             text = (
