@@ -183,8 +183,11 @@ class Puller:
             # One job per pull. A pull for more would wait until it knows that there are no more.
             # The next pull gets the next job just as soon.
             wait_s = timer_grid.before(now + _WAIT_S, _WAIT_S / 2) - now
-            async with pulling:
-                deliveries = await self._consumer.pull(free, 1, wait_s, urgent_only=full)
+            try:
+                async with pulling:
+                    deliveries = await self._consumer.pull(free, 1, wait_s, urgent_only=full)
+            finally:
+                self._pulling = None
         except Exception as exc:
             if pulling.expired():
                 return  # `_end_pull` has ended it
@@ -193,8 +196,6 @@ class Puller:
             await self._wait_for_room(self._pause_s)
             self._pause_s = min(self._pause_s * 2, _PAUSE_LATEST_S)
             return
-        finally:
-            self._pulling = None
         self._pause_s = _PAUSE_SOONEST_S
         for delivery in deliveries:
             if not self._stopped_s:

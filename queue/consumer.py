@@ -235,8 +235,8 @@ class JetStreamConsumer:
         if lane is not None:
             passed = self.lanes.turns.empty(lane)
             if request.status == NO_CONSUMER:
+                self.lanes.turns.fill(lane, passed)  # before: the pull may be cancelled
                 await self.streams.ensure_lane(lane)
-                self.lanes.turns.fill(lane, passed)
         return False
 
     async def _wait(self, deadline: float) -> bool:

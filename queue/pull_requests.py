@@ -134,9 +134,10 @@ class PullRequests:
         the client forgets the old inbox only at the next withdrawal."""
         self.waiting = None
         with contextlib.suppress(NotSent, nats.errors.Error, OSError):
-            if self._left is not None:
-                await self._left.unsubscribe()
-            self._left = self.subscription
+            before, self._left = self._left, self.subscription
+            if before is not None:
+                with contextlib.suppress(nats.errors.Error):  # it was of another connection
+                    await before.unsubscribe()
             await self.subscribe()
             if self._left is not None:
                 await self._connection.client._send_unsubscribe(self._left._id)

@@ -21,10 +21,11 @@ from pullfill.errors import PeerUnavailable, PullfillError, QueueUnavailable
 from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.pulling import Pulling
 from pullfill.queue import pulse, streams
+from pullfill.queue.consumer import REQUEST_S
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.lanes import LOOK_S
-from pullfill.queue.names import consumer_of
+from pullfill.queue.names import CONSUMER, consumer_of
 from pullfill.queue.nats_connection import NatsConnection, NoResponders
 from pullfill.queue.producer import BUSY_REFRESH_S
 from pullfill.queue.pull_requests import GRACE_S
@@ -254,6 +255,26 @@ async def test_a_lane_with_as_many_jobs_in_flight_as_it_may_have_is_no_outage(en
     assert info["num_waiting"] == 0, "the request was withdrawn"
     await held.ack()
     assert [job.job_id for job in await consumer.pull(1, 1, 2 * LOOK_S)] == ["stopped"]
+
+
+async def test_a_cancelled_pull_withdraws_its_request_also_after_a_restart(ends: Ends) -> None:
+    """Else the next job goes to nobody, and uses up one of its deliveries."""
+    info = f"CONSUMER.INFO.{ends.consumer._names.stream}.{CONSUMER}"
+
+    async def waiting(count: int, within_s: float = HANG_S) -> None:
+        async with asyncio.timeout(within_s):
+            while (await ends.producer.connection.api(info))["num_waiting"] != count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    for _ in range(3):
+        pulling = asyncio.create_task(ends.consumer.pull(1, 1, HANG_S))
+        await waiting(1)
+        pulling.cancel()
+        await waiting(0, within_s=REQUEST_S / 2)  # by itself it would end later
+        await ends.lose("stop")
+        await until(lambda: not (ends.producer.health.up or ends.consumer.health.up))
+        await ends.bring_back("stop")
+        await until(lambda: ends.producer.health.up and ends.consumer.health.up)
 
 
 async def test_a_server_with_a_full_disk_costs_one_answer_until_it_is_restarted(

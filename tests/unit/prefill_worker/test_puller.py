@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from pullfill.deploy.defaults import PREFILL_CHUNK
-from pullfill.prefill_worker import puller as puller_module
+from pullfill.errors import QueueUnavailable
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.queue.contract import QueueConfig
@@ -180,24 +180,48 @@ async def test_a_pause_ends_the_pull_that_waits() -> None:
     assert runner.started == ["j"]
 
 
-async def test_a_worker_that_is_not_cleared_pulls_nothing_for_ever_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(puller_module, "_UNCLEARED_S", (0.1, 0.3))
+async def test_a_worker_that_is_not_cleared_pulls_nothing_for_ever_longer() -> None:
     queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
     producer, fake = queue.producer(), cast(Any, runner)
     puller = Puller(queue.consumer(), fake, budget_tokens=30, max_jobs=32, credits=Credits(1 << 20))
     puller.start()
     await asyncio.sleep(0)
-    for number, longer in enumerate([0.1, 0.2, 0.3, 0.3]):
+    now = asyncio.get_running_loop().time
+    for number, seconds in enumerate([1, 2, 4, 8, 16, 30, 30]):
         puller.not_cleared()
         puller.not_cleared()  # of another job, at the same time
-        assert puller._uncleared_s == pytest.approx(longer)
+        assert puller._uncleared_s == seconds
         await producer.publish(f"j{number}", b"", 1)
         await asyncio.sleep(0.02)
         assert len(runner.started) == number, "it is left to others"
+        puller._uncleared_until = now()
+        puller.changed()
         await started(runner, number + 1)
-    puller._uncleared_until -= 10.0
+    puller._uncleared_until = now() - 100.0
     puller.not_cleared()
-    assert puller._uncleared_s == pytest.approx(0.1), "that was long ago"
+    assert puller._uncleared_s == 1, "that was long ago"
+    await puller.stop()
+
+
+async def test_a_pause_after_a_pull_that_failed_ends_like_any_other() -> None:
+    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
+    producer, consumer = queue.producer(), cast(Any, Consumer(queue.consumer(), runner))
+    fail, pull = asyncio.Event(), consumer.pull
+
+    async def fails_once(*args: Any, **how: Any) -> Any:
+        if not fail.is_set():
+            fail.set()
+            raise QueueUnavailable("NATS is away")
+        return await pull(*args, **how)
+
+    consumer.pull = fails_once
+    puller = Puller(
+        consumer, cast(Any, runner), budget_tokens=30, max_jobs=32, credits=Credits(1 << 20)
+    )
+    puller.start()
+    await fail.wait()
+    puller.pause(True)
+    puller.pause(False)
+    await producer.publish("j", b"", 1)
+    await started(runner, 1)
     await puller.stop()
