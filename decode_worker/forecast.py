@@ -96,7 +96,7 @@ class Forecaster:
             done = done * workers // len(loads)
         ahead = max(depth_tokens - done, own_tokens, 0)
         now = self._clock.monotonic()
-        links = [link for link in self._links.values() if link.at > now - REMEMBER_S]
+        links = [link for link in list(self._links.values()) if link.at > now - REMEMBER_S]
         since = now - FORGET_S
         sure_of = [link for link in links if link.at > since and len(link.writes) >= _SURE]
         recent = [link.per_block_s for link in sure_of]
