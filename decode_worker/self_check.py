@@ -29,13 +29,14 @@ from pullfill.decode_worker.conditional_router import SELF_CHECK_FAILED as FAILE
 from pullfill.decode_worker.conditional_router import SELF_CHECK_PENDING as PENDING
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import UNDER_WAY, Entry, JobState
+from pullfill.decode_worker.ledger_types import UNDER_WAY, JobState
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.self_check_requests import Incomplete, Trial, Trials
 from pullfill.engine.compat import dtype_of_kv, logprobs_are_cheap, rounding_digest
 from pullfill.engine.groups import ONE_GROUP, Groups
-from pullfill.errors import Outcome
+from pullfill.errors import BadMessage, Outcome
 from pullfill.ids import job_digest, new_job_id
+from pullfill.queue.names import parse_ack
 from pullfill.registry.self_checks import SelfChecks
 from pullfill.runtime import log, metrics
 from pullfill.wire import Claim, Compat, Refused, RefuseReason, SelfCheck
@@ -53,8 +54,6 @@ _BEST = 5
 """How many of the most likely tokens have their log probabilities compared."""
 LONGEST_S = 30.0
 """A comparison that takes longer is given up and repeated."""
-_MOST_LEFT = 1024
-"""How many jobs are remembered that were left to other prefill workers."""
 _PAUSES_S = (0.5, 30.0)
 """Pause before the second try, and the longest pause. It doubles each time."""
 
@@ -104,7 +103,6 @@ class Checks:
         self._peers: dict[str, tuple[Peer, str]] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._jobs: dict[str, str] = {}
-        self._left: set[str] = set()
         self._one = asyncio.Lock()
         self._closed = False
         kept.on_change = self._changed
@@ -135,15 +133,15 @@ class Checks:
     def may_claim(self, peer: Peer, claim: Claim) -> bool:
         """Whether the prefill worker may have the job.
 
-        If not, its claim is refused. The job is left to prefill workers that may have it, once.
-        Without such workers, or the second time, the prompt is prefilled here."""
+        If not, its claim is refused. After its first delivery the job is left to prefill workers
+        that may have it. Without such workers, or the second time, the prompt is prefilled here."""
         if peer.cleared or self._jobs.get(claim.job_id) == peer.name:
             return True
         entry = self._ledger.find(claim.job_id)
         reason = RefuseReason.CLOSED
         if entry is not None and entry.state in UNDER_WAY:
             reason = RefuseReason.IN_PROGRESS
-        elif entry is not None and self._leave(entry):
+        elif entry is not None and not entry.settled and self._left_to_others(claim):
             reason = RefuseReason.NOT_CLEARED
         elif entry is not None and entry.state is JobState.QUEUED:
             self._ledger.publish_failed(claim.job_id, Outcome.SELF_CHECK)
@@ -151,15 +149,14 @@ class Checks:
         peer.channel.write(Refused(rid=claim.rid, reason=reason))
         return False
 
-    def _leave(self, entry: Entry) -> bool:
-        """Whether another prefill worker may soon have this job. At most once for each job."""
-        others = any(p.cleared and p.pulls and not p.leaving for p, _ in self._peers.values())
-        if entry.settled or not others or entry.job_id in self._left:
+    def _left_to_others(self, claim: Claim) -> bool:
+        """Whether another prefill worker may soon have this job."""
+        if not any(p.cleared and p.pulls and not p.leaving for p, _ in self._peers.values()):
             return False
-        if len(self._left) >= _MOST_LEFT:
-            self._left.clear()
-        self._left.add(entry.job_id)
-        return True
+        try:
+            return parse_ack(claim.ack_subject).number == 1
+        except BadMessage:
+            return False  # it came past the stream, so nobody delivers it again
 
     def _pair(self, peer: Peer) -> str:
         ours = self._ours

@@ -43,11 +43,13 @@ class Budget:
     """See the module.
 
     tokens: sum over the deliveries that count.
+    granted_at: when the last grant came.
     on_room: called when `tokens` has become less."""
 
     def __init__(self, on_room: Callable[[], None]) -> None:
         self._on_room = on_room
         self._charges: dict[str, _Charge] = {}
+        self.granted_at = -math.inf
         self.tokens = 0
 
     @property
@@ -83,6 +85,7 @@ class Budget:
 
     def granted(self, job_id: str) -> None:
         charge = self._charges[job_id]
+        self.granted_at = asyncio.get_running_loop().time()
         charge.timer.cancel()
         charge.asked_at = math.inf
         charge.granted = True

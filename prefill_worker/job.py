@@ -337,7 +337,7 @@ class Job:
             case ClaimRefused():
                 metrics.CLAIM.labels(why.reason).inc()
                 if why.reason == RefuseReason.NOT_CLEARED:
-                    self._runner.on_not_cleared()
+                    self._runner.not_cleared()
                     return await self.message.settle("nak")
                 # The worker that holds a job in progress keeps its message alive and settles it.
                 # But the last delivery is acked here: or it would become a dead letter.

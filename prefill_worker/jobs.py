@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pullfill.prefill_worker.control_connections import ControlConnections
     from pullfill.prefill_worker.engine import PrefillEngine
 
+_GRANTED_S = 60.0
+
 
 class JobRunner:
     """Runs a `Job` for each delivery. Its public attributes are what the jobs share.
@@ -41,7 +43,8 @@ class JobRunner:
     max_deliver: returns how often the queue delivers a job at most.
     read_grants: of the decode workers that read our memory.
     on_change: called when a job has ended or the budget has room.
-    on_not_cleared: called when a claim was refused because of the self-check.
+    on_not_cleared: called when a claim was refused because of the self-check, and none was granted
+    for _GRANTED_S. Some decode workers may grant what others refuse.
     take_back: takes a delivery whose job this process has asked for itself. Returns False for any
     other. Raises ClaimRefused if another prefill worker has the job."""
 
@@ -102,6 +105,11 @@ class JobRunner:
         """Return the newest delivery of each job that runs here, unless it is settled."""
         deliveries = [job.message.to_settle for job in self._jobs.values()]
         return [delivery for delivery in deliveries if delivery is not None]
+
+    def not_cleared(self) -> None:
+        """Note that a decode worker has refused a claim because of its self-check."""
+        if asyncio.get_running_loop().time() > self.budget.granted_at + _GRANTED_S:
+            self.on_not_cleared()
 
     def held(self) -> list[HeldJob]:
         """Return the jobs that run here, for the live page. Only when somebody looks."""

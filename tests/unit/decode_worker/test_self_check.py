@@ -153,16 +153,19 @@ async def test_who_has_not_passed_leaves_each_job_once_to_those_who_have() -> No
     failed = rig.meet("prefill-2#2", "otherwise")
     await eventually(lambda: bool(rig.checks.failures))
 
-    def refused(job_id: str) -> RefuseReason:
-        assert not rig.checks.may_claim(failed, Claim(rid=1, job_id=job_id, incarnation="i"))
+    def refused(job_id: str, number: int = 1) -> RefuseReason:
+        ack = f"$JS.ACK.stream.consumer.{number}.1.1.1.0" if number else ""
+        claim = Claim(rid=1, job_id=job_id, incarnation="i", ack_subject=ack)
+        assert not rig.checks.may_claim(failed, claim)
         said = cast(Any, failed.channel).said[-1]
         assert isinstance(said, Refused)
         return said.reason
 
     assert refused("j") is RefuseReason.NOT_CLEARED
     assert rig.books.given_up == []
-    assert refused("j") is RefuseReason.CLOSED, "it may be the only one with room"
-    assert rig.books.given_up == [("j", Outcome.SELF_CHECK)]
+    assert refused("j", 2) is RefuseReason.CLOSED, "it may be the only one with room"
+    assert refused("direct", 0) is RefuseReason.CLOSED, "no message would come back"
+    assert rig.books.given_up == [("j", Outcome.SELF_CHECK), ("direct", Outcome.SELF_CHECK)]
     rig.books.state = JobState.GRANTED
     assert refused("k") is RefuseReason.IN_PROGRESS
     rig.books.state, passed.pulls = JobState.QUEUED, False

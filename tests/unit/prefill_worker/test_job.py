@@ -183,6 +183,10 @@ async def test_a_job_that_the_self_check_refuses_is_left_to_others() -> None:
     await worker.over()
     assert delivery.verbs == ["nak"]
     assert told == ["not cleared"]
+    worker.runner.budget.granted_at = asyncio.get_running_loop().time() - 1.0
+    worker.runner.start(Delivered())  # type: ignore[arg-type]
+    await worker.over()
+    assert told == ["not cleared"], "another decode worker grants its jobs"
 
 
 async def test_nonsense_from_the_kv_port_in_the_middle_is_no_poison() -> None:
