@@ -30,7 +30,7 @@ from pullfill.deploy.readiness import keep_frontends_off, wait_ready
 from pullfill.deploy.state import Launch, Locked, StateDir, identity, new_cluster_id
 from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView
-from pullfill.errors import RegistryUnavailable
+from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry.settings import store as store_setting
 
 START_FAILED_DRAIN_S = 5.0
@@ -132,20 +132,27 @@ class Supervisor:
         self._view.title = "stopping pullfill"
         while True:
             try:
-                with self._state.locked(), self._view:
-                    return await self._take_down(self._options.workers.drain_timeout_s)
+                with self._state.locked():
+                    launch = self._state.launch()
+                    if launch is None or launch.cluster_id == self._cluster_id:
+                        with self._view:
+                            return await self._take_down(self._options.workers.drain_timeout_s)
             except Locked:
                 if not any(is_alive(identity(entry)) for entry in self._cluster.processes):
                     return
                 await asyncio.sleep(_POLL_S)
+                continue
+            except ConfigError as exc:  # the directory is gone, and cannot be made again
+                self._view.say(str(exc), "yellow")
+            # Our record was deleted. There is none, or it is of another `up`.
+            with self._view:
+                entries, drain_s = self._cluster.processes, self._options.workers.drain_timeout_s
+                await stop_in_order(entries, self._view, drain_s, lambda: self._signals > 1)
+            return
 
     async def _take_down(self, drain_s: float) -> None:
         entries, force = self._cluster.processes, lambda: self._signals > 1
-        launch = self._state.launch()
-        if launch is None or launch.cluster_id == self._cluster_id:
-            await take_down(self._state, entries, self._view, drain_s=drain_s, force=force)
-        else:  # our record was deleted, and this one is of another `up`
-            await stop_in_order(entries, self._view, drain_s, force)
+        await take_down(self._state, entries, self._view, drain_s=drain_s, force=force)
 
     def _catch_signals(self) -> None:
         def on_signal() -> None:

@@ -36,6 +36,10 @@ class NoCluster(ConfigError):
     """There is no cluster.json in the directory."""
 
 
+class OtherCluster(ConfigError):
+    """A URL is given that is not the one in cluster.json."""
+
+
 class ProcessEntry(msgspec.Struct, kw_only=True):
     """One process of a local cluster.
 
@@ -105,19 +109,32 @@ class ClusterRef:
         directory = Path(state_dir or usual or DEFAULT_STATE_DIR)
         cluster = read_cluster_file(directory)
         urls = (etcd or cluster.etcd_url, nats or cluster.nats_url)
+        same = all(map(_same, urls, (cluster.etcd_url, cluster.nats_url)))
         # Else `queue purge --etcd REMOTE` would empty the queue of the local cluster.
-        if urls != (cluster.etcd_url, cluster.nats_url) and state_dir in (None, "", usual):
+        if not same and state_dir in (None, "", usual):
             given, missing = ("--etcd", "--nats") if etcd else ("--nats", "--etcd")
-            raise ConfigError(
+            raise OtherCluster(
                 f"{given} {etcd or nats} is not the one in {directory / CLUSTER_FILE}: for another "
                 f"cluster give {missing} URL, too"
             )
         return ClusterRef(
             namespace or cluster.namespace,
-            *urls,
+            *((cluster.etcd_url, cluster.nats_url) if same else urls),
             directory,
             load(security or cluster.security or None),
         )
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two lists of URLs name the same servers."""
+    return _servers(one) == _servers(other)
+
+
+def _servers(urls: str) -> set[str]:
+    parts = (
+        part.strip().rstrip("/") for part in urls.replace("//localhost", "//127.0.0.1").split(",")
+    )
+    return set(filter(None, parts))
 
 
 def check_namespace(namespace: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum, StrEnum
 from typing import Any, TypeVar, get_type_hints
 
-from pullfill.config import STANDING_LINKS, STATE_DIR_ENV, ClusterRef
+from pullfill.config import STANDING_LINKS, STATE_DIR_ENV, ClusterRef, OtherCluster
 from pullfill.errors import ConfigError
 from pullfill.net.security import SECURITY_ENV
 from pullfill.option_values import (
@@ -153,7 +153,9 @@ class ClusterOptions(StateDirOptions):
         frontend: the URL of one, if the command asks nobody else."""
         try:
             return self.find()
-        except ConfigError:
+        except ConfigError as exc:
+            if isinstance(exc, OtherCluster) and self.namespace is None:
+                raise  # `config set` must not write to a namespace that nobody has named
             alone = frontend and not self.state_dir
             if self.nats or not (self.etcd or alone):
                 raise

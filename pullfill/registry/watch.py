@@ -31,6 +31,8 @@ IDLE_S = 60.0
 """A watch that brought nothing for this long is opened anew."""
 RETRY_S = (0.05, 0.5)
 """First and longest pause before a broken watch is opened again."""
+REFUSED_S = 10.0
+"""Pause after etcd has refused it. To check a password takes etcd tens of milliseconds of CPU."""
 _log = log.get("registry.watch")
 
 
@@ -142,40 +144,43 @@ async def watch_prefix(
     part = f"watch of {shown}"
     known = _Known({})
     pause = RETRY_S[0]
-    while True:
-        try:
-            if not await _continues(client, start, known):
-                first = known.rev < 0
-                kvs, revision = await client.get_prefix(start)
-                for event in known.diff(kvs, revision):
-                    yield event
-                yield Synced(revision, first)
-            client.health.ok(part)
-            # Closed by hand: a consumer that stops must not leave the connection to the collector.
-            async with contextlib.aclosing(_changes(client, start, known, idle_s)) as batches:
-                async for batch in batches:
-                    pause = RETRY_S[0]
-                    for event in batch:
+    try:
+        while True:
+            try:
+                if not await _continues(client, start, known):
+                    first = known.rev < 0
+                    kvs, revision = await client.get_prefix(start)
+                    for event in known.diff(kvs, revision):
                         yield event
-        except TimeoutError:
-            continue  # silent for idle_s: renew
-        except _Lost as exc:
-            _log.info("watch of %s: %s; reading it again", shown, exc)
-            known.rev = min(known.rev, 0)
-            continue
-        except (RegistryUnavailable, ConfigError) as exc:
-            if isinstance(exc, ConfigError):
-                if known.rev < 0:
-                    raise
-                if not client.health.fails(part):
-                    _log.error("cannot watch %s any more, trying again: %s", shown, exc)
-                client.health.failed(str(exc), part)
-            else:
-                _log.debug("watch of %s broke: %s", shown, exc)
-            if on_break is not None:
-                on_break()
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, RETRY_S[1])
+                    yield Synced(revision, first)
+                client.health.ok(part)
+                # Closed by hand: a consumer that stops must not leave the connection open.
+                async with contextlib.aclosing(_changes(client, start, known, idle_s)) as batches:
+                    async for batch in batches:
+                        pause = RETRY_S[0]
+                        for event in batch:
+                            yield event
+            except TimeoutError:
+                continue  # silent for idle_s: renew
+            except _Lost as exc:
+                _log.info("watch of %s: %s; reading it again", shown, exc)
+                known.rev = min(known.rev, 0)
+                continue
+            except (RegistryUnavailable, ConfigError) as exc:
+                if isinstance(exc, ConfigError):
+                    if known.rev < 0:
+                        raise
+                    if not client.health.fails(part):
+                        _log.error("cannot watch %s any more, trying again: %s", shown, exc)
+                    client.health.failed(str(exc), part)
+                else:
+                    _log.debug("watch of %s broke: %s", shown, exc)
+                if on_break is not None:
+                    on_break()
+                await asyncio.sleep(REFUSED_S if isinstance(exc, ConfigError) else pause)
+                pause = min(pause * 2, RETRY_S[1])
+    finally:
+        client.health.ok(part)  # nobody looks there any more
 
 
 async def _continues(client: EtcdClient, start: bytes, known: _Known) -> bool:
@@ -184,7 +189,7 @@ async def _continues(client: EtcdClient, start: bytes, known: _Known) -> bool:
         return False
     try:
         kvs, _ = await client.get_prefix(start, revision=known.rev)
-    except (RevisionLost, ConfigError):
+    except RevisionLost:
         return False
     return {kv.key: kv for kv in kvs} == known.keys
 

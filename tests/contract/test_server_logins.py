@@ -19,6 +19,7 @@ from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.net.security import Security, load
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from pullfill.registry import watch
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Put, watch_prefix
 from tests.support.certificates import Certificates, make_certificates
@@ -214,8 +215,12 @@ async def test_etcd_with_a_login_and_tls_and_tokens_that_expire(
 
 
 async def test_a_watch_outlives_a_changed_password(
-    tmp_path: Path, locked_etcd: EtcdServer, certificates: Certificates
+    tmp_path: Path,
+    locked_etcd: EtcdServer,
+    certificates: Certificates,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(watch, "REFUSED_S", 0.2)
     security = write(tmp_path, etcd_toml(certificates), password=PASSWORD)
     client = await EtcdClient.connect(locked_etcd.url, wait_s=HANG_S, security=security.etcd)
     seen: list[bytes] = []
@@ -241,10 +246,12 @@ async def test_a_watch_outlives_a_changed_password(
         await client.put("p/1", b"1")
         await until(lambda: seen == [b"0", b"1"], HANG_S)
         await change(PASSWORD)
+        await until(lambda: not client.health.up, HANG_S)
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await client.close()
+    assert client.health.up, "nobody watches any more"
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,15 @@ class TestClusterRef:
 
     def test_a_command_that_only_asks_needs_one_url(self, state_dir: Path) -> None:
         _write(state_dir)
-        ref = ClusterOptions(etcd="http://h:9").find_to_ask()
-        assert ref == ClusterRef("default", "http://h:9", "nats://")
+        ref = ClusterOptions(etcd="http://h:9", namespace="green").find_to_ask()
+        assert ref == ClusterRef("green", "http://h:9", "nats://")
+        with pytest.raises(ConfigError, match="for another cluster give"):
+            ClusterOptions(etcd="http://h:9").find_to_ask()
+
+    def test_a_url_may_be_written_in_another_way(self, state_dir: Path) -> None:
+        own = _write(state_dir, etcd_url="http://127.0.0.1:2,http://b:3")
+        ref = ClusterRef.resolve(etcd="http://b:3/, http://localhost:2")
+        assert (ref.namespace, ref.etcd_url, ref.nats_url) == ("blue", own.etcd_url, own.nats_url)
 
     def test_both_urls_need_no_file(self, tmp_path: Path) -> None:
         gone = tmp_path / "gone"

@@ -255,6 +255,15 @@ class TestTheEnd:
         worker = await self._pid_after(rig, lambda: shutil.rmtree(rig.state.path))
         assert not procs.is_alive(worker)
 
+    async def test_nor_one_that_cannot_be_made_again(self, rig: Rig) -> None:
+        def replace() -> None:
+            shutil.rmtree(rig.state.path)
+            rig.state.path.touch()
+
+        worker = await self._pid_after(rig, replace)
+        assert not procs.is_alive(worker)
+        assert "cannot write to" in rig.printed.getvalue()
+
     async def test_another_command_holds_the_lock_for_a_moment(self, rig: Rig) -> None:
         held = ExitStack()
 
