@@ -13,6 +13,7 @@
     balancer           chooses the decode worker for a request
     explain            why and how recent requests were served
     admission          HTTP admission: 429 when full, 503 while no decode worker can take requests
+    request_bodies     refuses bodies that vLLM's checks would take seconds for
     http_auth          who may call which HTTP route
     routes             /live /ready /pullfill/* /metrics
     cluster            what workers report, fetched and merged

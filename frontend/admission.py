@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from pullfill.engine import request_limits, request_targets
-from pullfill.frontend import metrics
+from pullfill.frontend import metrics, request_bodies
 from pullfill.frontend.dispatch import NO_WORKER, NO_WORKER_WAIT_S
 from pullfill.runtime import log
 
@@ -49,13 +49,12 @@ TEXT_PATHS = frozenset({
     "/cohere/v2/chat/render", "/v1/chat/completions/derender", "/v1/completions/derender",
 })  # fmt: skip
 """Routes that need the tokenizer, but no engine."""
+FORM_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+"""Routes whose body is a form with a recording, and no JSON."""
 RETRY_AFTER_S = 1
 BODY_S = 60.0
 """How long a client may take to send its request."""
 BODY_BYTES = 256 << 20
-MOST_OF = {b"{": 1 << 17, b",": 1 << 23}
-"""Most of these characters in a JSON body. vLLM reads it on the event loop, and all streams wait.
-An object takes 12 us (a chat message), an element of a list 0.1 us."""
 ALL_BYTES = 1 << 30
 """Most bytes of the bodies of all counted requests. vLLM keeps each until its answer has ended."""
 SEND_S = 120.0
@@ -66,10 +65,10 @@ class _Client:
     """The client of one request.
 
     since: when the part that is being sent was handed over. inf: none is.
-    size: bytes of its request that have come. of: how many of the characters in MOST_OF.
+    size: bytes of its request that have come.
     left: it stopped reading, and is being disconnected."""
 
-    __slots__ = ("_loop", "_send", "left", "of", "since", "size", "task")
+    __slots__ = ("_loop", "_send", "left", "since", "size", "task")
 
     def __init__(self, send: Send) -> None:
         task = asyncio.current_task()
@@ -79,13 +78,7 @@ class _Client:
         self.task = task
         self.since = math.inf
         self.size = 0
-        self.of = dict.fromkeys(MOST_OF, 0)
         self.left = False
-
-    @property
-    def dense(self) -> bytes:
-        """A character of which the request has more than MOST_OF. Empty: there is none."""
-        return next((c for c, count in self.of.items() if count > MOST_OF[c]), b"")
 
     async def send(self, message: Message) -> None:
         self.since = self._loop.time()
@@ -140,17 +133,11 @@ class Admission:
         self._clients.add(client)
         self._watch()
         try:
-            if _is_form(scope):  # with a recording
-                client.of.clear()
             body = await self._read(receive, client)
             if body is None:
                 return
-            if half := lone_surrogate(body):
-                text = (
-                    f"the request has {half}, half of a surrogate pair: no text can hold it. Send "
-                    "both halves, or leave it out"
-                )
-                await self._refuse(client.send, 400, "not_text", text)
+            if refusal := _refusal(path, body):
+                await self._refuse(client.send, *refusal)
             elif path in TEXT_PATHS or await self._wait_ready(NO_WORKER_WAIT_S):
                 await self._app(scope, _replay(body, receive), client.send)
             else:
@@ -191,9 +178,7 @@ class Admission:
                     size = len(message.get("body", b""))
                     client.size += size
                     self._bytes += size
-                    for character in client.of:
-                        client.of[character] += message.get("body", b"").count(character)
-                    if client.size > BODY_BYTES or self._bytes > ALL_BYTES or client.dense:
+                    if client.size > BODY_BYTES or self._bytes > ALL_BYTES:
                         break
                 else:
                     return body
@@ -204,10 +189,6 @@ class Admission:
         body.clear()
         if client.size > BODY_BYTES:
             text = f"a request may have {BODY_BYTES >> 20} MiB"
-            await self._refuse(client.send, 413, "too_large", text)
-        elif dense := client.dense:
-            most, named = MOST_OF[dense], dense.decode()
-            text = f"a request may have {most} {named!r} characters at most: send it in parts"
             await self._refuse(client.send, 413, "too_large", text)
         else:
             text = (
@@ -237,11 +218,23 @@ _PAIR = re.compile(rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-
 _HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf]")
 
 
-def lone_surrogate(body: list[Message]) -> str:
+def _refusal(path: str, body: list[Message]) -> tuple[int, str, str] | None:
+    """Return status, reason and message if the body may not reach vLLM."""
+    data = body[0].get("body", b"") if len(body) == 1 else b"".join(m["body"] for m in body)
+    if path not in FORM_PATHS and (why := request_bodies.why_too_much(path, data)):
+        return 413, "too_large", why
+    if half := lone_surrogate(data):
+        return 400, "not_text", (
+            f"the request has {half}, half of a surrogate pair: no text can hold it. Send both "
+            "halves, or leave it out"
+        )  # fmt: skip
+    return None
+
+
+def lone_surrogate(data: bytes) -> str:
     """Return the first unpaired surrogate in a JSON body. Empty: there is none.
 
     Python's JSON parser accepts it. But it cannot be encoded as UTF-8, nor tokenized."""
-    data = body[0].get("body", b"") if len(body) == 1 else b"".join(m["body"] for m in body)
     if not (b"\\ud" in data or b"\\uD" in data or b"\xed" in data):
         return ""
     found = _HALF.search(_PAIR.sub(b"_", data))
@@ -249,12 +242,6 @@ def lone_surrogate(body: list[Message]) -> str:
         return ""
     code = found[0].decode("utf-8", "surrogatepass")
     return code if len(code) > 1 else f"\\u{ord(code):04x}"
-
-
-def _is_form(scope: Scope) -> bool:
-    """Whether the body is said to be a form, which is no JSON."""
-    kinds = [value for name, value in scope.get("headers", ()) if name == b"content-type"]
-    return any(kind.lower().startswith(b"multipart/") for kind in kinds)
 
 
 def route_of(scope: Scope) -> str:

@@ -42,7 +42,7 @@ def why_too_many(choices: int, most: int) -> str:
         return ""
     asked[0] += choices
     return "" if asked[0] <= most else (
-        f"the request asks for more than {most} answers (its prompts or conversations, times n): "
+        f"the request asks for more than {most} answers (prompts, items or chats, times n): "
         "send it in parts, or ask the operator to set VLLM_MAX_COMPLETION_PROMPTS for this frontend"
     )  # fmt: skip
 
