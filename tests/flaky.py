@@ -5,6 +5,9 @@ each part of `make test`. The report names every test that failed in any run, wi
 the first line of each failure, and every test whose outcome changed. With --busy, processes that
 compute all the time share the cores with the tests: a machine that others use.
 
+Ten runs take hours. `--keep DIR` keeps the reports, and goes on after those that are there, if they
+are of the same commit.
+
 Exit status: 0 when every run passed with the same outcomes, 1 otherwise. The output of failed runs
 stays in the directory that the last line names.
 """
@@ -125,12 +128,12 @@ def busy(processes: int) -> Iterator[None]:
 
 def run_once(number: int, folder: Path, parts: Sequence[Sequence[str]], runs: Runs) -> None:
     """Run pytest once for each part; the output is kept only if one failed."""
-    log, reports, code = folder / f"run-{number}.log", list[Path](), 0
+    log, code = folder / f"run-{number}.log", 0
+    reports = reports_of(folder, number, len(parts))
     started = time.monotonic()
     with log.open("wb") as out:
-        for index, args in enumerate(parts):
-            reports.append(folder / f"run-{number}-{index}.xml")
-            command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={reports[-1]}", *args]
+        for report, args in zip(reports, parts, strict=True):
+            command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *args]
             done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False)
             code = code or done.returncode
     seconds = time.monotonic() - started
@@ -145,6 +148,35 @@ def run_once(number: int, folder: Path, parts: Sequence[Sequence[str]], runs: Ru
         log.unlink()
 
 
+def kept(folder: Path, parts: int, runs: Runs) -> int:
+    """Take in the runs that the folder holds. Returns how many those are.
+
+    Raises SystemExit if they are of other code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    head = ["git", "describe", "--always", "--abbrev=40", "--dirty"]
+    code = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
+    mark = folder / "commit"
+    if (before := mark.read_text() if mark.exists() else code) != code:
+        raise SystemExit(f"{folder} holds runs of {before}, this is {code}: name another directory")
+    mark.write_text(code)
+    number = 0
+    reports = reports_of(folder, 1, parts)
+    while all(report.exists() for report in reports):
+        number += 1
+        suites = [ElementTree.parse(report).getroot().find("testsuite") for report in reports]
+        seconds = sum(float(s.get("time", 0)) for s in suites if s is not None)
+        counts = runs.add(reports, seconds)
+        said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+        print(f"run {number}: {said} in {seconds:.0f} s (before)", flush=True)
+        reports = reports_of(folder, number + 1, parts)
+    return number
+
+
+def reports_of(folder: Path, number: int, parts: int) -> list[Path]:
+    """The JUnit reports of one run. pytest writes each when its part has ended."""
+    return [folder / f"run-{number}-{index}.xml" for index in range(parts)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     about = (__doc__ or "").splitlines()[0]
@@ -152,14 +184,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-n", "--runs", type=int, default=10, help="how often (default 10)")
     parser.add_argument("--busy", type=int, default=0, metavar="N",
                         help="keep N processes computing meanwhile (default 0)")  # fmt: skip
+    parser.add_argument(
+        "--keep", metavar="DIR", help="keep the reports there, and go on after them"
+    )
     chosen, rest = parser.parse_known_args(argv)
     if chosen.runs < 1:
         parser.error("--runs must be at least 1")
     parts = [rest] if rest else [shlex.split(part) for part in WHOLE]
-    folder = Path(tempfile.mkdtemp(prefix="pullfill-flaky-"))
+    folder = Path(chosen.keep or tempfile.mkdtemp(prefix="pullfill-flaky-"))
     runs = Runs()
+    done = kept(folder, len(parts), runs) if chosen.keep else 0
     with busy(chosen.busy), contextlib.suppress(KeyboardInterrupt):
-        for number in range(1, chosen.runs + 1):
+        for number in range(done + 1, chosen.runs + 1):
             run_once(number, folder, parts, runs)
     print("\n".join(runs.lines()))
     print(f"{'steady' if runs.good else 'NOT steady'}; logs of failed runs: {folder}")

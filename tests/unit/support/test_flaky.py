@@ -48,6 +48,26 @@ def test_a_test_that_fails_in_one_run_is_named_with_its_message(
     assert [log.name for log in tmp_path.glob("run-*.log")] == ["run-2.log"]
 
 
+def test_kept_runs_count_unless_they_are_of_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test_it.py").write_text("def test_steady(): pass")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    again = ["--keep", "kept", "-p", "no:cacheprovider", "test_it.py"]
+    assert flaky.main(["--runs", "1", *again]) == 0
+    (tmp_path / "kept" / "run-3-0.xml").write_text("of a run that was interrupted")
+    capsys.readouterr()
+    assert flaky.main(["--runs", "2", *again]) == 0
+    said = capsys.readouterr().out
+    assert "(before)\nrun 2: 1 passed" in said
+    assert "2 runs: median" in said
+    (tmp_path / "kept" / "commit").write_text("another")
+    with pytest.raises(SystemExit, match="holds runs of another"):
+        flaky.main(["--runs", "3", *again])
+
+
 @pytest.mark.parametrize(
     ("first", "second", "good"),
     [
