@@ -20,7 +20,9 @@ _PLAIN = frozenset({
     "prompt", "tokens", "token_ids", "prompt_token_ids", "stop_token_ids", "allowed_token_ids",
     "logit_bias",
 })  # fmt: skip
-"""Members that may hold many numbers or texts, of which vLLM checks each in a moment."""
+"""Members that may hold many numbers or prompts, of which vLLM checks each in a moment."""
+_TEXTS = frozenset({"stop", "bad_words"})
+"""Members that may hold many texts. Too many get 400 and the reason later (request_limits.py)."""
 _REPORTS = "derender"
 _MOST_REPORTED = 1 << 20
 """The same for bodies that hold an answer with its log probabilities. Each has only one type."""
@@ -62,12 +64,19 @@ def _values(read: Any, most: int) -> int:
         one = todo.pop()
         if isinstance(one, dict):
             count += len(one)
-            todo += [v for k, v in one.items() if not (k in _PLAIN and _is_plain(v))]
+            todo += [value for key, value in one.items() if not _costs_little(key, value)]
         elif isinstance(one, list):
             count += len(one)
             if not set(map(type, one)) <= {int, float, str}:
                 todo += one
     return count
+
+
+def _costs_little(key: str, value: Any) -> bool:
+    """Whether vLLM checks this member in a moment, however much it holds."""
+    if key in _TEXTS:
+        return isinstance(value, list) and set(map(type, value)) <= {str}
+    return key in _PLAIN and _is_plain(value)
 
 
 def _is_plain(value: Any) -> bool:
