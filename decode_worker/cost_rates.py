@@ -20,7 +20,8 @@ FORGET_S = 30.0
 _MOST = 4096
 """How many prefill workers are remembered."""
 _ASKED = 32
-"""At most about twice as many are looked at for one prediction, spread over all of them."""
+"""One prediction looks at fewer than twice as many workers. If there are more, it takes every
+second one, every third one, and so on."""
 _MIB = float(1 << 20)
 
 Span = tuple[float, float]

@@ -1,7 +1,7 @@
 """When open jobs are due, soonest first.
 
-When the due time of a job moves later, the heap still holds the old time. `soonest` corrects it
-when the old time is the first. Only a sweep, which is rare, visits all jobs.
+A job may become due later than the heap says. `soonest` corrects the entry once it is the first of
+the heap. Only a sweep, which is rare, visits all jobs.
 """
 
 from __future__ import annotations

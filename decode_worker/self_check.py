@@ -133,8 +133,8 @@ class Checks:
     def may_claim(self, peer: Peer, claim: Claim) -> bool:
         """Whether the prefill worker may have the job.
 
-        If not, its claim is refused. After its first delivery the job is left to prefill workers
-        that may have it. Without such workers, or the second time, the prompt is prefilled here."""
+        If not, its claim is refused. If others may have the job, it goes back to the queue for
+        them, once. Otherwise the prompt is prefilled here."""
         if peer.cleared or self._jobs.get(claim.job_id) == peer.name:
             return True
         entry = self._ledger.find(claim.job_id)

@@ -166,7 +166,9 @@ async def take_down(
 async def stop_in_order(
     entries: Sequence[ProcessEntry], view: ProcessView, drain_s: float, force: Callable[[], bool]
 ) -> list[str]:
-    """Stop the processes, phase by phase. As of `take_down`."""
+    """Stop the processes: workers, then frontends, then servers.
+
+    Return the names of those that had to be killed. For `drain_s` and `force` see `take_down`."""
     killed: list[str] = []
     for roles in PHASES:
         phase = [e for e in entries if e.role in roles and is_alive(identity(e))]

@@ -75,15 +75,6 @@ def test_a_prompt_that_stays_for_the_depth_of_the_queue_asks_for_a_new_count() -
     assert told
 
 
-def test_vllm_reserves_no_blocks_for_a_request_whose_fetch_has_failed() -> None:
-    """It would need its blocks twice."""
-    rig = Rig()
-    request, other = FakeRequest("r", list(range(100))), FakeRequest("s", list(range(100)))
-    rig.side.in_flight = {request, other}
-    assert rig.side.decide(request, 0)[1]
-    assert rig.side.in_flight == {other}
-
-
 @pytest.mark.parametrize("tokens", [2, BLOCK, BLOCK + 1, BLOCK + 2, 3 * BLOCK, 3 * BLOCK + 1])
 @pytest.mark.parametrize("hit_blocks", [0, 1])
 def test_all_tokens_but_the_last_and_exactly_their_blocks(tokens: int, hit_blocks: int) -> None:

@@ -306,7 +306,9 @@ async def test_of_copies_of_a_suspect_one_is_tried_and_its_output_clears_all(
 async def test_only_the_requests_of_a_worker_tell_whether_it_is_quiet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another frontend's probation asks 50 times a second, and there may be thousands elsewhere."""
+    """During a probation of another frontend this is asked 50 times a second.
+
+    So the thousands of requests that other workers may have must not be looked at."""
     busy, idle = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
     async with rig(busy, idle) as r:
         await r.ready(2)
