@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checked import checked
-from tests.support.cluster import BLOCK, Cluster, until
+from tests.support.cluster import BLOCK, MODEL, Cluster, until
 from tests.support.gpu_pairs import STEPS, GpuPair, gpu_pair, plain_engine
 from tests.support.oracle import Oracle
 from tests.support.prompts import (
@@ -41,8 +41,10 @@ def test_a_pair_without_a_model_writes_over_cuda_ipc(tmp_path: Path, model_path:
         cluster.launch("frontend")
         cluster.wait_ready(*cluster.workers)
         cluster.set_router(policy="always_remote")
-        answer = ask(cluster, random_prompt(700, seed=1), STEPS)
-        told = cluster.explain(answer.request_id)
+        # Without log probabilities: nobody computes them.
+        prompt = random_prompt(700, seed=1)
+        answer = cluster.client().completions.create(model=MODEL, prompt=prompt, max_tokens=STEPS)
+        told = cluster.explain(answer.id)
         assert (told["path"], told["remote_tokens"]) == ("remote", 699), told
         written = cluster.counter("pullfill_kv_write_bytes_total", transport=TRANSPORT)
         assert written >= told["kv_bytes"] > 0
@@ -143,6 +145,7 @@ def test_a_stopped_prefill_worker_holds_its_blocks_and_nobody_waits(
     zombie = gpu_cluster.prefill
     late = dict.fromkeys(("revoked", "write"), (0, 1))
     with checked(gpu_cluster, gpu_oracle, fallbacks={"timeout": 1}, stale=late) as check:
+        gpu_cluster.measure_pace(check, seed)
         gpu_cluster.set_router(remote_timeout_s=1.5)
         zombie.arm(f"{point}=stop@2")
         told = check.told(check.ask(random_prompt(1800, seed=seed + 1)))

@@ -106,7 +106,7 @@ def test_a_stopped_prefill_worker_holds_no_blocks(
     zombie = pair.prefill
     late = dict.fromkeys(("revoked", "write"), (0, 1))
     with checked(pair, plain, fallbacks={"timeout": 1}, stale=late) as check:
-        check.ask(random_prompt(300, seed=seed + 1))  # the communicator is there
+        pair.measure_pace(check, seed)  # and the communicator is there
         pair.set_router(remote_timeout_s=1.5)
         zombie.arm(f"{point}=stop@1")
         told = check.told(check.ask(random_prompt(1800, seed=seed)))

@@ -32,12 +32,12 @@ STEPS = 6
 def test_tokens_over_other_transports_equal_the_oracle(
     cluster: Cluster, oracle: Oracle, name: str
 ) -> None:
+    head = random_prompt(300, seed=9100)
+    ask(cluster, head, STEPS)  # a prefix that the other worker has to read, as it computed none
     other = cluster.launch("prefill", "--transports", name)
     cluster.wait_ready(other)
     over: dict[str, list[dict[str, Any]]] = {"shm": [], name: []}
     try:
-        head = random_prompt(300, seed=9100)
-        ask(cluster, head, STEPS)  # a prefix on the decode worker, which others then read
         for round_ in range(60):  # on a busy machine one worker may get few of them
             prompts = [random_prompt(n, seed=9200 + round_) for n in (33, 256, 1500)]
             prompts += [head + random_prompt(n, seed=9300 + round_) for n in (5, 700)]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.checked import checked
+from tests.support.checked import Checked, checked
 from tests.support.cluster import Cluster, Worker
 from tests.support.oracle import Oracle
 from tests.support.prompts import random_prompt
@@ -56,6 +56,14 @@ class GpuPair(Cluster):
     def prefill(self) -> Worker:
         (worker,) = self.of("prefill")
         return worker
+
+    def measure_pace(self, check: Checked, seed: int) -> None:
+        """Let the prefill worker compute long prompts, so that its pace is a current one.
+
+        A step in which it was stopped counts as slow. The deadlines of its next jobs may then come
+        later than the decode worker goes on without a silent prefill worker."""
+        for number in range(8):
+            check.ask(random_prompt(2000, seed=seed + 50 + number))
 
     def kill_prefill_at(self, failpoint: str, plain: Oracle, seed: int) -> None:
         """A request whose prefill worker is killed there is answered well; a new worker starts."""
