@@ -5,8 +5,10 @@ way synchronised with the device:
 
   copies   a fenced cuda_ipc write into another process's memory, against one device-to-device copy
            of all bytes and against one queued copy per run; how long a batch holds the fence
-  cross    the run length at which the copy engines overtake the kernel (`small_run` in gpu/link.py)
-  gather   scattered runs into one dense buffer by the kernel, against one copy of as many bytes
+  cross    the run length at which the copy engines overtake the kernel (`small_run` in
+           transfer/gpu/interconnect.py)
+  gather   scattered runs into one dense buffer by the kernel alone, against one copy of as many
+           bytes, both by the GPU's clock
   slices   how long a kernel waits while another process computes on the GPU (gpu_serving.py)
   serving  ITL of 16 streams beside 8,000-token prompts, which either worker prefills, both on one
            GPU; the KV copies as a share of a prefill; the ITL beside copies only
@@ -37,7 +39,7 @@ from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
 from pullfill.transfer.gpu.interconnect import BATCH_RUNS, Interconnect, link_to
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.runs import Batch
+from pullfill.transfer.runs import Batch, plan
 
 KIB = 1 << 10
 PAGES = (4 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
@@ -46,7 +48,8 @@ PARTS = ("copies", "cross", "gather", "nccl", "slices", "serving")
 QUICK = PARTS[:-1]
 """The parts that need no engine."""
 PAYLOAD_GB_S, KERNEL_TARGET = 1000.0, 0.7
-"""Targets for an H200: GB/s of payload, and the kernel's share of one plain copy's speed.
+"""Targets for an H200: GB/s of payload, and the share of one plain copy's speed that the kernel
+reaches on the GPU, without what the CPU does before.
 
 The memory of an H200 moves 4,800 GB/s. A copy reads and writes every byte, so its payload can reach
 2,400 GB/s at most."""
@@ -73,6 +76,25 @@ def interleaved(ways: Ways, rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def on_the_gpu(device: Device, ways: Ways, rounds: int) -> dict[str, float]:
+    """Median seconds of each way by the GPU's clock. A way queues on the device's stream."""
+    import torch
+
+    stream = torch.cuda.ExternalStream(device.stream.handle, f"cuda:{device.number}")
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    with torch.cuda.device(device.number), torch.cuda.stream(stream):
+        for number in range(rounds + 1):
+            for name, way in ways.items():
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                way()
+                end.record()
+                end.synchronize()
+                if number:
+                    times[name].append(begin.elapsed_time(end) / 1000)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
 def speed(nbytes: int, seconds: float) -> float:
     """GB/s."""
     return nbytes / seconds / 1e9
@@ -96,25 +118,32 @@ class Device:
         runs = batch.flat()
         columns = (runs.target + target, runs.source + source, runs.nbytes)
         arrays = [column.astype(np.uint64) for column in columns]
-        for index in range(len(batch)):
+        for index in range(len(runs)):
             self.stream.copy_batch(*(array[index : index + 1] for array in arrays))
         self.stream.synchronize()
 
-    def once(self, source: int, target: int, nbytes: int) -> None:
-        """All bytes in one copy."""
+    def queue_once(self, source: int, target: int, nbytes: int) -> None:
+        """Queue all bytes in one copy."""
         one = np.zeros(1, np.uint64)
         self.stream.copy_batch(
             one + np.uint64(target), one + np.uint64(source), one + np.uint64(nbytes)
         )
+
+    def once(self, source: int, target: int, nbytes: int) -> None:
+        """All bytes in one copy."""
+        self.queue_once(source, target, nbytes)
         self.stream.synchronize()
 
 
-def scattered(moved: int, page: int, seed: int, room: int) -> Batch:
-    """Runs of `page` bytes from and to places of their own, `moved` bytes in all, in `room`."""
+def scattered(moved: int, page: int, seed: int) -> Batch:
+    """A batch as a session makes it: scattered blocks of LAYERS layers, runs of `page` bytes,
+    at most `moved` bytes, within 2 x `moved` bytes."""
     rng = np.random.default_rng(seed)
-    count = min(BATCH_RUNS, moved // page)
-    source, target = ((rng.permutation(room // page)[:count] * page).tolist() for _ in range(2))
-    return Batch(source, target, [page] * count, count * page)
+    count = min(BATCH_RUNS, moved // page) // LAYERS
+    layout = dense_layout(LAYERS, 2 * count, 1, page)
+    source, target = (rng.permutation(2 * count)[:count].tolist() for _ in range(2))
+    (batch,) = plan(layout, layout, source, target).batches(moved, BATCH_RUNS, moved)
+    return batch
 
 
 def payload_target(moved: int, page: int) -> float | None:
@@ -140,7 +169,7 @@ def copy_rows(device: Device, moved: int, rounds: int, directory: Path) -> Itera
             token = owner.open()
             there = session._remote_address  # type: ignore[attr-defined]
             here = mine.memory.address
-            runs = scattered(moved, page, 1, LAYERS * layout.layer_stride)
+            runs = scattered(moved, page, 1)
             ways: Ways = {
                 "write": lambda: session.write_blocks(token, source, target),  # noqa: B023
                 "loop": lambda: device.plain(here, there, runs),  # noqa: B023
@@ -170,7 +199,7 @@ def cross_rows(device: Device, moved: int, rounds: int, there: int, here: int) -
         return
     crossing, faster = 0, True
     for page in (512, KIB, 2 * KIB, *PAGES):
-        runs = scattered(moved, page, 2, 2 * moved)
+        runs = scattered(moved, page, 2)
         took = interleaved(
             {
                 "engines": lambda: device.engines(here, there, runs),  # noqa: B023
@@ -190,23 +219,32 @@ def gather_rows(device: Device, moved: int, rounds: int, there: int, here: int) 
     if not device.has_kernel:
         yield missing("Triton gather", "one device copy", "Triton does not work here")
         return
+    import torch
+
+    from pullfill.transfer.gpu import kernel
+
+    rng = np.random.default_rng(3)
     for page in PAGES[:4]:
-        runs = scattered(moved, page, 3, 2 * moved)
-        dense = [page * index for index in range(len(runs))]
-        gather = Batch(runs.source, dense, runs.nbytes, runs.total)
-        took = interleaved(
+        count, words = min(BATCH_RUNS, moved // page), page // 8
+        source = rng.permutation(2 * moved // page)[:count] * page + here
+        table = np.stack((source, np.arange(count) * page + there, np.full(count, words)), axis=1)
+        rows = torch.from_numpy(table).to(f"cuda:{device.number}")
+        grid = (-(-words // (kernel.LANES * kernel.STEPS)), count)
+        run, steps = kernel._copy_runs[grid], {"LANES": kernel.LANES, "STEPS": kernel.STEPS}
+        took = on_the_gpu(
+            device,
             {
-                "gather": lambda: device.kernel(here, there, gather),  # noqa: B023
-                "once": lambda: device.once(here, there, gather.total),  # noqa: B023
+                "gather": lambda: run(rows, WIDE=True, **steps),  # noqa: B023
+                "once": lambda: device.queue_once(here, there, count * page),  # noqa: B023
             },
             rounds,
         )
         yield versus(
             f"Triton gather, {page // KIB} KiB runs",
-            speed(gather.total, took["gather"]),
+            speed(count * page, took["gather"]),
             "GB/s",
             "one device copy",
-            speed(gather.total, took["once"]),
+            speed(count * page, took["once"]),
             at_least=KERNEL_TARGET,
         )
 
@@ -289,7 +327,9 @@ def main() -> int:
     with quiet.window([]):
         rows = measure(options)
     print(quiet)
-    title = "KV blocks between GPU memories"
+    import torch
+
+    title = f"KV blocks between GPU memories: {torch.cuda.get_device_name()}"
     return finish("gpu", rows, quiet=quiet.quiet, save=options.save, title=title)
 
 

@@ -1,8 +1,9 @@
 """The link between the GPU that copies and the memory that it copies from or to.
 
-A revoke waits for one batch, so a batch should take about 2 ms. Nobody has measured these links
-yet. The sizes follow from the speeds that the links are sold with. `make bench-gpu` prints how long
-a batch takes, and the run length from which copy engines are faster.
+A revoke waits for one batch, so a batch should take about 2 ms. Within an H200 it took 1 to 2 ms
+(benchmarks/results/gpu.md). Nobody has measured the links between GPUs yet: their sizes follow from
+the speeds that they are sold with. `make bench-gpu ARGS=--peer` prints how long a batch takes, and
+the run length from which copy engines are faster.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Interconnect:
         return self.batch_bytes, BATCH_RUNS, self.batch_bytes
 
 
-# Within one GPU, the engines take the copies of a batch one after the other. On CUDA 13.2 a user
-# measured 87 GiB/s, and 1,627 by a kernel (github.com/NVIDIA/nccl issues 1932 and 2177).
+# Within one GPU, the engines take the copies of a batch one after the other. So the kernel is
+# faster, also with the longest runs that an H200 was tried with (`bench-gpu`, `cross`: 1 MiB).
 SAME = Interconnect("one GPU", small_run=1 << 62, batch_bytes=2 << 30)
 # Between GPUs, engines reach the link's speed (354 GiB/s over NVLink, same place) and leave the
 # multiprocessors to the model. They cost about 1 us for each copy.
