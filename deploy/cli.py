@@ -1,7 +1,8 @@
 """The `pullfill` command: reads the command line and calls one function for each command.
 
 Large modules are imported inside the commands, so that `--help` answers at once. A `PullfillError`
-becomes one `error:` line. Exit code 1: the command failed. 2: it was asked wrongly.
+becomes one `error:` line. Exit code 1: the command failed. 2: wrong command line, or incompatible
+peer.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ queue_app = typer.Typer(help="Job queues on NATS: look, and delete.", no_args_is
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 QueueArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[QUEUE]", help="Name of `pullfill queue ls`  [default: all]"),
+    typer.Argument(metavar="[QUEUE]", help="A queue of `pullfill queue ls`  [default: all]"),
 ]
 MostOption = Annotated[
     int, typer.Option("--most", metavar="N", min=1, help="Show at most N, oldest first")

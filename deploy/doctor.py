@@ -308,7 +308,7 @@ def dead_letters(ref: ClusterRef) -> Iterator[Finding]:
             yield Finding(
                 WARN,
                 f"{count} dead letter(s) in stream {stream}: their requests were served locally",
-                "look for 'dead' in the prefill workers' logs; the oldest go by themselves",
+                "`pullfill queue dead` lists them and says why; the oldest go by themselves",
             )
     if not any(found.values()):
         yield Finding(OK, "no dead letters")

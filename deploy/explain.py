@@ -40,8 +40,8 @@ def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
         if code == 401:
             raise ConfigError(
                 f"the frontend at {url} wants an API key: name the --security file that has it as "
-                "[frontend] api_key_file. If you have, set the clocks of both machines right: "
-                f"they may be {http_proof.VALID_S} s apart"
+                "[frontend] api_key_file. If it has, check the clocks of both machines: "
+                f"they may differ by {http_proof.VALID_S} s at most"
             )
         answered = True
         if code == 200 and body is not None:
@@ -83,10 +83,10 @@ def _lines(record: ExplainRecord) -> Iterator[Text]:
     )
     yield Text(f"  decode worker: {record.decode_instance}")
     if (choice := record.decode_choice) is not None:
-        cost = "" if choice.score is None else f", at a cost of {choice.score:g} tokens"
+        cost = "" if choice.score is None else f"; cost {choice.score:g} tokens"
         yield Text(
-            f"    chosen by policy {choice.policy} (reason: {choice.reason}): it was known to hold "
-            f"{choice.matched_tokens} tokens of the prompt{cost}"
+            f"    chosen by policy {choice.policy} (reason: {choice.reason}): the frontend knew of "
+            f"{choice.matched_tokens} cached tokens there{cost}"
         )
     if record.redirected_from:
         yield Text(f"    sent there by {record.redirected_from} (reason: {record.redirect_reason})")
@@ -142,8 +142,8 @@ def _expected(told: Expected) -> str:
         ("to compute", told.prefill),
         ("to write the KV", told.kv_write),
     )
-    said = [f"{s:.2f} s {what}" if s is not None else f"not known {what}" for what, s in parts]
-    return f"{', '.join(said)}; time limit {told.timeout:.0f} s"
+    said = [f"{s:.2f} s {what}" if s is not None else f"unknown time {what}" for what, s in parts]
+    return f"{', '.join(said)}; given up after {told.timeout:.0f} s"
 
 
 def _predicted(record: ExplainRecord, told: PredictedMs) -> str:

@@ -173,7 +173,9 @@ class RoleOptions:
         "127.0.0.1", "Address to listen at; a worker also tells it to others", metavar="H"
     )
     instance_id: str | None = flag(None, "", hidden=True)
-    lease_ttl_s: int = flag(5, "Seconds until others notice that it has died", metavar="S", least=2)
+    lease_ttl_s: int = flag(
+        5, "Seconds after which etcd removes a process that it does not hear", metavar="S", least=2
+    )
     drain_timeout_s: float = flag(60.0, "Longest drain, in seconds", metavar="S", least=0, up=True)
     connect_timeout_s: float = flag(
         30.0, "Longest wait for NATS and etcd, in seconds", metavar="S", least=0
@@ -204,7 +206,8 @@ class WorkerOptions(RoleOptions):
     )
     engine_stall_s: float = flag(
         60.0,
-        "Give up an engine that takes no step for S seconds while requests wait",
+        "Take no new requests if the engine has work but ends no step for S seconds. Exit after "
+        "twice that",
         name="--engine-stall-timeout",
         metavar="S",
         least=1,
@@ -279,7 +282,7 @@ class WorkerOptions(RoleOptions):
     concurrency: int | None = flag(
         None,
         "Compute at most N prompts in one step. The next one is pulled meanwhile, and its prefix "
-        "read  [default: any number, while jobs under way have few tokens]",
+        "read  [default: no limit but the prefill budget in tokens]",
         metavar="N",
         least=1,
         role="prefill",

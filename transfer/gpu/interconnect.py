@@ -36,8 +36,8 @@ class Interconnect:
         return self.batch_bytes, BATCH_RUNS, self.batch_bytes
 
 
-# Within one GPU, the engines take the copies of a batch one after the other. So the kernel is
-# faster, also with the longest runs that an H200 was tried with (`bench-gpu`, `cross`: 1 MiB).
+# Within one GPU, the engines take the copies of a batch one after the other. So the kernel was
+# faster on an H200 whatever the runs (up to 1 MiB; see `a copy per run` in results/gpu.md).
 SAME = Interconnect("one GPU", small_run=1 << 62, batch_bytes=2 << 30)
 # Between GPUs, engines reach the link's speed (354 GiB/s over NVLink, same place) and leave the
 # multiprocessors to the model. They cost about 1 us for each copy.
