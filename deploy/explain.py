@@ -142,7 +142,7 @@ def _expected(told: Expected) -> str:
         ("to compute", told.prefill),
         ("to write the KV", told.kv_write),
     )
-    said = [f"{s:.2f} s {what}" if s is not None else f"unknown time {what}" for what, s in parts]
+    said = [f"{s:.2f} s {what}" if s is not None else f"? s {what}" for what, s in parts]
     return f"{', '.join(said)}; given up after {told.timeout:.0f} s"
 
 

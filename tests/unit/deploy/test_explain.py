@@ -65,7 +65,7 @@ def test_the_trace_says_how_much_of_the_hit_was_offloaded() -> None:
 def test_the_trace_says_what_the_decision_was_made_on() -> None:
     expected = wire.Expected(queue=0.5, prefill=2.0, claim_timeout=10.0, timeout=30.0)
     text = _text(msgspec.structs.replace(REMOTE, expected_s=expected))
-    said = "0.50 s in the queue, 2.00 s to compute, unknown time to write the KV"
+    said = "0.50 s in the queue, 2.00 s to compute, ? s to write the KV"
     assert f"expected: {said}; given up after 30 s" in text
     assert "expected" not in _text(REMOTE)
 
