@@ -10,7 +10,6 @@ here, whose next token may be.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -46,11 +45,6 @@ class Streams(msgspec.Struct, frozen=True):
     @property
     def count(self) -> int:
         return sum(count for _, count in self.by_target)
-
-    @property
-    def strictest(self) -> float:
-        """The shortest target. inf: there is no stream."""
-        return min((target for target, _ in self.by_target), default=math.inf)
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -92,12 +86,14 @@ class Last(msgspec.Struct, frozen=True):
 
 
 def chunk_tokens(rates: LocalRates, streams: Streams, start: int, most: int) -> int:
-    """Return how many prompt tokens that follow `start` others fit into a step, for the streams'
-    ITL target. `most` if no stream runs."""
+    """Return how many prompt tokens that follow `start` others fit into a step, for the strictest
+    ITL target that a step without prompts meets. `most` if no stream runs."""
     if not streams.by_target:
         return most
-    room = ITL_SHARE * streams.strictest - rates.base(streams.count)
-    return int(min(max(rates.fits(max(room, 0.0), start), MIN_CHUNK), most))
+    base = rates.base(streams.count)
+    rooms = (ITL_SHARE * target - base for target, _ in streams.by_target)
+    room = min((room for room in rooms if room > 0), default=0.0)
+    return int(min(max(rates.fits(room, start), MIN_CHUNK), most))
 
 
 def local(prompt: Prompt, rates: LocalRates, streams: Streams, *, chunked: bool) -> Expectation:

@@ -32,6 +32,10 @@ def span(start: int, tokens: int) -> Span:
     return tokens / 256.0, tokens * (start + tokens / 2.0) / 262_144.0
 
 
+_USUAL = span(0, 1024)
+"""Speeds are compared at a prompt of this length."""
+
+
 class LocalRates:
     """This worker's own engine. Engine thread.
 
@@ -54,12 +58,11 @@ class LocalRates:
         they were measured lately.
 
         Without this, a worker that computes no prompt would never learn that it could. An old
-        measurement counts if it is faster."""
+        measurement counts if it is faster. each: zeros if no prefill worker is known."""
         fit = self._prefill
-        if not fit.count:
+        known = each[0] * _USUAL[0] + each[1] * _USUAL[1]
+        if not fit.count or (now - fit.at > FORGET_S and 0 < known < fit.of(*_USUAL)):
             fit.a, fit.b = each
-        elif now - fit.at > FORGET_S:
-            fit.a, fit.b = min(fit.a, each[0]), min(fit.b, each[1])
 
     def base(self, streams: int) -> float:
         """Seconds of a step that only decodes."""
@@ -158,12 +161,12 @@ class RemoteRates:
         )
 
     def each(self, instances: Collection[str]) -> tuple[float, float]:
-        """Return the seconds for each of the two numbers of a span, of the fastest worker."""
-        known = [w for name in instances if (w := self._workers.get(name)) is not None]
-        return (
-            min((w.compute.a for w in known), default=0.0),
-            min((w.compute.b for w in known), default=0.0),
-        )
+        """Return the seconds for each of the two numbers of a span, of the fastest worker.
+        Zeros: none is known."""
+        known = [w.compute for name in instances if (w := self._workers.get(name)) is not None]
+        fits = [(of, fit.a, fit.b) for fit in known if (of := fit.of(*_USUAL)) > 0]
+        _, a, b = min(fits, default=(0.0, 0.0, 0.0))
+        return a, b
 
     def seconds(self, queue: Queue, own: Span, kv_bytes: float, now: float) -> float:
         """Expected seconds from the decision to the first token, over the workers that pull.

@@ -46,23 +46,30 @@ _REASONS = {
 
 PROBE_TOKENS = 64
 """A shorter prompt says little about a prefill worker's speed."""
-_STREAM_TOKENS = 8
-"""A request with so many tokens in a step, or fewer, counts as a stream: one token, and drafts."""
+STREAM_TOKENS = 8
+"""A request with so many tokens in a step, or fewer, counts as a stream: one token, and drafts.
+With more drafts the limit is higher."""
 
 
 class CostRouter:
     """See the module.
 
-    step_tokens: most tokens in a step of this engine.
+    step_tokens: most tokens in a step of this engine. stream_tokens: of one stream.
     chunks: whether prompts can be computed in chunks here.
     watch: is told the error of each prediction, as a share of the outcome."""
 
     def __init__(
-        self, step_tokens: int = 2048, *, chunks: bool = True, clock: Clock = SYSTEM_CLOCK
+        self,
+        step_tokens: int = 2048,
+        *,
+        chunks: bool = True,
+        stream_tokens: int = STREAM_TOKENS,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.rates = LocalRates()
         self.remote = RemoteRates()
         self._step_tokens = step_tokens
+        self._stream_tokens = max(stream_tokens, STREAM_TOKENS)
         self._chunks = chunks
         self._clock = clock
         self._bias = {choice: Bias() for choice in Choice}
@@ -207,7 +214,7 @@ class CostRouter:
         prompts, others = 0, total
         first = []
         for name, request, now in self._here.among(tokens):
-            if now > _STREAM_TOKENS:
+            if now > self._stream_tokens:
                 prompts, others = prompts + 1, others - now
                 own = span(request.at, now)
                 x1, x2 = x1 + own[0], x2 + own[1]
@@ -220,7 +227,7 @@ class CostRouter:
             self._here.pop(name)
             self._loaded.pop(name, None)
         streams = len(tokens) - prompts
-        return Step(streams, (x1, x2), tuple(first), others <= _STREAM_TOKENS * streams)
+        return Step(streams, (x1, x2), tuple(first), others <= self._stream_tokens * streams)
 
     def stepped(self, step: Step, seconds: float) -> list[tuple[str, Outcome]]:
         """Learn from a step that has run. Returns the requests whose first token it made."""
@@ -278,8 +285,10 @@ class CostRouter:
 
     @property
     def tightest_itl_s(self) -> float:
-        """The least target of the running streams. 0: there is no stream."""
-        return min(self._itl, default=0.0)
+        """The least target of the running streams that one stream alone meets here. 0: there is
+        none. Other targets are missed however many workers there are."""
+        alone = self.rates.base(1)
+        return min((target for target in self._itl if target > alone), default=0.0)
 
     # ------------------------------------------------------------------ looking back
 

@@ -41,7 +41,9 @@ class StepMeter:
         self._context = context
         self._chunks = chunks
         self._clock = clock
-        self.router = CostRouter(chunks.step_tokens, chunks=chunks.able, clock=clock)
+        self.router = CostRouter(
+            chunks.step_tokens, chunks=chunks.able, stream_tokens=chunks.each, clock=clock
+        )
         self.demand = DemandMeter(clock)
         self._steps: deque[Step] = deque()
         self._began = self._ended = 0.0

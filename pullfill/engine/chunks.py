@@ -19,7 +19,7 @@ class PrefillChunks:
 
     core: vLLM's EngineCore.
     able: whether prompts may be computed in chunks at all.
-    step_tokens: most tokens in a step."""
+    step_tokens: most tokens in a step. each: of one stream, that is one and drafts."""
 
     def __init__(self, core: Any) -> None:
         scheduler = core.scheduler
@@ -28,7 +28,7 @@ class PrefillChunks:
         self._threshold = int(self._config.long_prefill_token_threshold)
         self.step_tokens = int(scheduler.max_num_scheduled_tokens)
         self.able = bool(self._config.enable_chunked_prefill)
-        self._each = 1 + int(scheduler.num_spec_tokens)
+        self.each = 1 + int(scheduler.num_spec_tokens)
 
     def limit(self, tokens: int, prompts: int) -> None:
         """Let the next step compute at most `tokens` tokens of prompts. 0: no such limit.
@@ -42,11 +42,11 @@ class PrefillChunks:
             return
         # Running requests come first, in any order. So their prompts must leave a token for each
         # stream among them, and some for prompts that begin.
-        running = len(self._scheduler.running) * self._each
+        running = len(self._scheduler.running) * self.each
         begin = tokens // 5 if prompts else 0
         self._set(
             max(1, (tokens - begin) // max(1, prompts)),
-            min(self.step_tokens, running + max(self._each, tokens)),
+            min(self.step_tokens, running + max(self.each, tokens)),
         )
 
     def leave_one(self) -> None:

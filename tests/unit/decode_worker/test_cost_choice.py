@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,16 +90,21 @@ def test_a_miss_is_a_share(seconds: float, target: float) -> None:
 
 def test_chunks_are_sized_for_the_strictest_stream(rates: LocalRates) -> None:
     strict = Streams(((0.05, 4), (0.03, 1)))
-    for streams in (FOUR, strict):
+    for streams, target in ((FOUR, 0.05), (strict, 0.03)):
         tokens = chunk_tokens(rates, streams, 0, 1024)
         step_s = rates.base(streams.count) + rates.work(span(0, tokens))
-        assert step_s == pytest.approx(ITL_SHARE * streams.strictest, rel=0.05)
+        assert step_s == pytest.approx(ITL_SHARE * target, rel=0.05)
+
+
+def test_a_stream_whose_target_no_step_meets_makes_no_chunk_smaller(rates: LocalRates) -> None:
+    """A client may ask for any target. The other streams and all prompts would pay for it."""
+    for streams in (((0.05, 5),), ((0.05, 4), (0.001, 1))):
+        assert chunk_tokens(rates, Streams(streams), 0, 1024) > 2 * MIN_CHUNK
 
 
 def test_a_chunk_is_never_too_small_to_end(rates: LocalRates) -> None:
     assert chunk_tokens(rates, Streams(((0.001, 4),)), 0, 1024) == MIN_CHUNK
     assert chunk_tokens(rates, Streams(), 0, 1024) == 1024
-    assert Streams().strictest == math.inf
 
 
 # ------------------------------------------------------------------ the choice

@@ -73,6 +73,26 @@ def test_an_engine_that_computes_no_prompt_is_taken_to_be_as_fast_as_the_others(
     assert rates.work(span(0, 512)) == pytest.approx(0.4)
 
 
+def test_without_prefill_workers_an_old_measurement_is_kept() -> None:
+    """Nothing is assumed then: a prompt would be expected to take no time here."""
+    rates, nobody = LocalRates(), RemoteRates()
+    for number in range(8):
+        rates.step(0, span(0, 512), 4.0, float(number))
+    rates.assume(nobody.each(["p"]), 9.0 + FORGET_S)
+    assert rates.work(span(0, 512)) == pytest.approx(4.0, rel=0.05)
+
+
+def test_the_fastest_worker_is_one_worker() -> None:
+    """Not the best number of each: one may be learned as all overhead, another as all attention."""
+    rates = RemoteRates()
+    flat = [handoff("flat", tokens, 0.1 / 256) for tokens in (1024, 8192)]
+    steep = [handoff("steep", tokens, 0.3 * tokens / 524_288) for tokens in (1024, 8192)]
+    taught(rates, 0.0, *flat, *steep)
+    assert rates.each(["flat"]) == pytest.approx((0.1, 0.0), abs=0.01)
+    assert rates.each(["steep"]) == pytest.approx((0.0, 0.3), abs=0.01)
+    assert rates.each(["steep", "flat"]) == rates.each(["flat"])
+
+
 # ------------------------------------------------------------------ prefill workers
 
 

@@ -17,7 +17,7 @@ from tests.support.fakes import FakeClock, FakeRequest
 class Chunks:
     """A PrefillChunks that notes what it is told."""
 
-    step_tokens, able = 1024, True
+    step_tokens, able, each = 1024, True, 13
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -79,6 +79,30 @@ def test_steps_that_overlap_are_told_apart() -> None:
     assert rig.meter.router.streams == 0
     rig.meter.after_step(0)
     assert rig.meter.router.streams == 1
+
+
+def test_steps_with_many_drafts_are_steps_of_streams() -> None:
+    """With 12 drafts a stream gets up to 13 tokens in a step."""
+    rig = Rig()
+    for _ in range(20):
+        rig.step(0.01, a=13, b=13)
+    assert rig.meter.router.rates.base(2) == pytest.approx(0.01)
+
+
+def test_a_target_that_no_step_meets_asks_for_no_workers() -> None:
+    """More decode workers would not help. One request alone could ask for dozens."""
+    rig = Rig()
+    for _ in range(20):
+        rig.step(0.025, a=1)
+    rig.local("r", 300, sampling_params=SimpleNamespace(extra_args={"itl_ms": 1}))
+    rig.step(0.1, r=300)
+    for _ in range(1200):
+        rig.step(0.025, a=1, r=1)
+    assert rig.meter.router.streams == 1
+    told = rig.meter.demand.figures(
+        open_tokens=0, rates=[], pool=0, own_rate=0.0, kv=0.1, seats=0.1
+    )
+    assert told.pressure <= 1
 
 
 def test_explain_gets_prediction_and_outcome() -> None:

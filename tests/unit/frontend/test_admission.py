@@ -264,6 +264,21 @@ async def test_a_body_that_would_be_checked_for_seconds_is_refused(
     assert form.status == 200
 
 
+async def test_a_recording_may_have_bytes_that_no_text_has() -> None:
+    """About one in 8,192 bytes of an MP3 file begins with half of a surrogate pair."""
+    app = App()
+    app.go.set()
+    gate = Admission(app, app.wait_ready, 1)
+    form = Client(gate, path="/v1/audio/transcriptions").say(
+        b"--b\r\n\r\n\xed\xa0\x80\xff\r\n--b--"
+    )
+    await form.task
+    assert form.status == 200
+    text = Client(gate).say(b'{"prompt": "\xed\xa0\x80"}')
+    await text.task
+    assert text.status == 400
+
+
 async def test_a_body_that_never_ends_is_408_and_one_too_large_413(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
