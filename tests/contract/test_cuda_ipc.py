@@ -134,7 +134,7 @@ def test_after_a_gpu_error_only_the_end_of_the_process_is_proof(
     fences = gpu_region.owner.fences
     with Writer(gpu_region, tmp_path, 7) as writer:
         token, next_one = fences.open(BLOCKS), fences.open(BLOCKS)
-        assert writer.ask("break", token).startswith("failed cuStreamSynchronize")
+        assert writer.ask("break", token).startswith("failed cuEventSynchronize")
         assert writer.ask("write", next_one).startswith("failed an earlier copy failed")
         assert not fences.try_revoke(token)
         assert writer.ask("close") == "closed"

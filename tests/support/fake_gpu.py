@@ -296,7 +296,7 @@ class FakeStream:
         driver.check()
         copies = [copy for batch in self.queued for copy in batch]
         if driver.fail_sync or any(map(driver.undefined, copies)):
-            driver.error = "cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS"
+            driver.error = "cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS"
         driver.check()
         for batch in self.queued:
             for target, source, nbytes in reversed(batch):

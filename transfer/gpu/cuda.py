@@ -39,6 +39,7 @@ _MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
 """The folder of the MPS daemon's socket `control`: the variable that names it, and the default."""
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
+_BLOCKING_EVENT = 1 | 2  # CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines, from 13.1 on
 _MPS_ENABLED = 133  # CU_DEVICE_ATTRIBUTE_MPS_ENABLED
@@ -288,8 +289,8 @@ class CudaDriver:
 class CudaStream:
     """An order of copies on one device. What is queued runs on, also if nobody waits for it."""
 
-    # To wait for the stream keeps a core busy, but a batch is short. A thread that sleeps on an
-    # event wakes up late (docs/decisions.md, 28).
+    # A waiting thread sleeps on an event. To wait for the stream itself ends up to 0.5 ms earlier,
+    # but keeps a core and the driver's lock busy (docs/decisions.md, 28).
 
     def __init__(self, driver: CudaDriver, device: int) -> None:
         self._driver = driver
@@ -297,6 +298,8 @@ class CudaStream:
         driver.enter(device)
         self._stream = ctypes.c_void_p()
         driver.wait("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
+        self._done = ctypes.c_void_p()
+        driver.wait("cuEventCreate", ctypes.byref(self._done), _BLOCKING_EVENT)
         self._first = ctypes.c_size_t(0)
         self._batch = getattr(driver.slow, "cuMemcpyBatchAsync", None)
 
@@ -360,14 +363,16 @@ class CudaStream:
         return True
 
     def synchronize(self) -> None:
-        """Wait, without the GIL, until everything queued is done and visible to every device and
+        """Sleep, without the GIL, until everything queued is done and visible to every device and
         the CPU. If it raises, nothing is known about what was queued."""
         self._driver.enter(self.device)
-        self._driver.wait("cuStreamSynchronize", self._stream)
+        self._driver.call("cuEventRecord", self._done, self._stream)
+        self._driver.wait("cuEventSynchronize", self._done)
 
     def close(self) -> None:
         """Nothing may be queued any more. Idempotent."""
         if self._stream.value:
             self._driver.enter(self.device)
+            self._driver.wait("cuEventDestroy_v2", self._done)
             self._driver.wait("cuStreamDestroy_v2", self._stream)
             self._stream = ctypes.c_void_p()

@@ -22,7 +22,8 @@ BASE = MEMORY.ctypes.data
 
 class Library:
     """libcuda as ctypes shows it. Takes ctypes values only, as a C function would. Copies are done
-    when their stream is waited for."""
+    when their event is waited for: an event stands for what was queued when it was recorded (CUDA
+    Driver API, Event Management)."""
 
     def __init__(self) -> None:
         self.current: int | None = None
@@ -30,7 +31,7 @@ class Library:
         self.codes: dict[str, int] = {}
         self.exportable, self.ordinal, self.mps = 1, 0, 0
         self.queued: list[tuple[int, int, int]] = []
-        self.flags = 0
+        self.recorded = self.flags = 0
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if not name.startswith("cu") or not hasattr(type(self), f"_{name}"):
@@ -112,9 +113,20 @@ class Library:
     def _cuMemAllocHost_v2(self, address: Any, nbytes: ctypes.c_size_t) -> None:
         address._obj.value = BASE + nbytes.value
 
-    def _cuStreamSynchronize(self, stream: ctypes.c_void_p) -> None:
-        assert stream.value == 77
-        self._do(len(self.queued))
+    def _cuEventCreate(self, event: Any, flags: int) -> None:
+        assert flags == 3, "whoever waits for it sleeps"
+        event._obj.value = 88
+
+    def _cuEventRecord(self, event: ctypes.c_void_p, stream: ctypes.c_void_p) -> None:
+        assert (event.value, stream.value) == (88, 77)
+        self.recorded = len(self.queued)
+
+    def _cuEventSynchronize(self, event: ctypes.c_void_p) -> None:
+        assert event.value == 88
+        self._do(self.recorded)
+
+    def _cuEventDestroy_v2(self, event: ctypes.c_void_p) -> None:
+        assert event.value == 88
 
     def _do(self, count: int) -> None:
         for target, source, nbytes in self.queued[:count]:
@@ -212,7 +224,9 @@ def test_copies_one_by_one_where_the_driver_has_no_batches(library: Library) -> 
     assert library.calls.count("cuMemcpyAsync") == 4
 
 
-@pytest.mark.parametrize("name", ["cuMemcpyBatchAsync", "cuStreamSynchronize", "cuStreamCreate"])
+@pytest.mark.parametrize(
+    "name", ["cuMemcpyBatchAsync", "cuEventRecord", "cuEventSynchronize", "cuStreamCreate"]
+)
 def test_errors_carry_cudas_name(library: Library, name: str) -> None:
     library.codes[name] = 700
 
@@ -225,13 +239,15 @@ def test_errors_carry_cudas_name(library: Library, name: str) -> None:
         copy()
 
 
-def test_nothing_is_copied_for_sure_before_the_stream_was_waited_for(library: Library) -> None:
+def test_a_waiting_thread_sleeps(library: Library) -> None:
+    """cuStreamSynchronize keeps a core busy unless the context was made otherwise."""
     stream = CudaDriver().stream(0)
     before = MEMORY.copy()
     stream.copy_batch(*triples((0, 5000, 100)))
     assert (MEMORY == before).all()
     stream.synchronize()
     assert (MEMORY[:100] == before[5000:5100]).all()
+    assert library.calls[-2:] == ["cuEventRecord", "cuEventSynchronize"]
 
 
 def test_a_stream_is_done_or_busy_or_failed(library: Library) -> None:
