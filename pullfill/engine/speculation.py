@@ -59,8 +59,11 @@ def compile_drafter(core: Any) -> None:
 
 def _look_up(worker: Any, most: int) -> None:
     """Propose once for an empty prompt, in a rank's process."""
-    # The runner's own arrays: numba compiles anew for other types.
+    # The runner's own arrays: numba compiles anew for other types. vLLM's runner for GPUs looks
+    # n-grams up on the GPU and has no such drafter.
     runner = worker.model_runner
+    if getattr(runner, "drafter", None) is None:
+        return
     tokens = runner.input_batch.num_tokens_no_spec, runner.input_batch.token_ids_cpu
     runner.drafter.propose(most, [[0]], *tokens)
 

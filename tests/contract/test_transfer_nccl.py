@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from pullfill.errors import ConfigError, Fenced, PeerUnavailable, TransferFailed
-from pullfill.transfer.nccl.backend import NcclKind
+from pullfill.transfer.nccl.backend import PEER, NcclKind
 from pullfill.transfer.nccl.nccl_cuda import CudaGpus
 from pullfill.transfer.nccl.staging import TURNS
 from tests.support.fake_nccl import World
@@ -129,6 +130,20 @@ def test_few_kernels_wait_on_a_gpu_however_many_peers_there_are(make: Make) -> N
     assert place.world.most_waiting == TURNS
     for session in sessions:
         session.close()
+
+
+def test_a_worker_that_is_both_receives_while_its_own_writes_wait(make: Make) -> None:
+    """Otherwise workers with this role could all wait for each other's turns."""
+    place = make()
+    session, token = place.connect(), place.token()
+    turns = place.kind.gpus.device.turns[PEER]
+    turns.make(place.kind.batch_bytes)
+    with ExitStack() as taken:
+        for _ in range(TURNS):
+            taken.enter_context(turns.take(lambda: None))
+        session.write_blocks(token, range(40), range(40))
+    assert place.moved(range(40))
+    session.close()
 
 
 # ---------------------------------------------------------------------- who can reach whom

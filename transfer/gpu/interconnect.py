@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pullfill.transfer.gpu import nvml
 from pullfill.transfer.gpu.cuda import CudaDriver
 
 BATCH_RUNS = 32768
@@ -51,9 +52,12 @@ def visible(driver: CudaDriver) -> dict[str, int]:
 
 
 def link_to(driver: CudaDriver, device: int, uuid: str) -> Interconnect:
-    """The link from `device` to the GPU with this UUID. Where CUDA_VISIBLE_DEVICES hides that GPU,
-    the slowest link."""
+    """The link from `device` to the GPU with this UUID. CUDA_VISIBLE_DEVICES may hide that GPU."""
     other = visible(driver).get(uuid)
     if other == device:
         return SAME
-    return NVLINK if other is not None and driver.fast_link(device, other) else PCIE
+    if other is None:
+        fast = nvml.nvlink(driver.uuid(device), uuid)
+    else:
+        fast = driver.fast_link(device, other)
+    return NVLINK if fast else PCIE

@@ -55,6 +55,7 @@ class _NcclBackend(LazyBackend[Communicator]):
         # The other side learns which GPU this side is on.
         super().__init__(kind.reaper, kind.idle_s * self.patience, device.gpu.uuid.encode())
         self._device = device
+        self._turns = device.turns[self.rank]
         self._kind = kind
         self._generation = 0
         self._step = kind.message_bytes
@@ -65,7 +66,7 @@ class _NcclBackend(LazyBackend[Communicator]):
         super().start(connection, theirs)
 
     def send(self, runs: Runs) -> None:
-        with self._call() as comm, self._device.turns.take(self._watch()) as turn:
+        with self._call() as comm, self._turns.take(self._watch()) as turn:
             laid = Laid(runs, self._step, turn)
             turn.copy(laid.ring, laid.blocks)
             self._meet()
@@ -73,7 +74,7 @@ class _NcclBackend(LazyBackend[Communicator]):
 
     def receive(self, runs: Runs) -> None:
         """See Backend. However it ends, no kernel writes into `runs` any more: device.py."""
-        with self._call() as comm, self._device.turns.take(self._watch()) as turn:
+        with self._call() as comm, self._turns.take(self._watch()) as turn:
             laid = Laid(runs, self._step, turn)
             self._meet()
             comm.run([Message(False, *place) for place in laid.places], self._watch())
@@ -224,7 +225,7 @@ class NcclKind(BackendKind):
             return None
         try:
             # Workers ask for the detail when they start: the time to take the memory for turns.
-            device.turns.make(self.batch_bytes)
+            device.turns[OWNER].make(self.batch_bytes)
         except TransferFailed as exc:
             log.warning("nccl is not used: %s", exc)
             return None
@@ -250,7 +251,7 @@ class NcclKind(BackendKind):
         device = self._gpus.of(memory)
         if device is None:
             raise ConfigError("nccl moves GPU memory only")
-        device.turns.make(self.batch_bytes)
+        device.turns[OWNER if owner else PEER].make(self.batch_bytes)
         return (OwnerBackend if owner else PeerBackend)(device, self)
 
 

@@ -139,7 +139,8 @@ class Device:
 
     def __init__(self, gpu: CudaGpu) -> None:
         self.gpu = gpu
-        self.turns = Turns(gpu)
+        self.turns = tuple(Turns(gpu) for _ in range(RANKS))
+        """By rank: see staging.py."""
         self.nccl = Nccl(gpu.library())
         self._changed = threading.Condition()
         self._asked: list[Callable[[], None]] = []
