@@ -21,6 +21,7 @@ from pullfill.elastic.service import ElasticService
 from pullfill.elastic.sides import DecodeSide, PrefillSide
 from pullfill.elastic.slack import Slack
 from pullfill.elastic.switch import Switch
+from pullfill.engine import kv_offloading
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.errors import BadMessage, ClaimRefused, ConfigError
@@ -36,15 +37,16 @@ from pullfill.worker import context as contexts
 from pullfill.worker import memory
 from pullfill.worker.process import AsRole, Engine, Registration, Role, Service
 
+NO_OFFLOADING = "--elastic does not work with vLLM's KV offloading: leave out one of them"
+ONE_RANK = "--elastic works with one rank: leave out --elastic, or -tp and -pp"
+
 
 def check(options: WorkerOptions, vllm_args: list[str]) -> None:
     """Refuse what an elastic worker cannot do yet. Raises ConfigError."""
     if any(arg.startswith("--kv-offloading") for arg in vllm_args):
-        raise ConfigError(
-            "--elastic does not work with vLLM's KV offloading: leave out one of them"
-        )
+        raise ConfigError(NO_OFFLOADING)
     if ranks_of(vllm_args) > 1:
-        raise ConfigError("--elastic works with one rank: leave out --elastic, or -tp and -pp")
+        raise ConfigError(ONE_RANK)
     if options.kv_port or options.advertise_kv:
         raise ConfigError(
             "--elastic needs a KV port for each role, and --kv-port and --advertise-kv name one: "
@@ -75,6 +77,11 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
         await self._prefill.watch(etcd, parts)
 
     def adjust(self, config: Any) -> None:
+        # However it was asked for: vLLM has several flags for it, and files of flags.
+        if kv_offloading.size_of(config):
+            raise ConfigError(NO_OFFLOADING)
+        if config.parallel_config.world_size > 1:
+            raise ConfigError(ONE_RANK)
         self._decode.adjust(config)
 
     def make_context(self, host: EngineHost, files: RegionFiles) -> ElasticContext:

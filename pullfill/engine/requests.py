@@ -111,11 +111,23 @@ class _Head:
         return getattr(self._request, name)
 
 
+class _Unhashed:
+    """Shows an EngineCore that hashes nothing. The EngineCore itself stays as it is, because the
+    engine thread may make a Request at the same time."""
+
+    request_block_hasher = None
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+
 def prepare(core: Any, request: Any, tokens: memoryview) -> Generator[None, None, Any]:
     """Make vLLM's Request with all its block hashes, slice by slice. The generator returns it.
 
-    core: vLLM's EngineCore. Only the thread that runs `prepare` may call
-    `core.preprocess_add_request`.
+    core: vLLM's EngineCore.
     request: the EngineCoreRequest without its prompt.
     tokens: the prompt as u32.
     """
@@ -132,11 +144,8 @@ def prepare(core: Any, request: Any, tokens: memoryview) -> Generator[None, None
         for piece in u32.pieces(tokens, _SLICE):
             request.prompt_token_ids += piece
             yield
-    hasher, core.request_block_hasher = core.request_block_hasher, None
-    try:
-        made, _ = core.preprocess_add_request(request)
-    finally:
-        core.request_block_hasher = hasher
+    hasher = core.request_block_hasher
+    made, _ = core.preprocess_add_request.__func__(_Unhashed(core), request)
     untrack(made._all_token_ids)
     untrack(made.block_hashes)
     yield

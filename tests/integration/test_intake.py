@@ -7,9 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,10 +95,13 @@ def test_a_prepared_request_has_the_block_hashes_of_vllm(length: int, salt: str 
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    core: Any = SimpleNamespace(
-        mm_receiver_cache=None, request_block_hasher=get_request_block_hasher(16, sha256)
-    )
-    core.preprocess_add_request = partial(EngineCore.preprocess_add_request, core)
+
+    class Core:
+        mm_receiver_cache = None
+        request_block_hasher = staticmethod(get_request_block_hasher(16, sha256))
+        preprocess_add_request = EngineCore.preprocess_add_request
+
+    core: Any = Core()
     sent = prefill_request(
         "r", random_prompt(length, seed=1), cache_salt=salt, priority=0, arrival_time=0.0
     )

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from pullfill.config import ClusterRef
 from pullfill.decode_worker.ledger_types import JobState
-from pullfill.elastic.worker import take_back
-from pullfill.errors import ClaimRefused, Outcome
+from pullfill.elastic.worker import ElasticRole, take_back
+from pullfill.errors import ClaimRefused, ConfigError, Outcome
+from pullfill.options import WorkerOptions
 from pullfill.wire import PrefillJob, encode
 from tests.support.handoff_model import HandoffModel
 
@@ -24,6 +26,20 @@ def delivery(job_id: str, decode_instance: str = "me") -> Any:
             )
         )
     )  # fmt: skip
+
+
+async def test_what_elastic_workers_cannot_do_is_refused_however_it_was_asked_for() -> None:
+    """Its flags have several spellings, and may stand in a file."""
+    tier = {"kv_connector": "Tier", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+    extra = {"connectors": [{"kv_connector": "Decode"}, tier]}
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    role = ElasticRole("decode", ClusterRef("n", "e", "q"), WorkerOptions(model="m"))
+    with pytest.raises(ConfigError, match="KV offloading"):
+        role.adjust(config)
+    extra["connectors"].remove(tier)
+    config.parallel_config = SimpleNamespace(world_size=2)
+    with pytest.raises(ConfigError, match="one rank"):
+        role.adjust(config)
 
 
 def test_a_job_of_another_decode_worker_is_not_taken_back() -> None:
