@@ -95,6 +95,10 @@ class EngineThread(Generic[T]):
         self.dead.set()
         self._unused.set()
 
+    def fail(self, why: str) -> None:
+        """`give_up`, from any thread."""
+        self._call(self.give_up, why)
+
     def _run(self) -> None:
         try:
             host = self._make()
@@ -114,7 +118,7 @@ class EngineThread(Generic[T]):
 
     def _built(self, host: EngineHost, core: Any) -> None:
         built = self._on_built(host, core)
-        self._ranks = RankWatch(sentinels_of(core), lambda why: self._call(self.give_up, why))
+        self._ranks = RankWatch(sentinels_of(core), self.fail)
         self._call(self._succeed, built)
 
     def _call(self, function: Callable[..., object], *args: object) -> None:

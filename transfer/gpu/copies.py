@@ -6,7 +6,8 @@ it copies over, and so whether the kernel or the copy engines move a batch (`int
 
 A fence depends on `GpuCopier.settled`. It is False from the moment when something may be queued
 until the stream is synchronised. If that fails, it stays False: nobody knows whether the device
-still writes. The lane then takes no more copies of any session.
+still writes. The lane then takes no more copies of any session. A worker without copies is of no
+use, so it ends (`when_broken`).
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ class Lane:
         try:
             self._stream.synchronize()
         except BaseException:
-            self._broken = True
+            first, self._broken = not self._broken, True
+            for tell in _watchers if first else ():
+                tell("copies on a GPU have failed")
             raise
 
     def check(self) -> None:
@@ -131,6 +134,15 @@ class Lane:
             self.queue(to, from_, nbytes, SAME)
         finally:
             self.wait()
+
+
+_watchers: list[Callable[[str], None]] = []
+
+
+def when_broken(tell: Callable[[str], None]) -> None:
+    """Call `tell` with the reason when a lane of this process takes no more copies. Any thread may
+    call it, while it holds a fence."""
+    _watchers.append(tell)
 
 
 _lanes: dict[int, Lane] = {}

@@ -78,6 +78,20 @@ def test_settled_only_when_the_device_is_done() -> None:
     assert other.settled, "it queued nothing"
 
 
+def test_a_worker_that_can_copy_no_more_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take job after job, compute it, and fail to write it. With several ranks nothing
+    else ends it: the error is in the main process, and the engine is in others."""
+    told: list[str] = []
+    monkeypatch.setattr(copies, "_watchers", [])
+    copies.when_broken(told.append)
+    driver, copier = rig()
+    driver.fail_sync = True
+    for sessions in (copier, GpuCopier(driver.lane(0))):
+        with pytest.raises(TransferFailed):
+            move(driver, sessions, batch((0, 0, 16)))
+    assert told == ["copies on a GPU have failed"]
+
+
 def test_a_launch_that_failed_half_way_is_waited_for() -> None:
     driver, copier = rig()
     driver.launch_error = RuntimeError("no kernel image")
