@@ -310,8 +310,6 @@ class ControlServer:
         return reader
 
     def _lost(self, peer: Peer) -> None:
-        if (reader := peer.reader) is not None:
-            reader.leave(lambda: self._readers.discard(reader))
         self.peers.pop(peer.name, None)
         if self.checks is not None:
             self.checks.lost(peer)
@@ -321,6 +319,8 @@ class ControlServer:
         self._nobody_pulls()
         self._act()
         self._wake.ring()  # if the worker died, the kernel has freed its locks: ask for the proof
+        if (reader := peer.reader) is not None:
+            reader.leave(lambda: self._readers.discard(reader))
 
     def recount(self) -> None:
         """Count the prefill workers again, after the self-check has changed who may bring KV."""

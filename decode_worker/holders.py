@@ -67,6 +67,10 @@ class NotInTime(PeerUnavailable):
     """The holder has not answered in time, but its connection is open."""
 
 
+class NotConnected(PeerUnavailable):
+    """No connection to the holder could be made. `Holders` has noted that it failed."""
+
+
 class Holder:
     """One connection to one holder. Made by `Holders.use`."""
 
@@ -101,8 +105,9 @@ class Holder:
     ) -> tuple[MoveResult, str]:
         """Copy leased blocks into ours. See `KvReader.read`.
 
-        within_s: a copy that takes longer is interrupted. If it has not begun by then, because
-        other reads from this holder come first, it never begins, and LeaseRefused is raised."""
+        within_s: a copy that takes longer is interrupted. If it has not begun by then, it never
+        begins. Then LeaseRefused is raised if other reads from this holder come first, and
+        NotInTime if the KV session is not open."""
         loop, begun, late = asyncio.get_running_loop(), False, False
         timer = loop.call_later(within_s, lambda: end_it())
 
@@ -110,7 +115,7 @@ class Holder:
         # one. So no copy begins unseen.
         def begin() -> bool:
             nonlocal begun
-            begun = True
+            begun = self.reader.connected  # before that, nothing touches the target blocks
             return not late and wanted()
 
         def end_it() -> None:
@@ -128,6 +133,9 @@ class Holder:
         except asyncio.CancelledError as exc:
             if not late:
                 raise
+            if not self.reader.connected:
+                why = f"the KV session to {self.instance_id} is not open in time"
+                raise NotInTime(why) from exc
             raise LeaseRefused(f"{self.instance_id}: other reads took long", reason="busy") from exc
         finally:
             timer.cancel()
@@ -214,7 +222,7 @@ class Holders:
         return place is not None and self._loop.time() < place.not_before
 
     async def use(self, at: PrefixHolder) -> Holder:
-        """Return a connection to a holder. Raises PullfillError."""
+        """Return a connection to a holder. Raises PeerUnavailable, NotConnected."""
         if self._closed:
             raise PeerUnavailable("this worker is leaving")
         if (place := self._places.get(at.instance_id)) is None:
@@ -230,7 +238,7 @@ class Holders:
                         self.failed(at.instance_id)
                         why = f"cannot ask {at.instance_id} for its prefix cache: {exc}"
                         logger.info(why)
-                        raise PeerUnavailable(why) from exc
+                        raise NotConnected(why) from exc
             if self._closed:
                 place.holder.drop()
                 raise PeerUnavailable("this worker is leaving")

@@ -105,7 +105,8 @@ class KvReader:
         After it has returned or raised, no thread touches the blocks. If it is cancelled, the copy
         goes on. Raises HandoffError, BadMessage and whatever `open_session` raises.
 
-        wanted: called when the lane gets to this read. False: do not read."""
+        wanted: called when the lane gets to this read, and again once the session is open. False:
+        do not read."""
         return await self.read(ready.fence, u32.unpack(ready.block_ids), blocks, wanted)
 
     async def read(
@@ -130,14 +131,15 @@ class KvReader:
     def leave(self, over: Callable[[], None]) -> None:
         """Take no more reads. Does not block. May be called after `close`.
 
-        over: called in the lane, once the reads so far have ended and the session is closed. After
-        `close` it is called at once."""
+        over: called in the lane, once the reads so far have ended and the session is closed. It is
+        called at once after `close`, and if no thread can be started."""
         self._left = True
         try:
             self._lane.submit(self._let_go).add_done_callback(lambda _: over())
-        except RuntimeError:
+        except RuntimeError as exc:
             if not self._closing:
-                raise
+                logger.warning("closing the session to %s here: %s", self._instance_id, exc)
+                self._let_go()  # nothing runs in a lane that needs a new thread
             over()
         self._lane.shutdown(wait=False)
 
@@ -173,6 +175,8 @@ class KvReader:
         session = self._session or self._connect()
         if self._closing:
             raise HandoffError("this worker is leaving")
+        if not wanted():  # opening the session may have taken seconds
+            raise HandoffError("its job ended before it was read")
         try:
             result = session.read_blocks(fence, source, target)
         except TransferFailed:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pullfill.decode_worker.fetch_rates import FetchRates
-from pullfill.decode_worker.holders import Holder, Holders, LeaseRefused, NotInTime
+from pullfill.decode_worker.holders import Holder, Holders, LeaseRefused, NotConnected, NotInTime
 from pullfill.errors import Fenced, IncompatibleError, PullfillError
 from pullfill.runtime import log, metrics
 from pullfill.wire import Adapter, Lease, LeaseAsk, PrefixHolder, u32
@@ -178,7 +178,9 @@ class PrefixFetches:
 
     def waits(self, key: object) -> bool:
         """Whether the prefix with this key is being fetched for another prompt."""
-        return key in self._by_key
+        fetch = self._by_key.get(key)
+        # An ended fetch stays here until vLLM asks about its prompt. Other prompts do not wait.
+        return fetch is not None and (fetch.turn is Turn.COPYING or fetch.answer is not Answer.NONE)
 
     def ask(self, fetch: Fetch, compute_s: float) -> bool:
         """Begin a fetch, if it is worth it. Returns whether it has begun.
@@ -190,12 +192,12 @@ class PrefixFetches:
             return self._not(fetch, FetchOutcome.DEARER)
         if self._holders.away(fetch.at.instance_id):
             return self._not(fetch, FetchOutcome.UNREACHABLE)
-        if len(self._by_key) >= MOST:
+        if sum(map(self.waits, self._by_key)) >= MOST:
             return self._not(fetch, FetchOutcome.BUSY)
         self._by_key[fetch.key] = fetch
         expected_s = self._rates.expected_s(fetch.at.instance_id, kv_bytes)
-        fetch.within_s = _clamp(compute_s / 2, _ASK_S)
-        fetch.copy_s = _clamp(4 * max(compute_s, expected_s), _COPY_S)
+        fetch.within_s = min(max(compute_s / 2, _ASK_S[0]), _ASK_S[1])
+        fetch.copy_s = min(max(4 * compute_s, 4 * expected_s, _COPY_S[0]), _COPY_S[1])
         fetch.answer_by = time.monotonic() + 2 * fetch.within_s + 1.0
         self._loop.call_soon_threadsafe(self._start, fetch)
         return True
@@ -213,7 +215,8 @@ class PrefixFetches:
         """Let the prompt be computed. Without effect after `begin`."""
         if fetch.turn is Turn.WAITING:
             fetch.turn, fetch.wanted = Turn.OVER, False
-            self._by_key.pop(fetch.key, None)
+            if self._by_key.get(fetch.key) is fetch:
+                del self._by_key[fetch.key]
             if fetch.answer is not Answer.NONE:
                 self._loop.call_soon_threadsafe(self._stop, fetch)
 
@@ -232,7 +235,8 @@ class PrefixFetches:
         while self._events:
             fetch = self._events.popleft()
             fetch.turn = Turn.OVER
-            self._by_key.pop(fetch.key, None)
+            if self._by_key.get(fetch.key) is fetch:
+                del self._by_key[fetch.key]
             if not fetch.wanted:
                 del self._open[fetch.request_id]
             if fetch.outcome is FetchOutcome.FETCHED:
@@ -371,7 +375,7 @@ class PrefixFetches:
         log_it("prefix of %s is not read from %s: %s", fetch.request_id, fetch.at.instance_id, exc)
         if isinstance(exc, NotInTime) and not leased:
             self._holders.slow(fetch.at.instance_id)
-        else:
+        elif not isinstance(exc, NotConnected):
             self._holders.failed(fetch.at.instance_id)
 
     def _end(self, fetch: Fetch) -> None:
@@ -383,10 +387,6 @@ class PrefixFetches:
             self._tell(fetch)
         else:
             self._wake()  # so that vLLM asks again
-
-
-def _clamp(value: float, bounds: tuple[float, float]) -> float:
-    return min(max(value, bounds[0]), bounds[1])
 
 
 def _question(rid: int, fetch: Fetch) -> LeaseAsk:

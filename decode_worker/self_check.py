@@ -258,15 +258,18 @@ class Checks:
                         result, local_s = await self._compare(peer)
                         took_s = time.monotonic() - started
                 except (Incomplete, TimeoutError) as exc:
-                    metrics.SELF_CHECK.labels("incomplete").inc()
                     why = str(exc) or f"no answer in {LONGEST_S:.0f} s"
                     logger.info("self-check with %s: %s; trying again", peer.instance_id, why)
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, _PAUSES_S[1])
-                    continue
-                self._results.setdefault(pair, result)
-                self._kept.keep(pair, result)
-                self._say(peer, result, took_s, local_s)
+                except Exception:
+                    logger.exception("self-check with %s failed; trying again", peer.instance_id)
+                else:
+                    self._results.setdefault(pair, result)
+                    self._kept.keep(pair, result)
+                    self._say(peer, result, took_s, local_s)
+                    break
+                metrics.SELF_CHECK.labels("incomplete").inc()
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _PAUSES_S[1])
         except Exception:
             logger.exception("the self-check failed; prompts are prefilled here")
         finally:

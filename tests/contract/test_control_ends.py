@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.errors import Outcome, PeerUnavailable
 from pullfill.prefill_worker.control_connection import ControlConnection
+from pullfill.runtime.lanes import Pool
 from pullfill.wire import Claim, Grant, Hello, Welcome
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, hello, until
@@ -46,6 +49,30 @@ async def test_the_last_lost_connection_serves_everything_locally(
     }
     await until(lambda: decode.cancelled == ["receipt"])
     assert decode.nakked == []
+
+
+async def test_a_worker_is_forgotten_though_no_thread_can_close_its_session(
+    decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `--kv-mode pull` the session is closed in a lane, which needs a thread."""
+    prefill = await connect()
+    (peer,) = decode.server.peers.values()
+    closed: list[bool] = []
+    reader = peer.reader = KvReader("prefill-1", lambda: pytest.fail("nothing is read"))
+    reader._session = SimpleNamespace(close=lambda: closed.append(True))  # type: ignore[assignment]
+    decode.server._readers.add(reader)
+    decode.open()
+    await prefill.claim()
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Pool, "run", refuse)
+    peer.channel.close()
+    await until(lambda: decode.ledger.open_jobs == 0)
+    assert decode.server.peers.get(peer.name) is None
+    assert closed == [True]
+    assert not decode.server._readers
 
 
 async def test_a_link_comes_back_after_its_connection_broke(decode: Decode, connect: Any) -> None:

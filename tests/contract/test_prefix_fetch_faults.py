@@ -34,6 +34,8 @@ class SlowReads:
         def fetch(reader: KvReader, fence: Any, source: Any, target: Any, wanted: Any) -> Any:
             self.begun += 1
             self.reached.set()
+            if not reader.connected:
+                reader._connect()
             if not wanted():
                 return real(reader, fence, source, target, lambda: False)
             while not self.open.wait(0.005):
@@ -82,6 +84,36 @@ async def test_a_read_that_is_too_slow_is_interrupted(
     pair.holder.cache(tokens)
     served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
     assert (await pair.asker.end(served)).fetch == "lost"
+
+
+async def test_no_prompt_waits_for_a_session_that_does_not_open(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder answers, but its KV port does not. What opens too late copies nothing."""
+    go, real = threading.Event(), pair.asker.holders._reach
+
+    def reach(regions: Any) -> Any:
+        def open_session() -> Any:
+            assert go.wait(20.0)
+            return real(regions)()
+
+        return open_session
+
+    monkeypatch.setattr(pair.asker.holders, "_reach", reach)
+    monkeypatch.setattr(prefix_fetch, "_COPY_S", (0.2, 0.2))
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    (reader,) = pair.asker.holders._readers
+    try:
+        async with asyncio.timeout(3.0):
+            await until(lambda: served.loaded is not None)
+    finally:
+        go.set()
+    assert await asyncio.to_thread(reader._lane.wait, 10.0)
+    assert (pair.asker.pages[:, served.table] == 0xAA).all()
+    assert (await pair.asker.end(served)).fetch == "lost"
+    assert pair.asker.holders.away("holder"), "or the next prompt would wait as long"
 
 
 async def test_a_lease_is_given_back_when_its_prompt_goes_another_way(pair: Pair) -> None:

@@ -183,6 +183,32 @@ async def test_what_could_not_be_compared_is_no_failure(monkeypatch: pytest.Monk
     await rig.checks.close()
 
 
+async def test_a_comparison_that_fails_in_a_new_way_is_repeated_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(self_check, "_PAUSES_S", (0.1, 0.1))
+    rig = Rig()
+    attempts, run = 0, rig.engine.run
+
+    async def fails(*_: object, **__: object) -> Made:
+        nonlocal attempts
+        attempts += 1
+        raise ValueError("a bug")
+
+    # One request fails in each attempt, and the other one succeeds.
+    monkeypatch.setattr(
+        rig.engine, "run", lambda *a, writer="", **k: (fails if writer else run)(*a, **k)
+    )
+    peer = rig.meet()
+    await asyncio.sleep(0.2)
+    assert 1 <= attempts <= 3
+    assert not peer.cleared
+    assert "ValueError: a bug" in caplog.text
+    monkeypatch.setattr(rig.engine, "run", run)
+    await eventually(lambda: peer.cleared)
+    await rig.checks.close()
+
+
 async def test_nobody_passes_of_whom_nothing_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """KV of that type is no numbers, and at first there are no log probabilities either."""
     monkeypatch.setattr(self_check, "_PAUSES_S", (0.01, 0.01))
