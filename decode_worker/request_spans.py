@@ -24,7 +24,8 @@ from pullfill.wire import ExplainRecord
 
 @dataclass(slots=True)
 class RequestSpans:
-    """began: the decision, by `time.monotonic`. remote: of the remote prefill."""
+    """began: the decision, by `time.monotonic`. remote: of the remote prefill, which is recorded
+    when it has ended (`settled`)."""
 
     above: Context
     request: Context
@@ -32,6 +33,7 @@ class RequestSpans:
     request_id: str
     began: float
     committed_at: float = 0.0
+    remote_ended: bool = False
 
     def claimed(self, attempt: int, instance: str) -> None:
         """Note the claim of an attempt."""
@@ -51,6 +53,7 @@ class RequestSpans:
 
     def settled(self, loaded: bool, outcome: str, attempts: int) -> None:
         """Note that vLLM knows how the remote prefill has ended."""
+        self.remote_ended = True
         now = time.monotonic()
         if loaded and self.committed_at:
             tracing.record(

@@ -291,6 +291,9 @@ class RequestTraces:
             return None
         record = self._record(request_id, trace)
         if trace.spans is not None:
+            if trace.decision.remote and not trace.spans.remote_ended:
+                # Its client has left. Spans of the remote prefill name this one above them.
+                trace.spans.settled(False, Outcome.CANCELLED.value, trace.attempts)
             trace.spans.finished(record)
         return record
 

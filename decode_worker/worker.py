@@ -292,6 +292,7 @@ class DecodeService(Service):
         self._control_address = control_address
         self._thread = thread
         self._ledger = engine.context.ledger
+        self._drains = False
 
     def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         engine, incarnation = self._engine, record.incarnation
@@ -310,7 +311,7 @@ class DecodeService(Service):
 
     async def resume(self) -> None:
         """Serve again after a drain. Call it before the worker registers again."""
-        self._outlook.draining = False
+        self._drains = self._outlook.draining = False
         if self._control.leases is not None:
             self._control.leases.reopen()
         await self._dismiss(draining=False)
@@ -352,12 +353,12 @@ class DecodeService(Service):
         return demand_of(self._engine, self._control, self._meter)
 
     def engine_stuck(self, stuck: bool) -> None:
-        self._outlook.draining = stuck
+        self._outlook.draining = stuck or self._drains
         if stuck:
             self._ledger.give_up_all(Outcome.ENGINE_STUCK, but_granted=True)
 
     async def stop_taking(self) -> None:
-        self._outlook.draining = True
+        self._drains = self._outlook.draining = True
         self._engine.host.submit(lambda _: self._server.start_drain())
 
     async def finished(self) -> None:

@@ -36,7 +36,7 @@ from pullfill.net import http_proof
 AGAIN_S = 1.0
 PATH = "/pullfill/ui/events"
 _TIMEOUT = httpx.Timeout(5.0, read=10.0)
-"""A frontend with many workers tells a snapshot every few seconds."""
+"""A frontend sends something every 5 s: with many workers, comments between the snapshots."""
 _NOBODY = "no frontend answers ({why}): try `pullfill doctor`"
 _WIDTH = 80
 """Columns where the output is no terminal."""

@@ -288,11 +288,10 @@ class Dispatcher:
             flight.deadline = max(flight.deadline, now + 2 * CONFIRM_S)  # Suspects ends it earlier
             self._waiting.hold(flight)
             return
-        workers = ready = self._candidates()
-        if flight.avoid is not None:
-            workers = ready = [w for w in ready if w is not flight.avoid]
-        if flight.room:
-            workers = [w for w in ready if w.welcome and w.welcome.max_model_len >= flight.room]
+        ready = self._candidates()
+        if flight.avoid is not None and flight.avoid in ready:
+            ready = [w for w in ready if w is not flight.avoid]
+        workers = flight.with_room(ready)
         if not workers:
             if ready:
                 why = f"no other has room for {flight.room} tokens"

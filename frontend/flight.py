@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,14 @@ class Flight:
 
     def __post_init__(self) -> None:
         self.spans = begin_spans(self.request.trace_headers, self.trace.key, self.arrived)
+
+    def with_room(self, workers: Sequence[DecodeConnection]) -> Sequence[DecodeConnection]:
+        """Return the workers that have room for the request. If all have, the same object."""
+        if not self.room:
+            return workers
+        found = [w for w in workers if w.welcome and w.welcome.max_model_len >= self.room]
+        # For another list the balancer makes its tables anew.
+        return found if len(found) < len(workers) else workers
 
 
 def keep_room(flight: Flight, worker: DecodeConnection) -> None:

@@ -52,6 +52,7 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 class EventStream(Response):
     """Server-sent events, one for each body of JSON in one line. Ends with its source.
 
+    An empty body becomes a comment, which viewers ignore: the connection is alive.
     It ends at once when the client disconnects, or takes nothing for SEND_S seconds."""
 
     def __init__(self, source: AsyncIterator[bytes]) -> None:
@@ -80,7 +81,7 @@ class EventStream(Response):
         try:
             await _send(send, b"retry: %d\n\n" % RETRY_MS)
             async for body in self._source:
-                await _send(send, b"data: %b\n\n" % body)
+                await _send(send, b"data: %b\n\n" % body if body else b": \n\n")
             await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
             _log.warning("disconnected a viewer that read nothing for %g s", SEND_S)

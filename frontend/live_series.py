@@ -18,6 +18,8 @@ from pullfill.live_view import HISTORY_S, STEP_S, Ended, Now, Point, WorkerPoint
 MINUTE_S = 60.0
 MAX_VALUES = 512
 """Of this many requests in a step the percentiles are taken, at most."""
+_LEAST_S = 0.1
+"""Rates of requests are taken over this time, at least."""
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float] | None:
@@ -128,8 +130,9 @@ class Series:
         part = min(seconds, at % STEP_S)
         step.counted += tokens * part / seconds
         step.looked += part
-        before.counted += tokens * (seconds - part) / seconds
-        before.looked += min(seconds - part, STEP_S)
+        rest = min(seconds - part, STEP_S)  # with many workers the looks are many steps apart
+        before.counted += tokens * rest / seconds
+        before.looked += rest
         step.backlog_s = backlog_s
         step.workers = dict(workers)
 
@@ -151,12 +154,15 @@ class Series:
         while self._recent and (self._recent[0].at or 0.0) < now - MINUTE_S:
             self._recent.popleft()
         rows = self._recent
+        seconds = MINUTE_S
+        if len(rows) == rows.maxlen:  # the minute had more of them than are remembered
+            seconds = max(_LEAST_S, now - (rows[0].at or 0.0))
         return Now(
             ttft_ms=percentiles([row.ttft_ms for row in rows if row.ttft_ms is not None]),
             itl_ms=percentiles([row.itl_ms for row in rows if row.itl_ms is not None]),
             tokens_per_s=tokens_per_s,
-            done_per_s=len(rows) / MINUTE_S,
-            good_per_s=sum(bool(row.good) for row in rows) / MINUTE_S,
+            done_per_s=len(rows) / seconds,
+            good_per_s=sum(bool(row.good) for row in rows) / seconds,
         )
 
     # ---------------------------------------------------------------- inside

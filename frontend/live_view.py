@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -36,6 +37,8 @@ from pullfill.runtime import log
 from pullfill.runtime.health import outage_of
 
 PERIOD_S = 1.0
+QUIET_S = 5.0
+"""Each viewer gets something this often, at least. `pullfill top` gives up after 10 s."""
 WORKERS_PER_S = 16
 """With more workers the snapshots are made less often, so that the cost stays the same."""
 MAX_VIEWERS = 32
@@ -105,6 +108,7 @@ class LiveView:
     def watch(self) -> AsyncIterator[bytes]:
         """Return snapshots as JSON until `close`. The first one is whole.
 
+        After QUIET_S without a snapshot empty bytes come, as a sign of life.
         Raises OverloadedError if there are too many viewers."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise OverloadedError(f"{MAX_VIEWERS} viewers look already: close another page")
@@ -117,11 +121,13 @@ class LiveView:
             self._task = asyncio.create_task(self._run(), name="live view")
         try:
             while not self._closed:
-                await viewer.fresh.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(QUIET_S):
+                        await viewer.fresh.wait()
                 viewer.fresh.clear()
                 body, viewer.pending = viewer.pending, None
-                if body is not None:
-                    yield body
+                if body is not None or not self._closed:
+                    yield body or b""
         finally:
             self._viewers.discard(viewer)
             if not self._viewers:

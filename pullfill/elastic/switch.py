@@ -204,9 +204,10 @@ class Switch:
         return all(await asyncio.gather(*(m.set_state(state) for m in self._memberships)))
 
     def note_state(self, state: WorkerState) -> None:
-        """`set_state` without waiting."""
-        for membership in self._memberships:
-            membership.note_state(state)
+        """`set_state` without waiting, for the sides that do not drain: those stay draining."""
+        for side in self.serving:
+            if side.membership is not None and not side.draining:
+                side.membership.note_state(state)
 
     @property
     def _memberships(self) -> list[Registration]:

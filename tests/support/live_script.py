@@ -72,6 +72,7 @@ class ScriptedLive:
         while not self.closed:
             yield msgspec.json.encode(self.snapshot(whole))
             whole = False
+            yield b""  # a comment, as between the snapshots of many workers
             await asyncio.sleep(1.0)
 
     # ---------------------------------------------------------------- the script

@@ -39,3 +39,30 @@ async def test_the_engine_may_look_at_settings_before_etcd_answers(
     async with AsyncExitStack() as parts:
         await role.watch(SimpleNamespace(), parts)  # type: ignore[arg-type]
         assert context.router_config() is stored
+
+
+async def test_a_stuck_engine_that_goes_on_does_not_end_a_drain() -> None:
+    outlook = SimpleNamespace(draining=False)
+    ledger = SimpleNamespace(give_up_all=lambda *_, **__: None)
+
+    async def call(work: Any, until: Any) -> None:
+        pass
+
+    host = SimpleNamespace(submit=lambda _: None, call=call)
+    parts: Any = SimpleNamespace(
+        host=host, context=SimpleNamespace(ledger=ledger), leases=None, dead=None,
+        server=SimpleNamespace(dismiss=bool), blocks=None, meter=None,
+    )  # fmt: skip
+    service = worker.DecodeService(parts, parts, parts, outlook, "", parts)  # type: ignore[arg-type]
+    said = []
+    for stuck in (True, False):
+        service.engine_stuck(stuck)
+        said.append(outlook.draining)
+    await service.stop_taking()
+    for stuck in (True, False):
+        service.engine_stuck(stuck)
+        said.append(outlook.draining)
+    assert said == [True, False, True, True]
+    await service.resume()
+    service.engine_stuck(False)
+    assert not outlook.draining

@@ -23,6 +23,7 @@ from pullfill.config import ClusterRef
 from pullfill.deploy import cli, latest
 from pullfill.deploy import top as command
 from pullfill.errors import ConfigError, UnavailableError
+from pullfill.frontend.live_view import QUIET_S
 from pullfill.live_view import Ended, Snapshot
 from pullfill.net.security import FrontendSecurity, Security
 from tests.support.live_script import DECODE, DRAINING, serving
@@ -139,6 +140,14 @@ def test_a_frontend_with_keys_wants_one(tmp_path: Path) -> None:
 def test_nobody_answers(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="no frontend answers"):
         next(command._snapshots(ref(tmp_path, NOWHERE), None))
+
+
+def test_comments_between_snapshots_keep_the_stream_alive(tmp_path: Path) -> None:
+    assert (command._TIMEOUT.read or 0.0) >= 2 * QUIET_S
+    with serving() as url:
+        snapshots = command._snapshots(ref(tmp_path, url), None)
+        assert all(isinstance(next(snapshots), Snapshot) for _ in range(2))
+        snapshots.close()
 
 
 def test_a_frontend_that_goes_away_is_looked_for_again(

@@ -191,6 +191,19 @@ async def test_it_can_leave_in_the_middle_of_a_drain() -> None:
     assert "prefill joins" not in rig.told
 
 
+async def test_a_stuck_engine_that_goes_on_leaves_a_side_that_drains_draining() -> None:
+    async with running(Rig()) as rig:
+        rig.switch.order(BOTH)
+        await rig.becomes("both")
+        rig.decode.idle.clear()
+        rig.switch.order(frozenset({"prefill"}))
+        await eventually(lambda: "decode draining" in rig.told)
+        for state in (WorkerState.DRAINING, WorkerState.READY):
+            rig.switch.note_state(state)
+        notes = [said for said in rig.told if "notes" in said]
+        assert notes == ["prefill notes draining", "prefill notes ready"]
+
+
 async def test_a_stuck_engine_is_told_for_every_side() -> None:
     async with running(Rig()) as rig:
         rig.switch.order(BOTH)

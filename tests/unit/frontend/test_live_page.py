@@ -106,6 +106,15 @@ async def test_events_end_with_their_source() -> None:
     assert (refused.status_code, refused.json()["error"]) == (503, "too many look")
 
 
+async def test_an_empty_body_is_sent_as_a_comment() -> None:
+    live = Live()
+    for body in (b"", b'{"a":1}', b"", None):
+        live.bodies.put_nowait(body)
+    async with client(live) as http:
+        answer = await http.get("/pullfill/ui/events")
+    assert answer.text == 'retry: 1000\n\n: \n\ndata: {"a":1}\n\n: \n\n'
+
+
 class Peer:
     """One ASGI connection. deaf: what is sent to it is never taken."""
 

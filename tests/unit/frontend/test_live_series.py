@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend.live_series import Series, TokenMeter, percentiles
+from pullfill.frontend.live_series import MAX_VALUES, Series, TokenMeter, percentiles
 from pullfill.live_view import HISTORY_S, STEP_S, Ended, WorkerPoint
 
 NOW = 10_000.0
@@ -64,6 +64,12 @@ def test_a_look_across_two_steps_counts_in_both() -> None:
     assert before.tokens_per_s == pytest.approx((40 + 20) / (4 + 1))
 
 
+def test_looks_that_are_many_steps_apart_count_no_token_twice() -> None:
+    series = Series()
+    series.sampled(NOW + 2, 20.0, 200.0, None, {})
+    assert [point.tokens_per_s for point in series.points(NOW + 2, 2)] == pytest.approx([10.0] * 2)
+
+
 def test_what_is_older_than_the_history_is_forgotten() -> None:
     series = Series()
     series.ended(ended(NOW))
@@ -81,6 +87,17 @@ def test_the_figures_are_of_the_last_minute() -> None:
     assert now.itl_ms is None
     assert (now.done_per_s, now.good_per_s) == (1 / 60, 1 / 60)
     assert now.tokens_per_s == 12.0
+
+
+def test_more_requests_than_are_remembered_are_counted_over_the_time_that_they_took() -> None:
+    series = Series()
+    rows = [ended(NOW - 30 + n / 100, good=n % 2 == 0) for n in range(3000)]  # 100 in a second
+    series.recent(rows)
+    now = series.now(NOW, 0.0)
+    assert now.done_per_s == pytest.approx(100.0, rel=0.01)
+    assert now.good_per_s == pytest.approx(50.0, rel=0.01)
+    series.recent([ended(NOW)] * 4 * MAX_VALUES)
+    assert series.now(NOW, 0.0).done_per_s > 2048, "all at once"
 
 
 def test_tokens_between_two_looks_are_those_under_way_and_those_that_ended() -> None:

@@ -130,6 +130,20 @@ async def test_viewers_share_the_work_and_a_slow_one_gets_a_whole_snapshot(view:
     await quick.aclose()
 
 
+async def test_a_viewer_hears_something_between_snapshots_that_are_far_apart(
+    view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_view, "PERIOD_S", 60.0)
+    monkeypatch.setattr(live_view, "QUIET_S", 0.02)
+    live = live_of(view)
+    stream: Any = live.watch()
+    assert (await next_of(stream)).whole
+    for _ in range(3):
+        assert await asyncio.wait_for(anext(stream), 5) == b""
+    live.close()
+    assert [body async for body in stream] == []
+
+
 async def test_a_report_that_fails_ends_nothing(view: View) -> None:
     live = live_of(view)
     stream: Any = live.watch()

@@ -94,6 +94,22 @@ async def test_the_second_worker_is_the_first_one_if_that_is_still_the_best() ->
         assert counted(RedirectReason.QUEUE_FULL, "stayed") == before + 1
 
 
+async def test_a_redirect_rebuilds_no_table_of_the_balancer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[list[str]] = []
+    one, two = pair(redirect=FULL)
+    async with rig(one, two, policy=DecodePolicy.KV) as r:
+        await r.ready(2)
+        placement = r.dispatcher.balancer._placement
+        found = placement.candidates
+        monkeypatch.setattr(placement, "candidates", lambda ids: made.append(ids) or found(ids))
+        for number in range(3):
+            await told(r, f"cmpl-{number}")
+        assert len(one.pictures) + len(two.pictures) == 3
+        assert len(made) == 1, made
+
+
 async def test_a_prefix_that_is_gone_is_not_expected_any_more() -> None:
     """The frontend had only predicted it: it had sent the prompt there."""
     one, two = pair()

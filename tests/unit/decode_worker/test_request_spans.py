@@ -1,0 +1,59 @@
+"""The span of a remote prefill, which other spans name as the one above them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker.conditional_router import Decision, Situation
+from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.errors import Outcome
+from pullfill.runtime import tracing
+
+HEADERS = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+REMOTE = "decode.remote_prefill"
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, Any, str]]:
+    """Name, span, span above and error of what is recorded."""
+    found: list[tuple[str, Any, Any, str]] = []
+
+    def record(name: str, context: Any, above: Any, *_: Any, error: str = "", **__: Any) -> None:
+        found.append((name, context, above, error))
+
+    monkeypatch.setattr(tracing, "_exporting", object())
+    monkeypatch.setattr(tracing, "record", record)
+    return found
+
+
+def decided(remote: bool) -> RequestTraces:
+    traces = RequestTraces("decode-1")
+    traces.decided("r", Situation(100, 0), Decision(remote, "a reason"), headers=HEADERS)
+    return traces
+
+
+def test_a_client_that_leaves_during_a_remote_prefill_ends_its_span(spans: Any) -> None:
+    traces = decided(remote=True)
+    traces.claimed("r", 1, "prefill-1", 0.1)
+    traces.finish("r")
+    traces.settled("r", False, Outcome.CANCELLED)  # the ledger tells it only now
+    assert [name for name, *_ in spans] == ["queue.wait", REMOTE, "decode.request"]
+    wait, remote, request = spans
+    assert wait[2] == remote[1], "no span names one that is not there"
+    assert remote[2] == request[1]
+    assert remote[3] == "cancelled"
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_remote_prefill_that_has_ended_is_recorded_once(spans: Any, loaded: bool) -> None:
+    traces = decided(remote=True)
+    traces.settled("r", loaded, Outcome.COMMITTED if loaded else Outcome.CLAIM_TIMEOUT)
+    traces.finish("r")
+    assert [name for name, *_ in spans].count(REMOTE) == 1
+
+
+def test_a_prompt_that_is_computed_here_has_no_remote_prefill(spans: Any) -> None:
+    decided(remote=False).finish("r")
+    assert [name for name, *_ in spans] == ["decode.request"]
