@@ -170,13 +170,13 @@ class KvReader:
         """Do one read. In the lane."""
         if not wanted():
             raise HandoffError("its job ended before it was read")
-        failpoints.hit("decode.before_read")
         started = time.perf_counter()
         session = self._session or self._connect()
         if self._closing:
             raise HandoffError("this worker is leaving")
         if not wanted():  # opening the session may have taken seconds
             raise HandoffError("its job ended before it was read")
+        failpoints.hit("decode.before_read")
         try:
             result = session.read_blocks(fence, source, target)
         except TransferFailed:
