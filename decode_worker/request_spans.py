@@ -1,6 +1,6 @@
 """The spans of one request at a decode worker.
 
-    decode.request            from the decision to the last token
+    decode.request            from the decision, or the question before it, to the last token
       decode.prefix_fetch     the read of a prefix from another decode worker
       decode.remote_prefill   from the decision until vLLM knows how the remote prefill has ended
         queue.wait            one for each attempt: from the decision to its claim
@@ -12,6 +12,7 @@ They are made at the moments at which `RequestTraces` notes what happened, under
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ from pullfill.wire import ExplainRecord
 
 @dataclass(slots=True)
 class RequestSpans:
-    """began: the decision, by `time.monotonic`. remote: of the remote prefill, which is recorded
-    when it has ended (`settled`)."""
+    """began: the decision, by `time.monotonic`. fetch_began: when another worker was asked for a
+    prefix. That comes before the decision. remote: of the remote prefill, which is recorded when it
+    has ended (`settled`)."""
 
     above: Context
     request: Context
@@ -34,6 +36,7 @@ class RequestSpans:
     began: float
     committed_at: float = 0.0
     remote_ended: bool = False
+    fetch_began: float = math.inf
 
     def claimed(self, attempt: int, instance: str) -> None:
         """Note the claim of an attempt."""
@@ -72,11 +75,12 @@ class RequestSpans:
     def fetched(self, fetch: Fetch) -> None:
         """Note how the read of a prefix has just ended."""
         now, outcome = time.monotonic(), fetch.outcome.value
+        self.fetch_began = now - fetch.seconds
         tracing.record(
             "decode.prefix_fetch",
             self.request.child(),
             self.request,
-            now - fetch.seconds,
+            self.fetch_began,
             now,
             {
                 "pullfill.fetched_from": fetch.at.instance_id,
@@ -93,7 +97,7 @@ class RequestSpans:
             "decode.request",
             self.request,
             self.above,
-            self.began,
+            min(self.began, self.fetch_began),
             time.monotonic(),
             {
                 "gen_ai.request.id": self.request_id,

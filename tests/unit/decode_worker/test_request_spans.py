@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pullfill.decode_worker.conditional_router import Decision, Situation
+from pullfill.decode_worker.prefix_fetch import FetchOutcome
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import Outcome
 from pullfill.runtime import tracing
@@ -16,12 +18,15 @@ REMOTE = "decode.remote_prefill"
 
 
 @pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, Any, str]]:
-    """Name, span, span above and error of what is recorded."""
-    found: list[tuple[str, Any, Any, str]] = []
+def spans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Name, span, span above, error, begin and end of what is recorded."""
+    found: list[tuple[Any, ...]] = []
 
-    def record(name: str, context: Any, above: Any, *_: Any, error: str = "", **__: Any) -> None:
-        found.append((name, context, above, error))
+    def record(
+        name: str, context: Any, above: Any, began: float, ended: float, *_: Any,
+        error: str = "", **__: Any,
+    ) -> None:  # fmt: skip
+        found.append((name, context, above, error, began, ended))
 
     monkeypatch.setattr(tracing, "_exporting", object())
     monkeypatch.setattr(tracing, "record", record)
@@ -57,3 +62,16 @@ def test_a_remote_prefill_that_has_ended_is_recorded_once(spans: Any, loaded: bo
 def test_a_prompt_that_is_computed_here_has_no_remote_prefill(spans: Any) -> None:
     decided(remote=False).finish("r")
     assert [name for name, *_ in spans] == ["decode.request"]
+
+
+def test_a_request_is_around_the_prefix_that_was_read_for_it(spans: Any) -> None:
+    """The other worker is asked before the decision. On a busy machine it takes long to answer."""
+    traces = decided(remote=False)
+    place: Any = SimpleNamespace(instance_id="holder")
+    fetch: Any = SimpleNamespace(
+        request_id="r", at=place, outcome=FetchOutcome.DEARER, seconds=5.0, kv_bytes=0
+    )
+    traces.fetched(fetch)
+    traces.finish("r")
+    fetched, request = spans
+    assert request[4] <= fetched[4] < fetched[5] <= request[5]
