@@ -91,8 +91,8 @@ def chunk_tokens(rates: LocalRates, streams: Streams, start: int, most: int) -> 
     if not streams.by_target:
         return most
     base = rates.base(streams.count)
-    rooms = (ITL_SHARE * target - base for target, _ in streams.by_target)
-    room = min((room for room in rooms if room > 0), default=0.0)
+    met = min((target for target, _ in streams.by_target if target > base), default=0.0)
+    room = max(0.0, ITL_SHARE * met - base)
     return int(min(max(rates.fits(room, start), MIN_CHUNK), most))
 
 

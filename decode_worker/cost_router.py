@@ -285,10 +285,12 @@ class CostRouter:
 
     @property
     def tightest_itl_s(self) -> float:
-        """The least target of the running streams that one stream alone meets here. 0: there is
-        none. Other targets are missed however many workers there are."""
+        """The least target of the running streams. 0: there is no stream.
+
+        A target that not even one stream alone meets would be missed however many workers there
+        are. If no other is left, twice the time of such a step takes its place."""
         alone = self.rates.base(1)
-        return min((target for target in self._itl if target > alone), default=0.0)
+        return min((t for t in self._itl if t > alone), default=2 * alone if self._itl else 0.0)
 
     # ------------------------------------------------------------------ looking back
 

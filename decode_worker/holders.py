@@ -67,10 +67,6 @@ class NotInTime(PeerUnavailable):
     """The holder has not answered in time, but its connection is open."""
 
 
-class NotConnected(PeerUnavailable):
-    """No connection to the holder could be made. `Holders` has noted that it failed."""
-
-
 class Holder:
     """One connection to one holder. Made by `Holders.use`."""
 
@@ -125,7 +121,7 @@ class Holder:
                 reading.cancel()
                 return
             self.reader.interrupt()
-            timer = loop.call_later(_INTERRUPT_S, end_it)  # it may just have been connecting
+            timer = loop.call_later(_INTERRUPT_S, end_it)  # the copy may just not have begun
 
         reading = loop.create_task(self.reader.read(lease.fence, source, target, begin))
         try:
@@ -222,7 +218,7 @@ class Holders:
         return place is not None and self._loop.time() < place.not_before
 
     async def use(self, at: PrefixHolder) -> Holder:
-        """Return a connection to a holder. Raises PeerUnavailable, NotConnected."""
+        """Return a connection to a holder. Raises PeerUnavailable."""
         if self._closed:
             raise PeerUnavailable("this worker is leaving")
         if (place := self._places.get(at.instance_id)) is None:
@@ -232,13 +228,15 @@ class Holders:
         with place.idle.used():
             async with place.connecting:
                 if place.holder is None or place.holder.lost:
+                    if self.away(at.instance_id):
+                        raise PeerUnavailable(f"{at.instance_id} could not be asked just now")
                     try:
                         place.holder = await self._connect(at)
                     except (PullfillError, OSError, EOFError, TimeoutError) as exc:
                         self.failed(at.instance_id)
                         why = f"cannot ask {at.instance_id} for its prefix cache: {exc}"
                         logger.info(why)
-                        raise NotConnected(why) from exc
+                        raise PeerUnavailable(why) from exc
             if self._closed:
                 place.holder.drop()
                 raise PeerUnavailable("this worker is leaving")
@@ -260,8 +258,9 @@ class Holders:
         """Close the connection to this holder, and do not ask it for a while."""
         if (place := self._places.get(instance_id)) is None:
             return
-        place.not_before = self._loop.time() + place.pause
-        place.pause = min(2 * place.pause, AGAIN_MOST_S)
+        if (now := self._loop.time()) >= place.not_before:  # else others have failed with it
+            place.not_before = now + place.pause
+            place.pause = min(2 * place.pause, AGAIN_MOST_S)
         if place.holder is not None:
             place.holder.drop()
 

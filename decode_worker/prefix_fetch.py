@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pullfill.decode_worker.fetch_rates import FetchRates
-from pullfill.decode_worker.holders import Holder, Holders, LeaseRefused, NotConnected, NotInTime
+from pullfill.decode_worker.holders import Holder, Holders, LeaseRefused, NotInTime
 from pullfill.errors import Fenced, IncompatibleError, PullfillError
 from pullfill.runtime import log, metrics
 from pullfill.wire import Adapter, Lease, LeaseAsk, PrefixHolder, u32
@@ -375,7 +375,7 @@ class PrefixFetches:
         log_it("prefix of %s is not read from %s: %s", fetch.request_id, fetch.at.instance_id, exc)
         if isinstance(exc, NotInTime) and not leased:
             self._holders.slow(fetch.at.instance_id)
-        elif not isinstance(exc, NotConnected):
+        else:
             self._holders.failed(fetch.at.instance_id)
 
     def _end(self, fetch: Fetch) -> None:

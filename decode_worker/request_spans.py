@@ -1,6 +1,6 @@
 """The spans of one request at a decode worker.
 
-    decode.request            from the decision, or the question before it, to the last token
+    decode.request            from the decision, or the read before it, to the last token
       decode.prefix_fetch     the read of a prefix from another decode worker
       decode.remote_prefill   from the decision until vLLM knows how the remote prefill has ended
         queue.wait            one for each attempt: from the decision to its claim
@@ -25,9 +25,9 @@ from pullfill.wire import ExplainRecord
 
 @dataclass(slots=True)
 class RequestSpans:
-    """began: the decision, by `time.monotonic`. fetch_began: when another worker was asked for a
-    prefix. That comes before the decision. remote: of the remote prefill, which is recorded when it
-    has ended (`settled`)."""
+    """began: the decision, by `time.monotonic`. fetch_began: of the read of a prefix. It may come
+    before the decision. remote: of the remote prefill, which is recorded when it has ended
+    (`settled`)."""
 
     above: Context
     request: Context

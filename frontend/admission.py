@@ -220,9 +220,9 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf]
 
 def _refusal(path: str, body: list[Message]) -> tuple[int, str, str] | None:
     """Return status, reason and message if the body may not reach vLLM."""
-    data = body[0].get("body", b"") if len(body) == 1 else b"".join(m["body"] for m in body)
     if path in FORM_PATHS:  # recordings: any bytes
         return None
+    data = body[0].get("body", b"") if len(body) == 1 else b"".join(m["body"] for m in body)
     if why := request_bodies.why_too_much(path, data):
         return 413, "too_large", why
     if half := lone_surrogate(data):

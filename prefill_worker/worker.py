@@ -43,6 +43,7 @@ from pullfill.runtime.health import Health, servers_json
 from pullfill.runtime.lifecycle import until
 from pullfill.transfer import catalogue
 from pullfill.transfer.contract import PeerTransport
+from pullfill.transfer.gpu import copies
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Hello, QueueSettings, RegionDescriptor, WorkerRecord
 from pullfill.worker import memory
@@ -135,6 +136,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         queue: Settings[QueueSettings],
         parts: AsyncExitStack,
     ) -> PrefillService:
+        copies.when_broken(thread.fail)
         consumer = await self.connect(engine, queue, parts)
         self.open_memory(engine)
         parts.push_async_callback(memory.end, thread, engine.context, self.copiers)

@@ -96,7 +96,7 @@ class Half:
         self.context.ledger = self.ledger
         self.side = ConnectorScheduler(self.context, BLOCK)
         # Predictions are made under each policy. No step is taken here, so no chunk is sized.
-        chunks: Any = SimpleNamespace(step_tokens=2048, able=True)
+        chunks: Any = SimpleNamespace(step_tokens=2048, able=True, each=1)
         self.side.meter = StepMeter(self.context, chunks)
 
     async def start(self) -> None:

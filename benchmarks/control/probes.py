@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 _ENGINE_CALLS = ("step_fn", "add_request", "preprocess_add_request", "abort_requests")
@@ -107,7 +108,9 @@ def install(side_class: type[Any], calls: Sequence[str], where: Path) -> None:
     def built(host: EngineHost) -> Any:
         core: Any = build(host)
         for name in _ENGINE_CALLS:
-            setattr(core, name, counters.engine(getattr(core, name), counts=name == "step_fn"))
+            # It stays a method: engine/requests.py calls one with another object.
+            wrapped = counters.engine(getattr(core, name).__func__, counts=name == "step_fn")
+            setattr(core, name, MethodType(wrapped, core))
         return core
 
     EngineHost.build = built  # type: ignore[method-assign, assignment]

@@ -31,6 +31,7 @@ from pullfill.prefill_worker.worker import PrefillRole, PrefillService
 from pullfill.queue.contract import Delivery
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.settings import Settings
+from pullfill.transfer.gpu import copies
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import PrefillJob, QueueSettings, RefuseReason
 from pullfill.worker import context as contexts
@@ -105,6 +106,7 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
         queue: Settings[QueueSettings],
         parts: AsyncExitStack,
     ) -> ElasticService:
+        copies.when_broken(thread.fail)
         decode = _with(engine, engine.context.decode)
         prefill = _with(engine, engine.context.prefill)
         self._decoding = await self._decode.build(decode, hooks.decode, thread, queue, parts)

@@ -34,7 +34,6 @@ from pullfill.registry.settings import Settings
 from pullfill.runtime import log, tracing
 from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, exit_within, until
 from pullfill.runtime.probe import ProbeServer
-from pullfill.transfer.gpu import copies
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Compat, QueueSettings, RegionDescriptor, WorkerRecord, WorkerState
 from pullfill.worker import context as contexts
@@ -204,7 +203,6 @@ class WorkerProcess(Generic[C, H]):
             queue = await Settings(etcd, namespace, QueueSettings).start()
             parts.push_async_callback(queue.close)
             self._engine, hooks = await thread.ready
-            copies.when_broken(thread.fail)
             self._service = await self._role.build(self._engine, hooks, thread, queue, parts)
             self._guard = EngineWatchdog(thread, options.engine_stall_s, self._on_stuck)
             service = self._service

@@ -6,8 +6,8 @@ it copies over, and so whether the kernel or the copy engines move a batch (`int
 
 A fence depends on `GpuCopier.settled`. It is False from the moment when something may be queued
 until the stream is synchronised. If that fails, it stays False: nobody knows whether the device
-still writes. The lane then takes no more copies of any session. A worker without copies is of no
-use, so it ends (`when_broken`).
+still writes. The lane then takes no more copies of any session. A prefill worker that cannot copy
+is of no use, so it ends (`when_broken`).
 """
 
 from __future__ import annotations

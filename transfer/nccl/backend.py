@@ -225,7 +225,8 @@ class NcclKind(BackendKind):
             return None
         try:
             # Workers ask for the detail when they start: the time to take the memory for turns.
-            device.turns[OWNER].make(self.batch_bytes)
+            for turns in device.turns:
+                turns.make(self.batch_bytes)
         except TransferFailed as exc:
             log.warning("nccl is not used: %s", exc)
             return None

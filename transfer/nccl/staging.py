@@ -1,11 +1,11 @@
 """Turns on a GPU. Who has a turn may have a transfer waiting there, and has memory to stage it in.
 
 A kernel of NCCL's occupies multiprocessors while it waits for the other side. So only `TURNS` of
-them are on a GPU at a time. A peer takes its turn first, and its owner after that. A worker with
-role `both` is a peer of some workers and the owner for others. It has turns of its own for each, so
-nobody waits for a turn in a circle.
+each side are on a GPU at a time. A peer takes its turn first, and its owner after that. A worker
+with role `both` is a peer of some workers and the owner for others. Each side has turns of its own,
+so nobody waits for a turn in a circle.
 
-Turns are made before the first transfer. Their memory is never given back (`CudaGpu.allocate`).
+Turns are made when the worker starts. Their memory is never given back (`CudaGpu.allocate`).
 """
 
 from __future__ import annotations

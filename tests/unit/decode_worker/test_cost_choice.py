@@ -100,6 +100,8 @@ def test_a_stream_whose_target_no_step_meets_makes_no_chunk_smaller(rates: Local
     """A client may ask for any target. The other streams and all prompts would pay for it."""
     for streams in (((0.05, 5),), ((0.05, 4), (0.001, 1))):
         assert chunk_tokens(rates, Streams(streams), 0, 1024) > 2 * MIN_CHUNK
+    met = Streams(((0.009, 4), (0.2, 1)))  # a step without prompts takes 8 ms
+    assert chunk_tokens(rates, met, 0, 1024) == MIN_CHUNK
 
 
 def test_a_chunk_is_never_too_small_to_end(rates: LocalRates) -> None:

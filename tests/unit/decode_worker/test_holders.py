@@ -68,6 +68,9 @@ async def test_prompts_that_come_at_once_share_a_connection(made: Holders) -> No
     assert server.connections == 1
     made.failed("holder")
     assert first.lost
+    with pytest.raises(PeerUnavailable, match="just now"):
+        await made.use(at)
+    made._places["holder"].not_before = 0.0
     assert await made.use(at) is not first
     await made.close()
     with pytest.raises(PeerUnavailable, match="leaving"):
@@ -82,7 +85,9 @@ async def test_a_holder_that_fails_is_left_alone_longer_each_time(made: Holders)
     pauses = []
     for _ in range(8):
         pauses.append(place.pause)
-        made.failed("holder")
+        place.not_before = 0.0
+        for _ in range(3):  # of several prompts, for the same fault
+            made.failed("holder")
     assert pauses[:3] == [2.0, 4.0, 8.0]
     assert pauses[-1] == holders.AGAIN_MOST_S
     made.worked("holder")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -46,9 +47,8 @@ def test_one_small_message_of_a_turn_is_prepared_at_once(rig: Rig) -> None:
 
 def test_a_large_message_is_never_prepared_on_the_engine_thread(rig: Rig) -> None:
     thread: list[str] = []
-    rig.core.preprocess_add_request = lambda request: (  # type: ignore[method-assign]
-        thread.append(threading.current_thread().name) or request,
-        0,
+    rig.core.preprocess_add_request = MethodType(  # type: ignore[method-assign]
+        lambda _, request: (thread.append(threading.current_thread().name) or request, 0), rig.core
     )
     rig.request_server._max_model_len = 1 << 20
     rig.add("small", 100)
