@@ -168,7 +168,8 @@ class TransferWorker:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._put(self._end_session)
+                if not self._put(self._end_session):
+                    self._end_session()  # nothing runs in a lane that needs a new thread
         self._session.interrupt()
         if self._account is not None:
             self._account.close()

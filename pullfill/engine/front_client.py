@@ -34,6 +34,7 @@ from pullfill.engine.front_wire import DecodeWelcome
 from pullfill.engine.request_limits import strip_transfer_params
 from pullfill.errors import PeerUnavailable
 from pullfill.runtime import failpoints, log
+from pullfill.wire import MAX_TEXT
 
 _log = log.get("engine.front_client")
 
@@ -113,11 +114,11 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
             raise
         except Exception as exc:
             if fault_of(exc) is Fault.REQUEST:
-                _log.warning("request %s is refused: %s", request_id, exc)
+                _log.warning("request %s is refused: %s", request_id[:MAX_TEXT], exc)
                 raise VLLMValidationError(
                     f"the request has a value that cannot be used ({type(exc).__name__}: {exc})"
                 ) from exc
-            _log.exception("request %s could not be taken in", request_id)
+            _log.exception("request %s could not be taken in", request_id[:MAX_TEXT])
             raise RequestFailed(explained(exc, "the frontend"), Fault.OURS) from exc
 
 

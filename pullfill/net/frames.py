@@ -92,8 +92,9 @@ def tune(transport: asyncio.BaseTransport, *, dead_after_s: float = 10.0) -> Non
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return (host, port) of `tcp://host:port`. Raises BadMessage."""
+    """Return (host, port) of `tcp://host:port`, an IPv6 address without its brackets. Raises
+    BadMessage."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdigit():
         raise BadMessage(f"not a tcp://host:port address: {address!r}")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)

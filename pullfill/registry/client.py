@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from pullfill.errors import RegistryUnavailable
-from pullfill.registry.gateway import PROBE, EtcdRpc, Failure, LeaseNotFound, RevisionLost
+from pullfill.registry.failures import Failure, LeaseNotFound, RevisionLost
+from pullfill.registry.gateway import PROBE, EtcdRpc
 
 __all__ = ["EtcdClient", "KeepAlive", "KeyValue", "LeaseNotFound", "RevisionLost", "prefix_end"]
 

@@ -36,6 +36,7 @@ from pullfill import redact
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.net.security import OPEN, ServerSecurity
+from pullfill.registry.failures import Failure, LeaseNotFound, RevisionLost, read_failure
 from pullfill.registry.sockets import EtcdConnector
 from pullfill.runtime.health import Health
 
@@ -43,17 +44,7 @@ T = TypeVar("T")
 
 OLDEST = sem.Version("3.4.0")
 TIMEOUT_S = 2.0
-_UNAVAILABLE, _DEADLINE, _EXHAUSTED = 14, 4, 8
-_NOT_FOUND, _OUT_OF_RANGE, _UNAUTHENTICATED = 5, 11, 16
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, UnicodeError)
-
-
-class LeaseNotFound(RegistryUnavailable):
-    """etcd does not know the lease."""
-
-
-class RevisionLost(RegistryUnavailable):
-    """The revision was compacted, or the store was made anew since."""
 
 
 class Endpoint(NamedTuple):
@@ -77,15 +68,6 @@ PROBE = {"key": b"/pullfill/", "count_only": True}
 
 class _Version(msgspec.Struct):
     etcdserver: str
-
-
-class Failure(msgspec.Struct):
-    """An error of the gateway, of a call or inside a stream."""
-
-    error: Any = None
-    code: int = 0
-    message: str = ""
-    grpc_code: int = 0
 
 
 class _Token(msgspec.Struct):
@@ -136,6 +118,7 @@ class EtcdRpc:
     ) -> None:
         self._api = api
         self._endpoints = endpoints
+        self._streams: dict[aiohttp.ClientResponse, Endpoint] = {}
         # Read again for each new token: an operator may have changed the password.
         self._login = login
         self._has_login = login() is not None
@@ -219,17 +202,17 @@ class EtcdRpc:
 
     async def _post(self, path: str, request: Any, timeout_s: float) -> bytes:
         for fresh_token in (False, True):
-            token = self._api.token
+            token, at = self._api.token, self._at
             try:
                 status, body = await self._exchange(path, request, timeout_s)
             except _FAILURES as exc:
-                raise self._lost(exc) from exc
+                raise self._lost(exc, at) from exc
             if status == 200:
                 self.last_ok_at = SYSTEM_CLOCK.monotonic()
                 self.health.ok()
                 return body
-            failure = _read_failure(body)
-            if self._has_login and failure.code == _UNAUTHENTICATED and not fresh_token:
+            failure = read_failure(body)
+            if self._has_login and failure.wants_token and not fresh_token:
                 if self._api.token == token:  # nobody else renewed it meanwhile
                     await self._authenticate(timeout_s)
                 continue
@@ -267,7 +250,7 @@ class EtcdRpc:
         except _FAILURES as exc:
             raise self._lost(exc) from exc
         if status != 200:
-            raise self.refused(_read_failure(body), status)
+            raise self.refused(read_failure(body), status)
         self._api.token = msgspec.json.decode(body, type=_Token).token
 
     @contextlib.asynccontextmanager
@@ -282,29 +265,32 @@ class EtcdRpc:
         if self._closed:
             raise RegistryUnavailable("the etcd client is closed")
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=open_s)
+        at = self._at
         try:
             async with asyncio.timeout(open_s):
                 response = await self._api.call_rpc(
                     path, data=msgspec.json.encode(request), raw=True, timeout=timeout
                 )
         except _FAILURES as exc:
-            raise self._lost(exc) from exc
+            raise self._lost(exc, at) from exc
+        self._streams[response] = at
         try:
             if response.status != 200:
                 try:
                     async with asyncio.timeout(open_s):
-                        failure = _read_failure(await response.read())
+                        failure = read_failure(await response.read())
                 except _FAILURES as exc:
-                    raise self._lost(exc) from exc
-                if failure.code == _UNAUTHENTICATED and self._has_login:
+                    raise self._lost(exc, at) from exc
+                if failure.wants_token and self._has_login:
                     await self._authenticate(open_s)
                 raise self.refused(failure, response.status)
             yield self._lines(response, idle_s)
         finally:
+            del self._streams[response]
             response.close()
 
     async def _lines(self, response: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator[bytes]:
-        buffer = bytearray()
+        buffer, at = bytearray(), self._streams[response]
         while True:
             try:
                 async with asyncio.timeout(idle_s) as deadline:
@@ -312,9 +298,9 @@ class EtcdRpc:
             except _FAILURES as exc:
                 if deadline.expired():
                     raise
-                raise self._lost(exc) from exc
+                raise self._lost(exc, at) from exc
             if not chunk:
-                raise self._lost(EOFError("etcd ended the stream"))
+                raise self._lost(EOFError("etcd ended the stream"), at)
             searched = len(buffer)
             buffer += chunk
             while (end := buffer.find(b"\n", searched)) >= 0:
@@ -326,13 +312,12 @@ class EtcdRpc:
 
     def refused(self, failure: Failure, status: int = 200) -> RegistryUnavailable | ConfigError:
         """Return the error for an answer other than success."""
-        code = failure.code or failure.grpc_code
-        text = failure.message or str(failure.error or f"HTTP {status}")
-        if code == _NOT_FOUND and "lease" in text:
+        text = failure.text or f"HTTP {status}"
+        if failure.of_lease:
             return LeaseNotFound(f"etcd: {text}")
-        if code == _OUT_OF_RANGE:
+        if failure.of_revision:
             return RevisionLost(f"etcd: {text}")
-        if code in {_UNAVAILABLE, _DEADLINE, _EXHAUSTED, _UNAUTHENTICATED} or status >= 500:
+        if failure.passing or status >= 500:
             return self._lost(RuntimeError(f"etcd: {text}"))
         advice = ""
         if "CommonName" in text:
@@ -341,18 +326,27 @@ class EtcdRpc:
             advice = ": check user and password_file of [etcd] in the --security file"
         return ConfigError(f"etcd refused the request: {text}{advice}")
 
-    def _lost(self, cause: BaseException) -> RegistryUnavailable:
-        """Note the failure, and use the next endpoint from now on."""
-        self.last_failed_at = SYSTEM_CLOCK.monotonic()
-        failed = Endpoint(self._api.protocol, self._api.host, self._api.port)
-        where = self._api.baseurl
-        if len(self._endpoints) > 1 and failed == self._endpoints[0]:
-            self._endpoints = self._endpoints[1:] + self._endpoints[:1]
-            self._api.protocol, self._api.host, self._api.port = self._endpoints[0]
+    @property
+    def _at(self) -> Endpoint:
+        return Endpoint(self._api.protocol, self._api.host, self._api.port)
+
+    def _lost(self, cause: BaseException, at: Endpoint | None = None) -> RegistryUnavailable:
+        """Note the failure, and use the next endpoint from now on. at: which one failed, if it may
+        be another than the present one."""
+        failed = at or self._at
         why = str(cause) or ("no answer in time" if isinstance(cause, TimeoutError) else "")
         why = why or type(cause).__name__
-        self.health.where = where
-        self.health.failed(why)
+        if failed == self._at:
+            self.last_failed_at = SYSTEM_CLOCK.monotonic()
+            self.health.where = self._api.baseurl
+            self.health.failed(why)
+            if len(self._endpoints) > 1 and failed == self._endpoints[0]:
+                self._endpoints = self._endpoints[1:] + self._endpoints[:1]
+                self._api.protocol, self._api.host, self._api.port = self._endpoints[0]
+                # A member that has lost the others, or was stopped, would keep a watch silent.
+                for stream, where in self._streams.items():
+                    if where == failed:
+                        stream.close()
         return RegistryUnavailable(f"etcd at {failed.host}:{failed.port} does not answer: {why}")
 
     async def close(self) -> None:
@@ -384,10 +378,3 @@ def _cause(exc: BaseException) -> str:
     """The TLS error inside aiohttp's."""
     inner = getattr(exc, "certificate_error", None) or getattr(exc, "os_error", None) or exc
     return str(getattr(inner, "verify_message", "") or getattr(inner, "reason", "") or inner)
-
-
-def _read_failure(body: bytes) -> Failure:
-    try:
-        return msgspec.json.decode(body, type=Failure, strict=False)
-    except (msgspec.MsgspecError, ValueError):
-        return Failure(message=body[:200].decode("utf-8", "replace").strip())

@@ -75,7 +75,7 @@ class SelfChecks:
                 await asyncio.sleep(_RETRY_S)
 
     def _on_event(self, event: Put | Delete) -> None:
-        pair = event.key.decode().removeprefix(self._prefix)
+        pair = event.key.decode("utf-8", "replace").removeprefix(self._prefix)
         result = _parsed(pair, event.value) if isinstance(event, Put) else None
         if result is None:
             self.current.pop(pair, None)
@@ -87,7 +87,7 @@ class SelfChecks:
 def _parsed(pair: str, value: bytes) -> SelfCheck | None:
     try:
         return msgspec.json.decode(value, type=SelfCheck)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         _log.error("the result of self-check %s is ignored: %s", pair, exc)
         return None
 

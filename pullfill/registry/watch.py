@@ -23,7 +23,7 @@ import msgspec
 
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry.client import EtcdClient, Header, KeyValue, RevisionLost, as_key, prefix_end
-from pullfill.registry.gateway import Failure
+from pullfill.registry.failures import Failure
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
 

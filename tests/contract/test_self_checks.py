@@ -42,6 +42,7 @@ async def test_a_failure_stays_until_it_is_cleared(client: EtcdClient) -> None:
 
 async def test_what_cannot_be_read_is_no_result(client: EtcdClient) -> None:
     await client.put(keys.self_check("odd", "a"), b"{}")
+    await client.put(keys.self_check("odd", "b"), b'{"decode_instance":"\x80"}')
     checks = await SelfChecks.started(client, "odd")
     try:
         assert checks.current == {}

@@ -23,7 +23,8 @@ from pullfill.queue.delivery import JetStreamDelivery
 from pullfill.queue.names import MSG_ID, TOKENS, parse_ack, subject_tokens
 from pullfill.queue.nats_connection import read_reply
 from pullfill.registry import keys, settings
-from pullfill.registry.gateway import _read_failure, parse_url
+from pullfill.registry.failures import read_failure
+from pullfill.registry.gateway import parse_url
 from pullfill.registry.orders import decode_worker_record
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.layout import dense_layout, layout_of
@@ -64,7 +65,7 @@ def test_registry_keys_and_values(examples: int) -> None:
         with contextlib.suppress(ConfigError):
             settings.parse(value, RouterConfig)
         settings._good_fields(value, RouterConfig)
-        _read_failure(value)
+        read_failure(value)
 
     explore(examples, check, key=st.binary(max_size=60), value=mutated(good))
 

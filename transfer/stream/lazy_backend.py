@@ -118,8 +118,9 @@ class Reaper:
         with self._changed:
             self._watched.add(backend)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kv-idle", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kv-idle", daemon=True)
+                thread.start()  # raises RuntimeError if there is no room for one
+                self._thread = thread
 
     def forget(self, backend: LazyBackend[Any]) -> None:
         """Idempotent. A call to the backend may still be under way."""

@@ -94,7 +94,7 @@ def test_addresses_that_are_none(address: str) -> None:
 
 def test_addresses() -> None:
     assert frames.split_address("tcp://127.0.0.1:80") == ("127.0.0.1", 80)
-    assert frames.split_address("tcp://[::1]:80")[1] == 80
+    assert frames.split_address("tcp://[::1]:80") == ("::1", 80), "no name resolver takes brackets"
 
 
 async def test_what_is_written_in_one_turn_of_the_loop_leaves_in_one_piece() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +46,20 @@ def test_a_url_without_its_login(given: str, shown: str) -> None:
 )
 def test_a_line_without_the_logins_in_it(given: str, shown: str) -> None:
     assert redact.text(given) == shown
+
+
+def test_a_long_line_takes_a_time_that_grows_with_its_length() -> None:
+    """Request lines are logged. Whoever sends a long one would stop the process."""
+
+    def seconds(length: int) -> float:
+        took = []
+        for _ in range(5):
+            begin = time.process_time()
+            redact.text("GET /?" + "a" * length + "@ HTTP/1.1")
+            took.append(time.process_time() - begin)
+        return max(min(took), 1e-5)
+
+    assert seconds(50_000) < 40 * seconds(5_000), "ten times as long"
 
 
 @given(before=st.text(max_size=9), after=st.text(max_size=9))

@@ -315,6 +315,17 @@ def test_without_a_thread_for_it_an_operation_is_answered(
     assert not transfer_worker.busy
 
 
+def test_without_a_thread_for_it_the_session_is_closed_all_the_same(
+    transfer_worker: TransferWorker, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(transfer_worker._lane._pool, "run", refuse)
+    transfer_worker.close()
+    assert session.closed == 1
+
+
 # ------------------------------------------------------------------ on the caller's thread
 
 

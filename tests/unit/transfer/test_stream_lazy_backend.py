@@ -57,3 +57,18 @@ def test_one_that_fails_does_not_stop_the_others(caplog: pytest.LogCaptureFixtur
         eventually(lambda: bad.asked > 2 and good.asked > 2, "one failure ended it")
         reaper.forget(bad)
         reaper.forget(good)
+
+
+def test_a_thread_that_could_not_start_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    reaper, thing = Reaper(0.002), Thing()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError):
+        reaper.watch(thing)
+    monkeypatch.undo()
+    reaper.watch(thing)
+    eventually(lambda: thing.asked > 0, "what is idle stays for ever")
+    reaper.forget(thing)
