@@ -178,8 +178,8 @@ class JetStreamConsumer:
                     raise
             except BaseException:
                 self._give_back(taken)
-                if self._requests.lives:
-                    await self._requests.withdraw()
+                if self._requests.lives or self._requests.asking is not None:
+                    await self._requests.withdraw(sure=True)
                 raise
             finally:
                 self._waiting = False

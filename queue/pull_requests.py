@@ -18,12 +18,14 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from pullfill.clock import SYSTEM_CLOCK
+from pullfill.errors import QueueUnavailable
 from pullfill.queue.names import Names, consumer_of
 from pullfill.queue.nats_connection import NatsConnection, NotSent
 from pullfill.queue.urgency import Lane
 
 GRACE_S = 1.0
 """If no answer comes within this time after a request has expired, the server counts as hung."""
+SURE_S = 1.0
 NO_MESSAGES = "404"
 EXPIRED = "408"
 NO_CONSUMER = "503"
@@ -127,13 +129,16 @@ class PullRequests:
                 return request
         return None
 
-    async def withdraw(self) -> None:
-        """Take the waiting request back, by leaving the inbox that it names. Never raises.
+    async def withdraw(self, *, sure: bool = False) -> None:
+        """Take the requests back, by leaving the inbox that they name. Never raises.
+
+        sure: wait until the server has noted it, for SURE_S at most. A job that is published after
+        that is not sent to us. Otherwise it may be, and would have to be given back.
 
         Jobs that the server had sent before still come, until the next request is answered. So
         the client forgets the old inbox only at the next withdrawal."""
-        self.waiting = None
-        with contextlib.suppress(NotSent, nats.errors.Error, OSError):
+        self.waiting = self.asking = None
+        with contextlib.suppress(QueueUnavailable, NotSent, nats.errors.Error, OSError):
             before, self._left = self._left, self.subscription
             if before is not None:
                 with contextlib.suppress(nats.errors.Error):  # it was of another connection
@@ -141,6 +146,9 @@ class PullRequests:
             await self.subscribe()
             if self._left is not None:
                 await self._connection.client._send_unsubscribe(self._left._id)
+            if sure:  # a request is written after UNSUB, a PING of nats-py may come before it
+                stream = self._names.stream
+                await self._connection.api(f"STREAM.INFO.{stream}", timeout_s=SURE_S)
 
     def leave(self) -> Subscription | None:
         """Send no request any more. Returns the subscription, for the caller to end."""

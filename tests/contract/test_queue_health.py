@@ -336,3 +336,20 @@ async def test_a_server_that_counts_jobs_but_stores_none_is_asked_at_a_pace(
         await asyncio.sleep(0.01)
     opened = [record for record in caplog.records if "does not answer" in record.message]
     assert 1 < len(opened) <= (time.monotonic() - began) / BUSY_REFRESH_S + 1
+
+
+async def test_a_pull_that_was_cancelled_has_left_the_server(ends: Ends) -> None:
+    """On a busy machine its UNSUB is written late. A job would be sent to it, and be given back."""
+    producer, consumer = ends.producer, ends.consumer
+    pull = asyncio.create_task(consumer.pull(1, 1, HANG_S))
+    await until(lambda: consumer._requests.waiting is not None)
+    transport, loop = consumer.connection.client._transport, asyncio.get_running_loop()
+    write = transport.writelines
+    transport.writelines = lambda lines: loop.call_later(0.2, write, list(lines))
+    pull.cancel()
+    await asyncio.gather(pull, return_exceptions=True)
+    await producer.publish("a", b"", 10)
+    await asyncio.sleep(0.5)
+    [job] = await consumer.pull(1, 1, HANG_S)
+    assert job.number == 1
+    await job.ack()
