@@ -16,6 +16,7 @@ from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.registry.directory import Directory
 from pullfill.runtime import log
+from pullfill.runtime.lanes import Lane
 from pullfill.transfer.connect import connect, why_not_better
 from pullfill.transfer.contract import PeerTransport
 from pullfill.transfer.layout import layout_of
@@ -72,8 +73,10 @@ async def _open(
     ours, pieces = memories[0].layout, pieces_of(memories[0].layout, layout_of(first))
     if any(pieces_of(ours, layout_of(other)) != pieces for other in others):
         raise BadMessage(f"the ranks of {name} have blocks of different sizes")
-    session = await asyncio.to_thread(connect, memories, [first, *others], transports)
-    better = await asyncio.to_thread(why_not_better, first, transports, absent)
+    # On a thread of its own: it may wait for a worker that does not answer.
+    loop, lane = asyncio.get_running_loop(), Lane()
+    session = await loop.run_in_executor(lane, connect, memories, [first, *others], transports)
+    better = await loop.run_in_executor(lane, why_not_better, first, transports, absent)
     logger.info("writing to %s over %s", name, session.transport)
     account = credits.open(name) if credits is not None else None
     if pieces != WHOLE:

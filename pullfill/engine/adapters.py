@@ -28,6 +28,7 @@ import msgspec
 
 from pullfill.errors import BadMessage
 from pullfill.runtime import log
+from pullfill.runtime.lanes import Lane
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -199,13 +200,22 @@ class Adapters:
 class AdapterFiles:
     """Digests of adapter files on this machine, cached until a file changes."""
 
+    # A drive may hang. Then one thread for each path hangs with it, none that others need.
+
     def __init__(self, read: Callable[[str], str] = content) -> None:
         self._read = read
         self._known: dict[str, tuple[object, str]] = {}
+        self._reading: dict[str, asyncio.Future[str]] = {}
 
     async def content(self, path: str) -> str:
-        """Return the digest of an adapter's files. Empty: they cannot be read."""
-        return await asyncio.to_thread(self._content, path)
+        """Return the digest of an adapter's files. Empty: they cannot be read. Those who ask while
+        they are read share the answer."""
+        reading = self._reading.get(path)
+        if reading is None:
+            loop = asyncio.get_running_loop()
+            reading = self._reading[path] = loop.run_in_executor(Lane(), self._content, path)
+            reading.add_done_callback(lambda _: self._reading.pop(path))
+        return await asyncio.shield(reading)
 
     def _content(self, path: str) -> str:
         try:

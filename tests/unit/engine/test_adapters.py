@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from pathlib import Path
@@ -255,6 +256,29 @@ async def test_files_are_read_again_only_when_they_have_changed(tmp_path: Path) 
     os.utime(weights, ns=(1, 1))
     assert await files.content(str(path)) == content(str(path)) != first
     assert await files.content(str(tmp_path / "none")) == ""
+
+
+async def test_a_drive_that_hangs_holds_one_thread_and_none_of_others() -> None:
+    """The default executor has few threads, and connecting needs them too."""
+    go, reads = threading.Event(), list[str]()
+
+    def read(path: str) -> str:
+        reads.append(path)
+        go.wait(20)
+        return "digest"
+
+    files = AdapterFiles(read)
+    for _ in range(40):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.002):
+                await files.content("/hangs")
+    async with asyncio.timeout(10):
+        assert await asyncio.to_thread(int) == 0
+    assert len(reads) <= 1
+    waiting = asyncio.create_task(files.content("/hangs"))
+    go.set()
+    assert await waiting == "digest"
+    assert reads == ["/hangs"]
 
 
 def test_an_adapter_that_fails_in_one_rank_is_in_no_rank(tmp_path: Path) -> None:
