@@ -1,7 +1,8 @@
 """How a worker process ends.
 
 The first SIGTERM or SIGINT starts a drain: the worker takes no new work and finishes what it has.
-The second one ends the process at once. `exit_within` ends a process whose way out hangs.
+The second one ends the process at once, and so does the first one while the worker starts.
+`exit_within` ends a process whose way out hangs.
 `stop_listening` closes a server without losing a connection that it is accepting. `end` ends tasks.
 """
 
@@ -30,12 +31,14 @@ STEP_FAILED = 3
 class Stop:
     """Whether this process must end.
 
-    drain: finish what is there, then exit 0. force: exit now. Once set, both stay set."""
+    drain: finish what is there, then exit 0. force: exit now. Once set, both stay set.
+    starting: there is nothing to finish yet, so a signal ends the process at once."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
         self.force = asyncio.Event()
         self.reason = ""
+        self.starting = False
         self._signalled = False
 
     def install(self) -> None:
@@ -49,6 +52,9 @@ class Stop:
 
         A revoked lease is no signal. So a SIGTERM after it does not force."""
         signalled = reason.startswith("SIG")
+        if signalled and self.starting:
+            logger.info("%s: stopping before it has started", reason)
+            leave(0)
         if signalled and self._signalled:
             self.now(f"{reason} again")
             return
@@ -84,8 +90,9 @@ def exit_within(seconds: float, code: int) -> None:
     It does not matter what hangs: the event loop, or the reader of the log."""
     message = "shutdown took longer than %g s: exiting at once"
     say = threading.Timer(seconds, logger.error, (message, seconds))
+    clean = threading.Timer(seconds, _do_last)
     end = threading.Timer(seconds + 0.1, os._exit, (code,))
-    for timer in (say, end):
+    for timer in (say, clean, end):
         timer.daemon = True
         timer.start()
 
@@ -94,7 +101,8 @@ _last: list[Callable[[], None]] = []
 
 
 def at_leave(work: Callable[[], None]) -> Callable[[], None]:
-    """Have `leave` call `work`, which must not block. Returns a function that undoes it.
+    """Have `leave` and `exit_within` call `work`, which must not block. Returns a function that
+    undoes it.
 
     Use it for what outlives the process, like files in shared memory."""
     _last.append(work)
@@ -105,13 +113,17 @@ def leave(code: int) -> NoReturn:
     """End this process now, after its output is flushed.
 
     No thread, exit hook or closing event loop can hold it."""
-    for work in list(_last):
-        with contextlib.suppress(Exception):
-            work()
+    _do_last()
     for output in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # e.g. a log on a full disk
             output.flush()
     os._exit(code)
+
+
+def _do_last() -> None:
+    for work in list(_last):
+        with contextlib.suppress(Exception):
+            work()
 
 
 async def stop_listening(server: asyncio.Server) -> None:

@@ -187,6 +187,7 @@ class WorkerProcess(Generic[C, H]):
 
     async def serve(self) -> int:
         """Build everything, serve, leave. Returns the exit code."""
+        self._stop.starting = True  # a model may take minutes to load
         self._stop.install()
         thread = EngineThread(self._load, self._built)
         thread.start()
@@ -214,6 +215,7 @@ class WorkerProcess(Generic[C, H]):
             self._http = probe.url
             self._membership = self._role.registration(partial(self._as_role, etcd), self._service)
             parts.push_async_callback(self._membership.leave)
+            self._stop.starting = False
             await self._membership.join(options.connect_timeout_s)
             await self._service.start()
             self._guard.start()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,31 @@ def test_a_second_signal_ends_a_process_that_listens_to_nothing() -> None:
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 1
+
+
+def test_a_way_out_that_hangs_leaves_nothing_behind(tmp_path: Path) -> None:
+    """KV memory in files outlives the process."""
+    left = tmp_path / "left"
+    before = (
+        "from pathlib import Path; "
+        f"lifecycle.at_leave(Path({str(left)!r}).touch); lifecycle.exit_within(0.2, 3)"
+    )
+    with start(before, "time.sleep(60)") as process:
+        assert process.wait(20) == 3
+    assert left.exists()
+
+
+def test_a_worker_that_still_starts_ends_at_the_first_signal(tmp_path: Path) -> None:
+    """It may load its model for minutes, and has no work to finish."""
+    left = tmp_path / "left"
+    before = (
+        "from pathlib import Path; stop = lifecycle.Stop(); stop.starting = True; stop.install(); "
+        f"lifecycle.at_leave(Path({str(left)!r}).touch)"
+    )
+    with start(before, "await asyncio.sleep(60)") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert left.exists()
 
 
 def test_who_logs_to_a_full_disk_ends_with_the_code_that_was_meant() -> None:
