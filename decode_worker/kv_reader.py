@@ -93,7 +93,7 @@ class KvReader:
         another one in the lane. Does not block."""
         if self._unreachable and self._clock.monotonic() - self._tried_at >= AGAIN_S:
             self._tried_at = self._clock.monotonic()
-            self._lane.put(self._look_again)
+            self._soon(self._look_again)
             self._idle.start()
         return not self._unreachable
 
@@ -156,9 +156,16 @@ class KvReader:
     def _rest(self) -> bool:
         """Close the unused session, in the lane. The next read opens it again."""
         if not self._left and self._session is not None:
-            self._lane.put(self._let_go)
+            self._soon(self._let_go)
             logger.debug("closing the idle session to %s", self._instance_id)
         return True
+
+    def _soon(self, call: Callable[[], None]) -> None:
+        """Make a call in the lane that is made again later if no thread can be started now."""
+        try:
+            self._lane.put(call)
+        except RuntimeError as exc:
+            logger.debug("not now: %s", exc)
 
     def _fetch(
         self,

@@ -121,6 +121,31 @@ async def test_looking_again_never_ends_the_lane(
     assert len(caplog.records) == said
 
 
+async def test_without_a_thread_it_looks_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control connection asks, and would end with an exception."""
+
+    def unreachable() -> PeerSession:
+        raise PeerUnavailable("no")
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    clock = FakeClock()
+    reader = KvReader("prefill-1", unreachable, clock)
+    with pytest.raises(PeerUnavailable):
+        reader._connect()
+    clock.advance(readers.AGAIN_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(reader._lane._pool, "run", refuse)
+        assert not reader.within_reach()
+    tried = reader._tried_at
+    clock.advance(readers.AGAIN_S)
+    assert not reader.within_reach()
+    assert reader._lane.wait(10)
+    assert reader._tried_at > tried
+    reader.close()
+
+
 async def test_over_what_it_came_is_told_though_the_session_is_gone_by_then(
     tmp_path: Path,
 ) -> None:
