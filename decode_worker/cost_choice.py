@@ -86,8 +86,11 @@ class Last(msgspec.Struct, frozen=True):
 
 
 def chunk_tokens(rates: LocalRates, streams: Streams, start: int, most: int) -> int:
-    """Return how many prompt tokens that follow `start` others fit into a step, for the strictest
-    ITL target that a step without prompts meets. `most` if no stream runs."""
+    """Return how many prompt tokens the next step may compute without a stream missing its target.
+
+    start: number of tokens in front of them. most: returned if no stream runs.
+
+    A target that even a step without prompts misses is left out."""
     if not streams.by_target:
         return most
     base = rates.base(streams.count)

@@ -47,8 +47,8 @@ _REASONS = {
 PROBE_TOKENS = 64
 """A shorter prompt says little about a prefill worker's speed."""
 STREAM_TOKENS = 8
-"""A request with so many tokens in a step, or fewer, counts as a stream: one token, and drafts.
-With more drafts the limit is higher."""
+"""A request that gets at most so many tokens in a step counts as a stream. A stream gets one token
+and its drafts. If there are more drafts than that, the limit is higher."""
 
 
 class CostRouter:

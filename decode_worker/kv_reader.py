@@ -131,8 +131,8 @@ class KvReader:
     def leave(self, over: Callable[[], None]) -> None:
         """Take no more reads. Does not block. May be called after `close`.
 
-        over: called in the lane, once the reads so far have ended and the session is closed. It is
-        called at once after `close`, and if no thread can be started."""
+        over: called once the reads so far have ended and the session is closed. The lane calls it.
+        After `close`, or without a thread for the lane, this method calls it before it returns."""
         self._left = True
         try:
             self._lane.submit(self._let_go).add_done_callback(lambda _: over())

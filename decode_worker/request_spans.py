@@ -25,9 +25,12 @@ from pullfill.wire import ExplainRecord
 
 @dataclass(slots=True)
 class RequestSpans:
-    """began: the decision, by `time.monotonic`. fetch_began: of the read of a prefix. It may come
-    before the decision. remote: of the remote prefill, which is recorded when it has ended
-    (`settled`)."""
+    """Times are those of `time.monotonic`.
+
+    above: the span above all of these. request, remote: `decode.request`, `decode.remote_prefill`.
+    began: when the decision was made. committed_at: when the KV was committed. 0: not yet.
+    remote_ended: whether `decode.remote_prefill` was recorded.
+    fetch_began: when the read of a prefix began, maybe before the decision. inf: there was none."""
 
     above: Context
     request: Context

@@ -289,8 +289,8 @@ class CudaDriver:
 class CudaStream:
     """An order of copies on one device. What is queued runs on, also if nobody waits for it."""
 
-    # A waiting thread sleeps on an event. To wait for the stream itself ends up to 0.5 ms earlier,
-    # but keeps a core and the driver's lock busy (docs/decisions.md, 28).
+    # A waiting thread sleeps on an event. To wait for the stream itself is a little faster, but
+    # keeps a core and the driver's lock busy (docs/decisions.md, 28).
 
     def __init__(self, driver: CudaDriver, device: int) -> None:
         self._driver = driver

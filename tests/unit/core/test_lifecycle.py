@@ -26,6 +26,8 @@ async def main():
 asyncio.run(main())
 """
 
+SLEEP = "await asyncio.sleep(60)"
+
 
 def start(before: str, hang: str) -> Program:
     process = Program(STUBBORN.format(before=before, hang=hang))
@@ -47,28 +49,25 @@ def test_a_second_signal_ends_a_process_that_listens_to_nothing() -> None:
         assert process.wait(20) == 1
 
 
-def test_a_way_out_that_hangs_leaves_nothing_behind(tmp_path: Path) -> None:
-    """KV memory in files outlives the process."""
+@pytest.mark.parametrize(
+    ("before", "hang", "code"),
+    [
+        ("lifecycle.exit_within(0.2, 3)", "time.sleep(60)", 3),
+        ("stop = lifecycle.Stop(); stop.starting = True; stop.install()", SLEEP, 0),
+    ],
+    ids=["hangs on its way out", "is told to end while it starts"],
+)
+def test_a_process_that_ends_early_leaves_nothing_behind(
+    tmp_path: Path, before: str, hang: str, code: int
+) -> None:
+    """KV memory in files outlives the process. A worker may load its model for minutes, and has no
+    work to finish then."""
     left = tmp_path / "left"
-    before = (
-        "from pathlib import Path; "
-        f"lifecycle.at_leave(Path({str(left)!r}).touch); lifecycle.exit_within(0.2, 3)"
-    )
-    with start(before, "time.sleep(60)") as process:
-        assert process.wait(20) == 3
-    assert left.exists()
-
-
-def test_a_worker_that_still_starts_ends_at_the_first_signal(tmp_path: Path) -> None:
-    """It may load its model for minutes, and has no work to finish."""
-    left = tmp_path / "left"
-    before = (
-        "from pathlib import Path; stop = lifecycle.Stop(); stop.starting = True; stop.install(); "
-        f"lifecycle.at_leave(Path({str(left)!r}).touch)"
-    )
-    with start(before, "await asyncio.sleep(60)") as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+    last = f"from pathlib import Path; lifecycle.at_leave(Path({str(left)!r}).touch); "
+    with start(last + before, hang) as process:
+        if code == 0:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == code
     assert left.exists()
 
 

@@ -19,7 +19,7 @@ REMOTE = "decode.remote_prefill"
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Name, span, span above, error, begin and end of what is recorded."""
+    """One row for each recorded span: name, span, parent span, error, begin, end."""
     found: list[tuple[Any, ...]] = []
 
     def record(

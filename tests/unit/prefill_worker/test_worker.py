@@ -1,0 +1,35 @@
+"""What a prefill worker sets up before it pulls."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill.config import ClusterRef
+from pullfill.options import WorkerOptions
+from pullfill.prefill_worker.worker import PrefillRole
+from pullfill.transfer.gpu import copies
+
+
+async def test_its_engine_is_told_when_gpu_copies_have_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise it would take job after job, and fail to write each."""
+
+    async def connect(*_: Any) -> None: ...
+
+    told: list[str] = []
+    role = PrefillRole(ClusterRef("n", "http://e", "nats://q"), WorkerOptions(model="m"))
+    for name, stand_in in (("connect", connect), ("open_memory", print), ("pull", lambda *_: 1)):
+        monkeypatch.setattr(role, name, stand_in)
+    monkeypatch.setattr(copies, "_watchers", [])
+    engine: Any = SimpleNamespace(context=None)
+    thread: Any = SimpleNamespace(fail=told.append)
+    parts: Any = AsyncExitStack()
+    await role.build(engine, None, thread, None, parts)  # type: ignore[arg-type]
+    for tell in copies._watchers:
+        tell("copies on a GPU have failed")
+    assert told == ["copies on a GPU have failed"]
