@@ -24,7 +24,7 @@ install: ## Make .venv and install everything into it (quick when nothing change
 install-nixl: install ## Add NIXL (UCX) to .venv: the nixl transport, 240 MB
 	$(BIN)/python -m pip install --no-deps "nixl>=1.5" "nixl-cu13>=1.5"
 
-install-bench: install ## Add guidellm, for the rate sweep of bench-serving, beside .venv: 350 MB
+install-bench: install ## Add guidellm, for bench-rates, beside .venv: 350 MB
 	$(BIN)/python -m benchmarks.serving.public_load install
 
 up: install ## Start a cluster here: make up [MODEL=PATH] [ARGS="--decode 2 ..."]
@@ -85,7 +85,7 @@ bench: install-nixl ## Serving beside aggregated vLLM, NIXL and others: all of i
 bench-quick: install ## The same in short: interference, handoff, chat (12 minutes)
 	$(BIN)/python -m benchmarks.bench_serving --quick --name serving-quick --save $(ARGS)
 
-# Each writes benchmarks/results/NAME.json and .md; ARGS=--help tells what it measures.
+# Most write benchmarks/results/NAME.json and .md; ARGS=--help tells what each measures.
 bench-cluster: ## Start-up, memory, handoff stages and idle CPU of a demo cluster (minutes)
 bench-concurrency: ## Prompts at once: prefill --concurrency 1 beside the budget (minutes)
 bench-control: ## CPU and latency of the control plane, 1 to 16 mock workers, 10k jobs (minutes)

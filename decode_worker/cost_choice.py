@@ -90,12 +90,13 @@ def chunk_tokens(rates: LocalRates, streams: Streams, start: int, most: int) -> 
 
     start: number of tokens in front of them. most: returned if no stream runs.
 
-    A target that even a step without prompts misses is left out."""
+    A target of less than half a step without prompts is left out. If no other is left, twice the
+    time of such a step takes its place."""
     if not streams.by_target:
         return most
     base = rates.base(streams.count)
-    met = min((target for target, _ in streams.by_target if target > base), default=0.0)
-    room = max(0.0, ITL_SHARE * met - base)
+    able = (target for target, _ in streams.by_target if 2 * target > base)
+    room = max(0.0, ITL_SHARE * min(able, default=2 * base) - base)
     return int(min(max(rates.fits(room, start), MIN_CHUNK), most))
 
 

@@ -44,12 +44,15 @@ class LocalRates:
     def __init__(self) -> None:
         self._decode = Fit(keep=0.98, half_s=5.0)
         self._prefill = Fit(keep=0.9, half_s=5.0)
+        self._least, self._most = 0, 0  # streams of a step
 
     def step(self, streams: int, computed: Span, seconds: float, now: float) -> None:
         """Learn from one step. streams: requests that got one token in it."""
         if computed[0] <= 0:
             if streams:
                 self._decode.observe(1.0, streams / 8.0, seconds, now)
+                self._least = min(self._least or streams, streams)
+                self._most = max(self._most, streams)
         else:
             self._prefill.observe(*computed, max(0.0, seconds - self.base(streams)), now)
 
@@ -67,6 +70,11 @@ class LocalRates:
     def base(self, streams: int) -> float:
         """Seconds of a step that only decodes."""
         return self._decode.of(1.0, streams / 8.0)
+
+    @property
+    def alone(self) -> float:
+        """Seconds of such a step with one stream. 0: all had equally many, which tells nothing."""
+        return self.base(1) if self._least == 1 or self._least < self._most else 0.0
 
     def work(self, of: Span) -> float:
         """Seconds that the computation of a span adds to steps."""

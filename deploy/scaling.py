@@ -224,7 +224,11 @@ def _decode(seen: Observation, told: list[Demand], settings: Settings) -> Need:
     why = "no decode worker reports"
     if told:
         fullest = max(told, key=lambda one: one.pressure)
-        parts = {"streams": fullest.streams, "KV cache": fullest.kv, "seats": fullest.seats}
+        parts = {
+            "streams": fullest.streams,
+            "KV cache": fullest.kv,
+            "number of requests": fullest.seats,
+        }
         part = max(parts, key=lambda name: parts[name])
         mean = sum(one.pressure for one in told) / len(told)
         why = f"the mean pressure is {mean:.2g}, {settings.decode_use:.2g} is right"

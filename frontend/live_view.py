@@ -97,6 +97,7 @@ class LiveView:
         self._viewers: set[_Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
+        self._broken = False  # the last look has failed
         self._serial = 0
         self._ended: deque[Ended] = deque(maxlen=RECENT)
         self._meter = TokenMeter()
@@ -108,7 +109,8 @@ class LiveView:
     def watch(self) -> AsyncIterator[bytes]:
         """Return snapshots as JSON until `close`. The first one is whole.
 
-        After QUIET_S without a snapshot empty bytes come, as a sign of life.
+        After QUIET_S without a snapshot empty bytes come, as a sign of life. They do not come if no
+        snapshot can be made: a viewer then gives up.
         Raises OverloadedError if there are too many viewers."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise OverloadedError(f"{MAX_VIEWERS} viewers look already: close another page")
@@ -126,7 +128,7 @@ class LiveView:
                         await viewer.fresh.wait()
                 viewer.fresh.clear()
                 body, viewer.pending = viewer.pending, None
-                if body is not None or not self._closed:
+                if body is not None or not (self._closed or self._broken):
                     yield body or b""
         finally:
             self._viewers.discard(viewer)
@@ -155,7 +157,9 @@ class LiveView:
             began = time.monotonic()
             try:
                 await self._look()
+                self._broken = False
             except Exception:
+                self._broken = True
                 _log.exception("no snapshot for the live page")
             workers = len(self._view.records())
             period_s = max(PERIOD_S, workers / WORKERS_PER_S)

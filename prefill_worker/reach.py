@@ -75,8 +75,8 @@ async def _open(
         raise BadMessage(f"the ranks of {name} have blocks of different sizes")
     # On a thread of its own: it may wait for a worker that does not answer.
     loop, lane = asyncio.get_running_loop(), Lane()
-    session = await loop.run_in_executor(lane, connect, memories, [first, *others], transports)
     better = await loop.run_in_executor(lane, why_not_better, first, transports, absent)
+    session = await loop.run_in_executor(lane, connect, memories, [first, *others], transports)
     logger.info("writing to %s over %s", name, session.transport)
     account = credits.open(name) if credits is not None else None
     if pieces != WHOLE:

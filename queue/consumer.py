@@ -177,6 +177,7 @@ class JetStreamConsumer:
                 if not taken:
                     raise
             except BaseException:
+                self._waiting = False  # nobody would take what comes while this waits
                 self._give_back(taken)
                 if self._requests.lives or self._requests.asking is not None:
                     await self._requests.withdraw(sure=True)

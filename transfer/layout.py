@@ -150,7 +150,7 @@ def check_pair(local: KvLayout, remote: KvLayout) -> None:
         if ours != theirs:
             raise IncompatibleError(
                 f"KV memory differs in {field}: ours {ours}, theirs {theirs}; both workers need "
-                "the same model, dtype, block size and tensor-parallel size",
+                "the same model, dtype, KV cache dtype and block size",
                 field=field,
             )
 

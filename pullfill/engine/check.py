@@ -160,8 +160,8 @@ def require_version() -> str:
     if base_version(found) not in releases.TORCH:
         raise IncompatibleError(
             f"vLLM {found} is installed, but this pullfill is tested with "
-            f"{', '.join(releases.TORCH)}: install vllm=={releases.VLLM} or the pullfill release "
-            f"made for {found}",
+            f"{', '.join(releases.TORCH)}: remove .venv and run `make install` in the repository, "
+            f"which installs {releases.VLLM}",
             field="vllm",
         )
     if os.environ.get(_INSECURE, "0").strip().lower() not in ("", "0", "false"):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from pullfill import releases
 from pullfill.engine import release
 from pullfill.errors import IncompatibleError
 
@@ -52,7 +53,8 @@ class SeededCPUWorker(CPUWorker):  # type: ignore[misc]
         if not self.use_v2_model_runner and self._generators() is None:
             raise IncompatibleError(
                 "vLLM's CPU model runner keeps the generators of seeded requests in another place "
-                "than input_batch.generators: use the pinned vLLM", field="input_batch.generators"
+                f"than input_batch.generators: use vLLM {releases.VLLM}",
+                field="input_batch.generators",
             )  # fmt: skip
 
     def _maybe_get_memory_pool_context(self, tag: str) -> Any:

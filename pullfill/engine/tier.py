@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from pullfill import releases
 from pullfill.errors import IncompatibleError
 from pullfill.runtime import metrics
 
@@ -35,7 +36,8 @@ class Tier(OffloadingConnector):  # type: ignore[misc]
         scheduler = self.connector_scheduler
         if scheduler is not None and not hasattr(scheduler, _ALLOCATED):
             raise IncompatibleError(
-                f"vLLM's OffloadingConnectorScheduler has no {_ALLOCATED}: use the pinned vLLM",
+                f"vLLM's OffloadingConnectorScheduler has no {_ALLOCATED}: use vLLM "
+                f"{releases.VLLM}",
                 field=_ALLOCATED,
             )
 

@@ -48,6 +48,11 @@ class Failure(msgspec.Struct):
         return self._code in _PASSING or _OLD_AUTH in self.text
 
     @property
+    def of_all(self) -> bool:
+        """Whether the member works, and others would say the same: no space, or an old token."""
+        return self._code == _EXHAUSTED or self.wants_token
+
+    @property
     def of_lease(self) -> bool:
         """Whether the lease is unknown."""
         return self._code == _NOT_FOUND and "lease" in self.text

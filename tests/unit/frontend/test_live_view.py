@@ -144,7 +144,11 @@ async def test_a_viewer_hears_something_between_snapshots_that_are_far_apart(
     assert [body async for body in stream] == []
 
 
-async def test_a_report_that_fails_ends_nothing(view: View) -> None:
+async def test_a_report_that_fails_ends_nothing(
+    view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is heard meanwhile, so that a viewer who gives up after a silence does so."""
+    monkeypatch.setattr(live_view, "QUIET_S", 0.002)
     live = live_of(view)
     stream: Any = live.watch()
     view.fails = True

@@ -26,7 +26,7 @@ class Member:
     def __init__(self) -> None:
         self.refuses: list[dict[str, Any]] = []
         self.hangs = False
-        self.tokens = self.watches = 0
+        self.tokens = self.watches = self.calls = 0
         app = web.Application()
         app.router.add_get("/version", self._version)
         app.router.add_post("/v3/auth/authenticate", self._authenticate)
@@ -52,6 +52,7 @@ class Member:
         return web.json_response({"token": f"token-{self.tokens}"})
 
     async def _range(self, _: web.Request) -> web.Response:
+        self.calls += 1
         if self.hangs:
             await asyncio.sleep(60)
         if self.refuses:
@@ -98,8 +99,8 @@ async def test_a_token_from_before_a_change_of_roles_is_renewed(
     await client.close()
 
 
-async def test_a_watch_leaves_a_member_that_calls_have_left(members: list[Member]) -> None:
-    """It would hear of no change for a minute, while everything else looks well."""
+async def connect(members: list[Member]) -> tuple[EtcdClient, asyncio.Task[None]]:
+    """Return a client of all members, and a watch of its that has begun at the first one."""
     urls = [await member.start() for member in members]
     client = await EtcdClient.connect(",".join(urls), timeout_s=0.5)
 
@@ -111,6 +112,12 @@ async def test_a_watch_leaves_a_member_that_calls_have_left(members: list[Member
     watching = asyncio.Event()
     task = asyncio.create_task(watch())
     await asyncio.wait_for(watching.wait(), 5)
+    return client, task
+
+
+async def test_a_watch_leaves_a_member_that_calls_have_left(members: list[Member]) -> None:
+    """It would hear of no change for a minute, while everything else looks well."""
+    client, task = await connect(members)
     members[0].hangs = True
     with pytest.raises(RegistryUnavailable):
         await client.get("key")
@@ -118,6 +125,32 @@ async def test_a_watch_leaves_a_member_that_calls_have_left(members: list[Member
         await asyncio.wait_for(task, 5)
     assert await client.get("key") is None, "the other member goes on serving calls"
     assert client.health.up
+    await client.close()
+
+
+async def test_a_full_etcd_ends_no_watch(members: list[Member]) -> None:
+    """It takes no writes, but watches work. Each worker tries its writes again every second, and
+    would read all its keys again each time."""
+    client, task = await connect(members)
+    members[0].refuses = [{"code": 8, "message": "etcdserver: mvcc: database space exceeded"}]
+    with pytest.raises(RegistryUnavailable, match="space exceeded"):
+        await client.get("key")
+    done, _ = await asyncio.wait([task], timeout=0.2)
+    assert not done
+    assert not members[1].calls
+    task.cancel()
+    await client.close()
+
+
+async def test_calls_refused_at_once_leave_one_member_only(members: list[Member]) -> None:
+    client, task = await connect(members)
+    members[0].refuses = 2 * [{"code": 14, "message": "etcdserver: no leader"}]
+    refused = await asyncio.gather(client.get("a"), client.get("b"), return_exceptions=True)
+    assert [type(one) for one in refused] == 2 * [RegistryUnavailable]
+    with pytest.raises(RegistryUnavailable):
+        await asyncio.wait_for(task, 5)
+    assert await client.get("key") is None
+    assert members[1].calls == 1
     await client.close()
 
 
