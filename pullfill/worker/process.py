@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pullfill.config import ClusterRef, restarts_so_far
-from pullfill.engine import args, compat
+from pullfill.engine import args, compat, environment
 from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.engine.watchdog import EngineWatchdog
@@ -260,6 +260,7 @@ class WorkerProcess(Generic[C, H]):
     # ------------------------------------------------------------------ engine thread
 
     def _load(self) -> EngineHost:
+        environment.bound_compute_threads()
         files = RegionFiles(self._instance_id)
         self._config, self._served_name = args.build_config(
             self._options.model,

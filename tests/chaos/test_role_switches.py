@@ -73,7 +73,9 @@ def test_round_trips_under_load_leave_nothing(trips: int, elastic: Cluster, orac
     assert not elastic.log_errors()
 
 
-@pytest.mark.parametrize("point", ["elastic.drained", "elastic.left"])
+@pytest.mark.parametrize(
+    "point", [pytest.param("elastic.drained", marks=pytest.mark.long), "elastic.left"]
+)
 def test_a_worker_that_dies_in_the_middle_harms_nobody(
     point: str, elastic: Cluster, oracle: Oracle
 ) -> None:

@@ -46,6 +46,7 @@ def test_row_15_nats_hangs(paired: Cluster, oracle: Oracle) -> None:
             paired.nats.resume()
 
 
+@pytest.mark.long
 def test_row_17_etcd_down_longer_than_the_ttl(paired: Cluster, oracle: Oracle) -> None:
     """Serving goes on; both workers register again, and what was granted before is void."""
     (writer,) = paired.of("prefill")

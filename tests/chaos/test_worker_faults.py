@@ -104,7 +104,7 @@ def test_row_10_decode_restarts_under_the_same_address(paired: Cluster, oracle: 
         assert kv_digest(new) == memory
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.long)])
 def test_row_11_engine_dies_inside_a_worker(role: str, paired: Cluster, oracle: Oracle) -> None:
     """The process ends without its engine, and others serve. It revokes its lease, which would
     otherwise last for a minute."""

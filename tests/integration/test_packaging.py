@@ -159,7 +159,7 @@ def serve_one_request(venv: Path, cwd: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_cluster_of_the_installed_wheel_serves(venv: Path, tmp_path: Path) -> None:
     serve_one_request(venv, tmp_path)
