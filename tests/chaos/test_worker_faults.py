@@ -107,11 +107,11 @@ def test_row_10_decode_restarts_under_the_same_address(paired: Cluster, oracle: 
 @pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.long)])
 def test_row_11_engine_dies_inside_a_worker(role: str, paired: Cluster, oracle: Oracle) -> None:
     """The process ends without its engine, and others serve. It revokes its lease, which would
-    otherwise last for a minute."""
+    otherwise last for a minute. A decode worker revokes what is being written to it."""
     victim = paired.launch(role, "--lease-ttl=60")
     paired.wait_ready(victim)
     assert victim.instance_id in paired.records(role)
-    with checked(paired, oracle, stale={"claim": (0, 3)}) as check:
+    with checked(paired, oracle, stale={"claim": (0, 3), "write": (0, 3)}) as check:
         with check.load(threads=3, lengths=(600, 900), max_tokens=1, seed=12_500) as load:
             victim.arm("engine.step=error:the engine broke@30")
             assert victim.process.wait(60) == STEP_FAILED

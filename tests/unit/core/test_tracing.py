@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -118,6 +119,7 @@ def test_an_endpoint_that_hangs_stops_nothing_and_one_line_says_so(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    before = set(threading.enumerate())
     with Receiver("http") as receiver, caplog.at_level(logging.INFO):
         receiver.hangs.set()
         tracing.begin(receiver.url.replace("://", "://user:s3cr3t@"), "decode", "d")
@@ -135,6 +137,10 @@ def test_an_endpoint_that_hangs_stops_nothing_and_one_line_says_so(
         began = time.monotonic()
         tracing.close()
         assert time.monotonic() - began < tracing.CLOSE_S + 5.0
+    # An exporter that still tries draws random numbers, which fails other tests by Hypothesis.
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20.0)
+        assert not thread.is_alive()
     assert "s3cr3t" not in caplog.text
     assert all(r.name.startswith("pullfill") for r in caplog.records), "the exporter's own lines"
 
