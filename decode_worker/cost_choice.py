@@ -90,8 +90,8 @@ def chunk_tokens(rates: LocalRates, streams: Streams, start: int, most: int) -> 
 
     start: number of tokens in front of them. most: returned if no stream runs.
 
-    A target of less than half a step without prompts is left out. If no other is left, twice the
-    time of such a step takes its place."""
+    A step without prompts takes time as well. A target below half of that time is ignored, because
+    smaller chunks hardly help. If all targets are ignored, twice that time is the target."""
     if not streams.by_target:
         return most
     base = rates.base(streams.count)

@@ -73,7 +73,8 @@ class LocalRates:
 
     @property
     def alone(self) -> float:
-        """Seconds of such a step with one stream. 0: all had equally many, which tells nothing."""
+        """Seconds of a step that only decodes, for one stream. 0: unknown, because each step so far
+        had the same number of streams, and more than one."""
         return self.base(1) if self._least == 1 or self._least < self._most else 0.0
 
     def work(self, of: Span) -> float:

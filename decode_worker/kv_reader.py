@@ -161,7 +161,8 @@ class KvReader:
         return True
 
     def _soon(self, call: Callable[[], None]) -> None:
-        """Make a call in the lane that is made again later if no thread can be started now."""
+        """Queue a call for the lane. It is dropped if no thread can be started: whoever makes it
+        makes it again later."""
         try:
             self._lane.put(call)
         except RuntimeError as exc:

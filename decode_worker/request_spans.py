@@ -30,7 +30,8 @@ class RequestSpans:
     above: the span above all of these. request, remote: `decode.request`, `decode.remote_prefill`.
     began: when the decision was made. committed_at: when the KV was committed. 0: not yet.
     remote_ended: whether `decode.remote_prefill` was recorded.
-    fetch_began: when the read of a prefix began, maybe before the decision. inf: there was none."""
+    fetch_began: when the worker began to read a prefix from another decode worker. That may be
+    before the decision. inf: it read none."""
 
     above: Context
     request: Context

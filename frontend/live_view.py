@@ -109,8 +109,8 @@ class LiveView:
     def watch(self) -> AsyncIterator[bytes]:
         """Return snapshots as JSON until `close`. The first one is whole.
 
-        After QUIET_S without a snapshot empty bytes come, as a sign of life. They do not come if no
-        snapshot can be made: a viewer then gives up.
+        After QUIET_S without a snapshot empty bytes come, as a sign of life. Nothing comes while
+        snapshots fail, so that viewers time out.
         Raises OverloadedError if there are too many viewers."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise OverloadedError(f"{MAX_VIEWERS} viewers look already: close another page")

@@ -146,7 +146,7 @@ class PullRequests:
             await self.subscribe()
             if self._left is not None:
                 await self._connection.client._send_unsubscribe(self._left._id)
-            if sure:  # a request is written after UNSUB, a PING of nats-py may come before it
+            if sure:  # nats-py may write a PING before the UNSUB, but no request
                 stream = self._names.stream
                 await self._connection.api(f"STREAM.INFO.{stream}", timeout_s=SURE_S)
 

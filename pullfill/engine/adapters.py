@@ -200,7 +200,7 @@ class Adapters:
 class AdapterFiles:
     """Digests of adapter files on this machine, cached until a file changes."""
 
-    # A drive may hang. Then one thread for each path hangs with it, none that others need.
+    # A drive may hang. So each path is read on a thread that nothing else needs.
 
     def __init__(self, read: Callable[[str], str] = content) -> None:
         self._read = read

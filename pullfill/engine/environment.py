@@ -76,11 +76,12 @@ def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1)
 
 
 def bound_compute_threads() -> None:
-    """Let this thread compute on as many threads as OMP_NUM_THREADS says.
+    """Give the computations of this thread as many OpenMP threads as OMP_NUM_THREADS says.
 
-    OpenMP reads OMP_NUM_THREADS and the cores when it is loaded. With LD_PRELOAD, as vLLM advises
-    for CPUs, that is before `prepare`. A worker on one core would then have a thread for each core
-    of the machine, and they wait for each other: steps took 25 times as long on two cores."""
+    OpenMP reads this variable once, when it is loaded. vLLM advises to load it with LD_PRELOAD on
+    CPUs. Then it is loaded before `prepare` sets the variable. OpenMP would start a thread for each
+    core of the machine, also in a worker that may use one core only. There the threads wait for
+    each other at each operator, for milliseconds."""
     use = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     count = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if use is not None and count.isdecimal():

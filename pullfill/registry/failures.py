@@ -49,7 +49,7 @@ class Failure(msgspec.Struct):
 
     @property
     def of_all(self) -> bool:
-        """Whether the member works, and others would say the same: no space, or an old token."""
+        """Whether each member of etcd would refuse this: it has no space, or the token is old."""
         return self._code == _EXHAUSTED or self.wants_token
 
     @property

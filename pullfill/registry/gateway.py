@@ -314,7 +314,9 @@ class EtcdRpc:
     def refused(
         self, failure: Failure, status: int = 200, at: Endpoint | None = None
     ) -> RegistryUnavailable | ConfigError:
-        """Return the error for an answer other than success. at: see `_lost`."""
+        """Return the error for an answer other than success.
+
+        at: the member of etcd that answered. None: the present one."""
         text = failure.text or f"HTTP {status}"
         if failure.of_lease:
             return LeaseNotFound(f"etcd: {text}")
@@ -336,8 +338,10 @@ class EtcdRpc:
     def _lost(
         self, cause: BaseException, at: Endpoint | None = None, *, leave: bool = True
     ) -> RegistryUnavailable:
-        """Note the failure, and use the next endpoint from now on. at: which one failed, if it may
-        be another than the present one. leave: whether the next one may do better."""
+        """Note that a member of etcd has failed, and return the error to raise.
+
+        at: the member. None: the present one.
+        leave: from now on use the next member. False: it would refuse the same."""
         failed = at or self._at
         why = str(cause) or ("no answer in time" if isinstance(cause, TimeoutError) else "")
         why = why or type(cause).__name__

@@ -101,10 +101,10 @@ _last: list[Callable[[], None]] = []
 
 
 def at_leave(work: Callable[[], None]) -> Callable[[], None]:
-    """Have `leave` and `exit_within` call `work`, which must not block. Returns a function that
-    undoes it.
+    """Register `work`. `leave` and `exit_within` call it before they end the process.
 
-    Use it for what outlives the process, like files in shared memory."""
+    work: must not block. Returns a function that removes it again. Use it for what outlives the
+    process, like files in shared memory."""
     _last.append(work)
     return lambda: _last.remove(work) if work in _last else None
 

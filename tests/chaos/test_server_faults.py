@@ -17,7 +17,7 @@ VOID: dict[str, Bound] = {"claim": (0, MANY), "commit": (0, 3), "revoked": (0, 3
 """Grants of an old incarnation end in one of these; load has two of them open, and the one that is
 held is refused at its write."""
 LOST: dict[str, Bound] = {"prefill_lost": (1, 4)}
-"""Both workers register again, one after the other. Each time both clients may have a job open."""
+"""Both workers register again, one after the other. Each time both clients may lose a job."""
 WRITE = "prefill.before_write"
 
 

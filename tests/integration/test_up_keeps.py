@@ -194,7 +194,8 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(
             w["role"]: (w["instance_id"], w["restarts"]) for w in found if w["state"] == "ready"
         }
 
-    names, again = ("decode-0", "frontend-0"), {"decode": 1, "prefill": 0}
+    names = ("decode-0", "frontend-0")
+    restarts = {"decode": 1, "prefill": 0}
     small = "--kv-cache-memory-bytes=67108864"
     flags = ("--model", str(model_path), "--port", "0", *MOCK, *FLAGS, small)
     with detached(state, *flags):
@@ -203,7 +204,7 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(
         old = {name: entry(state, name) for name in names}
         kill(state, *names)
         wait_restarted(state, 1, *names)
-        wait_for(lambda: {role: r for role, (_, r) in rows().items()} == again, "seen", 90)
+        wait_for(lambda: {role: n for role, (_, n) in rows().items()} == restarts, "seen", 90)
         wait_for(answer, "served again", 60)
         for name in names:
             new = entry(state, name)

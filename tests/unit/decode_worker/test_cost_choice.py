@@ -113,7 +113,7 @@ def test_chunks_double_a_step_if_no_step_meets_any_target() -> None:
 
 
 def test_a_target_that_is_almost_met_keeps_chunks_small(rates: LocalRates) -> None:
-    """Else the one stream with an easy target would let prompts stop all others for long."""
+    """Otherwise the chunks would fit the target of one stream, and delay the four others more."""
     streams = Streams(((0.007, 4), (0.2, 1)))  # a step without prompts takes 8 ms
     assert chunk_tokens(rates, streams, 0, 1024) == MIN_CHUNK
 

@@ -100,7 +100,7 @@ async def test_a_token_from_before_a_change_of_roles_is_renewed(
 
 
 async def connect(members: list[Member]) -> tuple[EtcdClient, asyncio.Task[None]]:
-    """Return a client of all members, and a watch of its that has begun at the first one."""
+    """Return a client of all members, and the task of its watch, which the first member serves."""
     urls = [await member.start() for member in members]
     client = await EtcdClient.connect(",".join(urls), timeout_s=0.5)
 
@@ -129,8 +129,8 @@ async def test_a_watch_leaves_a_member_that_calls_have_left(members: list[Member
 
 
 async def test_a_full_etcd_ends_no_watch(members: list[Member]) -> None:
-    """It takes no writes, but watches work. Each worker tries its writes again every second, and
-    would read all its keys again each time."""
+    """etcd then refuses writes, but its watches go on. Each worker repeats its writes every second.
+    If a refused write ended the watches, the worker would read all keys again every second."""
     client, task = await connect(members)
     members[0].refuses = [{"code": 8, "message": "etcdserver: mvcc: database space exceeded"}]
     with pytest.raises(RegistryUnavailable, match="space exceeded"):
