@@ -237,7 +237,7 @@ class JetStreamConsumer:
             passed = self.lanes.turns.empty(lane)
             if request.status == NO_CONSUMER:
                 self.lanes.turns.fill(lane, passed)  # before: the pull may be cancelled
-                await self.streams.ensure_lane(lane)
+                await self._heal(request.status, deadline, lane)
         return False
 
     async def _wait(self, deadline: float) -> bool:
@@ -280,16 +280,16 @@ class JetStreamConsumer:
                 return False
         return True
 
-    async def _heal(self, status: str, deadline: float) -> None:
-        """Check and repair the stream after a pull ended with an unexpected status.
+    async def _heal(self, status: str, deadline: float, lane: Lane | None = None) -> None:
+        """Repair the stream, or only this lane, after a pull ended with an unexpected status.
 
-        The consumer or stream is gone, or the server shuts down. Returns earlier if a job arrives
-        meanwhile."""
+        The consumer or stream is gone, or the server shuts down. Returns earlier if a job comes."""
         logger.debug("pull ended with %s; checking the stream", status)
         unknown = not self.stream_id
         checking = self._checking
         if checking is None:
-            checking = self._checking = asyncio.create_task(self.streams.ensure())
+            check = self.streams.ensure() if lane is None else self.streams.ensure_lane(lane)
+            checking = self._checking = asyncio.create_task(check)
             checking.add_done_callback(lambda _: self._wake.ring())
         while not (checking.done() or self._arrived or self._draining):
             self._wake.clear()

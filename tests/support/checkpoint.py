@@ -133,9 +133,12 @@ DEEPSEEK: dict[str, object] = {
 dimensions."""
 
 
-def deepseek_checkpoint() -> Path:
-    """Directory of a random DeepSeek-V3 checkpoint (MLA, experts), made unless it is there."""
-    return random_checkpoint("DeepseekV3Config", "DeepseekV3ForCausalLM", None, **DEEPSEEK)
+def deepseek_checkpoint(**changes: object) -> Path:
+    """Directory of a random DeepSeek-V3 checkpoint (MLA, experts), made unless it is there.
+
+    changes: settings of its configuration that differ."""
+    config = DEEPSEEK | changes
+    return random_checkpoint("DeepseekV3Config", "DeepseekV3ForCausalLM", None, **config)
 
 
 def scaled_checkpoint(first: float) -> Path:
