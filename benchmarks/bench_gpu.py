@@ -15,13 +15,15 @@ way synchronised with the device:
   nccl     bytes sent to this process itself, within one NCCL group
 
 Both memories are on the first GPU. With `--peer` the memory of this process is on the second.
-`--save` writes benchmarks/results/gpu.json and .md. Without a GPU it says so and exits with 1. All
-parts except serving are measured unless `--parts` names others. `make bench-gpu` measures all.
+`--save` writes benchmarks/results/gpu-CARD.json and .md, such as gpu-h100-80gb-hbm3.md. Without a
+GPU it says so and exits with 1. All parts except serving are measured unless `--parts` names
+others. `make bench-gpu` measures all.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 import tempfile
@@ -310,11 +312,16 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each window with streams")
     parser.add_argument("--mib", type=int, default=1024, help="bytes moved per measurement")
     parser.add_argument("--peer", action="store_const", const=1, default=0, help="use two GPUs")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/gpu.json")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/gpu-CARD.json")
     options = parser.parse_args(arguments)
     if "all" in options.parts:
         options.parts = PARTS
     return options
+
+
+def results_of(card: str) -> str:
+    """Return the name of the result files of a GPU that CUDA calls `card`."""
+    return "gpu-" + re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix("nvidia ")).strip("-")
 
 
 def main() -> int:
@@ -329,8 +336,9 @@ def main() -> int:
     print(quiet)
     import torch
 
-    title = f"KV blocks between GPU memories: {torch.cuda.get_device_name()}"
-    return finish("gpu", rows, quiet=quiet.quiet, save=options.save, title=title)
+    card = torch.cuda.get_device_name()
+    title = f"KV blocks between GPU memories: {card}"
+    return finish(results_of(card), rows, quiet=quiet.quiet, save=options.save, title=title)
 
 
 if __name__ == "__main__":

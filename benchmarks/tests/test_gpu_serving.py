@@ -98,3 +98,8 @@ def test_the_payload_target_is_for_long_runs_in_large_batches() -> None:
     targets = {page >> 10: bench_gpu.payload_target(1 << 30, page) for page in bench_gpu.PAGES}
     assert targets == {4: None, 16: None, 32: None, 64: None, 256: 1000.0, 1024: 1000.0}
     assert bench_gpu.payload_target(1 << 29, 1 << 20) is None
+
+
+def test_each_card_has_result_files_of_its_own() -> None:
+    assert bench_gpu.results_of("NVIDIA H200") == "gpu-h200"
+    assert bench_gpu.results_of("NVIDIA H100 80GB HBM3") == "gpu-h100-80gb-hbm3"

@@ -1,9 +1,9 @@
 """The link between the GPU that copies and the memory that it copies from or to.
 
-A revoke waits for one batch, so a batch should take about 2 ms. Within an H200 it took 1 to 2 ms
-(benchmarks/results/gpu.md). Nobody has measured the links between GPUs yet: their sizes follow from
-the speeds that they are sold with. `make bench-gpu ARGS=--peer` prints how long a batch takes, and
-the run length from which copy engines are faster.
+A revoke waits for one batch, so a batch should take about 2 ms. Within an H100 and an H200
+it took 1.2 to 2.5 ms (docs/gpu-results.md). Nobody has measured the links between GPUs yet: their
+sizes follow from the speeds that they are sold with. `make bench-gpu ARGS=--peer` prints how long a
+batch takes, and the run length from which copy engines are faster.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Interconnect:
 
 
 # Within one GPU, the engines take the copies of a batch one after the other. So the kernel was
-# faster on an H200 whatever the runs (up to 1 MiB; see `a copy per run` in results/gpu.md).
+# faster on an H100 whatever the runs (up to 1 MiB; see results/gpu-h100-80gb-hbm3.md).
 SAME = Interconnect("one GPU", small_run=1 << 62, batch_bytes=2 << 30)
 # Between GPUs, engines reach the link's speed (354 GiB/s over NVLink, same place) and leave the
 # multiprocessors to the model. They cost about 1 us for each copy.
