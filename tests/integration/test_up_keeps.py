@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from pullfill.deploy.state import StateDir, identity
 from pullfill.registry.client import EtcdClient
 from pullfill.runtime import failpoints
 from pullfill.testing.mock_model import MockSettings
+from tests.integration.test_up_orders import alive, clients, file_of, order, ready
 from tests.support import web
 from tests.support.cluster import FLAGS, MODEL
 from tests.support.command_line import (
@@ -170,10 +172,37 @@ def test_an_interrupted_start_in_the_background_leaves_nothing(state: Path, tmp_
     assert not (state / "cluster.json").exists()
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Path]:
+    """The state directory of a cluster with a worker of each role."""
+    directory = tmp_path_factory.mktemp("up")
+    with detached(directory / "state", "-f", file_of(directory, model_path)):
+        yield directory / "state"
+
+
 @pytest.mark.engine
-def test_workers_and_frontends_come_back_but_not_who_was_drained(
-    state: Path, model_path: Path
-) -> None:
+@pytest.mark.timeout(600)
+def test_orders_lose_no_request(running: Path) -> None:
+    before = {name: entry(running, name) for name in alive(running)}
+    with clients(cluster(running)["frontend_url"], 4) as codes:
+        told = order(running, "scale", "decode=2")
+        assert "decode: 1 -> 2" in told
+        assert "decode-1 ready after" in told
+        assert ready(running) == {"decode": 2, "prefill": 1}
+
+        told = order(running, "scale", "decode=1")
+        after = {name: entry(running, name) for name in alive(running)}
+        assert len(after) == len(before)
+        kept = {"nats", "etcd", "prefill-0", "frontend-0"}
+        assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+        asked = len(codes)
+        wait_for(lambda: len(codes) > asked + 8, "clients are served after all that", 60)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) -> None:
+    state, url = running, cluster(running)["frontend_url"]
     prompt = random_prompt(700, seed=1)
 
     def answer() -> bool:
@@ -196,33 +225,29 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(
 
     names = ("decode-0", "frontend-0")
     restarts = {"decode": 1, "prefill": 0}
-    small = "--kv-cache-memory-bytes=67108864"
-    flags = ("--model", str(model_path), "--port", "0", *MOCK, *FLAGS, small)
-    with detached(state, *flags):
-        url = cluster(state)["frontend_url"]
-        assert answer()
-        old = {name: entry(state, name) for name in names}
-        kill(state, *names)
-        wait_restarted(state, 1, *names)
-        wait_for(lambda: {role: n for role, (_, n) in rows().items()} == restarts, "seen", 90)
-        wait_for(answer, "served again", 60)
-        for name in names:
-            new = entry(state, name)
-            assert new["instance_id"] != old[name]["instance_id"]
-            assert (new["name"], new["url"]) == (name, old[name]["url"])
-        left = old["decode-0"]["instance_id"]
-        assert not list(Path("/dev/shm").glob(f"pullfill-{left}*"))
+    assert answer()
+    old = {name: entry(state, name) for name in names}
+    kill(state, *names)
+    wait_restarted(state, 1, *names)
+    wait_for(lambda: {role: n for role, (_, n) in rows().items()} == restarts, "seen", 90)
+    wait_for(answer, "served again", 60)
+    for name in names:
+        new = entry(state, name)
+        assert new["instance_id"] != old[name]["instance_id"]
+        assert (new["name"], new["url"]) == (name, old[name]["url"])
+    left = old["decode-0"]["instance_id"]
+    assert not list(Path("/dev/shm").glob(f"pullfill-{left}*"))
 
-        drained = entry(state, "prefill-0")
-        assert run(state, "drain", drained["instance_id"], "--wait").returncode == 0
-        wait_for(lambda: "prefill-0 finished (drained)" in said(state), "it is seen to leave")
-        kept = rows()["decode"]
-        kill(state, "nats", "etcd")  # the supervisor goes on, and would have started it by now
-        wait_restarted(state, 1, "nats", "etcd")
-        wait_for(lambda: servers_answer(state), "servers answer")
-        assert entry(state, "prefill-0") == drained
-        assert answer(), "prompts are prefilled locally"
-        assert rows() == {"decode": kept}, "its lease is kept"
+    drained = entry(state, "prefill-0")
+    assert run(state, "drain", drained["instance_id"], "--wait").returncode == 0
+    wait_for(lambda: "prefill-0 finished (drained)" in said(state), "it is seen to leave")
+    kept = rows()["decode"]
+    kill(state, "nats", "etcd")  # the supervisor goes on, and would have started it by now
+    wait_restarted(state, 1, "nats", "etcd")
+    wait_for(lambda: servers_answer(state), "servers answer")
+    assert entry(state, "prefill-0") == drained
+    assert answer(), "prompts are prefilled locally"
+    assert rows() == {"decode": kept}, "its lease is kept"
 
 
 @pytest.mark.long

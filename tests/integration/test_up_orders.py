@@ -1,6 +1,7 @@
 """`pullfill scale`, `restart` and `upgrade` change a running cluster: real servers, mock engines.
 
-The cluster is started from a file. Clients ask all the time, and none may notice.
+The cluster is started from a file. Clients ask all the time, and none may notice. A short test is
+in test_up_keeps.py, which has a cluster for it.
 """
 
 from __future__ import annotations
@@ -84,28 +85,6 @@ def alive(state: Path) -> set[str]:
     file = StateDir(state).cluster()
     assert file is not None
     return {e.name for e in file.processes if is_alive(identity(e))}
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(600)
-def test_orders_lose_no_request(state: Path, tmp_path: Path, model_path: Path) -> None:
-    with detached(state, "-f", file_of(tmp_path, model_path)) as launch:
-        url = cluster(state)["frontend_url"]
-        before = {name: entry(state, name) for name in alive(state)}
-        with clients(url, 4) as codes:
-            told = order(state, "scale", "decode=2")
-            assert "decode: 1 -> 2" in told
-            assert "decode-1 ready after" in told
-            assert ready(state) == {"decode": 2, "prefill": 1}
-
-            told = order(state, "scale", "decode=1")
-            after = {name: entry(state, name) for name in alive(state)}
-            assert len(after) == len(before)
-            kept = {"nats", "etcd", "prefill-0", "frontend-0"}
-            assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
-            asked = len(codes)
-            wait_for(lambda: len(codes) > asked + 8, "clients are served after all that", 60)
-        assert is_alive(launch.supervisor)
 
 
 @pytest.mark.long
