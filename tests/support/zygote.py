@@ -47,7 +47,8 @@ _PRELOADED = (
     "vllm.plugins.lora_resolvers.hf_hub_resolver",
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.executor.multiproc_executor",
-    "aiohttp",
+    "aiohttp.web",
+    "blake3",
     "etcd3",
     "etcd3.aio_client",
     "nats",
@@ -56,10 +57,12 @@ _PRELOADED = (
     "numba.core.dispatcher",
     "numba.core.typing.templates",
     "pullfill.prefix.llvm",  # has no settings, and numba needs it beside vLLM
-    "prometheus_client",
+    "numpy.ma",
+    "prometheus_client.core",
     "semantic_version",
     "typer",
     "typer.rich_utils",
+    "zmq.utils.monitor",
 )
 _ENVIRONMENT = {  # what workers and frontends set for themselves before these imports
     "HF_HUB_OFFLINE": "1",
@@ -201,6 +204,14 @@ def _become_worker(order: dict[str, Any]) -> None:
     sys.argv[:] = ["pullfill", *order["arguments"]]
 
 
+def _fill_numba() -> None:
+    """Do what numba does before it first compiles a function, or loads one from its cache."""
+    from numba.core.registry import cpu_target
+
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
+
+
 def _serve() -> str:
     """Fork on demand. Returns in each child the module it is to run, never in the zygote."""
     answers = os.fdopen(os.dup(1), "w")
@@ -209,6 +220,7 @@ def _serve() -> str:
     gc.disable()
     for name in _PRELOADED:
         import_module(name)
+    _fill_numba()
     gc.enable()
     gc.freeze()
     for line in orders:
