@@ -29,7 +29,7 @@ from pullfill.queue.contract import Delivery, QueueConfig
 from pullfill.queue.deadletter import DeadLetters
 from pullfill.queue.delivery import IN_PROGRESS, JetStreamDelivery
 from pullfill.queue.lanes import Lanes
-from pullfill.queue.names import MSG_ID, TAKEN, Names
+from pullfill.queue.names import BUSY, MSG_ID, TAKEN, Names
 from pullfill.queue.nats_connection import NatsConnection, NoResponders, NotSent
 from pullfill.queue.pull_requests import GRACE_S, NO_CONSUMER, PullRequests, Request
 from pullfill.queue.streams import NOT_SET, Streams
@@ -46,8 +46,7 @@ REQUEST_S = 2.0
 FIRST_EVERY_S = 0.05
 SHORTEST_S = 0.02
 """The server does not answer requests that expire within about a millisecond."""
-SETTLE_TRY_S = 1.0
-SETTLE_TRIES = 2
+SETTLE_TRY_S, SETTLE_TRIES = 1.0, 2
 PULLS = "pulls"
 """The part of the server's health that says whether it answers pull requests."""
 _HEAL_PAUSE_S = 0.05
@@ -75,8 +74,7 @@ class JetStreamConsumer:
         self._wake = Bell()
         self._pulling = asyncio.Lock()
         self._returns: set[asyncio.Task[None]] = set()
-        self._waiting = False
-        self._draining = False
+        self._waiting = self._draining = False
         self._checking: asyncio.Task[None] | None = None
         self._first_at = 0.0
 
@@ -157,11 +155,10 @@ class JetStreamConsumer:
     async def pull(
         self, budget_tokens: int, max_jobs: int, wait_s: float, *, urgent_only: bool = False
     ) -> list[Delivery]:
-        taken: list[JetStreamDelivery] = []
+        taken, tokens = list[JetStreamDelivery](), 0
         async with self._pulling:
             self._waiting = True
             try:
-                tokens = 0
                 while len(taken) < max_jobs and not (taken and tokens >= budget_tokens):
                     job = await self._next(0.0 if taken else wait_s, urgent_only)
                     if job is None:
@@ -186,6 +183,8 @@ class JetStreamConsumer:
                 self._waiting = False
                 self._give_back(list(self._arrived))
                 self._arrived.clear()
+            for job in taken:
+                await job.accept()
         return list(taken)
 
     async def _next(self, wait_s: float, urgent_only: bool) -> JetStreamDelivery | None:
@@ -327,15 +326,16 @@ class JetStreamConsumer:
             await job.nak()
 
     async def _on_direct(self, msg: Msg) -> None:
-        """Answer a job that comes past the stream, or the question whether we would take one.
+        """Queue a job that comes past the stream, or say whether we would take one.
 
-        The question is a message without a job."""
+        `pull` accepts it. The question is a message without a job."""
         free = self._waiting and not self._draining and not self._arrived
         if free and msg.headers and MSG_ID in msg.headers:
             self._arrived.append(JetStreamDelivery(self, msg, past_stream=True))
             self._wake.ring()
+            return
         with contextlib.suppress(NotSent):
-            await self.connection.publish(msg.reply, TAKEN if free else b"busy")
+            await self.connection.publish(msg.reply, TAKEN if free else BUSY)
 
     def _give_back(self, jobs: list[Any]) -> None:
         for job in jobs:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from nats.aio.msg import Msg
 
 from pullfill.queue.contract import DeadLetter
 from pullfill.queue.names import (
+    BUSY,
     MSG_ID,
+    TAKEN,
     TOKENS,
     URGENCY,
     AckInfo,
@@ -16,6 +19,7 @@ from pullfill.queue.names import (
     parse_ack,
     subject_tokens,
 )
+from pullfill.queue.nats_connection import NotSent
 from pullfill.queue.urgency import read_urgency
 from pullfill.runtime import log
 
@@ -55,6 +59,17 @@ class JetStreamDelivery:
         self._owner = owner
         self._stream_id = owner.stream_id
         self._past_stream = self._settled = past_stream
+        self._asker = msg.reply if past_stream else ""
+
+    async def accept(self) -> None:
+        """Tell the producer of a job past the stream that this worker has it. Never raises."""
+        await self._answer(TAKEN)
+
+    async def _answer(self, answer: bytes) -> None:
+        asker, self._asker = self._asker, ""
+        if asker:
+            with contextlib.suppress(NotSent):
+                await self._owner.connection.publish(asker, answer)
 
     async def ack(self) -> None:
         if not self._settled:
@@ -62,6 +77,7 @@ class JetStreamDelivery:
             await self._owner.acks.send(self._stream_id, self.ack_subject)
 
     async def nak(self, delay_s: float = 0.0) -> None:
+        await self._answer(BUSY)
         if self._settled:
             return
         self._settled = True

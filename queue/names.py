@@ -42,7 +42,7 @@ TOKENS = "Pullfill-Tokens"
 URGENCY = "Pullfill-Urgency"
 JOB_ID = "Pullfill-Job"
 REASON = "Pullfill-Reason"
-TAKEN = b"+OK"
+TAKEN, BUSY = b"+OK", b"busy"
 """The answer of a prefill worker, on the direct subject, that takes the job or would take one."""
 DELIVERIES = "Pullfill-Deliveries"
 

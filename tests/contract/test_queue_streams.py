@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 from pullfill.errors import QueueUnavailable
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.queue.names import CONSUMER, MSG_ID, TOKENS, Names
+from pullfill.queue.names import BUSY, CONSUMER, MSG_ID, TAKEN, TOKENS, Names
 from pullfill.queue.nats_connection import NatsConnection, NoResponders
 from pullfill.queue.urgency import LANES, Lane
 from pullfill.runtime.waits import Bell
@@ -190,6 +190,27 @@ async def test_a_job_that_comes_while_a_lane_is_made_is_taken_at_once(
         [job] = await asyncio.wait_for(pulling, HANG_S)
         assert job.job_id == name
     answered.set()
+    await asyncio.gather(producer.close(), consumer.close())
+
+
+async def test_a_job_past_the_stream_is_refused_if_its_pull_is_cancelled(
+    nats: NatsServer, config: QueueConfig
+) -> None:
+    """Nothing stores it. So its producer must not believe that a worker has it."""
+    producer, consumer = await both(nats, config, QueueSettings())
+    names, client = Names(config.namespace, config.compat_hash), producer.connection.client
+    answers = await client.subscribe("answers")
+    for cancelled in (True, False):
+        pulling = asyncio.create_task(consumer.pull(1, 1, HANG_S))
+        await until(lambda: consumer._waiting)
+        await consumer._on_direct(
+            Msg(consumer.connection.client, names.direct, "answers", b"", {MSG_ID: "a"})
+        )
+        if cancelled:
+            pulling.cancel()
+        await asyncio.wait({pulling})
+        assert (await answers.next_msg(HANG_S)).data == (BUSY if cancelled else TAKEN)
+    assert [job.job_id for job in pulling.result()] == ["a"]
     await asyncio.gather(producer.close(), consumer.close())
 
 
