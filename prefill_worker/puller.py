@@ -198,7 +198,8 @@ class Puller:
             return
         self._pause_s = _PAUSE_SOONEST_S
         for delivery in deliveries:
-            if not self._stopped_s:
+            # Nobody delivers a job again that came past the stream, and has no ack subject.
+            if not self._stopped_s or not delivery.ack_subject:
                 self._runner.start(delivery)
                 continue
             with contextlib.suppress(PullfillError):  # if it fails, the queue delivers it again

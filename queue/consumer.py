@@ -42,8 +42,7 @@ from pullfill.wire import QueueSettings
 
 logger = log.get("queue")
 
-REQUEST_S = 2.0
-FIRST_EVERY_S = 0.05
+REQUEST_S, FIRST_EVERY_S = 2.0, 0.05
 SHORTEST_S = 0.02
 """The server does not answer requests that expire within about a millisecond."""
 SETTLE_TRY_S, SETTLE_TRIES = 1.0, 2
@@ -55,8 +54,7 @@ _HEAL_PAUSE_S = 0.05
 class JetStreamConsumer:
     """A `JobConsumer`. See the contract for what each method promises.
 
-    streams: call `streams.configure` when the settings change.
-    """
+    streams: call `streams.configure` when the settings change."""
 
     def __init__(
         self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
@@ -68,14 +66,14 @@ class JetStreamConsumer:
         self.streams = Streams(connection, self._names, config, settings)
         self.letters = DeadLetters(connection, self._names)
         self.acks = Acks(connection, lambda: self.stream_id)
-        self.lanes = Lanes(connection, self._names, self._on_fill)
+        self.lanes = Lanes(connection, self._names, self.streams.ensure_lane, self._on_fill)
         self._requests = PullRequests(connection, self._names, self._on_message)
         self._arrived: deque[JetStreamDelivery] = deque()
         self._wake = Bell()
         self._pulling = asyncio.Lock()
         self._returns: set[asyncio.Task[None]] = set()
-        self._waiting = self._draining = False
-        self._checking: asyncio.Task[None] | None = None
+        self._waiting = self._urgent_only = self._draining = False
+        self._checking: asyncio.Task[QueueUnavailable | None] | None = None
         self._first_at = 0.0
 
     @classmethod
@@ -130,9 +128,8 @@ class JetStreamConsumer:
         self._wake.ring()
         if (subscription := self._requests.leave()) is not None:
             # nats-py's own drain writes its PING before commands that wait in its buffer. So the
-            # server may answer before it reads UNSUB. A job that it sends in between is lost until
-            # `ack_wait_s` have passed. A request is written after UNSUB, so after its answer no job
-            # comes. What comes before it is given back.
+            # server may answer before it reads UNSUB, and still send a job. A request is written
+            # after UNSUB: after its answer no job comes. What comes before it is given back.
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(2.0):
                     await self.connection.client._send_unsubscribe(subscription._id)
@@ -157,7 +154,7 @@ class JetStreamConsumer:
     ) -> list[Delivery]:
         taken, tokens = list[JetStreamDelivery](), 0
         async with self._pulling:
-            self._waiting = True
+            self._waiting, self._urgent_only = True, urgent_only
             try:
                 while len(taken) < max_jobs and not (taken and tokens >= budget_tokens):
                     job = await self._next(0.0 if taken else wait_s, urgent_only)
@@ -166,7 +163,8 @@ class JetStreamConsumer:
                     taken.append(job)
                     tokens += job.tokens
                     self.lanes.turns.took(job.urgency, job.tokens, job.lane)
-                if self._requests.lives and any(job.lane for job in taken):
+                # A job of a lane, or past the stream, has not ended the request that waits.
+                if self._requests.lives and any(job.lane or not job.ack_subject for job in taken):
                     await self._requests.withdraw()
             except QueueUnavailable as exc:
                 if self.connection.up and self.health.up:  # it is JetStream that does not work
@@ -175,14 +173,13 @@ class JetStreamConsumer:
                     raise
             except BaseException:
                 self._waiting = False  # nobody would take what comes while this waits
-                self._give_back(taken)
+                self._give_back(*taken)
                 if self._requests.lives or self._requests.asking is not None:
                     await self._requests.withdraw(sure=True)
                 raise
             finally:
                 self._waiting = False
-                self._give_back(list(self._arrived))
-                self._arrived.clear()
+                self._give_back()
             for job in taken:
                 await job.accept()
         return list(taken)
@@ -233,10 +230,7 @@ class JetStreamConsumer:
             await self._heal(request.status, deadline)
             return True
         if lane is not None:
-            passed = self.lanes.turns.empty(lane)
-            if request.status == NO_CONSUMER:
-                self.lanes.turns.fill(lane, passed)  # before: the pull may be cancelled
-                await self._heal(request.status, deadline, lane)
+            await self.lanes.empty(lane, lacks_consumer=request.status == NO_CONSUMER)
         return False
 
     async def _wait(self, deadline: float) -> bool:
@@ -279,33 +273,37 @@ class JetStreamConsumer:
                 return False
         return True
 
-    async def _heal(self, status: str, deadline: float, lane: Lane | None = None) -> None:
-        """Repair the stream, or only this lane, after a pull ended with an unexpected status.
+    async def _heal(self, status: str, deadline: float) -> None:
+        """Check and repair the stream after a pull ended with an unexpected status.
 
         The consumer or stream is gone, or the server shuts down. Returns earlier if a job comes."""
         logger.debug("pull ended with %s; checking the stream", status)
-        unknown = not self.stream_id
         checking = self._checking
-        if checking is None:
-            check = self.streams.ensure() if lane is None else self.streams.ensure_lane(lane)
-            checking = self._checking = asyncio.create_task(check)
+        if checking is None or checking.done():
+            checking = self._checking = asyncio.create_task(self._repair())
             checking.add_done_callback(lambda _: self._wake.ring())
         while not (checking.done() or self._arrived or self._draining):
             self._wake.clear()
             await self._wake.wait(None)
         if not checking.done():
             return  # the next pull waits for the same check
-        self._checking = None
-        try:
-            checking.result()
-            if unknown:
-                await self._renew()
-        except QueueUnavailable as exc:
-            self.health.failed(str(exc), PULLS)
+        if (failure := checking.result()) is not None:
+            self.health.failed(str(failure), PULLS)
             if SYSTEM_CLOCK.monotonic() >= deadline:
-                raise
+                raise failure
         if not self._arrived:
             await asyncio.sleep(_HEAL_PAUSE_S)
+
+    async def _repair(self) -> QueueUnavailable | None:
+        """Return why it failed."""
+        unknown, failure = not self.stream_id, None
+        try:
+            await self.streams.ensure()
+        except QueueUnavailable as exc:
+            failure = exc
+        if unknown and self.stream_id:
+            await self._renew()
+        return failure
 
     async def _on_message(self, msg: Msg) -> None:
         try:
@@ -329,7 +327,7 @@ class JetStreamConsumer:
         """Queue a job that comes past the stream, or say whether we would take one.
 
         `pull` accepts it. The question is a message without a job."""
-        free = self._waiting and not self._draining and not self._arrived
+        free = self._waiting and not (self._urgent_only or self._draining or self._arrived)
         if free and msg.headers and MSG_ID in msg.headers:
             self._arrived.append(JetStreamDelivery(self, msg, past_stream=True))
             self._wake.ring()
@@ -337,11 +335,13 @@ class JetStreamConsumer:
         with contextlib.suppress(NotSent):
             await self.connection.publish(msg.reply, TAKEN if free else BUSY)
 
-    def _give_back(self, jobs: list[Any]) -> None:
-        for job in jobs:
+    def _give_back(self, *jobs: JetStreamDelivery) -> None:
+        """Give back these jobs and those that have arrived."""
+        for job in (*jobs, *self._arrived):
             task = asyncio.create_task(job.nak())
             self._returns.add(task)
             task.add_done_callback(self._returns.discard)
+        self._arrived.clear()
 
     # ------------------------------------------------------------------ connection
 
@@ -350,12 +350,12 @@ class JetStreamConsumer:
             self.health.ok(PULLS)
         else:
             self.health.failed("JetStream does not answer", PULLS)
-        client = self.connection.client
         await self.letters.collect()
         if not self._draining:
             await self._requests.subscribe()
             await self.lanes.subscribe()
-            await client.subscribe(self._names.direct, queue="pullfill", cb=self._on_direct)
+            direct, client = self._names.direct, self.connection.client
+            await client.subscribe(direct, queue="pullfill", cb=self._on_direct)
         await self._renew()
 
     async def _renew(self) -> None:

@@ -39,8 +39,7 @@ from pullfill.queue.names import (
     subject_lane,
     subject_tokens,
 )
-from pullfill.queue.nats_connection import ApiError, NatsConnection
-from pullfill.queue.streams import CONSUMER_NOT_FOUND
+from pullfill.queue.nats_connection import NatsConnection
 from pullfill.queue.urgency import Lane
 from pullfill.runtime import log
 from pullfill.wire import DepthReport, QueueStatus, decode, encode
@@ -99,16 +98,18 @@ def read_snapshot(
 
 
 async def ask_depth(connection: NatsConnection, names: Names, timeout_s: float) -> Snapshot:
-    """Ask the server. Raises as `NatsConnection.api`."""
+    """Ask the server. Raises as `NatsConnection.api`.
+
+    If it does not answer about a lane, the jobs of this lane in flight count as waiting."""
 
     async def about(lane: Lane | None) -> dict[str, Any]:
         try:
             operation = f"CONSUMER.INFO.{names.stream}.{consumer_of(lane)}"
             return await connection.api(operation, None, timeout_s)
-        except ApiError as exc:
-            if lane is None or exc.err_code != CONSUMER_NOT_FOUND:
+        except QueueUnavailable:
+            if lane is None:
                 raise
-            return {}  # no worker has taken a job from this lane yet
+            return {}  # no worker has taken a job from this lane yet, or it has no leader
 
     stream, consumer = await asyncio.gather(
         connection.api(

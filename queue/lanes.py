@@ -8,26 +8,32 @@ believes that one waits there. It learns that from:
 - deliveries: NATS writes into each how many jobs of its lane still wait.
 - a look: NATS is asked for all lanes every LOOK_S. It finds jobs whose notice was lost, and those
   that NATS delivers again because their worker died.
+
+A lane without a consumer counts as empty until its consumer is made, or has a leader again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from nats.aio.msg import Msg
 
 from pullfill.clock import SYSTEM_CLOCK
-from pullfill.errors import BadMessage, QueueUnavailable
+from pullfill.errors import BadMessage, ConfigError, QueueUnavailable
 from pullfill.queue.delivery import JetStreamDelivery
 from pullfill.queue.depth import lanes_in
 from pullfill.queue.names import Names
 from pullfill.queue.nats_connection import NatsConnection, NotSent
 from pullfill.queue.urgency import Lane, Turns, parse_lane
+from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
 
+logger = log.get("queue")
+
 LOOK_S = 2.0
+MAKE_S = 0.1
 
 
 async def send_notice(connection: NatsConnection, names: Names, lane: Lane) -> None:
@@ -40,15 +46,22 @@ class Lanes:
     """Which lanes hold jobs, as one consumer knows it. Used on the consumer's loop only.
 
     turns: which lane comes next.
+    ensure: makes the consumer of a lane if there is none (`Streams.ensure_lane`).
     on_fill: called with a lane in which a job may wait."""
 
     def __init__(
-        self, connection: NatsConnection, names: Names, on_fill: Callable[[Lane], None]
+        self,
+        connection: NatsConnection,
+        names: Names,
+        ensure: Callable[[Lane], Awaitable[None]],
+        on_fill: Callable[[Lane], None],
     ) -> None:
         self.turns = Turns()
         self._connection = connection
         self._names = names
+        self._ensure = ensure
         self._on_fill = on_fill
+        self._making: dict[Lane, asyncio.Task[None]] = {}
         self._looked_at = 0.0
         self._looking: asyncio.Task[None] | None = None
         self._delayed: set[asyncio.TimerHandle] = set()
@@ -76,7 +89,7 @@ class Lanes:
     async def close(self) -> None:
         for timer in self._delayed:
             timer.cancel()
-        await end(self._looking, *self._sending)
+        await end(self._looking, *self._sending, *self._making.values())
 
     def arrived(self, job: JetStreamDelivery) -> None:
         """Note what a delivery says about its lane."""
@@ -85,6 +98,29 @@ class Lanes:
             self.turns.fill(job.lane)
         elif job.lane is not None:
             self.turns.empty(job.lane)
+
+    async def empty(self, lane: Lane, *, lacks_consumer: bool) -> None:
+        """Note that a lane gave no job.
+
+        lacks_consumer: its consumer is missing, or has no leader. Make it in the background, and
+        fill the lane then. Wait for MAKE_S at most. If that fails, the next look finds the lane
+        again."""
+        passed = self.turns.empty(lane)
+        if lacks_consumer and lane not in self._making:
+            self._making[lane] = task = asyncio.create_task(self._make(lane, passed))
+            task.add_done_callback(lambda _: self._making.pop(lane, None))
+            await asyncio.wait({task}, timeout=MAKE_S)
+
+    async def _make(self, lane: Lane, passed: int) -> None:
+        try:
+            await self._ensure(lane)
+        except QueueUnavailable as exc:
+            logger.debug("lane %s: %s", lane.label, exc)
+        except ConfigError as exc:
+            logger.error("jobs of lane %s wait: %s", lane.label, exc)
+        else:
+            self.turns.fill(lane, passed)
+            self._on_fill(lane)
 
     def look_soon(self) -> None:
         """Look in the background, if the last look is LOOK_S old."""

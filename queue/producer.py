@@ -87,8 +87,7 @@ class JetStreamProducer:
         self.streams = Streams(connection, self._names, config, settings)
         self._shared = SharedDepth(connection, self._names, self._on_report, self._on_want)
         self._depth = DepthCache()
-        self._answering = False
-        self._takers = False
+        self._answering = self._takers = False
         self._debts: dict[str, Receipt | None] = {}
         self._used_at = self._asked_at = SYSTEM_CLOCK.monotonic()
         self._refused_at = -math.inf
@@ -115,7 +114,7 @@ class JetStreamProducer:
         Raises QueueUnavailable after `wait_s`, ConfigError."""
         connection = NatsConnection(url, "producer", connect_options)
         self = cls(connection, config, settings)
-        await connection.start(wait_s, self._setup, self._on_down)
+        await connection.start(wait_s, self._connected, self._on_down)
         self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
         return self
 
@@ -127,9 +126,8 @@ class JetStreamProducer:
 
     @property
     def available(self) -> bool:
-        return self.past_stream or (
-            self._answering and self.connection.up and self.connection.health.up
-        )
+        answers = self._answering and self.connection.up and self.connection.health.up
+        return self.past_stream or answers
 
     @property
     def past_stream(self) -> bool:
@@ -168,11 +166,8 @@ class JetStreamProducer:
             # The stream has no leader, or is gone. Then the background task makes it again.
             self._trip(exc)
             return await self._hand_over(job_id, body, tokens)
-        except NotSent as exc:
-            self._trip(exc)
-            raise
-        except ApiError as exc:
-            if exc.full:
+        except (NotSent, ApiError) as exc:
+            if isinstance(exc, ApiError) and exc.full:
                 raise QueueFull(f"the job queue is full: {exc.description}") from exc
             self._trip(exc)
             raise
@@ -242,8 +237,7 @@ class JetStreamProducer:
         """Give a job directly to a prefill worker that waits for one. Nothing stores the job.
 
         Raises QueueUnavailable if no worker waits."""
-        headers = {MSG_ID: job_id, TOKENS: str(tokens)}
-        self._takers = await self._ask_takers(body, headers)
+        self._takers = await self._ask_takers(body, {MSG_ID: job_id, TOKENS: str(tokens)})
         if not self._takers:
             raise QueueUnavailable("the job queue has no leader, and no prefill worker is free")
         return Receipt(job_id, 0, stream_id=_NO_STREAM, tokens=tokens)
@@ -265,14 +259,22 @@ class JetStreamProducer:
 
     # ------------------------------------------------------------------ breaker, depth, debts
 
-    async def _setup(self) -> None:
+    async def _connected(self) -> None:
         await self._shared.subscribe()
-        if not await self.streams.reconnected():
-            self._trip(QueueUnavailable("JetStream does not answer"))
+        await self._setup()
+
+    async def _setup(self) -> None:
+        try:
+            if not await self.streams.reconnected():
+                raise QueueUnavailable("JetStream does not answer")
+            # `start` returns right after this: be usable then, without waiting for the watcher.
+            asked_at = SYSTEM_CLOCK.monotonic()
+            self._depth.store(await ask_depth(self.connection, self._names, self._wait_s), asked_at)
+        except QueueUnavailable as exc:
+            if self._watcher is None:  # this is the first connection
+                raise
+            self._trip(exc)
             return
-        # `start` returns right after this: be usable then, without waiting for the watcher.
-        asked_at = SYSTEM_CLOCK.monotonic()
-        self._depth.store(await ask_depth(self.connection, self._names, self._wait_s), asked_at)
         self._answers()
         self._kick.ring()
 
@@ -294,8 +296,7 @@ class JetStreamProducer:
         self._kick.ring()
 
     def _touch(self) -> None:
-        rested = self._used_at
-        self._used_at = SYSTEM_CLOCK.monotonic()
+        rested, self._used_at = self._used_at, SYSTEM_CLOCK.monotonic()
         if self._used_at - rested > BUSY_FOR_S:
             self._kick.ring()  # this may make a refresh due earlier
 

@@ -159,8 +159,9 @@ class Streams:
     async def reconnected(self) -> bool:
         """Call `ensure` over a new connection.
 
-        Returns False if JetStream does not answer. Then the stream is unknown, and `ensure` must be
-        called again later. Over the first connection of all an error is raised instead."""
+        Returns False if JetStream does not answer about jobs. Then the stream is unknown, and
+        `ensure` must be called again later. Over the first connection of all an error is raised
+        instead."""
         self.stream_id = ""
         try:
             async with asyncio.timeout(RECONNECT_S if self._known_once else None):
@@ -168,9 +169,8 @@ class Streams:
         except (QueueUnavailable, TimeoutError):
             if not self._known_once:
                 raise
-            return False
         self._known_once = True
-        return True
+        return bool(self.stream_id)
 
     async def ensure(self) -> None:
         """Make the streams and the consumers if missing.
@@ -181,7 +181,6 @@ class Streams:
         owned = _set_fields(num_replicas=settings.replicas)
         own_jobs = owned | _set_fields(max_msgs=settings.max_jobs, max_bytes=settings.max_bytes)
         info = await self._ensure_stream(job_stream(self._names, config), own_jobs)
-        await self._ensure_stream(dead_stream(self._names, config), owned)
         terms = await self._ensure_consumer(
             None,
             _set_fields(
@@ -191,8 +190,10 @@ class Streams:
         )
         self.ack_wait_s = terms.get("ack_wait", _ns(config.ack_wait_s)) / 1e9
         self.max_deliver = terms.get("max_deliver", config.max_deliver)
-        await asyncio.gather(*(self.ensure_lane(lane) for lane in self._lanes))
         self.stream_id = str(info["created"])
+        # Jobs can be pulled now. What follows may have leaders of its own, and wait for them.
+        await self._ensure_stream(dead_stream(self._names, config), owned)
+        await asyncio.gather(*(self.ensure_lane(lane) for lane in self._lanes))
 
     async def ensure_lane(self, lane: Lane) -> None:
         """Make the consumer of a lane, or let it follow the settings. Raises as `ensure`."""

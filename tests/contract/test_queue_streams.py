@@ -13,10 +13,8 @@ from nats.aio.msg import Msg
 from pullfill.errors import QueueUnavailable
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.queue.names import BUSY, CONSUMER, MSG_ID, TAKEN, TOKENS, Names
+from pullfill.queue.names import CONSUMER, MSG_ID, TOKENS, Names
 from pullfill.queue.nats_connection import NatsConnection, NoResponders
-from pullfill.queue.urgency import LANES, Lane
-from pullfill.runtime.waits import Bell
 from pullfill.wire import QueueSettings
 from tests.support.nats import NatsServer, until
 
@@ -165,52 +163,6 @@ async def test_a_job_that_comes_as_a_check_of_the_stream_ends_does_not_end_the_n
     await until(lambda: producer.available and not producer.past_stream)
     await producer.publish("stored", b"", 7)
     assert await pulling == ["past the stream", "stored"]
-    await asyncio.gather(producer.close(), consumer.close())
-
-
-async def test_a_job_that_comes_while_a_lane_is_made_is_taken_at_once(
-    nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the stream has no leader, NATS does not answer whether the lane is there."""
-    producer, consumer = await both(nats, config, QueueSettings())
-    names, asked, answered = Names(config.namespace, config.compat_hash), Bell(), asyncio.Event()
-
-    async def ensure_lane(_: Lane) -> None:
-        asked.ring()
-        await answered.wait()
-
-    monkeypatch.setattr(consumer.streams, "ensure_lane", ensure_lane)
-    consumer.lanes.turns.fill(LANES[0])  # nobody has made this lane
-    for name in ("a", "b"):
-        pulling = asyncio.create_task(consumer.pull(1, 1, HANG_S))
-        await until(lambda: consumer._waiting and asked.rung)
-        await consumer._on_direct(
-            Msg(consumer.connection.client, names.direct, "nobody", b"", {MSG_ID: name})
-        )
-        [job] = await asyncio.wait_for(pulling, HANG_S)
-        assert job.job_id == name
-    answered.set()
-    await asyncio.gather(producer.close(), consumer.close())
-
-
-async def test_a_job_past_the_stream_is_refused_if_its_pull_is_cancelled(
-    nats: NatsServer, config: QueueConfig
-) -> None:
-    """Nothing stores it. So its producer must not believe that a worker has it."""
-    producer, consumer = await both(nats, config, QueueSettings())
-    names, client = Names(config.namespace, config.compat_hash), producer.connection.client
-    answers = await client.subscribe("answers")
-    for cancelled in (True, False):
-        pulling = asyncio.create_task(consumer.pull(1, 1, HANG_S))
-        await until(lambda: consumer._waiting)
-        await consumer._on_direct(
-            Msg(consumer.connection.client, names.direct, "answers", b"", {MSG_ID: "a"})
-        )
-        if cancelled:
-            pulling.cancel()
-        await asyncio.wait({pulling})
-        assert (await answers.next_msg(HANG_S)).data == (BUSY if cancelled else TAKEN)
-    assert [job.job_id for job in pulling.result()] == ["a"]
     await asyncio.gather(producer.close(), consumer.close())
 
 
