@@ -253,7 +253,7 @@ def reach_any(
     if options.transports is None:  # what does not work here was not asked for
         found = catalogue.survey(memories[0].device, names)
         names = frozenset(name for name, why_not in found.items() if why_not is None)
-    transports = catalogue.peers(names, memories[0], key)
+    transports = catalogue.peers(names, memories, key)
 
     def reach(regions: Sequence[RegionDescriptor]) -> Open:
         if not regions:

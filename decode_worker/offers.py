@@ -42,7 +42,9 @@ def offer(
     )
     try:
         owner.listen(options.host, options.kv_port, options.advertise_kv)
-        names = sorted(owner.endpoints(0))
+        # A transport that misses one rank brings no KV.
+        found = [set(owner.endpoints(rank)) for rank in range(len(memories))]
+        names = sorted(set.intersection(*found))
         if not names and options.transports is not None:
             raise ConfigError(
                 f"--transports {','.join(sorted(options.transports))}: none of them reaches this "

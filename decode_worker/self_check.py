@@ -245,13 +245,16 @@ class Checks:
         found[0].channel.write(TrialJob(job=body))
 
     async def _find_out(self, pair: str) -> None:
-        """Compare until there is a result, or no prefill worker of this pair is connected."""
-        pause = _PAUSES_S[0]
+        """Compare until there is a result, or no prefill worker of this pair is connected.
+
+        Each try is with another worker of the pair: one may be out of reach, or stand still."""
+        pause, tries = _PAUSES_S[0], 0
         try:
             while pair not in self._results:
-                peer = next((p for p, other in self._peers.values() if other == pair), None)
-                if peer is None:
+                peers = [peer for peer, other in self._peers.values() if other == pair]
+                if not peers:
                     return
+                peer, tries = peers[tries % len(peers)], tries + 1
                 try:
                     async with self._one, asyncio.timeout(LONGEST_S):
                         started = time.monotonic()

@@ -52,6 +52,7 @@ from pullfill.registry.self_checks import SelfChecks
 from pullfill.registry.settings import Settings
 from pullfill.runtime import log
 from pullfill.transfer.contract import OwnerFences
+from pullfill.transfer.gpu import copies
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import QueueSettings, RegionDescriptor, RouterConfig, WorkerRecord
 from pullfill.worker import memory
@@ -203,6 +204,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         parts: AsyncExitStack,
     ) -> DecodeService:
         options, context = self._options, engine.context
+        copies.when_broken(thread.fail)
         producer = await JetStreamProducer.connect(
             self._cluster.nats_url,
             QueueConfig(namespace=self._cluster.namespace, compat_hash=engine.compat.hash()),
@@ -292,7 +294,7 @@ class DecodeService(Service):
         self._control_address = control_address
         self._thread = thread
         self._ledger = engine.context.ledger
-        self._drains = False
+        self._drains = self._rests = False
 
     def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         engine, incarnation = self._engine, record.incarnation
@@ -311,7 +313,7 @@ class DecodeService(Service):
 
     async def resume(self) -> None:
         """Serve again after a drain. Call it before the worker registers again."""
-        self._drains = self._outlook.draining = False
+        self._drains = self._outlook.draining = self._rests = False
         if self._control.leases is not None:
             self._control.leases.reopen()
         await self._dismiss(draining=False)
@@ -320,7 +322,7 @@ class DecodeService(Service):
         """End the connections to all peers. This worker is no decode worker until `resume`.
 
         The ledger goes on: it frees the blocks of writers that are not proved quiet yet."""
-        show_demand(Demand())  # the gauges are not refreshed now. They must not keep old values
+        self._rests = True
         self._control.dismiss()
         if self._control.leases is not None:
             self._control.leases.renew()
@@ -347,7 +349,7 @@ class DecodeService(Service):
 
     def refresh_metrics(self) -> None:
         self._outlook.refresh_metrics()
-        show_demand(self._demand())
+        show_demand(Demand() if self._rests else self._demand())
 
     def _demand(self) -> Demand:
         return demand_of(self._engine, self._control, self._meter)

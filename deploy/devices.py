@@ -1,7 +1,7 @@
 """Which GPUs, or CPU cores, the workers of each role may use: `--decode-devices` and the like.
 
 Without such flags all workers share what this process may use. If only one role has the flag, the
-other role gets what is left, or everything if nothing is left.
+other role gets what is left. If nothing is left, both share all GPUs, or all cores.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def pools(options: UpOptions) -> list[Pool]:
     named = {role: named_of(options, role) for role in ROLES}
     if not any(named.values()):
         return [Pool(ROLES, cores, gpus)]
+    if gpus and set(gpus) in map(set, named.values()):
+        return [Pool(ROLES, cores, gpus, given=True)]
     every, found = gpus or cores, []
     for role, other in zip(ROLES, reversed(ROLES), strict=True):
         rest = tuple(device for device in every if device not in named[other])

@@ -19,7 +19,7 @@ from rich.text import Text
 from pullfill.config import ClusterRef
 from pullfill.deploy import role, scaling
 from pullfill.deploy.members import ask_etcd
-from pullfill.deploy.scaling import Move, Observation, Plan, Settings, State
+from pullfill.deploy.scaling import DECODE, PREFILL, Move, Observation, Plan, Settings, State
 from pullfill.deploy.status import ask
 from pullfill.errors import PullfillError, UnavailableError
 from pullfill.registry.client import EtcdClient
@@ -126,7 +126,9 @@ async def _carry_out(etcd: EtcdClient, namespace: str, move: Move, revision: int
 
 def _seen(ref: ClusterRef) -> Observation:
     seen = scaling.observe(ask(ref), time.monotonic())
-    if not seen.demands:
+    # Without a decode worker no request is served, so a prefill worker must become one.
+    rescue = not seen.of(DECODE) and any(member.elastic for member in seen.of(PREFILL))
+    if not seen.demands and not rescue:
         raise UnavailableError(
             "no decode worker says how much it has to do: see `pullfill status`, or start one with "
             "`pullfill decode`"

@@ -23,6 +23,7 @@ from pullfill.prefill_worker.shared_transfer_worker import SharedTransferWorker
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.runtime import log, metrics
 from pullfill.runtime.idle import IDLE_S
+from pullfill.runtime.lifecycle import end
 from pullfill.runtime.waits import Waits
 from pullfill.wire import (
     MAX_TEXT,
@@ -120,9 +121,7 @@ class ControlConnection:
 
     async def close(self) -> None:
         """Leave: no reconnect, transfer worker ended."""
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await end(self._task)
 
     def when_over(self, call: Callable[[ControlConnection], None]) -> None:
         """Have `call` called when this connection has ended."""

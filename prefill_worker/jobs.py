@@ -26,7 +26,7 @@ from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.queue.contract import Delivery
 from pullfill.runtime import log
 from pullfill.runtime.waits import Calls
-from pullfill.wire import Revoke
+from pullfill.wire import RefuseReason, Revoke
 
 if TYPE_CHECKING:
     from pullfill.prefill_worker.control_connections import ControlConnections
@@ -128,10 +128,13 @@ class JobRunner:
             return
         try:
             own = self._take_back(delivery)
-        except ClaimRefused:
-            if delivery.number < self.max_deliver():
+        except ClaimRefused as exc:
+            own = delivery.number >= self.max_deliver()  # or it would become a dead letter
+            if not own and exc.reason == RefuseReason.HELD:
+                # Nobody else has it. The next delivery finds the proof of the last writer, mostly.
+                self.keep(_given_back(delivery, 0.05 * 4**delivery.number))
+            if not own:
                 return  # the worker that has the job settles it
-            own = True  # or it would become a dead letter
         if own:
             self.idle.clear()
             self.keep(_acked(delivery))
@@ -217,6 +220,11 @@ class JobRunner:
         self._set_heartbeat_timer()
         for job in list(self._jobs.values()):
             await job.message.heartbeat()
+
+
+async def _given_back(delivery: Delivery, delay_s: float) -> None:
+    with contextlib.suppress(PullfillError):
+        await delivery.nak(delay_s)
 
 
 async def _acked(delivery: Delivery) -> None:

@@ -30,6 +30,7 @@ from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.queue.contract import JobConsumer
 from pullfill.runtime import log, timer_grid
+from pullfill.runtime.lifecycle import end
 from pullfill.runtime.waits import Bell
 from pullfill.wire import SILENT_S
 
@@ -127,11 +128,8 @@ class Puller:
 
     async def stop(self) -> None:
         """Stop pulling for good. Jobs under way go on."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        await end(self._task)
+        self._task = None
         with contextlib.suppress(PullfillError):
             await self._consumer.drain()
 

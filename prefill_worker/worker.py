@@ -165,7 +165,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         options, config, context = self._options, engine.config, engine.context
         if memories := context.memories:
             names = options.transports
-            self._transports = catalogue.peers(names, memories[0], self._key, options.host)
+            self._transports = catalogue.peers(names, memories, self._key, options.host)
             self._absent = catalogue.absent(names, memories[0])
         self._hello = Hello(
             prefill_instance=self.instance_id,

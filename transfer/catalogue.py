@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from pullfill.config import TRANSPORTS
 from pullfill.errors import ConfigError, PullfillError
@@ -69,15 +69,17 @@ def backends(
 
 def peers(
     chosen: Collection[str] | None,
-    memory: LocalMemory,
+    memories: Sequence[LocalMemory],
     key: ClusterKey | None,
     host: str = "127.0.0.1",
 ) -> list[PeerTransport]:
     """Return the transports by which a worker with such memory reaches others, best first.
 
-    For the parameters and for ConfigError see `backends`."""
+    memories: of its ranks. For the other parameters and for ConfigError see `backends`."""
+    memory = memories[0]
+    gpus = [rank.device for rank in memories if rank.device is not None]
     mapped: dict[str, PeerTransport] = {
-        "cuda_ipc": CudaIpcTransport(memory.device),
+        "cuda_ipc": CudaIpcTransport(memory.device, others=gpus),
         "shm": ShmTransport(),
     }
     transports: list[PeerTransport] = []

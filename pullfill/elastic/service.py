@@ -79,8 +79,9 @@ class ElasticService(Service):
         # that has set the gauge to 0.
         for name, server in self.status().get("servers", {}).items():
             UP.labels(name).set(server["up"])
-        for service in self._serving:
-            service.refresh_metrics()
+        for side in self._switch.sides:
+            if side.last is not None:  # gauges of a side that rests must not keep old values
+                side.last.refresh_metrics()
 
     def engine_stuck(self, stuck: bool) -> None:
         for service in self._serving:

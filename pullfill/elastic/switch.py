@@ -39,13 +39,14 @@ AGAIN_S = 1.0
 class Side(ABC):
     """One role of the worker. See the module.
 
-    membership, service: while it serves or drains."""
+    membership, service: while it serves or drains. last: the service, also while it rests."""
 
     def __init__(self, name: str, as_role: Callable[[str, Service], Registration]) -> None:
         self.name = name
         self._as_role = as_role
         self.membership: Registration | None = None
         self.service: Service | None = None
+        self.last: Service | None = None
         self.draining = False
 
     @abstractmethod
@@ -63,7 +64,8 @@ class Side(ABC):
         try:
             service = await self.open()
             membership = self._as_role(self.name, service)
-            self.service, self.membership = service, membership
+            self.service = self.last = service
+            self.membership = membership
             await membership.join(wait_s)
             await service.start()
         except BaseException:
@@ -122,6 +124,10 @@ class Switch:
     def serving(self) -> list[Side]:
         """The sides that do not rest, decode first."""
         return [side for side in self._sides.values() if side.service is not None]
+
+    @property
+    def sides(self) -> list[Side]:
+        return list(self._sides.values())
 
     @property
     def roles(self) -> str:

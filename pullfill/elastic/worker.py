@@ -14,6 +14,7 @@ from typing import Any
 from pullfill import wire
 from pullfill.config import ClusterRef, ranks_of
 from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.ledger_types import JobState
 from pullfill.decode_worker.worker import DecodeRole
 from pullfill.elastic.context import ElasticContext
 from pullfill.elastic.hooks import ElasticHooks
@@ -31,7 +32,6 @@ from pullfill.prefill_worker.worker import PrefillRole, PrefillService
 from pullfill.queue.contract import Delivery
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.settings import Settings
-from pullfill.transfer.gpu import copies
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import PrefillJob, QueueSettings, RefuseReason
 from pullfill.worker import context as contexts
@@ -106,7 +106,6 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
         queue: Settings[QueueSettings],
         parts: AsyncExitStack,
     ) -> ElasticService:
-        copies.when_broken(thread.fail)
         decode = _with(engine, engine.context.decode)
         prefill = _with(engine, engine.context.prefill)
         self._decoding = await self._decode.build(decode, hooks.decode, thread, queue, parts)
@@ -146,7 +145,8 @@ def take_back(delivery: Delivery, instance_id: str, ledger: Ledger) -> bool:
     """Return whether our own decode side sent the job. Then it takes the job back, and prefills the
     prompt itself.
 
-    Raises ClaimRefused if another prefill worker has the job."""
+    Raises ClaimRefused: IN_PROGRESS if another prefill worker has the job, HELD if it may still
+    write to its blocks."""
     try:
         job = wire.decode(delivery.body, PrefillJob)
     except BadMessage:
@@ -154,7 +154,10 @@ def take_back(delivery: Delivery, instance_id: str, ledger: Ledger) -> bool:
     if job.decode_instance != instance_id:
         return False
     if not ledger.take_back(job.job_id):
-        raise ClaimRefused("another worker has our own job", reason=RefuseReason.IN_PROGRESS)
+        entry = ledger.find(job.job_id)
+        waits = entry is not None and entry.state is JobState.QUARANTINED
+        reason = RefuseReason.HELD if waits else RefuseReason.IN_PROGRESS
+        raise ClaimRefused("another worker has our own job", reason=reason)
     return True
 
 

@@ -29,6 +29,7 @@ from pullfill.clock import BOOT_CLOCK, Clock
 from pullfill.errors import PullfillError
 from pullfill.registry.client import EtcdClient, Header
 from pullfill.runtime import log, timer_grid
+from pullfill.runtime.lifecycle import end
 
 _log = log.get("registry.lease")
 RETRY_S = 0.2
@@ -123,10 +124,7 @@ class Lease:
 
     async def stop(self) -> None:
         """End the keep-alives. etcd drops the lease after its TTL."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await end(self._task)
 
     async def revoke(self) -> None:
         """End the keep-alives and the lease. Does not raise if etcd does not answer."""

@@ -116,11 +116,8 @@ class Membership:
 
     async def leave(self, timeout_s: float = 2.0) -> None:
         """Try to revoke our lease, for `timeout_s`. Idempotent. Does not set `revoked`."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        await end(self._task)
+        self._task = None
         lease, self.lease = self.lease, None
         if lease is not None:
             with contextlib.suppress(TimeoutError):

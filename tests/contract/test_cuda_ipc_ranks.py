@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ from pullfill.decode_worker.offers import offer
 from pullfill.errors import ConfigError, Fenced
 from pullfill.net.this_host import host_id
 from pullfill.transfer import catalogue
+from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.connect import connect
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner
 from pullfill.transfer.cuda_ipc import peer
@@ -134,9 +136,43 @@ def test_a_gpu_worker_reaches_others_over_cuda_ipc(
     for module in (peer, cuda):
         monkeypatch.setattr(module, "load", lambda: driver)
     prefill = GpuRanks(driver, 1, 1)
-    names = [t.name for t in catalogue.peers(None, prefill.memories[0], None)]
+    names = [t.name for t in catalogue.peers(None, prefill.memories, None)]
     assert names[0] == "cuda_ipc"
     assert not {"shm", "tcp"} & set(names), "they would touch GPU memory with the CPU"
     with pytest.raises(ConfigError, match="on a GPU"):
-        catalogue.peers(["shm"], prefill.memories[0], None)
+        catalogue.peers(["shm"], prefill.memories, None)
     prefill.close()
+
+
+def test_memory_that_one_of_our_ranks_cannot_reach_is_out_of_reach(
+    tmp_path: Path, driver: FakeDriver
+) -> None:
+    """Another transport is taken then. Rank 0 alone would say that this one works."""
+    decode, prefill = GpuRanks(driver, 1, 1), GpuRanks(driver, 2, 50)
+    base = ranks.base_owner(RegionFiles("decode-1", tmp_path), decode.mapped, "i1")
+    owner = offer(base, decode.memories, instance_id="decode-1", options=OPTIONS, key=None)  # type: ignore[arg-type]
+    (descriptor,) = described(owner, decode.memories)
+    gpus = [memory.device for memory in prefill.memories if memory.device is not None]
+    assert gpus == [0, 1]
+    transport = CudaIpcTransport(0, lambda: driver, driver.lane, others=gpus)
+    assert transport.can_reach(descriptor) is None
+    driver.apart = frozenset({(1, 0)})
+    assert transport.can_reach(descriptor) == "GPU 1 cannot reach memory of GPU 0 directly"
+    owner.close()
+    decode.close()
+    prefill.close()
+
+
+def test_what_misses_one_rank_is_not_offered(
+    tmp_path: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = GpuRanks(driver, 2, 1)
+    base = ranks.base_owner(RegionFiles("decode-1", tmp_path), decode.mapped, "i1")
+    whole = CombinedOwner.endpoints
+    monkeypatch.setattr(
+        CombinedOwner, "endpoints", lambda owner, rank: {} if rank else whole(owner, rank)
+    )
+    options: Any = SimpleNamespace(**vars(OPTIONS) | {"transports": {"cuda_ipc"}})
+    with pytest.raises(ConfigError, match="none of them reaches"):
+        offer(base, decode.memories, instance_id="decode-1", options=options, key=None)
+    decode.close()

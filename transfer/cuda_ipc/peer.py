@@ -15,7 +15,7 @@ first checks that the owner lives. A batch under way when the owner dies is not 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
 from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, TransferFailed
@@ -98,9 +98,14 @@ class CudaIpcTransport:
         device: int | None,
         driver: Callable[[], CudaDriver] = load,
         lane: Callable[[int], Lane] = lane_of,
+        others: Iterable[int] = (),
     ) -> None:
-        """device: the GPU that holds our KV memory (`LocalMemory.device`)."""
+        """device: the GPU that holds our KV memory (`LocalMemory.device`).
+
+        others: GPUs of our other ranks. Memory that one of them cannot reach counts as out of
+        reach."""
         self._device = device
+        self._others = frozenset(others) - {device}
         self._driver = driver
         self._lane = lane
 
@@ -116,7 +121,10 @@ class CudaIpcTransport:
             if (reason := _why_not_here(endpoint, driver, self._device)) is not None:
                 return reason
             os.close(open_same(endpoint.fence, endpoint.fence_inode))
-            return self._why_no_path(driver, self._device, endpoint)
+            for device in (self._device, *sorted(self._others)):
+                if (reason := self._why_no_path(driver, device, endpoint)) is not None:
+                    return reason
+            return None
         except (BadMessage, TransferFailed) as exc:
             return str(exc)
         except OSError as exc:

@@ -30,10 +30,12 @@ class Made:
 
 
 class Engine:
-    """In place of `Trials`: a remote prefill is off by `wrong`; the first `absent` never end."""
+    """In place of `Trials`: a remote prefill is off by `wrong`; the first `absent` never end, and
+    none by `silent`."""
 
     wrong = 0.0
     absent = 0
+    silent = ""
     logprobs: Mapping[int, float] = {}
 
     def __init__(self) -> None:
@@ -47,6 +49,8 @@ class Engine:
         if writer and self.absent:
             self.absent -= 1
             raise Incomplete("gone")
+        if writer and writer == self.silent:
+            raise Incomplete("no answer")
         kv = np.ones((4, 8), np.float32)
         kv[2, 3] += self.wrong if writer else 0.0
         return Made([kv.view(np.uint8)], dict(self.logprobs))
@@ -180,6 +184,18 @@ async def test_what_could_not_be_compared_is_no_failure(monkeypatch: pytest.Monk
     peer = rig.meet()
     await eventually(lambda: peer.cleared)
     assert rig.checks.failures == []
+    await rig.checks.close()
+
+
+async def test_a_worker_that_does_not_answer_keeps_no_other_of_its_kind_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(self_check, "_PAUSES_S", (0.01, 0.01))
+    rig = Rig()
+    rig.engine.silent = "prefill-1#1"
+    rig.meet("prefill-1#1")
+    second = rig.meet("prefill-2#2")
+    await eventually(lambda: second.cleared)
     await rig.checks.close()
 
 

@@ -38,7 +38,7 @@ def test_each_role_keeps_to_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = {"prefill": ["-tp", "2"]}
     assert places(role_args=pair, **two) == [(3,), (0, 2)]
     assert places(decode_devices=(3,), prefill=3) == [(3,), (0,), (1,), (2,)], "what is left"
-    assert places(decode_devices=(0, 1, 2, 3)) == [(0,), (0,)], "nothing is left"
+    assert places(decode_devices=(0, 1, 2, 3)) == [(0,), (1,)], "nothing is left: they share all"
 
 
 def test_each_role_keeps_to_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +55,7 @@ def test_the_memory_of_a_gpu_is_shared_by_its_own_workers(monkeypatch: pytest.Mo
     here(monkeypatch, gpus=4)
     assert share(decode=2, prefill=2) == "0.880"
     assert share(decode=2, prefill=2, prefill_devices=(0,)) == "0.440"
+    assert share(decode=2, prefill=3, prefill_devices=(0, 1, 2, 3)) == "0.440"
 
 
 @pytest.mark.parametrize(

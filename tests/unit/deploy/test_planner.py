@@ -179,6 +179,17 @@ def test_nobody_is_ordered_while_the_last_one_is_on_its_way(rig: Rig) -> None:
     assert "decode-2" in found.reasons[0]
 
 
+def test_without_a_decode_worker_a_prefill_worker_becomes_one(rig: Rig) -> None:
+    """Two orders at the same time, or one and a death, may leave none."""
+    row = {"instance_id": "p", "role": "prefill", "state": "ready", "load": {"elastic": "prefill"}}
+    rig.told = {"workers": [row]}
+    assert rig.step().moves
+    assert rig.orders == [("p", WorkerRole.DECODE)]
+    rig.told = {"workers": [row | {"load": {}}]}
+    with pytest.raises(UnavailableError, match="pullfill status"):
+        rig.step()
+
+
 def test_of_two_planners_one_orders(rig: Rig) -> None:
     def other() -> None:
         rig.etcd.revision += 1

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from pullfill.elastic import switch as switches
+from pullfill.elastic.service import ElasticService
 from pullfill.elastic.switch import Side, Switch
 from pullfill.errors import RegistryUnavailable
+from pullfill.registry.membership import Membership
+from pullfill.runtime.lifecycle import end
 from pullfill.wire import WorkerState
 from tests.support.workers import eventually
 
@@ -55,6 +58,12 @@ class FakeService:
     async def give_up(self) -> None:
         self._told.append(f"{self._name} gives up")
 
+    def status(self) -> dict[str, Any]:
+        return {}
+
+    def refresh_metrics(self) -> None:
+        self._told.append(f"{self._name} shows its gauges")
+
 
 class FakeSide(Side):
     """errors: what the next attempts to open raise."""
@@ -89,6 +98,7 @@ class Rig:
         self.decode, self.prefill = (FakeSide(name, self.told) for name in ("decode", "prefill"))
         self.switch = Switch("decode", drain_timeout_s)
         self.switch.own(self.decode, self.prefill)
+        self.task: asyncio.Task[None] | None = None
 
     async def becomes(self, roles: str) -> None:
         await eventually(lambda: self.switch.roles == roles and not self.switch.told)
@@ -97,13 +107,12 @@ class Rig:
 @asynccontextmanager
 async def running(rig: Rig) -> AsyncIterator[Rig]:
     await rig.switch.join()
-    task = asyncio.create_task(rig.switch.run())
+    rig.task = asyncio.create_task(rig.switch.run())
     rig.told.clear()
     try:
         yield rig
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end(rig.task)
         await rig.switch.leave()
 
 
@@ -211,3 +220,37 @@ async def test_a_stuck_engine_is_told_for_every_side() -> None:
         rig.switch.note_state(WorkerState.DRAINING)
         assert {"decode notes draining", "prefill notes draining"} <= set(rig.told)
         assert await rig.switch.set_state(WorkerState.READY)
+
+
+async def test_the_gauges_of_a_side_that_rests_are_set_too() -> None:
+    """A backlog or a quarantine of before would be shown until the side serves again."""
+    rig = Rig()
+    etcd: Any = None  # nothing is asked
+    service = ElasticService(rig.switch, etcd, "ns", "worker-1")
+    async with running(rig):
+        rig.switch.order(frozenset({"prefill"}))
+        await rig.becomes("prefill")
+        rig.told.clear()
+        service.refresh_metrics()
+        assert rig.told == ["decode shows its gauges", "prefill shows its gauges"]
+
+
+async def test_a_switch_that_waits_for_a_task_to_end_can_be_cancelled() -> None:
+    """SIGTERM cancels it. If that is lost, it goes on, and the worker never drains."""
+    rig, left = Rig(), asyncio.Event()
+
+    async def lingers() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+            await asyncio.sleep(0.1)
+
+    membership: Any = Membership.__new__(Membership)
+    membership._task, membership.lease = asyncio.create_task(lingers()), None
+    async with running(rig):
+        rig.decode.membership = membership
+        rig.switch.order(frozenset({"prefill"}))
+        await left.wait()
+        await asyncio.wait_for(end(rig.task), 5)
+        assert rig.switch.roles != "prefill"

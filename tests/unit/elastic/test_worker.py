@@ -12,7 +12,7 @@ from pullfill.decode_worker.ledger_types import JobState
 from pullfill.elastic.worker import ElasticRole, take_back
 from pullfill.errors import ClaimRefused, ConfigError, Outcome
 from pullfill.options import WorkerOptions
-from pullfill.wire import PrefillJob, encode
+from pullfill.wire import PrefillJob, RefuseReason, encode
 from tests.support.handoff_model import HandoffModel
 
 
@@ -59,14 +59,16 @@ def test_a_job_that_another_worker_has_is_not_taken_back() -> None:
     assert grant is not None
     entry = model.ledger.find(name)
     assert entry is not None
-    with pytest.raises(ClaimRefused):
+    with pytest.raises(ClaimRefused) as granted:
         take_back(delivery(name), "me", model.ledger)
+    assert granted.value.reason == RefuseReason.IN_PROGRESS
     slot = model.fences.valid(grant.fence)
     slot.holders += 1
     model.ledger.gave_up(name, grant.attempt, "i0", "a", "failed", retry=True)
     assert entry.state is JobState.QUARANTINED
-    with pytest.raises(ClaimRefused):
+    with pytest.raises(ClaimRefused) as waits:
         take_back(delivery(name), "me", model.ledger)
+    assert waits.value.reason == RefuseReason.HELD
     slot.holders -= 1
     model.ledger.tick()
     assert entry.state is JobState.QUEUED

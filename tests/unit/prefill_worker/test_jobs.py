@@ -195,6 +195,28 @@ async def test_a_job_of_this_process_that_another_worker_has_is_left_to_that_wor
     assert jobs.runner.in_flight == 0
 
 
+async def test_a_job_of_this_process_whose_last_writer_is_not_proved_quiet_comes_again() -> None:
+    """No worker has it, so nobody else settles its message."""
+    naks: list[float] = []
+
+    class Own(Delivered):
+        async def nak(self, delay_s: float = 0.0) -> None:
+            naks.append(delay_s)
+
+    def take_back(_: object) -> bool:
+        raise ClaimRefused("a writer may be alive", reason=RefuseReason.HELD)
+
+    jobs = Jobs()
+    jobs.runner._take_back = take_back
+    for number in (1, 2):
+        delivery = Own("own")
+        delivery.number = number
+        jobs.runner.start(delivery)
+        await asyncio.wait_for(jobs.runner.idle.wait(), 5)
+        await asyncio.sleep(0)
+    assert naks == pytest.approx([0.2, 0.8])
+
+
 async def test_a_job_counts_as_a_prompt_until_it_is_computed() -> None:
     jobs = Jobs()
     rooms: list[int] = []

@@ -32,7 +32,7 @@ def test_a_worker_on_a_cpu_gets_what_works_without_a_device() -> None:
     assert "nccl" not in found
     for kind in found.values():
         kind.close()
-    names = [transport.name for transport in catalogue.peers(None, ON_CPU, None)]
+    names = [transport.name for transport in catalogue.peers(None, [ON_CPU], None)]
     assert names[0] == "shm"
     assert "cuda_ipc" not in names
 
@@ -44,10 +44,10 @@ class _Nixl(TcpKind):
 def test_nixl_is_used_and_offered_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "NixlKind", _Nixl)
     monkeypatch.setenv(devices.ENV, "eth9")
-    assert "nixl" not in [transport.name for transport in catalogue.peers(None, ON_CPU, None)]
+    assert "nixl" not in [transport.name for transport in catalogue.peers(None, [ON_CPU], None)]
     assert "nixl" not in catalogue.backends(None, ON_CPU)
     assert "--transports nixl" in catalogue.absent(None, ON_CPU)["nixl"]
-    asked = catalogue.peers(["nixl"], ON_CPU, None)
+    asked = catalogue.peers(["nixl"], [ON_CPU], None)
     assert [transport.name for transport in asked] == ["nixl"]
     assert list(catalogue.backends(["nixl"], ON_CPU)) == ["nixl"]
     assert os.environ[devices.ENV] == "eth9", "who runs it has the last word"
@@ -108,7 +108,7 @@ def test_what_was_not_chosen_is_not_even_imported(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
 def test_what_was_asked_for_by_name_and_does_not_work_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--transports {name}"):
-        catalogue.peers([name], ON_CPU, None)
+        catalogue.peers([name], [ON_CPU], None)
 
 
 def test_every_transport_says_whether_it_works() -> None:
