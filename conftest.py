@@ -49,6 +49,14 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 _ORDER = ("unit", "benchmarks", "contract", "integration", "chaos", "netns", "gpu")
 _FORKED_ORDER = ("contract", "benchmarks", "unit")
 """Of several processes, none should still have long tests to run when the others have ended."""
+_LONG_FILES = (
+    "test_up_keeps test_handoff_faults test_tour test_worker_faults test_registry_outage test_mla "
+    "test_tensor_parallel test_elastic_roles test_cli test_odd_requests test_prefix_fetch "
+    "test_states test_hosts test_block_sizes test_up_stock test_speculation test_remote_prefill "
+    "test_redirects test_cut_off test_server_members test_multimodal test_suspects test_modes "
+    "test_migration test_frontends test_outages test_elastic"
+).split()
+"""The files that take longest, for `-n`, which gives a process whole files."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,13 +83,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Quick tests first, whatever the order of the folders on the command line; with `--forks`,
-    those that import large modules first, then the longest."""
+    those that import large modules first, then the longest; with `-n`, the longest files first."""
     forked = bool(config.getoption("forks"))
+    shared = "PYTEST_XDIST_WORKER" in os.environ
     order = _FORKED_ORDER if forked else _ORDER
 
     def rank(item: pytest.Item) -> int:
         if forked and _large(item):
             return -1
+        if shared and item.path.stem in _LONG_FILES:
+            return _LONG_FILES.index(item.path.stem) - len(_LONG_FILES)
         return next((i for i, name in enumerate(order) if name in item.path.parts), len(order))
 
     items.sort(key=rank)

@@ -33,7 +33,7 @@ MARKS = ("failure", "error", "skipped")
 SLOWEST = 10
 WHOLE = (
     "--forks 8 tests/unit tests/contract",
-    "-n 2 --dist loadfile -m 'not long and not alone' "
+    "-n 2 --dist loadfile --no-loadscope-reorder -m 'not long and not alone' "
     "benchmarks/tests tests/integration tests/chaos tests/netns tests/gpu",
     "-m 'alone and not long' tests/integration",
 )

@@ -82,5 +82,7 @@ def test_answers_of_an_mla_model_are_right_locally_and_remotely(deepseek: Cluste
     assert {t["path"] for t in told} == {"remote"}
     blocks = [-(-(length - 1) // 16) for length in LENGTHS]
     assert [t["kv_bytes"] for t in told] == [count * LATENT_BYTES for count in blocks]
-    _check(deepseek.model_path, [*prompts, *prompts], [*local, *remote])
+    for here, there in zip(local, remote, strict=True):
+        assert there.logprobs == pytest.approx(here.logprobs, abs=CLOSE)
+    _check(deepseek.model_path, prompts, local)
     deepseek.assert_clean()
