@@ -286,6 +286,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     # Within this process: two buffers of the first GPU, ours on the second with --peer.
     there = torch.zeros(2 * moved, dtype=torch.uint8, device="cuda:0")
     here = torch.zeros(2 * moved, dtype=torch.uint8, device=f"cuda:{options.peer}")
+    there[:1].copy_(here[:1])  # with --peer, torch lets the second GPU reach the first one's memory
     torch.cuda.synchronize()
     for name, part in (("cross", cross_rows), ("gather", gather_rows), ("nccl", nccl_rows)):
         if name in options.parts:
@@ -319,9 +320,10 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def results_of(card: str) -> str:
-    """Return the name of the result files of a GPU that CUDA calls `card`."""
-    return "gpu-" + re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix("nvidia ")).strip("-")
+def results_of(card: str, peer: bool = False) -> str:
+    """Return the name of the result files of a GPU that CUDA calls `card`, or of two of them."""
+    name = re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix("nvidia ")).strip("-")
+    return f"gpu-{name}{'-peer' * peer}"
 
 
 def main() -> int:
@@ -338,7 +340,8 @@ def main() -> int:
 
     card = torch.cuda.get_device_name()
     title = f"KV blocks between GPU memories: {card}"
-    return finish(results_of(card), rows, quiet=quiet.quiet, save=options.save, title=title)
+    name = results_of(card, bool(options.peer))
+    return finish(name, rows, quiet=quiet.quiet, save=options.save, title=title)
 
 
 if __name__ == "__main__":

@@ -102,4 +102,5 @@ def test_the_payload_target_is_for_long_runs_in_large_batches() -> None:
 
 def test_each_card_has_result_files_of_its_own() -> None:
     assert bench_gpu.results_of("NVIDIA H200") == "gpu-h200"
+    assert bench_gpu.results_of("NVIDIA H200", peer=True) == "gpu-h200-peer"
     assert bench_gpu.results_of("NVIDIA H100 80GB HBM3") == "gpu-h100-80gb-hbm3"
