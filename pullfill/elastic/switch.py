@@ -4,8 +4,9 @@
 
 Each role has a `Side` with this life. `Switch.run` follows the last order. First it drains the
 sides that must rest: they take no new work, and finish what they have. What is not finished within
-`drain_timeout_s` goes to other workers. Then it begins the other sides. If that fails, because etcd
-or NATS does not answer, it tries again until it works or another order comes. The engine runs on.
+`drain_timeout_s` goes to other workers. Then it begins the other sides. If etcd or NATS does not
+answer, it waits before it drains. If a side cannot begin, it tries again until it works or another
+order comes. The engine runs on.
 
 What happens when something ends in the middle:
 
@@ -25,7 +26,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from pullfill.errors import PullfillError
+from pullfill.errors import PullfillError, UnavailableError
 from pullfill.runtime import failpoints, log
 from pullfill.wire import WorkerState
 from pullfill.worker.process import Registration, Service
@@ -104,10 +105,18 @@ class Side(ABC):
 class Switch:
     """Owns the sides of one worker. See the module.
 
+    why_not: returns why these roles could not begin now, or "". Then the worker keeps the role that
+    it has. In none it could not be ordered back.
     revoked: set when somebody has revoked the lease of a side that serves.
     told: what the switch is doing, for people. Empty: nothing."""
 
-    def __init__(self, first: str, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        first: str,
+        drain_timeout_s: float,
+        why_not: Callable[[frozenset[str]], str] = lambda _: "",
+    ) -> None:
+        self.why_not = why_not
         self._sides: dict[str, Side] = {}
         self._wanted = frozenset({first})
         self._drain_timeout_s = drain_timeout_s
@@ -163,6 +172,8 @@ class Switch:
         """Make one change towards what is wanted. Returns False if there is nothing to change."""
         for side in self.serving:
             if side.name not in self._wanted:
+                if why := self.why_not(self._wanted):
+                    raise UnavailableError(why)
                 await self._rest(side)
                 return True
         for name in sorted(self._wanted):

@@ -131,8 +131,15 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
             step_s,
             lambda: decode.context.router_config().itl_ms / 1e3,
         )
-        self._switch = Switch(self.name, self._options.drain_timeout_s)
+        self._switch = Switch(self.name, self._options.drain_timeout_s, self._why_not)
         return ElasticService(self._switch, self._etcd, self._cluster.namespace, self.instance_id)
+
+    def _why_not(self, wanted: frozenset[str]) -> str:
+        """Return why these roles could not begin: each needs etcd, and prefill needs NATS."""
+        servers = self._decoding.status()["servers"]
+        needed = ("etcd", "nats") if "prefill" in wanted else ("etcd",)
+        down = [name for name in needed if not servers[name]["up"]]
+        return f"{' and '.join(down)} cannot be reached" if down else ""
 
     def registration(self, as_role: AsRole, service: Service) -> Registration:
         self._switch.own(

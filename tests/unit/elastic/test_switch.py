@@ -254,3 +254,18 @@ async def test_a_switch_that_waits_for_a_task_to_end_can_be_cancelled() -> None:
         await left.wait()
         await asyncio.wait_for(end(rig.task), 5)
         assert rig.switch.roles != "prefill"
+
+
+async def test_no_role_is_given_up_while_the_next_could_not_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(switches, "AGAIN_S", 0.01)
+    rig = Rig()
+    rig.switch.why_not = lambda wanted: f"no server for {', '.join(wanted)}"
+    async with running(rig):
+        rig.switch.order(frozenset({"prefill"}))
+        await eventually(lambda: "no server for prefill" in rig.switch.told)
+        await asyncio.sleep(0.05)
+        assert (rig.switch.roles, rig.told) == ("decode", [])
+        rig.switch.why_not = lambda _: ""
+        await rig.becomes("prefill")
