@@ -108,7 +108,6 @@ class ControlServer:
         self._timers: list[asyncio.Task[None]] = []
         self._wake = Bell()
         self._seldom = log.Seldom(_COMPLAIN_EVERY_S)
-        self._pulling = 0
         self.address = ""
         self.prefill_workers = 0
         self.past_stream: Callable[[], bool] = lambda: False
@@ -325,19 +324,18 @@ class ControlServer:
     def recount(self) -> None:
         """Count the prefill workers again, after the self-check has changed who may bring KV."""
         self._count()
+        self._nobody_pulls()
         self._wake.ring()
 
     def _count(self) -> None:
-        pulling = self.peers.pulling
-        self.prefill_workers = sum(p.cleared for p in pulling)
+        self.prefill_workers = sum(p.cleared for p in self.peers.pulling)
         # Before `_nobody_pulls` looks: what is opened after that look is told.
-        self._pulling = len(pulling)
-        self._ledger.tell_opens = not pulling
+        self._ledger.tell_opens = not self.prefill_workers
 
     def _nobody_pulls(self) -> None:
-        """Serve locally what nobody has claimed, if no prefill worker pulls."""
-        if self._pulling == 0 and self._ledger.open_jobs and not self.past_stream():
-            self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
+        """Serve locally what nobody has claimed, if no prefill worker pulls and may bring KV."""
+        if not self.prefill_workers and self._ledger.open_jobs and not self.past_stream():
+            self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True, but_trials=True)
 
     def _hears(self, peer: Peer, message: object) -> None:
         peer.heard = self._loop.time()

@@ -19,6 +19,7 @@ from pullfill.decode_worker.breaker import ClaimBreaker
 from pullfill.decode_worker.ledger_dues import Dues
 from pullfill.decode_worker.ledger_totals import Totals
 from pullfill.decode_worker.ledger_types import (
+    TRIAL,
     UNDER_WAY,
     Action,
     CancelMessage,
@@ -114,12 +115,18 @@ class OpenJobs:
             self._give_up(entry, Outcome.CANCELLED)
 
     @locked
-    def give_up_all(self, outcome: Outcome, *, but_granted: bool = False) -> None:
+    def give_up_all(
+        self, outcome: Outcome, *, but_granted: bool = False, but_trials: bool = False
+    ) -> None:
         """Serve every open job locally.
 
-        but_granted: let those end that a prefill worker computes or has computed."""
+        but_granted: let those end that a prefill worker computes or has computed.
+        but_trials: leave those of the self-check. They are not pulled from the queue."""
         for entry in list(self._jobs.values()):
-            if not entry.settled and not (but_granted and entry.state in UNDER_WAY):
+            stays = but_granted and entry.state in UNDER_WAY
+            if but_trials and entry.request_id.startswith(TRIAL):
+                stays = True
+            if not (entry.settled or stays):
                 self._give_up(entry, outcome)
 
     def new_incarnation(self, incarnation: str) -> None:

@@ -127,8 +127,11 @@ class Checks:
         self._judge()
 
     def lost(self, peer: Peer) -> None:
-        """Forget a prefill worker whose connection has ended."""
+        """Forget a prefill worker whose connection has ended. Nobody else gets its trials."""
         self._peers.pop(peer.name, None)
+        for job_id, writer in self._jobs.items():
+            if writer == peer.name:
+                self._ledger.publish_failed(job_id, Outcome.PREFILL_LOST)
 
     def may_claim(self, peer: Peer, claim: Claim) -> bool:
         """Whether the prefill worker may have the job.

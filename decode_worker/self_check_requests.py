@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pullfill.decode_worker.conditional_router import Decision
+from pullfill.decode_worker.ledger_types import TRIAL
 from pullfill.engine import requests
 from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.ids import new_job_id
@@ -90,7 +91,7 @@ class Trials:
         self, tokens: Sequence[int], *, salt: str, writer: str = "", blocks: int = 0
     ) -> Trial:
         """Prefill `tokens` here, or by `writer`, and sample one token. Raises Incomplete."""
-        trial = Trial(f"self-check-{new_job_id()}", writer, blocks, self.loop.create_future())
+        trial = Trial(f"{TRIAL}{new_job_id()}", writer, blocks, self.loop.create_future())
 
         def settled(loaded: bool) -> None:
             trial.loaded = loaded

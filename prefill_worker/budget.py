@@ -32,6 +32,7 @@ SILENT_CLAIM_S = 0.5
 class _Charge:
     tokens: int
     timer: asyncio.TimerHandle
+    trial: bool
     decode_instance: str = ""
     asked_at: float = math.inf
     counted: bool = True
@@ -43,7 +44,7 @@ class Budget:
     """See the module.
 
     tokens: sum over the deliveries that count.
-    granted_at: when the last grant came.
+    granted_at: when the last grant came, but for jobs of a self-check: those are granted always.
     on_room: called when `tokens` has become less."""
 
     def __init__(self, on_room: Callable[[], None]) -> None:
@@ -62,9 +63,10 @@ class Budget:
         """Number of deliveries without a grant."""
         return sum(not charge.granted for charge in self._charges.values())
 
-    def pulled(self, job_id: str, tokens: int) -> None:
+    def pulled(self, job_id: str, tokens: int, *, trial: bool = False) -> None:
+        """Charge a delivery. trial: it is of a self-check."""
         timer = asyncio.get_running_loop().call_later(CLAIM_S, self._slow, job_id)
-        self._charges[job_id] = _Charge(tokens, timer)
+        self._charges[job_id] = _Charge(tokens, timer, trial)
         self.tokens += tokens
 
     def claims(self, job_id: str, decode_instance: str) -> None:
@@ -85,7 +87,8 @@ class Budget:
 
     def granted(self, job_id: str) -> None:
         charge = self._charges[job_id]
-        self.granted_at = asyncio.get_running_loop().time()
+        if not charge.trial:
+            self.granted_at = asyncio.get_running_loop().time()
         charge.timer.cancel()
         charge.asked_at = math.inf
         charge.granted = True

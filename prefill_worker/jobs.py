@@ -23,6 +23,7 @@ from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.job import Job
 from pullfill.prefill_worker.pace import Paces
 from pullfill.prefill_worker.read_grants import ReadGrants
+from pullfill.prefill_worker.self_check_job import TrialDelivery
 from pullfill.queue.contract import Delivery
 from pullfill.runtime import log
 from pullfill.runtime.waits import Calls
@@ -140,7 +141,8 @@ class JobRunner:
             self.keep(_acked(delivery))
             return
         job = self._jobs[delivery.job_id] = Job(self, delivery)
-        self.budget.pulled(delivery.job_id, delivery.tokens)
+        trial = isinstance(delivery, TrialDelivery)
+        self.budget.pulled(delivery.job_id, delivery.tokens, trial=trial)
         self.idle.clear()
         if not self._sends_heartbeats:
             self._sends_heartbeats = True

@@ -101,7 +101,7 @@ class Half:
 
     async def start(self) -> None:
         await self.control.start("127.0.0.1")
-        self.control.prefill_workers = self.control._pulling = 1  # somebody who never claims
+        self.control.prefill_workers = 1  # somebody who never claims
         self.ledger.tell_opens = False
 
     async def stop(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.ledger_types import Settle
+from pullfill.decode_worker.ledger_types import TRIAL, JobState, Settle
 from pullfill.errors import Outcome
 from pullfill.net import frames
 from pullfill.wire import Claim, Draining, GiveUp, Grant, Heartbeat, Revoke
@@ -111,3 +111,20 @@ async def test_what_is_proved_quiet_while_nobody_pulls_is_not_held_first(decode:
     await until(lambda: decode.ledger.open_jobs == 0)
     assert asked == [False, True]
     assert decode.settled() == [Settle("r-j", False, Outcome.PREFILL_LOST)]
+
+
+async def test_jobs_do_not_wait_for_a_worker_that_may_not_bring_kv(decode: Rig) -> None:
+    """It pulls, but its self-check has failed. Trials of the self-check wait for nobody that
+    pulls."""
+    _, cleared = await decode.worker(), await decode.worker()
+    first = next(iter(decode.server.peers.values()))
+    first.cleared = False
+    decode.server.recount()
+    decode.open()
+    decode.ledger.open("t", f"{TRIAL}1", (7, 8), first_target=0, timeout_s=30.0)
+    cleared.say(Draining())
+    await until(lambda: decode.ledger.find("j") is None)
+    assert decode.settled() == [Settle("r-j", False, Outcome.PREFILL_LOST)]
+    trial = decode.ledger.find("t")
+    assert trial is not None
+    assert trial.state is JobState.QUEUED

@@ -285,3 +285,12 @@ async def test_where_nothing_is_compared_every_worker_may_bring_kv() -> None:
     assert rig.changes == 1, "the workers are counted again"
     assert rig.checks.reason == ""
     await rig.checks.close()
+
+
+async def test_the_trials_of_a_lost_worker_are_given_up() -> None:
+    rig = Rig()
+    peer = rig.meet()
+    rig.checks._jobs["t"] = peer.name
+    rig.checks.lost(peer)
+    assert rig.books.given_up == [("t", Outcome.PREFILL_LOST)]
+    await rig.checks.close()

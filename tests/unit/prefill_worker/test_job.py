@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from pullfill.errors import BadMessage, ClaimRefused, PeerUnavailable
 from pullfill.ids import job_digest
 from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.jobs import JobRunner
+from pullfill.prefill_worker.self_check_job import TrialDelivery
 from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
 from pullfill.wire import (
     CommitReply,
@@ -30,6 +32,7 @@ from pullfill.wire import (
     encode,
     u32,
 )
+from tests.support.workers import eventually
 
 JOB = PrefillJob(
     job_id="j", incarnation="i", decode_instance="d", request_id="r",
@@ -187,6 +190,24 @@ async def test_a_job_that_the_self_check_refuses_is_left_to_others() -> None:
     worker.runner.start(Delivered())  # type: ignore[arg-type]
     await worker.over()
     assert told == ["not cleared"], "another decode worker grants its jobs"
+
+
+async def test_the_job_of_a_self_check_says_nothing_about_who_grants_others() -> None:
+    worker, told = Worker(never()), list[str]()
+    worker.runner.on_not_cleared = lambda: told.append("not cleared")
+    job = Delivered()
+    worker.runner.start(TrialDelivery(job.job_id, job.body, 1))
+    await eventually(lambda: worker.runner.budget._charges[job.job_id].granted)
+    await worker.runner.abandon()
+    assert worker.runner.budget.granted_at == -math.inf
+
+    async def refuses(*_: Any) -> Grant:
+        raise ClaimRefused("not cleared", reason=RefuseReason.NOT_CLEARED)
+
+    worker.link.claim = refuses
+    worker.runner.start(Delivered())  # type: ignore[arg-type]
+    await worker.over()
+    assert told == ["not cleared"]
 
 
 async def test_nonsense_from_the_kv_port_in_the_middle_is_no_poison() -> None:
