@@ -157,10 +157,14 @@ class TestRates:
 
 class TestMeter:
     def test_each_process_belongs_to_its_nearest_root(self) -> None:
-        command = [sys.executable, "-c", SPIN]
+        # It begins to spin once the meter has looked, and has used less than 0.1 s until then.
+        command = [sys.executable, "-c", f"input()\n{SPIN.replace('0.1', '0.2')}"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
             meter = Meter({os.getpid(): "me", child.pid: "child"})
+            assert child.stdin is not None
             assert child.stdout is not None
+            child.stdin.write(b"\n")
+            child.stdin.flush()
             child.stdout.readline()
             use = meter.read()
             assert 0.05 <= use.cpu_s["child"] <= use.total_s
