@@ -73,8 +73,9 @@ class LocalRates:
 
     @property
     def alone(self) -> float:
-        """Seconds of a step that only decodes, for one stream. 0: unknown, because each step so far
-        had the same number of streams, and more than one."""
+        """Seconds of a step that only decodes, for one stream.
+
+        0 if unknown: all steps so far had the same number of streams, and that was not one."""
         return self.base(1) if self._least == 1 or self._least < self._most else 0.0
 
     def work(self, of: Span) -> float:

@@ -121,12 +121,11 @@ class OpenJobs:
         """Serve every open job locally.
 
         but_granted: let those end that a prefill worker computes or has computed.
-        but_trials: leave those of the self-check. They are not pulled from the queue."""
+        but_trials: leave those of the self-check. They do not come from the queue."""
         for entry in list(self._jobs.values()):
-            stays = but_granted and entry.state in UNDER_WAY
-            if but_trials and entry.request_id.startswith(TRIAL):
-                stays = True
-            if not (entry.settled or stays):
+            under_way = but_granted and entry.state in UNDER_WAY
+            trial = but_trials and entry.request_id.startswith(TRIAL)
+            if not (entry.settled or under_way or trial):
                 self._give_up(entry, outcome)
 
     def new_incarnation(self, incarnation: str) -> None:

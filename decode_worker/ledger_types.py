@@ -28,7 +28,7 @@ class JobState(enum.StrEnum):
 UNDER_WAY = frozenset({JobState.GRANTED, JobState.READING, JobState.VERIFYING})
 """A prefill worker computes the job, or has computed it."""
 TRIAL = "self-check-"
-"""The ids of the self-check's own requests begin with it."""
+"""Request ids that begin with this are those of the self-check."""
 
 
 @dataclass(slots=True)

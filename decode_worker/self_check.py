@@ -127,7 +127,7 @@ class Checks:
         self._judge()
 
     def lost(self, peer: Peer) -> None:
-        """Forget a prefill worker whose connection has ended. Nobody else gets its trials."""
+        """Forget a prefill worker whose connection has ended. Give up the trials sent to it."""
         self._peers.pop(peer.name, None)
         for job_id, writer in self._jobs.items():
             if writer == peer.name:

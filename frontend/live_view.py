@@ -109,8 +109,8 @@ class LiveView:
     def watch(self) -> AsyncIterator[bytes]:
         """Return snapshots as JSON until `close`. The first one is whole.
 
-        After QUIET_S without a snapshot empty bytes come, as a sign of life. Nothing comes while
-        snapshots fail, so that viewers time out.
+        If there is no snapshot for QUIET_S, empty bytes are sent to show that the connection is
+        alive. While snapshots fail nothing is sent, so viewers time out.
         Raises OverloadedError if there are too many viewers."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise OverloadedError(f"{MAX_VIEWERS} viewers look already: close another page")

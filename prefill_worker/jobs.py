@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pullfill.prefill_worker.engine import PrefillEngine
 
 _GRANTED_S = 60.0
+_HELD_S = 0.05
 
 
 class JobRunner:
@@ -132,8 +133,8 @@ class JobRunner:
         except ClaimRefused as exc:
             own = delivery.number >= self.max_deliver()  # or it would become a dead letter
             if not own and exc.reason == RefuseReason.HELD:
-                # Nobody else has it. The next delivery finds the proof of the last writer, mostly.
-                self.keep(_given_back(delivery, 0.05 * 4**delivery.number))
+                # No worker has it. Ask again, ever later: its last writer is soon proved quiet.
+                self.keep(_given_back(delivery, _HELD_S * 4**delivery.number))
             if not own:
                 return  # the worker that has the job settles it
         if own:

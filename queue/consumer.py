@@ -54,7 +54,7 @@ _HEAL_PAUSE_S = 0.05
 class JetStreamConsumer:
     """A `JobConsumer`. See the contract for what each method promises.
 
-    streams: call `streams.configure` when the settings change."""
+    streams: call its `configure` when the settings change."""
 
     def __init__(
         self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings

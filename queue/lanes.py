@@ -34,6 +34,7 @@ logger = log.get("queue")
 
 LOOK_S = 2.0
 MAKE_S = 0.1
+"""How long a pull waits for the consumer of a lane. NATS usually makes one within milliseconds."""
 
 
 async def send_notice(connection: NatsConnection, names: Names, lane: Lane) -> None:

@@ -169,6 +169,8 @@ class Streams:
         except (QueueUnavailable, TimeoutError):
             if not self._known_once:
                 raise
+            if self.stream_id and not self.busy:  # only what jobs do not wait for is left
+                self._task = asyncio.create_task(self._apply(), name="queue-settings")
         self._known_once = True
         return bool(self.stream_id)
 

@@ -161,8 +161,10 @@ class Switch:
                     pass
             except Exception as exc:
                 level = logger.warning if isinstance(exc, PullfillError) else logger.exception
-                level("the change of roles has failed, and is tried again: %s", exc)
-                self.told = f"waits for another try: {exc}"
+                told = f"waits for another try: {exc}"
+                if told != self.told:  # not each second of an outage
+                    level("the change of roles has failed, and is tried again: %s", exc)
+                self.told = told
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(AGAIN_S):
                         await self._ordered.wait()

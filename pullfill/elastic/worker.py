@@ -135,7 +135,7 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
         return ElasticService(self._switch, self._etcd, self._cluster.namespace, self.instance_id)
 
     def _why_not(self, wanted: frozenset[str]) -> str:
-        """Return why these roles could not begin: each needs etcd, and prefill needs NATS."""
+        """Return why these roles cannot begin now. Both need etcd. Prefill needs NATS, too."""
         servers = self._decoding.status()["servers"]
         needed = ("etcd", "nats") if "prefill" in wanted else ("etcd",)
         down = [name for name in needed if not servers[name]["up"]]

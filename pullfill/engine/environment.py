@@ -78,10 +78,10 @@ def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1)
 def bound_compute_threads() -> None:
     """Give the computations of this thread as many OpenMP threads as OMP_NUM_THREADS says.
 
-    OpenMP reads this variable once, when it is loaded. vLLM advises to load it with LD_PRELOAD on
-    CPUs. Then it is loaded before `prepare` sets the variable. OpenMP would start a thread for each
-    core of the machine, also in a worker that may use one core only. There the threads wait for
-    each other at each operator, for milliseconds."""
+    OpenMP reads OMP_NUM_THREADS only when the library is loaded. For CPUs vLLM advises to load the
+    library with LD_PRELOAD. That is before `prepare` sets the variable, so OpenMP takes a thread
+    for each core of the machine. In a worker that may use one core, these threads wait for each
+    other for milliseconds in each operator."""
     use = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     count = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if use is not None and count.isdecimal():

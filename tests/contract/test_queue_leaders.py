@@ -154,6 +154,31 @@ async def test_a_dead_letter_stream_without_a_leader_holds_no_job(
     await job.ack()
 
 
+async def test_a_dead_letter_stream_that_is_gone_is_made_though_a_reconnect_did_not_wait_for_it(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = ends.names.dead_stream
+    await ends.producer.connection.api(f"STREAM.DELETE.{dead}")
+    with monkeypatch.context() as patch:
+        silence(ends.consumer, patch, dead)
+        refused = ends.consumer.connection.api
+
+        async def first_only(operation: str, *rest: Any, **more: Any) -> Any:
+            if dead in operation:
+                patch.undo()
+            return await refused(operation, *rest, **more)
+
+        patch.setattr(ends.consumer.connection, "api", first_only)
+        await ends.lose(ends.consumer)
+    async with asyncio.timeout(HANG_S):
+        while True:
+            try:
+                await ends.producer.connection.api(f"STREAM.INFO.{dead}")
+                break
+            except QueueUnavailable:
+                await asyncio.sleep(0.02)
+
+
 async def test_a_worker_that_took_a_job_past_the_stream_is_sent_no_other(ends: Ends) -> None:
     """Its request for a stored job still waits at the server. Nobody would take what comes."""
     pulling = ends.pull()

@@ -257,7 +257,7 @@ async def test_a_switch_that_waits_for_a_task_to_end_can_be_cancelled() -> None:
 
 
 async def test_no_role_is_given_up_while_the_next_could_not_begin(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(switches, "AGAIN_S", 0.01)
     rig = Rig()
@@ -267,5 +267,6 @@ async def test_no_role_is_given_up_while_the_next_could_not_begin(
         await eventually(lambda: "no server for prefill" in rig.switch.told)
         await asyncio.sleep(0.05)
         assert (rig.switch.roles, rig.told) == ("decode", [])
+        assert caplog.text.count("no server for prefill") == 1, "once, not at each try"
         rig.switch.why_not = lambda _: ""
         await rig.becomes("prefill")
