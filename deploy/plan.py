@@ -53,7 +53,7 @@ def check(options: UpOptions) -> None:
     check_counts(options)
     check_namespace(options.namespace)
     _check_elastic(options)
-    vllm_flags.check(options.vllm_args)
+    options.vllm_args = vllm_flags.check(options.vllm_args)
     vllm_flags.check_plain_http(options.vllm_args)
     devices.check(options)
     _check_gpus(options)
@@ -212,7 +212,7 @@ def served_name(options: UpOptions) -> str:
     for flag, *values in vllm_flags.group_flags(worker_arguments(options, "frontend")):
         given, _, joined = flag.partition("=")
         known = vllm_flags.flag_name(given)
-        if known.startswith("served") and "served-model-name".startswith(known):
+        if known == "served-model-name":
             name = joined or next(iter(values), name)
     return name
 

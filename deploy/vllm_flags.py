@@ -47,6 +47,7 @@ _NOT_SERVED = {
     "uds": "it listens at --host and --port",
 }
 """Flags of vLLM's API server that our frontend has no use for, and what to know instead."""
+_ROLE_ARGS = ("decode-args", "prefill-args")
 _SPECULATION = ("speculative-config", "sc", "spec-method", "spec-model", "spec-tokens")
 
 
@@ -97,21 +98,24 @@ def for_frontend(arguments: Sequence[str]) -> list[str]:
     return [part for group in kept for part in group]
 
 
-def check(arguments: Sequence[str]) -> None:
+def check(arguments: Sequence[str]) -> list[str]:
     """Refuse stray words, flags that vLLM does not have, that pullfill sets itself, and flags that
     workers or frontends do not support.
 
-    Raises ConfigError."""
+    vLLM also takes the beginning of a flag's name. Returns the arguments with such names written
+    out, so nobody else has to know. Raises ConfigError."""
     try:
         groups = group_flags(arguments)
     except ValueError as exc:
         raise ConfigError(
             f"unexpected argument {exc.args[0]!r}: vLLM flags are given as --flag value"
         ) from None
+    checked: list[str] = []
     for flag, *values in groups:
-        given, _, joined = flag.partition("=")
-        name = flag_name(flag)
-        _check_name(given)
+        given, equals, joined = flag.partition("=")
+        whole = _whole_name(given)
+        name = flag_name(whole)
+        checked += [f"{whole}{equals}{joined}", *values]
         if name == "kv-transfer-config" and "OffloadingConnector" not in " ".join([flag, *values]):
             raise ConfigError(
                 f"{given} is pullfill's own to set: remove it, or name vLLM's OffloadingConnector"
@@ -121,6 +125,7 @@ def check(arguments: Sequence[str]) -> None:
         alone = name in _SIZE and [joined or "", *values][-1] == "1"
         if _DATA_PARALLEL.match(name) and not alone:
             raise ConfigError(f"{given}: {NO_DATA_PARALLEL}")
+    return checked
 
 
 def of_pullfill() -> set[str]:
@@ -129,22 +134,27 @@ def of_pullfill() -> set[str]:
     return {one.name.partition("/")[0] for kind in kinds for one in declared(kind)} | _OF_UP
 
 
-def _check_name(flag: str) -> None:
-    """Refuse a flag that vLLM does not have. It takes beginnings of names, and `--config.key`.
+def _whole_name(flag: str) -> str:
+    """Return a flag with its name written out: `--no-enable-pref` -> `--no-enable-prefix-caching`.
 
-    A beginning that fits several flags is refused too, and one that fits a flag of pullfill."""
+    vLLM also takes `--config.key`, where `config` may be a beginning. A flag that vLLM does not
+    have is refused. So is a beginning that fits several flags, or one of pullfill."""
     name = flag_name(flag).partition(".")[0]
     ours, vllms = of_pullfill(), {f"--{known}" for known in known_flags.LONG}
     begun = sorted(one for one in ours if one.startswith(f"--{name}"))
     if flag.startswith("--"):
         short_for = sorted(known for known in vllms if known.startswith(f"--{name}"))
-        if f"--{name}" in vllms or (len(short_for) == 1 and not begun):
-            return
+        if f"--{name}" in vllms:
+            return flag
+        if len(short_for) == 1 and not begun:
+            negated = "--no-" if flag.startswith(("--no-", "--no_")) else "--"
+            _, dot, key = flag.partition(".")
+            return f"{negated}{short_for[0].removeprefix('--')}{dot}{key}"
         if short_for:
             several = ", ".join(dict.fromkeys([*begun, *short_for][:_FEW]))
             raise ConfigError(f"{flag} may be short for {several}: write out the one you mean")
     elif name in known_flags.SHORT or name.startswith("O"):
-        return
+        return flag
     near = begun or get_close_matches(flag.replace("_", "-"), sorted(vllms | ours), n=1)
     hint = f"did you mean {near[0]}?" if near else "--help lists those of pullfill"
     raise ConfigError(f"neither pullfill nor vLLM has a flag {flag}: {hint}")
@@ -164,7 +174,8 @@ def check_plain_http(arguments: Sequence[str]) -> None:
 def of_role(option: str, text: str | None, own: Collection[str]) -> list[str]:
     """Return the vLLM flags in the value of `--decode-args` or `--prefill-args`.
 
-    own: options of pullfill itself. They are refused here. Raises ConfigError, one line.
+    own: options of pullfill itself. They are refused here, and in the flags of one role those of
+    vLLM's API server, which workers do not have. Raises ConfigError, one line.
     """
     try:
         arguments = shlex.split(text or "")
@@ -177,7 +188,14 @@ def of_role(option: str, text: str | None, own: Collection[str]) -> list[str]:
                 f"{name} in {option} is an option of pullfill: {option} takes vLLM flags only"
             )
     try:
-        check(arguments)
+        checked = check(arguments)
     except ConfigError as exc:
         raise ConfigError(f"{option}: {exc}") from None
-    return arguments
+    if option.endswith(_ROLE_ARGS):
+        for flag in (group[0] for group in group_flags(checked)):
+            if flag_name(flag) in FRONTEND_ONLY:
+                raise ConfigError(
+                    f"{flag.partition('=')[0]} in {option} is a flag of frontends: give it to "
+                    "`pullfill up` itself"
+                )
+    return checked

@@ -183,15 +183,14 @@ _SIZES = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp"}
 def ranks_of(vllm_args: Sequence[str]) -> int:
     """Return how many processes compute in one engine: TP x PP, by vLLM's flags.
 
-    The last of several equal flags counts, as in vLLM. vLLM itself refuses bad values later.
+    vllm_args: with whole names. The last of several equal flags counts, as in vLLM. vLLM itself
+    refuses bad values later.
     """
     sizes = dict.fromkeys(_SIZES, 1)
     for flag, value in zip_longest(vllm_args, vllm_args[1:], fillvalue=""):
         given, _, joined = flag.partition("=")
         name = given.replace("_", "-")
         for size, short in _SIZES.items():
-            # vLLM also takes a shortened flag, e.g. --tensor-parallel.
-            known = name == short or (len(name) >= len("--tensor") and size.startswith(name))
-            if known and (number := joined or value).isdecimal():
+            if name in (size, short) and (number := joined or value).isdecimal():
                 sizes[size] = max(1, int(number))
     return math.prod(sizes.values())

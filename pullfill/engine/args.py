@@ -5,11 +5,12 @@ Flags that cannot work here are refused in one line, before vLLM loads a model.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pullfill.config import NO_DATA_PARALLEL
+from pullfill.config import NO_DATA_PARALLEL, ranks_of
 from pullfill.engine import check, kv_offloading, speculation
 from pullfill.errors import ConfigError
 
@@ -49,6 +50,13 @@ def build_config(
     # Also from a --config file, which the command line does not show.
     if args.data_parallel_size > 1:
         raise ConfigError(f"data_parallel_size is {args.data_parallel_size}: {NO_DATA_PARALLEL}")
+    sizes = (args.tensor_parallel_size, args.pipeline_parallel_size)
+    if math.prod(sizes) != ranks_of(vllm_args):
+        # Our launcher read the flags only: it counted GPUs and cores by them.
+        raise ConfigError(
+            "tensor_parallel_size is {} and pipeline_parallel_size {}, but not by flags: give them "
+            "as --tensor-parallel-size and --pipeline-parallel-size, not in --config".format(*sizes)
+        )
     check_flags(args, current_platform.device_type, os.environ)
     offloading = kv_offloading.take(args, current_platform.device_type)
     ours: dict[str, Any] = {

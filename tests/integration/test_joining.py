@@ -75,3 +75,6 @@ def test_wrong_flags_and_paths_are_told_before_anything_is_loaded(cluster: Clust
     config = cluster.directory / "vllm.yaml"
     config.write_text("data-parallel-size: 2\n")
     assert "data_parallel_size" in last_error(cluster.launch("prefill", "--config", str(config)))
+    config.write_text("tensor-parallel-size: 2\n")
+    told = last_error(cluster.launch("prefill", "--config", str(config)))
+    assert "as --tensor-parallel-size" in told

@@ -243,7 +243,7 @@ class TestCheck:
         ("demo", [], "demo"),
         ("org/m", [], "org/m"),
         ("demo", ["--served-model-name", "a", "b"], "a"),
-        ("org/m", ["--served_model_name=a", "--seed", "1", "--served-model=b"], "b"),
+        ("org/m", ["--served_model_name=a", "--seed", "1", "--served-model-name=b"], "b"),
     ],
 )
 def test_the_name_that_clients_use(model: str, flags: list[str], name: str) -> None:

@@ -57,10 +57,24 @@ class TestRefused:
         assert {flag for flag in flags if flag.startswith("--")} == vllm_flags.of_pullfill()
 
     def test_all_ways_to_write_a_flag_of_vllm(self) -> None:
-        for flag in ("--tensor-parallel=2", "--max_model_len=1", "--no-enable-prefix-caching"):
-            vllm_flags.check([flag])
-        for flag in ("-sc.method=ngram", "--speculative-config.method=ngram", "-O3", "-O.level=3"):
-            vllm_flags.check([flag])
+        for flag in ("--max_model_len=1", "--no-enable-prefix-caching", "-sc.method=ngram"):
+            assert vllm_flags.check([flag]) == [flag]
+        for flag in ("--speculative-config.method=ngram", "-O3", "-O.level=3"):
+            assert vllm_flags.check([flag]) == [flag]
+
+    @pytest.mark.parametrize(
+        ("given", "whole"),
+        [
+            ("--pipe 2", "--pipeline-parallel-size 2"),
+            ("--tensor_par=2", "--tensor-parallel-size=2"),
+            ("--no-enable-pref", "--no-enable-prefix-caching"),
+            ("--compil.cudagraph_mode=NONE", "--compilation-config.cudagraph_mode=NONE"),
+            ("--seed 1 --api-k k", "--seed 1 --api-key k"),
+        ],
+    )
+    def test_a_beginning_is_written_out(self, given: str, whole: str) -> None:
+        """A worker of `--pipe 2` got one GPU, and workers were given the API key of `--api-k`."""
+        assert vllm_flags.check(given.split()) == whole.split()
 
     def test_our_own_flag(self) -> None:
         for given in ("--kv-transfer-config={}", "--kv_transfer_config"):
@@ -166,6 +180,9 @@ class TestOneRole:
             ("--help", "--help in"),
             ("-dp 2", "-dp: workers do not run data-parallel engines"),
             ("--kv-transfer-config {}", "own to set"),
+            ("--kv-transfer-conf {}", "own to set"),
+            ("--api-key k", "--api-key in --decode-args is a flag of frontends"),
+            ("--seed 1 --ssl_keyf=k", "--ssl-keyfile in --decode-args is a flag of frontends"),
         ],
     )
     def test_what_is_wrong_in_them(

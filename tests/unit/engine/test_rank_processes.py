@@ -185,7 +185,6 @@ async def test_an_engine_whose_rank_dies_is_dead_at_once(
         (["--tensor-parallel-size", "x"], 1),
         (["--max-num-seqs", "-tp", "0"], 1),
         (["-tp", "2", "-pp", "2", "--tensor-parallel-size=4"], 8),
-        (["--tensor-parallel", "2"], 2),
     ],
 )
 def test_ranks_are_counted_from_the_flags(flags: list[str], count: int) -> None:
