@@ -38,6 +38,7 @@ import math
 from pullfill.decode_worker.breaker import TRIAL_SHARE
 from pullfill.decode_worker.ledger_jobs import OpenJobs, locked
 from pullfill.decode_worker.ledger_types import (
+    TAKEN_S,
     UNDER_WAY,
     CancelMessage,
     Claimed,
@@ -114,7 +115,7 @@ class Ledger(OpenJobs):
             tokens=tokens,
         )
         with self._lock:
-            if self.claims.queued(job_id):
+            if not entry.self_check and self.claims.queued(job_id):
                 entry.claim_timeout_s *= TRIAL_SHARE
             self._jobs[job_id] = entry
             self._by_request[request_id] = job_id
@@ -136,11 +137,18 @@ class Ledger(OpenJobs):
                 entry.digest, entry.features = digest, features
 
     @locked
-    def published(self, job_id: str, receipt: object, digest: bytes) -> None:
-        """Note that the queue has stored the job. If the job has ended, its message is deleted."""
+    def published(
+        self, job_id: str, receipt: object, digest: bytes, *, stored: bool = True
+    ) -> None:
+        """Note that the queue has the job. If the job has ended, its message is deleted.
+
+        stored: False if a prefill worker was handed the job past the stream."""
         entry = self._jobs.get(job_id)
         if entry is not None and not entry.settled:
-            entry.receipt, entry.digest = receipt, digest
+            entry.receipt, entry.digest, entry.stored = receipt, digest, stored
+            if not stored:
+                entry.claim_timeout_s = min(entry.claim_timeout_s, TAKEN_S)
+                self._dues.watch(entry)
         elif not self.was_committed(job_id):
             self._actions.append(CancelMessage(receipt))
 
@@ -185,7 +193,8 @@ class Ledger(OpenJobs):
             fence = self._fences.open(entry.blocks, entry.first_target)
         except OverloadedError:
             return Claimed(refused=RefuseReason.HELD, retry_after_s=_NO_SLOT_RETRY_S)
-        self.claims.claimed()
+        if not entry.self_check:
+            self.claims.claimed()
         entry.attempt += 1
         entry.written = 0
         entry.writer, entry.fence, entry.ack_subject = writer, fence, ack_subject
@@ -383,7 +392,7 @@ class Ledger(OpenJobs):
                 if not entry.settled:
                     self._give_up(entry, Outcome.PREFILL_LOST)
             elif entry.state is JobState.GRANTED and entry.writer == writer:
-                ack_subject = entry.ack_subject
+                ack_subject, entry.losses = entry.ack_subject, entry.losses + 1
                 self._revoke(entry, Outcome.PREFILL_LOST, requeue=True)
                 if not entry.settled and ack_subject:
                     # The lost worker may be dead, so we nak its delivery.

@@ -19,7 +19,6 @@ from pullfill.decode_worker.breaker import ClaimBreaker
 from pullfill.decode_worker.ledger_dues import Dues
 from pullfill.decode_worker.ledger_totals import Totals
 from pullfill.decode_worker.ledger_types import (
-    TRIAL,
     UNDER_WAY,
     Action,
     CancelMessage,
@@ -124,8 +123,7 @@ class OpenJobs:
         but_trials: leave those of the self-check. They do not come from the queue."""
         for entry in list(self._jobs.values()):
             under_way = but_granted and entry.state in UNDER_WAY
-            trial = but_trials and entry.request_id.startswith(TRIAL)
-            if not (entry.settled or under_way or trial):
+            if not (entry.settled or under_way or (but_trials and entry.self_check)):
                 self._give_up(entry, outcome)
 
     def new_incarnation(self, incarnation: str) -> None:
@@ -159,14 +157,17 @@ class OpenJobs:
         """Take the grant back. The job is QUEUED if its writer is proved quiet, else QUARANTINED.
 
         requeue: the request waits for the proof and another claim. It is served locally after the
-        last attempt."""
+        last attempt, if nobody can deliver its job again, and once two of its writers were lost:
+        it may have killed them."""
         self._enter(entry, JobState.QUARANTINED)
         self._quarantined[entry.job_id] = entry
         entry.quarantined_at = self._clock.monotonic()
         self._actions.append(SendRevoke(entry.writer, entry.job_id, entry.attempt, str(reason)))
         self._ask_proof(entry)
-        if requeue and entry.attempt >= self._max_attempts and not entry.settled:
-            self._give_up(entry, Outcome.PREFILL_FAILED)
+        last = entry.attempt >= self._max_attempts or entry.losses > 1 or not entry.stored
+        if requeue and last and not entry.settled:
+            lost = reason == Outcome.PREFILL_LOST
+            self._give_up(entry, Outcome.PREFILL_LOST if lost else Outcome.PREFILL_FAILED)
         elif requeue and entry.state is JobState.QUARANTINED:
             self._dues.watch(entry)
 
@@ -270,7 +271,8 @@ class OpenJobs:
 
     def _nobody_claimed(self, entry: Entry) -> None:
         """Serve the job locally. If that opens the breaker, do so with every queued job."""
-        opens = self.claims.timed_out(entry.job_id, entry.queued_at)
+        queued = entry.stored and not entry.self_check
+        opens = queued and self.claims.timed_out(entry.job_id, entry.queued_at)
         self._give_up(entry, Outcome.CLAIM_TIMEOUT)
         for other in list(self._jobs.values()) if opens else ():
             if other.state is JobState.QUEUED and not other.settled:

@@ -10,6 +10,9 @@ from pullfill.engine.groups import ONE_TABLE, BlockOrder
 from pullfill.errors import Outcome
 from pullfill.wire import DigestMode, FenceToken, KvMode, RefuseReason
 
+TAKEN_S = 2.0
+"""How long a job that was handed to a prefill worker, and that no stream stores, waits for the
+claim. That worker may have no connection to us, or die before it claims."""
 NO_PROOF_S = 0.1
 """How long a request waits for the proof that its revoked writer is quiet. A running batch ends
 within milliseconds. A writer whose process is stopped in a batch may never end it."""
@@ -48,7 +51,9 @@ class Entry:
     tokens: number of tokens that a prefill worker must compute.
     features: encoded multimodal inputs, which the grant brings.
     receipt: of the queue, once the job is stored there and as long as it may have to be deleted.
+    stored: whether the stream holds the job, so it can be delivered again.
     attempt: number of grants so far.
+    losses: how many of their writers were lost.
     writer, ack_subject, fence: control connection, delivery and fence of the current grant.
     written: number of target blocks that the current attempt has reported as written.
     reading: whether our own reader copies into the blocks, or will.
@@ -73,7 +78,9 @@ class Entry:
     digest: bytes = b""
     features: bytes = b""
     receipt: object | None = None
+    stored: bool = True
     attempt: int = 0
+    losses: int = 0
     writer: str = ""
     ack_subject: str = ""
     fence: FenceToken | None = None
@@ -83,6 +90,11 @@ class Entry:
     held: bool = False
     quarantined_at: float = 0.0
     granted_at: float = 0.0
+
+    @property
+    def self_check(self) -> bool:
+        """Whether it is of the self-check. Such a job does not pass the queue."""
+        return self.request_id.startswith(TRIAL)
 
     @property
     def targets(self) -> int:

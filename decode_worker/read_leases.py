@@ -127,6 +127,7 @@ class ReadLeases:
         self._askers: set[_Asker] = set()
         self._open = 0  # leases that are asked for, valid, or not proved quiet
         self._pinned = 0  # blocks that leases pin. Engine thread
+        self._unproved = 0  # leases that have ended although their readers may still read
         self.unproved_blocks = 0
         """Blocks of leases that have ended although their readers may still read, as a stopped
         process may."""
@@ -183,7 +184,8 @@ class ReadLeases:
         """Give no more leases, and wait for the end of those that are open: LEASE_S at most."""
         self._closed = True
         until = self._loop.time() + LEASE_S
-        while self._open and self._loop.time() < until:  # noqa: ASYNC110 (ends on three threads)
+        # Readers that are stopped are not waited for: nobody uses what they read.
+        while self._open > self._unproved and self._loop.time() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     def _why_refused(self, hello: LeaseHello) -> str:
@@ -323,6 +325,7 @@ class ReadLeases:
             proved = False
         if proved == lease.unproved:
             self.unproved_blocks += -len(lease.blocks) if proved else len(lease.blocks)
+            self._unproved += -1 if proved else 1
             lease.unproved = not proved
         if proved:
             self._host.submit(lambda _core: self._unpin(lease), wake=False)

@@ -17,8 +17,10 @@ asyncio thread only, except where a method says otherwise.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -31,8 +33,13 @@ from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import UNDER_WAY, JobState
 from pullfill.decode_worker.peers import Peer
-from pullfill.decode_worker.self_check_requests import Incomplete, Trial, Trials
-from pullfill.engine.compat import dtype_of_kv, logprobs_are_cheap, rounding_digest
+from pullfill.decode_worker.self_check_requests import (
+    Incomplete,
+    Trial,
+    Trials,
+    logprobs_to_ask,
+)
+from pullfill.engine.compat import dtype_of_kv, rounding_digest
 from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.errors import BadMessage, Outcome
 from pullfill.ids import job_digest, new_job_id
@@ -50,8 +57,6 @@ logger = log.get("decode_worker.self_check")
 BLOCKS, TOKENS = (2, 4), 256
 """Length of the compared prompt: the least and the most blocks, and tokens that it should not
 exceed. Most of a comparison's time is the computation of these tokens."""
-_BEST = 5
-"""How many of the most likely tokens have their log probabilities compared."""
 LONGEST_S = 30.0
 """A comparison that takes longer is given up and repeated."""
 _PAUSES_S = (0.5, 30.0)
@@ -104,6 +109,7 @@ class Checks:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._jobs: dict[str, str] = {}
         self._one = asyncio.Lock()
+        self._met = asyncio.Event()
         self._closed = False
         kept.on_change = self._changed
         trials.send = self._send
@@ -124,6 +130,7 @@ class Checks:
             self._on_change()
             return
         self._peers[peer.name] = peer, self._pair(peer)
+        self._met.set()
         self._judge()
 
     def lost(self, peer: Peer) -> None:
@@ -169,8 +176,10 @@ class Checks:
     def _judge(self) -> None:
         """Set for each peer whether it may bring KV. Compare the pairs without a result."""
         for peer, pair in self._peers.values():
-            result = self._results.get(pair)
+            result, before = self._results.get(pair), peer.cleared
             peer.cleared = result is not None and result.passed
+            if before and not peer.cleared:  # what it computes now may be wrong, too
+                self._ledger.writer_lost(peer.name, others_alive=True)
             if result is None and pair not in self._running and not self._closed:
                 self._running[pair] = asyncio.create_task(self._find_out(pair))
         self._on_change()
@@ -221,7 +230,7 @@ class Checks:
                 {
                     "prefill_instance": peer.instance_id,
                     "pair": pair,
-                    "result": "pending" if result is None else _word(result),
+                    "result": "pending" if result is None else result.word,
                     "advice": None
                     if result is None or result.passed
                     else self._advice(peer, result),
@@ -251,13 +260,14 @@ class Checks:
         """Compare until there is a result, or no prefill worker of this pair is connected.
 
         Each try is with another worker of the pair: one may be out of reach, or stand still."""
-        pause, tries = _PAUSES_S[0], 0
+        pause, tries = _PAUSES_S[0], Counter[str]()
         try:
             while pair not in self._results:
                 peers = [peer for peer, other in self._peers.values() if other == pair]
                 if not peers:
                     return
-                peer, tries = peers[tries % len(peers)], tries + 1
+                peer = min(peers, key=lambda one: tries[one.name])
+                tries[peer.name] += 1
                 try:
                     async with self._one, asyncio.timeout(LONGEST_S):
                         started = time.monotonic()
@@ -274,7 +284,9 @@ class Checks:
                     self._say(peer, result, took_s, local_s)
                     break
                 metrics.SELF_CHECK.labels("incomplete").inc()
-                await asyncio.sleep(pause)
+                self._met.clear()
+                with contextlib.suppress(TimeoutError):  # a new worker is tried at once
+                    await asyncio.wait_for(self._met.wait(), pause)
                 pause = min(2 * pause, _PAUSES_S[1])
         except Exception:
             logger.exception("the self-check failed; prompts are prefilled here")
@@ -283,7 +295,7 @@ class Checks:
         self._judge()
 
     def _say(self, peer: Peer, result: SelfCheck, took_s: float, local_s: float) -> None:
-        metrics.SELF_CHECK.labels(_word(result)).inc()
+        metrics.SELF_CHECK.labels(result.word).inc()
         if result.passed:
             logger.info(
                 "self-check with %s passed in %.0f ms, a local prefill took %.0f: %s",
@@ -337,24 +349,12 @@ class Checks:
         )
 
 
-def _word(result: SelfCheck) -> str:
-    return "passed" if result.passed else "failed"
-
-
 def wanted_blocks(block_size: int) -> int:
     """How many blocks of so many tokens the compared prompt should have.
 
     At least two: the prefill worker computes the second one on top of the first."""
     least, most = BLOCKS
     return max(least, min(most, TOKENS // block_size))
-
-
-def logprobs_to_ask(kv_dtype: str) -> int | None:
-    """How many log probabilities a comparison asks for; None: it compares KV only."""
-    # If the KV cannot be read as numbers, nothing else is left. Then the seconds that vLLM may
-    # compile for are spent.
-    wanted = logprobs_are_cheap() or not difference.readable(kv_dtype)
-    return _BEST if wanted else None
 
 
 def checks_for(

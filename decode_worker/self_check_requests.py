@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pullfill.decode_worker import difference
 from pullfill.decode_worker.conditional_router import Decision
 from pullfill.decode_worker.ledger_types import TRIAL
 from pullfill.engine import requests
+from pullfill.engine.compat import logprobs_are_cheap
 from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.ids import new_job_id
 from pullfill.runtime import log
@@ -35,6 +37,8 @@ logger = log.get("decode_worker.self_check")
 CLIENT = -1
 """The client index of these requests. No frontend has it."""
 REASON = "self_check"
+_BEST = 5
+"""How many of the most likely tokens have their log probabilities compared."""
 
 
 class Incomplete(Exception):
@@ -209,3 +213,11 @@ class Trials:
 
     def _forget_trace(self, request_id: str) -> None:
         self._traces.apart.pop(request_id, None)
+
+
+def logprobs_to_ask(kv_dtype: str) -> int | None:
+    """How many log probabilities a comparison asks for; None: it compares KV only."""
+    # If the KV cannot be read as numbers, nothing else is left. Then the seconds that vLLM may
+    # compile for are spent.
+    wanted = logprobs_are_cheap() or not difference.readable(kv_dtype)
+    return _BEST if wanted else None

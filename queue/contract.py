@@ -54,9 +54,9 @@ class QueueConfig:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A stored job.
+    """A job that the queue has.
 
-    seq: its number in the stream.
+    seq: its number in the stream. 0: no stream stores it, because a prefill worker was handed it.
     duplicate: the job id was already in the stream.
     stream_id: the stream that `seq` counts in. So a receipt from before the server lost its data
     never removes another job.
@@ -67,6 +67,11 @@ class Receipt:
     duplicate: bool = False
     stream_id: str = ""
     tokens: int = 0
+
+    @property
+    def stored(self) -> bool:
+        """Whether it can be delivered again."""
+        return self.seq > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,14 +145,15 @@ class DepthCache:
 
     @property
     def waiting(self) -> int:
-        """Number of jobs that no prefill worker has, as far as we know.
+        """Number of jobs that no prefill worker has, as far as we know. Any thread.
 
         The server counts jobs and jobs in flight one after the other. A job that ends in between is
         counted as a job that waits. So of our own jobs we count those in flight, too."""
-        later = sum(seq in self._ours for seq in self._claimed)  # the snapshot has none of these
-        earlier = self._snapshot.in_flight + len(self._claimed) - later
-        # A set difference would visit all of `_ours`.
-        own = len(self._gone) + sum(seq not in self._ours for seq in self._held)
+        # Copies, because the loop changes these. A set difference would visit all of `_ours`.
+        claimed, held = list(self._claimed), list(self._held)
+        later = sum(seq in self._ours for seq in claimed)  # the snapshot has none of these
+        earlier = self._snapshot.in_flight + len(claimed) - later
+        own = len(self._gone) + sum(seq not in self._ours for seq in held)
         return max(0, self._snapshot.jobs - max(earlier, own) + len(self._ours) - later)
 
     def claimed(self, seq: int) -> Lane | None:
@@ -245,7 +246,7 @@ class DepthCache:
         return QueueStatus(
             depth_jobs=depth,
             depth_tokens=max(0, snapshot.tokens + tokens) if depth else 0,
-            in_flight=min(depth, snapshot.in_flight),
+            in_flight=max(0, depth - self.waiting),
             oldest_age_s=age if depth else 0.0,
             age_s=figures_age,
         )

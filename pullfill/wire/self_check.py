@@ -24,6 +24,10 @@ class SelfCheck(Message, frozen=True, kw_only=True):
     decode_instance: Id
     prefill_instance: Id
 
+    @property
+    def word(self) -> str:
+        return "passed" if self.passed else "failed"
+
     def advice(self, prefill_instance: str = "", decode_instance: str = "") -> str:
         """What a failure means and what to do. The instances: those that meet now, where they are
         not those that were compared."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pullfill.decode_worker.breaker import PAUSE_S, STALLS, TRIAL_SHARE
 from pullfill.decode_worker.conditional_router import Situation, decide
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import Settle
+from pullfill.decode_worker.ledger_types import TRIAL, Settle
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import RouterConfig
@@ -95,6 +95,28 @@ def test_a_trial_that_is_claimed_closes_it() -> None:
     assert decode.claims(trial)
     assert decode.prompt() is not None
     assert decode.prompt() is not None
+
+
+def test_a_job_of_the_self_check_says_nothing_about_the_queue() -> None:
+    """It goes to its prefill worker directly. Its grant ended the pause while no job arrived."""
+    decode = Decode()
+    decode.stall()
+    decode.clock.advance(PAUSE_S[0])
+    names = (f"{TRIAL}{number}" for number in count())
+    for granted in (False, True):
+        job = next(names)
+        decode.ledger.open(
+            job, job, (1, 2), first_target=0, timeout_s=CLAIM_S, claim_timeout_s=CLAIM_S
+        )
+        if granted:
+            assert decode.claims(job)
+            decode.commits(job)
+        else:
+            assert decode.waited(job) == pytest.approx(CLAIM_S)
+    trial = decode.prompt()
+    assert trial is not None
+    assert decode.prompt() is None, "the breaker is still open, and its trial is this prompt"
+    assert decode.waited(trial) == pytest.approx(TRIAL_SHARE * CLAIM_S)
 
 
 def test_what_is_queued_when_it_opens_is_served_here_at_once() -> None:

@@ -296,7 +296,7 @@ def test_out_of_attempts_is_served_locally(busy: bool) -> None:
     model.lose("b", others_alive=True)
     assert model.naks == [], "nobody needs the delivery any more"
     assert job.cancelled_in_queue
-    assert told(model)[-1] == Settle(job.request.request_id, False, Outcome.PREFILL_FAILED)
+    assert told(model)[-1] == Settle(job.request.request_id, False, Outcome.PREFILL_LOST)
     model.drain()
 
 

@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
-from pullfill.decode_worker import self_check
+from pullfill.decode_worker import self_check, self_check_requests
 from pullfill.decode_worker.ledger_types import JobState
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.self_check import Checks, Ours
-from pullfill.decode_worker.self_check_requests import Incomplete
+from pullfill.decode_worker.self_check_requests import Incomplete, logprobs_to_ask
 from pullfill.errors import Outcome
 from pullfill.wire import Claim, Refused, RefuseReason, SelfCheck
 from tests.support.workers import eventually
@@ -77,6 +78,7 @@ class Job:
 class Books:
     def __init__(self) -> None:
         self.given_up: list[tuple[str, Outcome]] = []
+        self.revoked: list[str] = []
         self.state = JobState.QUEUED
 
     def find(self, job_id: str) -> Job:
@@ -84,6 +86,9 @@ class Books:
 
     def publish_failed(self, job_id: str, outcome: Outcome) -> None:
         self.given_up.append((job_id, outcome))
+
+    def writer_lost(self, writer: str, *, others_alive: bool) -> None:
+        self.revoked.append(writer)
 
 
 class Wire:
@@ -107,7 +112,9 @@ class Rig:
         self.changes += 1
 
     def meet(self, name: str = "prefill-1#1", computes: str = "theirs") -> Peer:
-        peer = Peer(name, name.partition("#")[0], cast(Any, Wire()), 0.0, None, computes)
+        peer = Peer(
+            name, name.partition("#")[0], cast(Any, Wire()), 0.0, None, computes, cleared=False
+        )
         self.checks.met(peer)
         return peer
 
@@ -199,6 +206,32 @@ async def test_a_worker_that_does_not_answer_keeps_no_other_of_its_kind_out(
     await rig.checks.close()
 
 
+async def test_a_worker_that_comes_while_another_does_not_answer_is_compared_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stopped worker had made the pause long, and prompts stayed local meanwhile."""
+    monkeypatch.setattr(self_check, "_PAUSES_S", (60.0, 60.0))
+    rig = Rig()
+    rig.engine.silent = "prefill-1#1"
+    rig.meet("prefill-1#1")
+    await eventually(lambda: any(writer for _, writer in rig.engine.asked))
+    second = rig.meet("prefill-2#2")
+    await eventually(lambda: second.cleared)
+    await rig.checks.close()
+
+
+async def test_what_a_worker_computes_when_a_failure_of_its_kind_comes_is_revoked() -> None:
+    rig = Rig()
+    peer = rig.meet()
+    await eventually(lambda: peer.cleared)
+    assert rig.books.revoked == []
+    (pair,) = rig.kept.current
+    rig.kept.on_change(pair, msgspec.structs.replace(rig.kept.current[pair], passed=False))
+    assert not peer.cleared
+    assert rig.books.revoked == [peer.name]
+    await rig.checks.close()
+
+
 async def test_a_comparison_that_fails_in_a_new_way_is_repeated_after_a_pause(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -247,8 +280,8 @@ async def test_nobody_passes_of_whom_nothing_was_compared(monkeypatch: pytest.Mo
 def test_log_probabilities_are_asked_where_they_are_cheap_or_nothing_else_can_be_compared(
     monkeypatch: pytest.MonkeyPatch, kv_dtype: str, cheap: bool, asked: int | None
 ) -> None:
-    monkeypatch.setattr(self_check, "logprobs_are_cheap", lambda: cheap)
-    assert self_check.logprobs_to_ask(kv_dtype) == asked
+    monkeypatch.setattr(self_check_requests, "logprobs_are_cheap", lambda: cheap)
+    assert logprobs_to_ask(kv_dtype) == asked
 
 
 async def test_a_passed_result_that_etcd_lost_is_written_again() -> None:

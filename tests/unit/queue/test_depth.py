@@ -201,3 +201,15 @@ def test_what_a_worker_had_and_acked_is_not_remembered() -> None:
     assert cache._held == {4}, "the stream holds none of the others"
     cache.store(snapshot(0, 0, 4), 100.0)
     assert cache._held == set()
+
+
+def test_own_jobs_that_are_claimed_are_in_flight_at_once() -> None:
+    """Until the next snapshot 64 claimed jobs counted as waiting, and prompts were `queue_full`."""
+    cache = DepthCache(FakeClock())
+    cache.store(snapshot(0, 0, 0), 99.0)
+    for seq in range(1, 65):
+        cache.published(seq, 10)
+        cache.claimed(seq)
+    assert (cache.status().depth_jobs, cache.status().in_flight) == (64, 64)
+    cache.published(65, 10)
+    assert (cache.status().depth_jobs, cache.status().in_flight) == (65, 64)
