@@ -169,8 +169,12 @@ class ClusterView:
 
     async def _fetch(self, url: str, headers: Mapping[str, str] | None = None) -> bytes | None:
         if self._session is None:
+            # Without a limit. Those that wait for a free connection would time out, too, behind
+            # workers that hang.
             self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=FETCH_TIMEOUT_S), trust_env=False
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=FETCH_TIMEOUT_S),
+                trust_env=False,
             )
         try:
             async with self._session.get(url, headers=headers) as response:

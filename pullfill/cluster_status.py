@@ -19,6 +19,7 @@ from pullfill.wire.records import QueueStatus, ServerStatus, WorkerRecord, Worke
 
 UNTOLD = "unknown: no worker answers that is connected to NATS"
 NOT_LINKED = "no decode worker is connected to it"
+LOST = f"it does not answer, and {NOT_LINKED}"
 NOT_CLAIMED = "no prefill worker has claimed its last jobs"
 
 
@@ -102,7 +103,7 @@ def queue_of(reports: Reports) -> QueueStatus | None:
 
 
 def troubles_of(reports: Reports) -> dict[str, list[str]]:
-    """Return for each worker that reports why it cannot work, one line for each reason.
+    """Return for each worker why it cannot work, as far as known, one line for each reason.
 
     A worker that is both has two records. All its lines come under its one id."""
     decode = {r.instance_id: report for r, report in reports if r.role == "decode" and report}
@@ -111,20 +112,23 @@ def troubles_of(reports: Reports) -> dict[str, list[str]]:
     linked |= {check["prefill_instance"] for check in checks}
     troubles: dict[str, list[str]] = {}
     for record, report in reports:
-        if report is None:
-            continue
-        servers = ((name, report.servers.get(name)) for name in ("nats", "etcd"))
-        told = [outage_of(name, status) for name, status in servers if status and not status.up]
+        told = _troubles(record, report) if report else []
         others = decode.keys() - {record.instance_id}
         if record.role == "prefill" and others and record.instance_id not in linked:
-            told.append(NOT_LINKED)
-        if record.role == "decode" and report.load.get("claims_stalled"):
-            told.append(NOT_CLAIMED)
-        if record.role == "decode":
-            told += [check["advice"] for check in report.self_checks if check["advice"]]
+            told.append(NOT_LINKED if report else LOST)
         known = troubles.setdefault(record.instance_id, [])
         known += [line for line in told if line not in known]
     return troubles
+
+
+def _troubles(record: WorkerRecord, report: Report) -> list[str]:
+    """Return what a worker itself says that it lacks."""
+    servers = ((name, report.servers.get(name)) for name in ("nats", "etcd"))
+    told = [outage_of(name, status) for name, status in servers if status and not status.up]
+    if record.role == "decode":
+        told += [NOT_CLAIMED] if report.load.get("claims_stalled") else []
+        told += [check["advice"] for check in report.self_checks if check["advice"]]
+    return told
 
 
 def status_of(reports: Reports, etcd: ServerStatus, workers_age_s: float) -> dict[str, Any]:
@@ -163,7 +167,10 @@ def reasons_of(reports: Reports, etcd: ServerStatus) -> list[str]:
 
     A server that no worker reaches is named once, not once per worker."""
     servers = [outage_of("etcd", etcd)]
-    servers.append(outage_of("nats", nats) if (nats := nats_of(reports)) else "")
+    if nats := nats_of(reports):
+        servers.append(outage_of("nats", nats))
+    elif reports:
+        servers.append(f"NATS {UNTOLD}")
     away = tuple(line.partition(" ")[0] for line in servers if line)
     return list(filter(None, servers)) + [
         f"{instance_id}: {line}"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pullfill.cluster_status import UNTOLD
 from pullfill.frontend import cluster
 from pullfill.frontend.cluster import ClusterView
 from pullfill.net import http_proof
@@ -143,7 +144,16 @@ async def test_what_a_worker_said_long_ago_is_not_repeated(monkeypatch: pytest.M
         gone._last = view._last
         assert await gone.reasons(), "it may only be slow"
         monkeypatch.setattr(cluster, "FRESH_S", 0.0)
-        assert await gone.reasons() == []
+        assert await gone.reasons() == [f"NATS {UNTOLD}"]
+
+
+async def test_workers_that_hang_hide_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The HTTP client had 100 connections. A worker that waited for one was shown as lost, too."""
+    monkeypatch.setattr(cluster, "FETCH_TIMEOUT_S", 2.0)
+    async with hanging() as (stopped, _), answering({"load": {}}) as (url, _asked):
+        async with viewed(*[stopped] * 99, url, *[stopped] * 21) as view:  # 99 sorts last
+            rows = (await view.status())["workers"]
+            assert [row["state"] for row in rows if row["http"] == url] == ["ready"]
 
 
 async def test_a_frontend_that_etcd_names_gets_the_proof_of_the_clients_key_only() -> None:

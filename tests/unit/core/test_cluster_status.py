@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pullfill import cluster_status
-from pullfill.cluster_status import NOT_CLAIMED, NOT_LINKED, Report, read_report
+from pullfill.cluster_status import LOST, NOT_CLAIMED, NOT_LINKED, Report, read_report
 from pullfill.frontend import cluster
 from pullfill.queue import pulse
 from pullfill.registry import directory
@@ -68,6 +68,10 @@ def test_one_worker_that_does_not_reach_nats_is_named_with_it() -> None:
 def test_a_prefill_worker_without_a_link_is_named() -> None:
     reports = [decode(said(load={"prefill_workers": []})), prefill(said())]
     assert cluster_status.reasons_of(reports, ETCD) == [f"prefill-1: {NOT_LINKED}"]
+    silent = [decode(said(load={"prefill_workers": []})), prefill(None)]
+    assert cluster_status.reasons_of(silent, ETCD) == [f"prefill-1: {LOST}"], "cut off from us, too"
+    stopped = [decode(said(load=LINKED)), prefill(None)]
+    assert cluster_status.reasons_of(stopped, ETCD) == [], "a decode worker reaches it"
     nobody_tells = [decode(None), prefill(said())]
     assert cluster_status.reasons_of(nobody_tells, ETCD) == [], "nobody knows"
 
