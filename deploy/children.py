@@ -12,6 +12,7 @@ from pullfill.deploy.procs import exit_words, spawn, start_time, tail
 from pullfill.deploy.state import StateDir
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import UnavailableError
+from pullfill.runtime.lifecycle import LEAVING_ENV
 
 
 class StartFailed(UnavailableError):
@@ -53,7 +54,10 @@ class Children:
         """Start a process, or start it again, and record it. Raises StartFailed."""
         log = self.state.log_of(spec.name)
         try:
-            child = spawn(spec.argv, log=log, env={**spec.env, RESTARTS_ENV: str(restarts)})
+            env = {**spec.env, RESTARTS_ENV: str(restarts)}
+            if spec.instance_id:
+                env[LEAVING_ENV] = str(self.state.leaving_of(spec.instance_id))
+            child = spawn(spec.argv, log=log, env=env)
         except OSError as exc:
             raise StartFailed(f"cannot start {spec.name} ({spec.argv[0]}): {exc.strerror}") from exc
         self._running[spec.name] = child

@@ -134,8 +134,9 @@ class Keeper:
             code = await wait_exit(self._children[name])
             if self.stopped():
                 return
-            if code == 0 and name not in SERVERS:
-                self._say(f"{name} finished (drained)", "yellow")
+            if name not in SERVERS and (code == 0 or self._was_leaving(name)):
+                how = "drained" if code == 0 else f"told to leave, then {exit_words(code)}"
+                self._say(f"{name} finished ({how})", "yellow")
                 return
             log = self._state.log_of(name)
             self._say(f"{name} died ({exit_words(code)}), log: {log}", "bold red")
@@ -146,6 +147,11 @@ class Keeper:
             blameless = self._disk_full() or (code == STEP_FAILED and name not in SERVERS)
             if not await self._revive(name, deaths, blameless=blameless):
                 return
+
+    def _was_leaving(self, name: str) -> bool:
+        """Whether the process had been told to leave: by `pullfill drain`, or by a signal."""
+        instance_id = self._children.entry(name).instance_id
+        return instance_id is not None and self._state.leaving_of(instance_id).exists()
 
     async def _revive(self, name: str, deaths: Deaths, *, blameless: bool) -> bool:
         """Start the process again after a pause. False: it is given up, or the cluster stops."""

@@ -49,7 +49,7 @@ async def _drain(ref: ClusterRef, instance_id: str, wait: bool, timeout_s: float
             if time.monotonic() - began > timeout_s:
                 typer.echo(
                     f"{instance_id} still drains after {timeout_s:.0f} s: wait longer with "
-                    f"--timeout S, or end it with kill {worker.pid} on {worker.host}"
+                    f"--timeout S, or end it with kill -9 {worker.pid} on {worker.host}"
                 )
                 return 1
             await asyncio.sleep(_POLL_S)

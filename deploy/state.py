@@ -5,6 +5,7 @@
     lock            held while `up` or `down` works
     orders          socket of the supervisor: `pullfill scale`, `restart`, `upgrade`
     stopping        is there while `down` stops the processes
+    ID.leaving      this worker or frontend was told to leave
     logs/           of every process
     etcd/, nats/    data of the servers
 
@@ -80,6 +81,9 @@ class StateDir:
 
     def log_of(self, name: str) -> Path:
         return self.logs / f"{name}.log"
+
+    def leaving_of(self, instance_id: str) -> Path:
+        return self.path / f"{instance_id}.leaving"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -159,6 +163,8 @@ class StateDir:
         self.logs.mkdir(parents=True, exist_ok=True)
         for log in self.logs.glob("*.log"):
             log.replace(log.with_suffix(".log.1"))
+        for mark in self.path.glob("*.leaving"):
+            mark.unlink()
         self.clear()
 
     def mark_stopping(self) -> None:

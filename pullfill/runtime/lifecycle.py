@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pullfill.runtime import log
@@ -24,6 +25,8 @@ logger = log.get("lifecycle")
 EXIT_S = 20.0
 """Longest time from the end of a drain, or from being forced, to the end of the process. The limits
 of all steps add up to less. This one is for hangs that nobody thought of."""
+LEAVING_ENV = "PULLFILL_LEAVING_FILE"
+"""Where `up` looks whether a process that died was told to leave. Such a process makes the file."""
 STEP_FAILED = 3
 """Exit code of a worker whose engine raised an exception in a step. A request may be the cause."""
 
@@ -61,6 +64,9 @@ class Stop:
         self._signalled |= signalled
         self.reason = self.reason or reason
         logger.info("%s: draining%s", reason, " (once more forces)" if signalled else "")
+        if mark := os.environ.get(LEAVING_ENV):
+            with contextlib.suppress(OSError):
+                Path(mark).touch()
         self.drain.set()
 
     def now(self, reason: str) -> None:

@@ -41,6 +41,18 @@ def test_a_way_out_that_hangs_ends_with_the_code_that_was_meant() -> None:
         assert process.wait(20) == 3
 
 
+async def test_a_process_that_is_told_to_leave_makes_a_file_for_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it then dies, `up` does not start it again."""
+    mark = tmp_path / "id.leaving"
+    monkeypatch.setenv(lifecycle.LEAVING_ENV, str(mark))
+    stop = lifecycle.Stop()
+    assert not mark.exists()
+    stop.ask("lease revoked")
+    assert mark.exists()
+
+
 def test_a_second_signal_ends_a_process_that_listens_to_nothing() -> None:
     before = "lifecycle.EXIT_S = 0.2; stop = lifecycle.Stop(); stop.install()"
     with start(before, "await asyncio.sleep(60)") as process:

@@ -19,7 +19,7 @@ from pullfill.deploy.keeper import MAX_DEATHS, WINDOW_S, Deaths, Keeper
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError
-from pullfill.runtime.lifecycle import STEP_FAILED
+from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
 from tests.support.waiting import eventually
 
 PATIENCE_S = 20.0
@@ -113,6 +113,13 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 async def until(check: Callable[[], bool]) -> None:
     await asyncio.to_thread(eventually, check, "what the keeper does")
+
+
+async def test_a_worker_that_dies_while_it_drains_is_not_started_again(rig: Rig) -> None:
+    rig.launch("decode-0", f'touch "${LEAVING_ENV}"; kill -9 $$')
+    async with rig.keeping("decode-0") as task:
+        await asyncio.wait_for(asyncio.shield(task), PATIENCE_S)
+    assert "finished (told to leave, then " in rig.said.getvalue()
 
 
 async def test_a_dead_worker_is_another_instance_and_counted(rig: Rig) -> None:
