@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
@@ -79,6 +79,7 @@ class Forecaster:
         depth_tokens: int,
         own_tokens: int,
         own_unwritten: int = 0,
+        pulling: Collection[str] | None = None,
     ) -> Forecast:
         """Forecast the remote prefill of one prompt.
 
@@ -88,6 +89,8 @@ class Forecaster:
         depth_tokens: tokens of all jobs in the queue, including those in work.
         own_tokens: tokens of our own jobs that nobody has claimed.
         own_unwritten: blocks of claimed jobs of ours that are not written yet.
+        pulling: instance ids of the prefill workers that may get the job. Decisions count no other
+        links: a slow one may be of a worker that is gone. None: all links.
         """
         rates = [load.tokens_per_s for load in loads if load.tokens_per_s > 0]
         each = sum(rates) / len(rates) if rates else 0.0
@@ -96,10 +99,15 @@ class Forecaster:
             done = done * workers // len(loads)
         ahead = max(depth_tokens - done, own_tokens, 0)
         now = self._clock.monotonic()
-        links = [link for link in list(self._links.values()) if link.at > now - REMEMBER_S]
-        since = now - FORGET_S
-        sure_of = [link for link in links if link.at > since and len(link.writes) >= _SURE]
-        recent = [link.per_block_s for link in sure_of]
+        known = [(n, link) for n, link in list(self._links.items()) if link.at > now - REMEMBER_S]
+        links, since = [link for _, link in known], now - FORGET_S
+        recent = [
+            link.per_block_s
+            for name, link in known
+            if link.at > since
+            and len(link.writes) >= _SURE
+            and (pulling is None or name in pulling)
+        ]
         per_block_s = sum(recent) / len(recent) if recent else 0.0
         wait_s = ahead / (each * workers) if each and workers else 0.0
         # KV that is computed but not written yet is also in front of it. It delays the job in the

@@ -59,6 +59,7 @@ class Outlook:
         # Our own jobs count once they are opened. They reach the queue later.
         own_jobs, own_tokens = ledger.queued()
         pulling = [peer for peer in self.control.peers.pulling if peer.cleared]
+        pullers = tuple(peer.instance_id for peer in pulling)
         forecast = self.control.forecaster.forecast(
             tokens,
             more,
@@ -68,6 +69,7 @@ class Outlook:
             depth_tokens=depth.depth_tokens,
             own_tokens=own_tokens,
             own_unwritten=ledger.unwritten(),
+            pulling=pullers,
         )
         return Situation(
             prompt_tokens=prompt_tokens,
@@ -85,7 +87,7 @@ class Outlook:
             remote_kv=(ledger.target_blocks + more) / blocks,
             draining=self.draining,
             forecast=forecast,
-            pullers=tuple(peer.instance_id for peer in pulling),
+            pullers=pullers,
             pool=self.control.peers.pool,
             ahead_jobs=max(depth.depth_jobs, own_jobs),
             ahead_tokens=max(depth.depth_tokens, own_tokens),

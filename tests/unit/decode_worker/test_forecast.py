@@ -76,6 +76,25 @@ def test_kv_that_is_not_written_yet_is_in_front_too() -> None:
     assert told.claim_within_s == 24, "or all of it comes over one of them"
 
 
+def test_the_link_of_a_worker_that_is_gone_keeps_no_prompt_local() -> None:
+    """A slow one did so for five minutes after its worker had left."""
+    made, _ = forecaster()
+    measured(made, "slow", 100.0)
+    measured(made, "fast", 1.0)
+
+    def told(*pulling: str) -> Forecast:
+        loads = [load(1000)] * len(pulling)
+        return made.forecast(
+            1600, 100, 1e8, workers=len(pulling), loads=loads, depth_tokens=0, own_tokens=0,
+            pulling=pulling,
+        )  # fmt: skip
+
+    assert told("slow", "fast").write_s == pytest.approx(5.05), "either may get the job"
+    assert told("fast").write_s == pytest.approx(0.1)
+    assert told("fast").commit_within_s == told("slow").commit_within_s, "deadlines are careful"
+    assert told("new").write_s == 0
+
+
 def test_a_worker_that_computed_nothing_yet_counts_as_the_others() -> None:
     made, _ = forecaster()
     assert of(made, 100, [load(1000), load(0)], depth=4000).wait_s == 2
