@@ -216,12 +216,15 @@ class EtcdCluster:
         self.url = ",".join(member.url for member in self.members)
 
     def start(self) -> EtcdCluster:
-        """Returns when every member knows a leader."""
+        """Returns when every member knows a leader. The leader is then first in `url`, so clients
+        use it until it is gone."""
         peers = [f"m{i}=http://127.0.0.1:{m.peer_port}" for i, m in enumerate(self.members)]
         for i, member in enumerate(self.members):
             member.launch(**{"name": f"m{i}", "initial-cluster": ",".join(peers)})
         for member in self.members:
             member.wait_healthy()
+        leader = self.leader()
+        self.url = ",".join([leader.url, *(m.url for m in self.members if m is not leader)])
         return self
 
     def leader(self) -> EtcdServer:
