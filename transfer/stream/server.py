@@ -1,8 +1,11 @@
-"""The owner's side of the stream transports: a port, and a thread for each connected peer.
+"""The owner's side of the stream transports: a port, and a thread for each peer that copies.
 
-Life: made over the memories of all ranks and their fence → `start` listens → a thread per
-connection serves one peer until it leaves → `close` ends all. Owns the listening socket and the
-threads; borrows the memories and the backends' kinds.
+Life: made over the memories of all ranks and their fence → `start` listens → a thread serves one
+peer until it leaves, or asks for nothing in REST_S → a thread watches all that rest → `close` ends
+all. Owns the listening socket and the threads; borrows the memories and the backends' kinds.
+
+So a fleet of many workers costs a thread for each peer of the last second, and two files for each
+connection.
 
 The thread that moves the bytes is ours. It holds the fence meanwhile, through a hold (an open file
 description) of its own. So the fence file proves a revoke here too. A revoke may find that one of
@@ -14,6 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import select
 import socket
 import threading
 import time
@@ -38,6 +43,8 @@ MAX_STRANGERS = 64
 STRANGERS_S = 1.0
 """A further connection waits so long until one of them has sent its hello. Then it is refused. So a
 fleet that connects at the same time is served one after the other."""
+REST_S = 1.0
+"""A peer that asks for nothing in this time gives its thread back until it asks again."""
 PATIENCE_S = 0.02
 """A batch of a peer that is alive ends within this time. A revoke interrupts one that takes longer.
 This decides when a connection is given up. It proves nothing."""
@@ -57,6 +64,10 @@ class StreamServer:
         self._peers: set[ServedPeer] = set()
         self._strangers: set[SocketConnection] = set()
         self._threads: set[threading.Thread] = set()
+        self._resting: dict[int, tuple[ServedPeer, SocketConnection, str]] = {}
+        self._epoll: select.epoll
+        self._bell = -1
+        self._watching: threading.Thread | None = None
         self._closed = False
         self._accepting: threading.Thread | None = None
         self._listening: socket.socket | None = None
@@ -72,7 +83,11 @@ class StreamServer:
             raise ConfigError(f"cannot listen for KV on {host}:{port}: {exc}") from exc
         self.address = f"tcp://{host}:{self._listening.getsockname()[1]}"
         self._accepting = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._epoll, self._bell = select.epoll(), os.eventfd(0, os.EFD_CLOEXEC)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._watching = threading.Thread(target=self._watch, name="kv-resting", daemon=True)
         self._accepting.start()
+        self._watching.start()
 
     @property
     def connections(self) -> int:
@@ -103,11 +118,15 @@ class StreamServer:
             self._accepting.join(5.0)  # then every thread that there is has been started
         with self._mutex:
             peers, strangers = list(self._peers), list(self._strangers)
-            threads = list(self._threads)
         for peer in peers:
             peer.end()
         for connection in strangers:
             connection.interrupt()
+        if self._watching is not None:
+            os.eventfd_write(self._bell, 1)
+            self._watching.join(5.0)  # those that rest have a thread again: it says goodbye
+        with self._mutex:
+            threads = list(self._threads)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(5.0)
@@ -137,21 +156,54 @@ class StreamServer:
             self._complain(f"refused a KV connection from {host}: {exc}")
             sock.close()
             return
-        thread = threading.Thread(
-            target=self._serve, args=(connection, host), name=f"kv-{host}", daemon=True
-        )
         try:
             with self._mutex:
                 self._check_room()
                 self._strangers.add(connection)
-                self._threads.add(thread)
-            thread.start()  # waits until it runs, so not under the mutex
-        except (TransferFailed, RuntimeError) as exc:
+        except TransferFailed as exc:
             self._complain(f"refused a KV connection from {host}: {exc}")
-            if isinstance(exc, RuntimeError):
-                KV_REFUSED.labels("threads").inc()
-            self._forget(connection, thread, None)
             connection.close()
+        else:
+            self._give_thread(None, connection, host)
+
+    def _give_thread(
+        self, peer: ServedPeer | None, connection: SocketConnection, host: str
+    ) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(peer, connection, host), name=f"kv-{host}", daemon=True
+        )
+        with self._mutex:
+            self._threads.add(thread)
+        try:
+            thread.start()  # waits until it runs, so not under the mutex
+        except RuntimeError as exc:
+            KV_REFUSED.labels("threads").inc()
+            self._complain(f"ended a KV connection from {host}: {exc}")
+            self._end(peer, connection, thread)
+
+    def _watch(self) -> None:
+        """Give a thread to each resting peer that asks for something, or leaves."""
+        while True:
+            for fd, _ in self._epoll.poll():
+                if fd != self._bell:
+                    with self._mutex:
+                        self._epoll.unregister(fd)
+                        resting = self._resting.pop(fd)
+                    self._give_thread(*resting)
+            with self._mutex:
+                if self._closed and not self._resting:
+                    self._epoll.close()
+                    os.close(self._bell)
+                    return
+
+    def _rest(self, peer: ServedPeer, connection: SocketConnection, host: str) -> bool:
+        """Let the calling thread go until the peer asks again. False: it must serve on."""
+        with self._mutex:
+            if not self._closed:
+                self._epoll.register(connection.fd, select.EPOLLIN)
+                self._resting[connection.fd] = peer, connection, host
+                self._threads.discard(threading.current_thread())
+            return not self._closed
 
     def _check_room(self) -> None:
         """Raise TransferFailed if there is no room for another connection. The caller holds the
@@ -172,9 +224,12 @@ class StreamServer:
         if self._closed:
             raise TransferFailed("this worker leaves")
 
-    def _forget(
-        self, connection: SocketConnection, thread: threading.Thread, peer: ServedPeer | None
+    def _end(
+        self, peer: ServedPeer | None, connection: SocketConnection, thread: threading.Thread
     ) -> None:
+        if peer is not None:
+            peer.close()
+        connection.close()
         with self._mutex:
             self._strangers.discard(connection)
             self._fewer_strangers.notify_all()
@@ -183,11 +238,15 @@ class StreamServer:
                 KV_CONNECTIONS.dec()
             self._threads.discard(thread)
 
-    def _serve(self, connection: SocketConnection, host: str) -> None:
-        peer: ServedPeer | None = None
+    def _serve(self, peer: ServedPeer | None, connection: SocketConnection, host: str) -> None:
+        """Serve a peer, or a stranger who becomes one, until it leaves or rests."""
         try:
-            peer = self._admit(connection)
-            peer.run()
+            if peer is None:
+                peer = self._admit(connection)
+                peer.start()
+            while peer.run(REST_S):
+                if self._rest(peer, connection, host):
+                    return
         except AuthFailed as exc:
             AUTH_REFUSED.labels("kv").inc()
             self._complain(f"refused a KV connection from {host}: {exc}")
@@ -198,11 +257,7 @@ class StreamServer:
             log.debug("KV connection from %s: %s", host, exc)
         except Exception:
             log.exception("a KV connection from %s failed", host)
-        finally:
-            if peer is not None:
-                peer.close()
-            connection.close()
-            self._forget(connection, threading.current_thread(), peer)
+        self._end(peer, connection, threading.current_thread())
 
     def _admit(self, connection: SocketConnection) -> ServedPeer:
         """Shake hands. Whoever is refused is told why."""

@@ -1,7 +1,8 @@
 """One connected peer on the owner's side: its operations. Each batch is moved under the fence.
 
-Made by the server's thread for this peer after the hello. That thread uses and closes it; `hurry`
-and `end` come from other threads. Owns its fence hold and its backend, not the connection.
+Made by a thread of the server after the hello. One thread at a time uses it, and the last one
+closes it. `hurry` and `end` come from other threads. Owns its fence hold and its backend, not the
+connection.
 """
 
 from __future__ import annotations
@@ -86,17 +87,24 @@ class ServedPeer:
             self._hold.close()
             raise
 
-    def run(self) -> None:
-        """Serve until the peer leaves. Raises TransferFailed (the connection broke), BadMessage,
-        AuthFailed."""
+    def start(self) -> None:
+        """Welcome the peer. Raises TransferFailed."""
         self._connection.send(encode(StreamWelcome(setup=self._backend.setup)))
         self._backend.start(self._connection, self._theirs)
+
+    def run(self, rest_s: float) -> bool:
+        """Serve until the peer leaves, or asks for nothing in `rest_s`. Returns whether it rests.
+
+        Raises TransferFailed (the connection broke), BadMessage, AuthFailed."""
+        rests = False
         try:
-            while self._connection.wait_for_input():
+            while said := self._connection.wait_for_input(rest_s):
                 self._operate(decode(self._connection.receive(MAX_OPERATION), Operation))
+            rests = said is None
         finally:
-            if self._ending:
+            if self._ending and not rests:
                 self._say_goodbye()
+        return rests
 
     def hurry(self, token: FenceToken, now: float, patience_s: float) -> None:
         """A revoke of `token` waits for this thread's batch: interrupt the batch if it still runs

@@ -136,12 +136,11 @@ class SocketConnection:
         """Whether there is something to read. Also when the peer left."""
         return self._peek(socket.MSG_PEEK) is not None
 
-    def wait_for_input(self) -> bool:
-        """Wait without a limit until the peer says something. False: it left, or `interrupt`."""
+    def wait_for_input(self, within_s: float) -> bool | None:
+        """Wait until the peer says something. False: it left, or `interrupt`. None: silence."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
-        poll.poll()
-        return bool(self._peek(socket.MSG_PEEK))
+        return bool(self._peek(socket.MSG_PEEK)) if poll.poll(within_s * 1e3) else None
 
     def _peek(self, flags: int) -> bytes | None:
         """One byte. b"": the peer left. None: there is nothing yet."""
