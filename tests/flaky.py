@@ -1,15 +1,16 @@
 """Repeat tests and list what differed between the runs: `make flaky N=10 ARGS="tests/chaos"`.
 
-Without ARGS each run is all of `make test`. Each run is a pytest process of its own, or one for
-each part of `make test`. The report names every test that failed in any run, with
-the first line of each failure, and every test whose outcome changed. With --busy, processes that
-compute all the time share the cores with the tests: a machine that others use.
+Without ARGS each run is all tests of `make test`, without its lint. Each run is a pytest process of
+its own, or one for each part of `make test`. The report names every test that failed in any run,
+with the first line of each failure, and every test whose outcome changed. It says how many tests
+each run skipped, by reason. With --busy, processes that compute all the time share the cores with
+the tests: a machine that others use.
 
-Ten runs take hours. `--keep DIR` keeps the reports, and goes on after those that are there, if they
-are of the same commit.
+Ten runs take hours. `--keep DIR` keeps the reports. The next `--keep DIR` goes on after the runs
+that are there. It refuses them if they are of another commit, of other ARGS or of another --busy.
 
-Exit status: 0 when every run passed with the same outcomes, 1 otherwise. The output of failed runs
-stays in the directory that the last line names.
+Exit status: 0 when all runs ended, with exit code 0 and the same outcomes, 1 otherwise. The output
+of failed runs stays in the directory that the last line names.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ class Runs:
 
     tests: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
     seconds: list[float] = field(default_factory=list)
-    broken: list[int] = field(default_factory=list)
-    """Numbers of the runs that pytest ended without a usable report."""
+    skips: list[Counter[str]] = field(default_factory=list)
+    """Of each whole run: how many tests it skipped, by reason."""
+    broken: dict[int, str] = field(default_factory=dict)
+    """What went wrong outside of all tests, by the number of the run."""
 
     def add(self, reports: Sequence[Path], seconds: float) -> Counter[str]:
         """Take in the JUnit reports of one run. Returns how many tests had which outcome.
@@ -68,6 +71,7 @@ class Runs:
         cases = [case for root in roots for case in root.findall(".//testcase")]
         assert cases, "no test ran"
         found: dict[str, str] = {}
+        skipped: dict[str, str] = {}
         for case in cases:
             name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
             mark = next((m for m in case if m.tag in MARKS), None)
@@ -77,10 +81,15 @@ class Runs:
                 found[name] = outcome
             seen = self.tests[name]
             seen.seconds.append(float(case.get("time", 0.0)))
-            if mark is not None and mark.tag != "skipped":
-                seen.messages[(mark.get("message") or "no message").splitlines()[0][:160]] += 1
+            if mark is not None:
+                message = (mark.get("message") or "no message").splitlines()[0][:160]
+                if mark.tag == "skipped":
+                    skipped[name] = message
+                else:
+                    seen.messages[message] += 1
         for name, outcome in found.items():
             self.tests[name].outcomes[outcome] += 1
+        self.skips.append(Counter(skipped.values()))
         self.seconds.append(seconds)
         return Counter(found.values())
 
@@ -97,10 +106,21 @@ class Runs:
                 missing = total - seen.outcomes.total()
                 said.append(f"{name}: {counts}" + (f", not run {missing}" if missing else ""))
                 said += [f"    {n} x {message}" for message, n in seen.messages.most_common()]
+        said += self.skipped()
         slow = sorted(self.tests.items(), key=lambda item: -median(item[1].seconds))[:SLOWEST]
         said += ["slowest, median and longest seconds:"]
         said += [f"  {median(s.seconds):6.1f} {max(s.seconds):6.1f}  {name}" for name, s in slow]
-        said += [f"run {number}: pytest ended without a report" for number in self.broken]
+        said += [f"run {number}: {why}" for number, why in sorted(self.broken.items())]
+        return said
+
+    def skipped(self) -> list[str]:
+        """One line for each reason, with the number of tests that each run skipped for it."""
+        said = []
+        for reason in sorted(set().union(*self.skips)):
+            counts = [skips[reason] for skips in self.skips]
+            each = ", ".join(map(str, counts))
+            how = f"{counts[0]} in each run" if len(set(counts)) == 1 else f"run by run {each}"
+            said.append(f"skipped, {how}: {reason}")
         return said
 
     def steady(self, seen: Seen) -> bool:
@@ -127,38 +147,75 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def run_once(number: int, folder: Path, parts: Sequence[Sequence[str]], runs: Runs) -> None:
-    """Run pytest once for each part; the output is kept only if one failed."""
-    log, code = folder / f"run-{number}.log", 0
+    """Run pytest once for each part; the output is kept only if one failed.
+
+    Raises KeyboardInterrupt. Then nothing of the run is left."""
+    log, codes = log_of(folder, number), list[int]()
     reports = reports_of(folder, number, len(parts))
+    for report in reports:
+        report.unlink(missing_ok=True)  # of a run that was killed
     started = time.monotonic()
-    with log.open("wb") as out:
-        for report, args in zip(reports, parts, strict=True):
-            command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *args]
-            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False)
-            code = code or done.returncode
+    try:
+        with log.open("wb") as out:
+            for report, args in zip(reports, parts, strict=True):
+                command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *args]
+                done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False)
+                codes.append(done.returncode)
+    except KeyboardInterrupt:
+        for left in (log, *reports):  # pytest also writes a report when it is interrupted
+            left.unlink(missing_ok=True)
+        raise
+    code = next(filter(None, codes), 0)
+    if code == 0:
+        log.unlink()
     seconds = time.monotonic() - started
     try:
         counts = runs.add(reports, seconds)
+        odd = [
+            code for code, report in zip(codes, reports, strict=True) if unexplained(code, report)
+        ]
+        if odd:
+            runs.broken[number] = f"pytest ended with exit code {odd[0]}"
     except (OSError, ElementTree.ParseError, AssertionError):
-        runs.broken.append(number)
+        runs.broken[number] = f"pytest ended with exit code {code} and without a report"
         counts = Counter()
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     print(f"run {number}: {said or 'no report'} in {seconds:.0f} s (exit {code})", flush=True)
-    if code == 0:
-        log.unlink()
 
 
-def kept(folder: Path, parts: int, runs: Runs) -> int:
+def unexplained(code: int, report: Path) -> bool:
+    """Whether pytest's exit code says more than that a test in its report failed."""
+    return code not in (0, 1) or (code == 1 and not failed(report))
+
+
+def failed(report: Path) -> bool:
+    """Whether a test in the JUnit report failed."""
+    root = ElementTree.parse(report).getroot()
+    return any(root.find(f".//testcase/{mark}") is not None for mark in ("failure", "error"))
+
+
+def mark(args: Sequence[str], busy: int) -> str:
+    """What runs must have in common to be compared: the commit, --busy and ARGS.
+
+    Outside of a git repository the commit is empty. Raises SystemExit if there are changes that no
+    commit has."""
+    head = ["git", "describe", "--always", "--abbrev=40", "--dirty"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
+    if commit.endswith("-dirty"):
+        raise SystemExit("--keep compares runs of one commit: commit or stash your changes first")
+    options = ["--busy", str(busy)] if busy else []
+    return " ".join([commit, *options, *map(shlex.quote, args)])
+
+
+def kept(folder: Path, now: str, parts: int, runs: Runs) -> int:
     """Take in the runs that the folder holds. Returns how many those are.
 
-    Raises SystemExit if they are of other code."""
+    now: the mark of the runs that will follow. Raises SystemExit if the folder has another one."""
     folder.mkdir(parents=True, exist_ok=True)
-    head = ["git", "describe", "--always", "--abbrev=40", "--dirty"]
-    code = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
-    mark = folder / "commit"
-    if (before := mark.read_text() if mark.exists() else code) != code:
-        raise SystemExit(f"{folder} holds runs of {before}, this is {code}: name another directory")
-    mark.write_text(code)
+    file = folder / "commit"
+    if (before := file.read_text() if file.exists() else now) != now:
+        raise SystemExit(f"{folder} holds runs of {before}, this is {now}: name another directory")
+    file.write_text(now)
     number = 0
     reports = reports_of(folder, 1, parts)
     while all(report.exists() for report in reports):
@@ -166,10 +223,18 @@ def kept(folder: Path, parts: int, runs: Runs) -> int:
         suites = [ElementTree.parse(report).getroot().find("testsuite") for report in reports]
         seconds = sum(float(s.get("time", 0)) for s in suites if s is not None)
         counts = runs.add(reports, seconds)
+        # The log of a run is kept only if an exit code was not 0.
+        if log_of(folder, number).exists() and not any(map(failed, reports)):
+            runs.broken[number] = "pytest ended with an exit code other than 0"
         said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
         print(f"run {number}: {said} in {seconds:.0f} s (before)", flush=True)
         reports = reports_of(folder, number + 1, parts)
     return number
+
+
+def log_of(folder: Path, number: int) -> Path:
+    """What all parts of one run printed."""
+    return folder / f"run-{number}.log"
 
 
 def reports_of(folder: Path, number: int, parts: int) -> list[Path]:
@@ -191,15 +256,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.runs < 1:
         parser.error("--runs must be at least 1")
     parts = [rest] if rest else [shlex.split(part) for part in WHOLE]
+    now = mark(rest, chosen.busy) if chosen.keep else ""
     folder = Path(chosen.keep or tempfile.mkdtemp(prefix="pullfill-flaky-"))
     runs = Runs()
-    done = kept(folder, len(parts), runs) if chosen.keep else 0
+    done = kept(folder, now, len(parts), runs) if chosen.keep else 0
     with busy(chosen.busy), contextlib.suppress(KeyboardInterrupt):
         for number in range(done + 1, chosen.runs + 1):
             run_once(number, folder, parts, runs)
+            done = number
     print("\n".join(runs.lines()))
-    print(f"{'steady' if runs.good else 'NOT steady'}; logs of failed runs: {folder}")
-    return 0 if runs.good else 1
+    if missing := max(0, chosen.runs - done):
+        print(f"interrupted: {missing} of {chosen.runs} runs are missing")
+    verdict = ("steady so far" if missing else "steady") if runs.good else "NOT steady"
+    print(f"{verdict if done else 'no run ended'}; logs of failed runs: {folder}")
+    return 0 if runs.good and not missing else 1
 
 
 if __name__ == "__main__":
