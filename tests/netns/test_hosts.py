@@ -6,6 +6,7 @@ is that of one plain engine.
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -29,6 +30,13 @@ PAIRS = {
     "decode-servers": ("decode0", "servers"),
     "prefill-servers": ("prefill0", "servers"),
 }
+ANSWERS = {
+    ("decode0", "prefill0"),
+    ("servers", "front"),
+    ("servers", "decode0"),
+    ("servers", "prefill0"),
+}
+"""Directions in which a host only answers. It may be silent if the other direction is cut too."""
 QUICK = {("decode-prefill", "there"), ("frontend-decode", "both")}
 """Cuts that the ordinary run tries; the others take minutes and are `long`."""
 CUTS = [
@@ -73,13 +81,17 @@ def test_a_cut_wire_fails_no_request(
     pair: str, way: str, cluster: SpreadCluster, oracle: Oracle
 ) -> None:
     here, there = PAIRS[pair]
+    forth, back = (here, there), (there, here)
+    ways = {"both": [forth, back], "there": [forth], "back": [back]}
     with Load(cluster, threads=3, lengths=(40, 700, 1400), seed=next(_seeds)) as load:
         until(lambda: len(load.done) >= 3, 30, "load before the cut")
-        for source, target in ((here, there), (there, here)):
-            if way == "both" or (way == "there") == (source == here):
-                cluster.hosts.wire(source, target).cut = True
+        cut = {hosts: cluster.hosts.wire(*hosts) for hosts in ways[way]}
+        for wire in cut.values():
+            wire.cut = True
         time.sleep(SILENT_FOR_S)
+        used = {hosts for hosts, wire in cut.items() if wire.stopped}
         cluster.hosts.wires.heal()
+        assert used >= (cut.keys() - ANSWERS if way == "both" else cut.keys())
         answered = len(load.done)
         until(lambda: len(load.done) >= answered + 3, 60, "load after the cut")
     checked_load(cluster, oracle, load)
@@ -97,11 +109,12 @@ def test_poor_wires_fail_no_request(
     fault: str, value: float, cluster: SpreadCluster, oracle: Oracle
 ) -> None:
     names = ("servers", "front", "decode0", "decode1", "prefill0", "prefill1")
-    for source in names:
-        for target in names:
-            setattr(cluster.hosts.wire(source, target), fault, value)
+    wires = [cluster.hosts.wire(*hosts) for hosts in itertools.permutations(names, 2)]
+    for wire in wires:
+        setattr(wire, fault, value)
     with Load(cluster, threads=3, lengths=(40, 700, 1400), seed=next(_seeds)) as load:
         until(lambda: len(load.done) >= 20, 120, "twenty answers")
+    assert sum(wire.stopped + wire.delayed for wire in wires) > 0, "the wires did nothing"
     assert "remote" in load.paths()
     checked_load(cluster, oracle, load)
 

@@ -72,6 +72,8 @@ def test_a_slow_wire_keeps_long_prompts_here_and_explain_says_why(cluster: Sprea
     measure(cluster, seed=200)
     told = decided(cluster, seed=2)
     assert (told["path"], told["reason"]) == ("local", "slow_link"), told
+    assert there.delayed > 0
+    assert back.delayed > 0
     expected = told["expected_s"]
     assert 0.9 * kv_bytes / RATE < expected["kv_write"] < 3 * kv_bytes / RATE
     assert expected["kv_write"] > 3 * expected["prefill"] > 0

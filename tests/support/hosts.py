@@ -132,11 +132,14 @@ class Hosts:
 
 class SpreadCluster(Cluster):
     """A cluster on `hosts`: servers on "servers", the frontend on "front", each worker on the host
-    that `launch_on` names."""
+    that `launch_on` names.
+
+    lasting: processes that no test ends."""
 
     def __init__(self, directory: Path, model_path: Path, hosts: Hosts) -> None:
         super().__init__(directory, model_path)
         self.hosts = hosts
+        self.lasting: list[Worker] = []
         address, before = hosts.address("servers"), hosts.command("servers")
         self.etcd = EtcdServer(directory / "etcd", host=address, before=before)
         self.nats = NatsServer(directory / "nats", host=address, before=before)
@@ -150,3 +153,10 @@ class SpreadCluster(Cluster):
         """All wires as new; returns when every worker is known and connected again."""
         self.hosts.wires.heal()
         self.wait_ready(*self.of("decode"), *self.of("prefill"))
+
+    def assert_alive(self) -> None:
+        """Every lasting process runs. The message holds the last lines of the logs of others."""
+        ended = [worker for worker in self.lasting if not worker.alive]
+        assert not ended, "\n".join(
+            f"{w.log.name}: ended with exit code {w.process.returncode}\n{w.tail()}" for w in ended
+        )

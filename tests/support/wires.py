@@ -31,13 +31,19 @@ QUEUE_S = 0.2
 
 @dataclass(slots=True)
 class Wire:
-    """One direction between two hosts. rate: bytes per second, 0 for no limit."""
+    """One direction between two hosts.
+
+    rate: bytes per second, 0 for no limit.
+    stopped: number of packets that it did not deliver: cut, lost, or too many for a slow wire.
+    delayed: number of packets that it delivered later, for `delay_s` or `rate`."""
 
     cut: bool = False
     loss: float = 0.0
     delay_s: float = 0.0
     rate: float = 0.0
     free_at: float = 0.0
+    stopped: int = 0
+    delayed: int = 0
 
 
 class Wires:
@@ -68,7 +74,7 @@ class Wires:
         return self._wire(socket.inet_aton(source), socket.inet_aton(target))
 
     def heal(self) -> None:
-        """All wires as new."""
+        """All wires as new. Their counts begin at 0; a `Wire` that a test holds keeps its own."""
         self._wires.clear()
 
     def close(self) -> None:
@@ -109,17 +115,20 @@ class Wires:
 
     def _send(self, wire: Wire, device: int, packet: bytes) -> None:
         if wire.cut or (wire.loss and self._random.random() < wire.loss):
+            wire.stopped += 1
             return
         at = now = time.monotonic()
         if wire.rate:
             at = max(now, wire.free_at) + len(packet) / wire.rate
             if at - now > QUEUE_S:
+                wire.stopped += 1
                 return
             wire.free_at = at
         at += wire.delay_s
         if at <= now:
             self._deliver(device, packet)
         else:
+            wire.delayed += 1
             heapq.heappush(self._late, (at, next(self._order), device, packet))
 
     def _deliver(self, device: int, packet: bytes) -> None:
