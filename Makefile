@@ -41,12 +41,12 @@ lint: install ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint test-fast ## All tests, quick ones first
+test: lint test-fast ## Lint, then all tests but the long ones, quick ones first
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not alone" $(ENGINE_TESTS) $(PYTEST_ARGS)
 	$(BIN)/pytest -q -m "alone and not long" tests/integration $(PYTEST_ARGS)
 
 # vLLM keeps what it learns about a model, in 10 s of CPU, and each release overwrites the others'.
-test-vllm: ## All tests on another release of vLLM, in a venv of its own: make test-vllm VLLM=0.31.0
+test-vllm: ## make test on another release of vLLM, in a venv of its own: make test-vllm VLLM=0.31.0
 	@PULLFILL_VLLM=$(or $(VLLM),$(error name the release: make test-vllm VLLM=0.31.0)) \
 	PULLFILL_VENV=.venv-vllm-$(VLLM) VLLM_CACHE_ROOT=$(CURDIR)/.venv-vllm-$(VLLM)/cache $(MAKE) test
 
@@ -59,10 +59,10 @@ zoo: install ## Tiny models of each architecture: a cluster answers as one engin
 screenshots: install ## Make the pictures of the live page in docs/images (needs chromium)
 	$(BIN)/python -m tests.screenshots
 
-flaky: install ## Repeat make test, list what differed: make flaky N=10 [ARGS="--busy 2 tests/chaos"]
+flaky: install ## Repeat the tests of make test, list what differed: make flaky N=10 [ARGS="--busy 2 tests/chaos"]
 	$(BIN)/python -m tests.flaky --runs $(N) $(ARGS)
 
-chaos: install ## Fault tests: real processes, real servers, real engines
+chaos: install ## Fault tests, and all long tests: models, LoRA, packaging, chart, more fuzzing
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
 	$(BIN)/pytest -m long tests/integration tests/netns benchmarks/tests $(PYTEST_ARGS)
 	FUZZ=1000 $(BIN)/pytest -q -n 2 tests/unit tests/contract tests/integration -k "fuzz or any_order_of_events or many_connects or hypothesis"
