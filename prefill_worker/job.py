@@ -148,11 +148,8 @@ class Job:
             try:
                 grant = await connection.claim(self.job_id, job.incarnation, delivery.ack_subject)
                 break
-            except ConnectionLost as lost:
-                try:
-                    connection = await runner.connections.find(job.decode_instance)
-                except PeerUnavailable:
-                    raise lost from None
+            except ConnectionLost:
+                connection = await runner.connections.find(job.decode_instance)
             except ClaimRefused as exc:
                 wait_s = exc.retry_after_s
                 if exc.reason != RefuseReason.HELD.value or wait_s is None:
@@ -344,9 +341,9 @@ class Job:
                 last = self.message.first.number >= self._runner.max_deliver()
                 if why.reason != RefuseReason.IN_PROGRESS or last:
                     await self.message.settle("ack")
-            case ConnectionLost():
-                logger.info("job %s: %s; the decode worker naks it", self.job_id, why)
             case PeerUnavailable():
+                # The decode worker naks a delivery only if it has granted the job. If its grant is
+                # lost on the way, both nak. The extra delivery then finds the job in progress.
                 await self._unreachable(why)
             case _:
                 raise why
@@ -361,7 +358,7 @@ class Job:
             self._give_up(str(why) or "timeout", retry=retry)
         match why:
             case ConnectionLost():
-                await self._not_begun(why)
+                logger.info("job %s: %s; the decode worker naks it", self.job_id, why)
             case Revoked() | Fenced():
                 # Do not settle the message: it was deleted, or another worker has a newer delivery.
                 logger.info("job %s attempt %d: %s", self.job_id, attempt, why)

@@ -131,6 +131,50 @@ async def test_a_link_that_breaks_brings_one_more_delivery(
     assert (holder.runner.completed, other.runner.completed) == (0, 1)
 
 
+@pytest.mark.parametrize("granted", [False, True], ids=["claim lost", "grant lost"])
+async def test_a_link_that_goes_silent_under_a_claim_leaves_the_job_to_another_worker(
+    tmp_path: Path, server: NatsServer, deliveries: Counter[str], granted: bool
+) -> None:
+    """Not after `ack_wait`, though no decode worker naks what it has not granted. If it has, both
+    ends nak, and the job stays with its new writer."""
+    async with Cluster(tmp_path, server=server, ack_wait_s=60.0) as cluster:
+        decode, holder = await cluster.decode(), await cluster.prefill(pull=False)
+        other = await cluster.prefill(pull=False)
+        cut_off(decode, holder, granted)
+        (link,) = holder.links._connections.values()
+        link._silent_s = 1.0
+        served = decode.send(prompt(30))
+        holder.puller.start()
+        await until(lambda: holder.runner.waiting == 1)
+        await holder.puller.stop()
+        other.puller.start()
+        await settled(served)
+        assert decode.right(served)
+        await cluster.check_clean()
+        assert (holder.runner.completed, other.runner.completed) == (0, 1)
+        assert max(deliveries.values()) in ((2, 3) if granted else (2,))
+
+
+def cut_off(decode: DecodeHalf, holder: PrefillHalf, granted: bool) -> None:
+    """From now on nothing that the decode worker says reaches this prefill worker.
+
+    granted: what this one says reaches the decode worker."""
+    control = decode.control
+    (peer,) = [p for p in control.peers.values() if p.instance_id == holder.name]
+    peer.channel.write = lambda *_, **__: None  # type: ignore[method-assign]
+    dispatch = control._dispatch
+
+    def hears(peer: Any, message: object) -> None:
+        if granted or peer.instance_id != holder.name:
+            dispatch(peer, message)
+
+    async def greets(channel: Any) -> Any:
+        return await asyncio.Event().wait()
+
+    control._dispatch = hears  # type: ignore[method-assign]
+    control._greet = greets  # type: ignore[method-assign]
+
+
 async def test_a_job_that_comes_back_to_the_worker_that_lost_its_link_runs_again(
     cluster: Cluster, deliveries: Counter[str]
 ) -> None:
