@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = log.get("prefill_worker.job")
 
 AGAIN_S = 0.05  # the least time before the queue delivers a job again whose attempt failed here
-_AGAIN_RENEWED_S = 0.5  # long enough for the registry's watch to show the new incarnation
+_AGAIN_RENEWED_S = 0.5  # long enough for the registry's watch to show a new incarnation or worker
 _READ_S = 24 * 3600.0  # pull: a safety net. The decode worker replies when its read ends
 _QUIET_S = 30.0  # how long a drain waits for a revoked copy to end
 _STALE = "stale"  # the decode worker's answer to a commit whose attempt is not the current one
@@ -377,11 +377,13 @@ class Job:
 
         It must stay in the queue, and be no dead letter, until the decode worker deletes it."""
         job, number = self.job, self.message.first.number
-        delay_s: float | None = None
-        # A decode worker that our directory does not list may be gone. Or it is not listed yet, or
-        # it drains and others are connected to it. So the first delivery is left to other workers.
-        if self._runner.connections.knows(job.decode_instance) or number == 1:
-            delay_s = patience(job.timeout_s, number, self._runner.max_deliver())
+        delay_s = patience(job.timeout_s, number, self._runner.max_deliver())
+        if self._runner.connections.knows(job.decode_instance):
+            self._runner.on_unreachable()
+        elif delay_s is not None:
+            # It may be gone. Or it is not listed yet, or it drains and others are connected to it.
+            # So the first delivery is left to other workers.
+            delay_s = max(delay_s, _AGAIN_RENEWED_S) if number == 1 else None
         logger.info("job %s: %s%s", self.job_id, why, "" if delay_s else "; dropped")
         await self.message.settle("nak" if delay_s else "ack", delay_s=delay_s or 0.0)
 

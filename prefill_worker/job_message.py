@@ -17,7 +17,7 @@ from pullfill.runtime import failpoints, log
 
 logger = log.get("prefill_worker.job_message")
 
-_NAK_SOONEST_S = 0.5
+_FIRST_NAK_S, _NAK_SOONEST_S = 0.05, 0.5
 
 
 class JobMessage:
@@ -71,12 +71,14 @@ class JobMessage:
 def patience(timeout_s: float, delivery: int, max_deliver: int) -> float | None:
     """Return how long the queue must hold back a job whose decode worker cannot be reached.
 
-    The first times are short: another worker may reach it. The last one is the job's `timeout_s`,
+    The first time is short: another worker may reach it. The last one is the job's `timeout_s`,
     after which the decode worker has given the job up. Then None: nobody needs the job, so settle
     it. The age of the job is not used, because it depends on NATS's clock, which may be set.
 
     delivery: the number of this delivery, from 1."""
     if delivery >= max_deliver:
         return None
-    share = 4 ** (max_deliver - 1 - delivery)
+    if delivery == 1 < max_deliver - 1:
+        return _FIRST_NAK_S
+    share = 8 ** (max_deliver - 1 - delivery)
     return max(_NAK_SOONEST_S, timeout_s / float(share))

@@ -47,6 +47,8 @@ class JobRunner:
     on_change: called when a job has ended or the budget has room.
     on_not_cleared: called when a claim was refused because of the self-check, and none was granted
     for _GRANTED_S. Some decode workers may grant what others refuse.
+    on_unreachable: called for each job whose decode worker is in the directory, but to which this
+    worker cannot bring KV. Other prefill workers may be able to.
     take_back: takes a delivery whose job this process has asked for itself. Returns False for any
     other. Raises ClaimRefused if another prefill worker has the job."""
 
@@ -74,6 +76,7 @@ class JobRunner:
         self._on_change = on_change
         self._take_back = take_back
         self.on_not_cleared: Callable[[], None] = lambda: None
+        self.on_unreachable: Callable[[], None] = lambda: None
         self._jobs: dict[str, Job] = {}
         self._kept: set[asyncio.Task[None]] = set()
         self._sends_heartbeats = False

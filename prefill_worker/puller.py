@@ -13,6 +13,11 @@ A tight job (queue/urgency.py) may exceed the budget, up to twice the budget, if
 second prompt: it goes past that one in the engine. Otherwise nothing is gained, and another worker
 may be free sooner.
 
+After a job of a decode worker that this worker cannot reach, it leaves jobs to idle prefill workers
+for _LEAVE_S: it does not wait at the queue, and only asks every _LOOK_S for a job that is there. A
+new job goes to a worker that waits. If none waits, this worker takes it, because it may be of a
+decode worker that this one reaches.
+
 While a decode worker has no KV credit left (credits.py), nothing is pulled, because the next job
 may be of that decode worker. After `patience_s` there is one more pull all the same. So a slow
 decode worker delays the jobs of others by `patience_s` each time. A stopped one does so only once:
@@ -42,6 +47,7 @@ _WAIT_S = 2.0
 _PAUSE_SOONEST_S, _PAUSE_LATEST_S = 0.1, 2.0
 _UNCLEARED_S = (1.0, 30.0)
 """Pause after a claim that the self-check refuses, and the longest one. It doubles each time."""
+_LEAVE_S, _LOOK_S = 5.0, 0.05
 _LEAST_TOKENS = 4096
 
 
@@ -87,6 +93,7 @@ class Puller:
         self._pulling: asyncio.Timeout | None = None
         self._pause_s = _PAUSE_SOONEST_S
         self._uncleared_s, self._uncleared_until = 0.0, -math.inf
+        self._leave_until = -math.inf
 
     def start(self) -> None:
         self._consumer.on_urgent = self._room.ring
@@ -115,6 +122,13 @@ class Puller:
         self._uncleared_until = now + self._uncleared_s
         logger.info("not cleared by the self-check: no jobs for %.0f s", self._uncleared_s)
         self._end_pull()
+
+    def leave_to_others(self) -> None:
+        """Take only jobs that no other worker waits for, for _LEAVE_S from now."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._leave_until:
+            self._end_pull()
+        self._leave_until = now + _LEAVE_S
 
     def _end_pull(self) -> None:
         if self._pulling is not None and not self._pulling.expired():
@@ -176,11 +190,12 @@ class Puller:
             await self._wait_for_room(stopped_s or _WAIT_S)
             return
         now = asyncio.get_running_loop().time()
+        leaves = now < self._leave_until
         pulling = self._pulling = asyncio.timeout(None)
         try:
             # One job per pull. A pull for more would wait until it knows that there are no more.
             # The next pull gets the next job just as soon.
-            wait_s = timer_grid.before(now + _WAIT_S, _WAIT_S / 2) - now
+            wait_s = 0.0 if leaves else timer_grid.before(now + _WAIT_S, _WAIT_S / 2) - now
             try:
                 async with pulling:
                     deliveries = await self._consumer.pull(free, 1, wait_s, urgent_only=full)
@@ -195,6 +210,8 @@ class Puller:
             self._pause_s = min(self._pause_s * 2, _PAUSE_LATEST_S)
             return
         self._pause_s = _PAUSE_SOONEST_S
+        if leaves and not deliveries:
+            await self._wait_for_room(_LOOK_S)
         for delivery in deliveries:
             # Nobody delivers a job again that came past the stream, and has no ack subject.
             if not self._stopped_s or not delivery.ack_subject:

@@ -246,6 +246,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             concurrency=context.concurrency,
         )  # fmt: skip
         runner.on_not_cleared = puller.not_cleared
+        runner.on_unreachable = puller.leave_to_others
         parts.push_async_callback(puller.stop)
         healths = [consumer.health, self._etcd.health]
         made = PrefillService(engine, thread, connections, runner, puller, credits, healths)

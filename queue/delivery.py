@@ -30,6 +30,9 @@ logger = log.get("queue")
 
 IN_PROGRESS = b"+WPI"
 _NO_ACK = AckInfo("", "", 1, 0, 0)
+_TIMER_S = 0.005
+"""NATS may deliver a job so much later than the delay of its nak says. A worker that asks before
+that finds the lane empty, and may ask again only after 2 s."""
 
 
 class JetStreamDelivery:
@@ -84,7 +87,7 @@ class JetStreamDelivery:
         delay = b' {"delay": %d}' % int(delay_s * 1e9) if delay_s > 0 else b""
         await self._owner.tell(self._stream_id, self.ack_subject, b"-NAK" + delay)
         if self.lane is not None:
-            await self._owner.lanes.notice(self.lane, delay_s)
+            await self._owner.lanes.notice(self.lane, delay_s and delay_s + _TIMER_S)
 
     async def term(self, reason: str) -> None:
         if self._past_stream:

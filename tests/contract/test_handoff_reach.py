@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -13,12 +14,15 @@ from pullfill.errors import BadMessage
 from pullfill.net import frames
 from pullfill.prefill_worker import control_connections, job_message
 from pullfill.prefill_worker.transfer_worker import TransferWorker
-from pullfill.wire import PrefillJob, encode, u32
+from pullfill.queue.jetstream import JetStreamConsumer
+from pullfill.wire import PrefillJob, WorkerRecord, encode, u32
 from tests.support.control_rig import Raw
 from tests.support.fakes import FakeClock
 from tests.support.handoff_decode import COMPATIBLE
+from tests.support.handoff_directory import FakeDirectory
 from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
 from tests.support.kv_engine import BLOCK
+from tests.support.nats import NatsServer
 
 # ------------------------------------------------------------------ before the task is there
 
@@ -77,13 +81,25 @@ def closed_port() -> int:
         return port
 
 
-async def cut_off(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> PrefillHalf:
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    server = NatsServer(tmp_path / "nats")
+    await server.start()
+    yield server
+    server.stop()
+
+
+async def cut_off(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, record: WorkerRecord | None = None
+) -> PrefillHalf:
     """A prefill worker that knows a decode worker which it cannot reach."""
     monkeypatch.setattr(control_connections, "_APPEAR_S", 0.01)
-    record = cluster.directory.members["decode-1"]
+    record = record or cluster.directory.members["decode-1"]
     nowhere = f"tcp://127.0.0.1:{closed_port()}"
     cluster.directory.put(msgspec.structs.replace(record, control=nowhere))
-    prefill = PrefillHalf(cluster, "prefill-1", chunk=8)
+    url = cluster.server and cluster.server.url
+    consumer = await JetStreamConsumer.connect(url, cluster.config) if url else None
+    prefill = PrefillHalf(cluster, "prefill-1", chunk=8, consumer=consumer)
     cluster.prefills.append(prefill)
     prefill.puller.start()
     return prefill
@@ -112,6 +128,41 @@ async def test_row_18_a_job_that_no_worker_can_claim_is_no_dead_letter(
         await cluster.check_clean()
         assert not cluster.queue.dead
         busy.writer.close()
+
+
+async def test_row_18_jobs_go_past_a_worker_that_cannot_reach_their_decode_worker(
+    tmp_path: Path, server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle prefill worker that reaches it gets them at once. Jobs of a decode worker that both
+    reach are taken by both."""
+    async with Cluster(tmp_path, server=server) as cluster:
+        far, near = await cluster.decode("decode-1"), await cluster.decode("decode-2")
+        everybody, cluster.directory = cluster.directory, FakeDirectory()
+        cluster.directory.put(everybody.members[near.name])
+        cut = await cut_off(cluster, monkeypatch, everybody.members[far.name])
+        pulled: list[str] = []
+        start = cut.runner.start
+        monkeypatch.setattr(cut.runner, "start", lambda d: pulled.append(d.job_id) or start(d))
+        cluster.directory = everybody
+        other = await cluster.prefill(pull=False)
+        first = far.send(prompt(9))
+        await until(lambda: pulled and not cut.runner.in_flight)
+        other.puller.start()
+        await settled(first)
+        served = [first]
+        for seed in range(8):
+            served.append(far.send(prompt(9, seed=seed)))
+            await settled(served[-1])
+        assert len(pulled) <= 3, "the others were left to the worker that is idle"
+        served += [far.send(prompt(9, seed=seed)) for seed in range(8, 12)]
+        await settled(*served)
+        assert all(far.right(one) for one in served)
+        await other.puller.stop()
+        alone = near.send(prompt(9))
+        await settled(alone)
+        assert near.right(alone)
+        await cluster.check_clean()
+        assert (cut.runner.completed, other.runner.completed) == (1, 13)
 
 
 async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
@@ -161,7 +212,7 @@ async def test_a_job_past_its_time_that_nobody_removes_is_dropped(
             timeout_s=20.0,
         )
         await cluster.queue.producer().publish("j", encode(job), 3)
-        for _ in range(60):  # 30 s; the waits are 0.5, 1.25, 5 and 20 s
+        for _ in range(60):  # 30 s; the waits are 0.05, 0.5, 2.5 and 20 s
             clock.advance(0.5)
             await asyncio.sleep(0.02)
         await until(lambda: cluster.queue.status().depth_jobs == 0)

@@ -88,6 +88,7 @@ class PrefillHalf:
             credits=self.credits,
             patience_s=cluster.patience_s,
         )
+        self.runner.on_unreachable = self.puller.leave_to_others
         self.links.start()
 
     @property

@@ -203,6 +203,33 @@ async def test_a_worker_that_is_not_cleared_pulls_nothing_for_ever_longer() -> N
     await puller.stop()
 
 
+async def test_jobs_are_left_to_workers_that_wait_and_taken_if_none_does() -> None:
+    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
+    producer, consumer = queue.producer(), cast(Any, Consumer(queue.consumer(), runner))
+    pull, waits = consumer.pull, list[float]()
+
+    async def noting(budget: int, max_jobs: int, wait_s: float, **how: Any) -> Any:
+        waits.append(wait_s)
+        return await pull(budget, max_jobs, wait_s, **how)
+
+    consumer.pull = noting
+    puller = Puller(
+        consumer, cast(Any, runner), budget_tokens=30, max_jobs=32, credits=Credits(1 << 20)
+    )
+    puller.start()
+    await until(lambda: bool(waits))
+    puller.leave_to_others()
+    puller.leave_to_others()
+    await until(lambda: len(waits) > 3)
+    await producer.publish("j", b"", 1)
+    await started(runner, 1)
+    assert waits[0] > 0
+    assert not any(waits[1:])
+    puller._leave_until = asyncio.get_running_loop().time()
+    await until(lambda: waits[-1] > 0)
+    await puller.stop()
+
+
 async def test_a_pause_after_a_pull_that_failed_ends_like_any_other() -> None:
     queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
     producer, consumer = queue.producer(), cast(Any, Consumer(queue.consumer(), runner))
