@@ -40,7 +40,7 @@ _HELD_S = 0.05
 class JobRunner:
     """Runs a `Job` for each delivery. Its public attributes are what the jobs share.
 
-    idle: set while nothing is under way.
+    no_jobs: set while no job runs. idle: set while nothing that `keep` runs goes on either.
     heartbeat_s: returns the seconds between two heartbeats for each job.
     max_deliver: returns how often the queue delivers a job at most.
     read_grants: of the decode workers that read our memory.
@@ -83,13 +83,13 @@ class JobRunner:
         self._heartbeats: asyncio.Task[None] | None = None
         self.completed = 0
         self.failed = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
+        self.no_jobs, self.idle = asyncio.Event(), asyncio.Event()
+        self._look_if_idle()
 
     @property
     def in_flight(self) -> int:
-        """Jobs, and what must end after one before this worker is idle."""
-        return len(self._jobs) + len(self._kept)
+        """Jobs that run here."""
+        return len(self._jobs)
 
     @property
     def waiting(self) -> int:
@@ -141,12 +141,12 @@ class JobRunner:
             if not own:
                 return  # the worker that has the job settles it
         if own:
-            self.idle.clear()
             self.keep(_acked(delivery))
             return
         job = self._jobs[delivery.job_id] = Job(self, delivery)
         trial = isinstance(delivery, TrialDelivery)
         self.budget.pulled(delivery.job_id, delivery.tokens, trial=trial)
+        self.no_jobs.clear()
         self.idle.clear()
         if not self._sends_heartbeats:
             self._sends_heartbeats = True
@@ -197,7 +197,8 @@ class JobRunner:
         self._on_change()
 
     def keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what must end before this worker is idle."""
+        """Run what may go on after its job, until this worker is idle."""
+        self.idle.clear()
         task = asyncio.create_task(work)
         self._kept.add(task)
         task.add_done_callback(self._kept_over)
@@ -207,8 +208,10 @@ class JobRunner:
         self._look_if_idle()
 
     def _look_if_idle(self) -> None:
-        if not self._jobs and not self._kept:
-            self.idle.set()
+        if not self._jobs:
+            self.no_jobs.set()
+            if not self._kept:
+                self.idle.set()
 
     # ------------------------------------------------------------------ heartbeats to the queue
 

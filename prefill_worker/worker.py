@@ -7,6 +7,7 @@ drain stops pulling, and finishes the granted jobs and their writes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -54,6 +55,10 @@ logger = log.get("prefill_worker")
 
 _MAX_JOBS = 32
 _CREDITS = 256 << 20
+_KEPT_S = 1.0
+"""How long a drain waits after the last job for reads and copies that may still go on. They usually
+end within milliseconds, but those of a stopped decode worker do not end. The blocks that it reads
+stay allocated, until this process ends. If the engine stays (elastic): until the read has ended."""
 
 
 class PrefillHooks(EngineHooks):
@@ -328,7 +333,14 @@ class PrefillService(Service):
         self._connections.leave()  # decode workers stop counting on us; granted jobs go on
 
     async def finished(self) -> None:
-        await until(self._runner.idle, self._thread.dead)
+        dead = self._thread.dead
+        await until(self._runner.no_jobs, dead)
+        # The end of this process frees its GPU memory, also under a read (cuda_ipc/peer.py). A file
+        # in shared memory stays as it is for those who map it.
+        on_gpu = any(memory.device is not None for memory in self._engine.context.memories)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if on_gpu else _KEPT_S):
+                await until(self._runner.idle, dead)
 
     async def give_up(self) -> None:
         logger.warning("giving up %d jobs", self._runner.in_flight)

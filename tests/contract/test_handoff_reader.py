@@ -1,8 +1,11 @@
-"""Pull: who cannot be read writes, and is read again once it can be."""
+"""Pull: who cannot be read writes, and is read again once it can be. Who is read may leave."""
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +14,13 @@ from pullfill.decode_worker import kv_reader as readers
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.peers import Peer
 from pullfill.errors import PeerUnavailable
+from pullfill.prefill_worker.worker import PrefillService
+from pullfill.runtime.health import Health
 from pullfill.transfer.contract import PeerSession
 from pullfill.wire import KvMode
 from tests.support.fakes import FakeClock
 from tests.support.handoff_decode import DecodeHalf
-from tests.support.handoff_rig import Cluster, prompt, settled, until
+from tests.support.handoff_rig import Cluster, hold, prompt, settled, stuck_in_a_read, until
 
 
 class Route:
@@ -96,6 +101,45 @@ async def test_a_worker_that_can_be_reached_again_is_read_again(
         assert route.tries == 3
         push, pull = KvMode.PUSH_ASYNC, KvMode.PULL
         assert modes == [pull, push, push, push, push, push, push, pull]
+        await cluster.check_clean()
+
+
+@pytest.mark.parametrize("device", [None, 0], ids=["cpu", "gpu"])
+async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
+    tmp_path: Path, device: int | None
+) -> None:
+    """Its blocks stay as they are. GPU memory is freed when its process ends, so that drain waits.
+    In both cases the worker is not busy."""
+    async with Cluster(tmp_path, kv_mode=KvMode.PULL) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        runner = prefill.runner
+        memory = replace(prefill.local.memory, device=device)
+        engine: Any = SimpleNamespace(context=SimpleNamespace(memories=[memory]))
+        thread: Any = SimpleNamespace(dead=asyncio.Event())
+        (nats := Health("nats")).ok()
+        service = PrefillService(
+            engine, thread, prefill.links, runner, prefill.puller, prefill.credits, [nats]
+        )
+        faults = hold(prefill)
+        served = decode.send(prompt(30))
+        await stuck_in_a_read(prefill)
+        kept = {block for run in prefill.engine._runs.values() for block in run.table}
+        await service.stop_taking()
+        drain = asyncio.create_task(service.finished())
+        await asyncio.sleep(0.05)
+        assert not drain.done(), "the job still runs"
+        for peer in list(decode.control.peers.values()):
+            peer.channel.abort()
+        await until(runner.no_jobs.is_set)
+        assert runner.in_flight == 0
+        if device is None:
+            await asyncio.wait_for(drain, 5)
+        await asyncio.sleep(0.05)
+        assert drain.done() == (device is None)
+        assert not kept & prefill.engine.pool.free
+        faults.resume()
+        await asyncio.wait_for(drain, 5)
+        await settled(served)
         await cluster.check_clean()
 
 

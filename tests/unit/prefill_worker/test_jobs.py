@@ -246,7 +246,8 @@ async def test_blocks_that_are_still_read_come_back_after_the_jobs_were_abandone
     jobs.runner.keep(readers.let_go(task))
     await asyncio.wait_for(jobs.runner.abandon(), 5)
     await asyncio.sleep(0.02)
-    assert (jobs.runner.in_flight, fences.in_use) == (1, 1)
+    assert (jobs.runner.no_jobs.is_set(), jobs.runner.idle.is_set()) == (True, False)
+    assert (jobs.runner.in_flight, fences.in_use) == (0, 1)
     slot.holders -= 1
     await asyncio.wait_for(jobs.runner.idle.wait(), 5)
     assert transfer_worker.let_go_of == [task]
