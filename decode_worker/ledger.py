@@ -38,7 +38,6 @@ import math
 from pullfill.decode_worker.breaker import TRIAL_SHARE
 from pullfill.decode_worker.ledger_jobs import OpenJobs, locked
 from pullfill.decode_worker.ledger_types import (
-    TAKEN_S,
     UNDER_WAY,
     CancelMessage,
     Claimed,
@@ -137,18 +136,11 @@ class Ledger(OpenJobs):
                 entry.digest, entry.features = digest, features
 
     @locked
-    def published(
-        self, job_id: str, receipt: object, digest: bytes, *, stored: bool = True
-    ) -> None:
-        """Note that the queue has the job. If the job has ended, its message is deleted.
-
-        stored: False if a prefill worker was handed the job past the stream."""
+    def published(self, job_id: str, receipt: object, digest: bytes) -> None:
+        """Note that the queue has stored the job. If the job has ended, its message is deleted."""
         entry = self._jobs.get(job_id)
         if entry is not None and not entry.settled:
-            entry.receipt, entry.digest, entry.stored = receipt, digest, stored
-            if not stored:
-                entry.claim_timeout_s = min(entry.claim_timeout_s, TAKEN_S)
-                self._dues.watch(entry)
+            entry.receipt, entry.digest = receipt, digest
         elif not self.was_committed(job_id):
             self._actions.append(CancelMessage(receipt))
 

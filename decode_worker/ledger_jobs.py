@@ -19,6 +19,7 @@ from pullfill.decode_worker.breaker import ClaimBreaker
 from pullfill.decode_worker.ledger_dues import Dues
 from pullfill.decode_worker.ledger_totals import Totals
 from pullfill.decode_worker.ledger_types import (
+    TAKEN_S,
     UNDER_WAY,
     Action,
     CancelMessage,
@@ -102,6 +103,18 @@ class OpenJobs:
         self._on_action = on_action
         self._on_outcome = on_outcome
 
+    def handed_over(self, job_id: str) -> None:
+        """Note that a prefill worker has the job, and that no stream stores it."""
+        with self._lock:
+            if (entry := self._jobs.get(job_id)) is None or entry.settled:
+                return
+            waited_s = self._clock.monotonic() - entry.queued_at
+            entry.stored = False
+            entry.claim_timeout_s = min(entry.claim_timeout_s, waited_s + TAKEN_S)
+            self._dues.watch(entry)
+            self._next_tick = min(self._next_tick, entry.due)
+        self._on_action()  # the asyncio thread would sleep beyond the new deadline
+
     # ------------------------------------------------------------------ give up
 
     @locked
@@ -125,6 +138,13 @@ class OpenJobs:
             under_way = but_granted and entry.state in UNDER_WAY
             if not (entry.settled or under_way or (but_trials and entry.self_check)):
                 self._give_up(entry, outcome)
+
+    @locked
+    def distrust(self, writer: str) -> None:
+        """Serve locally what this prefill worker computes, and what of it is not loaded yet."""
+        for entry in list(self._jobs.values()):
+            if entry.writer == writer and entry.state in UNDER_WAY and not entry.settled:
+                self._give_up(entry, Outcome.SELF_CHECK)
 
     def new_incarnation(self, incarnation: str) -> None:
         """Refuse every claim and commit of the old incarnation. Open jobs are served locally."""
@@ -164,7 +184,8 @@ class OpenJobs:
         entry.quarantined_at = self._clock.monotonic()
         self._actions.append(SendRevoke(entry.writer, entry.job_id, entry.attempt, str(reason)))
         self._ask_proof(entry)
-        last = entry.attempt >= self._max_attempts or entry.losses > 1 or not entry.stored
+        last = entry.attempt >= self._max_attempts or entry.losses > 1
+        last = last or not entry.stored or entry.self_check
         if requeue and last and not entry.settled:
             lost = reason == Outcome.PREFILL_LOST
             self._give_up(entry, Outcome.PREFILL_LOST if lost else Outcome.PREFILL_FAILED)
@@ -271,8 +292,7 @@ class OpenJobs:
 
     def _nobody_claimed(self, entry: Entry) -> None:
         """Serve the job locally. If that opens the breaker, do so with every queued job."""
-        queued = entry.stored and not entry.self_check
-        opens = queued and self.claims.timed_out(entry.job_id, entry.queued_at)
+        opens = not entry.self_check and self.claims.timed_out(entry.job_id, entry.queued_at)
         self._give_up(entry, Outcome.CLAIM_TIMEOUT)
         for other in list(self._jobs.values()) if opens else ():
             if other.state is JobState.QUEUED and not other.settled:

@@ -69,7 +69,8 @@ class Outlook:
             depth_tokens=depth.depth_tokens,
             own_tokens=own_tokens,
             own_unwritten=ledger.unwritten(),
-            pulling=pullers,
+            # In a large fleet others may pull the job, and connect then.
+            pulling=frozenset(pullers) if self.control.peers.pool <= len(pullers) else None,
         )
         return Situation(
             prompt_tokens=prompt_tokens,

@@ -17,7 +17,6 @@ asyncio thread only, except where a method says otherwise.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections import Counter
@@ -61,6 +60,7 @@ LONGEST_S = 30.0
 """A comparison that takes longer is given up and repeated."""
 _PAUSES_S = (0.5, 30.0)
 """Pause before the second try, and the longest pause. It doubles each time."""
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,6 @@ class Checks:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._jobs: dict[str, str] = {}
         self._one = asyncio.Lock()
-        self._met = asyncio.Event()
         self._closed = False
         kept.on_change = self._changed
         trials.send = self._send
@@ -130,7 +129,6 @@ class Checks:
             self._on_change()
             return
         self._peers[peer.name] = peer, self._pair(peer)
-        self._met.set()
         self._judge()
 
     def lost(self, peer: Peer) -> None:
@@ -178,8 +176,8 @@ class Checks:
         for peer, pair in self._peers.values():
             result, before = self._results.get(pair), peer.cleared
             peer.cleared = result is not None and result.passed
-            if before and not peer.cleared:  # what it computes now may be wrong, too
-                self._ledger.writer_lost(peer.name, others_alive=True)
+            if before and not peer.cleared:
+                self._ledger.distrust(peer.name)
             if result is None and pair not in self._running and not self._closed:
                 self._running[pair] = asyncio.create_task(self._find_out(pair))
         self._on_change()
@@ -266,8 +264,8 @@ class Checks:
                 peers = [peer for peer, other in self._peers.values() if other == pair]
                 if not peers:
                     return
-                peer = min(peers, key=lambda one: tries[one.name])
-                tries[peer.name] += 1
+                peer = min(peers, key=lambda one: tries[one.instance_id])
+                tries[peer.instance_id] += 1
                 try:
                     async with self._one, asyncio.timeout(LONGEST_S):
                         started = time.monotonic()
@@ -284,9 +282,10 @@ class Checks:
                     self._say(peer, result, took_s, local_s)
                     break
                 metrics.SELF_CHECK.labels("incomplete").inc()
-                self._met.clear()
-                with contextlib.suppress(TimeoutError):  # a new worker is tried at once
-                    await asyncio.wait_for(self._met.wait(), pause)
+                for _ in range(round(pause / (look_s := min(pause, _LOOK_S)))):
+                    await asyncio.sleep(look_s)
+                    if any(not tries[p.instance_id] for p, o in self._peers.values() if o == pair):
+                        break  # a new worker does not wait
                 pause = min(2 * pause, _PAUSES_S[1])
         except Exception:
             logger.exception("the self-check failed; prompts are prefilled here")

@@ -137,6 +137,7 @@ class Keeper:
             if name not in SERVERS and (code == 0 or self._was_leaving(name)):
                 how = "drained" if code == 0 else f"told to leave, then {exit_words(code)}"
                 self._say(f"{name} finished ({how})", "yellow")
+                self._tidy(name)
                 return
             log = self._state.log_of(name)
             self._say(f"{name} died ({exit_words(code)}), log: {log}", "bold red")
@@ -152,6 +153,12 @@ class Keeper:
         """Whether the process had been told to leave: by `pullfill drain`, or by a signal."""
         instance_id = self._children.entry(name).instance_id
         return instance_id is not None and self._state.leaving_of(instance_id).exists()
+
+    def _tidy(self, name: str) -> None:
+        """Remove what a process has left that is not started again."""
+        if instance_id := self._children.entry(name).instance_id:
+            remove_shared_memory([instance_id])
+            self._state.leaving_of(instance_id).unlink(missing_ok=True)
 
     async def _revive(self, name: str, deaths: Deaths, *, blameless: bool) -> bool:
         """Start the process again after a pause. False: it is given up, or the cluster stops."""

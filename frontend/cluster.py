@@ -12,7 +12,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -21,6 +21,7 @@ import aiohttp
 from pullfill import cluster_status
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.net import http_proof
+from pullfill.net.this_host import open_files
 from pullfill.registry.directory import Directory
 from pullfill.runtime import exposition
 from pullfill.runtime.health import Health
@@ -60,6 +61,7 @@ class ClusterView:
         self._looking: asyncio.Task[dict[str, cluster_status.Report | None]] | None = None
         self._last: dict[str, cluster_status.Report] = {}
         self._asked_at = -math.inf
+        self._asked: Collection[str] = ()
 
     async def close(self) -> None:
         if self._looking is not None:
@@ -96,7 +98,8 @@ class ClusterView:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(READY_S):
                     await asyncio.shield(self._look())
-        told = [(record, self._last.get(record.instance_id)) for record in self.records()]
+        asked = [record for record in self.records() if record.instance_id in self._asked]
+        told = [(record, self._last.get(record.instance_id)) for record in asked]
         old_s = FRESH_S + pause_s - AGAIN_S
         fresh = [(r, s if s is not None and s.age_s < old_s else None) for r, s in told]
         return cluster_status.reasons_of(fresh, self.etcd.status())
@@ -155,6 +158,7 @@ class ClusterView:
     async def _ask_all(self) -> dict[str, cluster_status.Report | None]:
         self._asked_at = SYSTEM_CLOCK.monotonic()
         records = {record.instance_id: record for record in self.records()}
+        self._asked = records.keys()
         self._last = {i: last for i, last in self._last.items() if i in records}
         found = await asyncio.gather(*(self._ask(record) for record in records.values()))
         return dict(zip(records, found, strict=True))
@@ -169,10 +173,9 @@ class ClusterView:
 
     async def _fetch(self, url: str, headers: Mapping[str, str] | None = None) -> bytes | None:
         if self._session is None:
-            # Without a limit. Those that wait for a free connection would time out, too, behind
-            # workers that hang.
+            # With few connections, workers that hang would make others wait and time out.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=max(100, open_files() // 4)),
                 timeout=aiohttp.ClientTimeout(total=FETCH_TIMEOUT_S),
                 trust_env=False,
             )

@@ -40,7 +40,7 @@ from pullfill.frontend.peers import Peers
 from pullfill.frontend.routes import Admin
 from pullfill.ids import new_instance_id
 from pullfill.net.security import FrontendSecurity
-from pullfill.net.this_host import host_id
+from pullfill.net.this_host import allow_open_files, host_id
 from pullfill.options import FrontendOptions, LogFormat
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
@@ -72,6 +72,7 @@ def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str])
     except (ConfigError, IncompatibleError) as exc:
         log.complain(exc)
         return 2
+    allow_open_files()
     heap.begin_imports()
     front_app.set_environment(options.model)
     _run_loop(_end(_Frontend(cluster, options, vllm_args, listeners)))

@@ -81,10 +81,10 @@ class StreamServer:
             self._listening = socket.create_server((host, port), family=family, backlog=4096)
         except (OSError, OverflowError) as exc:
             raise ConfigError(f"cannot listen for KV on {host}:{port}: {exc}") from exc
-        self.address = f"tcp://{host}:{self._listening.getsockname()[1]}"
-        self._accepting = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._epoll, self._bell = select.epoll(), os.eventfd(0, os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
+        self.address = f"tcp://{host}:{self._listening.getsockname()[1]}"
+        self._accepting = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._watching = threading.Thread(target=self._watch, name="kv-resting", daemon=True)
         self._accepting.start()
         self._watching.start()
@@ -125,6 +125,8 @@ class StreamServer:
         if self._watching is not None:
             os.eventfd_write(self._bell, 1)
             self._watching.join(5.0)  # those that rest have a thread again: it says goodbye
+            self._epoll.close()
+            os.close(self._bell)
         with self._mutex:
             threads = list(self._threads)
         for thread in threads:
@@ -179,7 +181,10 @@ class StreamServer:
         except RuntimeError as exc:
             KV_REFUSED.labels("threads").inc()
             self._complain(f"ended a KV connection from {host}: {exc}")
-            self._end(peer, connection, thread)
+            try:
+                self._end(peer, connection, thread)
+            except Exception:
+                log.exception("a KV connection from %s could not be closed", host)
 
     def _watch(self) -> None:
         """Give a thread to each resting peer that asks for something, or leaves."""
@@ -192,8 +197,6 @@ class StreamServer:
                     self._give_thread(*resting)
             with self._mutex:
                 if self._closed and not self._resting:
-                    self._epoll.close()
-                    os.close(self._bell)
                     return
 
     def _rest(self, peer: ServedPeer, connection: SocketConnection, host: str) -> bool:

@@ -1,6 +1,7 @@
 """One TCP connection of the stream protocol: frames, marks, seals, timeouts. Blocking.
 
-One thread owns a connection: it alone uses and closes it. `interrupt` may come from any thread.
+One thread at a time uses a connection, and the last one closes it. `interrupt` may come from any
+thread.
 Every call ends with TransferFailed when the peer makes no progress for `stall_s`. An idle
 connection waits without a limit of its own: the kernel ends it within `DEAD_AFTER_S` if the other
 host is gone.

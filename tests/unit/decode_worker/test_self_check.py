@@ -87,7 +87,7 @@ class Books:
     def publish_failed(self, job_id: str, outcome: Outcome) -> None:
         self.given_up.append((job_id, outcome))
 
-    def writer_lost(self, writer: str, *, others_alive: bool) -> None:
+    def distrust(self, writer: str) -> None:
         self.revoked.append(writer)
 
 
