@@ -58,7 +58,8 @@ class Outlook:
         depth = self.producer.depth()
         # Our own jobs count once they are opened. They reach the queue later.
         own_jobs, own_tokens = ledger.queued()
-        pulling = [peer for peer in self.control.peers.pulling if peer.cleared]
+        connected = self.control.peers.pulling
+        pulling = [peer for peer in connected if peer.cleared]
         pullers = tuple(peer.instance_id for peer in pulling)
         forecast = self.control.forecaster.forecast(
             tokens,
@@ -70,7 +71,7 @@ class Outlook:
             own_tokens=own_tokens,
             own_unwritten=ledger.unwritten(),
             # In a large fleet others may pull the job, and connect then.
-            pulling=frozenset(pullers) if self.control.peers.pool <= len(pullers) else None,
+            pulling=frozenset(pullers) if self.control.peers.pool <= len(connected) else None,
         )
         return Situation(
             prompt_tokens=prompt_tokens,

@@ -264,6 +264,7 @@ class Checks:
                 peers = [peer for peer, other in self._peers.values() if other == pair]
                 if not peers:
                     return
+                seen = set(self._peers)
                 peer = min(peers, key=lambda one: tries[one.instance_id])
                 tries[peer.instance_id] += 1
                 try:
@@ -284,7 +285,7 @@ class Checks:
                 metrics.SELF_CHECK.labels("incomplete").inc()
                 for _ in range(round(pause / (look_s := min(pause, _LOOK_S)))):
                     await asyncio.sleep(look_s)
-                    if any(not tries[p.instance_id] for p, o in self._peers.values() if o == pair):
+                    if not self._peers.keys() <= seen:
                         break  # a new worker does not wait
                 pause = min(2 * pause, _PAUSES_S[1])
         except Exception:

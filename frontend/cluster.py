@@ -12,7 +12,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -61,7 +61,7 @@ class ClusterView:
         self._looking: asyncio.Task[dict[str, cluster_status.Report | None]] | None = None
         self._last: dict[str, cluster_status.Report] = {}
         self._asked_at = -math.inf
-        self._asked: Collection[str] = ()
+        self._asked = set[str]()
 
     async def close(self) -> None:
         if self._looking is not None:
@@ -158,8 +158,8 @@ class ClusterView:
     async def _ask_all(self) -> dict[str, cluster_status.Report | None]:
         self._asked_at = SYSTEM_CLOCK.monotonic()
         records = {record.instance_id: record for record in self.records()}
-        self._asked = records.keys()
         self._last = {i: last for i, last in self._last.items() if i in records}
+        self._asked &= records.keys()
         found = await asyncio.gather(*(self._ask(record) for record in records.values()))
         return dict(zip(records, found, strict=True))
 
@@ -167,6 +167,7 @@ class ClusterView:
         path = "/status?jobs" if self.with_jobs else "/status"
         body = await self._fetch(record.http + path) if record.http else None
         report = cluster_status.read_report(body or b"")
+        self._asked.add(record.instance_id)
         if report is not None:
             self._last[record.instance_id] = report
         return report

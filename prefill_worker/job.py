@@ -363,7 +363,8 @@ class Job:
                 # Do not settle the message: it was deleted, or another worker has a newer delivery.
                 logger.info("job %s attempt %d: %s", self.job_id, attempt, why)
             case OutOfReach() if retry:
-                await self._unreachable(why)
+                self._runner.on_unreachable()
+                await self.message.settle("nak", delay_s=_AGAIN_RENEWED_S)
             case OutOfReach():
                 logger.warning("job %s attempt %d: %s", self.job_id, attempt, why)
                 await self.message.settle("ack")
@@ -378,11 +379,11 @@ class Job:
         It must stay in the queue, and be no dead letter, until the decode worker deletes it."""
         job, number = self.job, self.message.first.number
         delay_s = patience(job.timeout_s, number, self._runner.max_deliver())
-        if self._runner.connections.knows(job.decode_instance):
+        # _lost: the connection broke under our claim. It may drain, connected to others.
+        if self._lost or self._runner.connections.knows(job.decode_instance):
             self._runner.on_unreachable()
         elif delay_s is not None:
-            # It may be gone. Or it is not listed yet, or it drains and others are connected to it.
-            # So the first delivery is left to other workers.
+            # It may be gone. Or it is not listed yet, or it drains. So others get the first chance.
             delay_s = max(delay_s, _AGAIN_RENEWED_S) if number == 1 else None
         logger.info("job %s: %s%s", self.job_id, why, "" if delay_s else "; dropped")
         await self.message.settle("nak" if delay_s else "ack", delay_s=delay_s or 0.0)

@@ -80,5 +80,5 @@ def patience(timeout_s: float, delivery: int, max_deliver: int) -> float | None:
         return None
     if delivery == 1 < max_deliver - 1:
         return _FIRST_NAK_S
-    share = 8 ** (max_deliver - 1 - delivery)
+    share = 4 ** (max_deliver - 1 - delivery)
     return max(_NAK_SOONEST_S, timeout_s / float(share))

@@ -188,7 +188,7 @@ class JetStreamConsumer:
         """Return one job. None: none came within `wait_s`, or drain. Raises QueueUnavailable."""
         deadline = SYSTEM_CLOCK.monotonic() + wait_s
         if wait_s <= 0 and not self.lanes.turns:
-            await self.lanes.look()
+            await self.lanes.look(if_old=True)
         while not self._draining:
             if self._arrived:
                 return self._arrived.popleft()

@@ -32,7 +32,7 @@ from pullfill.runtime.lifecycle import end
 
 logger = log.get("queue")
 
-LOOK_S = 2.0
+LOOK_S, YOUNG_S = 2.0, 0.5
 MAKE_S = 0.1
 """How long a pull waits for the consumer of a lane. NATS usually makes one within milliseconds."""
 
@@ -130,10 +130,13 @@ class Lanes:
         if idle and now - self._looked_at >= LOOK_S:
             self._looking = asyncio.create_task(self.look(), name="queue-look")
 
-    async def look(self) -> None:
+    async def look(self, *, if_old: bool = False) -> None:
         """Ask NATS which lanes hold jobs. Errors are not raised.
 
+        if_old: not if the last look is younger than YOUNG_S. Notices tell of jobs since then.
         A lane whose jobs are all in flight is found, too. The first pull from it finds nothing."""
+        if if_old and SYSTEM_CLOCK.monotonic() - self._looked_at < YOUNG_S:
+            return
         self._looked_at = SYSTEM_CLOCK.monotonic()
         with contextlib.suppress(QueueUnavailable):
             about = f"STREAM.INFO.{self._names.stream}"

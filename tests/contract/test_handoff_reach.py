@@ -144,7 +144,11 @@ async def test_row_18_jobs_go_past_a_worker_that_cannot_reach_their_decode_worke
         start = cut.runner.start
         monkeypatch.setattr(cut.runner, "start", lambda d: pulled.append(d.job_id) or start(d))
         cluster.directory = everybody
-        other = await cluster.prefill(pull=False)
+        other, deliveries = await cluster.prefill(pull=False), list[int]()
+        begin = other.runner.start
+        monkeypatch.setattr(
+            other.runner, "start", lambda d: deliveries.append(d.number) or begin(d)
+        )
         first = far.send(prompt(9))
         await until(lambda: pulled and not cut.runner.in_flight)
         other.puller.start()
@@ -153,7 +157,7 @@ async def test_row_18_jobs_go_past_a_worker_that_cannot_reach_their_decode_worke
         for seed in range(8):
             served.append(far.send(prompt(9, seed=seed)))
             await settled(served[-1])
-        assert len(pulled) <= 3, "the others were left to the worker that is idle"
+        assert max(deliveries[1:]) <= 2, "what was given back went to the worker that is idle"
         served += [far.send(prompt(9, seed=seed)) for seed in range(8, 12)]
         await settled(*served)
         assert all(far.right(one) for one in served)
