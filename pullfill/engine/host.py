@@ -199,7 +199,7 @@ class EngineHost:
     def shutdown(self) -> None:
         """After `run`: let vLLM free what it has, also the KV cache, and end its processes."""
         if self.core is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), heap.no_collections():
                 self.core.shutdown()
 
     def _loop(self, core: EngineCore) -> None:
