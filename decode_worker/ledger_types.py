@@ -11,8 +11,8 @@ from pullfill.errors import Outcome
 from pullfill.wire import DigestMode, FenceToken, KvMode, RefuseReason
 
 TAKEN_S = 2.0
-"""How long a job that was handed to a prefill worker, and that no stream stores, waits for the
-claim. That worker may have no connection to us, or die before it claims."""
+"""How long a job waits for its claim if it was handed to a prefill worker past the stream. That
+worker may have no connection to us, or die before it claims. Then nobody else gets the job."""
 NO_PROOF_S = 0.1
 """How long a request waits for the proof that its revoked writer is quiet. A running batch ends
 within milliseconds. A writer whose process is stopped in a batch may never end it."""
@@ -31,7 +31,7 @@ class JobState(enum.StrEnum):
 UNDER_WAY = frozenset({JobState.GRANTED, JobState.READING, JobState.VERIFYING})
 """A prefill worker computes the job, or has computed it."""
 TRIAL = "self-check-"
-"""Request ids that begin with this are those of the self-check."""
+"""The self-check's requests have ids that begin with this."""
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Entry:
 
     @property
     def self_check(self) -> bool:
-        """Whether it is of the self-check. Such a job does not pass the queue."""
+        """Whether the self-check made this job. Such a job does not pass the queue."""
         return self.request_id.startswith(TRIAL)
 
     @property

@@ -184,11 +184,10 @@ class ReadLeases:
         """Give no more leases, and wait for the end of those that are open: LEASE_S at most."""
         self._closed = True
         until = self._loop.time() + LEASE_S
-        # The end of this process frees GPU memory under a read, and no file in shared memory. So
-        # there a reader that is stopped is not waited for.
-        on_gpu = any(memory.device is not None for memory in self._context.memories)
+        # A reader that is stopped is waited for only if our end would take the memory from it.
+        frees = any(memory.freed_at_exit for memory in self._context.memories)
         while (  # noqa: ASYNC110 (ends on three threads)
-            self._open > (0 if on_gpu else self._unproved) and self._loop.time() < until
+            self._open > (0 if frees else self._unproved) and self._loop.time() < until
         ):
             await asyncio.sleep(0.01)
 

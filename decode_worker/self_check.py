@@ -61,6 +61,7 @@ LONGEST_S = 30.0
 _PAUSES_S = (0.5, 30.0)
 """Pause before the second try, and the longest pause. It doubles each time."""
 _LOOK_S = 0.5
+"""How often a pause checks for a new prefill worker, which does not wait for its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +287,7 @@ class Checks:
                 for _ in range(round(pause / (look_s := min(pause, _LOOK_S)))):
                     await asyncio.sleep(look_s)
                     if not self._peers.keys() <= seen:
-                        break  # a new worker does not wait
+                        break
                 pause = min(2 * pause, _PAUSES_S[1])
         except Exception:
             logger.exception("the self-check failed; prompts are prefilled here")

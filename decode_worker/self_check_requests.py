@@ -38,7 +38,7 @@ CLIENT = -1
 """The client index of these requests. No frontend has it."""
 REASON = "self_check"
 _BEST = 5
-"""How many of the most likely tokens have their log probabilities compared."""
+"""The log probabilities of this many most likely tokens are compared."""
 
 
 class Incomplete(Exception):
@@ -216,8 +216,9 @@ class Trials:
 
 
 def logprobs_to_ask(kv_dtype: str) -> int | None:
-    """How many log probabilities a comparison asks for; None: it compares KV only."""
-    # If the KV cannot be read as numbers, nothing else is left. Then the seconds that vLLM may
-    # compile for are spent.
+    """Return how many log probabilities each request of a comparison asks vLLM for.
+
+    None: only KV is compared, because vLLM would first compile for seconds. If the KV cannot be
+    read as numbers, log probabilities are asked for all the same."""
     wanted = logprobs_are_cheap() or not difference.readable(kv_dtype)
     return _BEST if wanted else None

@@ -335,11 +335,9 @@ class PrefillService(Service):
     async def finished(self) -> None:
         dead = self._thread.dead
         await until(self._runner.no_jobs, dead)
-        # The end of this process frees its GPU memory, also under a read (cuda_ipc/peer.py). A file
-        # in shared memory stays as it is for those who map it.
-        on_gpu = any(memory.device is not None for memory in self._engine.context.memories)
+        frees = any(memory.freed_at_exit for memory in self._engine.context.memories)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if on_gpu else _KEPT_S):
+            async with asyncio.timeout(None if frees else _KEPT_S):
                 await until(self._runner.idle, dead)
 
     async def give_up(self) -> None:

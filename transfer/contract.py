@@ -104,6 +104,13 @@ class LocalMemory:
     device: int | None = None
 
     @property
+    def freed_at_exit(self) -> bool:
+        """Whether the end of this process frees it, also under a read of another process.
+
+        A file in shared memory stays as it is for those who map it. GPU memory does not."""
+        return self.device is not None
+
+    @property
     def rect(self) -> Rect:
         """What it holds of the whole model."""
         layout = self.layout

@@ -79,27 +79,6 @@ def start(make: Make, **options: Any) -> tuple[Rig, Region, Local, Any, FenceTok
     return rig, region, mine, session, region.owner.fences.open(range(64))
 
 
-def test_connections_that_rest_use_no_thread(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode worker had a thread for each prefill worker that wrote in the last minute."""
-    monkeypatch.setattr(server, "REST_S", 0.01)
-    rig, region, mine, session, token = start(make)
-    others = [rig.connect(mine, region) for _ in range(20)]
-    session.write_blocks(token, range(64), range(64))
-    wait_for(lambda: not connections())
-    assert region.owner.connections == 21
-    region.data[:] = 0
-    for each in (*others, session):
-        each.write_blocks(token, [1], [2])
-    assert (region.pages[0, 2] == mine.pages[0, 1]).all()
-    others[0].close()
-    wait_for(lambda: region.owner.connections == 20 and not connections())
-    region.owner.close()
-    for each in (*others[1:], session):
-        with pytest.raises((Fenced, PeerUnavailable)):
-            each.write_blocks(token, [1], [2])
-        each.close()
-
-
 def test_a_revoke_does_not_wait_for_a_writer_that_says_nothing(make: Make) -> None:
     """Unlike shm: the receive is ours, so it is interrupted, and the proof comes by itself."""
     _, region, mine, session, token = start(make)

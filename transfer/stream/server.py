@@ -187,7 +187,7 @@ class StreamServer:
                 log.exception("a KV connection from %s could not be closed", host)
 
     def _watch(self) -> None:
-        """Give a thread to each resting peer that asks for something, or leaves."""
+        """Watch the peers that rest. One that sends something, or closes, gets a thread again."""
         while True:
             for fd, _ in self._epoll.poll():
                 if fd != self._bell:
@@ -200,7 +200,9 @@ class StreamServer:
                     return
 
     def _rest(self, peer: ServedPeer, connection: SocketConnection, host: str) -> bool:
-        """Let the calling thread go until the peer asks again. False: it must serve on."""
+        """Hand the peer to `_watch`, so that the calling thread can end.
+
+        Returns False while the server closes. Then the thread must go on."""
         with self._mutex:
             if not self._closed:
                 self._epoll.register(connection.fd, select.EPOLLIN)

@@ -9,6 +9,7 @@ from typing import Any
 
 from pullfill.decode_worker.context import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.ledger_types import TAKEN_S
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.queue.contract import Receipt
 from pullfill.queue.urgency import Urgency
@@ -120,3 +121,24 @@ async def test_a_job_that_was_committed_before_the_queue_has_answered_is_not_cou
         while len(queue.claims) < 2:  # noqa: ASYNC110 - nothing to wait on
             await asyncio.sleep(0)
     assert queue.commits == ["done"]
+
+
+async def test_a_job_that_no_stream_stores_waits_for_its_taker_only() -> None:
+    loop, queue = asyncio.get_running_loop(), Queue()
+    ledger = Ledger(LoopbackFences(8, 8), incarnation="i")
+    publisher = publisher_of(loop, queue, ledger)
+
+    async def hand_over(job_id: str, *_: Any) -> Receipt:
+        queue.stored.append(job_id)
+        return Receipt(job_id, 0, stream_id="direct")
+
+    queue.publish = hand_over  # type: ignore[method-assign]
+    ledger.open("j", "r-j", (1,), first_target=0, timeout_s=60.0)
+    publisher.submit(opened("j"))
+    async with asyncio.timeout(5.0):
+        while not queue.stored or publisher._tasks:  # noqa: ASYNC110 - nothing to wait on
+            await asyncio.sleep(0)
+    entry = ledger.find("j")
+    assert entry is not None
+    assert not entry.stored
+    assert entry.claim_timeout_s <= TAKEN_S + 5.0

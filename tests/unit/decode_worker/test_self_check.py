@@ -194,27 +194,19 @@ async def test_what_could_not_be_compared_is_no_failure(monkeypatch: pytest.Monk
     await rig.checks.close()
 
 
+@pytest.mark.parametrize(
+    ("pause_s", "late"), [(0.01, False), (60.0, True)], ids=["is there too", "comes in a pause"]
+)
 async def test_a_worker_that_does_not_answer_keeps_no_other_of_its_kind_out(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, pause_s: float, late: bool
 ) -> None:
-    monkeypatch.setattr(self_check, "_PAUSES_S", (0.01, 0.01))
+    """late: the pause between two tries is long by then, and a new worker does not wait for it."""
+    monkeypatch.setattr(self_check, "_PAUSES_S", (pause_s, pause_s))
     rig = Rig()
     rig.engine.silent = "prefill-1#1"
     rig.meet("prefill-1#1")
-    second = rig.meet("prefill-2#2")
-    await eventually(lambda: second.cleared)
-    await rig.checks.close()
-
-
-async def test_a_worker_that_comes_while_another_does_not_answer_is_compared_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A stopped worker had made the pause long, and prompts stayed local meanwhile."""
-    monkeypatch.setattr(self_check, "_PAUSES_S", (60.0, 60.0))
-    rig = Rig()
-    rig.engine.silent = "prefill-1#1"
-    rig.meet("prefill-1#1")
-    await eventually(lambda: any(writer for _, writer in rig.engine.asked))
+    if late:
+        await eventually(lambda: any(writer for _, writer in rig.engine.asked))
     second = rig.meet("prefill-2#2")
     await eventually(lambda: second.cleared)
     await rig.checks.close()

@@ -156,25 +156,6 @@ def back(worker: Worker) -> GiveUp:
 # ------------------------------------------------------------------ a peer's fault is no poison
 
 
-async def test_memory_out_of_reach_is_left_to_another_worker_for_a_while() -> None:
-    worker, delivery, told = Worker(out_of_reach()), Delivered(), list[str]()
-    worker.runner.on_unreachable = lambda: told.append("leave jobs to others")
-    worker.runner.start(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == ["nak"]
-    assert delivery.delay_s > 0.1, "or it would be back here at once, until it is a dead letter"
-    assert told, "another worker may be idle"
-    assert back(worker).retry
-
-
-async def test_memory_still_out_of_reach_is_computed_by_the_decode_worker() -> None:
-    worker, delivery = Worker(out_of_reach()), Delivered(number=2)
-    worker.runner.start(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == ["ack"]
-    assert not back(worker).retry
-
-
 async def test_a_job_that_the_self_check_refuses_is_left_to_others() -> None:
     worker, delivery, told = Worker(never()), Delivered(), list[str]()
     worker.runner.on_not_cleared = lambda: told.append("not cleared")
@@ -258,18 +239,6 @@ async def test_a_job_that_is_not_what_was_granted_is_poison() -> None:
     await worker.over()
     assert delivery.verbs == ["term"]
     assert not back(worker).retry
-
-
-@pytest.mark.parametrize(("number", "verb"), [(1, "nak"), (2, "ack")])
-async def test_the_job_of_a_decode_worker_unknown_here_is_first_left_to_others(
-    number: int, verb: str
-) -> None:
-    worker, delivery = Worker(some_transfer_worker), Delivered(number=number)
-    worker.known = False
-    worker.runner.start(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == [verb]
-    assert verb == "ack" or delivery.delay_s > 0.1
 
 
 async def test_a_grant_of_a_newer_incarnation_waits_for_the_newer_link() -> None:
