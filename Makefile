@@ -42,8 +42,7 @@ lint: install ## ruff and mypy --strict
 	$(BIN)/mypy
 
 test: lint test-fast ## Lint, then all tests but the long ones, quick ones first
-	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not alone" $(ENGINE_TESTS) $(PYTEST_ARGS)
-	$(BIN)/pytest -q -m "alone and not long" tests/integration $(PYTEST_ARGS)
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(ENGINE_TESTS) $(PYTEST_ARGS)
 
 # vLLM keeps what it learns about a model, in 10 s of CPU, and each release overwrites the others'.
 test-vllm: ## make test on another release of vLLM, in a venv of its own: make test-vllm VLLM=0.31.0

@@ -34,9 +34,8 @@ MARKS = ("failure", "error", "skipped")
 SLOWEST = 10
 WHOLE = (
     "--forks 8 tests/unit tests/contract",
-    "-n 2 --dist loadfile --no-loadscope-reorder -m 'not long and not alone' "
+    "-n 2 --dist loadfile --no-loadscope-reorder -m 'not long' "
     "benchmarks/tests tests/integration tests/chaos tests/netns tests/gpu",
-    "-m 'alone and not long' tests/integration",
 )
 """What pytest is given in `make test`, part by part."""
 _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"

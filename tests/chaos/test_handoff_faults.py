@@ -78,7 +78,10 @@ def test_row_2_prefill_killed_under_load_with_another_alive(
         assert load.paths() == {"remote"}
 
 
-@pytest.mark.parametrize(("leaves", "hit"), [("timeout", 0), ("timeout", 900), ("abort", 0)])
+@pytest.mark.parametrize(
+    ("leaves", "hit"),
+    [pytest.param("timeout", 0, marks=pytest.mark.long), ("timeout", 900), ("abort", 0)],
+)
 def test_row_5_zombie_writer(leaves: str, hit: int, paired: Cluster, oracle: Oracle) -> None:
     """A writer stopped inside a batch keeps its blocks quarantined; nobody waits for it, and
     when it wakes up not one byte of anybody else has changed. With a prefix hit, too, the prompt

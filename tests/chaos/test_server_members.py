@@ -98,7 +98,13 @@ class Traffic:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-@pytest.mark.parametrize("near", [True, False], ids=["connected to it", "connected anywhere"])
+@pytest.mark.parametrize(
+    "near",
+    [
+        pytest.param(True, id="connected to it"),
+        pytest.param(False, id="connected anywhere", marks=pytest.mark.long),
+    ],
+)
 async def test_jobs_flow_again_after_the_stream_leader_is_killed(
     tmp_path: Path, near: bool
 ) -> None:

@@ -13,7 +13,7 @@ from tests.support.cluster import Cluster, Worker, until
 from tests.support.oracle import Oracle
 from tests.support.prompts import random_prompt
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture
@@ -44,7 +44,6 @@ def test_a_stopped_writer_keeps_no_blocks(cluster: Cluster, writer: Worker, orac
         check.ask(prompt)
 
 
-@pytest.mark.long
 def test_a_killed_writer_keeps_no_blocks(cluster: Cluster, writer: Worker, oracle: Oracle) -> None:
     with checked(cluster, oracle, fallbacks={"prefill_lost": 1}) as check:
         writer.arm("stream.write.batch=kill@1")

@@ -141,6 +141,7 @@ while True:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [shm_rig, tcp_rig])
 def test_a_thousand_connects_leave_nothing(make: Callable[[Path], Rig], tmp_path: Path) -> None:
     rig = make(tmp_path)
@@ -157,6 +158,7 @@ def test_a_thousand_connects_leave_nothing(make: Callable[[Path], Rig], tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [shm_rig, tcp_rig])
 def test_a_thousand_dead_connections_leave_nothing(
     make: Callable[[Path], Rig], tmp_path: Path

@@ -289,7 +289,7 @@ def test_row_27_preemption_while_remote_prefills_are_outstanding(
     with checked(small, oracle, fallbacks={"prefill_failed": (0, MANY)}) as check:
         options = {"threads": 8, "lengths": (500, 900, 1300), "max_tokens": 150, "seed": 15_000}
         with check.load(**options) as load:
-            until(lambda: len(load.done) > 24, 120, "requests are answered")
+            until(lambda: len(load.done) > 10, 120, "requests are answered")
         assert small.counter("vllm:num_preemptions_total") > 0, "nothing was preempted"
 
 

@@ -121,10 +121,8 @@ def test_a_prepared_request_has_the_block_hashes_of_vllm(length: int, salt: str 
     assert made.block_hashes == plain.block_hashes, "the answer's blocks are hashed as well"
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize(
-    ("rounds", "count"), [(6, 4), pytest.param(3, 100, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("rounds", "count"), [(6, 4), (3, 100)])
 def test_running_streams_do_not_notice_a_burst_of_long_prompts(
     peer: Peer, rounds: int, count: int
 ) -> None:

@@ -181,6 +181,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Itera
 
 
 @pytest.mark.engine
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_orders_lose_no_request(running: Path) -> None:
     before = {name: entry(running, name) for name in alive(running)}
