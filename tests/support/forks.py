@@ -9,12 +9,14 @@ reports back. The parent hands the reports to pytest as if it had run the tests 
 summary, `-x`, `--junitxml`, `--durations` and `--lf` are those of one process. Session fixtures
 exist once in each child that asks for them.
 
-If a child dies, its test fails, and a new child goes on with the rest of the piece.
+If a child dies, its test fails, and a new child goes on with the rest of the piece. If C code
+crashed, the failure shows where each thread was.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import marshal
 import os
@@ -27,6 +29,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
@@ -62,10 +65,14 @@ def pieces(items: Sequence[pytest.Item], together: Together) -> list[list[int]]:
 
 @dataclass
 class Child:
-    """A process that runs tests, as its parent sees it. rest: what it took and has not run yet."""
+    """A process that runs tests, as its parent sees it.
+
+    trace: where it writes what its threads did when it crashed.
+    rest: what it took and has not run yet."""
 
     pid: int
     receiver: Connection
+    trace: Path
     rest: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -189,7 +196,8 @@ class Forks:
                 raise RuntimeError(f"a test process ended between tests, with exit code {code}")
             return
         item = self._session.items[child.rest[0]]
-        text = f"the test process ended in this test, with exit code {code}"
+        text = f"the test process ended in this test, with exit code {code}\n"
+        text += child.trace.read_text() if child.trace.exists() else ""
         report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
         item.config.hook.pytest_runtest_logreport(report=report)
         self._fork(child.rest[1:])
@@ -213,17 +221,20 @@ class Forks:
         """A child that runs the tests `first`, then pieces from the pipe."""
         self._forked += 1
         receiver, sender = Pipe(duplex=False)
+        trace = self._folder / f"fork{self._forked}.trace"
         pid = os.fork()
         if pid:
             sender.close()
-            child = self._children[pid] = Child(pid, receiver, list(first))
+            child = self._children[pid] = Child(pid, receiver, trace, list(first))
             for source in (child.end, receiver):
                 self._selector.register(source, EVENT_READ, pid)
             return
         code = 1
         try:
             receiver.close()
-            code = self._be_child(sender, first)
+            with trace.open("w") as file:
+                faulthandler.enable(file)
+                code = self._be_child(sender, first)
         except BaseException:
             traceback.print_exc(file=sys.__stderr__)
         finally:

@@ -65,6 +65,9 @@ def test_skipped(): pytest.skip("no reason")
 def test_known(): assert 0
 def test_killed(held): os.kill(os.getpid(), signal.SIGKILL)
 def test_after(held): pass
+def test_crashes():
+    import faulthandler
+    faulthandler._sigabrt()
 def test_warns(): warnings.warn("old")
 def test_late():
     async def never(): pass
@@ -76,14 +79,15 @@ def test_outcomes_and_texts_reach_the_parent(tmp_path: Path) -> None:
     with start(tmp_path, MIXED, "--junitxml=report.xml") as process:
         said = process.communicate()[0]
     assert process.returncode == 1
-    assert "5 failed, 21 passed, 1 skipped, 1 xfailed" in said, said
+    assert "6 failed, 21 passed, 1 skipped, 1 xfailed" in said, said
     for text in ("assert [1] == [2]", "because", "SKIPPED [1] test_it.py", "no reason", "old"):
         assert text in said
     assert re.search("Captured stdout call -+\nprinted", said)
     assert "the test process ended in this test, with exit code -9" in said
+    assert re.search("ended in this test, with exit code -6\nFatal(.*\n)+.*in test_crashes", said)
     assert "never awaited" in said
     cases = ElementTree.parse(tmp_path / "report.xml").getroot().findall(".//testcase")
-    assert len(cases) == 28
+    assert len(cases) == 29
     assert (tmp_path / "ended").read_text() in ("x", "xx"), "of each process that was not killed"
 
 
