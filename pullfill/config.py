@@ -20,7 +20,7 @@ STATE_DIR_ENV = "PULLFILL_STATE_DIR"
 CLUSTER_FILE = "cluster.json"
 TRANSPORTS = ("cuda_ipc", "shm", "nccl", "nixl", "tcp")
 """Names of the ways to move KV, best first."""
-STANDING_LINKS = 32
+STANDING_LINKS = 16
 """How many prefill workers stay connected to one decode worker."""
 
 NO_DATA_PARALLEL = (

@@ -1,10 +1,10 @@
-"""Notices within EVERY_S + WAIT_S that a connected NATS server has stopped answering.
+"""Notices that a connected NATS server has stopped answering.
 
 A server that is stopped, or behind a cut cable, keeps its connection open. So each connection is
-checked every EVERY_S, twice as often while it is used. If no message has just come, the server is
-sent a PING of NATS's own protocol (6 bytes each way). A server that does not answer for WAIT_S
-counts as away. Its connection is kept for some seconds more, so a short hang costs no
-reconnect.
+checked every EVERY_S, twice as often while it is used, and half as often if it brings few messages:
+the checks are most of what an idle worker does. If no message has just come, the server is sent a
+PING of NATS's own protocol (6 bytes each way). A server that does not answer for WAIT_S counts as
+away. Its connection is kept for some seconds more, so a short hang costs no reconnect.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from pullfill.runtime.health import Health
 
 EVERY_S = 0.5
 WAIT_S = 0.6
+FEW, IN_S, MANY = 20, 10.0, 8
+"""A connection brings few messages if there were fewer than FEW in IN_S, and until a check finds
+MANY new ones."""
 SLICES = 6
 GIVE_UP_AFTER = 5
 """Checks without an answer, after which the connection is given up."""
@@ -30,17 +33,23 @@ async def watch_pulse(client: Client, health: Health) -> str:
     Returns the reason, or "" if the client has closed the connection. The client's callbacks alone
     are not enough: they can be stuck behind a socket that does not drain."""
     loop = asyncio.get_running_loop()
-    heard = client.stats["in_msgs"]
+    heard = counted = client.stats["in_msgs"]
+    counted_at, few = loop.time(), False
     ping: asyncio.Task[None] | None = None
     missed, used = 0, False
     try:
         while client.is_connected:
-            before = used
-            await asyncio.sleep(timer_grid.left(loop.time(), EVERY_S / 2 if before else EVERY_S))
-            used = client.stats["in_msgs"] != heard
-            heard = client.stats["in_msgs"]
+            every_s = 2 * EVERY_S if few else EVERY_S / 2 if used else EVERY_S
+            await asyncio.sleep(timer_grid.left(loop.time(), every_s))
+            new, heard = client.stats["in_msgs"] - heard, client.stats["in_msgs"]
+            used, quick = new > 0, every_s < EVERY_S
+            if new >= MANY:
+                few = False
+            elif loop.time() - counted_at >= IN_S:
+                few = heard - counted < FEW
+                counted, counted_at = heard, loop.time()
             # After a whole EVERY_S the message may be as old, so the server is asked all the same.
-            if used and before and ping is None:
+            if used and quick and ping is None:
                 health.ok()
                 continue
             # One PING at a time, and not cancelled while the connection is open: the client fails

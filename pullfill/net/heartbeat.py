@@ -4,7 +4,8 @@ A worker that stalls for SILENT_S - ALIVE_INTERVAL_S seconds at most is not take
 
 Each pair of a decode and a prefill worker has a connection, and most pairs rarely use theirs. A
 connection is unused after UNUSED_S without a claim, commit or ready. There `Heartbeat` is sent half
-as often. Each end measures this time by itself, and it begins with the welcome.
+as often, and after RESTING_S a quarter as often. Each end measures this time by itself, and it
+begins with the welcome.
 
 A claim, commit or ready also proves that its sender is alive. So the next `Heartbeat` is due one
 interval after it.
@@ -15,16 +16,18 @@ from __future__ import annotations
 from pullfill.runtime import timer_grid
 from pullfill.wire import ALIVE_INTERVAL_S, SILENT_S
 
-__all__ = ["ALIVE_INTERVAL_S", "UNUSED_S", "due", "patience", "pause"]
+__all__ = ["ALIVE_INTERVAL_S", "RESTING_S", "UNUSED_S", "due", "patience", "pause"]
 
-UNUSED_S = 3.0
+UNUSED_S, RESTING_S = 3.0, 10.0
 
 
 def pause(unasked_s: float) -> float:
     """Seconds from one Heartbeat to the next.
 
     unasked_s: seconds since the last claim, commit or ready."""
-    return ALIVE_INTERVAL_S if unasked_s < UNUSED_S else 2 * ALIVE_INTERVAL_S
+    if unasked_s < UNUSED_S:
+        return ALIVE_INTERVAL_S
+    return ALIVE_INTERVAL_S * (2 if unasked_s < RESTING_S else 4)
 
 
 def due(said: float, asked: float, pause_s: float) -> float:

@@ -167,7 +167,9 @@ async def test_so_may_a_decode_worker_that_is_asked_for_nothing(
         await prefill.link.close()
 
 
-@pytest.mark.parametrize(("unasked_s", "pause", "patience"), [(2.9, 1, 5), (3.0, 2, 6)])
+@pytest.mark.parametrize(
+    ("unasked_s", "pause", "patience"), [(2.9, 1, 5), (3.0, 2, 6), (9.9, 2, 6), (10.0, 4, 8)]
+)
 def test_a_stall_of_four_seconds_is_forgiven(
     unasked_s: float, pause: float, patience: float
 ) -> None:
@@ -178,7 +180,7 @@ def test_a_stall_of_four_seconds_is_forgiven(
 @given(
     st.floats(0.0, 1e6),
     st.floats(-30.0, 30.0),
-    st.sampled_from([heartbeat.pause(0), heartbeat.pause(1e9)]),
+    st.sampled_from([heartbeat.pause(0), heartbeat.pause(5), heartbeat.pause(1e9)]),
 )
 def test_it_is_said_again_never_later_than_a_pause(said: float, since: float, pause: float) -> None:
     asked = max(0.0, said + since)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.queue.pulse import watch_pulse
+from pullfill.queue.pulse import EVERY_S, MANY, watch_pulse
 from pullfill.runtime import timer_grid
 from pullfill.runtime.health import Health
 
@@ -47,16 +47,18 @@ class Server:
             await asyncio.sleep(timeout)
         await asyncio.sleep(0.001)
 
-    async def used(self, every_s: float) -> None:
+    async def used(self, every_s: float, messages: int = 1) -> None:
         while not self.cut.is_set():
-            self.stats["in_msgs"] += 1
+            self.stats["in_msgs"] += messages
             await asyncio.sleep(every_s)
 
 
-@pytest.mark.parametrize("used_every_s", [0.0, 0.01, 0.9], ids=["idle", "used", "seldom used"])
-def test_a_server_that_is_cut_off_is_noticed_within_about_a_second(
-    used_every_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def noticed(
+    monkeypatch: pytest.MonkeyPatch, after_s: float, every_s: float, messages: int = 1
+) -> float:
+    """The longest time from a cut to its notice, over cuts at different moments from `after_s` on.
+
+    every_s, messages: so many messages come so often."""
     monkeypatch.setattr(timer_grid, "_phase", 0.3)
 
     async def noticed_after(delay_s: float) -> float:
@@ -64,7 +66,7 @@ def test_a_server_that_is_cut_off_is_noticed_within_about_a_second(
         health = Health("nats", "nats://h:1")
         client: Any = server
         watch = asyncio.create_task(watch_pulse(client, health))
-        use = asyncio.create_task(server.used(used_every_s or 3600.0))
+        use = asyncio.create_task(server.used(every_s, messages))
         await asyncio.sleep(delay_s)
         assert health.up
         server.cut.set()
@@ -76,5 +78,27 @@ def test_a_server_that_is_cut_off_is_noticed_within_about_a_second(
         return loop.time() - began
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        waited = [runner.run(noticed_after(5.0 + number / 23)) for number in range(46)]
-    assert max(waited) < ABOUT_A_SECOND
+        return max(runner.run(noticed_after(after_s + number / 23)) for number in range(46))
+
+
+@pytest.mark.parametrize("every_s", [3600.0, 0.01, 0.9], ids=["idle", "used", "seldom used"])
+def test_a_server_that_is_cut_off_is_noticed_within_about_a_second(
+    every_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert noticed(monkeypatch, 5.0, every_s) < ABOUT_A_SECOND
+
+
+@pytest.mark.parametrize("every_s", [3600.0, 0.9], ids=["idle", "seldom used"])
+def test_where_few_messages_come_it_is_checked_half_as_often(
+    every_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took = noticed(monkeypatch, 15.0, every_s)
+    assert ABOUT_A_SECOND < took < ABOUT_A_SECOND + EVERY_S
+
+
+@pytest.mark.parametrize(("every_s", "messages"), [(0.9, 2), (14.0, MANY)], ids=["many", "burst"])
+def test_where_many_messages_come_it_is_not(
+    every_s: float, messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All the time, or just now."""
+    assert noticed(monkeypatch, 15.2, every_s, messages) < ABOUT_A_SECOND
