@@ -32,6 +32,7 @@ OnChange = Callable[[WorkerRecord | None, WorkerRecord | None], None]
 _log = log.get("registry.directory")
 _BEAT_S = 0.7
 _PING_S = 1.0
+_LOG_EVERY_S = 1.0
 
 
 class Directory:
@@ -58,6 +59,7 @@ class Directory:
         self._members: dict[bytes, WorkerRecord] = {}
         self._leaving: dict[bytes, asyncio.TimerHandle] = {}
         self._malformed: set[bytes] = set()
+        self._seldom = log.Seldom(_LOG_EVERY_S)
         self._descriptors: dict[tuple[str, int], RegionDescriptor] = {}
         self._callbacks: list[OnChange] = []
         prefix = keys.workers_prefix(namespace)
@@ -178,7 +180,9 @@ class Directory:
         if key not in self._members or key in self._leaving:
             return
         if SYSTEM_CLOCK.monotonic() - self._client.last_failed_at < self._grace_s:
-            _log.info("%s went during etcd trouble: waiting for it", key.decode())
+            # Of many workers all may go at once, and each of them would write a line for each.
+            if (more := self._seldom.due("went")) is not None:
+                _log.info("%s went during etcd trouble: waiting for it%s", key.decode(), more)
             self._expect(key, self._grace_s)
         else:
             self._drop(key)
