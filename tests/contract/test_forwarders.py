@@ -341,12 +341,14 @@ async def test_a_staged_request_goes_to_who_is_free_when_its_prefill_is_done() -
         gate = rig.prefill[0].stalls = asyncio.Event()
         asking = asyncio.create_task(rig.ask())
         await until(lambda: rig.prefill[0].open)
-        first = rig.servers.ready("decode")[0]
-        rig.stock._choices["decode"]._placement.fleet.report(first.url, 1e6, 1e6, 1e6)
+        busy = rig.decode[0]
+        busy.metrics = "vllm:num_requests_running{} 900.0\nvllm:num_requests_waiting{} 900.0\n"
+        (seen,) = (s for s in rig.servers.ready("decode") if s.url == busy.url)
+        await until(lambda: seen.load is not None and seen.load.waiting > 0)
         gate.set()
         await asking
-        busy = next(f for f in rig.decode if f.url == first.url)
         assert not busy.requests
+        assert rig.decode[1].requests
 
 
 async def test_the_pieces_of_a_stream_come_at_once() -> None:
