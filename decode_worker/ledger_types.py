@@ -11,8 +11,8 @@ from pullfill.errors import Outcome
 from pullfill.wire import DigestMode, FenceToken, KvMode, RefuseReason
 
 TAKEN_S = 2.0
-"""How long a job waits for its claim if it was handed to a prefill worker past the stream. That
-worker may have no connection to us, or die before it claims. Then nobody else gets the job."""
+"""How long a job waits for its claim if it was sent to one prefill worker and not to the stream.
+That worker may have no connection to us, or die before it claims. No other worker has the job."""
 NO_PROOF_S = 0.1
 """How long a request waits for the proof that its revoked writer is quiet. A running batch ends
 within milliseconds. A writer whose process is stopped in a batch may never end it."""
@@ -31,7 +31,7 @@ class JobState(enum.StrEnum):
 UNDER_WAY = frozenset({JobState.GRANTED, JobState.READING, JobState.VERIFYING})
 """A prefill worker computes the job, or has computed it."""
 TRIAL = "self-check-"
-"""The self-check's requests have ids that begin with this."""
+"""Request ids of the self-check begin with this."""
 
 
 @dataclass(slots=True)

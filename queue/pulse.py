@@ -1,10 +1,10 @@
 """Notices that a connected NATS server has stopped answering.
 
 A server that is stopped, or behind a cut cable, keeps its connection open. So each connection is
-checked every EVERY_S, twice as often while it is used, and half as often if it brings few messages:
-the checks are most of what an idle worker does. If no message has just come, the server is sent a
-PING of NATS's own protocol (6 bytes each way). A server that does not answer for WAIT_S counts as
-away. Its connection is kept for some seconds more, so a short hang costs no reconnect.
+checked every EVERY_S. It is checked twice as often while it is used, and half as often while few
+messages come, because each check wakes the process twice. If no message has just come, the check
+sends a PING of NATS's own protocol (6 bytes each way). A server that does not answer for WAIT_S
+counts as away. Its connection is kept for some seconds more, so a short hang costs no reconnect.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pullfill.runtime.health import Health
 EVERY_S = 0.5
 WAIT_S = 0.6
 FEW, IN_S, MANY = 20, 10.0, 8
-"""A connection brings few messages if there were fewer than FEW in IN_S, and until a check finds
-MANY new ones."""
+"""Few messages come when there were fewer than FEW in the last IN_S. That ends when one check finds
+MANY new messages."""
 SLICES = 6
 GIVE_UP_AFTER = 5
 """Checks without an answer, after which the connection is given up."""

@@ -180,7 +180,7 @@ class Directory:
         if key not in self._members or key in self._leaving:
             return
         if SYSTEM_CLOCK.monotonic() - self._client.last_failed_at < self._grace_s:
-            # Of many workers all may go at once, and each of them would write a line for each.
+            # Many workers may go at once, and each process would write a line for each of them.
             if (more := self._seldom.due("went")) is not None:
                 _log.info("%s went during etcd trouble: waiting for it%s", key.decode(), more)
             self._expect(key, self._grace_s)

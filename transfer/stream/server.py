@@ -200,9 +200,9 @@ class StreamServer:
                     return
 
     def _rest(self, peer: ServedPeer, connection: SocketConnection, host: str) -> bool:
-        """Hand the peer to `_watch`, so that the calling thread can end.
+        """Let the thread of `_watch` wait for the peer's next message. The caller's thread can end.
 
-        Returns False while the server closes. Then the thread must go on."""
+        Returns False while the server closes. Then the caller must go on."""
         with self._mutex:
             if not self._closed:
                 self._epoll.register(connection.fd, select.EPOLLIN)
