@@ -51,7 +51,7 @@ async def _down(state: StateDir, timeout_s: float) -> int:
     for sig in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(sig, hurry.set)
     async with _locked(state, timeout_s):
-        entries = _entries(state)
+        entries = await _entries(state)
         if not entries and state.launch() is None:
             typer.echo(f"nothing runs from {state.path}")
             state.clear()
@@ -111,13 +111,13 @@ async def _by_hand(state: StateDir, entries: Sequence[ProcessEntry]) -> list[tup
     return [(r.instance_id, r.pid) for r in here if start_time(r.pid) is not None]
 
 
-def _entries(state: StateDir) -> list[ProcessEntry]:
+async def _entries(state: StateDir) -> list[ProcessEntry]:
     """Return the recorded processes. If the record is damaged, kill all and return none."""
     try:
         cluster = state.cluster()
     except ConfigError as exc:
         launch = state.launch()
-        count = _kill_stragglers(launch.cluster_id) if launch else 0
+        count = await _kill_stragglers(launch.cluster_id) if launch else 0
         typer.echo(f"{exc}; killed {count} process(es) of it, found by their environment")
         return []
     return cluster.processes if cluster else []
@@ -149,7 +149,7 @@ async def take_down(
         send(other, signal.SIGTERM)
     killed = await stop_in_order(entries, view, drain_s, force)
     if launch is not None:
-        _kill_stragglers(launch.cluster_id)
+        await _kill_stragglers(launch.cluster_id)
     gone = [entry for entry in entries if not is_alive(identity(entry))]
     remove_shared_memory([entry.instance_id for entry in gone if entry.instance_id])
     if len(gone) == len(entries):
@@ -224,11 +224,15 @@ async def stop_phase(
         await asyncio.sleep(_POLL_S)
 
 
-def _kill_stragglers(cluster_id: str) -> int:
-    """Kill what carries the cluster's id and still runs. Return how many.
+async def _kill_stragglers(cluster_id: str) -> int:
+    """Kill what carries the cluster's id and still runs, and wait for its end. Return how many.
 
     That is a child that `up` had no time to record, or a helper of a killed worker."""
-    return sum(send(process, signal.SIGKILL) for process in tagged(cluster_id))
+    killed = [process for process in tagged(cluster_id) if send(process, signal.SIGKILL)]
+    deadline = time.monotonic() + SECOND_TERM_GRACE_S
+    while any(map(is_alive, killed)) and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_S)
+    return len(killed)
 
 
 def remove_shared_memory(instances: Sequence[str]) -> None:

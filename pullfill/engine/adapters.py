@@ -146,7 +146,9 @@ class Adapters:
         before = None
         if loaded is not None:
             before = self._contents.pop(loaded.lora_int_id, "")
-        look = threading.Thread(target=self._look, args=(own, before), name="pullfill-adapter")
+        look = threading.Thread(
+            target=self._look, args=(own, before, seen), name="pullfill-adapter"
+        )
         look.daemon = True
         look.start()
         return own
@@ -171,17 +173,23 @@ class Adapters:
         own = self._loaded.get((name, path))
         return own if own is not None and content and self.content_of(own) == content else None
 
-    def _look(self, own: LoRARequest, before: str | None) -> None:
-        """Compute the digest right after the adapter was loaded: later its files may change.
+    def _look(self, own: LoRARequest, before: str | None, seen: object) -> None:
+        """Compute the digest of the files that were loaded.
 
-        before: their digest at the load before this one. Empty: not known. None: there was none."""
+        before: their digest at the load before this one. Empty: not known. None: there was none.
+        seen: their signature before they were loaded."""
         name, number = own.lora_name, own.lora_int_id
         try:
             found = self._read(own.lora_path)
         except (OSError, ValueError) as exc:
             logger.warning("prompts for LoRA adapter %s are prefilled here: %s", name, exc)
             return
-        if before is not None and found != before:
+        if _signature(own.lora_path) != seen:
+            logger.warning(
+                "prompts for LoRA adapter %s are prefilled here: its files changed while they were "
+                "loaded; load changed files from another path", name,
+            )  # fmt: skip
+        elif before is not None and found != before:
             # vLLM knows cached KV by the adapter's name and path. A prefill worker would read KV of
             # the old files as a prefix, keep it, and bring it to other decode workers too.
             logger.warning(

@@ -101,6 +101,9 @@ async def test_chat_stream_responses_and_stop_strings(served: Served) -> None:
         assert cut.choices[0].message.content == text[:3]
         assert cut.choices[0].finish_reason == "stop"
         await until(lambda: len(fake.aborted) == 1)
+        async with asyncio.timeout(PATIENCE_S):  # the worker sends its record after the abort
+            while (await http.get(f"/pullfill/requests/{cut.id}")).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         async with http.stream("GET", "/pullfill/ui/events") as events:
             told = (json.loads(s[6:]) async for s in events.aiter_lines() if s.startswith("data: "))
             ended = {row["id"]: row["at"] for row in (await anext(told))["ended"]}

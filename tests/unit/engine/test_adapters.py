@@ -160,6 +160,24 @@ def test_a_late_look_at_the_files_counts_for_nothing(tmp_path: Path) -> None:
     assert (adapters.content_of(own), adapters.content_of(again)) == ("", "")
 
 
+def test_files_that_change_before_the_look_at_them_are_not_taken_for_those_that_were_loaded(
+    tmp_path: Path,
+) -> None:
+    """A prefill worker with the new files would compute with other weights."""
+    path, go = an_adapter(tmp_path / "a"), threading.Event()
+
+    def late(path: str) -> str:
+        go.wait(10)
+        return content(path)
+
+    core, adapters = Core(), Adapters(late)
+    own = adapters.load(core, asked("a", path))
+    (path / "adapter_model.safetensors").write_bytes(b"changed")
+    go.set()
+    looks_are_over()
+    assert adapters.content_of(own) == ""
+
+
 @pytest.mark.parametrize("second", ["misshapen", "a"])
 def test_what_vllm_keeps_of_a_failed_adapter_is_never_another_ones(
     second: str, tmp_path: Path
