@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from pullfill.errors import BadMessage, QueueFull
-from pullfill.queue.contract import DeadLetter, JobConsumer, JobProducer, QueueConfig
+from pullfill.queue.contract import DeadLetter, Delivery, JobConsumer, JobProducer, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.names import round_up_tokens
 from pullfill.queue.producer import BUSY_REFRESH_S
@@ -115,6 +115,19 @@ async def hasty(make: Make) -> Bench:
     return await make(a_config(ACK_WAIT_S))
 
 
+async def pulled(consumer: JobConsumer, budget_tokens: int, max_jobs: int) -> list[Delivery]:
+    """Pull until the budget is spent or all jobs are there.
+
+    One pull may bring fewer: a consumer hears of a job a moment after NATS has confirmed it."""
+    jobs: list[Delivery] = []
+    while len(jobs) < max_jobs and not (jobs and budget_tokens <= 0):
+        more = await consumer.pull(budget_tokens, max_jobs - len(jobs), SOON_S)
+        assert more, "no job came"
+        jobs += more
+        budget_tokens -= sum(job.tokens for job in more)
+    return jobs
+
+
 async def test_publish_pull_ack(hasty: Bench) -> None:
     receipt = await hasty.producer.publish("a", b"body", 100)
     assert not receipt.duplicate
@@ -130,7 +143,7 @@ async def test_publish_pull_ack(hasty: Bench) -> None:
 async def test_empty_and_bytes_that_are_no_job_are_delivered(bench: Bench) -> None:
     await bench.producer.publish("empty", b"", 0)
     await bench.producer.publish("junk", bytes(range(256)), 0)
-    jobs = await bench.consumer.pull(1, 2, SOON_S)
+    jobs = await pulled(bench.consumer, 1, 2)
     assert [job.body for job in jobs] == [b"", bytes(range(256))]
     for job in jobs:
         await job.ack()
@@ -139,7 +152,7 @@ async def test_empty_and_bytes_that_are_no_job_are_delivered(bench: Bench) -> No
 async def test_jobs_come_in_order(bench: Bench) -> None:
     for name in "abc":
         await bench.producer.publish(name, b"", 1)
-    jobs = await bench.consumer.pull(10**6, 10, SOON_S)
+    jobs = await pulled(bench.consumer, 10**6, 3)
     assert [job.job_id for job in jobs] == ["a", "b", "c"]
     for job in jobs:
         await job.ack()
@@ -249,7 +262,7 @@ async def test_a_pull_stops_at_its_token_budget(bench: Bench) -> None:
         await bench.producer.publish(name, b"", tokens)
     first = await bench.consumer.pull(40, 10, SOON_S)
     assert [job.job_id for job in first] == ["a"], "the first is taken whatever its size"
-    then = await bench.consumer.pull(55, 10, SOON_S)
+    then = await pulled(bench.consumer, 55, 10)
     assert [job.job_id for job in then] == ["b", "c"]
     rest = await bench.consumer.pull(1000, 10, SOON_S)
     assert [job.job_id for job in rest] == ["d"]
@@ -261,7 +274,7 @@ async def test_a_pull_stops_at_its_token_budget(bench: Bench) -> None:
 async def test_a_pull_stops_at_max_jobs(bench: Bench) -> None:
     for name in "abc":
         await bench.producer.publish(name, b"", 1)
-    jobs = await bench.consumer.pull(10**6, 2, SOON_S)
+    jobs = await pulled(bench.consumer, 10**6, 2)
     assert [job.job_id for job in jobs] == ["a", "b"]
 
 
@@ -294,7 +307,7 @@ async def test_drain_leaves_jobs_to_others(bench: Bench) -> None:
     other = await bench.add_consumer()
     for name in "abcdef":
         await bench.producer.publish(name, b"", 1)
-    jobs = await other.pull(10**6, 6, SOON_S)
+    jobs = await pulled(other, 10**6, 6)
     assert len(jobs) == 6
     assert all(job.number == 1 for job in jobs)
     assert await bench.consumer.pull(1, 1, 0.05) == []
