@@ -9,6 +9,9 @@ believes that one waits there. It learns that from:
 - a look: NATS is asked for all lanes every LOOK_S. It finds jobs whose notice was lost, and those
   that NATS delivers again because their worker died.
 
+NATS may say for a moment that a lane is empty, although it has confirmed a job there: the consumer
+hears of it later. So after each notice, a lane that was found empty is asked once more.
+
 A lane without a consumer counts as empty until its consumer is made, or has a leader again.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from nats.aio.msg import Msg
 
@@ -35,6 +39,8 @@ logger = log.get("queue")
 LOOK_S, YOUNG_S = 2.0, 0.5
 MAKE_S = 0.1
 """How long a pull waits for the consumer of a lane. NATS usually makes one within milliseconds."""
+AGAIN_S = 0.05
+"""When a lane is asked again. NATS usually tells its consumer within a millisecond."""
 
 
 async def send_notice(connection: NatsConnection, names: Names, lane: Lane) -> None:
@@ -62,6 +68,7 @@ class Lanes:
         self._names = names
         self._ensure = ensure
         self._on_fill = on_fill
+        self._noticed: set[Lane] = set()  # not found empty since their last notice
         self._making: dict[Lane, asyncio.Task[None]] = {}
         self._looked_at = 0.0
         self._looking: asyncio.Task[None] | None = None
@@ -76,11 +83,14 @@ class Lanes:
     async def notice(self, lane: Lane, delay_s: float = 0.0) -> None:
         """Tell all prefill workers that a job waits in this lane, after a delay. Never raises."""
         if delay_s > 0:
-            loop = asyncio.get_running_loop()
-            self._delayed = {timer for timer in self._delayed if timer.when() > loop.time()}
-            self._delayed.add(loop.call_later(delay_s, self._notice_now, lane))
+            self._later(delay_s, self._notice_now, lane)
         else:
             await send_notice(self._connection, self._names, lane)
+
+    def _later(self, delay_s: float, call: Callable[[Lane], None], lane: Lane) -> None:
+        loop = asyncio.get_running_loop()
+        self._delayed = {timer for timer in self._delayed if timer.when() > loop.time()}
+        self._delayed.add(loop.call_later(delay_s, call, lane))
 
     def _notice_now(self, lane: Lane) -> None:
         task = asyncio.ensure_future(self.notice(lane))
@@ -98,7 +108,7 @@ class Lanes:
         if job.lane is not None and (job.pending or job.number > 1):
             self.turns.fill(job.lane)
         elif job.lane is not None:
-            self.turns.empty(job.lane)
+            self._found_empty(job.lane)
 
     async def empty(self, lane: Lane, *, lacks_consumer: bool) -> None:
         """Note that a lane gave no job.
@@ -106,11 +116,20 @@ class Lanes:
         lacks_consumer: its consumer is missing, or has no leader. Make it in the background, and
         fill the lane then. Wait for MAKE_S at most. If that fails, the next look finds the lane
         again."""
+        if not lacks_consumer:
+            self._found_empty(lane)
+            return
         passed = self.turns.empty(lane)
-        if lacks_consumer and lane not in self._making:
+        if lane not in self._making:
             self._making[lane] = task = asyncio.create_task(self._make(lane, passed))
             task.add_done_callback(lambda _: self._making.pop(lane, None))
             await asyncio.wait({task}, timeout=MAKE_S)
+
+    def _found_empty(self, lane: Lane) -> None:
+        passed = self.turns.empty(lane)
+        if lane in self._noticed:
+            self._noticed.remove(lane)
+            self._later(AGAIN_S, partial(self._fill, passed=passed), lane)
 
     async def _make(self, lane: Lane, passed: int) -> None:
         try:
@@ -120,8 +139,7 @@ class Lanes:
         except ConfigError as exc:
             logger.error("jobs of lane %s wait: %s", lane.label, exc)
         else:
-            self.turns.fill(lane, passed)
-            self._on_fill(lane)
+            self._fill(lane, passed)
 
     def look_soon(self) -> None:
         """Look in the background, if the last look is LOOK_S old."""
@@ -146,8 +164,10 @@ class Lanes:
 
     async def _on_notice(self, msg: Msg) -> None:
         with contextlib.suppress(BadMessage):
-            self._fill(parse_lane(msg.data.decode("ascii", "replace")))
+            lane = parse_lane(msg.data.decode("ascii", "replace"))
+            self._noticed.add(lane)
+            self._fill(lane)
 
-    def _fill(self, lane: Lane) -> None:
-        self.turns.fill(lane)
+    def _fill(self, lane: Lane, passed: int = 0) -> None:
+        self.turns.fill(lane, passed)
         self._on_fill(lane)

@@ -64,6 +64,7 @@ async def make(
     request: pytest.FixtureRequest, nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Make]:
     monkeypatch.setattr("pullfill.queue.producer.STEADY_REFRESH_S", BUSY_REFRESH_S)
+    monkeypatch.setattr("pullfill.queue.lanes.MAKE_S", SOON_S)  # jobs come in the right order
     opened: list[JobConsumer | JobProducer] = []
 
     async def jetstream(config: QueueConfig) -> Bench:
