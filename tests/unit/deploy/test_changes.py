@@ -28,8 +28,8 @@ from pullfill.options import ForwarderName, FrontendOptions
 from tests.support.waiting import eventually
 
 REF = ClusterRef("n", "http://h:1", "nats://h:1")
-DRAINS = "trap 'exit 0' TERM; while :; do sleep 0.02; done"
-"""What a worker does: SIGTERM ends it when its work is done."""
+DRAINS = "trap 'exit 0' TERM; echo up $$; while :; do sleep 0.02; done"
+"""What a worker does: SIGTERM ends it when its work is done. It says `up` when it handles that."""
 
 
 class Rig:
@@ -77,16 +77,24 @@ class Rig:
         for spec in specs:
             if spec.name in self.fails:
                 raise self.error(f"{spec.name} died while starting")
-        # It handles SIGTERM as soon as its trap is set.
-        await asyncio.sleep(0.05)
+        await self._handle_sigterm(*(spec.name for spec in specs))
+
+    async def _handle_sigterm(self, *names: str) -> None:
+        """Wait until these processes do. A log may hold the `up` of an earlier process, too."""
+        them = [self.children.entry(name) for name in names]
+        await asyncio.to_thread(
+            eventually,
+            lambda: all(f"up {e.pid}\n" in Path(e.log).read_text() for e in them),
+            "they are not up",
+        )
 
     @asynccontextmanager
     async def up(self, *names: str) -> AsyncIterator[Rig]:
         for name in names or ("decode-0", "decode-1", "prefill-0", "frontend-0"):
             self.children.launch(self.spec(name))
         self.keeper.watch(*self.children.names)
-        await asyncio.sleep(0.05)
         try:
+            await self._handle_sigterm(*self.children.names)
             yield self
         finally:
             self.stop.set()
@@ -281,8 +289,8 @@ async def test_without_restarts_nobody_goes_on_trying(rig: Rig) -> None:
 
 async def test_a_cluster_that_stops_lets_it_finish_its_drain(rig: Rig) -> None:
     """A second SIGTERM would end its streams."""
-    rig.drains = f"trap 'echo told' TERM; while [ ! -e {rig.state.path}/go ]; do sleep 0.02; done"
     go, log = rig.state.path / "go", rig.state.log_of("decode-1")
+    rig.drains = f"trap 'echo told' TERM; echo up $$; while [ ! -e {go} ]; do sleep 0.02; done"
     async with rig.up("decode-0", "decode-1"):
         order = asyncio.create_task(rig.scale(decode=1))
         await asyncio.to_thread(eventually, lambda: "told" in log.read_text(), "it drains")
