@@ -203,7 +203,10 @@ async def test_a_worker_that_is_not_cleared_pulls_nothing_for_ever_longer() -> N
     await puller.stop()
 
 
-async def test_jobs_are_left_to_workers_that_wait_and_taken_if_none_does() -> None:
+async def test_jobs_are_left_to_workers_that_wait_and_taken_if_none_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pullfill.prefill_worker.puller._LEAVE_S", 60.0)  # ended below
     queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
     producer, consumer = queue.producer(), cast(Any, Consumer(queue.consumer(), runner))
     pull, waits = consumer.pull, list[float]()
