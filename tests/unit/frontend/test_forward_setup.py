@@ -90,13 +90,14 @@ async def test_the_servers_of_a_file_are_known_and_a_broken_file_is_a_trouble(
 
 
 async def test_servers_that_send_heartbeats_are_known_until_they_are_silent() -> None:
-    options = replace(STAGED, heartbeats="tcp://127.0.0.1:*", heartbeat_silence_s=0.01, model="m")
+    options = replace(STAGED, heartbeats="tcp://127.0.0.1:*", heartbeat_silence_s=60.0, model="m")
     found = Forwarding.of(options, ("m",), cast(Any, None))
     assert found is not None
     try:
         found.heartbeats.hear(b'{"type": "D", "http_address": "127.0.0.1:1"}', JSON)
         found.heartbeats.look()
         assert [row["sources"] for row in found.servers.status()] == [("heartbeats",)]
+        found.heartbeats.silence_s = 0.01
         await until(lambda: not found.servers.known)
         assert found.socket is not None
     finally:
