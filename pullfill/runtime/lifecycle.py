@@ -25,6 +25,8 @@ logger = log.get("lifecycle")
 EXIT_S = 20.0
 """Longest time from the end of a drain, or from being forced, to the end of the process. The limits
 of all steps add up to less. This one is for hangs that nobody thought of."""
+LAST_S = 5.0
+"""Longest time that `exit_within` waits for what `at_leave` has registered."""
 LEAVING_ENV = "PULLFILL_LEAVING_FILE"
 """Where `up` looks whether a process that died was told to leave. Such a process makes the file."""
 STEP_FAILED = 3
@@ -95,9 +97,23 @@ def exit_within(seconds: float, code: int) -> None:
 
     It does not matter what hangs: the event loop, or the reader of the log."""
     message = "shutdown took longer than %g s: exiting at once"
+    cleaned = threading.Event()
+
+    def do_last() -> None:
+        try:
+            _do_last()
+        finally:
+            cleaned.set()
+
+    def leave_now() -> None:
+        # If the process stood still (SIGSTOP, a paused VM), all timers are due at once. So the time
+        # between them is no promise, and KV in files would stay behind.
+        cleaned.wait(LAST_S)
+        os._exit(code)
+
     say = threading.Timer(seconds, logger.error, (message, seconds))
-    clean = threading.Timer(seconds, _do_last)
-    end = threading.Timer(seconds + 0.1, os._exit, (code,))
+    clean = threading.Timer(seconds, do_last)
+    end = threading.Timer(seconds + 0.1, leave_now)
     for timer in (say, clean, end):
         timer.daemon = True
         timer.start()
