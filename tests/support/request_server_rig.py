@@ -21,7 +21,7 @@ from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire
 from pullfill.errors import BadMessage
-from tests.support.fakes import FakeClock
+from tests.support.fakes import FakeClock, wait_for
 
 LIMIT = 100
 
@@ -164,9 +164,12 @@ class Rig:
             yield
             return lambda: last.append(True)
 
-        self.request_server.intake.put(barrier(), 0)
+        intake = self.request_server.intake
+        intake.put(barrier(), 0)
         while not last:
             self.todo.get(timeout=5)(self.core)
+        # Its thread notes a moment later that it is idle.
+        wait_for(lambda: intake._given == intake._taken)
 
     def hold_intake(self) -> threading.Event:
         """The intake thread does nothing until the event is set."""
