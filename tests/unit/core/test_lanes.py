@@ -54,8 +54,8 @@ def test_lanes_that_take_turns_share_a_thread() -> None:
     for number in range(100):
         lane = Lane(pool)
         assert lane.submit(lambda number=number: number).result(10) == number  # type: ignore[misc]
-        assert lane.wait(10)
-    assert pool._started < 20
+        wait_for(lambda: pool._idle)  # a moment after the lane's end
+    assert pool._started == 1
 
 
 def test_a_thread_that_gives_up_waiting_loses_no_call() -> None:
@@ -89,14 +89,17 @@ def test_without_a_thread_the_caller_is_told_and_the_lane_goes_on(
 
 
 def test_a_call_that_fails_ends_neither_lane_nor_thread(caplog: pytest.LogCaptureFixture) -> None:
-    lane = Lane(Pool("fails"))
+    lane, gate = Lane(pool := Pool("fails")), threading.Event()
+    lane.put(gate.wait)
     lane.put(lambda: 1 / 0)
     failed = lane.submit(lambda: {}["key"])
+    gate.set()
     with pytest.raises(KeyError):
         failed.result(10)
+    wait_for(lambda: pool._idle)
     assert lane.submit(lambda: 3).result(10) == 3
     assert "ZeroDivisionError" in caplog.text
-    assert lane._pool._started == 1
+    assert pool._started == 1
 
 
 def test_shutdown_waits_for_what_runs_and_cancels_the_rest() -> None:
