@@ -17,6 +17,8 @@ from tests.support.fake_vllm import ABORT, LENGTH, Output, Outputs, answer, requ
 from tests.support.frontend_rig import Rig, rig, until
 
 PROMPT = [5, 6, 7]
+SOME = 20
+"""Tokens after which a worker pauses. So no answer ends before the test ends its worker."""
 
 
 async def begun(r: Rig, name: str, tokens: int = 3) -> None:
@@ -25,7 +27,7 @@ async def begun(r: Rig, name: str, tokens: int = 3) -> None:
 
 @pytest.mark.parametrize("how", ["die", "leave"])
 async def test_an_answer_goes_on_from_the_tokens_that_are_out(how: str) -> None:
-    one, two = FakeDecode("decode-1", step_s=0.005), FakeDecode("decode-2")
+    one, two = FakeDecode("decode-1", stop_after=SOME), FakeDecode("decode-2")
     async with rig(one, two) as r:
         await r.ready(2)
         r.dispatcher.submit(request("cmpl-a-0-12345678", PROMPT, max_tokens=200, min_tokens=190))
@@ -63,7 +65,7 @@ async def test_an_unreadable_message_moves_the_answers_of_its_worker(
     frames: tuple[bytes, ...],
 ) -> None:
     """The lost message may have held tokens. Later tokens must not be appended after the gap."""
-    one, two = FakeDecode("decode-1", step_s=0.005), FakeDecode("decode-2")
+    one, two = FakeDecode("decode-1", stop_after=SOME), FakeDecode("decode-2")
     async with rig(one, two) as r:
         await r.ready(2)
         r.dispatcher.submit(request("r", PROMPT, max_tokens=200))
@@ -72,11 +74,12 @@ async def test_an_unreadable_message_moves_the_answers_of_its_worker(
         await until(lambda: bool(r.sink.finished))
         assert r.sink.tokens["r"] == answer(PROMPT, 200)
         assert [asked.request_id for asked in two.added] == ["r~1"]
+        await until(lambda: one.byes > 0)
         assert one.byes == 1
 
 
 async def test_only_the_lost_workers_answers_move() -> None:
-    one, two = FakeDecode("decode-1", step_s=0.005), FakeDecode("decode-2", step_s=0.005)
+    one, two = FakeDecode("decode-1", stop_after=SOME), FakeDecode("decode-2", step_s=0.005)
     async with rig(one, two) as r:
         await r.ready(2)
         for i in range(6):
@@ -92,7 +95,7 @@ async def test_only_the_lost_workers_answers_move() -> None:
 
 
 async def test_an_answer_survives_the_loss_of_one_worker_after_another() -> None:
-    workers = [FakeDecode(f"decode-{i}", step_s=0.003) for i in range(4)]
+    workers = [FakeDecode(f"decode-{i}", step_s=0.003, stop_after=SOME) for i in range(4)]
     async with rig(*workers) as r:
         await r.ready(4)
         r.dispatcher.submit(request("a", PROMPT, max_tokens=100))
@@ -102,6 +105,8 @@ async def test_an_answer_survives_the_loss_of_one_worker_after_another() -> None
             there.added.clear()
             await begun(r, "a", 5 * (i + 1))
             getattr(there, end)()
+        for worker in workers:
+            worker.stop_after = 0
         await until(lambda: "a" in r.sink.finished)
         assert r.sink.tokens["a"] == answer(PROMPT, 100)
 
@@ -236,7 +241,7 @@ async def test_tokens_that_come_with_the_cut_are_not_lost() -> None:
 
 
 async def test_what_the_first_worker_says_after_giving_up_is_dropped() -> None:
-    one, two = FakeDecode("decode-1", step_s=0.005), FakeDecode("decode-2", step_s=0.005)
+    one, two = FakeDecode("decode-1", stop_after=SOME), FakeDecode("decode-2", step_s=0.005)
     async with rig(one, two) as r:
         await r.ready(2)
         r.dispatcher.submit(request("a", PROMPT, max_tokens=60))
@@ -292,7 +297,7 @@ async def test_hundreds_at_a_lost_worker_do_not_stop_the_loop(
 
 async def test_times_of_workers_on_other_hosts_are_told_by_one_clock() -> None:
     """vLLM would take the gap between two clocks for the time between two tokens."""
-    one = FakeDecode("decode-1", step_s=0.005, ahead_s=5000.0)
+    one = FakeDecode("decode-1", step_s=0.005, stop_after=SOME, ahead_s=5000.0)
     two = FakeDecode("decode-2", step_s=0.005, ahead_s=-300.0)
     async with rig(one, two) as r:
         await r.ready(2)
@@ -326,6 +331,8 @@ async def test_no_token_is_lost_or_repeated_whatever_goes_when(seed: int) -> Non
             # If a second worker dies with one request on probation, that request is charged.
             await until(lambda: not r.dispatcher.suspects.listed())
             (victim.die if i < 5 else victim.leave)()
+            if i < 5:  # its requests are suspects once its death is known
+                await until(lambda name=victim.instance_id: name in r.sink.gone)  # type: ignore[misc]
         await until(lambda: len(r.sink.finished) == len(wanted))
         assert not r.sink.failures
         for name, (prompt, count) in wanted.items():
