@@ -7,6 +7,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 
 from pullfill.engine import front_wire
-from pullfill.frontend.decode_connection import ConnectionState
+from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import request
 from tests.support.frontend_rig import rig, until
@@ -169,14 +170,25 @@ async def test_a_worker_without_requests_is_asked_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(front_wire, "PING_INTERVAL_S", 0.02)
+    sent, send = Counter[str](), DecodeConnection.send
+
+    def noting(self: DecodeConnection, kind: bytes, *frames: Any) -> None:
+        sent[self.instance_id] += kind == front_wire.PING
+        send(self, kind, *frames)
+
+    monkeypatch.setattr(DecodeConnection, "send", noting)
     busy, idle = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
     async with rig(busy, idle) as r:
         await r.ready(2)
         r.dispatcher.submit(request("r-1"))
         await until(lambda: bool(busy.added))
-        begin = busy.pings, idle.pings
-        await until(lambda: busy.pings >= begin[0] + 12)
-        assert 3 <= idle.pings - begin[1] <= 8
+        begin = sent.copy()
+        await until(lambda: sent["decode-1"] >= begin["decode-1"] + 12)
+        now = sent - begin
+        assert abs(2 * now["decode-2"] - now["decode-1"]) <= 1, "to every second tick"
+        all_sent = sent.copy()
+        await until(lambda: busy.pings >= all_sent["decode-1"])
+        await until(lambda: idle.pings >= all_sent["decode-2"])
 
 
 async def test_a_worker_that_sends_rubbish_has_not_died() -> None:
