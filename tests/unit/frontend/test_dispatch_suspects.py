@@ -189,7 +189,10 @@ async def test_a_request_without_suspicion_waits_a_moment_for_a_probation() -> N
         await until(lambda: len(r.sink.finished) == 2)
 
 
-async def test_with_other_frontends_a_prompt_without_an_output_waits_for_their_answers() -> None:
+async def test_with_other_frontends_a_prompt_without_an_output_waits_for_their_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pullfill.frontend.probation.OTHERS_S", 60.0)  # ended below
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
     others = Others()
     async with rig(one, two, board=Alone(others)) as r:
@@ -201,6 +204,7 @@ async def test_with_other_frontends_a_prompt_without_an_output_waits_for_their_a
         r.dispatcher.submit(request("b", [2]))
         await until(lambda: "b" in r.sink.finished)
         assert [q.request_id for q in two.added] == ["b"]
+        monkeypatch.setattr("pullfill.frontend.probation.OTHERS_S", 0.0)
         await until(lambda: "a" in r.sink.finished)
         assert len(others.asked) == 1, "they were told of the probation"
         assert not others.trials, "it has ended"
