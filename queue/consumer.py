@@ -27,7 +27,7 @@ from pullfill.errors import BadMessage, PullfillError, QueueUnavailable
 from pullfill.queue.acks import Acks
 from pullfill.queue.contract import Delivery, QueueConfig
 from pullfill.queue.deadletter import DeadLetters
-from pullfill.queue.delivery import IN_PROGRESS, JetStreamDelivery
+from pullfill.queue.delivery import JetStreamDelivery, send_signs
 from pullfill.queue.lanes import Lanes
 from pullfill.queue.names import BUSY, MSG_ID, TAKEN, Names
 from pullfill.queue.nats_connection import NatsConnection, NoResponders, NotSent
@@ -48,7 +48,7 @@ SHORTEST_S = 0.02
 SETTLE_TRY_S, SETTLE_TRIES = 1.0, 2
 PULLS = "pulls"
 """The part of the server's health that says whether it answers pull requests."""
-_HEAL_PAUSE_S = 0.05
+_HEAL_PAUSE_S, _CHECK_S = 0.05, 1.0
 
 
 class JetStreamConsumer:
@@ -278,10 +278,7 @@ class JetStreamConsumer:
 
         The consumer or stream is gone, or the server shuts down. Returns earlier if a job comes."""
         logger.debug("pull ended with %s; checking the stream", status)
-        checking = self._checking
-        if checking is None or checking.done():
-            checking = self._checking = asyncio.create_task(self._repair())
-            checking.add_done_callback(lambda _: self._wake.ring())
+        checking = self._check()
         while not (checking.done() or self._arrived or self._draining):
             self._wake.clear()
             await self._wake.wait(None)
@@ -293,6 +290,19 @@ class JetStreamConsumer:
                 raise failure
         if not self._arrived:
             await asyncio.sleep(_HEAL_PAUSE_S)
+
+    def _check(self) -> asyncio.Task[QueueUnavailable | None]:
+        checking = self._checking
+        if checking is None or checking.done():
+            checking = self._checking = asyncio.create_task(self._repair())
+            checking.add_done_callback(lambda _: self._wake.ring())
+        return checking
+
+    def _check_until_known(self) -> None:
+        """A worker that has no room pulls nothing, but its heartbeats and acks need the stream."""
+        if self.connection.up and not self.stream_id:
+            self._check()
+            asyncio.get_running_loop().call_later(_CHECK_S, self._check_until_known)
 
     async def _repair(self) -> QueueUnavailable | None:
         """Return why it failed."""
@@ -324,9 +334,8 @@ class JetStreamConsumer:
             await job.nak()
 
     async def _on_direct(self, msg: Msg) -> None:
-        """Queue a job that comes past the stream, or say whether we would take one.
-
-        `pull` accepts it. The question is a message without a job."""
+        """Queue a job that comes past the stream. A message without a job asks whether we would
+        take one. `pull` accepts a job."""
         free = self._waiting and not (self._urgent_only or self._draining or self._arrived)
         if free and msg.headers and MSG_ID in msg.headers:
             self._arrived.append(JetStreamDelivery(self, msg, past_stream=True))
@@ -350,6 +359,7 @@ class JetStreamConsumer:
             self.health.ok(PULLS)
         else:
             self.health.failed("JetStream does not answer", PULLS)
+            asyncio.get_running_loop().call_later(_CHECK_S, self._check_until_known)
         await self.letters.collect()
         if not self._draining:
             await self._requests.subscribe()
@@ -359,19 +369,9 @@ class JetStreamConsumer:
         await self._renew()
 
     async def _renew(self) -> None:
-        """Send a heartbeat for each running delivery over a new connection, before the first pull.
-
-        Waits for the answer to the last one only. The server reads them in order."""
-        signs = [
-            d.ack_subject
-            for d in self.running()
-            if isinstance(d, JetStreamDelivery) and not d.obsolete(self.stream_id)
-        ]
+        """Over a new connection, send heartbeats of all running deliveries before the first pull."""
         with contextlib.suppress(QueueUnavailable):
-            for subject in signs[:-1]:
-                await self.connection.publish(subject, IN_PROGRESS)
-            for subject in signs[-1:]:
-                await self.connection.request(subject, IN_PROGRESS, SETTLE_TRY_S)
+            await send_signs(self.connection, self.running(), self.stream_id, SETTLE_TRY_S)
 
     async def tell(self, stream_id: str, ack_subject: str, verdict: bytes) -> None:
         """Send `verdict`, if the server is connected and still has the stream."""

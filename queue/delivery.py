@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from nats.aio.msg import Msg
 
-from pullfill.queue.contract import DeadLetter
+from pullfill.queue.contract import DeadLetter, Delivery
 from pullfill.queue.names import (
     BUSY,
     MSG_ID,
@@ -19,7 +20,7 @@ from pullfill.queue.names import (
     parse_ack,
     subject_tokens,
 )
-from pullfill.queue.nats_connection import NotSent
+from pullfill.queue.nats_connection import NatsConnection, NotSent
 from pullfill.queue.urgency import read_urgency
 from pullfill.runtime import log
 
@@ -105,6 +106,23 @@ class JetStreamDelivery:
     def obsolete(self, stream_id: str) -> bool:
         """Whether it needs no heartbeat: it is settled, or its stream is gone."""
         return self._settled or self._stream_id != stream_id
+
+
+async def send_signs(
+    connection: NatsConnection, running: Iterable[Delivery], stream_id: str, timeout_s: float
+) -> None:
+    """Send a heartbeat for each running delivery of this stream. Raises QueueUnavailable.
+
+    Waits for the answer to the last one only. The server reads them in order."""
+    signs = [
+        d.ack_subject
+        for d in running
+        if isinstance(d, JetStreamDelivery) and not d.obsolete(stream_id)
+    ]
+    for subject in signs[:-1]:
+        await connection.publish(subject, IN_PROGRESS)
+    for subject in signs[-1:]:
+        await connection.request(subject, IN_PROGRESS, timeout_s)
 
 
 def _tokens(msg: Msg) -> int:

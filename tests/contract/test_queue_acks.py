@@ -163,6 +163,27 @@ async def test_what_a_connection_took_with_it_is_told_over_the_next(
     await all_gone(pair)
 
 
+async def test_a_worker_without_room_settles_after_a_slow_reconnect(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It pulls nothing. Until it knows the stream, it sends neither heartbeats nor acks."""
+    jobs, streams = await pulled(pair, 3), pair[1].streams
+    ensure, tries = streams.ensure, list[str]()
+
+    async def slow() -> None:
+        tries.append(streams.stream_id)
+        if len(tries) <= 2:
+            raise QueueUnavailable("JetStream does not answer")
+        await ensure()
+
+    monkeypatch.setattr(streams, "ensure", slow)
+    pair[1].connection.reset("the test")
+    await until(lambda: len(tries) >= 3)
+    for job in jobs:
+        await job.ack()
+    await all_gone(pair)
+
+
 async def test_closing_waits_until_all_is_confirmed(pair: Pair) -> None:
     jobs = await pulled(pair, 3)
     pair[1].connection.reset("the test")
