@@ -7,7 +7,6 @@ import json
 import os
 import random
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,6 +35,7 @@ from benchmarks.chaos_scenarios import (
     Scenario,
 )
 from tests.support.listening import serving
+from tests.support.waiting import eventually
 
 
 def steady(rate: float, begin: float, end: float) -> list[float]:
@@ -367,7 +367,7 @@ def test_memory_rows_judge_the_last_half() -> None:
 
 def test_samples_are_kept(tmp_path: Path) -> None:
     with chaos_memory.Sampler({"me": os.getpid()}, every_s=0.01) as sampler:
-        time.sleep(0.1)
+        eventually(lambda: bool(sampler.of["me"].fds), "no sample")
     sampler.look_at_maps()
     sampler.write(tmp_path / "memory.csv")
     samples = sampler.of["me"]
