@@ -80,10 +80,19 @@ def ask_everything(cluster: Cluster, oracle: Oracle) -> list[Asked]:
     return asked
 
 
-def under_way(cluster: Cluster, victim: Worker, answers: list[Heard], requests: int) -> None:
-    """Until every stream has begun and the victim holds its share."""
+def under_way(cluster: Cluster, victim: Worker, streams: list[Heard], requests: int) -> None:
+    """Until every stream has begun, and each of the victim's share has a token, streamed or not."""
     until(lambda: cluster.load_of(victim)["requests"] == requests, 20, "it has its share")
-    until(lambda: all(len(h.tokens) > 5 for h in answers), 20, "they are under way")
+    until(lambda: all(len(h.tokens) > 5 for h in streams), 20, "they are under way")
+    # What runs gets a token in each step. More tokens of a stream tell that steps have passed.
+    until(lambda: cluster.load_of(victim)["running"] == requests, 20, "its whole share runs")
+    heard = [len(h.tokens) for h in streams]
+
+    def went_on() -> bool:
+        pairs = zip(streams, heard, strict=True)
+        return all(h.done.is_set() or len(h.tokens) > before + 1 for h, before in pairs)
+
+    until(went_on, 20, "two more tokens of each stream")
 
 
 def continued(cluster: Cluster, asked: list[Asked], victim: Worker) -> int:
