@@ -14,6 +14,7 @@ from tests.support.checked import Bound, checked
 from tests.support.cluster import Cluster, Worker, until
 from tests.support.oracle import Oracle
 from tests.support.prompts import going_away, random_prompt
+from tests.support.pulls import granted, until_full
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -162,11 +163,11 @@ def test_row_6_abort_while_queued(paired: Cluster, oracle: Oracle) -> None:
     """The job is deleted; nobody computes it."""
     worker = only_prefill(paired)
     with checked(paired, oracle, cancelled=6) as check:
-        before = paired.load_of(worker)["completed"]
+        before, held = paired.load_of(worker)["completed"], granted(paired)
         # Two prompts fill the worker's budget of tokens: what comes after them stays in the queue.
         worker.arm("prefill.before_write=hold@1")
         with check.load(threads=2, lengths=(2100,), seed=8300) as load:
-            until(lambda: paired.load_of(worker)["jobs"] == 2, 10, "the worker is busy")
+            until_full(paired, held, 2)
             with ExitStack() as clients:
                 for seed in range(6):
                     prompt = random_prompt(1500, seed=8310 + seed)

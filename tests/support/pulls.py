@@ -1,0 +1,41 @@
+"""When a prefill worker takes no further job, by what it counts and by what NATS knows."""
+
+from __future__ import annotations
+
+import asyncio
+
+import nats
+
+from tests.support.cluster import Cluster, until
+
+
+def granted(cluster: Cluster) -> float:
+    """Grants that the prefill workers have received."""
+    return cluster.counter("pullfill_claim_total", result="granted", role="prefill")
+
+
+def requests_waiting(cluster: Cluster) -> int:
+    """Pull requests that wait for a job at NATS."""
+
+    async def ask() -> int:
+        client = await nats.connect(cluster.nats.url)
+        try:
+            stream = client.jetstream()
+            names = [str(info.config.name) for info in await stream.streams_info()]
+            (jobs,) = [name for name in names if not name.endswith("-dead")]
+            consumers = await stream.consumers_info(jobs)
+            return sum(consumer.num_waiting or 0 for consumer in consumers)
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def until_full(cluster: Cluster, before: float, jobs: int) -> None:
+    """Wait until the prefill workers hold so many jobs, which fill their budgets, and ask for none.
+
+    A claim that is answered late does not count, and the worker asks for one more job meanwhile.
+
+    before: `granted` before the jobs were sent."""
+    until(lambda: granted(cluster) == before + jobs, 20, "all are granted")
+    until(lambda: not requests_waiting(cluster), 10, "nobody asks for more jobs")
