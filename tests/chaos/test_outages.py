@@ -161,14 +161,20 @@ def pause_deliveries(cluster: Cluster, seconds: float) -> None:
 def test_row_28_claims_that_time_out_stop_the_queueing(wires: Wires) -> None:
     """All workers are connected and pull, but no job arrives anywhere. Only the first three prompts
     wait for the claim timeout. After that one prompt at a time is a trial, and waits far less."""
-    wires.cluster.set_router(claim_timeout_s=1.5)
+    wires.cluster.set_router(claim_timeout_s=4)
+
+    def ask() -> tuple[float, dict[str, Any]]:
+        """While another job is in the queue, a prompt would go into a lane, which is not paused."""
+        until(lambda: not wires.cluster.status()["queue"]["depth_jobs"], NEVER_S, "no job is left")
+        return wires.ask()
+
     pause_deliveries(wires.cluster, 600)
     try:
-        paid = [wires.ask() for _ in range(3)]
+        paid = [ask() for _ in range(3)]
         assert [trace["fallback"] for _, trace in paid] == ["claim_timeout"] * 3
         line = f"{wires.decode.instance_id}: {NOT_CLAIMED}"
-        until(lambda: wires.ask() and line in wires.ready()["reasons"], NEVER_S, "/ready says it")
-        later = [wires.ask() for _ in range(20)]
+        until(lambda: ask() and line in wires.ready()["reasons"], NEVER_S, "/ready says it")
+        later = [ask() for _ in range(20)]
     finally:
         pause_deliveries(wires.cluster, -1)
     least = min(seconds for seconds, _ in paid)
@@ -247,12 +253,11 @@ def test_row_17_etcd_that_is_away_is_told(
     """The list of workers is an old picture then: its age is said. `pullfill status` asks the
     frontend of the state directory and needs no etcd."""
     server = wires.cluster.etcd
-    before = wires.cluster.status()["workers_age_s"]
     getattr(server, how)()
     try:
         told_of(wires, "etcd", "etcd", capsys)
         state = wires.cluster.status()
-        assert state["workers_age_s"] > before + state["servers"]["etcd"]["since_s"] / 2
+        assert state["workers_age_s"] >= state["servers"]["etcd"]["since_s"]
         assert len(state["workers"]) == 3, "as last known"
         assert re.search(r"the list of workers is \d+ s old", wires.printed(capsys))
         _, trace = wires.ask()
@@ -272,9 +277,11 @@ def test_row_18_a_prefill_worker_that_no_decode_worker_reaches_is_told(wires: Wi
     wires.control.blackhole()
     wires.control.reset()
     line = "no decode worker is connected to it"
-    ready = until(
-        lambda: (body := wires.ready())["degraded"] and body, NEVER_S, "/ready says degraded"
-    )
-    assert sum(line in reason for reason in ready["reasons"]) == 2
+
+    def told() -> int:
+        body = wires.ready()
+        return sum(line in reason for reason in body["reasons"]) if body["degraded"] else 0
+
+    until(lambda: told() == 2, NEVER_S, "/ready says it of both")
     rows = [row for row in wires.cluster.status()["workers"] if row["role"] == "prefill"]
     assert [(row["state"], row["troubles"]) for row in rows] == [("ready", [line])] * 2
