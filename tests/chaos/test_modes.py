@@ -165,9 +165,15 @@ def test_a_stopped_reader_keeps_what_it_reads(pulling: Cluster, oracle: Oracle) 
         lambda: pulling.load_of(prefill)["kv_free_blocks"] == blocks["kv_blocks"] - 1, 20, "let go"
     )
     until(lambda: pulling.load_of(prefill)["decode_workers"], 20, "connected again")
+    until(lambda: idle(pulling.load_of(decode)), 20, "nothing of the stopped time is left")
     # The queue may deliver the job of the stopped time once more. Its claim is refused.
     with checked(pulling, oracle, stale={"claim": (0, 1)}) as check:
         check.ask(prompt)
+
+
+def idle(load: dict[str, Any]) -> bool:
+    """Whether a decode worker with this load has no request and no job."""
+    return not load["requests"] and not load["open_jobs"]
 
 
 @pytest.mark.long
