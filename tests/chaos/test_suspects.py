@@ -180,10 +180,11 @@ def check_refused_and_clear(keeper: Keeper, urls: list[str], deadly: int) -> Non
 
 
 def test_three_deadly_prompts_at_two_frontends(tmp_path: Path, model_path: Path) -> None:
-    """The short form of the test with ten. The streams fill all slots of the surviving workers."""
+    """The short form of the test with ten. The streams fill all slots of the surviving workers.
+    Each lives for 6 s, so all are seen to run at once."""
     with fleet(tmp_path / "fleet", model_path) as (keeper, urls):
         keeper.start()
-        run(keeper, urls, streams=40, deadly=3, tokens=150)
+        run(keeper, urls, streams=40, deadly=3, tokens=300)
 
 
 @pytest.mark.long
