@@ -161,7 +161,7 @@ def pause_deliveries(cluster: Cluster, seconds: float) -> None:
 def test_row_28_claims_that_time_out_stop_the_queueing(wires: Wires) -> None:
     """All workers are connected and pull, but no job arrives anywhere. Only the first three prompts
     wait for the claim timeout. After that one prompt at a time is a trial, and waits far less."""
-    wires.cluster.set_router(claim_timeout_s=4)
+    wires.cluster.set_router(claim_timeout_s=3)
 
     def ask() -> tuple[float, dict[str, Any]]:
         """While another job is in the queue, a prompt would go into a lane, which is not paused."""
