@@ -93,7 +93,7 @@ def cut_in_a_handoff(
 
 
 @pytest.mark.parametrize(
-    ("timeout_s", "cause"), [(1.5, "timeout"), (30, "prefill_lost")], ids=["deadline", "silence"]
+    ("timeout_s", "cause"), [(4, "timeout"), (30, "prefill_lost")], ids=["deadline", "silence"]
 )
 def test_row_18_blackhole(timeout_s: float, cause: str, wires: Wires, oracle: Oracle) -> None:
     """The deadline, or five seconds without a sign of life, and then local. What was said into the
