@@ -10,6 +10,7 @@ import asyncio
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ from tests.support.handoff_rig import (
 )
 from tests.support.nats import NatsServer
 
-ACK_WAIT_S = 1.0
+NEVER_S = 60.0
+"""An `ack_wait` that no test reaches: only a nak brings a message back."""
 
 
 @pytest.fixture
@@ -53,8 +55,7 @@ async def cluster(
     # After 0.1 s a request whose writer is stopped goes on locally, and its message is deleted. A
     # busy machine may take longer than that to deliver the message again.
     monkeypatch.setattr(ledger_types, "NO_PROOF_S", 20.0)
-    cluster = Cluster(tmp_path, server=server, ack_wait_s=ACK_WAIT_S, heartbeat_s=ACK_WAIT_S / 3)
-    async with cluster:
+    async with Cluster(tmp_path, server=server, ack_wait_s=NEVER_S) as cluster:
         yield cluster
         server.resume_if_paused()
 
@@ -94,16 +95,20 @@ async def test_a_nats_outage_takes_no_job_from_its_writer(
     cluster: Cluster, server: NatsServer, deliveries: Counter[str]
 ) -> None:
     """The server hangs for longer than `ack_wait`, gets no heartbeat and delivers the job again."""
+    # A busy machine may send some heartbeats late, but not for as long as that.
+    ack_wait_s = 3.0
+    cluster.config = replace(cluster.config, ack_wait_s=ack_wait_s)
+    cluster.heartbeat_s = ack_wait_s / 10
     decode, holder, other, served, faults = await a_writer_at_work(cluster)
     await holder.puller.stop()
     with pytest.MonkeyPatch.context() as lost:  # heartbeats get lost in the outage
         lost.setattr(JetStreamDelivery, "in_progress", nothing)
         server.pause()
-        await asyncio.sleep(1.5 * ACK_WAIT_S)
+        await asyncio.sleep(1.5 * ack_wait_s)
         server.resume()
         await until(lambda: max(deliveries.values()) == 2)
     await until(lambda: other.runner.in_flight == 0)
-    await asyncio.sleep(1.5 * ACK_WAIT_S)  # the writer's heartbeats keep its message
+    await asyncio.sleep(1.5 * ack_wait_s)  # the writer's heartbeats keep its message
     assert max(deliveries.values()) == 2
     faults.resume()
     await settled(served)
@@ -137,7 +142,7 @@ async def test_a_link_that_goes_silent_under_a_claim_leaves_the_job_to_another_w
 ) -> None:
     """Not after `ack_wait`, though no decode worker naks what it has not granted. If it has, both
     ends nak, and the job stays with its new writer."""
-    async with Cluster(tmp_path, server=server, ack_wait_s=60.0) as cluster:
+    async with Cluster(tmp_path, server=server, ack_wait_s=NEVER_S) as cluster:
         decode, holder = await cluster.decode(), await cluster.prefill(pull=False)
         other = await cluster.prefill(pull=False)
         cut_off(decode, holder, granted)
