@@ -219,7 +219,9 @@ async def test_a_server_that_broke_off_gets_no_request_until_its_health_is_good(
 ) -> None:
     async with forwarding(decode=2) as rig:
         monkeypatch.setattr(servers, "LOOK_S", 60.0)
-        await asyncio.sleep(0.1)  # the looks that were due with the short pause are over
+        # A look sets a new load last. The one after it waits for the long pause.
+        before = [(server, server.load) for server in rig.servers.known.values()]
+        await until(lambda: all(server.load is not load for server, load in before))
         rig.decode[0].breaks = 0
         for number in range(4):
             assert (await rig.ask(prompt=f"p{number}")).status == 200
