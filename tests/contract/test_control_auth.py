@@ -97,7 +97,7 @@ async def test_a_worker_with_a_key_does_not_talk_to_one_without(
     prefill = Prefill(open_server, key=KEY)
     try:
         with pytest.raises(PeerUnavailable):
-            await prefill.link.wait_up(0.3)
+            await prefill.link.wait_up(10)
         assert "the decode worker has no cluster key" in caplog.text
     finally:
         await prefill.link.close()
@@ -125,7 +125,7 @@ async def test_another_decode_worker_at_the_address_is_not_believed(
     prefill = Prefill(locked, key=KEY, address=elsewhere.server.address)
     try:
         with pytest.raises(PeerUnavailable):
-            await prefill.link.wait_up(0.3)
+            await prefill.link.wait_up(10)
         assert "now used by decode-2" in caplog.text
     finally:
         await prefill.link.close()
