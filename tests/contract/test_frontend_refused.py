@@ -57,6 +57,7 @@ async def test_what_one_frontend_refuses_the_other_refuses_until_it_is_cleared(
         assert told["fingerprint"] == name
         with pytest.raises(ConfigError, match=name):
             await asyncio.to_thread(command.clear, ref, "cafe")
+        await until(lambda: len(board_1) == len(board_2) == 1)
         await asyncio.to_thread(command.clear, ref, name)
         await until(lambda: not len(board_1) and not len(board_2))
         assert not one.dispatcher.suspects.listed(), "the frontend that refused it has forgotten it"
