@@ -54,10 +54,19 @@ async def publish_backlog(cluster: Cluster, jobs: int = JOBS) -> None:
 
 @pytest.mark.parametrize("how", ["left", "never_known", "dead"])
 async def test_the_backlog_of_a_decode_worker_that_is_gone_costs_nothing(
-    cluster: Cluster, how: str
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """left: its key was removed. never_known: that was before these prefill workers started. dead:
     its key still exists, but its control port refuses connections."""
+    held = set[str]()
+    slow = Budget._slow
+
+    def note_slow(self: Budget, job_id: str) -> None:
+        if self._charges[job_id].counted:
+            held.add(job_id)
+        slow(self, job_id)
+
+    monkeypatch.setattr(Budget, "_slow", note_slow)
     live = await cluster.decode()
     prefills = [await cluster.prefill(pull=False) for _ in range(2)]
     if how != "never_known":
@@ -71,16 +80,16 @@ async def test_the_backlog_of_a_decode_worker_that_is_gone_costs_nothing(
     for prefill in prefills:
         prefill.puller.start()
 
-    async def answered() -> float:
-        began = time.monotonic()
+    async def answer() -> None:
         served = [live.send(prompt(30, seed=n)) for n in range(2)]
         await settled(*served)
         assert all(live.right(request) for request in served)
-        return time.monotonic() - began
 
-    alone = await answered()
+    await answer()
     await publish_backlog(cluster)
-    assert await answered() < alone + 1.0
+    await answer()
+    # A stall of this process may let one for each worker hold its budget for CLAIM_S.
+    assert sum(job_id.startswith("gone-") for job_id in held) < JOBS / 3
     if how == "dead":
         cluster.directory.remove(GONE)
     await cluster.check_clean()
