@@ -37,7 +37,8 @@ def beside_streams(cluster: Cluster, prompts: list[list[int]]) -> list[Answer]:
 
 
 def running(cluster: Cluster) -> int:
-    return sum(w["load"]["running"] for w in cluster.status()["workers"] if w["role"] == "decode")
+    rows = cluster.rows().values()
+    return sum(row["load"]["running"] for row in rows if row["role"] == "decode")
 
 
 def step_s(cluster: Cluster) -> float:

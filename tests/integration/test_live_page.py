@@ -94,7 +94,10 @@ def test_the_events_tell_of_the_whole_cluster(pair: Cluster) -> None:
     with httpx.stream("GET", f"{pair.frontend_url}/pullfill/ui/events", timeout=10) as stream:
         events = (line for line in stream.iter_lines() if line.startswith("data: "))
         first, second = json.loads(next(events)[6:]), json.loads(next(events)[6:])
+        rows = first["workers"]
+        while any(row["state"] == "lost" for row in rows):  # one was late with its answer
+            rows = json.loads(next(events)[6:]).get("workers", rows)
     assert first["whole"]
     assert "whole" not in second
-    assert {row["role"] for row in first["workers"]} == {"decode", "prefill"}
-    assert all(0 <= row["kv"] <= 1 for row in first["workers"])
+    assert {row["role"] for row in rows} == {"decode", "prefill"}
+    assert all(0 <= row["kv"] <= 1 for row in rows)

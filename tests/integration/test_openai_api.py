@@ -176,8 +176,8 @@ def test_responses_and_tokenize(cluster: Cluster) -> None:
 
 def test_disconnect_aborts_at_the_worker(cluster: Cluster) -> None:
     def running() -> int:
-        loads = [w["load"] for w in cluster.status()["workers"] if w["role"] == "decode"]
-        return sum(load["requests"] for load in loads)
+        rows = cluster.rows().values()
+        return sum(row["load"]["requests"] for row in rows if row["role"] == "decode")
 
     (decode,) = cluster.of("decode")
     decode.arm("engine.step=sleep:0.02")  # left alone, the answer takes a minute
@@ -236,7 +236,7 @@ def test_live_ready_status(cluster: Cluster) -> None:
         return found["degraded"] is False
 
     until(well, 10, "not degraded")
-    status = cluster.status()
+    status = cluster.full_status()
     assert {w["role"] for w in status["workers"]} == {"decode", "prefill"}
     assert all(w["state"] == "ready" for w in status["workers"])
     assert set(status["queue"]) == {

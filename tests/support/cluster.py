@@ -15,7 +15,7 @@ import signal
 import subprocess
 import time
 from base64 import b64decode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from pullfill.registry import keys
-from pullfill.runtime.failpoints import parse as check_failpoints
 from pullfill.transfer.shm.files import shm_dir, sweep
 from pullfill.wire import RouterConfig, WorkerRecord, decode
 from tests.support import web
@@ -33,6 +32,9 @@ from tests.support.command import PULLFILL
 from tests.support.etcd import EtcdServer, free_ports
 from tests.support.leaks import left_in
 from tests.support.nats import NatsServer
+from tests.support.waiting import until as until
+from tests.support.worker_process import Worker as Worker
+from tests.support.worker_process import write_failpoints
 from tests.support.zygote import Forked, zygote
 
 if TYPE_CHECKING:
@@ -49,79 +51,10 @@ FLAGS = (
     f"--block-size={BLOCK}",
     f"--served-model-name={MODEL}",
 )
+LATE_S = 5.0
+"""A worker that answers later than the frontend's one second is asked again for so long."""
 PATIENT = '{"publish_timeout_s": 3.0}'
 """Queue settings: a test machine may stand still for longer than NATS takes to store a job."""
-
-
-def until(check: Callable[[], Any], within_s: float, what: str) -> Any:
-    """Return the first true value of `check`. Raises AssertionError naming `what`."""
-    deadline = time.monotonic() + within_s
-    while True:
-        value = check()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.05)
-
-
-@dataclass
-class Worker:
-    """One process of the cluster."""
-
-    role: str
-    process: subprocess.Popen[bytes] | Forked
-    log: Path
-    instance_id: str = ""
-    armed: str = ""  # its failpoints now
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    @property
-    def stopped(self) -> bool:
-        """By SIGSTOP, or a failpoint's."""
-        stat = Path(f"/proc/{self.pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] == "T"
-
-    @property
-    def router(self) -> RouterConfig:
-        """The settings that a decode worker last said it acts on."""
-        said = re.findall(rb"router settings: ({.*})\n", self.log.read_bytes())
-        return msgspec.json.decode(said[-1], type=RouterConfig) if said else RouterConfig()
-
-    def arm(self, spec: str) -> None:
-        """Replace its failpoints now. Hits are counted from here."""
-        self.armed = spec
-        _write_failpoints(self.log, spec)
-
-    def hold(self, failpoint: str, within_s: float = 20.0) -> None:
-        """Hold it at its next hit of a failpoint. Returns when it is there. `arm` lets it go."""
-        line = f"failpoint {failpoint} acts: hold".encode()
-        before = self.log.read_bytes().count(line)
-        self.arm(f"{failpoint}=hold@1")
-        until(lambda: self.log.read_bytes().count(line) > before, within_s, f"held at {failpoint}")
-
-    def signal(self, number: int) -> None:
-        if self.alive:
-            self.process.send_signal(number)
-
-    def kill(self) -> None:
-        """SIGKILL and reap."""
-        self.signal(signal.SIGKILL)
-        self.process.wait()
-
-    def stop(self, within_s: float = 30.0) -> int:
-        """Send SIGTERM (drain), wait, and return the exit code."""
-        self.signal(signal.SIGTERM)
-        return self.process.wait(within_s)
-
-    def tail(self, lines: int = 30) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
 @dataclass
@@ -208,7 +141,7 @@ class Cluster:
         else:
             command += [f"--kv-cache-memory-bytes={self.kv_mib << 20}", "--cpu", str(cpu)]
         full = {**os.environ, "PULLFILL_LOG_LEVEL": "INFO", **(env or {})}
-        full["PULLFILL_FAILPOINTS"] = f"@{_write_failpoints(log, failpoints)}"
+        full["PULLFILL_FAILPOINTS"] = f"@{write_failpoints(log, failpoints)}"
         command += extra
         log.touch()
         process: subprocess.Popen[bytes] | Forked
@@ -243,9 +176,9 @@ class Cluster:
             for worker in workers:
                 if worker.role == "frontend":
                     ready = web.get(f"{self.frontend_url}/ready").json()
-                    if not ready.get("decode") and any(w.role == "decode" for w in workers):
+                    if ready.get("decode", 0) < sum(w.role == "decode" for w in workers):
                         return False
-                elif known.get(worker.pid, {}).get("state") != "ready":
+                elif not _seen_ready(known.get(worker.pid, {})):
                     return False
                 else:
                     worker.instance_id = known[worker.pid]["instance_id"]
@@ -301,7 +234,27 @@ class Cluster:
             self._client = None
 
     def status(self) -> dict[str, Any]:
+        """What the frontend knows now. A worker that is late has no load in it."""
         return self._get("/pullfill/status")
+
+    def full_status(self, *workers: Worker) -> dict[str, Any]:
+        """`status` with the load of every worker, or of these. Waits for late ones."""
+        give_up = time.monotonic() + LATE_S
+        while True:
+            status = self.status()
+            told = {w["pid"] for w in status["workers"] if w["load"]}
+            late = [w for w in workers or self._answering() if w.pid not in told]
+            if not any(w.answers for w in late) or time.monotonic() > give_up:
+                return status
+            time.sleep(0.05)
+
+    def rows(self, *workers: Worker) -> dict[int, dict[str, Any]]:
+        """The workers of `full_status` by pid."""
+        return {w["pid"]: w for w in self.full_status(*workers)["workers"]}
+
+    def _answering(self) -> list[Worker]:
+        """Workers that must be in the frontend's answers."""
+        return [w for w in self.workers if w.instance_id and w.answers]
 
     def _get(self, path: str) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.api_key}"}
@@ -310,14 +263,9 @@ class Cluster:
         return result
 
     def load_of(self, worker: Worker) -> dict[str, Any]:
-        """What a worker reports of itself. Waits for one that is late with its answer to the
-        frontend's one second."""
-        give_up = time.monotonic() + 5.0
-        while True:
-            entries = {w["pid"]: w for w in self.status()["workers"]}
-            load: dict[str, Any] = entries[worker.pid]["load"]
-            if load or worker.stopped or time.monotonic() > give_up:
-                return load
+        """What a worker reports of itself. Waits for one that is late."""
+        load: dict[str, Any] = self.rows(worker).get(worker.pid, {}).get("load", {})
+        return load
 
     def records(self, role: str) -> dict[str, WorkerRecord]:
         """What etcd holds now, by instance id."""
@@ -346,8 +294,15 @@ class Cluster:
         return sum(v for key, v in self.samples(name).items() if labels.items() <= set(key))
 
     def samples(self, *names: str) -> dict[tuple[tuple[str, str], ...], float]:
-        """All samples of these metrics by their labels, in order, `__name__` first."""
-        text = web.get(f"{self.frontend_url}/metrics", timeout=10.0).text
+        """All samples of these metrics by their labels, in order, `__name__` first. Waits for
+        workers that are late."""
+        give_up = time.monotonic() + LATE_S
+        while True:
+            text = web.get(f"{self.frontend_url}/metrics", timeout=10.0).text
+            late = [w for w in self._answering() if f'instance_id="{w.instance_id}"' not in text]
+            if not any(w.answers for w in late) or time.monotonic() > give_up:
+                break
+            time.sleep(0.05)
         return {
             (("__name__", sample.name), *sorted(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(text)
@@ -357,7 +312,7 @@ class Cluster:
 
     def set_router(self, **settings: object) -> None:
         """Store router settings where `pullfill config set` does and wait until every decode worker
-        says that they act."""
+        and frontend says that they act."""
         self._router |= settings
         wanted = msgspec.convert(self._router, RouterConfig)
         key = keys.config(self.namespace, "router")
@@ -365,6 +320,7 @@ class Cluster:
         if self.etcd.ctl("get", key, "--print-value-only").strip() != value:
             self.etcd.ctl("put", key, value)
         deciding = [w for w in self.of("decode") if w.instance_id and not w.stopped]
+        deciding += [w for w in self.of("frontend") if not w.stopped]
         until(lambda: all(w.router == wanted or not w.alive for w in deciding), 20, "settings act")
 
     def assert_clean(self, within_s: float = 20.0) -> None:
@@ -372,7 +328,7 @@ class Cluster:
         last: list[str] = []
 
         def clean() -> bool:
-            last[:] = left_in(self.status())
+            last[:] = left_in(self.status(), {w.pid for w in self._answering()})
             return not last
 
         with contextlib.suppress(AssertionError):
@@ -390,10 +346,7 @@ class Cluster:
         ]
 
 
-def _write_failpoints(log: Path, spec: str) -> Path:
-    """Replace the file from which a worker with this log takes its failpoints."""
-    check_failpoints(spec)
-    path = log.with_suffix(".failpoints")
-    new = path.with_suffix(".new")
-    new.write_text(spec)
-    return new.replace(path)
+def _seen_ready(row: dict[str, Any]) -> bool:
+    """Whether a row of the status shows a ready worker. A frontend is connected to it, too, if it
+    is a decode worker: its welcome brings the first load."""
+    return row.get("state") == "ready" and row.get("routing", {}).get("load", {}) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ def grown(before: tuple[int, int, int]) -> list[str]:
     return [f"{kind}: {was} before, {is_now} now" for kind, was, is_now in now if is_now > was]
 
 
-def left_in(status: dict[str, Any]) -> list[str]:
-    """What is not as in a cluster without requests. status: as of `/pullfill/status`."""
+def left_in(status: dict[str, Any], living: Collection[int] = ()) -> list[str]:
+    """What is not as in a cluster without requests. status: as of `/pullfill/status`.
+
+    living: pids of workers that live. One of them that does not answer may hold anything."""
     if status["queue"] is None:
         return ["the queue is unknown"]
     found = []
@@ -33,6 +36,8 @@ def left_in(status: dict[str, Any]) -> list[str]:
             found.append(f"queue {key}={status['queue'][key]}")
     for worker in status["workers"]:
         if worker["state"] == "lost":
+            if worker["pid"] in living:
+                found.append(f"{worker['instance_id']} does not answer")
             continue
         name, load = worker["instance_id"], worker["load"]
         for key in (

@@ -1,9 +1,10 @@
-"""Waiting for what another thread does, without naming a time."""
+"""Waiting for what another thread or process does."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 _FAR_S = 20.0
 
@@ -14,3 +15,14 @@ def eventually(holds: Callable[[], bool], otherwise: str) -> None:
     while not holds():
         assert time.monotonic() < give_up, otherwise
         time.sleep(0.002)
+
+
+def until(check: Callable[[], Any], within_s: float, what: str) -> Any:
+    """Return the first true value of `check`. Raises AssertionError naming `what`."""
+    deadline = time.monotonic() + within_s
+    while True:
+        value = check()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.05)
