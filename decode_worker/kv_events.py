@@ -25,7 +25,7 @@ from pullfill.engine import front_wire, kv_offloading
 from pullfill.engine.kv_events import Change, Cleared, KvEvents, Places, Removed, Stored, origin
 from pullfill.prefix import chain
 from pullfill.prefix.ring import Ring
-from pullfill.runtime import log
+from pullfill.runtime import failpoints, log
 from pullfill.wire import u32
 from pullfill.wire.prefix import Op, PrefixFollow
 from pullfill.worker.process import Engine
@@ -171,6 +171,7 @@ class BlockEvents:
         self._loop.call_later(max(0.0, wait), self._flush)
 
     def _flush(self) -> None:
+        failpoints.hit("decode.before_events")
         self._armed = False  # before the queue is emptied, so that nothing stays in it
         while self._queue:
             for change in self._queue.popleft():

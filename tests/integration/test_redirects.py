@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import zmq
 
 from pullfill import wire
 from pullfill.engine import check, front_wire
-from tests.support.cluster import MODEL, Cluster, Worker, until
+from tests.support import web
+from tests.support.cluster import BLOCK, MODEL, Cluster, Worker, until
 from tests.support.oracle import Oracle
 from tests.support.prompts import Answer, ask, random_prompt, truth
 
@@ -52,10 +53,21 @@ def worker_of(cluster: Cluster, instance_id: str) -> Worker:
     return next(w for w in cluster.of("decode") if w.instance_id == instance_id)
 
 
-def known_blocks(cluster: Cluster, instance_id: str) -> int:
-    """How many blocks the frontend believes to be cached at a decode worker."""
-    rows = {row["instance_id"]: row for row in cluster.status()["workers"]}
+def known_blocks(url: str, instance_id: str) -> int:
+    """How many blocks the frontend at `url` believes to be cached at a decode worker."""
+    status = web.get(f"{url}/pullfill/status", timeout=10.0).json()
+    rows = {row["instance_id"]: row for row in status["workers"]}
     return int(rows[instance_id]["routing"]["prefix"]["blocks"])
+
+
+def wait_known(urls: Sequence[str], instance_id: str, tokens: int) -> None:
+    """Until each frontend knows that a decode worker has cached so many tokens."""
+    for url in urls:
+
+        def known(url: str = url) -> bool:
+            return known_blocks(url, instance_id) >= tokens // BLOCK
+
+        until(known, 20.0, "the frontend knows the blocks")
 
 
 def forget_prefixes(cluster: Cluster, instance_id: str) -> None:
@@ -88,18 +100,24 @@ def test_a_worker_without_the_prefix_sends_the_prompt_to_the_one_that_has_it(
     # Both hold the prefix. The one that has done less work lately gets the next prompt.
     holder = served(cluster, prompts[2])["decode_instance"]
     (empty,) = {w.instance_id for w in cluster.of("decode")} - {holder}
+    wait_known([cluster.frontend_url], empty, 1200)
+    # The frontend must not learn what is gone before the next prompt.
+    worker_of(cluster, empty).arm("decode.before_events=hold")
     forget_prefixes(cluster, empty)
     if dies:
         worker_of(cluster, holder).arm("decode.intake=kill@1")
         told = served(cluster, prompts[3], oracle)
+        worker_of(cluster, empty).arm("")
         assert (told["redirected_from"], told["redirect_reason"]) == (empty, "prefix_gone")
         assert (told["decode_instance"], told["migrated_from"]) == (empty, [holder])
         assert cluster.counter("pullfill_redirect_total") == 1
         return
 
     first = served(cluster, prompts[3], oracle)
+    worker_of(cluster, empty).arm("")
     assert (first["redirected_from"], first["redirect_reason"]) == (empty, "prefix_gone")
-    until(lambda: known_blocks(cluster, empty) == 0, 20.0, "the frontend learns what is gone")
+    url = cluster.frontend_url
+    until(lambda: known_blocks(url, empty) == 0, 20.0, "the frontend learns what is gone")
     rest = [served(cluster, prompt, oracle) for prompt in prompts[4:]]
     assert [told["redirected_from"] for told in rest] == [None] * 3, "it is not expected any more"
     for told in (first, *rest):
@@ -132,6 +150,7 @@ def test_a_queue_that_a_frontend_does_not_know_and_a_drain(
     set_policy(cluster, "kv")
     prefix = random_prompt(2000, seed=1)
     busy_id = served(cluster, prefix)["decode_instance"]
+    wait_known(urls, busy_id, 2000)  # one frontend has not sent that prompt
     busy = worker_of(cluster, busy_id)
     (free_id,) = {w.instance_id for w in cluster.of("decode")} - {busy_id}
 
@@ -166,7 +185,9 @@ def test_a_queue_that_a_frontend_does_not_know_and_a_drain(
             asked = two.ask(prompt)
             until(lambda: there(1), 20.0, "it waits to be prepared")
             cluster.revoke_lease(busy)
-            until(lambda: busy_id not in cluster.records("decode"), 20.0, "the worker drains")
+            drains = f"decode worker {busy_id} drains"
+            front = cluster.of("frontend")[1]
+            until(lambda: drains in front.log.read_text(), 20.0, "the worker drains")
         finally:
             busy.arm("")
         answer = asked.result(60.0)
