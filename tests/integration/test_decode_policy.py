@@ -47,6 +47,12 @@ class Conversation:
         return told
 
 
+def all_warm(cluster: Cluster) -> bool:
+    """Whether the frontend knows all blocks of every decode worker."""
+    rows = [row for row in cluster.status()["workers"] if row["role"] == "decode"]
+    return all(row["routing"]["prefix"]["state"] == "warm" for row in rows)
+
+
 def test_turns_go_where_their_prefix_is_until_that_worker_is_gone(cluster: Cluster) -> None:
     talks = [Conversation(cluster, seed) for seed in range(4)]
     places = [talk.turn()["decode_instance"] for talk in talks]
@@ -64,6 +70,7 @@ def test_turns_go_where_their_prefix_is_until_that_worker_is_gone(cluster: Clust
     # A frontend that starts now has sent nothing: it knows the blocks from the workers alone.
     cluster.launch("frontend")
     cluster.wait_ready(*cluster.workers)
+    until(lambda: all_warm(cluster), 20.0, "it knows the blocks of both")
     cluster._close_client()
     for talk, place in zip(talks, places, strict=True):
         told = talk.turn()
