@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.cluster import BLOCK, Cluster, Worker, until
 from tests.support.oracle import Oracle
+from tests.support.prefix_events import BlocksOf
 from tests.support.prompts import Answer, ask, going_away, random_prompt, truth
 
 pytestmark = pytest.mark.engine
@@ -59,11 +60,12 @@ class Turns:
 
     def first(self) -> None:
         """Have one worker compute the prompt, and wait until the frontend knows."""
+        blocks = BlocksOf(self.cluster)
         self.turn()
         names = {worker.instance_id: worker for worker in self.cluster.of("decode")}
         self.holder = names.pop(self.told["decode_instance"])
         (self.asker,) = names.values()
-        time.sleep(0.3)  # block events are sent within 0.05 s
+        blocks.wait(self.holder.instance_id)
 
     def turn(self) -> Answer:
         """Ask, check the tokens, and go on from there."""
@@ -74,14 +76,19 @@ class Turns:
         self.prompt = [*self.prompt, *answer.tokens, *random_prompt(20, self.seed + 1)]
         return answer
 
-    def held(self) -> threading.Thread:
-        """Ask the next turn, which stops in front of the read. Returns its thread."""
-        self.asker.arm(f"{READ}=hold@1")
+    def arm(self) -> Callable[[], bool]:
+        """Have the next turn stop in front of the read. Returns what tells whether it has."""
         line = f"failpoint {READ} acts: hold".encode()
         before = self.asker.log.read_bytes().count(line)
+        self.asker.arm(f"{READ}=hold@1")
+        return lambda: self.asker.log.read_bytes().count(line) > before
+
+    def held(self) -> threading.Thread:
+        """Ask the next turn, which stops in front of the read. Returns its thread."""
+        held = self.arm()
         thread = threading.Thread(target=self.turn)
         thread.start()
-        until(lambda: self.asker.log.read_bytes().count(line) > before, 20.0, "held")
+        until(held, 20.0, "held")
         return thread
 
     def go(self, thread: threading.Thread) -> None:
@@ -156,8 +163,9 @@ def test_a_lease_that_ends_too_early_means_computing(cluster: Cluster, oracle: O
 def test_a_client_that_goes_away_in_a_read(cluster: Cluster, oracle: Oracle) -> None:
     talk = Turns(cluster, oracle, seed=500)
     talk.first()
+    held = talk.arm()
     with going_away(cluster, talk.prompt):
-        talk.asker.hold(READ)
+        until(held, 20.0, "held")
     time.sleep(0.5)
     assert cluster.load_of(talk.asker)["running"] + cluster.load_of(talk.asker)["waiting"] >= 0
     talk.asker.arm("")
