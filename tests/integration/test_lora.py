@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, until
 from tests.support.lora import lora_adapter
 from tests.support.prompts import Answer, ask, forget_decode_prefixes, random_prompt
 
@@ -89,6 +90,13 @@ def test_files_that_differ_on_the_prefill_side_are_never_used(
     cluster.set_router(policy="always_remote")
     path = shutil.copytree(adapters / "red", adapters / "mine")
     load(cluster, "mine", path)
+    seeds = itertools.count(1000)
+
+    def remote() -> bool:
+        answer = ask(cluster, random_prompt(300, seed=next(seeds)), model="mine")
+        return bool(cluster.explain(answer.request_id)["path"] == "remote")
+
+    until(remote, 20.0, "the decode worker has read the files")
     prompt = random_prompt(300, seed=3)
     before = ask(cluster, prompt, model="mine")
     shutil.copy(adapters / "blue" / "adapter_model.safetensors", path)
