@@ -73,6 +73,7 @@ class Prefills:
     reads: number of steps before each prefix read began.
     seats: requests that ran, and seats kept for others, when each began."""
 
+    host: EngineHost
     context: PrefillContext
     hooks: PrefillHooks
     steps: list[dict[str, int]] = field(default_factory=list)
@@ -113,6 +114,20 @@ class Prefills:
             self.seats.append((running, len(seats._taken)))
 
         side.take_in, side.read_prefix = take_in, began  # type: ignore[method-assign]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Every prompt that is submitted meanwhile arrives before the engine's next step."""
+        gate = threading.Event()
+
+        def hold(core: Any) -> None:
+            gate.wait(60)
+
+        self.host.submit(hold)
+        try:
+            yield
+        finally:
+            gate.set()
 
     def submit(self, name: str, tokens: int, hit: int = 0) -> None:
         blocks = -(-tokens // BLOCK)
@@ -156,7 +171,7 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
     def built(core: Any) -> None:
         engine = Engine(host, core, config, "m", compat(block_size=BLOCK), context)
         host.hooks = hooks = PrefillHooks(engine)
-        made.append(Prefills(context, hooks))
+        made.append(Prefills(host, context, hooks))
         made[0].watch()
         if flags:
             made[0].keep_seats(core)
@@ -183,8 +198,9 @@ def test_one_prompt_in_a_step_and_the_next_prefix_meanwhile(model_path: Path) ->
     lengths = {"a": 3 * STEP, "b": STEP + 7, "c": 3, "d": STEP, "e": 2 * STEP + 1, "f": 40}
     hits = {"b": STEP, "d": 2 * BLOCK, "f": BLOCK}
     with prefills(model_path, 1) as made:
-        for name, tokens in lengths.items():
-            made.submit(name, tokens, hits.get(name, 0))
+        with made.together():
+            for name, tokens in lengths.items():
+                made.submit(name, tokens, hits.get(name, 0))
         made.wait(len(lengths))
     assert [len(step) for step in made.steps] == [1] * len(made.steps)
     computed = {name: sum(step.get(name, 0) for step in made.steps) for name in lengths}
@@ -198,8 +214,9 @@ def test_one_prompt_in_a_step_and_the_next_prefix_meanwhile(model_path: Path) ->
 
 def test_without_it_prompts_share_steps(model_path: Path) -> None:
     with prefills(model_path, 0) as made:
-        for name in "abcd":
-            made.submit(name, 100)
+        with made.together():
+            for name in "abcd":
+                made.submit(name, 100)
         made.wait(4)
     assert max(len(step) for step in made.steps) > 1
 
