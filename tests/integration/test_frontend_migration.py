@@ -10,22 +10,28 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_decode import FakeDecode
-from tests.support.frontend_http import Served, expected, until, workers
+from tests.support.frontend_http import PATIENCE_S, Served, expected, until, workers
 
 TOKENS = 40
+HELD = 5
+"""Tokens of an answer that its worker sends before it is lost."""
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
 @asynccontextmanager
 async def pair(served: Served) -> AsyncIterator[tuple[httpx.AsyncClient, list[FakeDecode]]]:
-    """Two workers, slow enough to be lost in the middle of an answer."""
+    """Two workers that wait in the middle of an answer, so as to be lost there."""
     fakes = [
-        FakeDecode(f"decode-{i}", model="m", max_model_len=512, step_s=0.01, cached_tokens=i + 1)
+        FakeDecode(
+            f"decode-{i}", model="m", max_model_len=512, step_s=0.01, cached_tokens=i + 1,
+            stop_after=HELD,
+        )
         for i in range(2)
-    ]
+    ]  # fmt: skip
     async with workers(served, *fakes) as http:
         yield http, fakes
 
@@ -37,11 +43,32 @@ def body_of(path: str, **more: Any) -> dict[str, Any]:
     return {"model": "m", "max_tokens": TOKENS, "temperature": 0, **prompt, **more}
 
 
+async def generated(http: httpx.AsyncClient) -> float:
+    """Tokens that the frontend has got until now."""
+    families = text_string_to_metric_families((await http.get("/metrics")).text)
+    return sum(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "vllm:generation_tokens_total"
+    )
+
+
+async def under_way(http: httpx.AsyncClient, before: float, answers: int = 1) -> None:
+    """The frontend has what the workers send of these answers.
+
+    before: `generated` before they were asked for."""
+    async with asyncio.timeout(PATIENCE_S):
+        while await generated(http) < before + answers * HELD:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def lose_the_first(fakes: list[FakeDecode], how: str = "die") -> FakeDecode:
-    """Once an answer is under way, its worker goes; returns that worker."""
-    await until(lambda: any(fake.active for fake in fakes))
-    await asyncio.sleep(0.08)
+    """The worker of the answer goes, and the other one goes on to the end. Returns the first."""
     (first,) = [fake for fake in fakes if fake.added]
+    for fake in fakes:
+        if fake is not first:
+            fake.stop_after = 0
     await asyncio.to_thread(getattr(first, how))
     return first
 
@@ -69,7 +96,9 @@ async def test_a_stream_goes_on_and_its_client_cannot_tell(
 ) -> None:
     async with pair(served) as (http, fakes):
         body = body_of(path, stream_options={"include_usage": True})
+        before = await generated(http)
         call = asyncio.create_task(stream(http, path, body))
+        await under_way(http, before)
         first = await lose_the_first(fakes, how)
         events = await call
         prompt = first.added[0].prompt_token_ids or []
@@ -87,7 +116,9 @@ async def test_a_stream_goes_on_and_its_client_cannot_tell(
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_an_answer_that_is_not_streamed_goes_on(served: Served, path: str) -> None:
     async with pair(served) as (http, fakes):
+        before = await generated(http)
         call = asyncio.create_task(http.post(path, json=body_of(path)))
+        await under_way(http, before)
         first = await lose_the_first(fakes)
         answer = (await call).json()
         prompt = first.added[0].prompt_token_ids or []
@@ -136,10 +167,10 @@ async def test_what_cannot_be_exact_says_so(
 ) -> None:
     async with pair(served) as (http, fakes):
         body = body_of(CHAT, **more)
+        before = await generated(http)
         request = stream(http, CHAT, body) if streamed else http.post(CHAT, json=body)
         call: asyncio.Task[Any] = asyncio.create_task(request)
-        await until(lambda: any(fake.active for fake in fakes))
-        await asyncio.sleep(0.08)
+        await under_way(http, before, more.get("n", 1))
         first = next(fake for fake in fakes if fake.added)
         await asyncio.to_thread(first.die)
         answer = await call
