@@ -10,10 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_decode import FakeDecode
-from tests.support.frontend_http import PATIENCE_S, Served, expected, until, workers
+from tests.support.frontend_http import Served, expected, generated, taken, until, workers
 
 TOKENS = 40
 HELD = 5
@@ -41,26 +40,6 @@ def body_of(path: str, **more: Any) -> dict[str, Any]:
     if path == CHAT:
         prompt = {"messages": [{"role": "user", "content": "hello"}]}
     return {"model": "m", "max_tokens": TOKENS, "temperature": 0, **prompt, **more}
-
-
-async def generated(http: httpx.AsyncClient) -> float:
-    """Tokens that the frontend has got until now."""
-    families = text_string_to_metric_families((await http.get("/metrics")).text)
-    return sum(
-        sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name == "vllm:generation_tokens_total"
-    )
-
-
-async def under_way(http: httpx.AsyncClient, before: float, answers: int = 1) -> None:
-    """The frontend has what the workers send of these answers.
-
-    before: `generated` before they were asked for."""
-    async with asyncio.timeout(PATIENCE_S):
-        while await generated(http) < before + answers * HELD:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def lose_the_first(fakes: list[FakeDecode], how: str = "die") -> FakeDecode:
@@ -96,9 +75,9 @@ async def test_a_stream_goes_on_and_its_client_cannot_tell(
 ) -> None:
     async with pair(served) as (http, fakes):
         body = body_of(path, stream_options={"include_usage": True})
-        before = await generated(http)
+        before = await generated(http, served)
         call = asyncio.create_task(stream(http, path, body))
-        await under_way(http, before)
+        await taken(http, served, before + HELD)
         first = await lose_the_first(fakes, how)
         events = await call
         prompt = first.added[0].prompt_token_ids or []
@@ -116,9 +95,9 @@ async def test_a_stream_goes_on_and_its_client_cannot_tell(
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_an_answer_that_is_not_streamed_goes_on(served: Served, path: str) -> None:
     async with pair(served) as (http, fakes):
-        before = await generated(http)
+        before = await generated(http, served)
         call = asyncio.create_task(http.post(path, json=body_of(path)))
-        await under_way(http, before)
+        await taken(http, served, before + HELD)
         first = await lose_the_first(fakes)
         answer = (await call).json()
         prompt = first.added[0].prompt_token_ids or []
@@ -167,10 +146,10 @@ async def test_what_cannot_be_exact_says_so(
 ) -> None:
     async with pair(served) as (http, fakes):
         body = body_of(CHAT, **more)
-        before = await generated(http)
+        before = await generated(http, served)
         request = stream(http, CHAT, body) if streamed else http.post(CHAT, json=body)
         call: asyncio.Task[Any] = asyncio.create_task(request)
-        await under_way(http, before, more.get("n", 1))
+        await taken(http, served, before + HELD * more.get("n", 1))
         first = next(fake for fake in fakes if fake.added)
         await asyncio.to_thread(first.die)
         answer = await call

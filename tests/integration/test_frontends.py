@@ -23,12 +23,15 @@ from tests.support.frontend_http import (
     Served,
     expected,
     frontend,
-    until,
+    generated,
+    taken,
     workers,
 )
 
 Pair = tuple[str, Served, Served]
 PROMPT = {"model": "m", "prompt": "hello", "max_tokens": 3}
+HELD = 6
+"""Tokens that a worker sends before the test lets it go on."""
 
 
 @pytest.fixture
@@ -58,6 +61,14 @@ async def found(url: str, request_id: str, header: dict[str, str] | None = None)
         return (await http.get(f"/pullfill/requests/{request_id}", headers=header)).status_code
 
 
+async def soon_found(url: str, request_id: str) -> None:
+    """The other frontend has one second to tell of its request. A busy machine may need more."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (code := await found(url, request_id)) == 404:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert code == 200
+
+
 async def test_both_serve_one_port_and_explain_the_requests_of_both(pair: Pair) -> None:
     shared, one, two = pair
     fake = FakeDecode("decode-1", model="m", max_model_len=512)
@@ -68,7 +79,8 @@ async def test_both_serve_one_port_and_explain_the_requests_of_both(pair: Pair) 
         assert all(sorted(codes) == [200, 404] for codes in zip(*mine, strict=True))
         assert all(200 in codes for codes in mine), "each frontend has served some of them"
         for url in (shared, one.url, two.url):
-            assert [await found(url, i) for i in ids] == [200] * len(ids)
+            for request_id in ids:
+                await soon_found(url, request_id)
         assert await found(shared, "cmpl-unknown") == 404
 
 
@@ -118,17 +130,21 @@ async def test_each_is_redirected_once_and_no_client_can_tell(pair: Pair) -> Non
         )
         for n in (1, 2)
     ]
-    async with workers(one, *fakes, seen_by=[two]):
+    async with workers(one, *fakes, seen_by=[two]) as http:
         for served in (one, two):
-            before = sum(len(fake.added) for fake in fakes)
+            for fake in fakes:
+                fake.stop_after = HELD
+            before = await generated(http, served)
             asked = asyncio.create_task(streamed(served.url, 40))
-            await until(lambda now=before + 1: sum(len(fake.added) for fake in fakes) == now)
+            await taken(http, served, before + HELD)
             (second,) = [fake for fake in fakes if fake.active]
             (first,) = [fake for fake in fakes if fake is not second]
             prompt = second.added[-1].prompt_token_ids or []
             if served is two:  # the worker that it was sent to dies
-                await until(lambda at=second: any(a.sent > 5 for a in at.active))
+                first.stop_after = 0
                 await asyncio.to_thread(second.die)
+            else:
+                second.stop_after = 0
             request_id, text = await asked
             assert text == expected(prompt, 40)
             told = await explained(served.url, request_id)
