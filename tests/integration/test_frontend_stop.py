@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pullfill import wire
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from tests.support.fake_decode import FakeDecode
-from tests.support.frontend_http import NAMESPACE, Served, expected, serve, until
+from tests.support.frontend_http import NAMESPACE, Served, expected, serve, until, workers
 
 
 @pytest.fixture
@@ -24,11 +22,9 @@ def served(model_path: Path, tmp_path: Path) -> Iterator[Served]:
 
 
 async def test_drain_finishes_open_streams_and_exits_0(served: Served) -> None:
-    """Its exit status is checked by `serve`."""
     fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.01)
     etcd = await EtcdClient.connect(served.etcd.url)
-    await etcd.put(keys.worker(NAMESPACE, "decode", "decode-1"), wire.encode(fake.start().record))
-    async with served.client() as client:
+    async with workers(served, fake), served.client() as client:
         stream = await client.completions.create(
             model="m", prompt="abc", max_tokens=100, stream=True
         )
@@ -38,7 +34,7 @@ async def test_drain_finishes_open_streams_and_exits_0(served: Served) -> None:
                 served.process.send_signal(signal.SIGTERM)
             text += chunk.choices[0].text
         assert text == expected(fake.added[0].prompt_token_ids or [], 100)
-    await until(lambda: served.process.poll() is not None)
+        await until(lambda: served.process.poll() is not None)
+        assert served.process.poll() == 0
     assert await etcd.get(keys.worker(NAMESPACE, "frontend", served.instance_id)) is None
     await etcd.close()
-    await asyncio.to_thread(fake.die)
