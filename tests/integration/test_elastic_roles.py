@@ -14,7 +14,7 @@ from tests.support.cluster import Cluster, Worker, until
 from tests.support.load import Load
 from tests.support.oracle import Oracle
 from tests.support.prompts import ask, random_prompt, truth
-from tests.support.roles import become, decoded_by, elastic_cluster, order, prefilled_by
+from tests.support.roles import become, decoded_by, elastic_cluster, order, prefilled_by, states
 
 pytestmark = pytest.mark.engine
 
@@ -65,12 +65,6 @@ def test_streams_that_run_are_finished(elastic: Cluster, worker: Worker, oracle:
     expected = truth(oracle, prompts, 150)
     assert [answer.tokens for answer in answers] == [tokens for tokens, _ in expected]
     assert not any(elastic.explain(answer.request_id)["migrated_from"] for answer in answers)
-
-
-def states(cluster: Cluster, worker: Worker) -> set[tuple[str, str]]:
-    """(role, state) of each record of the worker. Empty for a moment while it changes."""
-    rows = cluster.status()["workers"]
-    return {(row["role"], row["state"]) for row in rows if row["pid"] == worker.pid}
 
 
 def test_a_worker_that_is_both_decodes_and_prefills(

@@ -39,10 +39,19 @@ def order(
     return pullfill(cluster, "role", worker.instance_id, role, *more, timeout_s=120)
 
 
+def states(cluster: Cluster, worker: Worker) -> set[tuple[str, str]]:
+    """(role, state) of each record of the worker. Empty for a moment while it changes."""
+    rows = cluster.status()["workers"]
+    return {(row["role"], row["state"]) for row in rows if row["pid"] == worker.pid}
+
+
 def become(cluster: Cluster, worker: Worker, role: str) -> None:
-    """Order the role. Returns when the worker has it and its peers are connected."""
+    """Order the role. Returns when the frontend sees it ready, and its peers are connected."""
     done = order(cluster, worker, role, "--wait", "--timeout", "90")
     assert done.returncode == 0, done.stdout + done.stderr
+    roles = ("decode", "prefill") if role == "both" else (role,)
+    wanted = {(each, "ready") for each in roles}
+    until(lambda: states(cluster, worker) == wanted, 20, f"it is ready as {role}")
     until(cluster.linked, 20, "all are connected")
 
 
