@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -208,6 +209,16 @@ async def test_without_a_worker_streams_too_get_503(served: Served) -> None:
         assert "pullfill decode" in refused.json()["error"]["message"]
 
 
+async def soon(
+    http: httpx.AsyncClient, path: str, good: Callable[[httpx.Response], bool]
+) -> httpx.Response:
+    """Ask until the answer is good. A worker has one second to answer, or it counts as lost."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not good(answer := await http.get(path)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return answer
+
+
 async def test_status_and_metrics_show_the_workers(served: Served) -> None:
     queue = {
         "depth_jobs": 3, "depth_tokens": 900, "in_flight": 1, "oldest_age_s": 0.5, "age_s": 0.1,
@@ -222,7 +233,11 @@ async def test_status_and_metrics_show_the_workers(served: Served) -> None:
     silent.record = msgspec.structs.replace(silent.record, http="http://127.0.0.1:1")
     try:
         async with workers(served, fake, silent) as http:
-            status = (await http.get("/pullfill/status")).json()
+            status = (
+                await soon(
+                    http, "/pullfill/status", lambda a: a.json()["workers"][0]["state"] == "ready"
+                )
+            ).json()
             assert status["queue"] == queue
             assert status["servers"]["nats"] == nats
             assert status["servers"]["etcd"]["up"] is True
@@ -243,13 +258,12 @@ async def test_status_and_metrics_show_the_workers(served: Served) -> None:
                 "troubles": ["NATS unreachable for 7 s: nats://h:1: refused"],
             }
             assert (second["instance_id"], second["state"]) == ("decode-2", "lost")
-            ready = (await http.get("/ready")).json()
+            down = "NATS unreachable for 7 s: nats://h:1: refused"
+            ready = (await soon(http, "/ready", lambda a: down in a.json()["reasons"])).json()
             assert ready["degraded"] is True
             assert any("no prefill worker" in reason for reason in ready["reasons"])
-            assert "NATS unreachable for 7 s: nats://h:1: refused" in ready["reasons"]
-            families = {
-                f.name: f for f in text_string_to_metric_families((await http.get("/metrics")).text)
-            }
+            text = (await soon(http, "/metrics", lambda a: '"decode-1"' in a.text)).text
+            families = {f.name: f for f in text_string_to_metric_families(text)}
             assert "vllm:num_requests_running" in families
             assert "pullfill_frontend_in_flight" in families
             owners = {s.labels.get("instance_id") for s in families["python_info"].samples}
