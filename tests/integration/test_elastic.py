@@ -24,7 +24,7 @@ def test_second_prefill_joins_by_hand_and_leaves_by_lease_revocation(
         assert second.process.wait(30) == 0
         until(lambda: len(load.done) > done_before + 6, 30, "load goes on")
     load.check(oracle)
-    assert cluster.counter("pullfill_fallback_total") == 0
+    load.check_fallbacks()
 
 
 def test_second_decode_joins_by_hand_and_is_drained_by_command(

@@ -80,6 +80,11 @@ class Load:
         for (prompt, answer), (tokens, _) in zip(self.done, expected, strict=True):
             assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
 
+    def check_fallbacks(self) -> None:
+        """No remote prefill was given up, except while NATS did not answer."""
+        given_up = [told for told in self.told() if told["fallback"]]
+        assert all("NATS" in (told["outage"] or "") for told in given_up), given_up[:5]
+
     def paths(self) -> set[str]:
         """Where the prompts were prefilled."""
         return {t["path"] for t in self.told()}
