@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.cluster import MODEL, Cluster, until
 from tests.support.oracle import Oracle
+from tests.support.outages import Asked, undisturbed
 from tests.support.prompts import Answer, ask, ask_all, random_prompt, truth
 
 pytestmark = pytest.mark.engine
@@ -56,8 +57,13 @@ def explained(cluster: Cluster, answers: list[Answer]) -> list[dict[str, Any]]:
 
 def test_predictions_and_outcomes_are_explained(cluster: Cluster, oracle: Oracle) -> None:
     cluster.set_router(policy="cost")
-    prompts = [random_prompt(n, seed=41) for n in (100, 400, 900, 1500, 300, 700, 1900, 60)]
-    answers = beside_streams(cluster, prompts)
+
+    def asked(turn: int) -> Asked:
+        lengths = (100, 400, 900, 1500, 300, 700, 1900, 60)
+        prompts = [random_prompt(n, seed=41 + 100 * turn) for n in lengths]
+        return prompts, beside_streams(cluster, prompts)
+
+    prompts, answers = undisturbed(cluster, asked)
     check(answers, prompts, oracle)
     told = explained(cluster, answers)
     assert {one["reason"] for one in told} <= REASONS
@@ -74,13 +80,17 @@ def test_predictions_and_outcomes_are_explained(cluster: Cluster, oracle: Oracle
 
 def test_a_prompt_that_must_stay_is_computed_in_chunks(cluster: Cluster, oracle: Oracle) -> None:
     """A step without prompts keeps the target, and a step with a whole prompt does not."""
-    step_ms = 1000.0 * step_s(cluster)
-    cluster.set_router(policy="cost", max_prefill_queue_size=0, itl_ms=2 * step_ms)
     try:
         chosen: set[str] = set()
         for seed in range(42, 46):  # what a busy machine teaches in one round may not hold
-            prompts = [random_prompt(n, seed=seed) for n in (1500, 1700, 1900)]
-            answers = beside_streams(cluster, prompts)
+            step_ms = 1000.0 * step_s(cluster)
+            cluster.set_router(policy="cost", max_prefill_queue_size=0, itl_ms=2 * step_ms)
+
+            def asked(turn: int, seed: int = seed) -> Asked:
+                prompts = [random_prompt(n, seed=seed + 100 * turn) for n in (1500, 1700, 1900)]
+                return prompts, beside_streams(cluster, prompts)
+
+            prompts, answers = undisturbed(cluster, asked)
             check(answers, prompts, oracle)
             told = explained(cluster, answers)
             assert [one["reason"] for one in told] == ["queue_full"] * 3

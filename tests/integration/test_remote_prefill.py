@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.cluster import BLOCK, Cluster
 from tests.support.oracle import Oracle
+from tests.support.outages import Asked, undisturbed
 from tests.support.prompts import (
     Answer,
     ask,
@@ -37,8 +38,17 @@ def paths(cluster: Cluster, answers: list[Answer]) -> list[str]:
 
 
 def test_cold_prompts_of_every_length(cluster: Cluster, oracle: Oracle) -> None:
-    prompts = [random_prompt(n, seed=1) for n in LENGTHS]
-    answers = [ask(cluster, p, STEPS) for p in prompts]
+    prompts: list[list[int]] = []
+    answers: list[Answer] = []
+    for length in LENGTHS:
+
+        def asked(turn: int, length: int = length) -> Asked:
+            prompt = random_prompt(length, seed=1 + 100 * turn)
+            return [prompt], [ask(cluster, prompt, STEPS)]
+
+        (prompt,), (answer,) = undisturbed(cluster, asked)
+        prompts.append(prompt)
+        answers.append(answer)
     check(answers, prompts, oracle)
     # One token is computed where it is sampled; everything longer went away and came back.
     assert paths(cluster, answers) == ["local"] + ["remote"] * (len(LENGTHS) - 1)
@@ -83,11 +93,18 @@ def test_prefix_hit_on_decode_is_read_by_the_prefill_worker(
 
 
 def test_prefix_hit_on_prefill_only_is_written_too(cluster: Cluster, oracle: Oracle) -> None:
-    prompts = [random_prompt(n, seed=4) for n in (65, 96, 257, 513, 1200)]
-    check(ask_all(cluster, prompts, STEPS), prompts, oracle)
-    forget_decode_prefixes(cluster)
-    again = [p + random_prompt(40, seed=5) for p in prompts]
-    answers = ask_all(cluster, again, STEPS)
+    def first(turn: int) -> Asked:
+        prompts = [random_prompt(n, seed=4 + 100 * turn) for n in (65, 96, 257, 513, 1200)]
+        return prompts, ask_all(cluster, prompts, STEPS)
+
+    def second(turn: int) -> Asked:
+        forget_decode_prefixes(cluster)
+        again = [p + random_prompt(40, seed=5 + 100 * turn) for p in prompts]
+        return again, ask_all(cluster, again, STEPS)
+
+    prompts, answers = undisturbed(cluster, first)
+    check(answers, prompts, oracle)
+    again, answers = undisturbed(cluster, second)
     check(answers, again, oracle)
     for prompt, answer in zip(again, answers, strict=True):
         told = cluster.explain(answer.request_id)
@@ -116,8 +133,12 @@ def test_batched_and_chunked(cluster: Cluster, oracle: Oracle) -> None:
 
 def test_next_turn_is_local_and_cached(cluster: Cluster, oracle: Oracle) -> None:
     cluster.set_router(policy="conditional", max_local_prefill_length=256)
-    first = random_prompt(900, seed=8)
-    answer = ask(cluster, first, STEPS)
+
+    def asked(turn: int) -> Asked:
+        first = random_prompt(900, seed=8 + 100 * turn)
+        return [first], [ask(cluster, first, STEPS)]
+
+    (first,), (answer,) = undisturbed(cluster, asked)
     assert cluster.explain(answer.request_id)["path"] == "remote"
     turn = first + answer.tokens + random_prompt(30, seed=9)
     second = ask(cluster, turn, STEPS)

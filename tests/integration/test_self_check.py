@@ -8,6 +8,7 @@ import pytest
 from pullfill.registry import keys
 from pullfill.wire import SelfCheck
 from tests.support.cluster import Cluster
+from tests.support.outages import Asked, undisturbed
 from tests.support.prompts import ask, random_prompt
 
 
@@ -22,5 +23,10 @@ def test_a_pair_that_agrees_goes_remote_and_no_counter_of_requests_moves(cluster
     (decode,) = cluster.of("decode")
     assert cluster.load_of(decode)["self_check"] == "passed"
     assert not cluster.counter("pullfill_decision_total", reason="self_check")
-    answer = ask(cluster, random_prompt(700, seed=71))
+
+    def asked(turn: int) -> Asked:
+        prompt = random_prompt(700, seed=71 + 100 * turn)
+        return [prompt], [ask(cluster, prompt)]
+
+    _, (answer,) = undisturbed(cluster, asked)
     assert cluster.explain(answer.request_id)["path"] == "remote"
