@@ -369,7 +369,7 @@ class JetStreamConsumer:
         await self._renew()
 
     async def _renew(self) -> None:
-        """Over a new connection, send heartbeats of all running deliveries before the first pull."""
+        """Over a new connection, send heartbeats of running deliveries before the first pull."""
         with contextlib.suppress(QueueUnavailable):
             await send_signs(self.connection, self.running(), self.stream_id, SETTLE_TRY_S)
 
