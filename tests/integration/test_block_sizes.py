@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
+from tests.support.outages import by_outage
 from tests.support.prompts import (
     ask,
     ask_all,
@@ -108,7 +109,7 @@ def check(
 ) -> list[int]:
     """Ask each prompt until both decode workers have answered it. Returns how many tokens each
     had cached at its first answer."""
-    found = []
+    found: list[dict[str, Any]] = []
     for prompt in prompts:
         [(tokens, logprobs)] = truth(oracle, [prompt], STEPS)
         told: dict[str, dict[str, Any]] = {}
@@ -123,7 +124,8 @@ def check(
         assert len(told) == 2, "round robin reaches both workers"
         found += told.values()
     if remote:
-        assert {(t["path"], t["attempts"], t["fallback"]) for t in found} == {("remote", 1, None)}
+        judged = [t for t in found if not by_outage(t)]
+        assert {(t["path"], t["attempts"], t["fallback"]) for t in judged} == {("remote", 1, None)}
     return [t["prefix_hit_tokens"] for t in found]
 
 

@@ -19,6 +19,7 @@ import pytest
 from pullfill.transfer.shm.files import PREFIX, shm_dir
 from tests.support.cluster import BLOCK, Cluster, Worker, until
 from tests.support.oracle import Oracle
+from tests.support.outages import Asked, undisturbed
 from tests.support.prompts import Answer, ask, ask_all, random_prompt, truth
 
 pytestmark = pytest.mark.engine
@@ -119,8 +120,11 @@ def kv_files(worker: Worker) -> list[str]:
 
 
 def test_tokens_are_those_of_one_engine(cluster: Cluster, oracle: Oracle) -> None:
-    prompts = [random_prompt(n, seed=31) for n in LENGTHS]
-    answers = ask_all(cluster, prompts, STEPS, at_once=4)
+    def asked(turn: int) -> Asked:
+        prompts = [random_prompt(n, seed=31 + 100 * turn) for n in LENGTHS]
+        return prompts, ask_all(cluster, prompts, STEPS, at_once=4)
+
+    prompts, answers = undisturbed(cluster, asked)
     check(answers, prompts, oracle)
     for prompt, answer in zip(prompts, answers, strict=True):
         told = cluster.explain(answer.request_id)
