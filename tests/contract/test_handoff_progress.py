@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pullfill.decode_worker import forecast
 from pullfill.wire import KvMode, RouterConfig, RouterPolicy
 from tests.contract.test_admission import looking
 from tests.support.fakes import FakeRequest
@@ -103,12 +104,15 @@ async def test_a_prompt_behind_a_slow_link_is_not_sent_to_wait_there(tmp_path: P
             policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=TIMEOUT_S, max_queue_wait_s=0.4
         )
         served = decode.send(LONG)
-        await until(lambda: 0 < decode.ledger.unwritten() < BLOCKS - 4, 5)
+        links = decode.control.forecaster._links
+        await until(lambda: any(len(link.writes) >= forecast._SURE for link in links.values()))
+        await until(lambda: decode.ledger.unwritten() < BLOCKS - 4)
+        assert decode.ledger.unwritten() > 0
         request = FakeRequest("behind", prompt(BLOCK + 1, seed=2))
         assert decode.side.decide(request, 0) == (0, False)
         _, decision, *_ = decode.side._decisions.pop("behind")
         assert decision.reason == "queue_wait"
-        (link,) = decode.control.forecaster._links.values()
+        (link,) = links.values()
         assert link.per_block_s >= BATCH_S
         await settled(served)
         assert decode.right(served)
