@@ -36,8 +36,9 @@ class Route:
         there = self._reach(regions)
 
         def open_session() -> PeerSession:
+            cut = self.cut  # before the try counts: a test may then mend the route at once
             self.tries += 1
-            if self.cut:
+            if cut:
                 raise PeerUnavailable("the KV port does not answer")
             session: PeerSession = there()
             return session
