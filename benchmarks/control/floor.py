@@ -33,7 +33,6 @@ from nats.aio.msg import Msg
 
 from benchmarks import machine
 from benchmarks.report import Row, row
-from pullfill.deploy.servers import free_port
 
 STREAM, SUBJECT = "floor", "floor.jobs"
 BODY, FRAME = bytes(1024), bytes(64)
@@ -64,6 +63,7 @@ class Peer(asyncio.Protocol):
 async def decode(client: Client, port: int, per_s: float, jobs: int, warm_up: int) -> float:
     """Publish the jobs, and answer each frame of the other process with a frame.
 
+    port: 0: the operating system picks one, which is printed.
     Returns the CPU seconds used after the warm-up."""
     loop = asyncio.get_running_loop()
     over, frames = asyncio.Event(), 0
@@ -76,6 +76,7 @@ async def decode(client: Client, port: int, per_s: float, jobs: int, warm_up: in
             over.set()
 
     server = await loop.create_server(lambda: Peer(heard), "127.0.0.1", port)
+    print(server.sockets[0].getsockname()[1], flush=True)
     inbox = client.new_inbox()
 
     async def stored(_: Msg) -> None:
@@ -163,12 +164,16 @@ def measure(
     asyncio.run(_make_stream(url))
     found: dict[str, list[float]] = {role: [] for role in (*ROLES, "nats")}
     for _ in range(rounds):
-        order = [url, str(free_port()), str(PER_S), str(jobs), str(warm_up)]
-        command = [sys.executable, "-m", "benchmarks.control.floor"]
-        ends = {
-            role: subprocess.Popen([*command, role, *order], stdout=subprocess.PIPE, text=True)
-            for role in ROLES
-        }
+        ends: dict[str, subprocess.Popen[str]] = {}
+        port = "0"
+        for role in ("decode", "prefill"):
+            order = [role, url, port, str(PER_S), str(jobs), str(warm_up)]
+            command = [sys.executable, "-m", "benchmarks.control.floor", *order]
+            ends[role] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            if role == "decode":
+                told = ends[role].stdout
+                assert told is not None
+                port = told.readline().strip()
         time.sleep(2.0 + warm_up / PER_S)
         before, begin = machine.cpu_seconds(pid), time.monotonic()
         for role, end in ends.items():
