@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from pullfill.errors import QueueUnavailable
 from pullfill.queue.contract import QueueConfig
@@ -41,6 +42,13 @@ class Ends:
         headers = {MSG_ID: name} if name else {}
         client = self.consumer.connection.client
         await self.consumer._on_direct(Msg(client, self.names.direct, reply, b"", headers))
+
+    async def answers(self) -> Subscription:
+        """Listen to what the consumer answers. The server knows of it when this returns: nats-py
+        writes a SUB late, and in front of this question."""
+        subscription = await self.producer.connection.client.subscribe("answers")
+        await self.producer.connection.api("INFO")
+        return subscription
 
     async def lose(self, end: JetStreamConsumer | JetStreamProducer) -> None:
         """Break a connection, and wait for the next one."""
@@ -197,7 +205,7 @@ async def test_a_full_worker_takes_no_job_past_the_stream(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It pulls urgent jobs only. A direct job would wait behind all that it has."""
-    answers = await ends.producer.connection.client.subscribe("answers")
+    answers = await ends.answers()
     for urgent_only, answer in ((True, BUSY), (False, TAKEN)):
         with monkeypatch.context() as patch:
             released = asyncio.Event()
@@ -218,7 +226,7 @@ async def test_a_job_past_the_stream_is_refused_if_its_pull_is_cancelled(
 ) -> None:
     """At once, as its producer waits for the answer. Nothing stores the job, so the producer must
     not believe that a worker has it."""
-    answers = await ends.producer.connection.client.subscribe("answers")
+    answers = await ends.answers()
     pulling = ends.pull()
     await until(lambda: ends.consumer._requests.lives)
     with monkeypatch.context() as patch:
