@@ -131,10 +131,11 @@ async def test_a_link_closes_though_its_dial_loses_a_cancellation(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """asyncio.wait_for of Python 3.11 does, if what it waits for is done in that moment."""
-    real, lost = Client.connect, list[str]()
+    real, lost, dialled = Client.connect, list[str](), asyncio.Event()
 
     async def connect(client: Client, *args: Any, **options: Any) -> None:
         await real(client, *args, **options)
+        dialled.set()
         try:
             await asyncio.sleep(HANG_S)
         except asyncio.CancelledError:
@@ -143,11 +144,16 @@ async def test_a_link_closes_though_its_dial_loses_a_cancellation(
     async def setup() -> None:
         return
 
+    async def wait_up(_: float) -> bool:
+        await dialled.wait()
+        return False
+
     monkeypatch.setattr(Client, "connect", connect)
     link = NatsConnection(ends.server.url, "test")
+    monkeypatch.setattr(link, "wait_up", wait_up)  # `start` gives up inside the dial
     async with asyncio.timeout(HANG_S / 3):
         with pytest.raises(QueueUnavailable):
-            await link.start(0.05, setup)
+            await link.start(HANG_S, setup)
     assert lost == ["cancellation"]
 
 
