@@ -336,7 +336,7 @@ async def test_a_forged_message_is_delivered_and_can_be_terminated(
 async def test_a_sweep_finds_what_an_advisory_was_missed_for(
     server: NatsServer, config: QueueConfig
 ) -> None:
-    config = replace(config, max_deliver=1, ack_wait_s=0.2)
+    config = replace(config, max_deliver=1, ack_wait_s=2.0)
     producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
     consumer = await JetStreamConsumer.connect(server.url, config, wait_s=HANG_S)
     await producer.publish("a", b"body", 10)
@@ -348,9 +348,10 @@ async def test_a_sweep_finds_what_an_advisory_was_missed_for(
     [job] = await consumer.pull(1, 1, 5)
     assert await consumer.letters.sweep() == 0, "nothing is swept while a job is in flight"
     await job.ack()
-    await asyncio.sleep(0.3)
-    await consumer.pull(1, 1, 0.1)
-    assert await consumer.letters.sweep() == 1
+    async with asyncio.timeout(HANG_S):
+        while not (swept := await consumer.letters.sweep()):
+            assert await consumer.pull(1, 1, 0.1) == []
+    assert swept == 1
     [letter] = await dead_letters(producer.connection, config)
     assert (letter.job_id, letter.body) == ("a", b"body")
     await asyncio.gather(producer.close(), consumer.close())
