@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pullfill.errors import QueueUnavailable
-from pullfill.queue import acks
+from pullfill.queue import acks, streams
 from pullfill.queue.contract import Delivery, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from tests.support.nats import NatsServer, until
@@ -28,6 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 @pytest.fixture
 async def pair(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     monkeypatch.setattr(acks, "CONFIRM_S", 0.05)
+    monkeypatch.setattr(streams, "RECONNECT_S", 15.0)  # JetStream is there, however late it answers
     config = QueueConfig("test", secrets.token_hex(8), ack_wait_s=60.0, publish_timeout_s=0.3)
     producer = await JetStreamProducer.connect(server.url, config, wait_s=15)
     consumer = await JetStreamConsumer.connect(server.url, config, wait_s=15)

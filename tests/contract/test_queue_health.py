@@ -64,6 +64,7 @@ class Ends:
 async def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
     monkeypatch.setattr(pulse, "EVERY_S", 0.125)
     monkeypatch.setattr(pulse, "WAIT_S", 0.3)
+    monkeypatch.setattr(streams, "RECONNECT_S", HANG_S)  # JetStream is there, if late
     server = NatsServer(tmp_path)
     await server.start()
     config = QueueConfig("test", secrets.token_hex(8), publish_timeout_s=0.3)

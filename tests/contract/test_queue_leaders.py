@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from pullfill.errors import QueueUnavailable
+from pullfill.queue import streams
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.depth import Snapshot
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
@@ -58,7 +59,8 @@ class Ends:
 
 
 @pytest.fixture
-async def ends(nats: NatsServer) -> AsyncIterator[Ends]:
+async def ends(nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
+    monkeypatch.setattr(streams, "RECONNECT_S", HANG_S)  # JetStream is there, if late
     config = QueueConfig("test", secrets.token_hex(8), publish_timeout_s=0.3)
     producer = await JetStreamProducer.connect(nats.url, config, wait_s=HANG_S)
     consumer = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)

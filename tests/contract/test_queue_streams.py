@@ -11,6 +11,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from pullfill.errors import QueueUnavailable
+from pullfill.queue import streams
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.names import CONSUMER, MSG_ID, TOKENS, Names
@@ -189,8 +190,9 @@ async def both(
 
 
 async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
-    nats: NatsServer, config: QueueConfig
+    nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(streams, "RECONNECT_S", HANG_S)  # JetStream is there, if late
     first = await both(nats, config, QueueSettings())
     link, names = first[1].connection, Names(config.namespace, config.compat_hash)
     jobs, consumer = await configs(link, config)
