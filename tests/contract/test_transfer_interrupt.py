@@ -144,8 +144,8 @@ def test_a_transfer_worker_that_is_closed_lets_its_engine_go_on(
     transfer_worker.close()
     step.join(20)
     assert not step.is_alive(), "the step waits for as long as a push may take"
-    assert isinstance(ends[0], TransferFailed)
     assert transfer_worker.flush(task, 20)
+    assert isinstance(ends[0], TransferFailed)
     assert transfer_worker.join(20)
 
 
