@@ -71,7 +71,8 @@ def places(directory: Path) -> Iterator[Make]:
     for place in made:
         place.world.set(hang_init=False, hang_issue=False, dumb_streams=0)
         place.region.owner.close()
-        eventually(lambda p=place: not p.world.comms, "a communicator is left")  # type: ignore[misc]
+        world = place.world
+        eventually(lambda w=world: not (w.comms or w.streams), "a comm or a stream is left")  # type: ignore[misc]
         assert place.world.violations == []
         assert place.world.streams == {}
     eventually(lambda: set(threading.enumerate()) <= before, "a thread is left")
