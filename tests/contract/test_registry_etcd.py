@@ -114,7 +114,7 @@ async def test_a_hung_etcd_times_out(tmp_path: Path) -> None:
 async def test_a_lease_lives_longer_than_its_ttl_and_takes_its_keys(
     client: EtcdClient, ns: str
 ) -> None:
-    lease = await Lease.grant(client, 1)
+    lease = await Lease.grant(client, 3)
     lease.start()
     await client.put(ns, b"", lease.id)
     await asyncio.sleep(lease.ttl_s + 0.5)
@@ -130,9 +130,10 @@ async def test_a_lease_lives_longer_than_its_ttl_and_takes_its_keys(
 async def test_etcdctl_lease_revoke_is_seen_as_revoked(
     client: EtcdClient, etcd: EtcdServer
 ) -> None:
-    lease = await Lease.grant(client, 2)
+    lease = await Lease.grant(client, 60)
     lease.start()
     assert "revoked" in await asyncio.to_thread(etcd.ctl, "lease", "revoke", f"{lease.id:x}")
+    lease.check_now()
     assert await asyncio.wait_for(lease.wait(), 10) is LeaseEnd.REVOKED
 
 
@@ -233,6 +234,7 @@ async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
     await config.set("remote_timeout_s", "unset")
     await eventually(lambda: config.current == RouterConfig())
     await config.set("remote_timeout_s", "5")
+    await eventually(lambda: config.current == RouterConfig(remote_timeout_s=5.0))
     await client.delete(keys.config(ns, "router"))
     await eventually(lambda: config.current == RouterConfig())
     await config.close()

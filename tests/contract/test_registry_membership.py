@@ -159,7 +159,7 @@ async def test_of_two_at_the_same_moment_one_leaves(
 
 
 async def test_an_instance_id_in_use(client: EtcdClient, ns: str) -> None:
-    first = member(client, ns, "decode-1", ttl_s=1)
+    first = member(client, ns, "decode-1", ttl_s=60)
     await first.join()
     with pytest.raises(ConfigError, match="decode-1 is in use"):
         await member(client, ns, "decode-1", ttl_s=1).join()
