@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ async def test_a_server_whose_clock_was_set_back_makes_no_delivery_stale(
         return answer
 
     monkeypatch.setattr(NatsConnection, "api", api)
+    config = replace(config, ack_wait_s=2.0)  # far more than a busy machine stands still
     producer = await JetStreamProducer.connect(nats.url, config, wait_s=HANG_S)
     consumer = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
     receipts = [await producer.publish(name, b"", 10) for name in ("done", "poison", "held")]
