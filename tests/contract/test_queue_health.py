@@ -49,8 +49,7 @@ class Ends:
 
     async def lose(self, how: str) -> None:
         """Wait until both connections are up and nothing arrives any more."""
-        assert self.producer.health.up
-        assert self.consumer.health.up
+        await until(lambda: self.producer.health.up and self.consumer.health.up, HANG_S)
         getattr(self.server, how)()
 
     async def bring_back(self, how: str) -> None:
