@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 async def pair(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     monkeypatch.setattr(acks, "CONFIRM_S", 0.05)
     monkeypatch.setattr(streams, "RECONNECT_S", 15.0)  # JetStream is there, however late it answers
-    config = QueueConfig("test", secrets.token_hex(8), ack_wait_s=60.0, publish_timeout_s=0.3)
+    config = QueueConfig("test", secrets.token_hex(8), ack_wait_s=60.0, publish_timeout_s=5.0)
     producer = await JetStreamProducer.connect(server.url, config, wait_s=15)
     consumer = await JetStreamConsumer.connect(server.url, config, wait_s=15)
     yield producer, consumer

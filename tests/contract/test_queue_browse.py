@@ -30,7 +30,7 @@ async def queue(tmp_path: Path) -> AsyncIterator[tuple[NatsServer, JetStreamCons
     """Two jobs that wait, one in flight, one that is dead, and an empty queue of the same name in
     a namespace whose name begins alike."""
     server = NatsServer(tmp_path)
-    config = QueueConfig("test", NAME)
+    config = QueueConfig("test", NAME, publish_timeout_s=5.0)
     await server.start()
     try:
         async with filled(server, config) as consumer:

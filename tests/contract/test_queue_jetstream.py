@@ -36,8 +36,9 @@ async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
 
 
 @pytest.fixture
-def config() -> QueueConfig:
-    return QueueConfig("test", secrets.token_hex(8), ack_wait_s=1.0, publish_timeout_s=0.3)
+def config(request: pytest.FixtureRequest) -> QueueConfig:
+    timeout_s = getattr(request, "param", 5.0)
+    return QueueConfig("test", secrets.token_hex(8), ack_wait_s=1.0, publish_timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -185,6 +186,7 @@ async def test_a_pull_survives_a_restart_while_it_waits(server: NatsServer, pair
     await job.ack()
 
 
+@pytest.mark.parametrize("config", [0.3], indirect=True)
 async def test_a_hung_server_costs_one_timeout_then_nothing(
     server: NatsServer, pair: Pair, config: QueueConfig
 ) -> None:
@@ -250,6 +252,7 @@ async def test_a_timer_that_the_client_swallows_leaves_no_request_waiting(
         assert time.monotonic() - began < 30
 
 
+@pytest.mark.parametrize("config", [0.3], indirect=True)
 async def test_a_cancel_while_the_server_hangs_is_done_later(
     server: NatsServer, pair: Pair
 ) -> None:

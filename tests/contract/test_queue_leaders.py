@@ -61,7 +61,7 @@ class Ends:
 @pytest.fixture
 async def ends(nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
     monkeypatch.setattr(streams, "RECONNECT_S", HANG_S)  # JetStream is there, if late
-    config = QueueConfig("test", secrets.token_hex(8), publish_timeout_s=0.3)
+    config = QueueConfig("test", secrets.token_hex(8), publish_timeout_s=5.0)
     producer = await JetStreamProducer.connect(nats.url, config, wait_s=HANG_S)
     consumer = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
     yield Ends(producer, consumer, Names(config.namespace, config.compat_hash))

@@ -37,7 +37,8 @@ async def test_an_answer_that_makes_no_sense_does_not_keep_the_queue_shut(
     asked_for: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task that asks for the depth must survive such an answer: it also closes the breaker."""
-    server, config = NatsServer(tmp_path), QueueConfig("test", secrets.token_hex(8))
+    config = QueueConfig("test", secrets.token_hex(8), publish_timeout_s=5.0)
+    server = NatsServer(tmp_path)
     await server.start()
     producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
 
