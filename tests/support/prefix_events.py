@@ -25,7 +25,8 @@ class BlocksOf:
 
         def known() -> bool:
             nonlocal seen, since
-            row = self._rows()[instance_id]
+            if (row := self._rows().get(instance_id)) is None:
+                return False
             own, theirs = row["load"]["prefix"], row["routing"]["prefix"]
             if own["events"] != seen:
                 seen, since = own["events"], time.monotonic()
@@ -35,5 +36,6 @@ class BlocksOf:
         until(known, 20.0, "the frontend knows the blocks")
 
     def _rows(self) -> dict[str, dict[str, Any]]:
+        """Those of decode workers that answer. One that was killed is listed for a while."""
         rows = self._cluster.rows().values()
-        return {row["instance_id"]: row for row in rows if row["role"] == "decode"}
+        return {row["instance_id"]: row for row in rows if row["role"] == "decode" and row["load"]}

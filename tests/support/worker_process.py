@@ -50,9 +50,12 @@ class Worker:
 
     @property
     def router(self) -> RouterConfig:
-        """The settings that a decode worker last said it acts on."""
-        said = re.findall(rb"router settings: ({.*})\n", self.log.read_bytes())
-        return msgspec.json.decode(said[-1], type=RouterConfig) if said else RouterConfig()
+        """The settings that a decode worker or frontend last said it acts on."""
+        said = re.findall(rb"router settings: ({[^}]*})", self.log.read_bytes())
+        if not said:
+            return RouterConfig()
+        # In JSON logs the quotes are escaped.
+        return msgspec.json.decode(said[-1].replace(b'\\"', b'"'), type=RouterConfig)
 
     def arm(self, spec: str) -> None:
         """Replace its failpoints now. Hits are counted from here."""
