@@ -230,7 +230,7 @@ async def _kill_stragglers(cluster_id: str) -> int:
     That is a child that `up` had no time to record, or a helper of a killed worker."""
     killed = [process for process in tagged(cluster_id) if send(process, signal.SIGKILL)]
     deadline = time.monotonic() + SECOND_TERM_GRACE_S
-    while any(map(is_alive, killed)) and time.monotonic() < deadline:  # noqa: ASYNC110 - not children
+    while any(map(is_alive, killed)) and time.monotonic() < deadline:  # noqa: ASYNC110 - no event
         await asyncio.sleep(_POLL_S)
     return len(killed)
 

@@ -33,7 +33,7 @@ IN_PROGRESS = b"+WPI"
 _NO_ACK = AckInfo("", "", 1, 0, 0)
 _TIMER_S = 0.005
 """NATS may deliver a job so much later than the delay of its nak says. A worker that asks before
-that finds the lane empty, and may ask again only after 2 s."""
+that finds the lane empty."""
 
 
 class JetStreamDelivery:

@@ -9,8 +9,8 @@ believes that one waits there. It learns that from:
 - a look: NATS is asked for all lanes every LOOK_S. It finds jobs whose notice was lost, and those
   that NATS delivers again because their worker died.
 
-NATS may say for a moment that a lane is empty, although it has confirmed a job there: the consumer
-hears of it later. So after each notice, a lane that was found empty is asked once more.
+NATS confirms a job a moment before the consumer of its lane hears of it. Until then it says that
+the lane is empty. So a lane that is found empty after a notice is asked once more.
 
 A lane without a consumer counts as empty until its consumer is made, or has a leader again.
 """
@@ -40,7 +40,7 @@ LOOK_S, YOUNG_S = 2.0, 0.5
 MAKE_S = 0.1
 """How long a pull waits for the consumer of a lane. NATS usually makes one within milliseconds."""
 AGAIN_S = 0.05
-"""When a lane is asked again. NATS usually tells its consumer within a millisecond."""
+"""How long after that a lane is asked once more."""
 
 
 async def send_notice(connection: NatsConnection, names: Names, lane: Lane) -> None:
@@ -68,7 +68,7 @@ class Lanes:
         self._names = names
         self._ensure = ensure
         self._on_fill = on_fill
-        self._noticed: set[Lane] = set()  # not found empty since their last notice
+        self._noticed: set[Lane] = set()  # lanes to ask once more when they are found empty
         self._making: dict[Lane, asyncio.Task[None]] = {}
         self._looked_at = 0.0
         self._looking: asyncio.Task[None] | None = None
@@ -108,7 +108,7 @@ class Lanes:
         if job.lane is not None and (job.pending or job.number > 1):
             self.turns.fill(job.lane)
         elif job.lane is not None:
-            self._found_empty(job.lane)
+            self.turns.empty(job.lane)
 
     async def empty(self, lane: Lane, *, lacks_consumer: bool) -> None:
         """Note that a lane gave no job.

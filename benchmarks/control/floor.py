@@ -63,7 +63,7 @@ class Peer(asyncio.Protocol):
 async def decode(client: Client, port: int, per_s: float, jobs: int, warm_up: int) -> float:
     """Publish the jobs, and answer each frame of the other process with a frame.
 
-    port: 0: the operating system picks one, which is printed.
+    port: where to listen. 0: the operating system picks one. It is printed in any case.
     Returns the CPU seconds used after the warm-up."""
     loop = asyncio.get_running_loop()
     over, frames = asyncio.Event(), 0

@@ -95,6 +95,7 @@ class Stop:
 def exit_within(seconds: float, code: int) -> None:
     """End this process with `code` after that time, if it is still there then.
 
+    What `at_leave` has registered is called first, and has LAST_S at most.
     It does not matter what hangs: the event loop, or the reader of the log."""
     message = "shutdown took longer than %g s: exiting at once"
     cleaned = threading.Event()

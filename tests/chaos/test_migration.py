@@ -81,7 +81,7 @@ def ask_everything(cluster: Cluster, oracle: Oracle) -> list[Asked]:
 
 
 def under_way(cluster: Cluster, victim: Worker, streams: list[Heard], requests: int) -> None:
-    """Until every stream has begun, and each of the victim's share has a token, streamed or not."""
+    """Wait until every stream has begun, and every answer of the victim has a token."""
     until(lambda: cluster.load_of(victim)["requests"] == requests, 20, "it has its share")
     until(lambda: all(len(h.tokens) > 5 for h in streams), 20, "they are under way")
     # What runs gets a token in each step. More tokens of a stream tell that steps have passed.

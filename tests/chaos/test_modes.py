@@ -172,7 +172,7 @@ def test_a_stopped_reader_keeps_what_it_reads(pulling: Cluster, oracle: Oracle) 
 
 
 def idle(load: dict[str, Any]) -> bool:
-    """Whether a decode worker with this load has no request and no job."""
+    """Whether a decode worker that reports this load has nothing to do."""
     return not load["requests"] and not load["open_jobs"]
 
 

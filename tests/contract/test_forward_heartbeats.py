@@ -70,7 +70,7 @@ async def dealing(beats: Heartbeats) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def beating(rig: ForwardRig, dealer: Any, roles: str = "PD") -> AsyncIterator[None]:
-    """While open, the servers send a heartbeat every 0.1 s."""
+    """Send a heartbeat of each role every 0.1 s, until the block ends."""
 
     async def beats() -> None:
         while True:

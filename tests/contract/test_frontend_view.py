@@ -75,9 +75,10 @@ async def answering(said: dict[str, Any]) -> AsyncIterator[tuple[str, list[int]]
 
 
 class Hanging:
-    """A worker that takes connections and hangs, until `end`.
+    """A worker that accepts connections and answers nothing. `end` closes them.
 
-    url: its address. asked: somebody has connected. given_up: a client has left by itself."""
+    url: its address. asked: set when a client has connected. given_up: set when a client has closed
+    its connection."""
 
     def __init__(self) -> None:
         self.url = ""

@@ -212,7 +212,9 @@ async def test_without_a_worker_streams_too_get_503(served: Served) -> None:
 async def soon(
     http: httpx.AsyncClient, path: str, good: Callable[[httpx.Response], bool]
 ) -> httpx.Response:
-    """Ask until the answer is good. A worker has one second to answer, or it counts as lost."""
+    """Ask until `good` accepts the answer. Return that answer.
+
+    The frontend calls a worker lost if it does not answer within one second."""
     async with asyncio.timeout(PATIENCE_S):
         while not good(answer := await http.get(path)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)

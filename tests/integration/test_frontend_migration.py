@@ -16,7 +16,7 @@ from tests.support.frontend_http import Served, expected, generated, taken, unti
 
 TOKENS = 40
 HELD = 5
-"""Tokens of an answer that its worker sends before it is lost."""
+"""A worker pauses after so many tokens of an answer. Then the test takes it away."""
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 

@@ -31,7 +31,7 @@ from tests.support.frontend_http import (
 Pair = tuple[str, Served, Served]
 PROMPT = {"model": "m", "prompt": "hello", "max_tokens": 3}
 HELD = 6
-"""Tokens that a worker sends before the test lets it go on."""
+"""A worker pauses after so many tokens of an answer, until the test lets it go on."""
 
 
 @pytest.fixture

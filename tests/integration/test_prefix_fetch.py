@@ -77,14 +77,14 @@ class Turns:
         return answer
 
     def arm(self) -> Callable[[], bool]:
-        """Have the next turn stop in front of the read. Returns what tells whether it has."""
+        """Make the next turn stop before its read. Returns a function: whether it has stopped."""
         line = f"failpoint {READ} acts: hold".encode()
         before = self.asker.log.read_bytes().count(line)
         self.asker.arm(f"{READ}=hold@1")
         return lambda: self.asker.log.read_bytes().count(line) > before
 
     def held(self) -> threading.Thread:
-        """Ask the next turn, which stops in front of the read. Returns its thread."""
+        """Ask the next turn, and return when it has stopped before its read. Returns its thread."""
         held = self.arm()
         thread = threading.Thread(target=self.turn)
         thread.start()

@@ -54,14 +54,14 @@ def worker_of(cluster: Cluster, instance_id: str) -> Worker:
 
 
 def known_blocks(url: str, instance_id: str) -> int:
-    """How many blocks the frontend at `url` believes to be cached at a decode worker."""
+    """Number of blocks in a decode worker's prefix cache, as the frontend at `url` knows it."""
     status = web.get(f"{url}/pullfill/status", timeout=10.0).json()
     rows = {row["instance_id"]: row for row in status["workers"]}
     return int(rows[instance_id]["routing"]["prefix"]["blocks"])
 
 
 def wait_known(urls: Sequence[str], instance_id: str, tokens: int) -> None:
-    """Until each frontend knows that a decode worker has cached so many tokens."""
+    """Wait until each frontend knows that a decode worker has cached so many tokens."""
     for url in urls:
 
         def known(url: str = url) -> bool:

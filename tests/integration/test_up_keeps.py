@@ -218,8 +218,9 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) 
         return reply.status_code == 200
 
     def rows(patience_s: float = 0.0) -> dict[str, tuple[str, int]]:
-        """Role, and restarts, of each worker that the frontend sees ready. Waits for those that are
-        late with their answer to the frontend's one second."""
+        """Return instance id and restarts of each ready worker, by role.
+
+        patience_s: how long to wait for workers that did not answer the frontend in time."""
         give_up = time.monotonic() + patience_s
         while True:
             try:

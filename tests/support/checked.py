@@ -74,15 +74,7 @@ class Checked:
     # ------------------------------------------------------------------ counters
 
     def _now(self) -> dict[tuple[tuple[str, str], ...], float]:
-        """Waits for workers that are late with their answer to the frontend's one second."""
-        workers = [*self._cluster.of("decode"), *self._cluster.of("prefill")]
-        give_up = time.monotonic() + 5.0
-        while True:
-            found = self._cluster.samples(FALLBACK, STALE, _DECISION, _STAGES, _DEAD)
-            told = {dict(key).get("instance_id") for key in found}
-            late = [w for w in workers if w.instance_id not in told and not w.stopped]
-            if not late or time.monotonic() > give_up:
-                return found
+        return self._cluster.samples(FALLBACK, STALE, _DECISION, _STAGES, _DEAD)
 
     def moved(self, name: str, label: str) -> dict[str, int]:
         """By how much a counter moved, by the values of one of its labels; without zeros. A

@@ -52,7 +52,7 @@ FLAGS = (
     f"--served-model-name={MODEL}",
 )
 LATE_S = 5.0
-"""A worker that answers later than the frontend's one second is asked again for so long."""
+"""How long tests wait for a worker that did not answer the frontend within one second."""
 PATIENT = '{"publish_timeout_s": 3.0}'
 """Queue settings: a test machine may stand still for longer than NATS takes to store a job."""
 
@@ -234,7 +234,7 @@ class Cluster:
             self._client = None
 
     def status(self) -> dict[str, Any]:
-        """What the frontend knows now. A worker that is late has no load in it."""
+        """What the frontend knows now. A worker that did not answer in time has no load there."""
         return self._get("/pullfill/status")
 
     def full_status(self, *workers: Worker) -> dict[str, Any]:
@@ -294,8 +294,8 @@ class Cluster:
         return sum(v for key, v in self.samples(name).items() if labels.items() <= set(key))
 
     def samples(self, *names: str) -> dict[tuple[tuple[str, str], ...], float]:
-        """All samples of these metrics by their labels, in order, `__name__` first. Waits for
-        workers that are late."""
+        """All samples of these metrics by their labels, in order, `__name__` first. Waits for the
+        metrics of every worker that lives, for LATE_S at most."""
         give_up = time.monotonic() + LATE_S
         while True:
             text = web.get(f"{self.frontend_url}/metrics", timeout=10.0).text
@@ -347,6 +347,6 @@ class Cluster:
 
 
 def _seen_ready(row: dict[str, Any]) -> bool:
-    """Whether a row of the status shows a ready worker. A frontend is connected to it, too, if it
-    is a decode worker: its welcome brings the first load."""
+    """Whether a worker is ready, by its row of the status. A decode worker must also be connected
+    to the frontend: then the row holds the load that its welcome message brought."""
     return row.get("state") == "ready" and row.get("routing", {}).get("load", {}) is not None

@@ -9,18 +9,18 @@ from pullfill.decode_worker.kv_events import FLUSH_S
 from tests.support.cluster import Cluster, until
 
 _STILL_S = FLUSH_S + 0.2
-"""A worker whose last events are so old has sent all of them."""
+"""A worker sends its events within FLUSH_S. After so long without new ones it has sent all."""
 
 
 class BlocksOf:
-    """Make it, ask, then `wait` for the decode worker that answered."""
+    """The blocks at each decode worker. Make one before a request, and call `wait` after it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._before = {name: row["load"]["prefix"]["events"] for name, row in self._rows().items()}
 
     def wait(self, instance_id: str) -> None:
-        """Until the worker has told of new blocks and of all others, and the frontend knows."""
+        """Wait until the frontend knows all blocks of this worker, and some of them are new."""
         seen, since = self._before[instance_id], time.monotonic()
 
         def known() -> bool:
@@ -36,6 +36,6 @@ class BlocksOf:
         until(known, 20.0, "the frontend knows the blocks")
 
     def _rows(self) -> dict[str, dict[str, Any]]:
-        """Those of decode workers that answer. One that was killed is listed for a while."""
+        """The status of each decode worker that answers. A killed one is still listed, empty."""
         rows = self._cluster.rows().values()
         return {row["instance_id"]: row for row in rows if row["role"] == "decode" and row["load"]}

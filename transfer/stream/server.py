@@ -200,9 +200,9 @@ class StreamServer:
                     return
 
     def _rest(self, peer: ServedPeer, connection: SocketConnection, host: str) -> bool:
-        """Let the thread of `_watch` wait for the peer's next message. The caller's thread can end.
+        """Let the thread of `_watch` wait for the peer's next message, so that the caller can end.
 
-        Returns False while the server closes. Then the caller must go on."""
+        Returns False if the server is closing. Then the caller must wait for the message itself."""
         with self._mutex:
             if not self._closed:
                 self._epoll.register(connection.fd, select.EPOLLIN)

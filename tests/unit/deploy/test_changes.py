@@ -29,7 +29,7 @@ from tests.support.waiting import eventually
 
 REF = ClusterRef("n", "http://h:1", "nats://h:1")
 DRAINS = "trap 'exit 0' TERM; echo up $$; while :; do sleep 0.02; done"
-"""What a worker does: SIGTERM ends it when its work is done. It says `up` when it handles that."""
+"""A process that stands for a worker. It prints `up` and its pid when SIGTERM will end it well."""
 
 
 class Rig:
@@ -80,7 +80,7 @@ class Rig:
         await self._handle_sigterm(*(spec.name for spec in specs))
 
     async def _handle_sigterm(self, *names: str) -> None:
-        """Wait until these processes do. A log may hold the `up` of an earlier process, too."""
+        """Wait until these processes have printed `up`. Older ones may have used the same log."""
         them = [self.children.entry(name) for name in names]
         await asyncio.to_thread(
             eventually,
