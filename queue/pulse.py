@@ -5,6 +5,10 @@ checked every EVERY_S. It is checked twice as often while it is used, and half a
 messages come, because each check wakes the process twice. If no message has just come, the check
 sends a PING of NATS's own protocol (6 bytes each way). A server that does not answer for WAIT_S
 counts as away. Its connection is kept for some seconds more, so a short hang costs no reconnect.
+
+The client stops reading for good at a message whose headers it cannot decode, and at the answer to
+a PING whose waiter is gone. It says nothing of it, and its `flush` then returns at once. Such a
+connection is given up.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ async def watch_pulse(client: Client, health: Health) -> str:
         while client.is_connected:
             every_s = 2 * EVERY_S if few else EVERY_S / 2 if used else EVERY_S
             await asyncio.sleep(timer_grid.left(loop.time(), every_s))
+            if client._reading_task is not None and client._reading_task.done():
+                return "a message that the client cannot read" if client.is_connected else ""
             new, heard = client.stats["in_msgs"] - heard, client.stats["in_msgs"]
             used, quick = new > 0, every_s < EVERY_S
             if new >= MANY:

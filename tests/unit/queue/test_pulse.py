@@ -37,6 +37,7 @@ class Server:
     """Stands for the client of a server that is cut off at a moment."""
 
     is_connected = True
+    _reading_task: asyncio.Task[None] | None = None
 
     def __init__(self) -> None:
         self.stats = {"in_msgs": 0}
@@ -102,3 +103,19 @@ def test_where_many_messages_come_it_is_not(
 ) -> None:
     """All the time, or just now."""
     assert noticed(monkeypatch, 15.2, every_s, messages) < ABOUT_A_SECOND
+
+
+async def _ended() -> None:
+    pass
+
+
+def test_a_client_that_reads_no_more_is_given_up() -> None:
+    """nats-py's `flush` returns at once then, as if the server had answered."""
+
+    async def watched() -> str:
+        server: Any = Server()
+        server._reading_task = asyncio.create_task(_ended())
+        return await asyncio.wait_for(watch_pulse(server, Health("nats", "nats://h:1")), 30)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert "cannot read" in runner.run(watched())
