@@ -330,6 +330,7 @@ class Dispatcher:
             self._fail(flight, f"the request cannot be sent to a decode worker: {exc}", REFUSED)
             return
         flight.worker, flight.sent_at, flight.asked_at, flight.proven = worker, now, 0.0, False
+        flight.avoid = None  # it may have recovered by the time that this worker is lost
         worker.flights[flight.wire_id] = flight
         kind = self._redirects.kind(flight, several)
         self.balancer.sent(flight, worker, now)

@@ -340,3 +340,19 @@ async def test_no_token_is_lost_or_repeated_whatever_goes_when(seed: int) -> Non
         assert any("~" in q.request_id for w in started for q in w.added)
     for worker in started:
         worker.die()
+
+
+async def test_a_worker_that_gave_a_request_back_may_continue_it_later() -> None:
+    """By then it is well again, and it is the only one."""
+    one, two = FakeDecode("decode-1", migrate=True), FakeDecode("decode-2", stop_after=SOME)
+    async with rig(one) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("r", PROMPT, max_tokens=200))
+        await until(lambda: len(one.added) == 1)
+        r.add(two.start())
+        await begun(r, "r")
+        one.migrate = False
+        two.die()
+        await until(lambda: bool(r.sink.finished) or bool(r.sink.failures))
+        assert r.sink.failures == {}
+        assert r.sink.tokens["r"] == answer(PROMPT, 200)
