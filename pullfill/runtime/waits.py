@@ -17,6 +17,9 @@ from typing import Any, Generic, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
+STOOD_S = 0.1
+"""A timer that runs so late shows that the loop stood still. Answers that came meanwhile are not read
+yet."""
 Callback = Callable[[Any], object]
 
 
@@ -153,9 +156,12 @@ class Waits(Generic[K, V]):
         future.set_result(value)
         return True
 
-    def _look(self) -> None:
-        self._timer = None
+    def _look(self, again: bool = False) -> None:
+        timer, self._timer = self._timer, None
         now = self._loop.time()
+        if not again and timer is not None and now - timer.when() > STOOD_S:
+            self._timer = self._loop.call_at(now + STOOD_S, self._look, True)
+            return
         soonest: float | None = None
         for key, (future, until) in list(self._open.items()):
             if future.done():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import pytest
 
-from pullfill.runtime.waits import Bell, Calls, Prompt, Waits
+from pullfill.runtime.waits import STOOD_S, Bell, Calls, Prompt, Waits
 
 WHERE: ContextVar[str] = ContextVar("WHERE", default="nowhere")
 
@@ -273,3 +274,40 @@ async def test_calls_from_other_threads_share_a_wake_up(monkeypatch: pytest.Monk
     calls.soon(lambda: calls.soon(lambda: done.append(6)))
     await asyncio.sleep(0.01)
     assert done[-1] == 6, "what comes while they run is not forgotten"
+
+
+def test_an_answer_that_came_while_the_loop_stood_still_is_in_time() -> None:
+    async def run() -> int:
+        loop = asyncio.get_running_loop()
+        waits: Waits[str, int] = Waits(lambda key: KeyError(key))
+        future = waits.open("a", 0.05)
+
+        def answer(turns: int) -> None:
+            """As a socket whose data passes through some tasks."""
+            if turns:
+                loop.call_soon(answer, turns - 1)
+            else:
+                waits.answer("a", 7)
+
+        loop.call_soon(lambda: (time.sleep(3 * STOOD_S), loop.call_soon(answer, 3)))
+        return await future
+
+    assert asyncio.run(run()) == 7
+
+
+def test_a_loop_that_is_always_late_ends_its_waits_all_the_same() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        waits: Waits[str, int] = Waits(lambda key: KeyError(key))
+        future = waits.open("a", 0.05)
+
+        def stand() -> None:
+            if not future.done():
+                time.sleep(2 * STOOD_S)
+                loop.call_soon(stand)
+
+        loop.call_soon(stand)
+        with pytest.raises(KeyError):
+            await asyncio.wait_for(future, 20)
+
+    asyncio.run(run())
