@@ -17,6 +17,7 @@ ASGI middleware. It costs one clock read per streamed chunk. Single event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import re
@@ -237,6 +238,10 @@ def lone_surrogate(data: bytes) -> str:
     """Return the first unpaired surrogate in a JSON body. Empty: there is none.
 
     Python's JSON parser accepts it. But it cannot be encoded as UTF-8, nor tokenized."""
+    coding = json.detect_encoding(data)
+    if coding not in ("utf-8", "utf-8-sig"):
+        with contextlib.suppress(UnicodeError):  # else vLLM says that it is no JSON
+            data = data.decode(coding, "surrogatepass").encode("utf-8", "surrogatepass")
     if not (b"\\ud" in data or b"\\uD" in data or b"\xed" in data):
         return ""
     found = _HALF.search(_PAIR.sub(b"_", data))

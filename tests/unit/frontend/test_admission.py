@@ -302,6 +302,8 @@ async def test_a_body_that_never_ends_is_408_and_one_too_large_413(
         (rb'{"stop": "\ud83d\ude00\ude00"}', r"\ude00"),
         (rb'{"stop": "\\\ud83d"}', r"\ud83d"),
         (b'{"stop": "\xed\xa0\x80"}', r"\ud800"),
+        (r'{"stop": "\ud800"}'.encode("utf-16"), r"\ud800"),
+        ('{"stop": "\ud800"}'.encode("utf-32-be", "surrogatepass"), r"\ud800"),
     ],
 )
 async def test_half_a_surrogate_pair_is_400(body: bytes, half: str) -> None:
