@@ -114,7 +114,7 @@ def routes(live: LiveView, request: Callable[[Request], Awaitable[Response]]) ->
     async def file(found: Request) -> Response:
         name = found.path_params["name"]
         path = FILES / name
-        if path.suffix not in _TYPES or path.parent != FILES or not path.is_file():
+        if path.suffix not in _TYPES or path not in FILES.iterdir():
             return JSONResponse({"error": f"the page has no file {name!r}"}, status_code=404)
         return FileResponse(path, media_type=_TYPES[path.suffix], headers=HEADERS)
 
