@@ -169,6 +169,16 @@ class Grants:
             moved, transport = await peer.reader.fetch(
                 ready, read.blocks, lambda: entry.state is JobState.READING
             )
+            took_ms = (time.monotonic() - began) * 1e3
+            timings = msgspec.structs.replace(
+                ready.timings,
+                kv_write_ms=moved.seconds * 1e3,
+                tail_ms=ready.timings.tail_ms + took_ms,
+            )
+            failpoints.hit("decode.before_commit")
+            self._traces.committed(entry.request_id, timings, moved.nbytes, transport)
+            self._forecaster.wrote(peer.instance_id, len(read.blocks), moved.seconds)
+            good = True
         except Fenced:
             metrics.STALE_REFUSED.labels("read").inc()
         except PullfillError as exc:
@@ -182,17 +192,6 @@ class Grants:
             logger.exception(
                 "cannot read job %s from %s", ready.job_id, peer.instance_id, extra=about
             )
-        else:
-            good = True
-            took_ms = (time.monotonic() - began) * 1e3
-            timings = msgspec.structs.replace(
-                ready.timings,
-                kv_write_ms=moved.seconds * 1e3,
-                tail_ms=ready.timings.tail_ms + took_ms,
-            )
-            failpoints.hit("decode.before_commit")
-            self._traces.committed(entry.request_id, timings, moved.nbytes, transport)
-            self._forecaster.wrote(peer.instance_id, len(read.blocks), moved.seconds)
         finally:
             watch.cancel()
         answer = self._ledger.read_over(read.job_id, read.attempt, good=good, digest=ready.digest)

@@ -327,7 +327,7 @@ class Ledger(OpenJobs):
             self._give_up(entry, Outcome.REJECTED)
             return "wrong_block_count"
         assert entry.fence is not None
-        if not self._fences.try_revoke(entry.fence):
+        if not self._proved(entry.fence):
             # It claims to be done and still writes: nothing of it can be trusted.
             self._give_up(entry, Outcome.REJECTED)
             return "writer_not_quiet"

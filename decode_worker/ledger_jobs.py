@@ -33,7 +33,7 @@ from pullfill.decode_worker.ledger_types import (
 )
 from pullfill.errors import Outcome
 from pullfill.runtime import log
-from pullfill.transfer.contract import OwnerFences
+from pullfill.transfer.contract import FenceToken, OwnerFences
 from pullfill.wire import DigestMode, KvMode
 
 logger = log.get("decode_worker.ledger")
@@ -192,11 +192,19 @@ class OpenJobs:
         elif requeue and entry.state is JobState.QUARANTINED:
             self._dues.watch(entry)
 
+    def _proved(self, fence: FenceToken) -> bool:
+        """Whether nobody can write under this fence any more."""
+        try:
+            return self._fences.try_revoke(fence)
+        except OSError:  # the kernel has no memory for a lock
+            logger.exception("cannot ask for the proof that a writer is quiet; asking again soon")
+            return False
+
     def _ask_proof(self, entry: Entry) -> bool:
         """Whether nobody can write to the blocks any more. Then the job is QUEUED, or closed."""
         if entry.reading:
             return False
-        if entry.fence is not None and not self._fences.try_revoke(entry.fence):
+        if entry.fence is not None and not self._proved(entry.fence):
             return False
         entry.fence, entry.writer = None, ""
         entry.queued_at = self._clock.monotonic()

@@ -10,7 +10,7 @@ import pytest
 
 from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.job import Job
-from pullfill.runtime import metrics
+from pullfill.runtime import failpoints, metrics
 from pullfill.wire import DigestMode, KvMode
 from tests.support.fakes import FakeClock
 from tests.support.handoff_decode import DecodeHalf
@@ -369,4 +369,21 @@ async def test_nothing_is_pulled_beyond_the_credits(tmp_path: Path) -> None:
         faults.resume()
         await settled(first, *rest)
         assert all(decode.right(s) for s in (first, *rest))
+        await cluster.check_clean()
+
+
+async def test_an_error_after_the_read_frees_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Cluster(tmp_path, kv_mode=PULL) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill()
+        monkeypatch.setattr(failpoints, "_active", failpoints.parse("decode.before_commit=error:x"))
+        served = decode.send(prompt(30))
+        await settled(served)
+        monkeypatch.setattr(failpoints, "_active", {})
+        assert not decode.right(served)
+        again = decode.send(prompt(30, seed=2))
+        await settled(again)
+        assert decode.right(again)
+        assert prefill.runner.completed == 1
         await cluster.check_clean()

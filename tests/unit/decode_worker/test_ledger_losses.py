@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
+from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import TAKEN_S, NakDelivery, Settle
 from pullfill.errors import Outcome
+from pullfill.testing.loopback import LoopbackFences
+from pullfill.transfer.contract import FenceToken
 from pullfill.wire import DigestMode
+from tests.support.fakes import FakeClock
 from tests.support.handoff_model import CLAIM_S, HandoffModel, Job, granted
 
 
@@ -92,3 +98,46 @@ def test_what_a_worker_that_fails_the_self_check_has_under_way_is_served_here(st
     if state == "reading":
         assert model.end_read(model.reads[-1], good=True) == "stale"
     assert model.claim(job, "c").grant is None
+
+
+class NoLocks(LoopbackFences):
+    """The kernel has no memory for the locks of the first `fails` proofs."""
+
+    fails = 0
+
+    def try_revoke(self, token: FenceToken) -> bool:
+        if self.fails:
+            self.fails -= 1
+            raise OSError(errno.ENOLCK, "no locks available")
+        return super().try_revoke(token)
+
+
+def without_locks() -> tuple[Ledger, NoLocks, FakeClock]:
+    fences, clock = NoLocks(16, 4), FakeClock()
+    ledger = Ledger(fences, incarnation="i0", clock=clock)
+    for number, name in enumerate(("j1", "j2")):
+        ledger.open(name, f"r-{name}", (2 * number, 2 * number + 1), first_target=0, timeout_s=5.0)
+        ledger.published(name, object(), b"d")
+        ledger.grant(name, "i0", "a", f"ack.{number}")
+    return ledger, fences, clock
+
+
+def test_a_proof_that_cannot_be_asked_for_keeps_no_request_waiting() -> None:
+    ledger, fences, clock = without_locks()
+    fences.fails = 1
+    clock.advance(100.0)
+    ledger.tick()
+    events = [event for event in ledger.take_events() if isinstance(event, Settle)]
+    assert {event.request_id for event in events} == {"r-j1", "r-j2"}
+    clock.advance(1.0)
+    ledger.tick()
+    assert ledger.open_jobs == 0, "asked again"
+
+
+def test_a_proof_that_cannot_be_asked_for_leaves_no_other_job_with_a_lost_writer() -> None:
+    ledger, fences, _ = without_locks()
+    fences.fails = 1
+    ledger.writer_lost("a", others_alive=True)
+    naks = [action for action in ledger.take_actions() if isinstance(action, NakDelivery)]
+    assert len(naks) == 2
+    assert ledger.grant("j2", "i0", "b", "ack.3").grant is not None
