@@ -390,8 +390,8 @@ class Probations:
             self._listener.on_absolved_elsewhere(record.process, gone)
 
     async def _answer(self, instance_id: str, record: ProbationRecord) -> None:
-        """Write `clear` once we have no request without an output at this worker."""
-        while not self._listener.quiet(instance_id):
+        """Write `clear` once our requests there have outputs, after our record of its death."""
+        while not (self._written.is_set() and self._listener.quiet(instance_id)):
             await asyncio.sleep(LOOK_S)
             if self._at.get(instance_id) != record:
                 return

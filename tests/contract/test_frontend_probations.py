@@ -331,3 +331,27 @@ async def test_deaths_are_told_taken_back_and_kept_for_who_comes_later(
         one.retract("decode-1")
         await until(lambda: ear.absolved[1:] == [("decode-1@1.0", {"f1"})])
         assert not own.deaths
+
+
+async def test_a_worker_that_died_is_not_clear_before_its_death_is_told(
+    etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another frontend sends its suspect to a dead worker, which counts as its second death."""
+    async with told(etcd, ns, "frontend-1", "frontend-2") as ((one, own), (two, ear)):
+        ear.busy = {"decode-1"}
+        one.take("f1", "decode-1", 20)
+        await until(lambda: two.taken("decode-1"))
+        may, real = asyncio.Event(), two._background.put
+
+        async def late(key: str, value: bytes, ttl_s: float) -> None:
+            await may.wait()
+            await real(key, value, ttl_s)
+
+        monkeypatch.setattr(two._background, "put", late)
+        two.testify("decode-1@1.0", "decode-1", {"f2": False})
+        ear.busy = set()
+        await asyncio.sleep(10 * module.LOOK_S)
+        assert not ready(one, "f1")
+        may.set()
+        await until(lambda: ready(one, "f1"))
+        assert own.deaths == [("decode-1@1.0", {"f2"}, True)]
