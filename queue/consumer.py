@@ -23,7 +23,7 @@ from typing import Any, Self
 from nats.aio.msg import Msg
 
 from pullfill.clock import SYSTEM_CLOCK
-from pullfill.errors import BadMessage, PullfillError, QueueUnavailable
+from pullfill.errors import BadMessage, ConfigError, PullfillError, QueueUnavailable
 from pullfill.queue.acks import Acks
 from pullfill.queue.contract import Delivery, QueueConfig
 from pullfill.queue.deadletter import DeadLetters
@@ -309,8 +309,8 @@ class JetStreamConsumer:
         unknown, failure = not self.stream_id, None
         try:
             await self.streams.ensure()
-        except QueueUnavailable as exc:
-            failure = exc
+        except (ConfigError, QueueUnavailable) as exc:
+            failure = QueueUnavailable(str(exc))
         if unknown and self.stream_id:
             await self._renew()
         return failure

@@ -113,6 +113,7 @@ class NatsConnection:
         self._said = ""
         self._fatal: ConfigError | None = None
         self._full = False
+        self._seldom = log.Seldom(60.0)
         self._started = False
         self._task: asyncio.Task[None] | None = None
         self._burials: set[asyncio.Task[None]] = set()
@@ -282,7 +283,11 @@ class NatsConnection:
         cause: list[Exception] = []
 
         async def on_error(exc: Exception) -> None:
-            cause.append(exc)
+            if not self.up:
+                cause.append(exc)
+            elif (more := self._seldom.due(_say(exc)[:80])) is not None:
+                # A right that is missing, or an error of a callback.
+                logger.error("NATS at %s: %s%s", self.shown_url, _say(exc), more, exc_info=exc)
             if isinstance(exc, _GONE):
                 self._cause = _say(exc)
                 self._ended.set()

@@ -21,7 +21,7 @@ from pullfill.errors import PeerUnavailable, PullfillError, QueueUnavailable
 from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.pulling import Pulling
 from pullfill.queue import pulse, streams
-from pullfill.queue.consumer import REQUEST_S
+from pullfill.queue.consumer import PULLS, REQUEST_S
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.lanes import LOOK_S
@@ -359,3 +359,39 @@ async def test_a_pull_that_was_cancelled_has_left_the_server(ends: Ends) -> None
     [job] = await consumer.pull(1, 1, HANG_S)
     assert job.number == 1
     await job.ack()
+
+
+async def test_a_stream_that_was_made_anew_with_other_rules_is_said(ends: Ends) -> None:
+    """Only an operator can mend it. The worker said that it pulls."""
+
+    async def pull() -> None:
+        while True:
+            with contextlib.suppress(PullfillError):
+                await ends.consumer.pull(1, 1, 0.5)
+            await asyncio.sleep(0.01)
+
+    pulling, api = asyncio.create_task(pull()), ends.producer.connection.api
+    name = ends.consumer.streams._names.stream
+    await api(f"STREAM.DELETE.{name}")
+    await api(f"STREAM.CREATE.{name}", {"name": name, "subjects": ["x"], "storage": "memory"})
+    await until(lambda: ends.consumer.health.fails(PULLS))
+    assert "nats stream rm" in str(ends.consumer.health.status().error)
+    assert not pulling.done()
+    pulling.cancel()
+
+
+async def test_an_error_of_a_callback_is_logged(
+    ends: Ends, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So are rights that are missing: nats-py hands both to the same function."""
+
+    async def fails(_: Any) -> None:
+        raise ValueError("a message that surprises us")
+
+    client = ends.producer.connection.client
+    await client.subscribe("surprise", cb=fails)
+    for _ in range(3):
+        await client.publish("surprise", b"")
+    await until(lambda: "a message that surprises us" in caplog.text)
+    await ends.producer.connection.flush()
+    assert caplog.text.count("ERROR") == 1, "once a minute"
