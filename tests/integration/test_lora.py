@@ -100,11 +100,16 @@ def test_files_that_differ_on_the_prefill_side_are_never_used(
     prompt = random_prompt(300, seed=3)
     before = ask(cluster, prompt, model="mine")
     shutil.copy(adapters / "blue" / "adapter_model.safetensors", path)
-    forget_decode_prefixes(cluster)
-    answer = ask(cluster, prompt, model="mine")
-    assert same(answer, before)
-    assert cluster.explain(answer.request_id)["path"] == "local"
-    assert "has other files" in cluster.of("prefill")[0].log.read_text()
+
+    def refused() -> bool:
+        """On a busy machine a prompt may stay local for another reason."""
+        forget_decode_prefixes(cluster)
+        answer = ask(cluster, prompt, model="mine")
+        assert same(answer, before)
+        assert cluster.explain(answer.request_id)["path"] == "local"
+        return "has other files" in cluster.of("prefill")[0].log.read_text()
+
+    until(refused, 20.0, "the prefill worker compares the files")
     cluster.assert_clean()
 
 
