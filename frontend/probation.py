@@ -13,6 +13,8 @@ All waits are bounded:
   waits for longer, and a death beside it would prove nothing.
 - So for CROWDED_S after the last death a suspect without an output goes to no worker with an
   unproven request, and for `patience_s` not to the only ready worker while others are served there.
+  Then, if it has no worker of its own, other requests wait for it, LAST_WAIT_S at most. If there is
+  still an unproven one after a turn more, the suspect goes beside it.
 - A request that had outputs when its worker died waits STREAM_WAIT_S for a turn. Then it goes to
   any worker without a probation, like a request without suspicion.
 - If all workers have a probation, both wait LAST_WAIT_S at most.
@@ -44,6 +46,8 @@ TURN_TOKENS_PER_S = 500.0
 CROWDED_S = 60.0
 """How long after the last death a prompt without an output is tried only where no other request is
 without one. Requests wait for longer than TURN_S at a full worker."""
+DUE_S = 1.0
+"""Other requests wait for a suspect that has waited for CROWDED_S and asked within this time."""
 VERDICT_S = 30.0
 """A probation that other frontends were told of may last this much longer than its turn: until all
 have answered, and until it is certain that the worker died."""
@@ -68,6 +72,7 @@ class Turns:
         self._shared = 0.0, False
         self.open: set[Flight] = set()
         self.last_death = 0.0
+        self._due_at = -DUE_S
         self.workers: dict[str, DecodeConnection] = {}
 
     def around(
@@ -80,6 +85,8 @@ class Turns:
         if others := [w for w in workers if w not in slots and not self._taken(w)]:
             return others
         flight.asked_at = flight.asked_at or now
+        if now < min(self._due_at + DUE_S, flight.asked_at + LAST_WAIT_S):
+            return ()
         return self._beside(flight, workers, now)
 
     def _beside(
@@ -120,6 +127,12 @@ class Turns:
             if now < since + self._patience_s:
                 return None
         patient = suspect.grave and now < since + CROWDED_S
+        if suspect.grave and not patient:
+            self._due_at = now
+            if now >= since + CROWDED_S + LAST_WAIT_S + turn_s(flight):
+                suspect.trying = flight
+                beside = self._beside(flight, workers, now)
+                return min(beside, key=lambda worker: len(worker.flights))
         if suspect.grave and shared:
             found = self._announced(flight, workers, now, patient)
         elif now == self._full_at:

@@ -9,7 +9,7 @@ from pullfill.frontend import probation
 from pullfill.frontend.explain import Trace
 from pullfill.frontend.flight import Flight, Suspect, name_of
 from pullfill.frontend.probation import Turns
-from tests.support.fake_board import Others, Trial
+from tests.support.fake_board import NoProbations, Others, Trial
 from tests.support.fake_vllm import request
 
 NOW = 1000.0
@@ -164,3 +164,31 @@ def test_many_suspects_that_wait_count_the_frontends_once() -> None:
         for name in "xyz":
             turn(turns, suspect(name, likely=True), now, worker)
         assert len(counted) == times
+
+
+def test_under_steady_traffic_others_let_a_suspect_go_first_at_the_only_worker() -> None:
+    """It waited as long as there was always one request without an output."""
+    workers = [Worker("a")]
+    turns, d, now = Turns(0.0, NoProbations()), suspect("d", likely=True), NOW
+    turns.last_death = NOW
+    found = None
+    while found is None and now < NOW + probation.CROWDED_S + 3.0:
+        for each in workers[0].flights.values():
+            each.proven = now >= each.sent_at + 1.0
+        new = flight("n", sent_at=now)
+        if turns.around(new, workers, now):  # type: ignore[arg-type]
+            workers[0].flights[f"n{now}"] = new
+        found, now = turn(turns, d, now, *workers), now + 0.25
+    assert found is workers[0]
+    assert all(each.proven for each in found.flights.values()), "a death names the suspect"
+
+
+def test_a_suspect_waits_for_a_bounded_time() -> None:
+    """Others have waited for long enough, too, and there is always a new one."""
+    worker, now = Worker("a").has(flight("x")), NOW
+    turns, d = Turns(0.0, NoProbations()), suspect("d", likely=True)
+    while turn(turns, d, now, worker) is None:
+        now += 1.0
+        assert now < NOW + 100
+        worker.flights = {"x": flight("x", sent_at=now)}
+    assert now > NOW + probation.CROWDED_S + probation.LAST_WAIT_S
