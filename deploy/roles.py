@@ -40,7 +40,7 @@ def run_worker(
     ref, model, arguments = _prepare(role, options, cluster, vllm_args)
     warn_if_exposed(role, options.host, ref.security)
     _warn_if_unreachable(role, options.host, ref)
-    cores = cores_of(options, ref, small=options.model in ("", defaults.DEMO))
+    cores = cores_of(options, ref, small=model == plan.resolve_model(defaults.DEMO))
     _apply(cores, local_model=os.path.isdir(model), ranks=ranks_of(arguments))
     extra = defaults.role_flags(role, arguments, gpus=accelerator.gpu_count())
     options = replace(options, model=model, cores=cores)

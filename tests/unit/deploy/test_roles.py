@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
-from pullfill.deploy import cli, roles, servers
+from pullfill.deploy import cli, plan, roles, servers
 from pullfill.deploy.procs import start_time
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError
@@ -251,6 +251,24 @@ class TestRoles:
             assert roles.cores_of(WorkerOptions(), ref, small=True) == (1,)
             assert roles.cores_of(WorkerOptions(), ref, small=False) == ()
             assert roles.cores_of(WorkerOptions(pin=False), ref, small=True) == ()
+
+    @pytest.mark.parametrize("demo", [False, True])
+    def test_only_the_demo_model_gets_one_core(
+        self,
+        ran: list[Any],
+        state_dir: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        demo: bool,
+    ) -> None:
+        """It took one core of any cluster that it joined without --model."""
+        monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+        if demo:
+            monkeypatch.setattr(plan, "demo_directory", lambda: tmp_path / "m")
+        self._cluster(state_dir, tmp_path / "m")
+        assert runner.invoke(cli.app, ["decode"]).exit_code == 7
+        assert len(ran[0][2].cores) == demo
 
     @pytest.mark.parametrize("cpu", ["x", "9999"])
     def test_a_core_that_is_not_there(
