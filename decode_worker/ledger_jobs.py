@@ -33,8 +33,8 @@ from pullfill.decode_worker.ledger_types import (
 )
 from pullfill.errors import Outcome
 from pullfill.runtime import log
-from pullfill.transfer.contract import FenceToken, OwnerFences
-from pullfill.wire import DigestMode, KvMode
+from pullfill.transfer.contract import OwnerFences
+from pullfill.wire import DigestMode, FenceToken, KvMode
 
 logger = log.get("decode_worker.ledger")
 

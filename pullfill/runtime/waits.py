@@ -18,8 +18,7 @@ from typing import Any, Generic, TypeVar
 K = TypeVar("K")
 V = TypeVar("V")
 STOOD_S = 0.1
-"""A timer that runs so late shows that the loop stood still. Answers that came meanwhile are not read
-yet."""
+"""If a timer runs so late, the loop stood still. Answers that came meanwhile are not read yet."""
 Callback = Callable[[Any], object]
 
 

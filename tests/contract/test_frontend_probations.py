@@ -336,7 +336,7 @@ async def test_deaths_are_told_taken_back_and_kept_for_who_comes_later(
 async def test_a_worker_that_died_is_not_clear_before_its_death_is_told(
     etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else another frontend sends its suspect to a dead worker, which counts as its second death."""
+    """Else another frontend sends its suspect to a dead worker, and counts a death more."""
     async with told(etcd, ns, "frontend-1", "frontend-2") as ((one, own), (two, ear)):
         ear.busy = {"decode-1"}
         one.take("f1", "decode-1", 20)

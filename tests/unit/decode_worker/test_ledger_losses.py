@@ -10,8 +10,7 @@ from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import TAKEN_S, NakDelivery, Settle
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
-from pullfill.transfer.contract import FenceToken
-from pullfill.wire import DigestMode
+from pullfill.wire import DigestMode, FenceToken
 from tests.support.fakes import FakeClock
 from tests.support.handoff_model import CLAIM_S, HandoffModel, Job, granted
 

@@ -75,7 +75,9 @@ def test_scripts_import_what_is_there_and_never_make_elements_of_text() -> None:
         assert not re.search(r"https?://(?!www\.w3\.org/)", text), "nothing from elsewhere"
 
 
-@pytest.mark.parametrize("name", ["nothing.js", "index.html", "..%2froutes.py", "app.py", "a" * 300 + ".js"])
+@pytest.mark.parametrize(
+    "name", ["nothing.js", "index.html", "..%2froutes.py", "app.py", "a" * 300 + ".js"]
+)
 async def test_other_files_are_not_served(name: str) -> None:
     async with client(Live()) as http:
         assert (await http.get(f"/pullfill/ui/{name}")).status_code == 404
