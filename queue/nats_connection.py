@@ -285,9 +285,10 @@ class NatsConnection:
         async def on_error(exc: Exception) -> None:
             if not self.up:
                 cause.append(exc)
-            elif (more := self._seldom.due(_say(exc)[:80])) is not None:
-                # A right that is missing, or an error of a callback.
-                logger.error("NATS at %s: %s%s", self.shown_url, _say(exc), more, exc_info=exc)
+            elif not isinstance(exc, (*_GONE, OSError)):  # a missing right, a callback's error
+                more = self._seldom.due(_say(exc)[:80])
+                if more is not None:
+                    logger.error("NATS at %s: %s%s", self.shown_url, _say(exc), more, exc_info=exc)
             if isinstance(exc, _GONE):
                 self._cause = _say(exc)
                 self._ended.set()

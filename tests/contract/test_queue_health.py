@@ -77,10 +77,13 @@ async def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 @pytest.mark.parametrize("how", ["pause", "kill"])
-async def test_both_ends_say_that_nats_is_away_and_since_when(ends: Ends, how: str) -> None:
+async def test_both_ends_say_that_nats_is_away_and_since_when(
+    ends: Ends, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A server that hangs keeps its connection. It is noticed long before that is given up."""
     await ends.lose(how)
     await until(lambda: not (ends.producer.health.up or ends.consumer.health.up), HANG_S)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
     if how == "pause":
         assert ends.consumer.connection.up, "nobody reconnected for it"
     assert not ends.producer.available, "nothing is published, so nothing waits for an answer"
