@@ -225,9 +225,10 @@ async def stop_phase(
 
 
 async def _kill_stragglers(cluster_id: str) -> int:
-    """Kill what carries the cluster's id and still runs, and wait for its end. Return how many.
+    """Kill the processes that still carry the cluster's id, and wait until they end.
 
-    That is a child that `up` had no time to record, or a helper of a killed worker."""
+    Such a process is a child that `up` had no time to record, or a helper of a killed worker.
+    Returns how many were killed."""
     killed = [process for process in tagged(cluster_id) if send(process, signal.SIGKILL)]
     deadline = time.monotonic() + SECOND_TERM_GRACE_S
     while any(map(is_alive, killed)) and time.monotonic() < deadline:  # noqa: ASYNC110 - no event

@@ -13,8 +13,8 @@ All waits are bounded:
   waits for longer, and a death beside it would prove nothing.
 - So for CROWDED_S after the last death a suspect without an output goes to no worker with an
   unproven request, and for `patience_s` not to the only ready worker while others are served there.
-  Then, if it has no worker of its own, other requests wait for it, LAST_WAIT_S at most. If there is
-  still an unproven one after a turn more, the suspect goes beside it.
+  After CROWDED_S, requests that have no other worker wait until the suspect was sent, LAST_WAIT_S at
+  most. If there is still an unproven request one turn later, the suspect is sent all the same.
 - A request that had outputs when its worker died waits STREAM_WAIT_S for a turn. Then it goes to
   any worker without a probation, like a request without suspicion.
 - If all workers have a probation, both wait LAST_WAIT_S at most.
@@ -47,7 +47,7 @@ CROWDED_S = 60.0
 """How long after the last death a prompt without an output is tried only where no other request is
 without one. Requests wait for longer than TURN_S at a full worker."""
 DUE_S = 1.0
-"""Other requests wait for a suspect that has waited for CROWDED_S and asked within this time."""
+"""Other requests wait for a suspect that asked for a turn within this time, after CROWDED_S."""
 VERDICT_S = 30.0
 """A probation that other frontends were told of may last this much longer than its turn: until all
 have answered, and until it is certain that the worker died."""

@@ -46,7 +46,7 @@ def states(cluster: Cluster, worker: Worker) -> set[tuple[str, str]]:
 
 
 def become(cluster: Cluster, worker: Worker, role: str) -> None:
-    """Order the role. Returns when the frontend sees it ready, and its peers are connected."""
+    """Change the worker's role, and wait until it is ready and all workers are connected."""
     done = order(cluster, worker, role, "--wait", "--timeout", "90")
     assert done.returncode == 0, done.stdout + done.stderr
     roles = ("decode", "prefill") if role == "both" else (role,)
