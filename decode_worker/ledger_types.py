@@ -11,9 +11,9 @@ from pullfill.errors import Outcome
 from pullfill.wire import DigestMode, FenceToken, KvMode, RefuseReason
 
 TAKEN_S = 2.0
-"""While the job stream has no leader, a job is sent to one prefill worker directly. It waits so long
-for its claim. That worker may be unable to reach this decode worker, or may die before it claims
-the job. No other worker can get the job."""
+"""While the job stream has no leader, a job is sent to one prefill worker directly, and waits this
+long for its claim. That worker may be unable to reach this decode worker, or may die before it
+claims the job. No other worker can get the job."""
 NO_PROOF_S = 0.1
 """How long a request waits for the proof that its revoked writer is quiet. A running batch ends
 within milliseconds. A writer whose process is stopped in a batch may never end it."""

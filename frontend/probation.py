@@ -13,8 +13,8 @@ All waits are bounded:
   waits for longer, and a death beside it would prove nothing.
 - So for CROWDED_S after the last death a suspect without an output goes to no worker with an
   unproven request, and for `patience_s` not to the only ready worker while others are served there.
-  After CROWDED_S, requests that have no other worker wait until the suspect was sent, LAST_WAIT_S at
-  most. If there is still an unproven request one turn later, the suspect is sent all the same.
+  After CROWDED_S, requests that have no other worker wait until the suspect is sent, for at most
+  LAST_WAIT_S. If there is still an unproven request one turn later, the suspect is sent anyway.
 - A request that had outputs when its worker died waits STREAM_WAIT_S for a turn. Then it goes to
   any worker without a probation, like a request without suspicion.
 - If all workers have a probation, both wait LAST_WAIT_S at most.
