@@ -22,6 +22,7 @@ from pullfill.errors import AuthFailed, ConfigError, PeerUnavailable
 from pullfill.net import frames
 from pullfill.net.handshake import CONTROL, Acceptance, Introduction, Seal
 from pullfill.net.security import ClusterKey
+from pullfill.runtime import log
 from pullfill.wire import (
     AuthChallenge,
     AuthHello,
@@ -34,6 +35,7 @@ from pullfill.wire import (
 )
 from pullfill.wire.codec import decoder
 
+logger = log.get("net.channel")
 T = TypeVar("T")
 
 FIRST_FRAME = 64 << 10
@@ -177,8 +179,11 @@ class Channel(asyncio.Protocol):
 
     def _send(self) -> None:
         waiting, self._waiting, self._size = self._waiting, [], 0
-        if waiting:
-            frames.write_bodies(self._transport, waiting)
+        if waiting and not frames.write_bodies(self._transport, waiting):
+            logger.warning(
+                "ended the connection to %s: it has not read the last %d MiB",
+                self.peer, frames.MAX_BACKLOG >> 20,
+            )  # fmt: skip
 
     def seal(self, *, incoming: bytes, outgoing: bytes) -> None:
         """Seal all frames from the next one on, in both directions."""

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pullfill.errors import BadMessage
 
 MAX_FRAME = 16 << 20
-MAX_BACKLOG = 4 << 20
-"""Bytes that may wait for a peer that does not read. One more message ends the connection."""
+MAX_BACKLOG = 4 * MAX_FRAME
+"""Bytes that may wait for a peer that does not read. One more message ends the connection.
+Several messages of full size fit: a peer may stand still for a moment."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -65,17 +66,18 @@ class Cutter:
         return self._data[begin : self._at]
 
 
-def write_bodies(transport: asyncio.WriteTransport, bodies: Sequence[bytes]) -> None:
+def write_bodies(transport: asyncio.WriteTransport, bodies: Sequence[bytes]) -> bool:
     """Queue a frame of each body for sending, in one write. Never blocks or raises.
 
-    If more than MAX_BACKLOG bytes wait for the peer, the connection is ended."""
+    Returns False if more than MAX_BACKLOG bytes wait for the peer. Then the connection is ended."""
     try:
         if transport.get_write_buffer_size() > MAX_BACKLOG:
             transport.abort()
-            return
+            return False
         transport.write(b"".join([_LENGTH.pack(len(body)) + body for body in bodies]))
     except (OSError, RuntimeError):  # the transport has ended
         pass
+    return True
 
 
 def tune(transport: asyncio.BaseTransport, *, dead_after_s: float = 10.0) -> None:

@@ -221,6 +221,36 @@ async def test_who_says_too_much_before_it_is_listened_to_is_not_read() -> None:
     assert len(heard) > 10_000
 
 
+async def test_a_peer_that_stands_still_for_a_moment_gets_large_messages() -> None:
+    """Grants bring images. Two of them waited, and the next message ended the connection."""
+    go = asyncio.Event()
+    sizes = [frames.MAX_FRAME // 2, frames.MAX_FRAME // 2, 1]
+    got: asyncio.Queue[int] = asyncio.Queue()
+
+    async def reads_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await go.wait()
+        for _ in sizes:
+            got.put_nowait(len(await framing.read_body(reader)))
+        writer.close()
+
+    async with listening(reads_late) as address:
+        _, writer = await asyncio.open_connection(*address)
+        for size in sizes:
+            framing.write_body(writer, bytes(size))
+        go.set()
+        assert [await asyncio.wait_for(got.get(), 10) for _ in sizes] == sizes
+        writer.close()
+
+
+async def test_who_does_not_read_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    channel, wire = framing.channel_of()
+    wire.get_write_buffer_size = lambda: frames.MAX_BACKLOG + 1  # type: ignore[method-assign]
+    channel.peer = "10.0.0.7:5"
+    channel.write(QUIET, now=True)
+    assert (wire.aborted, wire.pieces) == (True, [])
+    assert "ended the connection to 10.0.0.7:5: it has not read the last 64 MiB" in caplog.text
+
+
 async def test_a_peer_that_reads_nothing_gets_a_broken_connection() -> None:
     """What waits for it is bounded, and nobody who writes ever waits."""
     over = asyncio.Event()
