@@ -221,18 +221,18 @@ class ConnectorScheduler:
             self.fetching.explain(request.request_id)
         if not external_tokens:
             return
-        job = self._open(request, tables, situation, adapter, external_tokens - offloaded)
+        later = bool(situation.hit_tokens or self._scheduled or self.tier is not None)
+        job = self._open(request, tables, situation, adapter, external_tokens - offloaded, later)
         failpoints.hit("decode.before_publish")
         if self.tier is not None and offloaded:
             self.tier.load(request, offloaded)
             self._loading[request.request_id] = job
             return
-        if situation.hit_tokens or self._scheduled or self.tier is not None:
+        if later:
             # vLLM puts a block into its prefix cache when it schedules the block's tokens, so the
             # hit may be computed in the very step that is being scheduled: until that step has
-            # run, a prefill worker would read garbage there. And a step that still runs may write
-            # one more token of a request that has ended since, into a block that is ours now. And
-            # the tier may copy from such a block until that step.
+            # run, a prefill worker would read garbage there. Until then a step that still runs may
+            # write one more token of an ended request into our block, and the tier may read there.
             self._unpublished.append(job)
         else:
             self._context.publish(job)
@@ -244,6 +244,7 @@ class ConnectorScheduler:
         situation: Situation,
         adapter: Adapter | None,
         external_tokens: int,
+        later: bool,
     ) -> OpenedJob:
         """Open the job in the ledger. From now on its request waits."""
         hit_tokens = situation.hit_tokens
@@ -296,6 +297,7 @@ class ConnectorScheduler:
             claim_timeout_s=claim_timeout_s,
             hedge_s=hedge_s,
             stall_s=config.remote_timeout_s,
+            later=later,
         )
         return job
 

@@ -86,17 +86,18 @@ class Ledger(OpenJobs):
         claim_timeout_s: float | None = None,
         hedge_s: float | None = None,
         stall_s: float | None = None,
+        later: bool = False,
     ) -> None:
         """Register a job before it is published. Its request waits until the job is settled.
 
         timeout_s: most seconds for the whole job.
-        order, hit_tokens: see `Entry`.
-        tokens: number of tokens to compute.
+        order, hit_tokens, tokens: see `Entry`.
         claim_timeout_s: most seconds for each wait for a claim. None: as timeout_s.
         hedge_s: if nobody claims the job within so many seconds, the prompt is computed here, even
         if claim_timeout_s is longer. None: claim_timeout_s alone counts.
         stall_s: an attempt that makes progress goes on beyond timeout_s, and ends after this many
-        seconds without progress. None: as timeout_s."""
+        seconds without progress. None: as timeout_s.
+        later: the job is not published now. claim_timeout_s counts from `set_digest` on."""
         now = self._clock.monotonic()
         entry = Entry(
             job_id,
@@ -104,7 +105,7 @@ class Ledger(OpenJobs):
             blocks,
             first_target,
             opened_at=now,
-            queued_at=now,
+            queued_at=math.inf if later else now,
             deadline=now + timeout_s,
             claim_timeout_s=timeout_s if claim_timeout_s is None else claim_timeout_s,
             stall_s=timeout_s if stall_s is None else stall_s,
@@ -128,12 +129,20 @@ class Ledger(OpenJobs):
             self._on_action()  # the asyncio thread would sleep beyond the new deadline
 
     def set_digest(self, job_id: str, digest: bytes, features: bytes = b"") -> None:
-        """Remember the digest of the body that is about to be published, and what a grant brings.
-
-        A claim may come before `published` is called."""
+        """Remember the digest of the body that is about to be published, and what a grant brings. A
+        claim may come from now on. If the job was opened for later, its wait for one begins."""
         with self._lock:
-            if (entry := self._jobs.get(job_id)) is not None:
-                entry.digest, entry.features = digest, features
+            if (entry := self._jobs.get(job_id)) is None:
+                return
+            entry.digest, entry.features = digest, features
+            if entry.queued_at < math.inf:
+                return
+            entry.queued_at = self._clock.monotonic()
+            self._dues.watch(entry)
+            if earlier := entry.due < self._next_tick:
+                self._next_tick = entry.due
+        if earlier:
+            self._on_action()  # as in `open`
 
     @locked
     def published(self, job_id: str, receipt: object, digest: bytes) -> None:

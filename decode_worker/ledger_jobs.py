@@ -301,7 +301,8 @@ class OpenJobs:
     def _nobody_claimed(self, entry: Entry) -> None:
         """Serve the job locally. If that opens the breaker, do so with every queued job."""
         opens = not entry.self_check and self.claims.timed_out(entry.job_id, entry.queued_at)
-        self._give_up(entry, Outcome.CLAIM_TIMEOUT)
+        published = entry.queued_at < math.inf
+        self._give_up(entry, Outcome.CLAIM_TIMEOUT if published else Outcome.TIMEOUT)
         for other in list(self._jobs.values()) if opens else ():
             if other.state is JobState.QUEUED and not other.settled:
                 self._give_up(other, Outcome.CLAIMS_STALLED)

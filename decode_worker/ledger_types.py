@@ -43,7 +43,7 @@ class Entry:
     `blocks[first_target:]`.
     deadline: when the whole job ends, by the ledger's clock.
     queued_at, claim_timeout_s: when the job was last queued, and how long it may then wait for a
-    claim.
+    claim. queued_at is infinite until the job is published, if it was opened to be published later.
     hedge_at: when the prompt is computed here if no prefill worker has claimed it.
     stall_s: an attempt that makes progress may go on beyond the deadline. It ends after this many
     seconds without progress.
@@ -115,7 +115,7 @@ class Entry:
     def since(self) -> float:
         """When the job came into its state. Of one under way: when it was granted."""
         if self.state is JobState.QUEUED:
-            return self.queued_at
+            return self.queued_at if self.queued_at < math.inf else self.opened_at
         return self.quarantined_at if self.state is JobState.QUARANTINED else self.granted_at
 
     @property

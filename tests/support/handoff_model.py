@@ -157,6 +157,7 @@ class HandoffModel:
         job.publish_over = True
         if outcome is None:
             job.stored = True
+            self.ledger.set_digest(job.job.job_id, b"digest")
             self.ledger.published(job.job.job_id, job.job.job_id, b"digest")
         else:
             self.ledger.publish_failed(job.job.job_id, outcome)

@@ -34,14 +34,16 @@ class Decode:
         now = Situation(1000, 0, prefill_workers=1, queue_available=True, claims_stalled=stalled)
         return decide(now, RouterConfig()).reason
 
-    def prompt(self) -> str | None:
-        """Send a prompt. Returns the id of its job, or None if it is prefilled locally."""
+    def prompt(self, *, later: bool = False) -> str | None:
+        """Send a prompt. Returns the id of its job, or None if it is prefilled locally.
+
+        later: its job is not published now."""
         if self.decide() != "long_prompt":
             return None
         job = f"j{next(self._jobs)}"
         self.ledger.open(
             job, f"r-{job}", (1, 2), first_target=0, timeout_s=3 * CLAIM_S,
-            claim_timeout_s=CLAIM_S,
+            claim_timeout_s=CLAIM_S, later=later,
         )  # fmt: skip
         return job
 
@@ -117,6 +119,30 @@ def test_a_job_of_the_self_check_says_nothing_about_the_queue() -> None:
     assert trial is not None
     assert decode.prompt() is None, "the breaker is still open, and its trial is this prompt"
     assert decode.waited(trial) == pytest.approx(TRIAL_SHARE * CLAIM_S)
+
+
+def test_a_trial_that_is_not_published_in_time_leaves_its_place_to_the_next_prompt() -> None:
+    """A step of an engine under load took longer than a trial may wait. So each pause was twice as
+    long as the one before, though nobody had been asked."""
+    decode = Decode()
+    decode.stall()
+    decode.clock.advance(PAUSE_S[0])
+    slow = decode.prompt(later=True)
+    assert slow is not None
+    decode.clock.advance(2 * TRIAL_SHARE * CLAIM_S)
+    decode.ledger.tick()
+    assert decode.ledger.find(slow), "it waits for its step"
+    decode.ledger.set_digest(slow, b"d")
+    assert decode.claims(slow)
+    assert decode.prompt() is not None, "closed"
+
+    decode = Decode()
+    decode.stall()
+    decode.clock.advance(PAUSE_S[0])
+    never = decode.prompt(later=True)
+    assert never is not None
+    assert decode.waited(never) == pytest.approx(3 * CLAIM_S)
+    assert decode.prompt() is not None, "without another pause"
 
 
 def test_what_is_queued_when_it_opens_is_served_here_at_once() -> None:

@@ -93,6 +93,8 @@ def test_a_prefill_worker_gets_the_rest_once_the_hit_is_loaded() -> None:
     assert tier.loads == [("r", 3 * BLOCK)]
     rig.side.collect()
     rig.side.step_done()
+    rig.clock.advance(2 * rig.config.claim_timeout_s)
+    rig.ledger.tick()
     assert rig.published == [], "the hit is not there yet"
 
     output = received("r", "other")

@@ -326,6 +326,44 @@ def test_the_claim_timeout_comes_first_if_it_is_shorter(ledger: Ledger, clock: F
     assert event.outcome is Outcome.CLAIM_TIMEOUT
 
 
+def test_a_job_that_is_published_later_waits_for_claims_only_then(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    """Long steps and slow loads of a prefix are no sign that nobody claims."""
+    woken: list[int] = []
+    ledger._on_action = lambda: woken.append(1)
+    fill(ledger, 1, claim_timeout_s=10.0, later=True)
+    assert ledger.tick() == pytest.approx(60.0)
+    clock.advance(11.0)
+    ledger.tick()
+    assert not ledger.take_events()
+    woken.clear()
+    ledger.set_digest("j0", b"d")
+    assert woken, "or the timer would sleep until the old deadline"
+    assert ledger.tick() == pytest.approx(10.0)
+    ledger.set_digest("j0", b"d")
+    clock.advance(9.0)
+    ledger.tick()
+    assert not ledger.take_events()
+    clock.advance(1.0)
+    ledger.tick()
+    (event,) = ledger.take_events()
+    assert isinstance(event, Settle)
+    assert event.outcome is Outcome.CLAIM_TIMEOUT
+
+
+@pytest.mark.parametrize("hedge_s", [None, 5.0])
+def test_a_job_that_was_never_published_says_nothing_of_claims(
+    ledger: Ledger, clock: FakeClock, hedge_s: float | None
+) -> None:
+    fill(ledger, 4, claim_timeout_s=1.0, hedge_s=hedge_s, later=True)
+    clock.advance(hedge_s or 60.0)
+    ledger.tick()
+    settled = {event.outcome for event in ledger.take_events() if isinstance(event, Settle)}
+    assert settled == {Outcome.HEDGED if hedge_s else Outcome.TIMEOUT}
+    assert not ledger.claims.stalled
+
+
 def test_a_job_that_waits_again_until_its_deadline_was_not_hedged(
     ledger: Ledger, clock: FakeClock
 ) -> None:
