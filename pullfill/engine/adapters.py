@@ -98,6 +98,7 @@ class Adapters:
         self._given = 0
         self._loaded: dict[tuple[str, str], LoRARequest] = {}
         self._seen: dict[tuple[str, str], object] = {}
+        self._before: dict[tuple[str, str], str | None] = {}
         self._contents: dict[int, str] = {}
 
     def add(self, core: Any, fields: Any) -> bool:
@@ -142,10 +143,12 @@ class Adapters:
         if why := next(filter(None, core.collective_rpc(_add, args=(own,))), ""):
             core.collective_rpc(_remove, args=(own.lora_int_id,))
             raise BadMessage(f"LoRA adapter {asked.lora_name} cannot be loaded: {why}")
-        self._loaded[key], self._seen[key] = own, seen
         before = None
         if loaded is not None:
             before = self._contents.pop(loaded.lora_int_id, "")
+            if not before and self._seen[key] == seen:
+                before = self._before[key]  # the same files, whose digest is not known yet
+        self._loaded[key], self._seen[key], self._before[key] = own, seen, before
         look = threading.Thread(
             target=self._look, args=(own, before, seen), name="pullfill-adapter"
         )

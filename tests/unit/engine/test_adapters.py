@@ -141,8 +141,12 @@ def test_an_adapter_that_is_loaded_again_stays_remote_only_with_the_same_files(
     assert adapters.content_of(again) == ("" if changed else content(str(path)))
 
 
-def test_a_late_look_at_the_files_counts_for_nothing(tmp_path: Path) -> None:
-    """Which files were loaded first is not known then, and KV of them may be cached."""
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_late_look_at_the_files_counts_for_nothing(
+    changed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If they have changed since, the digest of those that were loaded first is never known, and
+    KV of them may be cached. Otherwise it is that of the second look."""
     path, held, reads = an_adapter(tmp_path / "a"), threading.Event(), []
 
     def read(_: str) -> str:
@@ -154,10 +158,13 @@ def test_a_late_look_at_the_files_counts_for_nothing(tmp_path: Path) -> None:
     core, adapters = Core(), Adapters(read)
     own = adapters.load(core, asked("a", path))
     eventually(lambda: bool(reads), "the first look has begun")
+    if changed:
+        (path / "adapter_model.safetensors").write_bytes(b"other")
     again = adapters.load(core, asked("a", path), again=True)
     held.set()
     looks_are_over()
-    assert (adapters.content_of(own), adapters.content_of(again)) == ("", "")
+    assert (adapters.content_of(own), adapters.content_of(again)) == ("", "" if changed else "new")
+    assert ("KV of its old files" in caplog.text) == changed
 
 
 def test_files_that_change_before_the_look_at_them_are_not_taken_for_those_that_were_loaded(
