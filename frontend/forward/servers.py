@@ -293,7 +293,7 @@ class Servers:
         await self._get(server.url + "/health")
         server.misses = 0
         load: Load | None = None
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, ConfigError):
             server.load = load = load_of((await self._get(server.url + "/metrics")).decode())
         if server.state == "ready":
             if why := self._bare(server):

@@ -344,3 +344,15 @@ async def test_a_server_without_a_connector_is_refused_until_it_is_started_with_
         decode.metrics = ASKED % ("0.0", "0.0", "0.0")
         await rig.states(ready=2)
         assert (await rig.ask()).status == 200
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 500])
+async def test_a_server_whose_metrics_nobody_may_read_serves(status: int) -> None:
+    """A gateway before it may keep them from others."""
+    async with forwarding(wait=False) as rig:
+        for server in rig.all:
+            server.metrics_status = status
+        await rig.states(ready=2)
+        assert (await rig.ask()).status == 200
+        await asyncio.sleep(5 * servers.LOOK_S)
+        await rig.states(ready=2)

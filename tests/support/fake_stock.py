@@ -68,7 +68,7 @@ class FakeStock:
     leaves_out: what its parameters lack.
     key: an API key that it asks for, or empty.
     fetches: as a decode server it has the prefill run itself (single dispatch).
-    alive: /health answers. root: what /v1/models says of its model.
+    alive: /health answers. metrics_status: of /metrics. root: what /v1/models says of its model.
     requests: (path, headers, body) of each request. remote: how many came with blocks.
     open: requests that it works at. left: requests whose client has left."""
 
@@ -82,6 +82,7 @@ class FakeStock:
         self.fetches = self.ends = False
         self.key = self.leaves_out = ""
         self.alive = True
+        self.metrics_status = 200
         self.metrics = "vllm:num_requests_running{} 0.0\n"
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.remote = self.open = self.left = 0
@@ -106,7 +107,7 @@ class FakeStock:
         return web.Response(status=200 if self.alive else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=self.metrics)
+        return web.Response(text=self.metrics, status=self.metrics_status)
 
     def _locked(self, request: web.Request) -> bool:
         return bool(self.key) and request.headers.get("authorization") != f"Bearer {self.key}"
