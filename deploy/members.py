@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from http.client import HTTPException
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -74,8 +75,9 @@ def http_get(
     except urllib.error.HTTPError as exc:
         with exc:
             return exc.code, exc.read()
-    except (OSError, ValueError) as exc:
-        raise UnavailableError(f"{url}: {getattr(exc, 'reason', None) or exc}") from None
+    except (OSError, HTTPException, ValueError) as exc:
+        why = " ".join(str(getattr(exc, "reason", None) or exc).split())
+        raise UnavailableError(f"{url}: {why}") from None
 
 
 def ask_worker(record: WorkerRecord) -> Report | None:

@@ -14,6 +14,7 @@ import sysconfig
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -82,18 +83,21 @@ def nats_command(directory: Path, port: int) -> list[str]:
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)  # jobs hold prompts
     config = directory / "nats.conf"
-    # json.dumps: a quoted string in NATS' config language is a JSON string.
+    # A quoted string in NATS' config language is a JSON string, but for \u escapes.
+    data = json.dumps(str(directory / "data"), ensure_ascii=False)
     config.write_text(
         f"""listen: "127.0.0.1:{port}"
 server_name: pullfill
 max_payload: {MAX_PAYLOAD}
 max_pending: {8 * MAX_PAYLOAD}
 jetstream {{
-  store_dir: {json.dumps(str(directory / "data"))}
+  store_dir: {data}
   max_memory_store: 67108864
   max_file_store: 4294967296
 }}
-"""
+""",
+        encoding="utf-8",
+        errors="surrogateescape",
     )
     return [str(nats_binary()), "--config", str(config)]
 
@@ -172,8 +176,9 @@ def _etcd_problem(url: str, timeout_s: float, tls: ssl.SSLContext | None) -> str
     try:
         with opener.open(health, timeout=timeout_s) as reply:
             healthy = json.loads(reply.read()).get("health")
-    except (OSError, ValueError, AttributeError) as exc:
-        return f"no etcd at {url}: {getattr(exc, 'reason', None) or exc}"
+    except (OSError, HTTPException, ValueError, AttributeError) as exc:
+        why = " ".join(str(getattr(exc, "reason", None) or exc).split())
+        return f"no etcd at {url}: {why}"
     return None if str(healthy).lower() == "true" else f"the etcd at {url} is not healthy"
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 
 from pullfill.deploy import servers
-from pullfill.errors import ConfigError
+from pullfill.deploy.members import http_get
+from pullfill.errors import ConfigError, UnavailableError
+from tests.support.waiting import eventually
 
 _HEALTHY = b'HTTP/1.0 200 OK\r\n\r\n{"health":"true"}'
 
@@ -28,6 +31,38 @@ class TestServers:
         flags = dict(flag.removeprefix("--").split("=", 1) for flag in argv[1:])
         longest_wait_ms = 5 * int(flags["heartbeat-interval"])
         assert int(flags["election-timeout"]) == longest_wait_ms <= 250, "starts wait for it"
+
+    def test_nats_starts_below_a_path_of_any_letters(self, tmp_path: Path) -> None:
+        port = servers.free_port()
+        with subprocess.Popen(
+            servers.nats_command(tmp_path / 'josé "模型"', port), stderr=subprocess.DEVNULL
+        ) as nats:
+            url = f"nats://127.0.0.1:{port}"
+            try:
+                eventually(lambda: servers.nats_ready(url) is None or nats.poll(), "it starts")
+                assert nats.poll() is None
+            finally:
+                nats.kill()
+
+    def test_what_does_not_speak_http_is_told_in_words(self) -> None:
+        """As of `--etcd` with the port of NATS."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+
+            def greet() -> None:
+                for _ in range(2):
+                    conn, _ = listener.accept()
+                    with conn:
+                        conn.sendall(b"INFO {}\r\n")
+                        conn.recv(65536)
+
+            thread = threading.Thread(target=greet, daemon=True)
+            thread.start()
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            assert servers.etcd_ready(url) == f"no etcd at {url}: INFO {{}}"
+            with pytest.raises(UnavailableError) as caught:
+                http_get(url)
+            assert str(caught.value) == f"{url}: INFO {{}}"
+            thread.join()
 
     def test_a_port_that_cannot_be_had_says_what_to_change(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
