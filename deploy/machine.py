@@ -161,17 +161,30 @@ def shared_memory() -> Iterator[Finding]:
 
 
 def _in_use(path: Path) -> bool:
-    """Return whether a process maps the file. True: that cannot be told."""
+    """Return whether a process has the file open, or maps it. True: that cannot be told."""
     try:
-        inode = f" {path.stat().st_ino} "
+        found = path.stat()
     except OSError:
         return True
+    if os.geteuid() not in (0, found.st_uid):
+        return True  # only root may look at another user's processes
+    inode, real = f" {found.st_ino} ", path.resolve()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             lines = (entry / "maps").read_text().splitlines()
             if any(inode in line and path.name in line for line in lines):
                 return True
+            # A worker that is still loading its model has the file open, but does not map it yet.
+            if any(_leads_to(fd, real) for fd in (entry / "fd").iterdir()):
+                return True
     return False
+
+
+def _leads_to(link: Path, path: Path) -> bool:
+    try:
+        return link.readlink() == path
+    except OSError:  # closed since
+        return False
 
 
 def transports() -> Iterator[Finding]:

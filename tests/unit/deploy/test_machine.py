@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -93,6 +94,25 @@ def test_shared_memory_that_a_process_maps_is_not_left_over(
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
         assert "dead workers" not in "".join(f.what for f in machine.shared_memory())
     assert "dead workers" in "".join(f.what for f in machine.shared_memory())
+
+
+def test_shared_memory_of_a_worker_that_loads_its_model_is_not_left_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It maps the file when the model is loaded. Until then it has it open."""
+    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
+    with (tmp_path / "pullfill-decode-1.fence").open("w"):
+        assert "dead workers" not in "".join(f.what for f in machine.shared_memory())
+
+
+def test_shared_memory_of_another_user_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which of its processes use it cannot be seen."""
+    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
+    (tmp_path / "pullfill-decode-1.fence").touch()
+    monkeypatch.setattr(machine.os, "geteuid", lambda: os.getuid() + 1)
+    assert "dead workers" not in "".join(f.what for f in machine.shared_memory())
 
 
 def test_this_machines_transports_are_found_by_looking() -> None:
