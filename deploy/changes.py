@@ -52,6 +52,7 @@ class Changes:
         ref: ClusterRef,
         cluster_id: str,
     ) -> None:
+        options.first_workers = {role: getattr(options, role) for role in devices.ROLES}
         self._options = options
         self._children = children
         self._keeper = keeper

@@ -73,7 +73,8 @@ def named_of(options: UpOptions, role: str) -> tuple[int, ...]:
 
 def most_on_a_gpu(options: UpOptions) -> tuple[int, int]:
     """Return numbers of workers and of GPUs: those of the pool whose GPUs have most to share."""
-    counts = [(sum(getattr(options, r) for r in p.roles), len(p.gpus)) for p in pools(options)]
+    workers = options.first_workers or {role: getattr(options, role) for role in ROLES}
+    counts = [(sum(workers[role] for role in p.roles), len(p.gpus)) for p in pools(options)]
     return max(counts, key=lambda count: math.ceil(count[0] / max(1, count[1])))
 
 

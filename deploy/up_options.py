@@ -30,6 +30,8 @@ class UpOptions:
     settings: `KEY=VALUE`, stored in etcd before workers start.
     vllm_args: vLLM flags of every process.
     role_args: vLLM flags by role. They come after the flags for all roles.
+    first_workers: how many workers of each role the GPUs were divided among when the cluster
+    started. Empty: as many as now.
     """
 
     model: str = flag("demo", "Checkpoint directory, hub name, or demo", metavar="PATH|demo")
@@ -55,6 +57,7 @@ class UpOptions:
     settings: list[str] = field(default_factory=list)
     vllm_args: list[str] = field(default_factory=list)
     role_args: dict[str, list[str]] = field(default_factory=dict)
+    first_workers: dict[str, int] = field(default_factory=dict)
 
     @property
     def by_stock(self) -> bool:

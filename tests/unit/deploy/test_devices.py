@@ -106,6 +106,12 @@ class TestOneMore:
         assert self.another(decode=1, prefill=1, ranks=2) == (2, 3)
         assert self.another(decode=2, prefill=2, stopped=[1]) == (1,)
         assert self.another(decode=3, prefill=3, stopped=[5]) == (1,), "each GPU has two places"
+        shrunk = UpOptions(model="org/m", prefill=0, first_workers={"decode": 1, "prefill": 1})
+        here(monkeypatch, gpus=1)
+        (alone,) = plan.placements(shrunk)
+        assert devices.place_another(shrunk, "prefill", 1, [alone]).gpus == (0,), "its old place"
+        assert plan.engine_arguments(shrunk) == ["--gpu-memory-utilization=0.440"]
+        here(monkeypatch, gpus=4)
         for full in ({"decode": 2, "prefill": 2}, {"decode": 4, "prefill": 4}):
             with pytest.raises(ConfigError, match="one more prefill worker needs 1 GPU"):
                 self.another(**full)
