@@ -127,7 +127,7 @@ def running(
             [*CLI, "down", "--state-dir", str(state_dir), "--timeout", f"{drain_s:g}"],
             capture_output=True,
             check=False,
-            timeout=60.0 + drain_s,
+            timeout=60.0 + 2 * drain_s,
         )
 
 

@@ -120,7 +120,12 @@ def own_flags(context: typer.Context, *commands: str) -> set[str]:
 def down(
     cluster: StateDirOptions,
     timeout: Annotated[
-        float, typer.Option(metavar="S", min=0, help="How long workers may finish their streams")
+        float,
+        typer.Option(
+            metavar="S",
+            min=0,
+            help="How long workers, and then frontends, may finish streams",
+        ),
     ] = 60.0,
 ) -> int:
     """Drain and stop the cluster of a state directory."""

@@ -1,8 +1,8 @@
 """Stops the recorded processes of a cluster, for `pullfill down` and at the end of `up`.
 
-Workers drain first: their streams still go through the frontends. Then the frontends stop, then the
-servers that all of them used. What outlives the deadline of its phase gets a second SIGTERM, which
-means "stop now", then SIGKILL.
+Workers drain first: their streams still go through the frontends. Then the frontends drain: they
+may have streams of stock servers. Then the servers stop that all of them used. What outlives the
+deadline of its phase gets a second SIGTERM, which means "stop now", then SIGKILL.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 
 import typer
-from rich.console import Console
 
 from pullfill.config import ClusterRef, ProcessEntry
 from pullfill.deploy.members import etcd_of, workers
 from pullfill.deploy.procs import is_alive, send, start_time, tagged
 from pullfill.deploy.state import Locked, StateDir, identity
-from pullfill.deploy.view import ProcessView
+from pullfill.deploy.view import ProcessView, SteadyConsole
 from pullfill.errors import ConfigError, PullfillError
 from pullfill.net.this_host import host_id, shm_dir
 
@@ -39,7 +38,7 @@ _POLL_S = 0.05
 def down(state_dir: str | None, *, timeout_s: float) -> int:
     """Stop the cluster of a state directory, also when its `up` was killed. Return the exit code.
 
-    timeout_s: how long workers may drain."""
+    timeout_s: how long workers may drain, and then frontends."""
     return asyncio.run(_down(StateDir(state_dir), timeout_s))
 
 
@@ -58,7 +57,7 @@ async def _down(state: StateDir, timeout_s: float) -> int:
             return 0
         strangers = await _by_hand(state, entries)
         live = [entry for entry in entries if is_alive(identity(entry))]
-        with ProcessView(Console(), "stopping pullfill") as view:
+        with ProcessView(SteadyConsole(), "stopping pullfill") as view:
             killed = await take_down(state, entries, view, drain_s=timeout_s, force=hurry.is_set)
     gone = len(entries) - len(live)
     text = f"stopped {len(live) - len(killed)} of {len(live)} processes in order"
@@ -87,7 +86,7 @@ async def _locked(state: StateDir, timeout_s: float) -> AsyncIterator[None]:
                 break
             except Locked:
                 waited = time.monotonic() - began
-                if waited > timeout_s + 2 * SERVER_DEADLINE_S:
+                if waited > 2 * (timeout_s + SERVER_DEADLINE_S):
                     raise
             launch = state.launch()
             if launch and not told and waited > _PATIENCE_S and not state.stopping():
@@ -139,7 +138,7 @@ async def take_down(
     Return the names of those that had to be killed. The caller holds the lock of `state`, so
     nothing is restarted meanwhile.
 
-    drain_s: how long workers may drain.
+    drain_s: how long workers may drain, and then frontends.
     force: asked often. True: do not wait for the deadlines."""
     # The supervisor sees the mark, and leaves the other processes to this function.
     state.mark_stopping()
@@ -172,7 +171,7 @@ async def stop_in_order(
     killed: list[str] = []
     for roles in PHASES:
         phase = [e for e in entries if e.role in roles and is_alive(identity(e))]
-        deadline_s = drain_s if roles is WORKERS else min(drain_s, SERVER_DEADLINE_S)
+        deadline_s = min(drain_s, SERVER_DEADLINE_S) if roles is SERVERS else drain_s
         killed += await stop_phase(phase, view, deadline_s, force)
     return killed
 

@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 
 import msgspec
 
@@ -150,9 +151,10 @@ class StateDir:
         if not running and launch is not None and is_alive(launch.supervisor):
             running = [f"its supervisor (pid {launch.supervisor_pid})"]
         if running:
+            where = quote(str(self.path))
             raise ConfigError(
                 f"a cluster already runs from {self.path}: {', '.join(running)}. Stop it with "
-                f"`pullfill down --state-dir {self.path}`, or choose another --state-dir"
+                f"`pullfill down --state-dir {where}`, or choose another --state-dir"
             )
 
     def prepare(self) -> None:

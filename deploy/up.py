@@ -19,14 +19,13 @@ from shlex import quote
 from types import FrameType
 
 import typer
-from rich.console import Console
 
 from pullfill.deploy import members, plan
 from pullfill.deploy.procs import exit_words
 from pullfill.deploy.state import StateDir
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.up_options import UpOptions
-from pullfill.deploy.view import ProcessView
+from pullfill.deploy.view import ProcessView, SteadyConsole
 from pullfill.errors import UnavailableError
 
 SUPERVISOR_LOG = "supervisor"
@@ -50,25 +49,24 @@ def up(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
 
 
 async def _up(options: UpOptions, state: StateDir, detach: bool, pipe: int | None) -> int:
-    view = ProcessView(Console(), "starting pullfill")
+    view = ProcessView(SteadyConsole(), "starting pullfill")
     supervisor = Supervisor(options, state, view)
     try:
         with view:
             await supervisor.start()
     except Interrupted:
-        typer.echo("interrupted: everything that was started is stopped")
+        view.say("interrupted: everything that was started is stopped")
         return 130
     with suppress(OSError):  # nobody reads our output any more
         _say_ready(options, state, detach)
     if pipe is not None:
         _leave_terminal(state.log_of(SUPERVISOR_LOG), pipe)
-        view.console = Console(width=_LOG_WIDTH)
+        view.console = SteadyConsole(width=_LOG_WIDTH)
     elif detach:
         supervisor.let_go()
         return 0
     await supervisor.watch(detached=detach)
-    with suppress(OSError):
-        typer.echo("stopped")
+    view.say("stopped")
     return 0
 
 
@@ -85,7 +83,7 @@ def _say_ready(options: UpOptions, state: StateDir, detach: bool) -> None:
     if options.frontends and not options.decode:
         for why in members.why_not_ready(options.frontend_url, _STOCK_S):
             typer.echo(f"  but not yet: {why}")
-    where = f" --state-dir {state.path}" if state.path.name != ".pullfill" else ""
+    where = "" if state.path == StateDir().path else f" --state-dir {quote(str(state.path))}"
     by_key = "" if detach else "Ctrl-C, or "
     if options.frontend_url:
         typer.echo(f"  watch: {options.frontend_url}/pullfill/ui, or pullfill top{where}")

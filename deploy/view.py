@@ -30,6 +30,14 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+class SteadyConsole(Console):
+    """A console whose process goes on when nobody reads what it prints. rich would end it."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 @dataclass(slots=True)
 class _Row:
     """took: seconds from the beginning to this state. None: this state is a beginning."""

@@ -172,6 +172,18 @@ def test_foreground_ends_in_order_on_a_signal(state: Path, sig: signal.Signals) 
     assert not (state / "cluster.json").exists()
 
 
+def test_foreground_ends_in_order_when_nobody_reads_what_it_prints(state: Path) -> None:
+    """As of `pullfill up | tee up.log`, whose `tee` gets Ctrl-C too."""
+    up = start(state, "up", *SERVERS_ONLY)
+    read_until(up, "ready (no frontend)")
+    running = recorded(state)
+    assert up.stdout is not None
+    up.stdout.close()
+    up.send_signal(signal.SIGINT)
+    assert up.wait(30) == 0
+    assert not any(procs.is_alive(process) for process in running)
+
+
 def test_foreground_ends_when_down_stops_it(state: Path) -> None:
     up = start(state, "up", *SERVERS_ONLY)
     read_until(up, "ready (no frontend)")

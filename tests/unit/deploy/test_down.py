@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from pullfill.config import ProcessEntry
 from pullfill.deploy import down, procs
 from pullfill.deploy.procs import ProcessId
 from pullfill.deploy.state import Launch, StateDir, new_cluster_id
@@ -49,3 +50,36 @@ async def test_a_straggler_that_dies_slowly_is_waited_for(
         assert [process.pid for process in procs.tagged(cluster_id)] == [straggler.pid]
         assert await down.take_down(state, [], view, drain_s=1.0, force=lambda: False) == []
         assert procs.tagged(cluster_id) == []
+
+
+SLOW_TO_END = """
+trap 'trap "exit 9" TERM; sleep 1.5; exit 7' TERM
+echo
+while :; do sleep 0.02; done
+"""
+"""Takes a moment to end. A second SIGTERM meanwhile shows in its exit code."""
+
+
+@pytest.fixture
+def slow() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sh", "-c", SLOW_TO_END], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has set its trap
+        threading.Thread(target=process.wait).start()  # or its pid would stay
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize(("role", "code"), [("frontend", 7), ("nats", 9)])
+async def test_frontends_have_as_long_as_workers_and_servers_have_not(
+    slow: subprocess.Popen[bytes], role: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frontend may have streams of stock servers, when no worker is left or there is none."""
+    monkeypatch.setattr(down, "SERVER_DEADLINE_S", 0.5)
+    started = procs.start_time(slow.pid) or 0
+    entry = ProcessEntry(
+        name=role, role=role, instance_id=None, pid=slow.pid, log="", started=started
+    )
+    view = ProcessView(Console(file=io.StringIO()), "stopping")
+    assert await down.stop_in_order([entry], view, 20.0, lambda: False) == []
+    assert slow.wait() == code

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pullfill.config import STATE_DIR_ENV
+from pullfill.deploy import up
+from pullfill.deploy.state import StateDir
+from pullfill.deploy.up_options import UpOptions
 from tests.support import programs
 from tests.support.waiting import eventually
 
@@ -56,6 +60,19 @@ def test_it_returns_when_the_cluster_is_ready(tmp_path: Path) -> None:
     assert done.stdout == f"session True\nready (no frontend)\n  logs: {logs}\n  stop: {stop}\n"
     log = logs / "supervisor.log"
     eventually(lambda: log.read_text() == "it goes on\nstopped\n", "it has gone on")
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_it_names_a_state_directory_that_is_not_the_default_one(
+    here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another cluster may run from the default one, and `pullfill down` would end that."""
+    monkeypatch.delenv(STATE_DIR_ENV, raising=False)
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / ".pullfill" if here else tmp_path / "b c" / ".pullfill"
+    up._say_ready(UpOptions(frontends=0), StateDir(path), True)
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == "  stop: pullfill down" + ("" if here else f" --state-dir '{path}'")
 
 
 def test_the_cluster_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:

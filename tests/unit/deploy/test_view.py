@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import io
+import os
+import sys
 
+import pytest
 from rich.console import Console
 
-from pullfill.deploy.view import ProcessView
+from pullfill.deploy.view import ProcessView, SteadyConsole
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
@@ -33,3 +36,15 @@ def test_a_log_on_a_full_disk_ends_nobody() -> None:
     with view:
         view.set("etcd", "starting")
     view.say("etcd died")
+
+
+def test_a_reader_that_left_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich ends a process then: a supervisor left all that it had started behind."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        view = ProcessView(SteadyConsole(), "x")
+        with view:
+            for _ in range(2):
+                view.say("etcd died")
