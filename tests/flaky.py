@@ -9,14 +9,15 @@ the tests: a machine that others use.
 Ten runs take hours. `--keep DIR` keeps the reports. The next `--keep DIR` goes on after the runs
 that are there. It refuses them if they are of another commit, of other ARGS or of another --busy.
 
-Exit status: 0 when all runs ended, with exit code 0 and the same outcomes, 1 otherwise. The output
-of failed runs stays in the directory that the last line names.
+Exit status: 0 when all runs ended within --within, with exit code 0 and the same outcomes, 1
+otherwise. The output of failed runs stays in the directory that the last line names.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shlex
 import subprocess
@@ -38,6 +39,8 @@ WHOLE = (
     "benchmarks/tests tests/integration tests/chaos tests/netns tests/gpu",
 )
 """What pytest is given in `make test`, part by part."""
+MOST_MIN = 18.0
+"""What all of them may take, in minutes, on two busy cores."""
 _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
 
 
@@ -52,7 +55,7 @@ class Seen:
 
 @dataclass(slots=True)
 class Runs:
-    """All runs so far. seconds: of each whole run."""
+    """All runs so far. seconds: of each whole run. within_s: what a run may take at most."""
 
     tests: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
     seconds: list[float] = field(default_factory=list)
@@ -60,6 +63,7 @@ class Runs:
     """Of each whole run: how many tests it skipped, by reason."""
     broken: dict[int, str] = field(default_factory=dict)
     """What went wrong outside of all tests, by the number of the run."""
+    within_s: float = math.inf
 
     def add(self, reports: Sequence[Path], seconds: float) -> Counter[str]:
         """Take in the JUnit reports of one run. Returns how many tests had which outcome.
@@ -110,6 +114,9 @@ class Runs:
         said += ["slowest, median and longest seconds:"]
         said += [f"  {median(s.seconds):6.1f} {max(s.seconds):6.1f}  {name}" for name, s in slow]
         said += [f"run {number}: {why}" for number, why in sorted(self.broken.items())]
+        if total and max(self.seconds) > self.within_s:
+            late = sum(s > self.within_s for s in self.seconds)
+            said.append(f"{late} of {total} runs took longer than {self.within_s / 60:g} minutes")
         return said
 
     def skipped(self) -> list[str]:
@@ -130,7 +137,9 @@ class Runs:
 
     @property
     def good(self) -> bool:
-        return bool(self.tests) and not self.broken and all(map(self.steady, self.tests.values()))
+        """Whether all runs did the same, nothing went wrong, and none took longer than it may."""
+        same = bool(self.tests) and all(map(self.steady, self.tests.values()))
+        return same and not self.broken and max(self.seconds) <= self.within_s
 
 
 @contextlib.contextmanager
@@ -251,13 +260,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--keep", metavar="DIR", help="keep the reports there, and go on after them"
     )
+    parser.add_argument("--within", type=float, metavar="MINUTES",
+                        help=f"longest time of a run (without ARGS: {MOST_MIN:g})")  # fmt: skip
     chosen, rest = parser.parse_known_args(argv)
     if chosen.runs < 1:
         parser.error("--runs must be at least 1")
     parts = [rest] if rest else [shlex.split(part) for part in WHOLE]
     now = mark(rest, chosen.busy) if chosen.keep else ""
     folder = Path(chosen.keep or tempfile.mkdtemp(prefix="pullfill-flaky-"))
-    runs = Runs()
+    most_min = chosen.within or (math.inf if rest else MOST_MIN)
+    runs = Runs(within_s=60 * most_min)
     done = kept(folder, now, len(parts), runs) if chosen.keep else 0
     with busy(chosen.busy), contextlib.suppress(KeyboardInterrupt):
         for number in range(done + 1, chosen.runs + 1):

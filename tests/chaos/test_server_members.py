@@ -110,12 +110,12 @@ async def test_jobs_flow_again_after_the_stream_leader_is_killed(
 ) -> None:
     cluster = NatsCluster(tmp_path)
     config = QueueConfig("test", secrets.token_hex(8))
-    settings = QueueSettings(replicas=3, ack_wait_s=1.0)
+    settings = QueueSettings(ack_wait_s=1.0)  # three replicas are an operator's, and stay
     stream = Names(config.namespace, config.compat_hash).stream
     try:
         await cluster.start()
         first = await JetStreamProducer.connect(
-            cluster.url, config, settings=settings, wait_s=HANG_S
+            cluster.url, config, settings=QueueSettings(replicas=3), wait_s=HANG_S
         )
         await first.close()
         leader = await cluster.leader(stream)

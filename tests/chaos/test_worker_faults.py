@@ -314,7 +314,7 @@ def test_row_5_a_stopped_writer_holds_what_others_need(small: Cluster, oracle: O
     """Two fifths of all blocks are in quarantine for as long as their writer is stopped: a prompt
     that needs more than the rest gets an error that says so, and others are served."""
     (writer,) = small.of("prefill")
-    small.set_router(remote_timeout_s=1.5)
+    small.set_router(remote_timeout_s=4.0)
     writer.arm("shm.write.batch=stop@1")
     late = {"write": (0, 1), "revoked": (0, 1), "commit": (0, 1)}
     with checked(small, oracle, fallbacks={"timeout": 1}, stale=late) as check:

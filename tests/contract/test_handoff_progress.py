@@ -20,10 +20,10 @@ from tests.support.handoff_decode import DecodeHalf
 from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
 from tests.support.kv_engine import BLOCK, LAYOUT
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 1.5
 """`remote_timeout_s`. It is also the whole deadline, because the link is not measured yet."""
 BLOCKS = 16
-BATCH_S = 0.2
+BATCH_S = 0.3
 LONG = prompt(BLOCKS * BLOCK + 1)
 
 
@@ -101,7 +101,9 @@ async def test_a_prompt_behind_a_slow_link_is_not_sent_to_wait_there(tmp_path: P
         slow(cluster, decode)
         looking(decode)
         decode.side._context.router_config = lambda: RouterConfig(
-            policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=TIMEOUT_S, max_queue_wait_s=0.4
+            policy=RouterPolicy.ALWAYS_REMOTE,
+            remote_timeout_s=TIMEOUT_S,
+            max_queue_wait_s=2 * BATCH_S,
         )
         served = decode.send(LONG)
         links = decode.control.forecaster._links

@@ -167,7 +167,6 @@ def test_a_client_that_goes_away_in_a_read(cluster: Cluster, oracle: Oracle) -> 
     with going_away(cluster, talk.prompt):
         until(held, 20.0, "held")
     time.sleep(0.5)
-    assert cluster.load_of(talk.asker)["running"] + cluster.load_of(talk.asker)["waiting"] >= 0
     talk.asker.arm("")
     cluster.assert_clean()
     ask(cluster, random_prompt(5, seed=501), STEPS)  # the other worker's turn

@@ -19,9 +19,11 @@ import pytest
 
 from pullfill.deploy import procs, servers
 from pullfill.deploy.state import StateDir, identity
+from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.runtime import failpoints
 from pullfill.testing.mock_model import MockSettings
+from pullfill.wire import WorkerRecord, decode
 from tests.integration.test_up_orders import alive, clients, file_of, order, ready
 from tests.support import web
 from tests.support.cluster import FLAGS, MODEL
@@ -69,33 +71,38 @@ def servers_answer(state: Path) -> bool:
 def test_servers_come_back_with_their_stores(state: Path) -> None:
     """At the same addresses, with the job stream, the keys and the leases they had."""
 
-    async def fill() -> None:
+    async def fill() -> int:
+        """Return the lease of the key."""
         client = await nats.connect(before["nats_url"])
         await client.jetstream().add_stream(name="jobs", subjects=["jobs.>"])
         await client.jetstream().publish("jobs.1", b"job")
         await client.close()
         etcd = await EtcdClient.connect(before["etcd_url"])
-        await etcd.put("/kept", b"key")
+        lease, _, _ = await etcd.grant_lease(60)
+        await etcd.put("/kept", b"key", lease)
         await etcd.close()
+        return lease
 
-    async def read() -> tuple[int, bytes | None]:
+    async def read() -> tuple[int, bytes | None, int]:
+        """Jobs in the stream, value of the key, and the seconds that its lease is renewed by."""
         client = await nats.connect(before["nats_url"])
         stream = await client.jetstream().stream_info("jobs")
         await client.close()
         etcd = await EtcdClient.connect(before["etcd_url"])
         found = await etcd.get("/kept")
+        renewed = await etcd.keep_alive(lease)
         await etcd.close()
-        return stream.state.messages, found.value if found else None
+        return stream.state.messages, found.value if found else None, renewed.ttl
 
     with detached(state, *SERVERS_ONLY) as launch:
         before = cluster(state)
-        asyncio.run(fill())
+        lease = asyncio.run(fill())
         kill(state, "nats", "etcd")
         wait_restarted(state, 1, "nats", "etcd")
         wait_for(lambda: servers_answer(state), "servers answer")
         after = cluster(state)
         assert (after["nats_url"], after["etcd_url"]) == (before["nats_url"], before["etcd_url"])
-        assert asyncio.run(read()) == (1, b"key")
+        assert asyncio.run(read()) == (1, b"key", 60)
         told = json.loads(run(state, "status", "--json").stdout)
         assert {row["name"]: row["restarts"] for row in told["processes"]} == {"nats": 1, "etcd": 1}
         assert told["supervisor"] == {"pid": launch.supervisor_pid, "alive": True, "restart": True}
@@ -233,6 +240,14 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) 
             w["role"]: (w["instance_id"], w["restarts"]) for w in found if w["state"] == "ready"
         }
 
+    async def incarnations() -> list[str]:
+        """Of the registered decode workers. One that lost its lease has a new incarnation."""
+        etcd = await EtcdClient.connect(cluster(state)["etcd_url"])
+        prefix = f"{keys.workers_prefix(cluster(state)['namespace'])}decode/"
+        found, _ = await etcd.get_prefix(prefix)
+        await etcd.close()
+        return [decode(kv.value, WorkerRecord).incarnation for kv in found]
+
     names = ("decode-0", "frontend-0")
     restarts = {"decode": 1, "prefill": 0}
     assert answer()
@@ -251,13 +266,14 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) 
     drained = entry(state, "prefill-0")
     assert run(state, "drain", drained["instance_id"], "--wait").returncode == 0
     wait_for(lambda: "prefill-0 finished (drained)" in said(state), "it is seen to leave")
-    kept = rows(patience_s=5.0)["decode"]
+    kept, held = rows(patience_s=5.0)["decode"], asyncio.run(incarnations())
     kill(state, "nats", "etcd")  # the supervisor goes on, and would have started it by now
     wait_restarted(state, 1, "nats", "etcd")
     wait_for(lambda: servers_answer(state), "servers answer")
     assert entry(state, "prefill-0") == drained
     assert answer(), "prompts are prefilled locally"
-    assert rows(patience_s=5.0) == {"decode": kept}, "its lease is kept"
+    assert rows(patience_s=5.0) == {"decode": kept}
+    assert asyncio.run(incarnations()) == held, "its lease is kept"
 
 
 @pytest.mark.long

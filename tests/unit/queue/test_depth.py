@@ -64,12 +64,13 @@ def test_another_stream_starts_over_and_nothing_goes_negative() -> None:
     assert depth(cache) == (0, 0)
 
 
-def test_the_oldest_age_goes_on_between_snapshots() -> None:
+def test_ages_go_on_between_snapshots() -> None:
     clock = FakeClock()
     cache = DepthCache(clock)
     cache.store(snapshot(1, 10, 5), 100.0)
     clock.now = 102.0
     assert cache.status().oldest_age_s == 3.0
+    assert cache.status().age_s == 2.0
 
 
 def test_reading_what_the_server_says() -> None:

@@ -192,6 +192,17 @@ def test_a_test_that_one_run_left_out_is_named(tmp_path: Path) -> None:
     assert "t.py::b: passed 1, not run 1" in runs.lines()
 
 
+def test_a_run_that_takes_too_long_is_not_steady(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "test_it.py").write_text("def test_steady(): pass")
+    assert flaky.main(["--runs", "1", "--within", "0.0001", *STEADY]) == 1
+    said = capsys.readouterr().out
+    assert "1 of 1 runs took longer than 0.0001 minutes" in said
+    assert "NOT steady" in said
+    assert flaky.main(["--runs", "1", "--within", "60", *STEADY]) == 0
+
+
 def test_an_error_in_teardown_counts_once(tmp_path: Path) -> None:
     runs = _runs(tmp_path, [("a", ""), ("a", '<error message="open socket"/>')])
     assert "t.py::a: error 1" in runs.lines()
