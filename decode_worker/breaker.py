@@ -58,11 +58,7 @@ class ClaimBreaker:
     def timed_out(self, job_id: str, queued_at: float) -> bool:
         """Note that nobody claimed the job in time.
 
-        queued_at: when it was last queued. Infinite: it never was, so nobody could claim it.
-
         Returns True if this opens the breaker. Then the caller serves all queued jobs locally."""
-        if queued_at == math.inf:
-            return False
         if self._open_until is not None:
             if job_id == self._trial:
                 self._pause_s = min(2 * self._pause_s, PAUSE_S[1])

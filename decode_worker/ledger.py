@@ -91,13 +91,15 @@ class Ledger(OpenJobs):
         """Register a job before it is published. Its request waits until the job is settled.
 
         timeout_s: most seconds for the whole job.
-        order, hit_tokens, tokens: see `Entry`.
+        order, hit_tokens: see `Entry`.
+        tokens: number of tokens to compute.
         claim_timeout_s: most seconds for each wait for a claim. None: as timeout_s.
         hedge_s: if nobody claims the job within so many seconds, the prompt is computed here, even
         if claim_timeout_s is longer. None: claim_timeout_s alone counts.
         stall_s: an attempt that makes progress goes on beyond timeout_s, and ends after this many
         seconds without progress. None: as timeout_s.
-        later: the job is not published now. claim_timeout_s counts from `set_digest` on."""
+        later: the job waits for something before it is published. claim_timeout_s counts only from
+        `set_digest` on."""
         now = self._clock.monotonic()
         entry = Entry(
             job_id,
@@ -121,28 +123,25 @@ class Ledger(OpenJobs):
             self._by_request[request_id] = job_id
             self.target_blocks += entry.targets
             self._totals.count(entry)
-            self._dues.watch(entry)
-            earlier = entry.due < self._next_tick
-            if earlier:
-                self._next_tick = entry.due
+            earlier = self._dues.watch(entry)
         if earlier or self.tell_opens:
-            self._on_action()  # the asyncio thread would sleep beyond the new deadline
+            self._on_action()
 
     def set_digest(self, job_id: str, digest: bytes, features: bytes = b"") -> None:
-        """Remember the digest of the body that is about to be published, and what a grant brings. A
-        claim may come from now on. If the job was opened for later, its wait for one begins."""
+        """Remember the digest of the body that is about to be published, and what a grant brings.
+
+        A claim may come before `published` is called. So if the job was opened with `later`, its
+        wait for a claim begins here."""
         with self._lock:
             if (entry := self._jobs.get(job_id)) is None:
                 return
             entry.digest, entry.features = digest, features
-            if entry.queued_at < math.inf:
+            if entry.published:
                 return
             entry.queued_at = self._clock.monotonic()
-            self._dues.watch(entry)
-            if earlier := entry.due < self._next_tick:
-                self._next_tick = entry.due
+            earlier = self._dues.watch(entry)
         if earlier:
-            self._on_action()  # as in `open`
+            self._on_action()
 
     @locked
     def published(self, job_id: str, receipt: object, digest: bytes) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 
 from pullfill.decode_worker.ledger_types import Entry
 
@@ -15,9 +16,12 @@ _FEW = 1024
 
 
 class Dues:
-    """A heap of (due time, serial, job). Only the ledger uses it, with its lock held."""
+    """A heap of (due time, serial, job). Only the ledger uses it, with its lock held.
+
+    next_look: when the ledger's timer looks at the jobs next."""
 
     def __init__(self) -> None:
+        self.next_look = math.inf
         self._heap: list[tuple[float, int, Entry]] = []
         self._serial = itertools.count()
         self._sweep_at = _FEW
@@ -25,13 +29,18 @@ class Dues:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def watch(self, entry: Entry) -> None:
-        """Add a job. Call it for each new job, and when the due time of a job moves earlier."""
+    def watch(self, entry: Entry) -> bool:
+        """Add a job. Call it for each new job, and when the due time of a job moves earlier.
+
+        Returns whether the timer must be woken, because it would sleep beyond the due time."""
         heapq.heappush(self._heap, (entry.due, next(self._serial), entry))
         if len(self._heap) > self._sweep_at:
             self._heap = [item for item in self._heap if not item[2].settled]
             heapq.heapify(self._heap)
             self._sweep_at = max(_FEW, 2 * len(self._heap))
+        earlier = entry.due < self.next_look
+        self.next_look = min(self.next_look, entry.due)
+        return earlier
 
     def soonest(self) -> float | None:
         """Return when the first job is due. None: there is no job whose request waits."""

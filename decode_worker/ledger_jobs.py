@@ -95,7 +95,6 @@ class OpenJobs:
         self._totals = Totals()
         self._dues = Dues()
         self.target_blocks = 0
-        self._next_tick = math.inf
         self._events: deque[EngineEvent] = deque()
         self._actions: deque[Action] = deque()
         self._told = False
@@ -111,9 +110,9 @@ class OpenJobs:
             waited_s = self._clock.monotonic() - entry.queued_at
             entry.stored = False
             entry.claim_timeout_s = min(entry.claim_timeout_s, waited_s + TAKEN_S)
-            self._dues.watch(entry)
-            self._next_tick = min(self._next_tick, entry.due)
-        self._on_action()  # the asyncio thread would sleep beyond the new deadline
+            earlier = self._dues.watch(entry)
+        if earlier:
+            self._on_action()
 
     # ------------------------------------------------------------------ give up
 
@@ -265,14 +264,14 @@ class OpenJobs:
             # A running batch ends within milliseconds, a stopped writer maybe never.
             waited = (now - entry.quarantined_at) / 8
             soonest = min(soonest, max(waited, _PROOF_SOONEST_S), _PROOF_LATEST_S)
-        self._next_tick = now + soonest
+        self._dues.next_look = now + soonest
         return None if soonest == math.inf else soonest
 
     @property
     def overdue(self) -> bool:
         """Whether `tick` is called much later than it asked for. Then its thread hangs, and another
         thread must call it (docs/failure-modes.md)."""
-        return self._clock.monotonic() > self._next_tick + _LATE_S
+        return self._clock.monotonic() > self._dues.next_look + _LATE_S
 
     def tick_overdue(self) -> None:
         """Call `tick` if it is overdue. An error is logged, and the next call tries again."""
@@ -299,10 +298,11 @@ class OpenJobs:
         self._give_up(entry, outcome)
 
     def _nobody_claimed(self, entry: Entry) -> None:
-        """Serve the job locally. If that opens the breaker, do so with every queued job."""
-        opens = not entry.self_check and self.claims.timed_out(entry.job_id, entry.queued_at)
-        published = entry.queued_at < math.inf
-        self._give_up(entry, Outcome.CLAIM_TIMEOUT if published else Outcome.TIMEOUT)
+        """Serve the job locally. If that opens the breaker, do so with every queued job. Jobs whose
+        deadline comes before their claim timeout do not count."""
+        counts = not entry.self_check and entry.queued_at + entry.claim_timeout_s <= entry.deadline
+        opens = counts and self.claims.timed_out(entry.job_id, entry.queued_at)
+        self._give_up(entry, Outcome.CLAIM_TIMEOUT if entry.published else Outcome.TIMEOUT)
         for other in list(self._jobs.values()) if opens else ():
             if other.state is JobState.QUEUED and not other.settled:
                 self._give_up(other, Outcome.CLAIMS_STALLED)

@@ -11,9 +11,9 @@ from pullfill.errors import Outcome
 from pullfill.wire import DigestMode, FenceToken, KvMode, RefuseReason
 
 TAKEN_S = 2.0
-"""While the job stream has no leader, a job is sent to one prefill worker directly, and waits this
-long for its claim. That worker may be unable to reach this decode worker, or may die before it
-claims the job. No other worker can get the job."""
+"""How long a job waits for its claim if it was sent directly to one prefill worker. That is done
+while the job stream has no leader. No other worker can get such a job. The one that has it may be
+unable to reach this decode worker, or may die before it claims the job."""
 NO_PROOF_S = 0.1
 """How long a request waits for the proof that its revoked writer is quiet. A running batch ends
 within milliseconds. A writer whose process is stopped in a batch may never end it."""
@@ -43,7 +43,7 @@ class Entry:
     `blocks[first_target:]`.
     deadline: when the whole job ends, by the ledger's clock.
     queued_at, claim_timeout_s: when the job was last queued, and how long it may then wait for a
-    claim. queued_at is infinite until the job is published, if it was opened to be published later.
+    claim. queued_at is infinite for a job that is not published yet.
     hedge_at: when the prompt is computed here if no prefill worker has claimed it.
     stall_s: an attempt that makes progress may go on beyond the deadline. It ends after this many
     seconds without progress.
@@ -98,6 +98,11 @@ class Entry:
         return self.request_id.startswith(TRIAL)
 
     @property
+    def published(self) -> bool:
+        """Whether the job went to the queue, or is just on its way there."""
+        return self.queued_at < math.inf
+
+    @property
     def targets(self) -> int:
         """Number of blocks that the writer may touch."""
         return len(self.blocks) - self.first_target
@@ -115,7 +120,7 @@ class Entry:
     def since(self) -> float:
         """When the job came into its state. Of one under way: when it was granted."""
         if self.state is JobState.QUEUED:
-            return self.queued_at if self.queued_at < math.inf else self.opened_at
+            return self.queued_at if self.published else self.opened_at
         return self.quarantined_at if self.state is JobState.QUARANTINED else self.granted_at
 
     @property

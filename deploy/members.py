@@ -19,6 +19,7 @@ from urllib.parse import unquote
 
 from pullfill.cluster_status import Report, read_report
 from pullfill.config import ClusterRef, read_cluster_file
+from pullfill.deploy.servers import reason_of
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.net import http_proof
 from pullfill.registry.client import EtcdClient
@@ -76,8 +77,7 @@ def http_get(
         with exc:
             return exc.code, exc.read()
     except (OSError, HTTPException, ValueError) as exc:
-        why = " ".join(str(getattr(exc, "reason", None) or exc).split())
-        raise UnavailableError(f"{url}: {why}") from None
+        raise UnavailableError(f"{url}: {reason_of(exc)}") from None
 
 
 def ask_worker(record: WorkerRecord) -> Report | None:

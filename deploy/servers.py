@@ -177,9 +177,13 @@ def _etcd_problem(url: str, timeout_s: float, tls: ssl.SSLContext | None) -> str
         with opener.open(health, timeout=timeout_s) as reply:
             healthy = json.loads(reply.read()).get("health")
     except (OSError, HTTPException, ValueError, AttributeError) as exc:
-        why = " ".join(str(getattr(exc, "reason", None) or exc).split())
-        return f"no etcd at {url}: {why}"
+        return f"no etcd at {url}: {reason_of(exc)}"
     return None if str(healthy).lower() == "true" else f"the etcd at {url} is not healthy"
+
+
+def reason_of(error: Exception) -> str:
+    """Return in one line why an HTTP request of urllib has failed."""
+    return " ".join(str(getattr(error, "reason", None) or error).split())
 
 
 def split_url(url: str, default_port: int) -> tuple[str, int]:

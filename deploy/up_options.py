@@ -30,8 +30,8 @@ class UpOptions:
     settings: `KEY=VALUE`, stored in etcd before workers start.
     vllm_args: vLLM flags of every process.
     role_args: vLLM flags by role. They come after the flags for all roles.
-    first_workers: how many workers of each role the GPUs were divided among when the cluster
-    started. Empty: as many as now.
+    first_workers: number of workers by role when the cluster started. GPUs stay divided among so
+    many. Empty: the cluster has not started yet.
     """
 
     model: str = flag("demo", "Checkpoint directory, hub name, or demo", metavar="PATH|demo")

@@ -35,9 +35,10 @@ class Decode:
         return decide(now, RouterConfig()).reason
 
     def prompt(self, *, later: bool = False) -> str | None:
-        """Send a prompt. Returns the id of its job, or None if it is prefilled locally.
+        """Let the router decide about a prompt. If it is to be prefilled remotely, open a job for
+        it and return the job's id. Otherwise return None.
 
-        later: its job is not published now."""
+        later: the job is published later, by `set_digest`."""
         if self.decide() != "long_prompt":
             return None
         job = f"j{next(self._jobs)}"
@@ -122,8 +123,8 @@ def test_a_job_of_the_self_check_says_nothing_about_the_queue() -> None:
 
 
 def test_a_trial_that_is_not_published_in_time_leaves_its_place_to_the_next_prompt() -> None:
-    """A step of an engine under load took longer than a trial may wait. So each pause was twice as
-    long as the one before, though nobody had been asked."""
+    """Under load, a step may take longer than a trial may wait for its claim. Each such trial made
+    the next pause twice as long, although no prefill worker had seen its job."""
     decode = Decode()
     decode.stall()
     decode.clock.advance(PAUSE_S[0])
@@ -143,6 +144,19 @@ def test_a_trial_that_is_not_published_in_time_leaves_its_place_to_the_next_prom
     assert never is not None
     assert decode.waited(never) == pytest.approx(3 * CLAIM_S)
     assert decode.prompt() is not None, "without another pause"
+
+
+def test_jobs_whose_deadline_comes_before_the_claim_timeout_are_no_stalls() -> None:
+    """They were published late. Nobody had the whole claim timeout to claim them."""
+    decode = Decode()
+    for _ in range(STALLS):
+        job = decode.prompt(later=True)
+        assert job is not None
+        decode.clock.advance(2.5 * CLAIM_S)
+        decode.ledger.set_digest(job, b"d")
+        assert decode.waited(job) == pytest.approx(0.5 * CLAIM_S)
+    assert decode.outcomes() == [Outcome.CLAIM_TIMEOUT] * STALLS
+    assert decode.decide() == "long_prompt"
 
 
 def test_what_is_queued_when_it_opens_is_served_here_at_once() -> None:

@@ -60,7 +60,7 @@ def test_a_job_past_the_stream_waits_for_its_taker_only() -> None:
     """It waited for the whole claim timeout."""
     assert TAKEN_S + 0.5 < CLAIM_S
     model, _ = handed_over()
-    assert model.ledger._next_tick == pytest.approx(model.clock.monotonic() + TAKEN_S)
+    assert model.ledger._dues.next_look == pytest.approx(model.clock.monotonic() + TAKEN_S)
     assert model.tick() == pytest.approx(TAKEN_S), "the timer was told"
     model.clock.advance(TAKEN_S)
     assert model.ledger.tick() is None

@@ -68,7 +68,7 @@ class Rig:
             argv=["sh", "-c", self.drains, "--instance-id", f"{name}-first"],
             env={"PATH": "/usr/bin:/bin"},
             instance_id=f"{name}-first",
-            place=self.place,
+            place=defaults.Placement() if role == "frontend" else self.place,
         )
 
     async def ready(self, *given: Any) -> None:
@@ -159,6 +159,19 @@ async def test_free_numbers_are_used_again(rig: Rig) -> None:
         await rig.scale(prefill=3)
         assert rig.alive == {"decode-0", "prefill-0", "prefill-1", "prefill-2"}
         assert rig.said[0] == "prefill: 1 -> 3"
+
+
+async def test_a_gpu_has_room_for_as_many_workers_as_at_the_start(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "gpu_count", lambda: 1)
+    rig.place = defaults.Placement(gpus=(0,))
+    async with rig.up():
+        await rig.scale(prefill=0)
+        await rig.scale(prefill=1)
+        assert rig.alive == {"decode-0", "decode-1", "prefill-0", "frontend-0"}
+        with pytest.raises(ConfigError, match="one more prefill worker needs 1 GPU"):
+            await rig.scale(prefill=2)
 
 
 async def test_as_it_is(rig: Rig) -> None:
