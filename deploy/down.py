@@ -1,8 +1,8 @@
 """Stops the recorded processes of a cluster, for `pullfill down` and at the end of `up`.
 
-Workers drain first: their streams still go through the frontends. Then the frontends drain: they
-may have streams of stock servers. Then the servers stop that all of them used. What outlives the
-deadline of its phase gets a second SIGTERM, which means "stop now", then SIGKILL.
+Workers drain first, because their streams go through the frontends. Then the frontends drain: they
+may have streams of stock servers. NATS and etcd stop last. A process that does not end in time gets
+a second SIGTERM, which means "stop now", and then SIGKILL.
 """
 
 from __future__ import annotations
@@ -224,10 +224,10 @@ async def stop_phase(
 
 
 async def _kill_stragglers(cluster_id: str) -> int:
-    """Kill the processes that still carry the cluster's id, and wait until they end.
+    """Kill all processes of this cluster that still run, and wait until they have ended.
 
-    Such a process is a child that `up` had no time to record, or a helper of a killed worker.
-    Returns how many were killed."""
+    They are found by the cluster's id in their environment. `up` may have started one without
+    recording it, or a worker that was killed may have left one. Returns how many were killed."""
     killed = [process for process in tagged(cluster_id) if send(process, signal.SIGKILL)]
     deadline = time.monotonic() + SECOND_TERM_GRACE_S
     while any(map(is_alive, killed)) and time.monotonic() < deadline:  # noqa: ASYNC110 - no event

@@ -161,7 +161,7 @@ def shared_memory() -> Iterator[Finding]:
 
 
 def _in_use(path: Path) -> bool:
-    """Return whether a process has the file open, or maps it. True: that cannot be told."""
+    """Return whether a process has the file open or maps it. True, too, if we cannot find out."""
     try:
         found = path.stat()
     except OSError:
@@ -174,7 +174,7 @@ def _in_use(path: Path) -> bool:
             lines = (entry / "maps").read_text().splitlines()
             if any(inode in line and path.name in line for line in lines):
                 return True
-            # A worker that is still loading its model has the file open, but does not map it yet.
+            # A worker maps the file only after it has loaded its model.
             if any(_leads_to(fd, real) for fd in (entry / "fd").iterdir()):
                 return True
     return False

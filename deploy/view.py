@@ -31,7 +31,7 @@ def plain(text: str) -> str:
 
 
 class SteadyConsole(Console):
-    """A console whose process goes on when nobody reads what it prints. rich would end it."""
+    """A console that does not end the process when nobody reads its output any more."""
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):

@@ -9,8 +9,8 @@ the tests: a machine that others use.
 Ten runs take hours. `--keep DIR` keeps the reports. The next `--keep DIR` goes on after the runs
 that are there. It refuses them if they are of another commit, of other ARGS or of another --busy.
 
-Exit status: 0 when all runs ended within --within, with exit code 0 and the same outcomes, 1
-otherwise. The output of failed runs stays in the directory that the last line names.
+Exit status: 0 if all runs ended with exit code 0, had the same outcomes, and took no longer than
+--within. 1 otherwise. The output of failed runs stays in the directory that the last line names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WHOLE = (
 )
 """What pytest is given in `make test`, part by part."""
 MOST_MIN = 18.0
-"""What all of them may take, in minutes, on two busy cores."""
+"""How many minutes all these tests may take on two busy cores."""
 _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
 
 
@@ -55,7 +55,10 @@ class Seen:
 
 @dataclass(slots=True)
 class Runs:
-    """All runs so far. seconds: of each whole run. within_s: what a run may take at most."""
+    """The results of all runs so far.
+
+    seconds: how long each run took.
+    within_s: how long a run may take."""
 
     tests: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
     seconds: list[float] = field(default_factory=list)
@@ -137,7 +140,7 @@ class Runs:
 
     @property
     def good(self) -> bool:
-        """Whether all runs did the same, nothing went wrong, and none took longer than it may."""
+        """Whether all runs had the same good outcomes, and none of them took too long."""
         same = bool(self.tests) and all(map(self.steady, self.tests.values()))
         return same and not self.broken and max(self.seconds) <= self.within_s
 

@@ -15,8 +15,8 @@ from pullfill.errors import BadMessage
 
 MAX_FRAME = 16 << 20
 MAX_BACKLOG = 4 * MAX_FRAME
-"""Bytes that may wait for a peer that does not read. One more message ends the connection.
-Several messages of full size fit: a peer may stand still for a moment."""
+"""Bytes that may wait until the peer reads them. If more are waiting, the next message ends the
+connection. The largest messages fit several times, because a peer may not read for a moment."""
 _LENGTH = struct.Struct("<I")
 
 

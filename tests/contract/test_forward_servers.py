@@ -348,7 +348,7 @@ async def test_a_server_without_a_connector_is_refused_until_it_is_started_with_
 
 @pytest.mark.parametrize("status", [401, 403, 404, 500])
 async def test_a_server_whose_metrics_nobody_may_read_serves(status: int) -> None:
-    """A gateway before it may keep them from others."""
+    """A gateway in front of the server may not let anybody read them."""
     async with forwarding(wait=False) as rig:
         for server in rig.all:
             server.metrics_status = status

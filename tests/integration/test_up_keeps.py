@@ -84,7 +84,8 @@ def test_servers_come_back_with_their_stores(state: Path) -> None:
         return lease
 
     async def read() -> tuple[int, bytes | None, int]:
-        """Jobs in the stream, value of the key, and the seconds that its lease is renewed by."""
+        """Return the number of jobs in the stream, the value of the key, and the TTL of its lease
+        after a renewal."""
         client = await nats.connect(before["nats_url"])
         stream = await client.jetstream().stream_info("jobs")
         await client.close()
@@ -241,7 +242,8 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) 
         }
 
     async def incarnations() -> list[str]:
-        """Of the registered decode workers. One that lost its lease has a new incarnation."""
+        """Return the incarnation of each decode worker in etcd. A worker that loses its lease
+        registers again with a new incarnation."""
         etcd = await EtcdClient.connect(cluster(state)["etcd_url"])
         prefix = f"{keys.workers_prefix(cluster(state)['namespace'])}decode/"
         found, _ = await etcd.get_prefix(prefix)

@@ -222,7 +222,7 @@ async def test_who_says_too_much_before_it_is_listened_to_is_not_read() -> None:
 
 
 async def test_a_peer_that_stands_still_for_a_moment_gets_large_messages() -> None:
-    """Grants bring images. Two of them waited, and the next message ended the connection."""
+    """Two grants with images were too much: the message after them ended the connection."""
     go = asyncio.Event()
     sizes = [frames.MAX_FRAME // 2, frames.MAX_FRAME // 2, 1]
     got: asyncio.Queue[int] = asyncio.Queue()

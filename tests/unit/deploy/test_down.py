@@ -57,7 +57,8 @@ trap 'trap "exit 9" TERM; sleep 1.5; exit 7' TERM
 echo
 while :; do sleep 0.02; done
 """
-"""Takes a moment to end. A second SIGTERM meanwhile shows in its exit code."""
+"""A process that takes 1.5 s to end after SIGTERM, with exit code 7. If it gets a second SIGTERM in
+that time, its exit code is 9."""
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def slow() -> Iterator[subprocess.Popen[bytes]]:
 async def test_frontends_have_as_long_as_workers_and_servers_have_not(
     slow: subprocess.Popen[bytes], role: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A frontend may have streams of stock servers, when no worker is left or there is none."""
+    """When all workers have ended, a frontend may still have streams of stock servers."""
     monkeypatch.setattr(down, "SERVER_DEADLINE_S", 0.5)
     started = procs.start_time(slow.pid) or 0
     entry = ProcessEntry(

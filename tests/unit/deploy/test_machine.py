@@ -99,7 +99,7 @@ def test_shared_memory_that_a_process_maps_is_not_left_over(
 def test_shared_memory_of_a_worker_that_loads_its_model_is_not_left_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It maps the file when the model is loaded. Until then it has it open."""
+    """The worker has the file open while it loads its model. It maps the file after that."""
     monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
     with (tmp_path / "pullfill-decode-1.fence").open("w"):
         assert "dead workers" not in "".join(f.what for f in machine.shared_memory())
@@ -108,7 +108,7 @@ def test_shared_memory_of_a_worker_that_loads_its_model_is_not_left_over(
 def test_shared_memory_of_another_user_is_not_judged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Which of its processes use it cannot be seen."""
+    """We cannot see which files the processes of another user have open."""
     monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
     (tmp_path / "pullfill-decode-1.fence").touch()
     monkeypatch.setattr(machine.os, "geteuid", lambda: os.getuid() + 1)

@@ -39,7 +39,8 @@ def test_a_log_on_a_full_disk_ends_nobody() -> None:
 
 
 def test_a_reader_that_left_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """rich ends a process then: a supervisor left all that it had started behind."""
+    """By default rich ends the process in this case. If a supervisor ends like that, the processes
+    that it has started go on without it."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:

@@ -145,8 +145,8 @@ def test_an_adapter_that_is_loaded_again_stays_remote_only_with_the_same_files(
 def test_a_late_look_at_the_files_counts_for_nothing(
     changed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If they have changed since, the digest of those that were loaded first is never known, and
-    KV of them may be cached. Otherwise it is that of the second look."""
+    """If the files were changed between the two loads, nobody knows the digest of the first ones,
+    and KV of them may be cached. If not, the second look finds the digest of both."""
     path, held, reads = an_adapter(tmp_path / "a"), threading.Event(), []
 
     def read(_: str) -> str:
