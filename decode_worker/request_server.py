@@ -7,6 +7,7 @@ and takes utility calls too, which keeps their order.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -228,14 +229,17 @@ class RequestServer:
         if request_id in self._taken:
             return self._refuse(frontend, request_id, RuntimeError("it is here already"))
         here, self._first = self._first, False
-        if not self.intake.put(self._prepare(taken, payload), sum(map(len, payload)), here=here):
+        preparation = self._prepare(taken, payload, time.time())
+        if not self.intake.put(preparation, sum(map(len, payload)), here=here):
             # Too much waits here. Another worker may have room.
             return self._send(frontend, *self.redirects.back(taken, Reason.INTAKE_FULL))
         frontend.requests.add(request_id)
         self._taken[request_id] = taken
 
-    def _prepare(self, taken: Request, payload: list[Any]) -> Preparation:
-        """Decode and check a request. See `Preparation`."""
+    def _prepare(self, taken: Request, payload: list[Any], arrived: float) -> Preparation:
+        """Decode and check a request. See `Preparation`.
+
+        arrived: when it came, in seconds since 1970 by this host's clock."""
         try:
             request, tokens = self._codec.request(payload)
         except BadMessage as exc:
@@ -246,6 +250,8 @@ class RequestServer:
                 return None
             check_fits(request, len(tokens) // 4, self._max_model_len, self.host.core)
             request.client_index = taken.frontend.index
+            # The frontend's clock may differ. vLLM orders requests of one priority by this time.
+            request.arrival_time = arrived
             request_limits.strip_transfer_params(request, front_wire.holder_of(payload))
             failpoints.hit("decode.intake")
             made = yield from requests.prepare(self.host.core, request, tokens)

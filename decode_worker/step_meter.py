@@ -25,8 +25,6 @@ from pullfill.wire import RouterConfig, RouterPolicy
 
 _BREAK_S = 0.002
 """A longer pause between two steps is not part of the next one: the engine was idle."""
-_SKEW_S = 10.0
-"""A longer wait of a prompt is not believed: the clocks of two hosts differ."""
 
 _RATE_TOKENS = 1024
 """The length of prompt that tells an engine's rate."""
@@ -96,8 +94,7 @@ class StepMeter:
         targets = Targets(
             (ttft_ms or config.ttft_ms) / 1e3, round((itl_ms or config.itl_ms) / 1e3, 3) or 0.001
         )
-        waited_s = time.time() - request.arrival_time
-        waited_s = waited_s if 0 < waited_s < _SKEW_S else 0.0
+        waited_s = max(0.0, time.time() - request.arrival_time)
         decided = self.router.place(request.request_id, able, now, targets, config, waited_s)
         return decided if config.policy is RouterPolicy.COST else able
 

@@ -14,7 +14,8 @@ import hmac
 from collections.abc import Iterable
 
 HEADER = "x-pullfill-proof"
-VALID_S = 60
+# As in Kerberos: hosts without time synchronisation are often minutes apart, seldom more than five.
+VALID_S = 300
 """How far the clocks of both machines may be apart, the way there included."""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import httpx
+import msgspec
 import pytest
 
 from tests.support import web
@@ -152,6 +153,46 @@ def test_300_cancelled_at_once_four_times_over(paired: Cluster, oracle: Oracle) 
         paired.assert_clean()
         prompt = random_prompt(900, seed=33_000 + turn)
         assert ask(paired, prompt, STEPS).tokens == truth(oracle, [prompt], STEPS)[0][0]
+
+
+@pytest.mark.long
+def test_a_thousand_streams_at_once(paired: Cluster, oracle: Oracle) -> None:
+    """Far more than the engine runs at once. Each gets its own tokens."""
+    prompts = [random_prompt(40 if i % 20 else 700, seed=34_000 + i) for i in range(1000)]
+    before = _decided(paired)[0]
+    answers = asyncio.run(_stream_all(paired, prompts))
+    expected = [tokens for tokens, _ in truth(oracle, prompts, STEPS)]
+    wrong = [i for i, pair in enumerate(zip(answers, expected, strict=True)) if pair[0] != pair[1]]
+    assert wrong == []
+    assert _decided(paired)[0] > before
+    paired.assert_clean()
+
+
+async def _stream_all(cluster: Cluster, prompts: list[list[int]]) -> list[list[int]]:
+    """The tokens of each prompt's stream. All are open at the same time."""
+    url, opened, all_open = f"{cluster.frontend_url}/v1/completions", 0, asyncio.Event()
+
+    async def stream(http: aiohttp.ClientSession, prompt: list[int]) -> list[int]:
+        nonlocal opened
+        tokens: list[int] = []
+        async with http.post(url, json=request(prompt, STEPS, stream=True)) as answer:
+            assert answer.status == 200, await answer.text()
+            opened += 1
+            if opened == len(prompts):
+                all_open.set()
+            await all_open.wait()
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    tokens += msgspec.json.decode(line[6:])["choices"][0]["token_ids"]
+                elif line.startswith(b"data: [DONE]"):
+                    return tokens
+        raise AssertionError(f"cut after {tokens}")
+
+    timeout = aiohttp.ClientTimeout(300)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=timeout
+    ) as http:
+        return list(await asyncio.gather(*(stream(http, prompt) for prompt in prompts)))
 
 
 async def _send_and_leave(cluster: Cluster, bodies: list[dict[str, Any]], linger_s: float) -> None:

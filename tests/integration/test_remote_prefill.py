@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import openai
 import pytest
 
 from tests.support.cluster import BLOCK, Cluster
@@ -61,6 +62,24 @@ def test_cold_prompts_of_every_length(cluster: Cluster, oracle: Oracle) -> None:
             assert told["kv_bytes"] > 0
             assert told["fallback"] is None
             assert told["attempts"] == 1
+
+
+@pytest.mark.parametrize("left", [1, 2, 3])
+def test_a_prompt_that_leaves_few_tokens_of_the_context(
+    left: int, cluster: Cluster, oracle: Oracle
+) -> None:
+    """The workers and the oracle have room for 4096 tokens. One token is always asked for."""
+
+    def asked(turn: int) -> Asked:
+        prompt = random_prompt(4096 - left, seed=7 + 100 * turn)
+        return [prompt], [ask(cluster, prompt, left)]
+
+    (prompt,), (answer,) = undisturbed(cluster, asked)
+    assert answer.tokens == truth(oracle, [prompt], left)[0][0]
+    told = cluster.explain(answer.request_id)
+    assert (told["path"], told["fallback"], told["remote_tokens"]) == ("remote", None, 4095 - left)
+    with pytest.raises(openai.BadRequestError, match="4096"):
+        ask(cluster, prompt, left + 1)
 
 
 def test_workers_publish_how_their_kv_is_stored(cluster: Cluster) -> None:

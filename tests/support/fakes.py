@@ -94,7 +94,7 @@ class FakeRequest:
     cache_salt: str | None = None
     prefill_stats: Any = None
     priority: int = 0
-    arrival_time: float = 0.0
+    arrival_time: float = field(default_factory=time.time)
     sampling_params: Any = None
     kv_transfer_params: dict[str, Any] | None = None
     trace_headers: dict[str, str] | None = None

@@ -27,9 +27,12 @@ LIMIT = 100
 
 
 class _Codec:
-    """Requests travel as `id`, prompt; outputs as they are. params: of all requests."""
+    """Requests travel as `id`, prompt; outputs as they are.
+
+    params, arrival_time: of all requests."""
 
     params: Any = None
+    arrival_time = 0.0
 
     def request(self, frames: list[Any]) -> Any:
         request_id = frames[0].bytes.decode()
@@ -42,6 +45,7 @@ class _Codec:
             num_tokens=len(frames[1].bytes) // 4,
             resumable=request_id.startswith("stream"),
             client_index=0,
+            arrival_time=self.arrival_time,
             sampling_params=self.params,
             _all_token_ids=[],
             block_hashes=[],
@@ -98,6 +102,7 @@ class _Core:
         self.vllm_config = SimpleNamespace(speculative_config=None)
         self.prepared: list[str] = []
         self.added: list[str] = []
+        self.arrivals: list[float] = []
         self.aborted: list[str] = []
         self.request_block_hasher = None
 
@@ -107,6 +112,7 @@ class _Core:
 
     def add_request(self, request: Any) -> None:
         self.added.append(request.request_id)
+        self.arrivals.append(request.arrival_time)
 
     def reset_prefix_cache(self) -> bool:
         self.added.append("(reset)")

@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -75,6 +76,10 @@ _ENVIRONMENT = {  # what workers and frontends set for themselves before these i
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+CLOCK = "PULLFILL_TESTS_CLOCK_S"
+"""Environment variable: how many seconds `time.time` of a forked worker is ahead."""
 
 
 class Forked:
@@ -201,6 +206,9 @@ def _become_worker(order: dict[str, Any]) -> None:
     os.closerange(3, 256)
     os.environ.clear()
     os.environ.update(order["env"])
+    if shift := float(os.environ.get(CLOCK, 0)):
+        real = time.time
+        time.time = lambda: real() + shift
     sys.argv[:] = ["pullfill", *order["arguments"]]
 
 

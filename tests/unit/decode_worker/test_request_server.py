@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,17 @@ def test_requests_reach_the_engine_and_abort_does(rig: Rig) -> None:
     rig.tell(front_wire.ABRT, front_wire.encode_ids(["a", "not-mine"]))
     assert rig.core.aborted == ["a"]
     assert rig.request_server.active_requests == 0
+
+
+@pytest.mark.parametrize("apart", [-90.0, 90.0])
+def test_a_request_arrives_by_this_hosts_clock(
+    apart: float, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's scheduler compares arrivals of requests that come from several frontends."""
+    monkeypatch.setattr(rig.request_server._codec, "arrival_time", time.time() + apart)
+    before = time.time()
+    rig.add("a")
+    assert before <= rig.core.arrivals[0] <= time.time()
 
 
 @pytest.mark.parametrize(("name", "prompt"), [(b"long", 100), (b"stream", 5)])
