@@ -18,6 +18,7 @@ import pytest
 
 from pullfill.transfer.shm.files import PREFIX, shm_dir
 from tests.support.cluster import BLOCK, Cluster, Worker, until
+from tests.support.load import Load
 from tests.support.oracle import Oracle
 from tests.support.outages import Asked, undisturbed
 from tests.support.prompts import Answer, ask, ask_all, random_prompt, truth
@@ -154,16 +155,38 @@ def test_a_worker_has_the_memory_of_all_its_ranks(workers: Pair) -> None:
         assert len(ranks_of(worker)) == (size if size > 1 else 0)
 
 
-# Last: they end the worker.
+# Last: it ends the workers.
 
 
-def test_a_dead_rank_ends_its_worker_and_a_dead_worker_its_ranks(workers: Pair) -> None:
+def test_a_dead_rank_ends_its_worker_and_a_dead_worker_its_ranks(
+    workers: Pair, oracle: Oracle
+) -> None:
+    """A rank is killed while requests are under way on its worker. None of them fails."""
+    cluster = workers.cluster
+    cluster.set_router(policy="always_remote")
     processes = [pid for worker in workers.split for pid in ranks_of(worker)]
-    if workers.prefill in workers.split:
-        os.kill(ranks_of(workers.prefill)[1], signal.SIGKILL)
-        assert workers.prefill.process.wait(30) == 1, workers.prefill.tail()
-        assert kv_files(workers.prefill) == []
-        answer = ask(workers.cluster, random_prompt(200, seed=34), STEPS)
-        assert workers.cluster.explain(answer.request_id)["path"] == "local"
-    workers.decode.kill()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), 20, "no rank left")
+    spare = cluster.launch("decode")
+    try:
+        cluster.wait_ready(spare)
+        with Load(cluster, threads=4, lengths=(40, 900, 1400), max_tokens=40, seed=34) as load:
+            for worker in workers.split:
+                until(lambda: len(load.done) >= 4, 60, "load")
+                worker.arm("engine.step=sleep:0.01")
+                until(lambda worker=worker: busy(cluster, worker), 30, "it has work")
+                os.kill(ranks_of(worker)[1], signal.SIGKILL)
+                assert worker.process.wait(30) != 0, worker.tail()
+                assert kv_files(worker) == []
+                done = len(load.done)
+                until(lambda done=done: len(load.done) > done + 4, 60, "load goes on")
+        load.check(oracle)
+        workers.decode.kill()
+        until(lambda: not any(Path(f"/proc/{p}").exists() for p in processes), 20, "no rank left")
+        cluster.assert_clean()
+    finally:
+        spare.kill()
+        cluster.workers.remove(spare)
+
+
+def busy(cluster: Cluster, worker: Worker) -> bool:
+    load = cluster.load_of(worker)
+    return bool(load.get("requests" if worker.role == "decode" else "jobs"))
