@@ -41,7 +41,6 @@ FRONTEND_ONLY = frozenset(
 """Flags of vLLM's API server. Workers do not have one."""
 _NOT_SERVED = {
     "disable-access-log-for-endpoints": "--disable-uvicorn-access-log drops all of these lines",
-    "enable-ssl-refresh": "restart it when it has a new certificate",
     "h11-max-header-count": "h11 does not parse its requests",
     "h11-max-incomplete-event-size": "h11 does not parse its requests",
     "uds": "it listens at --host and --port",

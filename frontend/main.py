@@ -15,6 +15,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -49,6 +50,7 @@ from pullfill.registry.settings import Settings
 from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log, tracing
 from pullfill.runtime.lifecycle import EXIT_S, Stop, exit_within, leave
+from pullfill.runtime.watched_files import WatchedFiles
 from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, WorkerState
 
 _log = log.get("frontend")
@@ -355,6 +357,8 @@ class _Frontend:
             backlog=_BACKLOG,
         )
         heap.end_imports()
+        config.load()
+        refreshing = asyncio.create_task(_refresh(config), name="frontend-certificate")
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=self._listeners))
         self._serving = True
@@ -372,5 +376,24 @@ class _Frontend:
             await membership.set_state(WorkerState.DRAINING)
             server.should_exit = True
         await serving
+        refreshing.cancel()
         exit_within(EXIT_S, 0)
         return 0
+
+
+async def _refresh(config: uvicorn.Config) -> None:
+    """Show new connections the certificate that its files hold now."""
+    if config.ssl is None or config.ssl_certfile is None:
+        return
+    files = [os.fspath(path) for path in (config.ssl_certfile, config.ssl_keyfile) if path]
+    watched = WatchedFiles(*files)
+    while True:
+        await watched.wait()
+        try:
+            # A pair that does not fit would leave the live context without a usable one.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)
+            config.ssl.load_cert_chain(*files)
+        except (OSError, ValueError) as exc:
+            _log.warning("%s cannot be used (%s): the last certificate stays", files[0], exc)
+        else:
+            _log.info("%s holds another certificate: new connections get it", files[0])

@@ -5,9 +5,8 @@
 
 Keys: `role`, `url`, and `kv` if the connector needs a KV address.
 
-A task on the frontend's loop looks every LOOK_S seconds. The file is read and parsed in a thread,
-so a slow disk stops no request. A changed file is read when two looks in a row have found it the
-same, so one that is being written is left alone.
+A task on the frontend's loop watches it. The file is read and parsed in a thread, so a slow disk
+stops no request.
 
 A file that is broken or gone changes nothing: the last good servers stay. `trouble` says why in one
 line that names the file, the line and the key. At the start there are no last good servers, so the
@@ -26,17 +25,14 @@ import yaml
 from pullfill.errors import ConfigError
 from pullfill.frontend.forward.entries import Entry, kv_of, role_of, url_of
 from pullfill.runtime import log
+from pullfill.runtime.watched_files import WatchedFiles
 
 _log = log.get("frontend.forward")
 
-LOOK_S = 1.0
 MAX_BYTES = 128 << 10
 MAX_SERVERS = 512
 _CHECKS: dict[str, Callable[[str], str]] = {"role": role_of, "url": url_of, "kv": kv_of}
 _FORM = "give a list of servers, e.g. `- {role: decode, url: http://10.0.0.2:8200}`"
-
-Stamp = tuple[int, int, int] | str
-"""What changes with a file: its inode, size in bytes and time in ns. A text: it cannot be read."""
 
 
 class ServerFile:
@@ -50,22 +46,22 @@ class ServerFile:
     def __init__(self, path: str, publish: Callable[[tuple[Entry, ...]], None]) -> None:
         self._path = path
         self._publish = publish
-        self._read = self._last = _stamp(path)
+        self._watched = WatchedFiles(path)
         self.trouble = ""
         publish(read(path))
 
     async def run(self) -> None:
         """Look until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            await self.look()
+            await self._watched.wait()
+            await self._read()
 
     async def look(self) -> None:
         """Look once, and publish what the file says if it is new."""
-        now = await asyncio.to_thread(_stamp, self._path)
-        last, self._last = self._last, now
-        if now == self._read or now != last:
-            return
+        if await self._watched.changed():
+            await self._read()
+
+    async def _read(self) -> None:
         try:
             found = await asyncio.to_thread(read, self._path)
         except ConfigError as exc:
@@ -75,16 +71,6 @@ class ServerFile:
             self.trouble = ""
             _log.info("%s names %d stock servers", self._path, len(found))
             self._publish(found)
-        # After the read: a file that has changed meanwhile has another stamp at the next look.
-        self._read = now
-
-
-def _stamp(path: str) -> Stamp:
-    try:
-        found = os.stat(path)
-    except OSError as exc:
-        return exc.strerror or type(exc).__name__
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def read(path: str) -> tuple[Entry, ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -118,13 +119,19 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def workers(
-    served: Served, *fakes: FakeDecode, seen_by: Sequence[Served] = ()
+    served: Served,
+    *fakes: FakeDecode,
+    seen_by: Sequence[Served] = (),
+    verify: ssl.SSLContext | bool = False,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """The frontend with exactly these workers ready; afterwards with none.
 
-    seen_by: other frontends that must see the workers too, until they are killed."""
+    seen_by: other frontends that must see the workers too, until they are killed.
+    verify: what the client trusts, if the frontend speaks HTTPS. It then keeps its connection."""
     etcd = await EtcdClient.connect(served.etcd.url)
-    async with httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S) as http:
+    async with httpx.AsyncClient(
+        base_url=served.url, timeout=PATIENCE_S, verify=verify, trust_env=False
+    ) as http:
 
         async def decode_count(count: int) -> None:
             async with asyncio.timeout(PATIENCE_S):

@@ -85,7 +85,6 @@ class TestRefused:
         ("given", "instead"),
         [
             (["--uds", "/run/s"], "--host and --port"),
-            (["--enable-ssl-refresh"], "restart it"),
             (["--h11_max_header_count=9"], "h11 does not"),
             (["--h11-max-incomplete-event-size", "9"], "h11 does not"),
             (["--disable-access-log-for-endpoints", "/ping"], "--disable-uvicorn-access-log"),

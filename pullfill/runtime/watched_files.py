@@ -1,0 +1,51 @@
+"""Notices that files have changed, by looking at them now and then.
+
+A look also follows links that are swapped, as Kubernetes does for mounted secrets. It costs one
+`stat` per file, on another thread, so a slow disk stops nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+LOOK_S = 1.0
+"""How often owners look. Two looks must agree, so a change acts after two seconds."""
+
+Stamp = tuple[int, int, int] | str
+"""What changes with a file: its inode, size in bytes and time in ns. A text: it cannot be read."""
+
+
+class WatchedFiles:
+    """These files, as they were last read. Belongs to one loop."""
+
+    def __init__(self, *paths: str) -> None:
+        self._paths = paths
+        self._read = self._last = self._stamps()
+
+    async def changed(self) -> bool:
+        """Look once. True: read them again now, for they differ from what was read last."""
+        now = await asyncio.to_thread(self._stamps)
+        last, self._last = self._last, now
+        # One that differs from look to look is still being written.
+        if now == self._read or now != last:
+            return False
+        self._read = now
+        return True
+
+    async def wait(self) -> None:
+        """Return when they are to be read again."""
+        await asyncio.sleep(LOOK_S)
+        while not await self.changed():  # noqa: ASYNC110 - files have no event to wait for
+            await asyncio.sleep(LOOK_S)
+
+    def _stamps(self) -> list[Stamp]:
+        return [_stamp(path) for path in self._paths]
+
+
+def _stamp(path: str) -> Stamp:
+    try:
+        found = os.stat(path)
+    except OSError as exc:
+        return exc.strerror or type(exc).__name__
+    return found.st_ino, found.st_size, found.st_mtime_ns
