@@ -297,7 +297,8 @@ class _Frontend:
             )
             directory.subscribe(live.marks.on_change)
             suspects = dispatcher.suspects.listed
-            stock = Forwarding.of(options, prepared.names, lambda: settings.current)
+            key = cluster.security.frontend.stock_key()
+            stock = Forwarding.of(options, prepared.names, lambda: settings.current, key)
             admin = Admin(pool, view, explain, front.settle, suspects, board.listed, live, stock)
             admin.attach(front.app)
             if stock is None:

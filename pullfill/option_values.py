@@ -1,6 +1,7 @@
 """Reads values of flags (`pullfill/options.py`). Each function raises ConfigError for a bad one."""
 
 from contextlib import suppress
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from urllib.parse import urlsplit
 
 from pullfill import redact
@@ -35,6 +36,17 @@ def parse_listen(flag: str, text: str | None) -> str | None:
     if text is None or text.removeprefix("tcp://").rpartition(":")[0]:
         return check_address(flag, text)
     return check_address(flag, f"127.0.0.1:{text}")
+
+
+Network = IPv4Network | IPv6Network
+
+
+def parse_networks(text: str | None) -> tuple[Network, ...]:
+    """Return the networks of `10.0.0.0/24,fd00::/64`. None: (). Raises ConfigError."""
+    try:
+        return tuple(ip_network(part.strip()) for part in text.split(",")) if text else ()
+    except ValueError as exc:
+        raise ConfigError(f"--heartbeats-from: {exc}; give networks, e.g. 10.0.0.0/24") from None
 
 
 def check_url(flag: str, url: str | None) -> str | None:

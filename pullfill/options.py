@@ -13,10 +13,12 @@ from pullfill.config import STANDING_LINKS, STATE_DIR_ENV, ClusterRef, OtherClus
 from pullfill.errors import ConfigError
 from pullfill.net.security import SECURITY_ENV
 from pullfill.option_values import (
+    Network,
     check_address,
     check_url,
     parse_cores,
     parse_listen,
+    parse_networks,
     parse_transports,
 )
 from pullfill.wire import DigestMode, KvMode
@@ -374,6 +376,15 @@ class FrontendOptions(RoleOptions):
         "No key is asked  [default host: 127.0.0.1]",
         metavar="[HOST:]PORT",
         parse=lambda text: parse_listen("--heartbeats", text),
+    )
+    heartbeats_from: tuple[Network, ...] = flag(
+        (),
+        "Hear those in these networks only, and on this machine. Needed if the host of "
+        "--heartbeats is not loopback",
+        metavar="NET,...",
+        given=str | None,
+        parse=parse_networks,
+        text=lambda networks: ",".join(map(str, networks)),
     )
     heartbeat_silence_s: float = flag(
         5.0,

@@ -18,12 +18,12 @@ from pullfill.frontend.forward.servers import Server
 
 CONNECT_S = 3.0
 _ERROR_EVENT = b'data: {"error"'
-_HOP = frozenset({
-    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
-    b"transfer-encoding", b"upgrade", b"host", b"content-length", b"accept-encoding", b"expect",
-    b"x-request-id", b"content-type",
+_PASSED_ON = frozenset({
+    b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority", b"x-data-parallel-rank",
+    b"endpoint-load-metrics-format",
 })  # fmt: skip
-"""Headers of the client's that are not passed on, or are set anew."""
+"""Headers of the client's that vLLM reads. No others are passed on: they may hold keys, cookies or
+tokens of a proxy, and those are for this frontend."""
 _NOT_BACK = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "date", "server", "trailer"}
 )
@@ -57,11 +57,11 @@ class StageFailed(Exception):
 def request_headers(
     headers: Iterable[tuple[bytes, bytes]], request_id: str, key: str
 ) -> list[tuple[str, str]]:
-    """Return the headers for a server. key: an API key that replaces the client's, or empty."""
+    """Return the headers for a server. key: the servers' API key, or empty."""
     found = [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in headers
-        if name not in _HOP and not (key and name == b"authorization")
+        if name in _PASSED_ON
     ]
     if key:
         found.append(("authorization", f"Bearer {key}"))

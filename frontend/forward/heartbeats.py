@@ -103,14 +103,21 @@ class Heartbeats:
             entry = make(beat.type, beat.http_address, beat.zmq_address)
             self._note(entry)
         except PullfillError as exc:
-            self._refused(str(exc), "unreadable" if isinstance(exc, _Unreadable) else "refused")
+            self.refused(str(exc), "unreadable" if isinstance(exc, _Unreadable) else "refused")
             raise
         metrics.HEARTBEATS.labels("heard").inc()
         return entry
 
     def unreadable(self, why: str) -> None:
         """Count a message that is no heartbeat."""
-        self._refused(f"cannot read a heartbeat: {why}", "unreadable")
+        self.refused(f"cannot read a heartbeat: {why}", "unreadable")
+
+    def refused(self, why: str, result: str = "refused") -> None:
+        """Count a message that is not taken, and log each reason once."""
+        metrics.HEARTBEATS.labels(result).inc()
+        if why not in self._told and len(self._told) < _MAX_LINES:
+            self._told.add(why)
+            _log.warning("%s (said once; pullfill_stock_heartbeats_total counts)", why)
 
     def look(self) -> None:
         """Forget the silent ones, and publish what has changed."""
@@ -167,12 +174,6 @@ class Heartbeats:
                 f"{heard.entry.kv!r} and {entry.kv!r}: give each its own address"
             )
         heard.at = now
-
-    def _refused(self, why: str, result: str) -> None:
-        metrics.HEARTBEATS.labels(result).inc()
-        if why not in self._told and len(self._told) < _MAX_LINES:
-            self._told.add(why)
-            _log.warning("%s (said once; pullfill_stock_heartbeats_total counts)", why)
 
 
 class _Unreadable(ConfigError):

@@ -350,11 +350,14 @@ class Servers:
 
     async def _get(self, url: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
-        async with self._session.get(url, timeout=timeout, headers=self._headers) as answer:
+        get = self._session.get
+        async with get(
+            url, timeout=timeout, headers=self._headers, allow_redirects=False
+        ) as answer:
             if answer.status in (401, 403):
                 raise ConfigError(
                     f"{url} answers {answer.status}: start it without an API key, or "
-                    "give this frontend the same one in VLLM_API_KEY"
+                    "give this frontend the same one as [frontend] stock_key_file of --security"
                 )
             if answer.status != 200:
                 raise ValueError(f"{url} answers {answer.status}")

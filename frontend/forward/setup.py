@@ -6,7 +6,6 @@ Stock.of(options, …) → layer(app) for requests, ready/status for the fronten
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -32,8 +31,6 @@ from pullfill.frontend.forward.stock import Stock
 from pullfill.options import ForwarderName, FrontendOptions
 from pullfill.wire import RouterConfig
 
-KEY_ENV = "VLLM_API_KEY"
-"""vLLM reads it, too. If it is set, stock servers get this key, not the client's."""
 KEEP_S = 2.0
 """How long a connection is kept for the next request. vLLM closes it after 5 s."""
 
@@ -47,12 +44,15 @@ def check(options: FrontendOptions) -> None:
         if options.servers_file is not None:
             read(options.servers_file)
         if options.heartbeats is not None:
-            bind(options.heartbeats).close()
+            bind(options.heartbeats, options.heartbeats_from).close()
+        elif options.heartbeats_from:
+            raise ConfigError("--heartbeats-from is for --heartbeats: give both, or neither")
         return
     flags = {
         "--servers": options.servers,
         "--servers-file": options.servers_file,
         "--heartbeats": options.heartbeats,
+        "--heartbeats-from": options.heartbeats_from or None,
         "--dispatch": options.dispatch,
     }
     for name, given in flags.items():
@@ -78,10 +78,11 @@ class Forwarding:
         options: FrontendOptions,
         names: Sequence[str],
         settings: Callable[[], RouterConfig],
+        key: str = "",
     ) -> Forwarding | None:
         """Return what the options ask for, on the running loop. None: no stock servers.
 
-        names: the served model names."""
+        names: the served model names. key: API key of the servers. Empty: they want none."""
         if options.forwarder is ForwarderName.PULL:
             return None
         protocol = protocol_of(options.protocol)
@@ -93,7 +94,6 @@ class Forwarding:
         )
         rng = random.Random()
         choices = {role: Choice(lambda: settings().decode_policy, rng) for role in entries.ROLES}
-        key = os.environ.get(KEY_ENV, "")
 
         def report(server: Server) -> None:
             choices[server.role].report(server)
@@ -128,7 +128,7 @@ class Forwarding:
         found = cls(servers, stock, heartbeats, session)
         found._start(heartbeats.run(), "heartbeats")
         if options.heartbeats is not None:
-            found.socket = HeartbeatSocket(options.heartbeats, heartbeats)
+            found.socket = HeartbeatSocket(options.heartbeats, heartbeats, options.heartbeats_from)
             found._start(found.socket.run(), "heartbeat-socket")
         if options.servers_file is not None:
             found.file = ServerFile(

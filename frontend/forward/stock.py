@@ -65,7 +65,7 @@ NEEDS_PREFILL = (
 class Stock:
     """See the module. A `Forwarder`.
 
-    choices: role -> policy. key: API key for the servers, or empty: the client's is passed on.
+    choices: role -> policy. key: API key of the servers. Empty: they want none.
     silence_s: longest silence of a server during a stage."""
 
     def __init__(

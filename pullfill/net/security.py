@@ -147,14 +147,18 @@ class ClusterSecurity(_Section, frozen=True, kw_only=True):
 
 
 class FrontendSecurity(_Section, frozen=True, kw_only=True):
-    """`[frontend]`: what HTTP clients must show. One key per line. Each of them is accepted."""
+    """`[frontend]`: what HTTP clients must show. One key per line. Each of them is accepted.
+
+    stock_key_file: the one key that stock vLLM servers want from us."""
 
     api_key_file: str | None = None
     admin_key_file: str | None = None
+    stock_key_file: str | None = None
 
     def _check(self, name: str) -> None:
         self.api_keys()
         self.admin_keys()
+        self.stock_key()
 
     def api_keys(self) -> tuple[str, ...]:
         """Read and return the keys for the API. Raises ConfigError."""
@@ -163,6 +167,10 @@ class FrontendSecurity(_Section, frozen=True, kw_only=True):
     def admin_keys(self) -> tuple[str, ...]:
         """Read and return the keys of administrators. Raises ConfigError."""
         return _keys("admin_key_file", self.admin_key_file)
+
+    def stock_key(self) -> str:
+        """Read and return the key of stock vLLM servers. Empty: none. Raises ConfigError."""
+        return "" if self.stock_key_file is None else _text(self.stock_key_file)
 
 
 class Security(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from pullfill.frontend.forward import heartbeats, servers
 from pullfill.frontend.forward.heartbeat_socket import HeartbeatSocket
 from pullfill.frontend.forward.heartbeats import Heartbeats
 from pullfill.frontend.http_auth import HttpAuth
+from pullfill.option_values import parse_networks
 from tests.support.forward_rig import ForwardRig, forwarding, until
 
 KEY = {"authorization": "Bearer admin"}
@@ -120,23 +122,63 @@ async def test_a_frame_that_is_too_long_ends_only_its_connection() -> None:
             await until(lambda: rig.servers.ready("prefill"))
 
 
-class Flood:
-    """A socket that always has a message. It stops a loop that gives no time to others."""
+@dataclass
+class Frame:
+    """A frame of a sender with this address."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    bytes: bytes
+    sender: str
+
+    def get(self, name: str) -> str:
+        assert name == "Peer-Address"
+        return self.sender
+
+
+class Flood:
+    """A socket that always has a message. It stops a loop that gives no time to others.
+
+    messages: for each sender what it sends, in turns."""
+
+    def __init__(self, messages: dict[str, bytes]) -> None:
+        self.messages = list(messages.items())
         self.read = 0
 
-    async def recv_multipart(self) -> list[bytes]:
+    async def recv_multipart(self, *, copy: bool) -> list[Frame]:
         self.read += 1
         assert self.read < 100_000
-        return [b"id", self.data]
+        sender, data = self.messages[self.read % len(self.messages)]
+        return [Frame(b"id", sender), Frame(data, sender)]
+
+
+async def test_only_senders_on_this_machine_and_in_the_named_networks_are_heard(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    good, bad = ["::ffff:10.1.0.9", "fd00::9", "127.0.0.1"], ["10.2.0.9", "fd01::9", "fe80::9%2"]
+    sent = {
+        sender: msgspec.msgpack.encode({"type": "D", "http_address": f"127.0.0.1:{port}"})
+        for port, sender in enumerate(good + bad, 1)
+    }
+    async with forwarding(known=False) as rig, hearing(rig) as beats:
+        networks = parse_networks("10.1.0.0/16, fd00::/64")
+        socket = HeartbeatSocket("tcp://127.0.0.1:*", beats, networks)
+        real, socket._socket = socket._socket, Flood(sent)  # type: ignore[assignment]
+        task = asyncio.create_task(socket.run())
+        try:
+            await until(lambda: len(rig.servers.known) == len(good))
+            assert {entry.url[-1] for entry in rig.servers.known} == {"1", "2", "3"}
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            real.close(linger=0)
+    for sender in bad:
+        assert f"from {sender}, which is in no network of --heartbeats-from: add it" in caplog.text
 
 
 async def test_a_flood_leaves_time_for_others() -> None:
     async with forwarding(known=False) as rig, hearing(rig) as beats:
         socket = HeartbeatSocket("tcp://127.0.0.1:*", beats)
-        flood, real = Flood(msgspec.msgpack.encode(beat(rig, "D"))), socket._socket
+        flood = Flood({"127.0.0.1": msgspec.msgpack.encode(beat(rig, "D"))})
+        real = socket._socket
         socket._socket = flood  # type: ignore[assignment]
         task = asyncio.create_task(socket.run())
         try:

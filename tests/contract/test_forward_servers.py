@@ -136,7 +136,7 @@ async def test_servers_that_ask_for_an_api_key() -> None:
         register(rig, "decode", "")
         line = await trouble(rig)
         assert "/v1/models answers 401: start it without an API key, or give this frontend" in line
-        assert "in VLLM_API_KEY" in line
+        assert "[frontend] stock_key_file of --security" in line
     async with forwarding(known=False, key="secret") as rig:
         for fake in rig.all:
             fake.key = "secret"
@@ -149,6 +149,23 @@ async def test_servers_that_ask_for_an_api_key() -> None:
         got = await rig.ask(headers=[(b"authorization", b"Bearer of the client")])
         assert got.status == 200
         assert rig.decode[0].remote == 1
+
+
+async def test_servers_get_only_those_headers_of_a_client_that_vllm_reads() -> None:
+    secret = [
+        b"authorization", b"x-api-key", b"api-key", b"cookie", b"proxy-authorization", b"forwarded",
+        b"x-forwarded-for", b"x-forwarded-access-token", b"x-amzn-oidc-data", b"x-pullfill-proof",
+    ]  # fmt: skip
+    wanted = {"traceparent": "00-1-2-01", "x-session-id": "s", "x-vllm-priority": "-1"}
+    sent = [(name, b"secret") for name in secret]
+    sent += [(name.encode(), value.encode()) for name, value in wanted.items()]
+    async with forwarding() as rig:
+        assert (await rig.ask(headers=[*sent, (b"x-request-id", b"r1")])).status == 200
+        for fake in rig.all:
+            ((_, headers, _),) = fake.requests
+            assert wanted.items() <= headers.items()
+            assert headers["x-request-id"] == "r1"
+            assert "secret" not in headers.values()
 
 
 async def test_a_missing_kv_address_is_refused() -> None:

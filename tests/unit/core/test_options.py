@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from pullfill.deploy import cli, roles
 from pullfill.errors import ConfigError
-from pullfill.option_values import check_address, parse_listen, parse_transports
+from pullfill.option_values import check_address, parse_listen, parse_networks, parse_transports
 from pullfill.options import (
     ClusterOptions,
     Dispatch,
@@ -72,6 +72,7 @@ GIVEN: dict[str, RoleOptions] = {
         dispatch=Dispatch.SERIAL,
         servers="decode=http://h:1",
         servers_file="/etc/servers.yaml",
+        heartbeats_from=parse_networks("10.0.0.0/24,fd00::/64"),
         heartbeats="tcp://10.0.0.1:7",
         heartbeat_silence_s=6.5,
         stock_silence_s=3.5,
@@ -160,6 +161,14 @@ def test_an_address_to_listen_at() -> None:
     for wrong in ("", "h", "0", "65536", "tcp://", "tcp://7x"):
         with pytest.raises(ConfigError, match="--heartbeats"):
             parse_listen("--heartbeats", wrong)
+
+
+def test_networks_whose_heartbeats_are_heard() -> None:
+    assert parse_networks(None) == ()
+    assert list(map(str, parse_networks("10.0.0.0/24, ::1"))) == ["10.0.0.0/24", "::1/128"]
+    for wrong in ("10.0.0.1/24", "h", "10.0.0.0/24,"):
+        with pytest.raises(ConfigError, match=r"--heartbeats-from: .* e.g. 10.0.0.0/24"):
+            parse_networks(wrong)
 
 
 @pytest.mark.parametrize("wrong", ["", "h", "tcp://h", "h:x", ":1", "h:0", "h:65536", "a#b:1"])

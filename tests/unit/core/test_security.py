@@ -43,6 +43,7 @@ def file(tmp_path: Path) -> Path:
     path.write_text(
         f'[nats]\n{server}\n[etcd]\n{server}\n[cluster]\nkey_file = "cluster.key"\n'
         '[frontend]\napi_key_file = "api.keys"\nadmin_key_file = "admin.keys"\n'
+        'stock_key_file = "password"\n'
     )
     return path
 
@@ -57,6 +58,7 @@ def test_everything_is_read_and_relative_to_the_file(
     assert security.etcd.tls() is not None
     assert security.frontend.api_keys() == ("first-api-key-0123", "second-api-key-456")
     assert security.frontend.admin_keys() == ("the-admin-key-0123",)
+    assert security.frontend.stock_key() == PASSWORD
     assert security.cluster.load() is not None
     assert load(None) == OPEN
     assert OPEN.nats.options() == {}

@@ -11,10 +11,12 @@ import pytest
 from pullfill.errors import ConfigError
 from pullfill.frontend.forward.heartbeats import JSON
 from pullfill.frontend.forward.setup import Forwarding, check
+from pullfill.option_values import parse_networks
 from pullfill.options import Dispatch, ForwarderName, FrontendOptions
 from tests.support.forward_rig import until
 
 STAGED = FrontendOptions(forwarder=ForwarderName.STAGED)
+NETWORKS = parse_networks("10.0.0.0/24")
 BATCH = FrontendOptions(forwarder=ForwarderName.BATCH)
 
 
@@ -26,6 +28,8 @@ BATCH = FrontendOptions(forwarder=ForwarderName.BATCH)
         (replace(STAGED, servers_file="/none/f.yaml"), "cannot read /none/f.yaml .No such file"),
         (FrontendOptions(heartbeats="tcp://127.0.0.1:7"), "--heartbeats is for stock vLLM servers"),
         (replace(STAGED, heartbeats="tcp://192.0.2.1:7"), "cannot listen on tcp://192.0.2.1:7"),
+        (replace(STAGED, heartbeats="tcp://0.0.0.0:*"), "--heartbeats-from 10.0.0.0/24"),
+        (replace(STAGED, heartbeats_from=NETWORKS), "--heartbeats-from is for --heartbeats"),
         (FrontendOptions(dispatch=Dispatch.SERIAL), "--dispatch is for stock vLLM servers"),
         (replace(STAGED, protocol="ucx"), "no protocol is called 'ucx': use one of nixl"),
         (replace(STAGED, dispatch=Dispatch.PARALLEL), "--dispatch parallel is for"),
@@ -45,6 +49,7 @@ def test_flags_that_do_not_fit(options: FrontendOptions, told: str) -> None:
         FrontendOptions(),
         replace(STAGED, protocol="mooncake", servers="decode=http://a:1"),
         replace(BATCH, protocol="p2p", dispatch=Dispatch.SINGLE),
+        replace(STAGED, heartbeats="tcp://0.0.0.0:*", heartbeats_from=NETWORKS),
     ],
 )
 def test_flags_that_fit(options: FrontendOptions) -> None:
