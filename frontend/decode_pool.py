@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from pullfill.engine import front_wire
-from pullfill.errors import BadMessage
+from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.frontend import metrics
 from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection, process_of
 from pullfill.frontend.dispatch import Dispatcher
@@ -71,6 +71,21 @@ class WorkerPool:
         self._ticker: asyncio.Task[None] | None = None
         self._stopped = False
         self._usable: list[DecodeConnection] = []
+
+    def refuse_if_incompatible(self, namespace: str) -> None:
+        """Raise IncompatibleError, naming it, if a worker serves another model.
+
+        A namespace has one model. A frontend of another one would never serve a request."""
+        for record in (*self._directory.workers(DECODE).values(),
+                       *self._directory.workers("prefill").values()):  # fmt: skip
+            if not self._fits(record):
+                raise IncompatibleError(
+                    f"this frontend cannot join namespace {namespace!r}: its model is "
+                    f"{self._hello.model!r}, but that of {record.role} worker "
+                    f"{record.instance_id} on {record.host} is {record.model!r}; start it with the "
+                    "same --model and --served-model-name, or in another --namespace",
+                    field="model",
+                )
 
     async def start(self, dispatcher: Dispatcher) -> None:
         """Connect to what is listed and follow changes."""
@@ -161,7 +176,7 @@ class WorkerPool:
             return
         if self._refused.get(name, ("",))[0] == record.incarnation:
             return
-        if self._names.isdisjoint((record.model, record.model_path)):
+        if not self._fits(record):
             reason = f"serves model {record.model!r}, not {self._hello.model!r}"
             self._refuse(name, record, reason)
             return
@@ -171,6 +186,9 @@ class WorkerPool:
             )
         except zmq.ZMQError as exc:
             self._refuse(name, record, f"cannot connect to {record.data!r}: {exc}")
+
+    def _fits(self, record: WorkerRecord) -> bool:
+        return not self._names.isdisjoint((record.model, record.model_path))
 
     def _refuse(self, name: str, record: WorkerRecord, reason: str) -> None:
         self._refused[name] = (record.incarnation, reason)

@@ -252,6 +252,7 @@ class _Frontend:
                 cluster.security.cluster.load(),
                 options.prefix_index_blocks,
             )
+            pool.refuse_if_incompatible(cluster.namespace)
             explain = ExplainStore()
             board = SuspectBoard(
                 client,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pullfill.engine import front_wire
-from pullfill.errors import PeerUnavailable
+from pullfill.errors import IncompatibleError, PeerUnavailable
 from pullfill.frontend import dispatch, waiting
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.wire import MAX_TEXT, WorkerState
@@ -263,6 +263,11 @@ async def test_a_refused_or_foreign_worker_is_named_and_not_used() -> None:
         assert not await r.pool.wait_ready(0.01)
         r.directory.remove("decode-1")
         assert len(r.pool.refusals()) == 1
+        told = r"namespace 'n': its model is 'm', but that of decode worker decode-2 .* is 'other'"
+        with pytest.raises(IncompatibleError, match=told):
+            r.pool.refuse_if_incompatible("n")
+        r.directory.remove("decode-2")
+        r.pool.refuse_if_incompatible("n")
 
 
 async def test_a_worker_that_comes_back_is_connected_again() -> None:
