@@ -97,7 +97,8 @@ def processes(ref: ClusterRef) -> Iterator[Finding]:
     if ref.state_dir is None:
         return
     try:
-        recorded = StateDir(ref.state_dir).cluster()
+        state = StateDir(ref.state_dir)
+        recorded = state.cluster()
     except ConfigError as exc:
         yield Finding(FAIL, str(exc), "pullfill down, then pullfill up")
         return
@@ -107,8 +108,11 @@ def processes(ref: ClusterRef) -> Iterator[Finding]:
     for entry in entries:
         if is_alive(identity(entry)):
             yield Finding(OK, f"{entry.name} runs (pid {entry.pid})")
+        elif state.leaves(entry):
+            yield Finding(
+                OK, f"{entry.name} was drained", f"to start it again: pullfill restart {entry.name}"
+            )
         else:
-            # A worker may have been drained; a server is always missed.
             level = FAIL if entry.role in ("nats", "etcd") else WARN
             yield Finding(level, f"{entry.name} (pid {entry.pid}) is gone", f"its log: {entry.log}")
     yield from _pinning(entries)

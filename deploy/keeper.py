@@ -134,7 +134,9 @@ class Keeper:
             code = await wait_exit(self._children[name])
             if self.stopped():
                 return
-            if name not in SERVERS and (code == 0 or self._was_leaving(name)):
+            if name not in SERVERS and (
+                code == 0 or self._state.leaves(self._children.entry(name))
+            ):
                 how = "drained" if code == 0 else f"told to leave, then {exit_words(code)}"
                 self._say(f"{name} finished ({how})", "yellow")
                 self._tidy(name)
@@ -149,16 +151,13 @@ class Keeper:
             if not await self._revive(name, deaths, blameless=blameless):
                 return
 
-    def _was_leaving(self, name: str) -> bool:
-        """Whether the process had been told to leave: by `pullfill drain`, or by a signal."""
-        instance_id = self._children.entry(name).instance_id
-        return instance_id is not None and self._state.leaving_of(instance_id).exists()
-
     def _tidy(self, name: str) -> None:
-        """Remove what a process has left that is not started again."""
+        """Remove what a process has left that is not started again. Keep the mark that it left, for
+        `pullfill status` and `doctor`."""
         if instance_id := self._children.entry(name).instance_id:
             remove_shared_memory([instance_id])
-            self._state.leaving_of(instance_id).unlink(missing_ok=True)
+            with suppress(OSError):
+                self._state.leaving_of(instance_id).touch()
 
     async def _revive(self, name: str, deaths: Deaths, *, blameless: bool) -> bool:
         """Start the process again after a pause. False: it is given up, or the cluster stops."""

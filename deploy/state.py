@@ -5,7 +5,7 @@
     lock            held while `up` or `down` works
     orders          socket of the supervisor: `pullfill scale`, `restart`, `upgrade`
     stopping        is there while `down` stops the processes
-    ID.leaving      this worker or frontend was told to leave
+    ID.leaving      this worker or frontend was told to leave, or has left by itself
     logs/           of every process
     etcd/, nats/    data of the servers
 
@@ -85,6 +85,10 @@ class StateDir:
 
     def leaving_of(self, instance_id: str) -> Path:
         return self.path / f"{instance_id}.leaving"
+
+    def leaves(self, entry: ProcessEntry) -> bool:
+        """Return whether the process was told to leave: by `pullfill drain`, or by a signal."""
+        return entry.instance_id is not None and self.leaving_of(entry.instance_id).exists()
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -198,7 +198,8 @@ def processes(ref: ClusterRef) -> dict[str, Any]:
             "role": entry.role,
             "instance_id": entry.instance_id,
             "pid": entry.pid,
-            "alive": is_alive(identity(entry)),
+            "alive": (alive := is_alive(identity(entry))),
+            "drained": not alive and state.leaves(entry),
             "restarts": entry.restarts,
             "gave_up": entry.gave_up or None,
         }
@@ -214,6 +215,8 @@ def process_lines(found: dict[str, Any]) -> Iterator[str]:
     for row in found.get("processes", ()):
         if row["gave_up"]:
             yield f"{row['name']}: " + row["gave_up"].replace("\n", "\n    ")
+        elif row["drained"]:
+            yield f"{row['name']} was drained. To start it again: `pullfill restart {row['name']}`"
         elif not row["alive"]:
             yield f"{row['name']} (pid {row['pid']}) does not run, restarts: {row['restarts']}"
         elif row["restarts"]:

@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console
 
 from pullfill.config import RESTARTS_ENV, ClusterFile, ClusterRef, ProcessEntry
-from pullfill.deploy import keeper, plan, status
+from pullfill.deploy import doctor, keeper, plan, status
 from pullfill.deploy.children import Children
 from pullfill.deploy.keeper import MAX_DEATHS, WINDOW_S, Deaths, Keeper
+from pullfill.deploy.machine import OK
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError
@@ -152,6 +153,11 @@ async def test_who_leaves_on_purpose_stays_away(rig: Rig) -> None:
         await asyncio.wait_for(task, PATIENCE_S)
     assert rig.entry("prefill-0").restarts == 0
     assert "prefill-0 finished (drained)" in rig.said.getvalue()
+    ref = ClusterRef("n", "e", "q", rig.state.path)
+    (told, *_) = status.process_lines(status.processes(ref))
+    assert told == "prefill-0 was drained. To start it again: `pullfill restart prefill-0`"
+    (found,) = doctor.processes(ref)
+    assert (found.level, found.what) == (OK, "prefill-0 was drained")
 
 
 async def test_a_server_is_missed_however_it_left(rig: Rig) -> None:
