@@ -89,11 +89,17 @@ def frontend(context: typer.Context, options: FrontendOptions, cluster: ClusterO
 
 
 @command(app)
-def status(cluster: ClusterOptions, as_json: JsonOption = False) -> int:
+def status(
+    cluster: ClusterOptions,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Ask only the frontend at this URL")
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
     """Show workers, their load, and the job queue."""
     from pullfill.deploy.status import status
 
-    return status(cluster.find_to_ask(), as_json)
+    return status(cluster.find_to_ask(url), url, as_json)
 
 
 @command(app)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -28,11 +29,14 @@ _IN_COLUMNS = ("kv_blocks", "kv_free_blocks", "running", "waiting", "jobs", "unc
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "lost": "red"}
 
 
-def status(ref: ClusterRef, as_json: bool) -> int:
-    """Print the cluster's state. Raises UnavailableError when nobody can tell it."""
-    told = _from_frontends(ref)
+def status(ref: ClusterRef, url: str | None, as_json: bool) -> int:
+    """Print the cluster's state. Raises UnavailableError when nobody can tell it.
+
+    url: of the only frontend to ask. It may be of another cluster than the state directory. None:
+    ask all, then etcd."""
+    told = _from(ref, url) if url else _from_frontends(ref)
     state = told or _from_registry(ref)
-    here = processes(ref)
+    here = {} if url else processes(ref)
     if as_json:
         print(json.dumps(state | here))
         return 0
@@ -40,7 +44,7 @@ def status(ref: ClusterRef, as_json: bool) -> int:
     console.print(workers_table(state["workers"]))
     for text in state_lines(state):
         console.print(text, highlight=False, soft_wrap=True)
-    full = ref.state_dir and disk.in_words(ref.state_dir)
+    full = not url and ref.state_dir and disk.in_words(ref.state_dir)
     for line in [*process_lines(here), *filter(None, [full])]:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if rows := state.get("stock"):
@@ -59,13 +63,20 @@ def ask(ref: ClusterRef) -> dict[str, Any]:
 
 def _from_frontends(ref: ClusterRef) -> dict[str, Any] | None:
     for url in frontend_urls(ref):
-        try:
-            code, body = ask_frontend(ref, url, "/pullfill/status")
-        except UnavailableError:
-            continue
-        if code == 200 and isinstance(body, dict) and "workers" in body:
-            return body
+        with suppress(UnavailableError):
+            return _from(ref, url)
     return None
+
+
+def _from(ref: ClusterRef, url: str) -> dict[str, Any]:
+    """Return what one frontend tells. Raises UnavailableError if it tells nothing."""
+    code, body = ask_frontend(ref, url, "/pullfill/status")
+    if code == 200 and isinstance(body, dict) and "workers" in body:
+        return body
+    then = "give the URL of a frontend"
+    if code == 401:
+        then = "name the --security file that has its key as [frontend] api_key_file"
+    raise UnavailableError(f"{url.rstrip('/')}/pullfill/status answers {code}: {then}")
 
 
 def _from_registry(ref: ClusterRef) -> dict[str, Any]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import Any
 
+import pytest
 from rich.console import Console
 
-from pullfill.deploy.status import state_lines, stock_table, workers_table
+from pullfill.deploy.status import state_lines, status, stock_table, workers_table
+from pullfill.errors import UnavailableError
+from pullfill.options import ClusterOptions
+from tests.support.http_stub import serving
 
 
 def test_status_says_what_is_away_and_how_old_the_rest_is() -> None:
@@ -35,6 +40,22 @@ def test_status_says_what_is_away_and_how_old_the_rest_is() -> None:
     ]
     rows = [{"instance_id": "prefill-1", "troubles": ["no decode worker is connected to it"]}]
     assert said(up, up, workers=rows)[-1] == "prefill-1: no decode worker is connected to it"
+
+
+def test_status_asks_only_the_frontend_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    codes = {"/pullfill/status": 200}
+    told = {"workers": [], "queue": None}
+    # No etcd is asked: there is none at this URL.
+    ref = ClusterOptions(state_dir=None).find_to_ask("http://h")
+    with serving(lambda path, _: (codes[path], told)) as url:
+        assert status(ref, f"{url}/", as_json=True) == 0
+        assert json.loads(capsys.readouterr().out) == told
+        for code, advice in ((401, "api_key_file"), (404, "the URL of a frontend")):
+            codes["/pullfill/status"] = code
+            with pytest.raises(UnavailableError, match=f"{url}/pullfill/status answers.*{advice}"):
+                status(ref, url, as_json=True)
+    with pytest.raises(UnavailableError, match=url):
+        status(ref, url, as_json=True)
 
 
 def test_status_fits_80_columns_and_shortens_no_instance_id() -> None:
