@@ -201,7 +201,8 @@ def _stream(ref: ClusterRef, url: str, *, given: bool) -> Generator[Snapshot, No
                 return
     raise ConfigError(
         f"{url} shows this to administrators only: name the --security file that has "
-        "[frontend] admin_key_file, or run `pullfill top` on the machine of the frontend"
+        "[frontend] admin_key_file, or run this on the machine of the frontend with --url "
+        f"{httpx.URL(url).copy_with(host='127.0.0.1')}"
     )
 
 

@@ -119,9 +119,12 @@ class HttpAuth:
             return 403, f"{path} is for administrators: send `Authorization: Bearer ADMIN_KEY`"
         if _from_here(scope, page):
             return 0, ""
+        port = (scope.get("server") or ("", "PORT"))[1]
         return 403, (
-            f"{path} is for administrators, and without an admin key it answers to this machine "
-            "only: see docs/operations.md"
+            f"{path} is for administrators. Without an admin key it answers only on this machine, "
+            f"at {scope.get('scheme', 'http')}://127.0.0.1:{port}{path} (from another: first `ssh "
+            f"-L {port}:127.0.0.1:{port} THIS_MACHINE`). Or set [frontend] admin_key_file of "
+            "--security: docs/operations.md"
         )
 
     def _proven(self, scope: Scope, path: str) -> bool:

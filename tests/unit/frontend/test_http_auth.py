@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import time
 from typing import Any
 
@@ -237,6 +238,23 @@ def test_on_this_machine_only_the_page_itself_may_ask(headers: dict[str, str], s
     sent = [(name.encode(), value.encode()) for name, value in headers.items()]
     assert call("/pullfill/ui/events", "GET", client=HERE, headers=sent) == status
     assert call("/pullfill/ui/events", "GET", client=THERE, headers=sent) == 403
+
+
+def test_who_comes_by_the_machines_own_name_is_told_where_to_go() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "GET", "path": "/pullfill/ui", "client": ("192.0.2.2", 1),
+        "server": ("192.0.2.2", 8000), "headers": [(b"host", b"my-machine:8000")],
+    }  # fmt: skip
+    asyncio.run(HttpAuth(None, (), ())(scope, None, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == 403
+    told = json.loads(sent[1]["body"])["error"]["message"]
+    for part in ("http://127.0.0.1:8000/pullfill/ui", "-L 8000:127.0.0.1:8000", "admin_key_file"):
+        assert part in told
 
 
 def test_a_link_may_lead_to_the_page_and_to_nothing_else() -> None:
