@@ -55,7 +55,7 @@ async def relay(
     except StageFailed as exc:
         if not begun:
             raise
-        await send({"type": "http.response.body", "body": broken(exc.why, path)})
+        await send({"type": "http.response.body", "body": broken(exc, path)})
         return events, exc
     if not begun:
         await send(head)
@@ -71,15 +71,20 @@ async def refuse(failed: StageFailed, send: Send) -> None:
         await send({"type": "http.response.start", "status": failed.status, "headers": head})
         await send({"type": "http.response.body", "body": failed.body})
         return
-    status = failed.status if failed.status in _KINDS else 503
+    status = _status(failed)
     retry = 1 if status == 503 else None
     await respond(send, status, failed.why, _KINDS[status], retry_after_s=retry)
 
 
-def broken(why: str, path: str) -> bytes:
+def _status(failed: StageFailed) -> int:
+    return failed.status if failed.status in _KINDS else 503
+
+
+def broken(failed: StageFailed, path: str) -> bytes:
     """Return the end of a stream that cannot go on, as vLLM writes it."""
+    code = _status(failed)
+    error = {"message": failed.why, "type": _KINDS[code], "param": None, "code": code}
     if path == "/v1/messages":  # Anthropic's form
-        told = {"type": "error", "error": {"type": "internal_error", "message": why}}
+        told = {"type": "error", "error": {key: error[key] for key in ("type", "message")}}
         return b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
-    error = {"message": why, "type": "InternalServerError", "param": None, "code": 500}
     return b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n"

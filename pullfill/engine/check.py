@@ -116,9 +116,14 @@ FRONTEND_NAMES = {
         "AsyncLLM.add_request",
         "AsyncLLM.from_vllm_config",
         "AsyncLLM._run_output_handler",
+        "InputStreamError",
         "EngineCoreClient",
     ),
     "vllm.v1.engine.output_processor": ("OutputProcessor.abort_requests",),
+    "vllm.entrypoints.generate.base.serving": (
+        "GenerateBaseServing._convert_generation_error_to_streaming_response",
+        "GenerateBaseServing.create_streaming_error_response",
+    ),
     "vllm.renderers.base": (
         "BaseRenderer.default_cmpl_tok_params",
         "BaseRenderer.default_chat_tok_params",

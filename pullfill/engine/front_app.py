@@ -150,6 +150,7 @@ class FrontApp:
         from vllm.entrypoints.launchers.app import build_app
         from vllm.v1.executor import Executor
 
+        from pullfill.engine import front_errors
         from pullfill.engine.front_client import DecodeClient, FrontLLM
         from pullfill.engine.front_stats import LateStats, stat_loggers
 
@@ -167,6 +168,7 @@ class FrontApp:
         tasks = await engine.get_supported_tasks()
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
+        front_errors.settle(app.state)
         app.state.server = _NoServer()
         look_up_first(app, HOT_PATHS)
         # As in an engine: vLLM asks for environment variables at each token.

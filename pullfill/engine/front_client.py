@@ -12,24 +12,23 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 from vllm import envs
 from vllm.exceptions import (
-    GenerationError,
     GracefulHTTPError,
     VLLMClientError,
     VLLMValidationError,
 )
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.async_llm import AsyncLLM, InputStreamError
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from pullfill.engine import release, request_limits, request_targets
 from pullfill.engine.blame import Fault, explained, fault_of
+from pullfill.engine.front_errors import failure
 from pullfill.engine.front_wire import DecodeWelcome
 from pullfill.engine.request_limits import strip_transfer_params
 from pullfill.errors import PeerUnavailable
@@ -42,25 +41,6 @@ UTILITY_TIMEOUT_S = 10.0
 SLOW_UTILITY_TIMEOUT_S = 120.0
 _CACHED_LIMITS = ("default_cmpl_tok_params", "default_chat_tok_params")
 """Cached properties of vLLM's renderer that hold `max_model_len`."""
-
-
-_STATUS = {
-    Fault.WORKERS: HTTPStatus.SERVICE_UNAVAILABLE,
-    Fault.REQUEST: HTTPStatus.BAD_REQUEST,  # so that no client library sends it again
-    Fault.OURS: HTTPStatus.INTERNAL_SERVER_ERROR,
-}
-
-
-class RequestFailed(GracefulHTTPError, GenerationError):  # type: ignore[misc]
-    """The request cannot be finished. vLLM answers with this message and the status of the fault,
-    or ends a stream with an error event.
-
-    The first base lets the error pass `AsyncLLM.generate` as it is. The second keeps a stack trace
-    out of the log."""
-
-    def __init__(self, message: str, fault: Fault) -> None:
-        GracefulHTTPError.__init__(self, message, _STATUS[fault])
-        self.status_code = _STATUS[fault]
 
 
 class DecodePort(Protocol):
@@ -119,7 +99,13 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
                     f"the request has a value that cannot be used ({type(exc).__name__}: {exc})"
                 ) from exc
             _log.exception("request %s could not be taken in", request_id[:MAX_TEXT])
-            raise RequestFailed(explained(exc, "the frontend"), Fault.OURS) from exc
+            raise _passed(failure(explained(exc, "the frontend"), Fault.OURS)) from exc
+
+
+def _passed(exc: Exception) -> Exception:
+    """Return what makes `AsyncLLM.generate` raise this error. It replaces most others."""
+    found: Exception = InputStreamError(exc)
+    return found
 
 
 class DecodeClient(EngineCoreClient):  # type: ignore[misc]
@@ -199,7 +185,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         rest = self.processor.abort_requests(
             [request_id if parent is None else parent.request_id], internal=True
         )
-        queue.put(RequestFailed(message, fault))
+        queue.put(_passed(failure(message, fault)))
         self._port.abort([other for other in rest if other != request_id])
 
     def joined(self, welcome: DecodeWelcome) -> None:
@@ -236,7 +222,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         try:
             return await self._port.call(method, args, timeout)
         except PeerUnavailable as exc:
-            raise RequestFailed(str(exc), Fault.WORKERS) from None
+            raise failure(str(exc), Fault.WORKERS) from None
 
     async def _first(self, method: str, *args: Any, slow: bool = False) -> Any:
         return (await self._all(method, *args, slow=slow))[0]

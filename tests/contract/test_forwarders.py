@@ -169,7 +169,9 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_and_is_not_repeated(h
         assert sum(len(f.requests) for f in rig.decode) == 1
     parts = got.body.split(b"\n\n")
     assert [b'"text"' in part for part in parts] == [True, True, False, False, False]
-    assert "broke off" in json.loads(parts[2][6:])["error"]["message"]
+    error = json.loads(parts[2][6:])["error"]
+    assert "broke off" in error["message"]
+    assert (error["type"], error["code"]) == ("ServiceUnavailableError", 503), "as in a body"
     assert parts[3] == b"data: [DONE]"
     assert got.ended
 

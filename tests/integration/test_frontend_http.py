@@ -181,6 +181,47 @@ async def test_a_worker_lost_mid_stream_ends_the_stream_with_its_name(
         assert events[-1] == "[DONE]"
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("/v1/completions", {"prompt": "hi"}),
+     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})],
+)  # fmt: skip
+async def test_an_error_has_one_type_in_streams_and_bodies(
+    served: Served, path: str, asked: dict[str, Any]
+) -> None:
+    body, errors = {"model": "m", "max_tokens": 500, **asked}, []
+    async with workers(served) as http:  # no worker at all
+        errors.append((await http.post(path, json=body)).json()["error"])
+    for stream in (False, True):
+        fake = FakeDecode("decode-1", model="m", max_model_len=1000, step_s=0.01)
+        async with workers(served, fake) as http:
+            call = asyncio.create_task(http.post(path, json=body | {"stream": stream}))
+            await until(lambda fake=fake: bool(fake.added))
+            await asyncio.to_thread(fake.die)
+            text = (await call).text
+            told = text.split("data: ")[-2] if stream else text
+            errors.append(json.loads(told)["error"])
+    assert [(e["type"], e["code"], e["param"]) for e in errors] == [
+        ("ServiceUnavailableError", 503, None)
+    ] * 3
+
+
+async def test_a_refused_request_is_one_line_of_the_log(served: Served) -> None:
+    refused = {
+        "/v1/completions": {"prompt": "hi", "stream": True, "vllm_xargs": {"ttft_ms": -1}},
+        "/v1/messages": {"messages": [{"role": "user", "content": "word " * 600}]},
+    }
+    before = len(served.log.read_text())
+    async with workers(served, FakeDecode("decode-1", model="m", max_model_len=512)) as http:
+        for path, body in refused.items():
+            body |= {"model": "m", "max_tokens": 5}
+            text = (await http.post(path, json=body)).text
+            assert "BadRequestError" in text
+    lines = served.log.read_text()[before:]
+    assert "Traceback" not in lines
+    assert "512" in next(line for line in lines.splitlines() if "create_messages" in line)
+
+
 async def test_a_worker_lost_before_the_first_token_costs_nothing(served: Served) -> None:
     one = FakeDecode("decode-1", model="m", max_model_len=512, hold=True)
     two = FakeDecode("decode-2", model="m", max_model_len=512, hold=True)

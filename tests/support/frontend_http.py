@@ -44,6 +44,7 @@ class Served:
     process: Forked
     url: str
     instance_id: str
+    log: Path
 
     def client(self, **options: Any) -> openai.AsyncOpenAI:
         import openai  # two thirds of a second, in every test process
@@ -84,7 +85,7 @@ def frontend(etcd: EtcdServer, log: Path, model: Path, *flags: str) -> Iterator[
     process = zygote().spawn(command, os.environ, log)
     try:
         record = asyncio.run(registered(etcd, process, log))
-        yield Served(etcd, process, record.http, record.instance_id)
+        yield Served(etcd, process, record.http, record.instance_id, log)
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(PATIENCE_S) == 0, log.read_text()[-3000:]

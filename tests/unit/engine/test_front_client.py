@@ -10,10 +10,12 @@ from typing import Any, cast
 import pytest
 
 from pullfill.engine import request_limits
+from pullfill.engine.blame import Fault
 from pullfill.engine.front_wire import DecodeWelcome
 from tests.support.late import Late
 
 front_client: Any = Late("pullfill.engine.front_client")
+front_errors: Any = Late("pullfill.engine.front_errors")
 
 
 class Port:
@@ -77,6 +79,21 @@ async def test_an_abort_by_the_reader_of_outputs_is_a_stop_string() -> None:
     client.outputs("decode-1", outputs)
     await reader
     assert port.aborted == [(["cancelled"], False), (["stopped"], True)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "code"),
+    [
+        (Fault.WORKERS, "ServiceUnavailableError", 503),
+        (Fault.REQUEST, "BadRequestError", 400),
+        (Fault.OURS, "InternalServerError", 500),
+    ],
+)
+def test_vllm_gives_our_errors_the_type_of_its_own(fault: Fault, kind: str, code: int) -> None:
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    told = create_error_response(front_errors.failure("why", fault)).error
+    assert (told.type, told.code, told.message) == (kind, code, "why")
 
 
 async def test_prompts_times_n_of_an_http_request_are_bounded_before_any_is_submitted(
