@@ -36,7 +36,7 @@ def load_of(
         "open_jobs": ledger.open_jobs,
         "read_leases": control.leases.open if control.leases is not None else 0,
         "kv_free_blocks": kv.free_blocks(engine.core),
-        "kv_blocks": engine.config.cache_config.num_gpu_blocks or 0,
+        "kv_blocks": kv.usable_blocks(engine.core),
         "prefill_workers": control.peers.instances,
         "prefill_workers_pulling": control.prefill_workers,
         "claims_stalled": ledger.claims.stalled,
@@ -70,7 +70,7 @@ def demand_of(engine: Engine[DecodeContext], control: ControlServer, meter: Step
     counts = ledger.counts()
     remote = sum(counts.get(state, 0) for state in _REMOTE)
     running, waiting = engine.core.scheduler.get_request_counts()
-    blocks = engine.config.cache_config.num_gpu_blocks or 0
+    blocks = kv.usable_blocks(engine.core)
     pulling = [peer for peer in control.peers.pulling if peer.cleared]
     rates = [peer.load.tokens_per_s for peer in pulling]
     return meter.demand.figures(

@@ -314,7 +314,7 @@ class PrefillService(Service):
                 "failed": runner.failed,
                 "decode_workers": self._connections.connected,
                 "kv_free_blocks": kv.free_blocks(self._engine.core),
-                "kv_blocks": self._engine.config.cache_config.num_gpu_blocks or 0,
+                "kv_blocks": kv.usable_blocks(self._engine.core),
                 "kv_credits": self._credits.describe(),
             },
         }

@@ -81,3 +81,12 @@ def free_blocks(core: Any) -> int:
     if core is None:
         return 0
     return int(core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def usable_blocks(core: Any) -> int:
+    """Return the number of blocks that requests can hold, which are free when none runs. 0: no
+    engine."""
+    if core is None:
+        return 0
+    # One is vLLM's null block.
+    return max(0, int(core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks) - 1)

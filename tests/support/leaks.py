@@ -52,6 +52,6 @@ def left_in(status: dict[str, Any], living: Collection[int] = ()) -> list[str]:
                 found.append(f"{name} {key}={load[key]}")
         if role_blocks := load.get("kv_blocks"):
             free = load["kv_free_blocks"]
-            if free != role_blocks - 1:  # one block is vLLM's null block, never free
-                found.append(f"{name} free blocks {free} of {role_blocks - 1}")
+            if free != role_blocks:
+                found.append(f"{name} free blocks {free} of {role_blocks}")
     return found
