@@ -31,6 +31,7 @@ def show(ref: ClusterRef, url: str | None, most: int, as_json: bool) -> int:
         typer.echo(msgspec.json.encode(rows).decode())
     elif rows:
         Console().print(table(rows), highlight=False)
+        typer.echo("✓ TTFT and ITL within router.ttft_ms and router.itl_ms (or its own), ✕ not")
         typer.echo("`pullfill explain REQUEST` shows the stages of one")
     else:
         typer.echo("no request has ended yet")

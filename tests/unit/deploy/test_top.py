@@ -97,6 +97,7 @@ def test_the_latest_requests_of_all_frontends_are_listed(
     (line,) = (line for line in lines if rows[-1].id in line)
     assert ("✓" if rows[-1].good else "✕") in line
     assert f" {rows[-1].path} " in line
+    assert "✓ TTFT and ITL within router.ttft_ms" in lines[-2]
     assert "explain" in lines[-1]
 
 
