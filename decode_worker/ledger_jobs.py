@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.breaker import ClaimBreaker
@@ -114,7 +114,25 @@ class OpenJobs:
         if earlier:
             self._on_action()
 
+    def unclaimed(self) -> list[Any]:
+        """Return the queue's receipts of the jobs that wait for a claim."""
+        with self._lock:
+            entries = list(self._jobs.values())
+        # Without the lock, for which the engine thread waits. `message_gone` looks again.
+        return [e.receipt for e in entries if e.state is JobState.QUEUED and e.receipt is not None]
+
     # ------------------------------------------------------------------ give up
+
+    @locked
+    def message_gone(self, job_id: str) -> str | None:
+        """Serve the job locally if it waits for a claim: the queue has its message no more.
+
+        Returns its request id. None: it does not wait."""
+        entry = self._jobs.get(job_id)
+        if entry is None or entry.settled or entry.state is not JobState.QUEUED:
+            return None
+        self._give_up(entry, Outcome.JOB_GONE)
+        return entry.request_id
 
     @locked
     def cancel(self, request_id: str) -> None:

@@ -1,7 +1,7 @@
 """Publishes opened jobs. vLLM's scheduler never waits for the network.
 
 The engine thread calls `submit`, which takes microseconds. The asyncio thread encodes and publishes
-the job. After any failure the ledger serves the request locally.
+the job. After any failure the ledger serves the request locally, also if the queue loses the job.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pullfill.runtime import failpoints, log
 from pullfill.wire import MAX_TEXT, PrefillJob, encode, u32
 
 logger = log.get("decode_worker.publisher")
+
+_LOOK_S = 0.5  # a job whose message is gone is served locally within a second
 
 
 class Publisher:
@@ -47,6 +49,7 @@ class Publisher:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._submitted: deque[OpenedJob] = deque()
         self._woken = False
+        self._watching: asyncio.Task[None] | None = None
 
     def submit(self, job: OpenedJob) -> None:
         """Have the asyncio thread publish a job. Any thread.
@@ -62,6 +65,24 @@ class Publisher:
         while self._submitted:
             job = self._submitted.popleft()
             self._tasks[job.job_id] = self._loop.create_task(self._publish(job))
+        if self._watching is None or self._watching.done():
+            self._watching = self._loop.create_task(self._watch(), name="queue-gone")
+
+    async def _watch(self) -> None:
+        """Serve locally what waits for a message that the queue has no more, as long as any job is
+        open. Somebody may have purged the queue, or the job may have used up its deliveries."""
+        while self._ledger.open_jobs:
+            await asyncio.sleep(_LOOK_S)
+            if not (waiting := self._ledger.unclaimed()):
+                continue
+            gone = await self._queue.gone(waiting)
+            if ours := [r for receipt in gone if (r := self._ledger.message_gone(receipt.job_id))]:
+                logger.warning(
+                    "%d jobs are gone from the queue, deleted or dead (`pullfill queue dead`). "
+                    "Their prompts are prefilled here. Requests: %s",
+                    len(ours),
+                    ", ".join(ours[:3]) + ", ..." * (len(ours) > 3),
+                )
 
     def encode(self, job: OpenedJob, brought: bytes = b"") -> bytes:
         """Encode a job for the stream.

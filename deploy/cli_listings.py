@@ -90,7 +90,7 @@ def queue_purge(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Delete all jobs of a queue. Decode workers compute their prompts themselves.
+    """Delete all jobs of a queue. Decode workers compute their prompts, within a second.
 
     A job that a worker has claimed already goes on.
     """

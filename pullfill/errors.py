@@ -124,3 +124,4 @@ class Outcome(enum.StrEnum):
     DIGEST_MISMATCH = "digest_mismatch"
     SELF_CHECK = "self_check"
     OWN_JOB = "own_job"
+    JOB_GONE = "job_gone"

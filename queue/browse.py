@@ -153,7 +153,7 @@ async def dead(connection: NatsConnection, names: Names, most: int) -> list[Dead
 async def purge(connection: NatsConnection, names: Names, *, letters: bool) -> int:
     """Delete all jobs of a queue, or its dead letters. Return how many.
 
-    The decode workers compute the prompts of deleted jobs themselves, when nobody claims them."""
+    Within a second the decode workers see that jobs are gone, and compute the prompts."""
     stream, subject = names.stream, names.all_jobs
     if letters:
         stream, subject = names.dead_stream, names.dead

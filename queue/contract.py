@@ -17,7 +17,7 @@ the decode worker's ledger decides who may write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -141,6 +141,11 @@ class JobProducer(Protocol):
         """Remove a job, pending or in flight. Returns whether it was still there.
 
         Never raises. While the server is away it returns False, and removes the job later."""
+
+    async def gone(self, receipts: Sequence[Receipt]) -> list[Receipt]:
+        """Return those whose message the queue has no more, so that nobody will be given the job.
+
+        One request for all of them. Never raises. Returns [] if the server does not answer."""
 
     def claimed(self, receipt: Receipt) -> None:
         """Note that the job waits no longer: a prefill worker has it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
@@ -250,6 +250,11 @@ class MemoryProducer:
             self._queue.owe(receipt.job_id, receipt.seq)
             return False
         return self._queue.remove(receipt.seq)
+
+    async def gone(self, receipts: Sequence[Receipt]) -> list[Receipt]:
+        if self._queue.offline:
+            return []
+        return [receipt for receipt in receipts if self._queue.job(receipt.seq) is None]
 
     def claimed(self, receipt: Receipt) -> None:
         """Which jobs wait is known exactly."""

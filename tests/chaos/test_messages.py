@@ -216,8 +216,8 @@ def test_row_25_forged_jobs(target: Target, oracle: Oracle) -> None:
 
 
 def test_row_25_a_job_changed_in_the_stream(target: Target, oracle: Oracle) -> None:
-    """The grant tells what was published; a job that differs is poison, and served locally. Not a
-    byte of it is written: all bytes belong to the handoffs that ended well."""
+    """The message that was published is gone, so the prompt is served locally, and the one in its
+    place is refused. Not a byte of it is written: all bytes are of handoffs that ended well."""
     cluster, worker = target.cluster, target.prefill
 
     def moved(body: bytes) -> bytes:
@@ -225,7 +225,7 @@ def test_row_25_a_job_changed_in_the_stream(target: Target, oracle: Oracle) -> N
         blocks = [block + 1_000_000 for block in u32.unpack(job.block_ids)]
         return encode(msgspec.structs.replace(job, block_ids=u32.pack(blocks)))
 
-    with checked(cluster, oracle, fallbacks={"prefill_failed": 1}, dead_letters=1) as check:
+    with checked(cluster, oracle, fallbacks={"job_gone": 1}, stale={"claim": 1}) as check:
         # Busy with prompts that fill its budget, the worker leaves the next job in the stream.
         worker.arm("prefill.before_write=hold@1")
         written, held = cluster.counter(WRITTEN), granted(cluster)
@@ -234,8 +234,9 @@ def test_row_25_a_job_changed_in_the_stream(target: Target, oracle: Oracle) -> N
             with check.load(threads=1, lengths=(900,), max_tokens=1, seed=9410) as load:
                 until(lambda: cluster.status()["queue"]["depth_jobs"] == 3, 10, "in the stream")
                 target.replace_stored(moved)
-                worker.arm("")
                 until(lambda: load.done, 30, "answered")
+                worker.arm("")
+        settled(target)
         told = [check.told(answer) for _, answer in (*decoy.done, *load.done)]
         assert decoy.done
         assert cluster.counter(WRITTEN) - written == sum(t["kv_bytes"] for t in told) > 0

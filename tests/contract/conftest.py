@@ -38,6 +38,15 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 
 
 @pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    """A NATS of this test's own."""
+    server = NatsServer(tmp_path / "nats")
+    await server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
 async def client(etcd: EtcdServer) -> AsyncIterator[EtcdClient]:
     client = await EtcdClient.connect(etcd.url, wait_s=10)
     yield client

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -38,14 +39,6 @@ from tests.support.nats import NatsServer
 
 NEVER_S = 60.0
 """An `ack_wait` that no test reaches: only a nak brings a message back."""
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
-    server = NatsServer(tmp_path / "nats")
-    await server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture
@@ -233,6 +226,27 @@ async def test_over_a_new_connection_signs_of_life_precede_the_next_pull(
     assert all(sign.startswith("$JS.ACK.") for sign in signs)
     faults.resume()
     await settled(served, second)
+    await cluster.check_clean()
+
+
+async def test_a_holder_that_fails_after_the_last_delivery_leaves_the_prompt_to_us(
+    cluster: Cluster, deliveries: Counter[str]
+) -> None:
+    """The worker that got the last delivery has acked it, so nobody can be given the job again."""
+    cluster.config = replace(cluster.config, max_deliver=2)
+    decode, holder, other, served, faults = await a_writer_at_work(cluster)
+    await holder.puller.stop()
+    (entry,) = decode.ledger._jobs.values()
+    await decode.producer.nak(entry.ack_subject, entry.receipt)  # type: ignore[arg-type]
+    await until(lambda: max(deliveries.values()) == 2 and other.runner.in_flight == 0)
+    await other.puller.stop()
+    (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
+    began = time.monotonic()
+    peer.channel.abort()
+    faults.resume()
+    await settled(served)
+    assert time.monotonic() - began < 5.0, "and not after the claim timeout of 10 s"
+    assert served.loaded is False
     await cluster.check_clean()
 
 

@@ -1,14 +1,22 @@
-"""A job whose decode worker has decided otherwise is never computed, whenever it decides."""
+"""A job that its decode worker withdraws is never computed, and one that the queue loses is local.
+
+A decode worker may withdraw a job at any time. The queue may lose one in any way.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pullfill.queue.contract import Receipt
+from pullfill.queue import browse
+from pullfill.queue.contract import JobConsumer, Receipt
+from pullfill.queue.jetstream import JetStreamConsumer
+from pullfill.queue.names import Names
 from pullfill.queue.urgency import Urgency
 from tests.support.fakes import FakeClock
 from tests.support.handoff_decode import DecodeHalf, Served
@@ -111,3 +119,61 @@ async def test_it_is_not_computed(tmp_path: Path, when: str, how: str, queue: st
         await cluster.check_clean()
     if server is not None:
         server.stop()
+
+
+# ------------------------------------------------------------------ the queue loses it
+
+
+async def lose(how: str, cluster: Cluster, consumer: JobConsumer) -> None:
+    """Let the message of the only job disappear, after it was published."""
+    names = Names(cluster.config.namespace, cluster.config.compat_hash)
+    (producer,) = [decode.producer for decode in cluster.decodes.values()]
+    connection: Any = producer.connection  # type: ignore[attr-defined]
+    if how == "purge":
+        assert await browse.purge(connection, names, letters=False) == 1
+    elif how == "delete":
+        await connection.api(f"STREAM.DELETE.{names.stream}")
+    else:
+        for _ in range(cluster.config.max_deliver if how == "max_deliver" else 1):
+            [delivery] = await consumer.pull(1, 1, 30.0)
+            await (delivery.term("it is poison") if how == "term" else delivery.nak())
+        assert not await consumer.pull(1, 1, 0.2)
+
+
+@pytest.mark.parametrize("how", ["purge", "delete", "term", "max_deliver"])
+async def test_a_job_whose_message_is_gone_is_local(
+    tmp_path: Path, server: NatsServer, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Within a second, not after the claim timeout of 10 s. It is told, and the next one is remote.
+
+    An older job, which a prefill worker holds, stays where it is."""
+    caplog.set_level(logging.WARNING)
+    async with Cluster(tmp_path, server=server) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(pull=False)
+        consumer = await JetStreamConsumer.connect(server.url, cluster.config)
+        beside = how in ("term", "max_deliver")
+        if beside:
+            older = decode.send(prompt(30))
+            await until(lambda: decode.producer.depth().depth_jobs == 1)
+            [held] = await consumer.pull(1, 1, 30.0)
+        served = decode.send(prompt(20, seed=2))
+        await until(lambda: decode.producer.depth().depth_jobs == 1 + beside)
+        await lose(how, cluster, consumer)
+        began = time.monotonic()
+        await settled(served)
+        assert time.monotonic() - began < 5.0
+        assert served.loaded is False
+        trace = decode.traces.finish(served.request.request_id)
+        assert trace is not None
+        assert trace.fallback == "job_gone"
+        assert "1 jobs are gone from the queue" in caplog.text
+        await consumer.close()
+        if beside:
+            assert older.loaded is None
+            await held.nak()
+        prefill.puller.start()
+        await until(lambda: decode.producer.available)
+        last = decode.send(prompt(20, seed=3))
+        await settled(last)
+        assert decode.right(last)
+        await cluster.check_clean()

@@ -191,6 +191,22 @@ async def test_cancel_pending(bench: Bench) -> None:
     assert await bench.consumer.pull(1, 1, 0.05) == []
 
 
+async def test_gone_are_the_jobs_whose_message_was_removed(bench: Bench) -> None:
+    receipts = [await bench.producer.publish(name, b"body", 10) for name in "abcd"]
+    acked, *_ = await pulled(bench.consumer, 10, 1)
+    await acked.ack()
+    await pulled(bench.consumer, 10, 1)
+    assert await bench.producer.cancel(receipts[2])
+
+    async def gone() -> list[str]:
+        return [receipt.job_id for receipt in await bench.producer.gone(receipts)]
+
+    async with asyncio.timeout(SOON_S):
+        while len(await gone()) < 2:  # noqa: ASYNC110 - an ack takes a moment
+            await asyncio.sleep(0.01)
+    assert await gone() == [acked.job_id, "c"], "not one in flight, nor one that waits"
+
+
 async def test_cancel_in_flight_and_its_late_ack(hasty: Bench) -> None:
     receipt = await hasty.producer.publish("a", b"", 1)
     [job] = await hasty.consumer.pull(1, 1, SOON_S)
