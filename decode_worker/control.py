@@ -25,7 +25,7 @@ from pullfill.decode_worker.read_leases import ReadLeases
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import Checks
 from pullfill.decode_worker.verify import Verifier
-from pullfill.errors import AuthFailed, BadMessage, Outcome, PullfillError
+from pullfill.errors import AuthFailed, BadMessage, OtherVersion, Outcome, PullfillError
 from pullfill.net.channel import Channel, accept
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log, metrics, timer_grid
@@ -259,7 +259,7 @@ class ControlServer:
         try:
             async with asyncio.timeout(5.0):
                 hello = await accept(channel, self._key)
-        except AuthFailed as exc:
+        except (AuthFailed, OtherVersion) as exc:
             channel.write(Goodbye(reason=str(exc)))
             raise
         if isinstance(hello, LeaseHello):

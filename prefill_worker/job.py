@@ -25,6 +25,7 @@ from pullfill.errors import (
     ClaimRefused,
     Fenced,
     HandoffError,
+    OtherVersion,
     PeerUnavailable,
     PullfillError,
 )
@@ -323,6 +324,12 @@ class Job:
     async def _not_begun(self, why: PullfillError | TimeoutError) -> None:
         """Settle a job that this worker did not begin, or leave that to its holder."""
         match why:
+            case OtherVersion():
+                # A worker of its version can do it. After the last delivery its decode worker must
+                # see that nobody will.
+                logger.warning("job %s is left to other workers: %s", self.job_id, why)
+                last = self.message.first.number >= self._runner.max_deliver()
+                await self.message.settle("ack" if last else "nak", delay_s=_AGAIN_RENEWED_S)
             case BadMessage():
                 self.succeeded = False
                 logger.error("job %s is poison, dead-lettered: %s", self.job_id, why)

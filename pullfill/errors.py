@@ -16,6 +16,7 @@ PullfillError
 │   └── TransferFailed     bytes could not be moved                    (retryable)
 ├── AuthFailed             a peer does not hold the cluster key, or a seal is wrong
 └── BadMessage             bytes from a wire that are not what they must be
+    └── OtherVersion       of a process that speaks another wire version
 """
 
 from __future__ import annotations
@@ -103,6 +104,10 @@ class EngineStuck(PullfillError):
 
 class BadMessage(PullfillError):
     """Network bytes failed strict decoding or a range check. Never retry them."""
+
+
+class OtherVersion(BadMessage):
+    """A message of another wire version. Processes of that version can read it."""
 
 
 class Outcome(enum.StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pullfill.errors import BadMessage, IncompatibleError
+from pullfill.errors import BadMessage, IncompatibleError, OtherVersion
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient, LeaseNotFound
 from pullfill.wire import RoleMove, RoleOrder, WorkerRecord, WorkerRole, decode, encode
@@ -97,16 +97,27 @@ async def refuse_if_incompatible(
 ) -> None:
     """Raise IncompatibleError, naming the first field that differs from a live KV worker's.
 
-    A namespace has one model, which is one of the fields.
+    A namespace has one wire version, and one model, which is one of the fields.
 
     registered: our key is in etcd. Only workers whose key is older than ours count."""
-    if record.compat is None or record.role not in _KV_ROLES:
-        return
-    for other in await live_workers(client, namespace):
-        theirs = other.record
+    found, _ = await client.get_prefix(keys.workers_prefix(namespace))
+    for kv in sorted(found, key=lambda kv: kv.create_revision):
+        try:
+            theirs = decode_worker_record(namespace, kv.key, kv.value)
+        except OtherVersion as exc:
+            who = " ".join(keys.parse_worker(namespace, kv.key) or ())
+            raise IncompatibleError(
+                f"{record.role} {record.instance_id} cannot join namespace {namespace!r}: {who} "
+                f"lives there with {exc}, or use another --namespace",
+                field="wire",
+            ) from exc
+        except BadMessage:
+            continue
         if theirs.instance_id == record.instance_id:
             if registered:
                 return
+            continue
+        if record.compat is None or record.role not in _KV_ROLES:
             continue
         if theirs.compat is None or theirs.role not in _KV_ROLES:
             continue

@@ -1,7 +1,8 @@
 """The settings at `config/router` and `config/queue`. `pullfill config` writes, others watch them.
 
 Each key holds a JSON object with any of the fields of `RouterConfig` or `QueueSettings`. A missing
-field, or a missing key, means the default.
+field, or a missing key, means the default. A field that this build does not know is ignored, with a
+warning: another build may have written it. `pullfill config` refuses it.
 
 Life: `start` → `current` changes by itself → `close`. `set` and `get_all` need no `start`.
 """
@@ -141,6 +142,8 @@ class Settings(Generic[T]):
         except ConfigError as exc:
             _log.error("settings in etcd refused, keeping the last good ones: %s", exc)
         else:
+            if isinstance(event, Put) and (strange := _unknown(event.value, self._kind)):
+                _log.warning("unknown %s settings in etcd: %s", self._root, ", ".join(strange))
             self._become(new)
 
     def _become(self, new: T) -> None:
@@ -200,8 +203,15 @@ def _from_text(kind: type[T], name: str, text: str) -> Any:
     return msgspec.to_builtins(value)
 
 
+def _unknown(value: bytes, kind: type[Message]) -> list[str]:
+    """The fields of a stored object that this build does not know."""
+    return sorted(msgspec.json.decode(value).keys() - set(kind.__struct_fields__))
+
+
 def _good_fields(value: bytes, kind: type[T]) -> dict[str, Any]:
-    """The valid fields of a stored object. So `set` also repairs a key with bad ones."""
+    """The fields of a stored object without bad values. So `set` also repairs a key with bad ones.
+
+    Fields that this build does not know stay: another build may have written them."""
     try:
         stored = msgspec.json.decode(value, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError):

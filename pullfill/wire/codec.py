@@ -1,7 +1,17 @@
 """How structs are encoded between processes, and what decides whether two workers fit.
 
-Encoding is msgpack through msgspec: strict types, unknown fields refused, no pickle. Each top-level
-message carries its version `v`. A reader raises BadMessage for any other version.
+Encoding is msgpack through msgspec: strict types, no pickle. Each top-level message carries its
+version `v`. A reader raises OtherVersion for any other version.
+
+Builds of one version work together, so within a version a struct only grows:
+
+- A reader ignores fields that it does not know. A new field is optional, and a reader that ignores
+  it still does the right thing. The first builds of version 9 refuse unknown fields. So while that
+  is the version, a new field is `T | msgspec.UnsetType = msgspec.UNSET`, which is not sent.
+- A new kind of message, or a new word of an enum, is sent only to a peer that has said in a field
+  that it knows it.
+- Whatever else changes needs a new WIRE_VERSION. Its processes have streams of their own
+  (`Compat.hash`), and none joins a namespace in which the other version lives.
 
 Sizes are in bytes. Times are in seconds, unless the name ends in `_ms`. They are durations: clocks
 of two hosts are never compared.
@@ -16,7 +26,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pullfill.errors import BadMessage
+from pullfill.errors import BadMessage, OtherVersion
 
 WIRE_VERSION = 9
 
@@ -30,8 +40,14 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all wire structs."""
+
+
+class _Versioned(msgspec.Struct):
+    """The part of a top-level message that every version has."""
+
+    v: int
 
 
 T = TypeVar("T")
@@ -43,11 +59,25 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
-    """Strictly decode `data` as `kind`. Raises BadMessage (never a msgspec error)."""
+    """Decode `data` as `kind`. Raises OtherVersion or BadMessage (never a msgspec error)."""
     try:
         return _decoder(kind).decode(data)  # type: ignore[no-any-return, arg-type]
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise BadMessage(f"not a valid {getattr(kind, '__name__', kind)}: {exc}") from exc
+        raise _bad(data, str(getattr(kind, "__name__", kind)), exc) from exc
+
+
+def _bad(data: bytes | bytearray | memoryview, name: str, exc: Exception) -> BadMessage:
+    """Return what to raise for bytes that cannot be decoded."""
+    try:
+        version = _decoder(_Versioned).decode(data).v
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        version = WIRE_VERSION
+    if version == WIRE_VERSION:
+        return BadMessage(f"not a valid {name}: {exc}")
+    return OtherVersion(
+        f"wire version {version}, but this pullfill speaks version {WIRE_VERSION}: run the same "
+        "release everywhere in a namespace"
+    )
 
 
 def decoder(kind: Any) -> Callable[[bytes], Any]:
@@ -60,7 +90,7 @@ def decoder(kind: Any) -> Callable[[bytes], Any]:
         try:
             return known.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-            raise BadMessage(f"not a valid {name}: {exc}") from exc
+            raise _bad(data, name, exc) from exc
 
     return decode_one
 
@@ -98,11 +128,14 @@ class Compat(Message, frozen=True, kw_only=True):
     kv_scales: str
     kv_groups: str
 
-    def hash(self) -> str:
-        """16 hex digits over all fields; names the job stream."""
+    def hash(self, version: int = WIRE_VERSION) -> str:
+        """16 hex digits over all fields. From wire version 10 on, the version comes first: `v10-…`.
+
+        It names the job stream. So only workers that fit, and can read each other, share one."""
         import hashlib
 
-        return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
+        return digest if version == 9 else f"v{version}-{digest}"  # 9: builds before had no prefix
 
     def differs_from(self, other: Compat) -> list[tuple[str, object, object]]:
         """(field, ours, theirs) for each field that differs."""

@@ -47,7 +47,6 @@ def swapped_tokens(body: bytes) -> bytes:
     [
         (lambda body: b"\xc1" * 40, Outcome.JOB_GONE),
         (lambda body: body[:-1], Outcome.JOB_GONE),
-        (forged(v=WIRE_VERSION + 1), Outcome.JOB_GONE),
         (forged(token_ids=b""), Outcome.JOB_GONE),
         (forged(token_ids=b"abc"), Outcome.JOB_GONE),
         (forged(job_id="another"), Outcome.JOB_GONE),
@@ -58,7 +57,7 @@ def swapped_tokens(body: bytes) -> bytes:
         (forged(block_size=16), Outcome.PREFILL_FAILED),
     ],
     ids=[
-        "noise", "cut", "version", "no-tokens", "odd-tokens", "job-id", "tokens", "more-tokens",
+        "noise", "cut", "no-tokens", "odd-tokens", "job-id", "tokens", "more-tokens",
         "blocks", "hit", "block-size",
     ],
 )  # fmt: skip
@@ -91,6 +90,24 @@ async def test_poison_and_forgery_write_nothing(
         assert decode.right(again), "the worker lives"
         await cluster.check_clean()
         assert prefill.runner.completed == 1
+
+
+async def test_a_job_of_another_wire_version_is_left_to_a_worker_that_can_read_it(
+    tmp_path: Path,
+) -> None:
+    newer = forged(v=WIRE_VERSION + 1)
+    async with Cluster(tmp_path, wrap=lambda inner: Tampered(inner, newer)) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill()
+        served = decode.send(prompt(20))
+        job = cluster.queue.job
+        await until(lambda: (one := job(1)) is not None and one.deliveries and not one.in_flight)
+        await prefill.puller.stop()
+        [delivery] = await cluster.queue.consumer().pull(1, 1, 30.0)
+        assert delivery.number == 2
+        assert not cluster.queue.dead
+        await delivery.ack()
+        await settled(served)
+        await cluster.check_clean()
 
 
 async def test_a_prompt_longer_than_the_worker_takes_is_local_and_no_poison(tmp_path: Path) -> None:

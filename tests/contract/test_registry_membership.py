@@ -6,6 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pullfill.errors import (
@@ -19,7 +20,15 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.orders import live_workers, order_role, revoke_worker
 from pullfill.registry.watch import Put, watch_prefix
-from pullfill.wire import RoleOrder, WorkerRecord, WorkerRole, WorkerState, decode, encode
+from pullfill.wire import (
+    WIRE_VERSION,
+    RoleOrder,
+    WorkerRecord,
+    WorkerRole,
+    WorkerState,
+    decode,
+    encode,
+)
 from tests.support.etcd import EtcdServer
 from tests.support.workers import compat, eventually, member, record, region
 
@@ -135,6 +144,24 @@ async def test_another_model(client: EtcdClient, ns: str) -> None:
     await frontend.join()
     for one in (old, frontend):
         await one.leave()
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill", "frontend"])
+async def test_a_process_of_another_wire_version_does_not_join(
+    client: EtcdClient, ns: str, role: str
+) -> None:
+    """It cannot read the record of the other, so it must see at least that there is one."""
+    newer = msgspec.msgpack.encode({"v": WIRE_VERSION + 1, "all": "else differs"})
+    await client.put(keys.worker(ns, "decode", "garbage"), b"\xc1")
+    joiner = member(client, ns, f"{role}-1", changes={"role": role})
+    await joiner.join()
+    await joiner.leave()
+    await client.put(keys.worker(ns, "decode", "newer"), newer)
+    with pytest.raises(
+        IncompatibleError, match=rf"{role}-1 cannot join .*: decode newer.*: run the"
+    ):
+        await joiner.join()
+    assert not await registered(client, ns)
 
 
 async def test_of_two_at_the_same_moment_one_leaves(

@@ -33,7 +33,7 @@ from pullfill.transfer.shm.peer import ShmTransport
 from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, u32
 from pullfill.wire.codec import encode
 from tests.support.fuzz import EXAMPLES, explore, mutated
-from tests.unit.core.test_wire_fuzz import example
+from tests.support.wire_examples import example
 
 ACK = "$JS.ACK.S.prefill.1.2.3.1700000000000000000.0"
 TEXT = st.one_of(

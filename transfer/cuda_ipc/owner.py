@@ -22,7 +22,7 @@ from pullfill.transfer.shm.owner import FenceOwner
 _Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
-class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
     """GPU memory of one process, as any other process of this host can map it.
 
     handle: the IPC handle of the whole allocation.

@@ -38,7 +38,7 @@ _SWEPT_S = 5.0
 _OPEN = os.O_NONBLOCK | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """What an owner publishes for peers that map its memory: `RegionDescriptor.endpoints[NAME]`, as
     JSON. It names the fence file by its path and by the inode that must be there."""
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import struct
-from typing import Any, Union, get_args
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,53 +22,7 @@ from pullfill.wire import u32
 from pullfill.wire.codec import decode, encode
 from tests.support import framing
 from tests.support.fuzz import EXAMPLES, explore, little_memory, mutated
-
-
-def _structs() -> list[type[msgspec.Struct]]:
-    found = {
-        kind
-        for module in (wire, front_wire)
-        for kind in vars(module).values()
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not wire.Message
-    }
-    return sorted(found, key=lambda kind: kind.__name__)
-
-
-STRUCTS = _structs()
-
-
-def _value(kind: Any) -> Any:
-    """Some valid value of a field's type."""
-    kind = getattr(kind, "__value__", kind)
-    text = str(kind)
-    if kind == wire.Version:
-        return wire.WIRE_VERSION
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return example(kind)
-    if "bytes" in text:
-        return b"n" * 32
-    if get_args(kind) and not hasattr(kind, "__metadata__"):
-        origin = getattr(kind, "__origin__", Union)
-        if origin is list:
-            return [_value(get_args(kind)[0])]
-        if origin is tuple:
-            return tuple(_value(part) for part in get_args(kind) if part is not ...)
-        if origin is dict:
-            return {"k": "v"}
-        return _value(get_args(kind)[0])
-    if hasattr(kind, "__metadata__"):
-        return _value(kind.__origin__)
-    if isinstance(kind, type) and issubclass(kind, str) and kind is not str:
-        return next(iter(kind))  # type: ignore[call-overload]
-    return {int: 1, float: 1.0, str: "id", bool: True}[kind]
-
-
-def example(kind: type[msgspec.Struct]) -> msgspec.Struct:
-    """A valid message of `kind` with every field set."""
-    import typing
-
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return kind(**{name: _value(hints[name]) for name in kind.__struct_fields__})
+from tests.support.wire_examples import STRUCTS, example
 
 
 def test_there_is_an_example_of_every_struct() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from pullfill.errors import ConfigError
 from pullfill.registry import settings
+from pullfill.registry.watch import Put
 from pullfill.wire import QueueSettings, RouterConfig
 
 
@@ -17,11 +18,21 @@ def test_settings_parse() -> None:
         b'{"policy":"sometimes"}': "policy.*always_local",
         b'{"remote_timeout_s":0}': "remote_timeout_s.*more than 0",
         b'{"max_local_prefill_length":"7"}': "max_local_prefill_length.*whole number",
-        b'{"polcy":"conditional"}': "polcy",
         b"\xff": "router settings",
     }.items():
         with pytest.raises(ConfigError, match=told):
             settings.parse(bad, RouterConfig)
+
+
+def test_what_another_build_has_written_is_kept_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody can type it: `pullfill config` finds no such setting."""
+    stored = b'{"polcy":"conditional","hedge":true}'
+    watched = settings.Settings(None, "ns", RouterConfig)  # type: ignore[arg-type]
+    watched._on_event(Put(b"/pullfill/ns/config/router", stored, 1))
+    assert watched.current == RouterConfig(hedge=True)
+    assert "unknown router settings in etcd: polcy" in caplog.text
+    with pytest.raises(ConfigError, match=r"'router\.polcy' \(did you mean router\.policy"):
+        settings.find("router.polcy")
 
 
 @pytest.mark.parametrize("kind", [RouterConfig, QueueSettings])
@@ -52,8 +63,8 @@ def test_settings_bad_text_names_the_setting_and_what_is_allowed(name: str, text
 
 
 def test_setting_one_field_repairs_a_bad_key() -> None:
-    stored = b'{"policy":"nonsense","max_prefill_queue_size":9,"who":1}'
-    assert settings._good_fields(stored, RouterConfig) == {"max_prefill_queue_size": 9}
+    stored = b'{"policy":"nonsense","max_prefill_queue_size":9,"newer":1}'
+    assert settings._good_fields(stored, RouterConfig) == {"max_prefill_queue_size": 9, "newer": 1}
     assert settings._good_fields(b"[]", RouterConfig) == {}
     with pytest.raises(ConfigError, match=r"router\.policy"):
         settings.find("router.colour")

@@ -1,0 +1,58 @@
+"""Builds of one wire version work together, both ways; those of another one are told apart."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+
+import msgspec
+import pytest
+
+from pullfill.errors import OtherVersion
+from pullfill.queue.names import Names
+from pullfill.wire import WIRE_VERSION, Compat, PrefillJob
+from pullfill.wire.codec import decode, decoder, encode
+from tests.support.wire_examples import RECORDS, STRUCTS, example, required
+
+OLD = msgspec.json.decode((RECORDS / f"wire-{WIRE_VERSION}.json").read_bytes())
+"""What the first builds of this version say, and how they read. They refuse unknown fields."""
+KINDS = {kind.__name__: kind for kind in STRUCTS}
+OF_OLD = sorted(OLD["messages"])
+
+
+@pytest.mark.parametrize("name", OF_OLD)
+def test_what_the_first_build_says_is_read(name: str) -> None:
+    for told in map(b64decode, OLD["messages"][name]):
+        read = msgspec.msgpack.decode(encode(decode(told, KINDS[name])))
+        assert msgspec.msgpack.decode(told).items() <= read.items()
+
+
+@pytest.mark.parametrize("name", OF_OLD)
+def test_the_first_build_reads_what_is_said(name: str) -> None:
+    """As long as no field is set that it does not know."""
+    import jsonschema
+
+    kind, known = KINDS[name], OLD["schemas"][name]["properties"]
+    schema = {"$ref": f"#/schemas/{name}", "schemas": OLD["schemas"]}
+    for fields in (set(known) & set(kind.__struct_fields__), required(kind)):
+        message = msgspec.json.decode(msgspec.json.encode(example(kind, fields)))
+        jsonschema.validate(message, schema)
+
+
+@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
+def test_unknown_fields_are_ignored(kind: type[msgspec.Struct]) -> None:
+    fields = msgspec.msgpack.decode(encode(example(kind))) | {"new": {"of": ["any", "type"]}}
+    assert decode(msgspec.msgpack.encode(fields), kind) == example(kind)
+
+
+def test_another_version_is_told_apart() -> None:
+    newer = msgspec.msgpack.encode({"v": WIRE_VERSION + 1, "all": "else differs"})
+    for read in (lambda data: decode(data, PrefillJob), decoder(PrefillJob)):
+        with pytest.raises(OtherVersion, match=f"{WIRE_VERSION + 1}, but .* {WIRE_VERSION}: run"):
+            read(newer)
+
+
+def test_each_version_has_a_stream_of_its_own() -> None:
+    compat = example(Compat)
+    assert isinstance(compat, Compat)
+    assert Names("ns", compat.hash()).stream == OLD["stream"]
+    assert Names("ns", compat.hash(10)).stream == f"PULLFILL-ns-v10-{compat.hash(9)}"
