@@ -7,11 +7,13 @@ import struct
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pullfill.errors import ClaimRefused, Outcome, PeerUnavailable
 from pullfill.net import frames
 from pullfill.runtime import metrics
 from pullfill.wire import (
+    WIRE_VERSION,
     Claim,
     DrainAck,
     GiveUp,
@@ -117,6 +119,12 @@ async def test_nobody_commits_in_anothers_name(decode: Decode, connect: Any, raw
     raw.say(commit_of(grant, rid=8))
     assert not (await raw.hear()).ok
     assert (await prefill.commit(grant)).ok
+
+
+async def test_another_wire_version_is_told_goodbye(raw: Raw) -> None:
+    raw.say(replace(hello(), v=WIRE_VERSION + 1))
+    assert f"wire version {WIRE_VERSION + 1}, but" in (await raw.hear()).reason
+    assert await raw.ended()
 
 
 async def test_another_compatibility_hash_is_told_goodbye(decode: Decode, raw: Raw) -> None:

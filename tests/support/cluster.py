@@ -115,10 +115,11 @@ class Cluster:
         nats: str = "",
         namespace: str = "",
         address: str = "127.0.0.1",
+        program: Sequence[str] = (),
     ) -> Worker:
         """Start one process; does not wait. nats: another address of the server, as through a
         proxy. namespace: the network namespace it runs in (`Zygote.spawn`). address: where a
-        frontend answers."""
+        frontend answers. program: the `pullfill` command of another build."""
         number = sum(w.role == role for w in self.workers)
         log = self.directory / f"{role}-{number}.log"
         cores = os.cpu_count() or 1
@@ -145,13 +146,13 @@ class Cluster:
         command += extra
         log.touch()
         process: subprocess.Popen[bytes] | Forked
-        if self.forked:
+        if self.forked and not program:
             process = zygote().spawn(command, full, log, namespace)
         else:
             assert not namespace, "only forked workers enter a namespace"
             with log.open("ab") as out:
                 process = subprocess.Popen(
-                    [*PULLFILL, *command],
+                    [*(program or PULLFILL), *command],
                     env=full,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
