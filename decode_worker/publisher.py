@@ -75,7 +75,11 @@ class Publisher:
             await asyncio.sleep(_LOOK_S)
             if not (waiting := self._ledger.unclaimed()):
                 continue
-            gone = await self._queue.gone(waiting)
+            try:
+                gone = await self._queue.gone(waiting)
+            except Exception:  # without this task such jobs would wait for the claim timeout
+                logger.exception("an answer of the job queue could not be handled")
+                continue
             if ours := [r for receipt in gone if (r := self._ledger.message_gone(receipt.job_id))]:
                 logger.warning(
                     "%d jobs are gone from the queue, deleted or dead (`pullfill queue dead`). "

@@ -167,10 +167,10 @@ async def test_a_job_whose_message_is_gone_is_local(
         assert trace is not None
         assert trace.fallback == "job_gone"
         assert "1 jobs are gone from the queue" in caplog.text
-        await consumer.close()
         if beside:
             assert older.loaded is None
             await held.nak()
+        await consumer.close()
         prefill.puller.start()
         await until(lambda: decode.producer.available)
         last = decode.send(prompt(20, seed=3))

@@ -285,6 +285,19 @@ async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
     assert producer.available
 
 
+async def test_beyond_many_holes_only_the_first_message_says_what_is_gone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pullfill.queue.producer.MAX_HOLES", 0)
+    producer, _ = pair
+    first, second, third = [await publish_when_available(producer, name) for name in "abc"]
+    await producer.cancel(second)
+    assert await producer.gone([first, second, third]) == [second]
+    assert await producer.gone([first, second, third]) == []
+    await producer.cancel(first)
+    assert await producer.gone([first, second, third]) == [first, second]
+
+
 async def test_a_late_original_cannot_follow_its_own_removal(pair: Pair) -> None:
     """The void publish takes the job id, so the original is the duplicate when it comes late."""
     producer, consumer = pair
