@@ -128,6 +128,16 @@ FRONTEND_NAMES = {
         "BaseRenderer.default_cmpl_tok_params",
         "BaseRenderer.default_chat_tok_params",
     ),
+    "vllm.entrypoints.openai.responses.serving": (
+        "OpenAIServingResponses._generate_with_builtin_tools",
+        "OpenAIServingResponses._convert_generation_error_to_streaming_response",
+        "OpenAIServingResponses._run_background_request",
+        "OpenAIServingResponses.responses_background_stream_generator",
+        "OpenAIServingResponses.responses_stream_generator",
+        "OpenAIServingResponses.create_error_response",
+    ),
+    "vllm.entrypoints.anthropic.serving": ("AnthropicServingMessages.message_stream_converter",),
+    "vllm.v1.engine.input_processor": ("InputProcessor.process_inputs",),
     "vllm.v1.metrics.loggers": (
         "PrometheusStatLogger.record",
         "load_stat_logger_plugin_factories",

@@ -150,7 +150,7 @@ class FrontApp:
         from vllm.entrypoints.launchers.app import build_app
         from vllm.v1.executor import Executor
 
-        from pullfill.engine import front_errors
+        from pullfill.engine import front_errors, front_streams
         from pullfill.engine.front_client import DecodeClient, FrontLLM
         from pullfill.engine.front_stats import LateStats, stat_loggers
 
@@ -169,6 +169,7 @@ class FrontApp:
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
         front_errors.settle(app.state)
+        front_streams.tell_failures(app.state, engine)
         app.state.server = _NoServer()
         look_up_first(app, HOT_PATHS)
         # As in an engine: vLLM asks for environment variables at each token.

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from vllm.exceptions import (
     VLLMClientError,
     VLLMValidationError,
 )
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM, InputStreamError
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -79,33 +81,72 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
         most = max(getattr(envs, "VLLM_MAX_COMPLETION_PROMPTS", 1024), envs.VLLM_MAX_N_SEQUENCES)
         if why := request_limits.why_too_many(sampling_params.n, most):
             raise VLLMValidationError(why)
-        return super().generate(prompt, sampling_params, request_id, **kwargs)
+        streamed = sampling_params.output_kind is RequestOutputKind.DELTA
+        if streamed:
+            self.check(request_id, prompt, sampling_params, kwargs.get("lora_request"))
+        outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
+        if streamed and sampling_params.n > 1 and sampling_params.prompt_logprobs is not None:
+            return _with_prompt_logprobs(outputs)
+        return outputs
+
+    def check(self, request_id: str, prompt: Any, params: Any, lora_request: Any = None) -> None:
+        """Raise what `add_request` would raise for a rendered prompt and these parameters.
+
+        Call it before a stream begins. Nothing is submitted."""
+        with _told(request_id):
+            _settle(params)
+            if isinstance(prompt, dict) and "type" in prompt:
+                tasks = self.engine_core.supported_tasks()
+                self.input_processor.process_inputs(
+                    request_id, prompt, params, supported_tasks=tasks, lora_request=lora_request
+                )
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         request_limits.submitted()
-        try:
-            request_targets.apply(params)
-            if why := request_limits.why_refused(params):
-                raise VLLMValidationError(why)
+        with _told(request_id, InputStreamError):
+            _settle(params)
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
-        except (VLLMClientError, GracefulHTTPError, EngineDeadError):
-            raise
-        except Exception as exc:
-            if fault_of(exc) is Fault.REQUEST:
-                _log.warning("request %s is refused: %s", request_id[:MAX_TEXT], exc)
-                raise VLLMValidationError(
-                    f"the request has a value that cannot be used ({type(exc).__name__}: {exc})"
-                ) from exc
-            _log.exception("request %s could not be taken in", request_id[:MAX_TEXT])
-            raise _passed(failure(explained(exc, "the frontend"), Fault.OURS)) from exc
 
 
-def _passed(exc: Exception) -> Exception:
-    """Return what makes `AsyncLLM.generate` raise this error. It replaces most others."""
-    found: Exception = InputStreamError(exc)
-    return found
+def _settle(params: Any) -> None:
+    """Add the targets of the HTTP request. Raises VLLMValidationError."""
+    request_targets.apply(params)
+    if why := request_limits.why_refused(params):
+        raise VLLMValidationError(why)
+
+
+@contextmanager
+def _told(
+    request_id: str, passed: Callable[[Exception], Exception] = lambda exc: exc
+) -> Iterator[None]:
+    """Raise VLLMValidationError for what the request is to blame for, else our own error.
+
+    passed: what makes the caller raise that error. `AsyncLLM.generate` replaces most others."""
+    try:
+        yield
+    except (VLLMClientError, GracefulHTTPError, EngineDeadError):
+        raise
+    except Exception as exc:
+        if fault_of(exc) is Fault.REQUEST:
+            _log.warning("request %s is refused: %s", request_id[:MAX_TEXT], exc)
+            raise VLLMValidationError(
+                f"the request has a value that cannot be used ({type(exc).__name__}: {exc})"
+            ) from exc
+        _log.exception("request %s could not be taken in", request_id[:MAX_TEXT])
+        raise passed(failure(explained(exc, "the frontend"), Fault.OURS)) from exc
+
+
+async def _with_prompt_logprobs(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """Repeat the log probabilities of the prompt in each output of a stream with several choices.
+
+    vLLM has them only in the first output of each choice, and loses them when it merges that with
+    an output of another choice. But its completions echo the prompt once for each choice."""
+    found = None
+    async for output in outputs:
+        found = output.prompt_logprobs = output.prompt_logprobs or found
+        yield output
 
 
 class DecodeClient(EngineCoreClient):  # type: ignore[misc]
@@ -214,8 +255,11 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
 
     # ---------------------------------------------------------------- utilities
 
-    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+    def supported_tasks(self) -> tuple[str, ...]:
         return self._port.supported_tasks() or ("generate",)
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return self.supported_tasks()
 
     async def _all(self, method: str, *args: Any, slow: bool = False) -> list[Any]:
         timeout = SLOW_UTILITY_TIMEOUT_S if slow else UTILITY_TIMEOUT_S

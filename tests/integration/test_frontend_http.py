@@ -158,16 +158,47 @@ async def test_a_client_that_goes_away_aborts_at_the_worker(served: Served) -> N
         await until(lambda: len(fake.aborted) == 1)
 
 
-@pytest.mark.parametrize("n", [1, 3])
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 500}
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hello", "max_tokens": 500},
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT,
+    "/v1/responses": {"input": "hello"},
+}
+"""A body for each path that can stream."""
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "vllm_xargs": ({"vllm_xargs": {"ttft_ms": -1}}, "must be a number of milliseconds"),
+    "regex": ({"structured_outputs": {"regex": "(("}}, "regex"),
+    "schema": ({"structured_outputs": {"json": {"type": "x"}}}, "Invalid type"),
+    "logit_bias": ({"logit_bias": {"99999999": 1}}, "99999999"),
+}
+
+
+@pytest.mark.parametrize("path", [path for path in STREAMS if path != "/v1/messages"])
+async def test_a_bad_value_is_refused_before_the_stream_begins(served: Served, path: str) -> None:
+    fake = FakeDecode("decode-1", model="m", max_model_len=512)
+    async with workers(served, fake) as http:
+        for name, (bad, why) in BAD.items():
+            body = {"model": "m", "stream": True, **STREAMS[path], **bad}
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 400, (name, answer.text)
+            assert why in answer.json()["error"]["message"]
+        assert not fake.added
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [*((path, {}) for path in STREAMS), ("/v1/completions", {"n": 3}),
+     ("/v1/responses", {"seed": 1})],
+)  # fmt: skip
 async def test_a_worker_lost_mid_stream_ends_the_stream_with_its_name(
-    served: Served, n: int
+    served: Served, path: str, more: dict[str, Any]
 ) -> None:
     fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.01)
     async with workers(served, fake) as http:
-        body = {"model": "m", "prompt": "hello", "max_tokens": 500, "stream": True, "n": n}
-        events = []
-        lost_at = 0.0
-        async with http.stream("POST", "/v1/completions", json=body) as response:
+        body = {"model": "m", "stream": True, **STREAMS[path], **more}
+        events, lost_at = list[str](), 0.0
+        async with http.stream("POST", path, json=body) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data: "):
                     events.append(line.removeprefix("data: "))
@@ -175,10 +206,19 @@ async def test_a_worker_lost_mid_stream_ends_the_stream_with_its_name(
                     lost_at = time.monotonic()
                     await asyncio.to_thread(fake.die)
         assert time.monotonic() - lost_at < 5.0
-        error = json.loads(events[-2])["error"]
-        assert error["code"] == 503
+        if path in ("/v1/completions", "/v1/chat/completions"):
+            assert events.pop() == "[DONE]"
+        last = json.loads(events[-1])
+        error = last["response"]["error"] if path == "/v1/responses" else last["error"]
         assert "decode-1 was lost" in error["message"]
-        assert events[-1] == "[DONE]"
+        if path == "/v1/messages":
+            assert last["type"] == "error"
+        elif path == "/v1/responses":
+            assert (last["type"], error["code"]) == ("response.failed", "server_error")
+            assert last["response"]["status"] == "failed"
+            assert last["sequence_number"] == len(events) - 1
+        else:
+            assert error["code"] == 503
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -103,11 +103,28 @@ async def test_prompts_times_n_of_an_http_request_are_bounded_before_any_is_subm
     llm = front_client.FrontLLM.__new__(front_client.FrontLLM)
     request_limits.begin()
     for number in range(1024):  # as many prompts as vLLM takes
-        llm.generate("p", SimpleNamespace(n=1), f"r-{number}")
+        llm.generate("p", SimpleNamespace(n=1, output_kind=None), f"r-{number}")
     with pytest.raises(front_client.VLLMValidationError, match="more than 1024 answers"):
-        llm.generate("p", SimpleNamespace(n=1), "r-1024")
+        llm.generate("p", SimpleNamespace(n=1, output_kind=None), "r-1024")
     request_limits.begin()
     for number in range(8):
-        llm.generate("p", SimpleNamespace(n=128), f"s-{number}")
+        llm.generate("p", SimpleNamespace(n=128, output_kind=None), f"s-{number}")
     with pytest.raises(front_client.VLLMValidationError, match="more than 1024 answers"):
-        llm.generate("p", SimpleNamespace(n=2), "s-8")
+        llm.generate("p", SimpleNamespace(n=2, output_kind=None), "s-8")
+
+
+async def test_each_choice_of_a_stream_finds_the_log_probabilities_of_the_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM loses them when it merges the first output of one choice with one of another choice."""
+    kind = front_client.RequestOutputKind.DELTA
+
+    async def generate(*_: Any) -> AsyncIterator[Any]:
+        for logprobs in ([None, {7: -0.5}], [], []):
+            yield SimpleNamespace(prompt_logprobs=logprobs)
+
+    monkeypatch.setattr(front_client.AsyncLLM, "generate", generate)
+    llm = front_client.FrontLLM.__new__(front_client.FrontLLM)
+    params = SimpleNamespace(n=3, output_kind=kind, prompt_logprobs=2, extra_args=None)
+    outputs = [output.prompt_logprobs async for output in llm.generate("p", params, "r")]
+    assert outputs == [[None, {7: -0.5}]] * 3

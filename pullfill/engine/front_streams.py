@@ -1,0 +1,116 @@
+"""How a stream of vLLM's Responses and Messages API ends when its request fails: with an event of
+that API that says why.
+
+vLLM's completions and chat do so themselves. Its Responses API cannot print an error and cuts the
+connection. Its Messages API tells that it cannot read chat's error. `tell_failures` wraps their
+handlers. It is called once, before the app serves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from openai.types.responses import ResponseFailedEvent
+from vllm.exceptions import VLLMError
+
+from pullfill.runtime import log
+
+_log = log.get("engine.front_streams")
+_ERROR = 'data: {"error"'
+"""Begins the event with which a stream of chat ends if its request fails."""
+
+
+class Checks(Protocol):
+    def check(self, request_id: str, prompt: Any, params: Any, lora_request: Any) -> None:
+        """See FrontLLM."""
+
+
+def tell_failures(state: Any, engine: Checks) -> None:
+    """Wrap the handlers in the state of vLLM's app. engine: refuses requests."""
+    _of_responses(state.openai_serving_responses, engine)
+    _of_messages(state.anthropic_serving_messages)
+
+
+def _of_responses(handler: Any, engine: Checks) -> None:
+    generate, stream = handler._generate_with_builtin_tools, handler.responses_stream_generator
+    follow, run = handler.responses_background_stream_generator, handler._run_background_request
+
+    def checked(request_id: str, engine_input: Any, sampling_params: Any, **more: Any) -> Any:
+        # The stream begins before its request is submitted. Here its client can still get 400.
+        engine.check(request_id, engine_input, sampling_params, more.get("lora_request"))
+        return generate(
+            request_id=request_id, engine_input=engine_input, sampling_params=sampling_params,
+            **more,
+        )  # fmt: skip
+
+    def failed(request: Any, exc: Exception) -> dict[str, Any]:
+        """Return what a failed response says, and keep it if the response is stored."""
+        if not isinstance(exc, VLLMError):
+            _log.exception("response %s failed", request.request_id)
+        error = handler.create_error_response(exc).error
+        # OpenAI has no code that is nearer to a bad request.
+        code = "server_error" if error.code >= 500 else "invalid_prompt"
+        said = {"status": "failed", "error": {"code": code, "message": error.message}}
+        if stored := handler.response_store.get(request.request_id):
+            for name, value in said.items():
+                setattr(stored, name, value)
+        return said
+
+    def raised(exc: Exception) -> str:
+        raise exc  # vLLM would make an event of it that it then cannot read
+
+    async def streamed(request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        response, count = None, 0
+        try:
+            async for event in stream(request, *args, **kwargs):
+                response, count = response or event.response, count + 1
+                yield event
+        except Exception as exc:
+            if response is None:
+                raise
+            said = response.model_dump(mode="json", by_alias=True) | failed(request, exc)
+            yield ResponseFailedEvent.construct(
+                type="response.failed", sequence_number=count, response=said
+            )
+
+    async def followed(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async for event in follow(*args, **kwargs):
+            yield event
+            if event.type == "response.failed":
+                return  # vLLM would wait for more events for ever
+
+    async def ran(request: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            await run(request, *args, **kwargs)
+        except Exception as exc:
+            failed(request, exc)
+
+    handler._generate_with_builtin_tools = checked
+    handler.responses_stream_generator = streamed
+    handler.responses_background_stream_generator = followed
+    handler._run_background_request = ran
+    handler._convert_generation_error_to_streaming_response = raised
+
+
+def _of_messages(handler: Any) -> None:
+    convert = handler.message_stream_converter
+
+    async def told(chat: AsyncIterator[str]) -> AsyncIterator[str]:
+        error: dict[str, Any] = {}
+
+        async def good() -> AsyncIterator[str]:
+            async for event in chat:
+                if event.startswith(_ERROR):
+                    error.update(json.loads(event.removeprefix("data: "))["error"])
+                    return
+                yield event
+
+        async for event in convert(good()):
+            yield event
+        if error:
+            told = {"type": "error", "error": {key: error[key] for key in ("type", "message")}}
+            yield f"event: error\ndata: {json.dumps(told)}\n\n"
+
+    handler.message_stream_converter = told
