@@ -6,11 +6,14 @@ as open or serving is administrative. So a route that a later vLLM adds is close
 Without an admin key, administrative routes answer only to clients on this machine: a peer on a
 loopback address, without headers of a proxy or of a browser page.
 
+A key comes as `Authorization: Bearer KEY`, or as `x-api-key: KEY`, which Anthropic's clients send.
+The routes behind get the former. `follow` takes new keys while the frontend serves.
+
 The live page is administrative, and a browser cannot send what other clients send. So for its
 paths, which only read:
 
 - A key may come as the password of HTTP Basic, which the browser asks for. The routes behind get it
-  as a Bearer key.
+  as a Bearer key, too.
 - On this machine a page of this frontend may ask, too. It must have come by a loopback name, or
   a page of another site could point its own name at this machine.
 
@@ -23,14 +26,16 @@ The check runs once per request, in front of everything else.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hmac
 import ipaddress
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
+from pullfill.errors import ConfigError
 from pullfill.frontend import metrics
 from pullfill.frontend.admission import (
     ENGINE_PATHS,
@@ -43,6 +48,15 @@ from pullfill.frontend.admission import (
     route_of,
 )
 from pullfill.net import http_proof
+from pullfill.runtime import log
+from pullfill.wire import MAX_TEXT
+
+_log = log.get("frontend.http_auth")
+
+Keys = tuple[Sequence[str], Sequence[str]]
+"""The keys of clients, and those of administrators."""
+LOOK_S = 1.0
+"""Pause between two looks at the files of keys, as at `--servers-file`."""
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/metrics", "/metrics/"})
 SERVING_PATHS = ENGINE_PATHS | TEXT_PATHS | {
@@ -58,6 +72,7 @@ _SPOKEN_FOR_PREFIXES = (b"x-forwarded-", b"x-envoy-")
 _OF_PAGE = frozenset({(b"sec-fetch-site", b"none"), (b"sec-fetch-site", b"same-origin")})
 """What a browser says of an address that its user has typed, and of what a page asks of its own."""
 _LOOPBACK_NAME = re.compile(rb"(?i)(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
+_KINDS = {401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError"}
 _CHALLENGE = ((b"www-authenticate", b'Basic realm="pullfill", charset="UTF-8"'),)
 
 
@@ -67,19 +82,52 @@ class HttpAuth:
     api_keys: one of these opens the serving routes. Empty: serving routes need no key.
     admin_keys: one of these opens all routes.
     root_path: prefix that the app removes from paths. It is set in each request's scope.
+    known: whether the app has a route for an HTTP request. Others get 404.
     """
 
     def __init__(
         self,
         app: App,
-        api_keys: Iterable[str],
-        admin_keys: Iterable[str],
+        api_keys: Sequence[str],
+        admin_keys: Sequence[str],
         root_path: str = "",
+        known: Callable[[Scope], bool] = lambda _: True,
     ) -> None:
         self._app = app
         self._root_path = root_path
+        self._known = known
+        # To look through all routes takes long, and most requests are for these.
+        self._present = frozenset(
+            path
+            for path in SERVING_PATHS | OPEN_PATHS
+            if known({"type": "http", "method": "GET", "path": path})
+        )
+        self._take(api_keys, admin_keys)
+
+    def _take(self, api_keys: Sequence[str], admin_keys: Sequence[str]) -> None:
+        self._keys: Keys = api_keys, admin_keys
         self._api = [http_proof.digest(key.encode()) for key in api_keys]
         self._admin = [http_proof.digest(key.encode()) for key in admin_keys]
+
+    async def follow(self, read: Callable[[], Keys], every_s: float = LOOK_S) -> None:
+        """Take the keys that `read` returns whenever they are new. Runs until cancelled.
+
+        read: called in a thread. Raises ConfigError if files cannot be used: the last good keys
+        stay."""
+        last, trouble = self._keys, ""
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                now = await asyncio.to_thread(read)
+            except ConfigError as exc:
+                if trouble != (trouble := str(exc)):
+                    _log.warning("%s; the last good keys stay", trouble)
+                continue
+            # Two reads in a row are the same, or the file is just being written.
+            if now == last != self._keys:
+                self._take(*now)
+                _log.info("took new keys: %d for clients, %d for administrators", *map(len, now))
+            last, trouble = now, ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, page = 0, False
@@ -89,17 +137,23 @@ class HttpAuth:
             page = _is_page(scope)
             if page:
                 _use_password(scope)
+            _use_api_key(scope)
             status, why = self._judge(scope, page)
+            path = route_of(scope)
+            # Not before the key is right: without it nobody learns which routes there are.
+            if status != 401 and scope["type"] == "http" and path not in self._present:
+                if not self._known(scope):
+                    status, why = 404, f"this frontend has no route {path[:MAX_TEXT]}"
         if not status:
             await self._app(scope, receive, send)
             return
-        metrics.AUTH_REFUSED.labels(str(status)).inc()
+        if status != 404:
+            metrics.AUTH_REFUSED.labels(str(status)).inc()
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": why})
         else:
-            kind = "AuthenticationError" if status == 401 else "PermissionDeniedError"
             challenge = _CHALLENGE if status == 401 and page else ()
-            await respond(send, status, why, kind, headers=challenge)
+            await respond(send, status, why, _KINDS[status], headers=challenge)
 
     def _judge(self, scope: Scope, page: bool) -> tuple[int, str]:
         """Return (0, "") if the request may pass, else the HTTP status and the message."""
@@ -110,7 +164,10 @@ class HttpAuth:
         if _any(shown, self._admin):
             return 0, ""
         if self._api and not _any(shown, self._api) and not self._proven(scope, path):
-            return 401, "this frontend wants an API key: send `Authorization: Bearer KEY`"
+            return 401, (
+                "this frontend wants an API key: send `Authorization: Bearer KEY` or "
+                "`x-api-key: KEY`"
+            )
         if path in SERVING_PATHS or path.startswith(SERVING_PREFIXES):
             return 0, ""
         if self._admin and page:
@@ -177,6 +234,16 @@ def _use_password(scope: Scope) -> None:
             value = b"Bearer " + password
         headers.append((name, value))
     scope["headers"] = headers
+
+
+def _use_api_key(scope: Scope) -> None:
+    """Turn `x-api-key` into a Bearer key, unless the request has another one."""
+    keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
+    if keys:
+        headers = [h for h in scope["headers"] if h[0] != b"x-api-key"]
+        if not any(name == b"authorization" for name, _ in headers):
+            headers += [(b"authorization", b"Bearer " + key) for key in keys]
+        scope["headers"] = headers
 
 
 def _from_here(scope: Scope, page: bool) -> bool:

@@ -19,9 +19,12 @@ import ssl
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
+from copy import copy
+from functools import partial
 from typing import Any, NoReturn
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 from uvicorn.config import LOGGING_CONFIG
 
 from pullfill.config import ClusterRef, restarts_so_far
@@ -150,15 +153,10 @@ async def _end(frontend: _Frontend) -> NoReturn:
     leave(code)
 
 
-def _keys(prepared: Any, security: FrontendSecurity) -> tuple[list[str], list[str]]:
-    """Return the keys of clients and those of administrators. Raises ConfigError.
-
-    vLLM's own check gets all of them, so that it passes every request that our check passes."""
-    api = [*(prepared.args.api_key or [os.environ.get("VLLM_API_KEY", "")]), *security.api_keys()]
-    api, admin = list(filter(None, api)), list(security.admin_keys())
-    if api:
-        prepared.args.api_key = [*api, *admin]
-    return api, admin
+def _keys(args: Any, security: FrontendSecurity) -> tuple[list[str], list[str]]:
+    """Return the keys of clients and those of administrators. Raises ConfigError."""
+    api = [*(args.api_key or [os.environ.get("VLLM_API_KEY", "")]), *security.api_keys()]
+    return list(filter(None, api)), list(security.admin_keys())
 
 
 class _Server(uvicorn.Server):
@@ -232,7 +230,10 @@ class _Frontend:
             tracing.begin(prepared.args.otlp_traces_endpoint, "frontend", self._instance_id)
             tls = prepared.args.ssl_certfile is not None
             self._url = options.advertise or url_of(self._listeners[0], tls=tls)
-            keys = _keys(prepared, cluster.security.frontend)
+            args = copy(prepared.args)
+            keys = _keys(args, cluster.security.frontend)
+            # Our check is the only one: vLLM's cannot take new keys, nor `x-api-key`.
+            prepared.args.api_key = [""]
             directory = Directory(
                 client, cluster.namespace, (*ROLES, "frontend"), ttl_s=float(options.lease_ttl_s)
             )
@@ -308,7 +309,19 @@ class _Frontend:
                 stack.push_async_callback(stock.close)
                 layer = stock.layer(front.app, pool, lambda: settings.current.stock_share, explain)
                 admission = Admission(layer, layer.wait_ready, options.max_inflight)
-            app = HttpAuth(admission, *keys, root_path=prepared.args.root_path or "")
+            known = partial(front_app.has_route, front.app)
+            auth = HttpAuth(admission, *keys, args.root_path or "", known)
+            if cluster.security.frontend != FrontendSecurity():
+                follow = auth.follow(lambda: _keys(args, cluster.security.frontend))
+                stack.callback(asyncio.create_task(follow, name="frontend-keys").cancel)
+            # Around our checks too: a browser shows a page no answer without these headers.
+            app = CORSMiddleware(
+                auth,
+                allow_origins=args.allowed_origins,
+                allow_credentials=args.allow_credentials,
+                allow_methods=args.allowed_methods,
+                allow_headers=args.allowed_headers,
+            )
             membership = Membership(
                 client, cluster.namespace, options.lease_ttl_s, self._make_record(prepared.names[0])
             )
@@ -336,9 +349,7 @@ class _Frontend:
 
         return make
 
-    async def _http(
-        self, app: HttpAuth, prepared: Any, admin: Admin, membership: Membership
-    ) -> int:
+    async def _http(self, app: Any, prepared: Any, admin: Admin, membership: Membership) -> int:
         args = prepared.args
         as_json = self._options.log_format is LogFormat.JSON
         config = uvicorn.Config(

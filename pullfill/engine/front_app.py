@@ -203,6 +203,15 @@ def look_up_first(app: Starlette, paths: Sequence[str]) -> None:
     routes[:] = [*found, *(route for route in routes if route not in found)]
 
 
+def has_route(app: Starlette, scope: Any) -> bool:
+    """Whether the app has a route for the path of a request, or redirects it to one. It may be for
+    another method."""
+    path: str = scope["path"]
+    other = path.rstrip("/") if path.endswith("/") else f"{path}/"
+    scopes = [{**scope, "path": each} for each in (path, other)]
+    return any(r.matches(s)[0] is not Match.NONE for s in scopes for r in app.router.routes)
+
+
 class _NoServer:
     """vLLM's error handler sets `should_exit` when it believes that the engine is dead. Nobody
     reads it: our server has many engines and its own life."""

@@ -226,7 +226,8 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         rest = self.processor.abort_requests(
             [request_id if parent is None else parent.request_id], internal=True
         )
-        queue.put(_passed(failure(message, fault)))
+        # `AsyncLLM.generate` replaces most other errors.
+        queue.put(InputStreamError(failure(message, fault)))
         self._port.abort([other for other in rest if other != request_id])
 
     def joined(self, welcome: DecodeWelcome) -> None:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pullfill.runtime.probe import ProbeServer
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import Output, Outputs
-from tests.support.frontend_http import PATIENCE_S, Served, expected, until, workers
+from tests.support.frontend_http import PAGE, PATIENCE_S, Served, expected, until, workers
 from tests.support.late import Late
 
 openai: Any = Late("openai")
@@ -146,6 +146,22 @@ async def test_bad_input_gets_vllms_answer_and_no_worker_hears_of_it(served: Ser
         broken = await http.post("/v1/completions", content=b"{nope", headers=headers)
         assert broken.status_code == 400
         assert not fake.added
+
+
+async def test_our_own_refusals_have_openais_form_and_cors_headers(served: Served) -> None:
+    """A page in a browser can read no answer without the latter."""
+    page, body = {"origin": PAGE}, {"model": "m", "prompt": "a"}
+    async with workers(served) as http:
+        refused = {
+            "/v1/embeddings": 404, "/v1/audio/transcriptions": 404, "/v1/nothing": 404,
+            "/pullfill/servers/heartbeat": 403, "/v1/completions": 503,
+        }  # fmt: skip
+        for path, status in refused.items():
+            answer = await http.post(path, json=body, headers=page)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, status), path
+            assert answer.headers["access-control-allow-origin"] == PAGE
+        assert (await http.get("/v1/models/")).status_code == 307  # vLLM's, as before
+        assert (await http.get("/v1/responses/none")).status_code == 404
 
 
 async def test_a_client_that_goes_away_aborts_at_the_worker(served: Served) -> None:

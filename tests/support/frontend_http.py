@@ -36,6 +36,8 @@ PATIENCE_S = 40.0
 START_S = 120.0
 """Importing vLLM takes ten seconds of a core that may be wanted by many."""
 NAMESPACE = "t"
+PAGE = "http://page.example"
+"""Pages of this site may read answers of the frontend."""
 
 
 @dataclass
@@ -58,9 +60,10 @@ class Served:
 def serve(directory: Path, model: Path) -> Iterator[Served]:
     """A frontend over an etcd of its own; ends with SIGTERM and must exit 0."""
     (directory / "etcd").mkdir()
+    pages = ("--allowed-origins", f'["{PAGE}"]')
     with (
         EtcdServer(directory / "etcd") as etcd,
-        frontend(etcd, directory / "frontend.log", model, "--port", "0") as served,
+        frontend(etcd, directory / "frontend.log", model, "--port", "0", *pages) as served,
     ):
         yield served
 

@@ -65,8 +65,9 @@ REACHED = {
         "structured_outputs_config worker_cls"
     ),
     "vllm.entrypoints.launchers.cli_args.FrontendArgs": (
-        "api_key disable_uvicorn_access_log root_path ssl_ca_certs ssl_cert_reqs ssl_certfile "
-        "ssl_ciphers ssl_keyfile uvicorn_log_level"
+        "allow_credentials allowed_headers allowed_methods allowed_origins api_key "
+        "disable_uvicorn_access_log root_path ssl_ca_certs ssl_cert_reqs ssl_certfile ssl_ciphers "
+        "ssl_keyfile uvicorn_log_level"
     ),
     "vllm.lora.request.LoRARequest": "load_inplace lora_int_id lora_name lora_path",
     "vllm.model_executor.layers.attention.attention.Attention": "impl",

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from pullfill.frontend.http_auth import OPEN_PATHS, SERVING_PATHS, HttpAuth
 from pullfill.net import http_proof
+from pullfill.net.security import FrontendSecurity
 
 KEY, OTHER, ADMIN = "client-key-0123456789", "client-key-number-two", "admin-key-0123456789"
 HERE, THERE = ("127.0.0.1", 1), ("192.0.2.7", 1)
@@ -31,6 +33,7 @@ def call(
     headers: list[tuple[bytes, bytes]] | None = None,
     kind: str = "http",
     root: str = "",
+    known: Any = lambda _: True,
 ) -> int:
     """The status; 200 means that it reached the app behind."""
     sent: list[Any] = []
@@ -47,7 +50,7 @@ def call(
     scope = {
         "type": kind, "method": method, "path": path, "headers": all_headers, "client": client,
     }  # fmt: skip
-    asyncio.run(HttpAuth(app, api, admin, root)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(HttpAuth(app, api, admin, root, known)(scope, None, send))  # type: ignore[arg-type]
     status = sent[0].get("status", sent[0].get("code"))
     assert isinstance(status, int)
     return status
@@ -172,6 +175,66 @@ def test_a_proof_shows_the_live_events_to_this_machine_only() -> None:
 def test_two_keys_in_one_request_are_none() -> None:
     both = [(b"authorization", f"Bearer {k}".encode()) for k in (KEY, "x")]
     assert call("/v1/completions", api=(KEY,), headers=both) == 401
+
+
+def test_anthropics_header_holds_a_key_too() -> None:
+    shown = [(b"x-api-key", KEY.encode())]
+    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/models"):
+        assert call(path, api=(KEY,), headers=shown) == 200
+        assert call(path, api=(KEY,), headers=shown * 2) == 401
+        assert call(path, api=(KEY,), headers=[(b"x-api-key", b"wrong")]) == 401
+        assert call(path, api=(KEY,), headers=shown, key="wrong") == 401
+
+
+def test_a_path_without_a_route_is_404_once_the_key_is_right() -> None:
+    def known(scope: Any) -> bool:
+        return scope["path"] in ("/v1/completions", RESET)
+
+    for path in ("/v1/embeddings", "/v1/audio/transcriptions", "/v1/nothing", "/pullfill/x"):
+        assert call(path, api=(KEY,), known=known) == 401
+        assert call(path, api=(KEY,), key=KEY, known=known) == 404
+        assert call(path, client=HERE, known=known) == 404
+    assert call("/v1/completions", known=known) == 200
+    assert call(RESET, known=known) == 403
+
+
+async def test_keys_are_taken_from_changed_files_while_it_serves(tmp_path: Path) -> None:
+    passed: list[Any] = []
+
+    async def app(*_: Any) -> None:
+        passed.append(1)
+
+    async def shown(key: str) -> bool:
+        async def send(_: Any) -> None: ...
+
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/models", "headers": headers}
+        passed.clear()
+        await auth(scope, None, send)  # type: ignore[arg-type]
+        return bool(passed)
+
+    async def until(key: str, good: bool) -> None:
+        async with asyncio.timeout(30.0):
+            while await shown(key) is not good:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    file = tmp_path / "api"
+    file.touch(0o600)
+    file.write_text(KEY)
+    keys = FrontendSecurity(api_key_file=str(file))
+    auth = HttpAuth(app, keys.api_keys(), ())
+    task = asyncio.create_task(auth.follow(lambda: (keys.api_keys(), ()), every_s=0.01))
+    assert not await shown(OTHER)
+    file.write_text(f"{KEY}\n{OTHER}\n")
+    await until(OTHER, True)
+    assert await shown(KEY)
+    file.write_text("short")  # no usable file: the last good keys stay
+    await asyncio.sleep(0.1)
+    assert await shown(KEY)
+    file.write_text(OTHER)
+    await until(KEY, False)
+    assert await shown(OTHER)
+    task.cancel()
 
 
 PAGE_PATHS = (
