@@ -35,6 +35,8 @@ READY_S = 0.5
 FRESH_S = 1.5
 MAX_BODY = 8 << 20
 ROLES = ("decode", "prefill")
+REQUESTS, RESPONSES = "/pullfill/requests/", "/pullfill/responses/"
+"""Routes where frontends ask each other for the record of a request, and for a stored response."""
 ASKED_BY = "x-pullfill-asked-by"
 """Header of a question from another frontend, with its instance id. It is not passed on."""
 
@@ -124,16 +126,22 @@ class ClusterView:
                 merged.add(labels, body.decode("utf-8", "replace"))
         return merged.text() + (exposition.END if wanted else "")
 
-    async def record_elsewhere(self, request_id: str, authorization: str = "") -> bytes | None:
+    async def response_elsewhere(self, response_id: str, authorization: str) -> bytes | None:
+        """Return a response that another frontend has stored. None: none has it."""
+        return await self.record_elsewhere(response_id, authorization, RESPONSES)
+
+    async def record_elsewhere(
+        self, request_id: str, authorization: str = "", route: str = REQUESTS
+    ) -> bytes | None:
         """Return what another frontend tells of a request, as JSON. None: none knows it.
 
         authorization: the client's header. The others get a proof of its key, never the key."""
         headers = {ASKED_BY: self._own_id}
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() == "bearer" and (key := key.strip()):
-            route = f"/pullfill/requests/{request_id}"
-            headers[http_proof.HEADER] = http_proof.proof(key.encode("latin-1"), route, time.time())
-        path = f"/pullfill/requests/{quote(request_id, safe='')}"
+            proof = http_proof.proof(key.encode("latin-1"), route + request_id, time.time())
+            headers[http_proof.HEADER] = proof
+        path = route + quote(request_id, safe="")
         others = self._directory.workers("frontend").items()
         asked = [
             asyncio.create_task(self._fetch(record.http + path, headers))

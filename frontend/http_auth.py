@@ -63,9 +63,13 @@ SERVING_PATHS = ENGINE_PATHS | TEXT_PATHS | {
     "/v1/models", "/tokenizer_info", "/version", "/load", "/docs", "/docs/oauth2-redirect",
     "/redoc", "/openapi.json", "/pullfill/status",
 }  # fmt: skip
-SERVING_PREFIXES = ("/v1/models/", "/v1/responses/", "/pullfill/requests/")
+SERVING_PREFIXES = (
+    "/v1/models/", "/v1/responses/", "/pullfill/requests/", "/pullfill/responses/",
+)  # fmt: skip
 PAGE = "/pullfill/ui"
-PROOF_PATHS = ("/pullfill/status", "/pullfill/requests/", f"{PAGE}/events")
+PROOF_PATHS = (
+    "/pullfill/status", "/pullfill/requests/", "/pullfill/responses/", f"{PAGE}/events",
+)  # fmt: skip
 _PAGE_PREFIX = f"{PAGE}/"
 _SPOKEN_FOR = frozenset({b"forwarded", b"via", b"x-real-ip", b"origin", b"sec-fetch-site"})
 _SPOKEN_FOR_PREFIXES = (b"x-forwarded-", b"x-envoy-")

@@ -299,9 +299,13 @@ class _Frontend:
             )
             directory.subscribe(live.marks.on_change)
             suspects = dispatcher.suspects.listed
-            key = cluster.security.frontend.stock_key()
-            stock = Forwarding.of(options, prepared.names, lambda: settings.current, key)
-            admin = Admin(pool, view, explain, front.settle, suspects, board.listed, live, stock)
+            stock_key = cluster.security.frontend.stock_key()
+            stock = Forwarding.of(options, prepared.names, lambda: settings.current, stock_key)
+            front.share_responses(view.response_elsewhere)
+            stored = front.stored_response
+            admin = Admin(
+                pool, view, explain, front.settle, suspects, board.listed, stored, live, stock
+            )
             admin.attach(front.app)
             if stock is None:
                 admission = Admission(front.app, pool.wait_ready, options.max_inflight)

@@ -1,5 +1,6 @@
 """The frontend's own routes: /live, /ready, /pullfill/status, /pullfill/requests/ID, /metrics,
-/pullfill/servers/heartbeat. And those of the live page (live_page.py)."""
+/pullfill/responses/ID (for other frontends), /pullfill/servers/heartbeat. And those of the live
+page (live_page.py)."""
 
 from __future__ import annotations
 
@@ -38,6 +39,7 @@ class Admin:
     suspected: returns the entries of `suspects` of this frontend.
     refused: returns those of all frontends. They replace entries of the same fingerprint.
     settle: enters vLLM's late statistics into the metrics. Called before the metrics are read.
+    stored: returns a response that this frontend has stored, for another one.
     page: makes what the live page shows.
     stock: the stock vLLM servers, if there may be any.
     draining: the process takes no new requests. See `drain`."""
@@ -48,6 +50,7 @@ class Admin:
     settle: Callable[[], None]
     suspected: Callable[[], list[dict[str, object]]]
     refused: Callable[[], list[dict[str, object]]]
+    stored: Callable[[str], bytes | None]
     page: LiveView
     stock: Forwarding | None = None
     draining: bool = False
@@ -59,6 +62,7 @@ class Admin:
             Route("/ready", self.ready),
             Route("/pullfill/status", self.status),
             Route("/pullfill/requests/{request_id}", self.request),
+            Route("/pullfill/responses/{response_id}", self.response),
             Route("/metrics", self.metrics),
             Route(heartbeats.PATH, self.heartbeat, methods=["POST"]),
             *live_page.routes(self.page, self.request),
@@ -141,6 +145,10 @@ class Admin:
         )
         error = {"message": message, "type": "NotFoundError", "param": None, "code": 404}
         return JSONResponse({"error": error}, status_code=404)
+
+    async def response(self, request: Request) -> Response:
+        told = self.stored(request.path_params["response_id"])
+        return Response(told, 404 if told is None else 200, media_type="application/json")
 
     async def heartbeat(self, request: Request) -> Response:
         return await heartbeats.answer(self.stock.heartbeats if self.stock else None, request)

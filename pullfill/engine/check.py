@@ -135,6 +135,7 @@ FRONTEND_NAMES = {
         "OpenAIServingResponses.responses_background_stream_generator",
         "OpenAIServingResponses.responses_stream_generator",
         "OpenAIServingResponses.create_error_response",
+        "OpenAIServingResponses.create_responses",
     ),
     "vllm.entrypoints.anthropic.serving": ("AnthropicServingMessages.message_stream_converter",),
     "vllm.v1.engine.input_processor": ("InputProcessor.process_inputs",),

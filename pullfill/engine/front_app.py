@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from pullfill.engine.front_client import DecodeClient, DecodePort
+    from pullfill.engine.front_responses import Ask
 
 _log = log.get("engine.front_app")
 
@@ -183,6 +184,18 @@ class FrontApp:
                 logger.settle()
 
         return FrontApp(app, engine, client, settle, watch)
+
+    def stored_response(self, response_id: str) -> bytes | None:
+        """Return a stored response for another frontend. None: this one does not have it."""
+        from pullfill.engine import front_responses
+
+        return front_responses.stored(self.app.state.openai_serving_responses, response_id)
+
+    def share_responses(self, ask: Ask) -> None:
+        """Ask other frontends for the previous responses that this one does not have."""
+        from pullfill.engine import front_responses
+
+        front_responses.share(self.app.state.openai_serving_responses, ask)
 
     async def close(self) -> None:
         """Stop AsyncLLM. Requests still open end with an error."""

@@ -35,8 +35,9 @@ HELD = 6
 
 
 @pytest.fixture
-def pair(model_path: Path, tmp_path: Path) -> Iterator[Pair]:
-    """The URL that both frontends share, and the frontends."""
+def pair(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """The URL that both frontends share, and the frontends. They store responses."""
+    monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
     (port,) = free_ports(1)
     flags = ("--port", str(port), "--own-port", "0")
     (tmp_path / "etcd").mkdir()
@@ -67,6 +68,28 @@ async def soon_found(url: str, request_id: str) -> None:
         while (code := await found(url, request_id)) == 404:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert code == 200
+
+
+async def test_either_continues_a_conversation_of_the_other(pair: Pair) -> None:
+    """What reaches the worker is what one frontend makes of the same turns."""
+    _, one, two = pair
+    fake = FakeDecode("decode-1", model="m", max_model_len=512)
+    async with workers(one, fake, seen_by=[two]), httpx.AsyncClient(timeout=PATIENCE_S) as http:
+
+        async def talk(*urls: str) -> list[list[int] | None]:
+            fake.added.clear()
+            previous = None
+            for url in urls:
+                body = {"model": "m", "input": "go on", "max_output_tokens": 5}
+                answer = await http.post(
+                    f"{url}/v1/responses", json={**body, "previous_response_id": previous}
+                )
+                previous = answer.raise_for_status().json()["id"]
+            return [request.prompt_token_ids for request in fake.added]
+
+        assert await talk(one.url, two.url, one.url) == await talk(one.url, one.url, one.url)
+        unknown = {"model": "m", "input": "go on", "previous_response_id": "resp_none"}
+        assert (await http.post(f"{one.url}/v1/responses", json=unknown)).status_code == 404
 
 
 async def test_both_serve_one_port_and_explain_the_requests_of_both(pair: Pair) -> None:
