@@ -3,73 +3,285 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from tests.support import web
-from tests.support.cluster import MODEL, Cluster, until
-from tests.support.oracle import Oracle
-from tests.support.prompts import random_prompt, truth
+from tests.support.checkpoint import tiny_checkpoint
+from tests.support.cluster import FLAGS, MODEL, Cluster, until
+from tests.support.prompts import random_prompt
+from tests.support.stock_vllm import stock_vllm
+from tests.support.whole_answers import differs, whole
 
 pytestmark = pytest.mark.engine
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 30
+TEXT = LONG[:360]
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES, BATCH = "/v1/messages", "/v1/chat/completions/batch"
+VOCABULARY = json.loads((tiny_checkpoint() / "tokenizer.json").read_text())["model"]["vocab"]
+NO_SPACES = {str(i): -100 for token, i in VOCABULARY.items() if set(token) & set("ĠĊĉč")}
+"""A bias. A schema allows spaces without end, and this model likes them."""
+ODD = list(range(1, 384, 2))
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+DAY = {
+    "type": "object",
+    "properties": {"day": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["day"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "weather", "parameters": DAY}
+TOOLS = [{"type": "function", "function": WEATHER}]
+STRICT_TOOLS = [{"type": "function", "function": WEATHER | {"strict": True}}]
+TOOL = {"name": "weather", "input_schema": DAY}
+CALL = r'<tool_call>\{"name": "weather", "arguments": \{"day": [0-9]\}\}</tool_call>'
+NAMED = {"type": "function", "function": {"name": "weather"}}
+OFTEN = {"temperature": 1.0, "seed": 5}
+FREE = {"ignore_eos": True, "return_token_ids": True}
+THOUGHT = "Here is my thought process: [a-z]{5} Here is my response: [a-z]{5}"
+STREAM = {"stream": True}
+ONE = {"tools": TOOLS, "structured_outputs": {"regex": CALL}, "max_tokens": 80}
+TWO = ONE | {"structured_outputs": {"regex": CALL + CALL}, "max_tokens": 160}
+FORCED = {
+    "tools": STRICT_TOOLS, "tool_choice": NAMED, "logit_bias": NO_SPACES, "max_tokens": 120
+}  # fmt: skip
+REQUIRED = FORCED | {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+STRICT = {"type": "json_schema", "json_schema": {"name": "d", "schema": DAY, "strict": True}}
+STOP = {"stop": ["e", "a", "1", "T"], "max_tokens": 200}
+TOKENS = {"return_token_ids": True}
+ECHO = {"echo": True, "logprobs": 2}
+
+
+def first(answer: dict[str, Any]) -> Any:
+    """The text or the message of the first choice."""
+    choice = answer["choices"][0]
+    return choice.get("text", choice.get("message", choice.get("delta")))
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    found: list[int] = answer["choices"][0]["token_ids"]
+    return found
+
+
+def choices(count: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda answer: len(answer["choices"]) == count
+
+
+def calls(count: int) -> Callable[[dict[str, Any]], bool]:
+    def called(answer: dict[str, Any]) -> bool:
+        made = [call["function"] for call in first(answer)["tool_calls"]]
+        days = [json.loads(call["arguments"])["day"] for call in made]
+        named = [call["name"] for call in made] == ["weather"] * count
+        return named and all(day in range(10) for day in days)
+
+    return called
+
+
+def stopped(answer: dict[str, Any]) -> bool:
+    return bool(answer["choices"][0]["finish_reason"] == "stop")
+
+
+def day(answer: dict[str, Any]) -> bool:
+    said = first(answer)
+    return json.loads(said if isinstance(said, str) else said["content"])["day"] in range(10)
+
+
+def thought(answer: dict[str, Any]) -> bool:
+    message = first(answer)
+    return all(re.fullmatch(" ?[a-z]{5} ?", message[key]) for key in ("reasoning", "content"))
+
+
+Row = tuple[str, dict[str, Any], Callable[[dict[str, Any]], Any]]
+ROWS: dict[str, Row] = {
+    "n": (COMPLETIONS, {"n": 3, **OFTEN, **FREE}, choices(3)),
+    "n stream": (COMPLETIONS, {"n": 3, **OFTEN, **STREAM}, choices(3)),
+    "n chat": (CHAT, {"n": 3, **OFTEN}, choices(3)),
+    "best_of": (COMPLETIONS, {"best_of": 3, **OFTEN}, first),
+    "prompts": (
+        COMPLETIONS, {"prompt": [random_prompt(n, seed=20) for n in (50, 100, 600)], **FREE},
+        choices(3),
+    ),
+    "echo": (COMPLETIONS, {"echo": True}, lambda a: TEXT in first(a)),
+    "logprobs": (
+        COMPLETIONS, {"logprobs": 3, **FREE},
+        lambda a: len(a["choices"][0]["logprobs"]["token_logprobs"]) == 12,
+    ),
+    "logprobs chat": (
+        CHAT, {"logprobs": True, "top_logprobs": 2},
+        lambda a: a["choices"][0]["logprobs"]["content"],
+    ),
+    "logprobs stream": (COMPLETIONS, {"logprobs": 3, **STREAM}, first),
+    "chat stream": (
+        CHAT, {"stream_options": {"include_usage": True}, **STREAM},
+        lambda a: a["usage"]["prompt_tokens"] > 100,
+    ),
+    "seed": (CHAT, {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 11, **FREE}, first),
+    "stop": (CHAT, STOP, stopped),
+    "stop stream": (COMPLETIONS, STOP | STREAM, stopped),
+    "min_tokens": (
+        COMPLETIONS, {"min_tokens": 9, "max_tokens": 40, "stop_token_ids": ODD, **TOKENS},
+        lambda a: stopped(a) and len(tokens(a)) > 9,
+    ),
+    "bad_words": (
+        COMPLETIONS, {"bad_words": list(LETTERS), "max_tokens": 40, **TOKENS},
+        lambda a: not {VOCABULARY[x] for x in LETTERS} & set(tokens(a)),
+    ),
+    "priority": (COMPLETIONS, {"priority": 3}, first),
+    "truncation": (
+        COMPLETIONS, {"truncate_prompt_tokens": 200}, lambda a: a["usage"]["prompt_tokens"] == 200
+    ),
+    "schema": (
+        CHAT, {"response_format": STRICT, "logit_bias": NO_SPACES, "max_tokens": 40}, day
+    ),
+    "schema stream": (
+        COMPLETIONS, {"structured_outputs": {"json": DAY}, "logit_bias": NO_SPACES, **STREAM}, day
+    ),
+    "regex": (
+        COMPLETIONS, {"structured_outputs": {"regex": "[a-c]{6}-[0-9]{4}"}, "max_tokens": 20},
+        lambda a: re.fullmatch("[a-c]{6}-[0-9]{4}", first(a)),
+    ),
+    "tools": (CHAT, ONE, calls(1)),
+    "tools stream": (CHAT, ONE | STREAM, calls(1)),
+    "tools parallel": (CHAT, TWO, calls(2)),
+    "tools parallel stream": (CHAT, TWO | STREAM, calls(2)),
+    "tool forced": (CHAT, FORCED, calls(1)),
+    "tool forced stream": (CHAT, FORCED | STREAM, calls(1)),
+    "tool required": (CHAT, REQUIRED, calls(1)),
+    "reasoning": (CHAT, {"structured_outputs": {"regex": THOUGHT}, "max_tokens": 80}, thought),
+    "responses": (RESPONSES, {}, lambda a: a["output"]),
+    "responses next": (
+        RESPONSES, {"previous_response_id": "responses"},
+        lambda a: a["usage"]["input_tokens"] > 500,
+    ),
+    "responses stream": (
+        RESPONSES, STREAM, lambda a: a["response.completed"]["response"]["output"]
+    ),
+    "responses truncation": (RESPONSES, {"truncation": "auto"}, lambda a: a["output"]),
+    "messages": (MESSAGES, {}, lambda a: a["content"]),
+    "messages stream": (MESSAGES, STREAM, lambda a: a["content_block_delta"]["delta"]["text"]),
+    "messages tools": (MESSAGES, {"tools": [TOOL]}, lambda a: a["content"]),
+    "batch": (
+        BATCH, {"messages": [[{"role": "user", "content": f"{i}{TEXT}"}] for i in range(3)]},
+        choices(3),
+    ),
+}  # fmt: skip
+"""A request by its name, and whether an answer looks right. What one engine answers must look
+right, and pullfill's answer must be the same."""
+SECOND = ("reasoning", "responses", "responses next")
+"""Rows for a frontend that has a reasoning parser and stores responses."""
+LOCAL: dict[str, Row] = {
+    "echo logprobs": (COMPLETIONS, ECHO, lambda a: TEXT in first(a)),
+    "echo logprobs stream": (COMPLETIONS, {"n": 3, **ECHO, **OFTEN, **STREAM}, choices(3)),
+}
+"""The same for requests whose decode worker must compute all of the prompt."""
+
+
+def body_of(name: str, path: str, more: dict[str, Any]) -> dict[str, Any]:
+    """A request with a prompt of its own, so that no cache has it."""
+    prompt = f"{name}: {TEXT}"
+    said = {
+        COMPLETIONS: {"prompt": prompt, "max_tokens": 12},
+        RESPONSES: {"input": prompt, "max_output_tokens": 12},
+    }.get(path, {"messages": [{"role": "user", "content": prompt}], "max_tokens": 12})
+    return {"model": MODEL, "temperature": 0, **said, **more}
+
+
+@dataclass
+class Both:
+    """The shared cluster and one stock engine. `ask` asks both.
+
+    second: the address of a second frontend, for the rows in SECOND.
+    ids: of the answers so far."""
+
+    cluster: Cluster
+    stock: str
+    second: str
+    ids: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def ask(self, name: str, row: Row) -> list[dict[str, Any]]:
+        path, more, _ = row
+        told = []
+        ours = self.second if name in SECOND else self.cluster.frontend_url
+        for number, url in enumerate((ours, self.stock)):
+            body = body_of(name, path, more)
+            if before := more.get("previous_response_id"):
+                body["previous_response_id"] = self.ids[before][number]
+            if number and name == "echo logprobs stream":
+                del body["stream"]  # vLLM's own stream often fails
+            told.append(whole(web.post(f"{url}{path}", json=body, timeout=60.0)))
+        self.ids[name] = tuple(request_id for request_id, _ in told)
+        return [said for _, said in told]
+
+    def path_of(self, request_id: str) -> str:
+        url = f"{self.cluster.frontend_url}/pullfill/requests/{request_id}"
+        # The record of an answer comes after a stop string has ended the answer.
+        until(lambda: web.get(url).status_code == 200, 10.0, "the record is there")
+        return str(web.get(url).json()["path"])
+
+
+@pytest.fixture(scope="module")
+def both(
+    shared_cluster: Cluster, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Both]:
+    cluster, url = shared_cluster, shared_cluster.frontend_url
+    # No reasoning parser: vLLM then applies a structured output only after the end of a thought.
+    # One step for each prompt: on CPU vLLM dies of a seed and a prompt in two steps.
+    flags = (
+        *FLAGS, "--enable-auto-tool-choice", "--tool-call-parser=hermes",
+        "--enable-prompt-tokens-details", "--max-num-batched-tokens=2048",
+    )  # fmt: skip
+    where, env = tmp_path_factory.mktemp("stock"), {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+    how: dict[str, Any] = {"connector": False, "flags": flags, "env": env}
+    with stock_vllm(where, model_path, ("decode",), **how) as (stock,):
+        cluster.set_router(policy="always_remote", max_queue_wait_s=3600)
+        frontend = cluster.launch("frontend", "--reasoning-parser=granite", env=env)
+        second, cluster.frontend_url = cluster.frontend_url, url
+        try:
+            until(lambda: _ready(second), 120.0, "the frontend is ready")
+            stock.ready()
+            yield Both(cluster, stock.url, second)
+        finally:
+            cluster.workers.remove(frontend)
+            assert frontend.stop() == 0
+    cluster.assert_clean()
+
+
+def _ready(url: str) -> bool:
+    try:
+        return bool(web.get(f"{url}/ready").json()["decode"])
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.parametrize("name", [*ROWS, *LOCAL])
+def test_the_answer_is_that_of_one_engine(both: Both, name: str) -> None:
+    row = ROWS.get(name) or LOCAL[name]
+    ours, theirs = both.ask(name, row)
+    if name == "reasoning":  # no parser of the stock engine has split its answer
+        message = first(theirs)
+        _, _, rest = message["content"].partition("Here is my thought process:")
+        message["reasoning"], _, message["content"] = rest.partition("Here is my response:")
+        ours["usage"].pop("completion_tokens_details")
+    if name == "echo logprobs stream":
+        said = ("finish_reason", "index", "logprobs", "text")
+        ours, theirs = (
+            {"choices": [{key: choice[key] for key in said} for choice in answer["choices"]]}
+            for answer in (ours, theirs)
+        )
+    assert row[2](theirs), theirs
+    assert differs(ours, theirs) == ""
+    assert both.path_of(both.ids[name][0]) == ("local" if name in LOCAL else "remote")
 
 
 def test_models(cluster: Cluster) -> None:
     assert [m.id for m in cluster.client().models.list()] == [MODEL]
-
-
-def test_completion_echo_logprobs_and_batch(cluster: Cluster, oracle: Oracle) -> None:
-    client = cluster.client()
-    echoed = client.completions.create(
-        model=MODEL, prompt="hello there", max_tokens=3, temperature=0, echo=True, logprobs=2
-    )
-    assert echoed.choices[0].text.startswith("hello there")
-    logprobs = echoed.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.token_logprobs is not None
-    assert len(logprobs.token_logprobs) > 3
-    assert logprobs.token_logprobs[0] is None  # nothing predicts the first token
-    prompts = [random_prompt(n, seed=20) for n in (5, 40, 600)]
-    batch = client.completions.create(
-        model=MODEL,
-        prompt=prompts,
-        max_tokens=4,
-        temperature=0,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
-    )
-    want = [tokens for tokens, _ in truth(oracle, prompts, 4)]
-    got = [c.token_ids for c in sorted(batch.choices, key=lambda c: c.index)]  # type: ignore[attr-defined]
-    assert got == want
-
-
-def test_chat_stream_equals_chat(cluster: Cluster) -> None:
-    client = cluster.client()
-    messages = [{"role": "user", "content": LONG}]
-    whole = client.chat.completions.create(
-        model=MODEL,
-        messages=messages,
-        max_tokens=20,
-        temperature=0,  # type: ignore[arg-type]
-    )
-    text, usage = "", None
-    for chunk in client.chat.completions.create(
-        model=MODEL,
-        messages=messages,  # type: ignore[arg-type]
-        max_tokens=20,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    ):
-        text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
-        usage = chunk.usage or usage
-    assert text == whole.choices[0].message.content
-    assert usage is not None
-    assert whole.usage is not None
-    assert usage.prompt_tokens == whole.usage.prompt_tokens > 1000
-    assert cluster.explain(whole.id)["path"] == "remote"
 
 
 def test_messages_count_a_remote_prompt_like_a_local_one(cluster: Cluster) -> None:
@@ -88,90 +300,6 @@ def test_messages_count_a_remote_prompt_like_a_local_one(cluster: Cluster) -> No
     assert remote == local
     assert remote[0]["cache_creation_input_tokens"] > 1000
     assert remote[1]["cache_read_input_tokens"] > 1000
-
-
-def test_n_choices_and_stop_strings(cluster: Cluster) -> None:
-    client = cluster.client()
-    many = client.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": LONG}],
-        max_tokens=8,
-        n=3,
-        temperature=1.0,
-        seed=5,
-    )
-    assert [c.index for c in many.choices] == [0, 1, 2]
-    free = client.completions.create(model=MODEL, prompt=LONG, max_tokens=24, temperature=0)
-    text = free.choices[0].text
-    stop = text[6:8]
-    cut = client.completions.create(
-        model=MODEL, prompt=LONG, max_tokens=24, temperature=0, stop=[stop]
-    )
-    assert cut.choices[0].finish_reason == "stop"
-    assert cut.choices[0].text == text[: text.index(stop)]
-
-
-def test_json_schema(cluster: Cluster) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}},
-        "required": ["ok"],
-        "additionalProperties": False,
-    }
-    answer = cluster.client().chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": LONG}],
-        max_tokens=60,
-        temperature=0,
-        response_format={
-            "type": "json_schema",
-            "json_schema": {"name": "answer", "schema": schema, "strict": True},
-        },
-    )
-    content = answer.choices[0].message.content
-    assert content is not None
-    if answer.choices[0].finish_reason == "stop":
-        assert set(json.loads(content)) == {"ok"}
-    else:
-        assert content.lstrip().startswith("{")
-
-
-def test_required_tool_call(cluster: Cluster) -> None:
-    answer = cluster.client().chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": "What is the weather?"}],
-        max_tokens=120,
-        temperature=0,
-        tools=[
-            {
-                "type": "function",
-                "function": {
-                    "name": "weather",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"day": {"type": "integer", "minimum": 0, "maximum": 9}},
-                        "required": ["day"],
-                        "additionalProperties": False,
-                    },
-                },
-            }
-        ],
-        tool_choice={"type": "function", "function": {"name": "weather"}},
-    )
-    calls = answer.choices[0].message.tool_calls
-    assert calls
-    assert calls[0].function.name == "weather"  # type: ignore[union-attr]
-
-
-def test_responses_and_tokenize(cluster: Cluster) -> None:
-    answer = cluster.client().responses.create(
-        model=MODEL, input=LONG, max_output_tokens=8, temperature=0
-    )
-    assert answer.output
-    url = cluster.frontend_url
-    tokens = web.post(f"{url}/tokenize", json={"model": MODEL, "prompt": "abc"}).json()["tokens"]
-    back = web.post(f"{url}/detokenize", json={"model": MODEL, "tokens": tokens}).json()
-    assert "abc" in back["prompt"]
 
 
 def test_disconnect_aborts_at_the_worker(cluster: Cluster) -> None:

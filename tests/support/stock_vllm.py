@@ -6,10 +6,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -31,13 +32,16 @@ one by 6 and rounds down for the seconds between two signs of life: less than 6 
 class StockVllm:
     """One server. `launch` it, then wait until it is `ready`.
 
-    role: `prefill` or `decode`. connector: it has one. hosts: KV goes over TCP, as between two."""
+    role: `prefill` or `decode`. connector: it has one. hosts: KV goes over TCP, as between two.
+    flags, env: more of them."""
 
     role: str
     model: Path
     log: Path
     connector: bool = True
     hosts: bool = False
+    flags: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
     ports: list[int] = field(default_factory=lambda: free_ports(2))
     process: Forked | None = None
 
@@ -103,6 +107,7 @@ class StockVllm:
             "--max-num-seqs", str(SEQS),
             "--kv-cache-memory-bytes", str(64 << 20),
             *([f"--kv-transfer-config={json.dumps(config)}"] if self.connector else []),
+            *self.flags,
         ]  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
@@ -118,12 +123,13 @@ class StockVllm:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.ports[1]),
             "VLLM_NO_USAGE_STATS": "1",
+            **self.env,
         }
 
 
 @contextmanager
 def stock_vllm(
-    directory: Path, model: Path, roles: Sequence[str], **how: bool
+    directory: Path, model: Path, roles: Sequence[str], **how: Any
 ) -> Iterator[list[StockVllm]]:
     """Servers of these roles, launched. Wait until they are `ready`. how: see `StockVllm`."""
     with ExitStack() as stack:
