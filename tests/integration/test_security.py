@@ -119,10 +119,19 @@ def test_http_without_a_key_is_refused(locked: Locked) -> None:
         assert status(method, path, "not-the-api-key-0123") == 401, path
     assert status("GET", "/v1/models", API_KEY) == 200
     assert status("GET", "/v1/models", ADMIN_KEY) == 200
-    assert status("POST", "/reset_prefix_cache", API_KEY) == 403
-    assert status("POST", "/reset_prefix_cache", ADMIN_KEY) in (200, 404)  # 404: not compiled in
+    assert status("POST", "/pullfill/servers/heartbeat", API_KEY) == 403
+    assert status("POST", "/pullfill/servers/heartbeat", ADMIN_KEY) == 409  # no stock servers here
+    assert status("POST", "/v1/nothing", API_KEY) == 404
     for path in ("/live", "/ready", "/health", "/metrics"):
         assert status("GET", path) == 200, path
+
+
+def test_a_key_that_is_added_to_its_file_opens_the_frontend(locked: Locked) -> None:
+    url, new = f"{locked.frontend_url}/v1/models", {"x-api-key": secrets.token_hex(16)}
+    assert web.get(url, headers=new).status_code == 401
+    with (locked.directory / "api").open("a") as file:
+        file.write(f"{new['x-api-key']}\n")
+    until(lambda: web.get(url, headers=new).status_code == 200, 20, "the key is taken")
 
 
 def test_the_command_line_has_the_logins_too(locked: Locked) -> None:

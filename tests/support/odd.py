@@ -35,6 +35,7 @@ def message_of(answer: httpx.Response) -> str:
         events = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
         text = next((e for e in events if '"error"' in e), "{}")
     found: Any = json.loads(text)
+    found = found.get("response", found)  # of a `response.failed`
     for key in ("error", "message"):
         found = found.get(key, found) if isinstance(found, dict) else found
     found = found.get("detail", "") if isinstance(found, dict) else found
