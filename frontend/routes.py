@@ -62,7 +62,7 @@ class Admin:
             Route("/ready", self.ready),
             Route("/pullfill/status", self.status),
             Route("/pullfill/requests/{request_id}", self.request),
-            Route("/pullfill/responses/{response_id}", self.response),
+            Route("/pullfill/responses/{request_id}", self.response),
             Route("/metrics", self.metrics),
             Route(heartbeats.PATH, self.heartbeat, methods=["POST"]),
             *live_page.routes(self.page, self.request),
@@ -147,7 +147,7 @@ class Admin:
         return JSONResponse({"error": error}, status_code=404)
 
     async def response(self, request: Request) -> Response:
-        told = self.stored(request.path_params["response_id"])
+        told = self.stored(request.path_params["request_id"])
         return Response(told, 404 if told is None else 200, media_type="application/json")
 
     async def heartbeat(self, request: Request) -> Response:

@@ -10,8 +10,10 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from pydantic import TypeAdapter
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 
+_READ = TypeAdapter(ResponsesResponse)
 Ask = Callable[[str, str], Awaitable[bytes | None]]
 """Gets the id of a response and the client's Authorization header. Returns what `stored` of another
 frontend returned. None: no frontend has it."""
@@ -43,7 +45,7 @@ def share(handler: Any, ask: Ask) -> None:
             if told := await ask(name, headers.get("authorization", "")):
                 found = json.loads(told)
                 handler.msg_store[name] = found["messages"]
-                handler.response_store[name] = ResponsesResponse.model_validate(found["response"])
+                handler.response_store[name] = _READ.validate_python(found["response"])
         return await create(request, raw_request)
 
     handler.create_responses = created

@@ -69,9 +69,14 @@ REACHED = {
         "disable_uvicorn_access_log root_path ssl_ca_certs ssl_cert_reqs ssl_certfile ssl_ciphers "
         "ssl_keyfile uvicorn_log_level"
     ),
+    "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses": (
+        "enable_store msg_store response_store use_harmony"
+    ),
     "vllm.lora.request.LoRARequest": "load_inplace lora_int_id lora_name lora_path",
     "vllm.model_executor.layers.attention.attention.Attention": "impl",
-    "vllm.sampling_params.SamplingParams": "bad_words_token_ids extra_args logit_bias min_p",
+    "vllm.sampling_params.SamplingParams": (
+        "bad_words_token_ids extra_args logit_bias min_p output_kind prompt_logprobs"
+    ),
     "vllm.sampling_params.StructuredOutputsParams": "choice grammar json regex structural_tag",
     "vllm.v1.attention.backend.AttentionLayer": "_k_scale _v_scale",
     "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": "do_kv_cache_update",
