@@ -110,7 +110,7 @@ def _of_messages(handler: Any) -> None:
         async for event in convert(good()):
             yield event
         if error:
-            told = {"type": "error", "error": {key: error[key] for key in ("type", "message")}}
-            yield f"event: error\ndata: {json.dumps(told)}\n\n"
+            said = {"type": "error", "error": {key: error[key] for key in ("type", "message")}}
+            yield f"event: error\ndata: {json.dumps(said)}\n\n"
 
     handler.message_stream_converter = told
