@@ -49,14 +49,13 @@ from pullfill.frontend.admission import (
 )
 from pullfill.net import http_proof
 from pullfill.runtime import log
+from pullfill.runtime.watched_files import WatchedFiles
 from pullfill.wire import MAX_TEXT
 
 _log = log.get("frontend.http_auth")
 
 Keys = tuple[Sequence[str], Sequence[str]]
 """The keys of clients, and those of administrators."""
-LOOK_S = 1.0
-"""Pause between two looks at the files of keys, as at `--servers-file`."""
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/metrics", "/metrics/"})
 SERVING_PATHS = ENGINE_PATHS | TEXT_PATHS | {
@@ -109,29 +108,23 @@ class HttpAuth:
         self._take(api_keys, admin_keys)
 
     def _take(self, api_keys: Sequence[str], admin_keys: Sequence[str]) -> None:
-        self._keys: Keys = api_keys, admin_keys
         self._api = [http_proof.digest(key.encode()) for key in api_keys]
         self._admin = [http_proof.digest(key.encode()) for key in admin_keys]
 
-    async def follow(self, read: Callable[[], Keys], every_s: float = LOOK_S) -> None:
-        """Take the keys that `read` returns whenever they are new. Runs until cancelled.
+    async def follow(self, files: WatchedFiles, read: Callable[[], Keys]) -> None:
+        """Take the keys that `read` returns when their files have changed. Runs until cancelled.
 
         read: called in a thread. Raises ConfigError if files cannot be used: the last good keys
         stay."""
-        last, trouble = self._keys, ""
         while True:
-            await asyncio.sleep(every_s)
+            await files.wait()
             try:
                 now = await asyncio.to_thread(read)
             except ConfigError as exc:
-                if trouble != (trouble := str(exc)):
-                    _log.warning("%s; the last good keys stay", trouble)
-                continue
-            # Two reads in a row are the same, or the file is just being written.
-            if now == last != self._keys:
+                _log.warning("%s; the last good keys stay", exc)
+            else:
                 self._take(*now)
                 _log.info("took new keys: %d for clients, %d for administrators", *map(len, now))
-            last, trouble = now, ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, page = 0, False

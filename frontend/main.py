@@ -231,6 +231,7 @@ class _Frontend:
             tls = prepared.args.ssl_certfile is not None
             self._url = options.advertise or url_of(self._listeners[0], tls=tls)
             args = copy(prepared.args)
+            key_files = WatchedFiles(*cluster.security.frontend.key_files())
             keys = _keys(args, cluster.security.frontend)
             # Our check is the only one: vLLM's cannot take new keys, nor `x-api-key`.
             prepared.args.api_key = [""]
@@ -315,8 +316,8 @@ class _Frontend:
                 admission = Admission(layer, layer.wait_ready, options.max_inflight)
             known = partial(front_app.has_route, front.app)
             auth = HttpAuth(admission, *keys, args.root_path or "", known)
-            if cluster.security.frontend != FrontendSecurity():
-                follow = auth.follow(lambda: _keys(args, cluster.security.frontend))
+            if cluster.security.frontend.key_files():
+                follow = auth.follow(key_files, lambda: _keys(args, cluster.security.frontend))
                 stack.callback(asyncio.create_task(follow, name="frontend-keys").cancel)
             # Around our checks too: a browser shows a page no answer without these headers.
             app = CORSMiddleware(
@@ -374,8 +375,10 @@ class _Frontend:
             backlog=_BACKLOG,
         )
         heap.end_imports()
+        files = [os.fspath(path) for path in (config.ssl_certfile, config.ssl_keyfile) if path]
+        certificate = WatchedFiles(*files)
         config.load()
-        refreshing = asyncio.create_task(_refresh(config), name="frontend-certificate")
+        refreshing = asyncio.create_task(_refresh(config, certificate, files), name="certificate")
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=self._listeners))
         self._serving = True
@@ -398,13 +401,9 @@ class _Frontend:
         return 0
 
 
-async def _refresh(config: uvicorn.Config) -> None:
+async def _refresh(config: uvicorn.Config, watched: WatchedFiles, files: list[str]) -> None:
     """Show new connections the certificate that its files hold now."""
-    if config.ssl is None or config.ssl_certfile is None:
-        return
-    files = [os.fspath(path) for path in (config.ssl_certfile, config.ssl_keyfile) if path]
-    watched = WatchedFiles(*files)
-    while True:
+    while config.ssl is not None:
         await watched.wait()
         try:
             # A pair that does not fit would leave the live context without a usable one.

@@ -160,6 +160,10 @@ class FrontendSecurity(_Section, frozen=True, kw_only=True):
         self.admin_keys()
         self.stock_key()
 
+    def key_files(self) -> list[str]:
+        """Return the files of the keys that clients must show."""
+        return [path for path in (self.api_key_file, self.admin_key_file) if path is not None]
+
     def api_keys(self) -> tuple[str, ...]:
         """Read and return the keys for the API. Raises ConfigError."""
         return _keys("api_key_file", self.api_key_file)

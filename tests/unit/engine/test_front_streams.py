@@ -6,9 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from pullfill.engine.blame import Fault
 from tests.support.late import Late
 
-front_client: Any = Late("pullfill.engine.front_client")
+front_errors: Any = Late("pullfill.engine.front_errors")
 front_streams: Any = Late("pullfill.engine.front_streams")
 responses: Any = Late("vllm.entrypoints.openai.responses.serving")
 messages: Any = Late("vllm.entrypoints.anthropic.serving")
@@ -17,7 +18,7 @@ messages: Any = Late("vllm.entrypoints.anthropic.serving")
 async def test_a_response_in_the_background_fails_and_says_why() -> None:
     """vLLM leaves it queued for ever, and its stream too."""
     handler = responses.OpenAIServingResponses.__new__(responses.OpenAIServingResponses)
-    told = front_client.RequestFailed("decode-1 was lost", front_client.Fault.WORKERS)
+    told = front_errors.failure("decode-1 was lost", Fault.WORKERS)
 
     async def run(*_: Any) -> None:
         raise told

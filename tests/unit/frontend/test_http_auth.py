@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from pullfill.frontend.http_auth import OPEN_PATHS, SERVING_PATHS, HttpAuth
 from pullfill.net import http_proof
 from pullfill.net.security import FrontendSecurity
+from pullfill.runtime import watched_files
+from pullfill.runtime.watched_files import WatchedFiles
 
 KEY, OTHER, ADMIN = "client-key-0123456789", "client-key-number-two", "admin-key-0123456789"
 HERE, THERE = ("127.0.0.1", 1), ("192.0.2.7", 1)
@@ -198,7 +200,9 @@ def test_a_path_without_a_route_is_404_once_the_key_is_right() -> None:
     assert call(RESET, known=known) == 403
 
 
-async def test_keys_are_taken_from_changed_files_while_it_serves(tmp_path: Path) -> None:
+async def test_keys_are_taken_from_changed_files_while_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passed: list[Any] = []
 
     async def app(*_: Any) -> None:
@@ -223,7 +227,9 @@ async def test_keys_are_taken_from_changed_files_while_it_serves(tmp_path: Path)
     file.write_text(KEY)
     keys = FrontendSecurity(api_key_file=str(file))
     auth = HttpAuth(app, keys.api_keys(), ())
-    task = asyncio.create_task(auth.follow(lambda: (keys.api_keys(), ()), every_s=0.01))
+    monkeypatch.setattr(watched_files, "LOOK_S", 0.01)
+    follow = auth.follow(WatchedFiles(*keys.key_files()), lambda: (keys.api_keys(), ()))
+    task = asyncio.create_task(follow)
     assert not await shown(OTHER)
     file.write_text(f"{KEY}\n{OTHER}\n")
     await until(OTHER, True)
