@@ -133,12 +133,12 @@ class OwnerFences(Protocol):
     def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
         """Open a fence. It is valid from now on.
 
-        block_ids: what may be read.
+        block_ids: what may be read. Must not be changed afterwards.
         first_target: `block_ids[first_target:]` may also be written.
 
         A transport whose owner moves the bytes refuses every other block. Where the peer maps the
-        memory (shm, cuda_ipc), the peer is trusted to keep to its grant. Raises OverloadedError
-        when all slots are in use, ConfigError when a block is not in the region."""
+        memory (shm, cuda_ipc), the peer is trusted to keep to its grant. Whoever copies checks
+        that blocks are in the region. Raises OverloadedError when all slots are in use."""
         ...
 
     def try_revoke(self, token: FenceToken) -> bool:

@@ -105,7 +105,7 @@ def test_memory_that_nothing_reaches_is_served_alone_unless_a_transport_was_aske
 ) -> None:
     # GPU memory of a kind that has no IPC handle, on a machine without NCCL.
     memory = LocalMemory(address=1 << 40, nbytes=extent(DENSE), layout=DENSE, device=0)
-    base = FenceOwner(RegionFiles("decode-1", tmp_path), DENSE.num_blocks, "i1")
+    base = FenceOwner(RegionFiles("decode-1", tmp_path), "i1")
     options = WorkerOptions(model="m", transports=asked)
     make = partial(offer, base, [memory], instance_id="decode-1", options=options, key=None)
     if asked is None:

@@ -66,7 +66,7 @@ class Place:
         self.kv = GpuMemory(LAYOUT, 0)
         memory = self.kv.memory
         kind = make_kind()
-        base = FenceOwner(RegionFiles("nccl-owner", directory / "shm"), LAYOUT.num_blocks, "i1")
+        base = FenceOwner(RegionFiles("nccl-owner", directory / "shm"), "i1")
         self.owner = CombinedOwner(
             base, [memory], instance_id="nccl-owner", kinds={"nccl": kind}, stall_s=60.0
         )

@@ -221,7 +221,7 @@ def stream_rig(
         data = np.zeros(extent(layout), np.uint8)
         memory = memory_over(data, layout)
         files = RegionFiles(instance_id, directory)
-        base = FenceOwner(files, layout.num_blocks, incarnation, slots=slots)
+        base = FenceOwner(files, incarnation, slots=slots)
         copies = [data.copy() for _ in range(ranks - 1)]
         ranks_data.extend(copies)
         others = [memory_over(copy, layout) for copy in copies]

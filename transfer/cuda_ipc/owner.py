@@ -76,7 +76,7 @@ class CudaIpcOwner(FenceOwner):
                 endpoint = IpcEndpoint(memory=handle, fence=fence[0], fence_inode=fence[1])
                 offers["cuda_ipc"] = endpoint.encode()
             self._endpoints.append(offers)
-        super().__init__(files, memories[0].layout.num_blocks, incarnation, slots=slots)
+        super().__init__(files, incarnation, slots=slots)
         self._writers = WriterTable(files.fence_fd)
         self.fences.quiet = self._writers.quiet
 

@@ -25,6 +25,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from typing import TypeAlias
 
@@ -43,7 +44,6 @@ _WORD = 8
 _INCARNATION_AT = 2  # index of the word in units of u64
 _LOCK_PATIENCE_S = 1.0
 _SLOTS_KEPT = 64
-_NOTHING: tuple[int, frozenset[int], frozenset[int]] = (-1, frozenset(), frozenset())
 
 _Slot: TypeAlias = tuple[int, lock.Call, lock.Call]
 """The index of the epoch's word, and the calls that lock and unlock the slot (`lock.shared`)."""
@@ -58,6 +58,25 @@ def _slot_at(slot: int) -> int:
     return _HEADER_BYTES + slot * _SLOT_BYTES
 
 
+class _Granted:
+    """The blocks of one token. Sets of them are made when a thread that copies for a peer asks.
+
+    Over shm and cuda_ipc nobody asks. And the ledger opens fences under a lock that the engine
+    thread waits for. There two sets of 65,536 blocks (1M tokens) would take 10 ms."""
+
+    def __init__(self, epoch: int, blocks: Sequence[int], first_target: int) -> None:
+        self.epoch = epoch
+        self._blocks, self._first_target = blocks, first_target
+
+    @cached_property
+    def readable(self) -> frozenset[int]:
+        return frozenset(self._blocks)
+
+    @cached_property
+    def writable(self) -> frozenset[int]:
+        return frozenset(self._blocks[self._first_target :])
+
+
 class ShmFences:
     """OwnerFences over a fence file. Owns a mapping of the file; RegionFiles owns `fd`.
 
@@ -65,18 +84,16 @@ class ShmFences:
     never fits a slot that is used again.
     """
 
-    def __init__(self, fd: int, incarnation: str, num_blocks: int, slots: int = SLOTS) -> None:
+    def __init__(self, fd: int, incarnation: str, slots: int = SLOTS) -> None:
         os.ftruncate(fd, _slot_at(slots))
         self._fd = fd
-        self._num_blocks = num_blocks
         self._slots = slots
         self._map = mmap.mmap(fd, _slot_at(slots))
         self._words = memoryview(self._map).cast("Q")
         self._free = [*reversed(range(slots))]  # last in, first out: what is kept of a slot is used
         self._mutex = threading.Lock()
         self._closed = False
-        self._granted: dict[int, tuple[int, frozenset[int], frozenset[int]]] = {}
-        """By slot: the epoch, the blocks that may be read, those of them that may be written."""
+        self._granted: dict[int, _Granted] = {}  # by slot
         # Both are set before the first `open`.
         self.quiet: Callable[[int], bool] = lambda slot: True
         """Asked with the slot locked: whether nobody copies under it any more. For writers whose
@@ -106,10 +123,6 @@ class ShmFences:
     def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
         """See OwnerFences. The blocks are not in the file: threads of this process that copy for a
         peer ask `granted`."""
-        if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
-            raise ConfigError(f"a granted block is outside 0..{self._num_blocks - 1}")
-        blocks = [int(block) for block in block_ids]
-        readable, writable = frozenset(blocks), frozenset(blocks[first_target:])
         with self._mutex:
             if self._closed:
                 raise ConfigError("the region is closed")
@@ -117,7 +130,7 @@ class ShmFences:
                 raise OverloadedError(f"all {self._slots} fence slots are in use")
             slot = self._free.pop()
             token = FenceToken(slot=slot, epoch=self._words[_slot_at(slot) // _WORD])
-            self._granted[slot] = token.epoch, readable, writable
+            self._granted[slot] = _Granted(token.epoch, block_ids, first_target)
             return token
 
     def granted(self, token: FenceToken, *, writes: bool) -> frozenset[int] | None:
@@ -125,10 +138,10 @@ class ShmFences:
         process.
 
         writes: return only those that may be written."""
-        epoch, readable, writable = self._granted.get(token.slot, _NOTHING)
-        if epoch != token.epoch:
+        granted = self._granted.get(token.slot)
+        if granted is None or granted.epoch != token.epoch:
             return None
-        return writable if writes else readable
+        return granted.writable if writes else granted.readable
 
     def try_revoke(self, token: FenceToken) -> bool:
         """See OwnerFences. Two system calls, never blocks."""

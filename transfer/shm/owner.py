@@ -38,11 +38,9 @@ class FenceOwner:
     It owns `files`. The KV memory belongs to the engine. After `close` the memory stays mapped
     there, but nobody new can open it."""
 
-    def __init__(
-        self, files: RegionFiles, num_blocks: int, incarnation: str, *, slots: int = SLOTS
-    ) -> None:
+    def __init__(self, files: RegionFiles, incarnation: str, *, slots: int = SLOTS) -> None:
         self._files = files
-        self._fences = ShmFences(files.fence_fd, incarnation, num_blocks, slots=slots)
+        self._fences = ShmFences(files.fence_fd, incarnation, slots=slots)
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
         return {}
@@ -90,7 +88,7 @@ class ShmOwner(FenceOwner):
             _endpoint(memory, path, *fence).encode()
             for memory, path in zip(memories, paths, strict=True)
         ]
-        super().__init__(files, memories[0].layout.num_blocks, incarnation, slots=slots)
+        super().__init__(files, incarnation, slots=slots)
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
         return {"shm": self._endpoints[rank]}
