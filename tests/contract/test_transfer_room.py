@@ -99,19 +99,23 @@ def test_a_fleet_that_connects_at_once_is_served_in_turn(
         waiting.result(10).close()
 
 
-def test_strangers_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_STRANGERS", 1)
+def test_idle_connections_keep_no_peer_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 of them, renewed every 5 s, closed the port to everybody."""
     monkeypatch.setattr(server, "STRANGERS_S", 0.02)
     before = refused("strangers")
     rig = make()
     region, mine = rig.region(DENSE), rig.local(DENSE)
-    with dial(region):
-        wait_for(lambda: served() == 1)
-        with pytest.raises(PeerUnavailable):
-            rig.connect(mine, region)
-    assert refused("strangers") - before == 1
+    idle = [dial(region) for _ in range(server.MAX_STRANGERS)]
+    wait_for(lambda: served() == server.MAX_STRANGERS)
+    for ended in range(3):
+        rig.connect(mine, region).close()
+        assert refused("strangers") - before == ended + 1, "they are bounded"
+        assert idle[ended].recv(1) == b"", "the oldest was ended"
+        idle.append(dial(region))
+        wait_for(lambda: served() == server.MAX_STRANGERS)
+    for each in idle:
+        each.close()
     wait_for(lambda: not served())
-    rig.connect(mine, region).close()
 
 
 def test_a_worker_raises_its_limit_of_open_files() -> None:

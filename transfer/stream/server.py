@@ -41,8 +41,9 @@ FILES_SPARED = 256
 MAX_STRANGERS = 64
 """Connections, at most, that have not sent their hello yet."""
 STRANGERS_S = 1.0
-"""A further connection waits so long until one of them has sent its hello. Then it is refused. So a
-fleet that connects at the same time is served one after the other."""
+"""A further connection waits until one of them has sent its hello, or has been silent for so long.
+A silent one is ended, so it keeps nobody out. A fleet that connects at the same time is served one
+after the other."""
 REST_S = 1.0
 """A peer that asks for nothing in this time gives its thread back until it asks again."""
 PATIENCE_S = 0.02
@@ -62,7 +63,7 @@ class StreamServer:
         self._mutex = threading.Lock()
         self._fewer_strangers = threading.Condition(self._mutex)
         self._peers: set[ServedPeer] = set()
-        self._strangers: set[SocketConnection] = set()
+        self._strangers: dict[SocketConnection, float] = {}  # and when each came, in this order
         self._threads: set[threading.Thread] = set()
         self._resting: dict[int, tuple[ServedPeer, SocketConnection, str]] = {}
         self._epoll: select.epoll
@@ -161,7 +162,7 @@ class StreamServer:
         try:
             with self._mutex:
                 self._check_room()
-                self._strangers.add(connection)
+                self._strangers[connection] = time.monotonic()
         except TransferFailed as exc:
             self._complain(f"refused a KV connection from {host}: {exc}")
             connection.close()
@@ -221,11 +222,19 @@ class StreamServer:
                 f"{held} KV connections are all that the limit of {machine.open_files()} open "
                 "files allows: raise it (ulimit -n) and restart this worker"
             )
-        if not self._fewer_strangers.wait_for(
-            lambda: self._closed or len(self._strangers) < MAX_STRANGERS, STRANGERS_S
-        ):
+        while len(self._strangers) >= MAX_STRANGERS and not self._closed:
+            oldest, came = next(iter(self._strangers.items()))
+            left = came + STRANGERS_S - time.monotonic()
+            if left > 0:
+                self._fewer_strangers.wait(left)
+                continue
             KV_REFUSED.labels("strangers").inc()
-            raise TransferFailed(f"{MAX_STRANGERS} other connections have not sent their hello")
+            self._complain(
+                f"{MAX_STRANGERS} KV connections have sent no hello: ending the oldest one to let "
+                "others in. Check who connects to the KV port"
+            )
+            del self._strangers[oldest]
+            oldest.interrupt()  # its thread ends it
         if self._closed:
             raise TransferFailed("this worker leaves")
 
@@ -236,7 +245,7 @@ class StreamServer:
             peer.close()
         connection.close()
         with self._mutex:
-            self._strangers.discard(connection)
+            self._strangers.pop(connection, None)
             self._fewer_strangers.notify_all()
             if peer is not None:
                 self._peers.discard(peer)
@@ -275,7 +284,7 @@ class StreamServer:
             raise
         connection.set_stall(self._stall_s)
         with self._mutex:
-            self._strangers.discard(connection)
+            self._strangers.pop(connection, None)
             self._fewer_strangers.notify_all()
             self._peers.add(peer)
             KV_CONNECTIONS.inc()
