@@ -19,6 +19,7 @@ QUEUE_WAIT = "queue_wait"
 QUEUE_UNAVAILABLE = "queue_unavailable"
 NO_PREFILL_WORKER = "no_prefill_worker"
 CLAIMS_STALLED = "claims_stalled"
+JOB_TOO_LARGE = "job_too_large"
 SELF_CHECK_PENDING = "self_check_pending"
 SELF_CHECK_FAILED = "self_check_failed"
 SLOW_LINK = "slow_link"
@@ -64,6 +65,7 @@ class Situation(msgspec.Struct, frozen=True):
     remote_kv: share of the KV cache that open remote prefills would hold, this one included.
     claims_stalled: jobs were queued and nobody claimed them (breaker.py).
     prefill_workers: number of prefill workers that pull and may bring KV.
+    oversize: why no prefill worker can get a prompt of this length. Empty: one can.
     self_check: why the self-check lets no prefill worker bring KV. Empty: there is no such reason.
     pullers: instance ids of the prefill workers that pull and are connected.
     pool: number of prefill workers that pull.
@@ -78,6 +80,7 @@ class Situation(msgspec.Struct, frozen=True):
     local_tokens: int = 1
     prefill_workers: int = 0
     self_check: str = ""
+    oversize: str = ""
     queue_available: bool = False
     claims_stalled: bool = False
     queue_jobs: int = 0
@@ -124,6 +127,8 @@ def decide(now: Situation, config: RouterConfig) -> Decision:
         return Decision(False, QUEUE_UNAVAILABLE)
     if now.prefill_workers == 0:
         return Decision(False, now.self_check or NO_PREFILL_WORKER)
+    if now.oversize:
+        return Decision(False, now.oversize)
     if now.claims_stalled:
         return Decision(False, CLAIMS_STALLED)
     if now.quarantine_full:

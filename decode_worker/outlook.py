@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from pullfill.cluster_status import NOT_CLAIMED
-from pullfill.decode_worker.conditional_router import Situation
+from pullfill.decode_worker.conditional_router import JOB_TOO_LARGE, Situation
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.queue.jetstream import JetStreamProducer
-from pullfill.runtime import metrics
+from pullfill.queue.nats_connection import RAISE_PAYLOAD
+from pullfill.runtime import log, metrics
 from pullfill.runtime.health import Health, servers_json
+from pullfill.wire import u32
 
+logger = log.get("decode_worker.outlook")
+
+_JOB_ROOM = 8 << 10
+"""Bytes of a job beside its tokens and blocks: ids, adapter and salt, which may be long."""
 _QUARANTINE_SHARE = 0.25
 
 
@@ -45,6 +51,7 @@ class Outlook:
     target_blocks: Callable[[int, int], int] | None = None
     local_tokens: int = 1
     draining: bool = False
+    _said: set[tuple[str, int]] = field(default_factory=set)
 
     def situation(self, prompt_tokens: int, hit_tokens: int, ineligible: str) -> Situation:
         """Return everything that `decide` may look at."""
@@ -82,6 +89,7 @@ class Outlook:
             # jobs that come past the stream.
             prefill_workers=self.control.prefill_workers or int(past_stream),
             self_check=self_check,
+            oversize=self._oversize(prompt_tokens),
             queue_available=self.producer.available,
             claims_stalled=ledger.claims.stalled,
             queue_jobs=max(depth.depth_jobs - depth.in_flight, own_jobs),
@@ -95,6 +103,29 @@ class Outlook:
             ahead_tokens=max(depth.depth_tokens, own_tokens),
             kv_bytes=more * self.kv_bytes / blocks,
         )
+
+    def _oversize(self, prompt_tokens: int) -> str:
+        """Why no prefill worker can get a prompt of this length. Empty: one can."""
+        tokens = prompt_tokens - self.local_tokens
+        blocks = -(-tokens // self.cache.block_size)
+        if self.target_blocks is not None:
+            blocks = self.target_blocks(prompt_tokens, 0)
+        size, most = u32.SIZE * (tokens + blocks) + _JOB_ROOM, self.producer.max_body
+        if 0 < most < size:
+            self._say(
+                JOB_TOO_LARGE,
+                most,
+                f"a prompt of {prompt_tokens} tokens stays here, like all whose jobs are larger "
+                f"than NATS takes: {size} bytes, at most {most}: {RAISE_PAYLOAD}",
+            )
+            return JOB_TOO_LARGE
+        return ""
+
+    def _say(self, reason: str, limit: int, text: str) -> None:
+        """Log why a prompt is too long. Once for each limit."""
+        if (reason, limit) not in self._said:
+            self._said.add((reason, limit))
+            logger.warning("%s", text)
 
     def outage(self) -> str:
         """Why prompts cannot be prefilled remotely now, for people. Empty: no reason is known."""

@@ -127,11 +127,12 @@ class Publisher:
             failpoints.hit("decode.publish")
             tokens = len(job.token_ids) - job.hit_tokens
             receipt = await self._queue.publish(job.job_id, body, tokens, job.urgency)
-        except QueueFull:
-            self._ledger.publish_failed(job.job_id, Outcome.QUEUE_FULL)
         except PullfillError as exc:
-            logger.warning("serving %s locally: %s", job.request_id, exc)
-            self._ledger.publish_failed(job.job_id, Outcome.PUBLISH_FAILED)
+            full = isinstance(exc, QueueFull) and exc.retryable  # else the job is too large
+            if not full:
+                logger.warning("serving %s locally: %s", job.request_id, exc)
+            outcome = Outcome.QUEUE_FULL if full else Outcome.PUBLISH_FAILED
+            self._ledger.publish_failed(job.job_id, outcome)
         except Exception:
             logger.exception("publishing %s failed; serving it locally", job.request_id)
             self._ledger.publish_failed(job.job_id, Outcome.PUBLISH_FAILED)

@@ -166,7 +166,7 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
     if not any(w.role == "frontend" for w in workers) and not any(members.frontend_urls(ref)):
         yield Finding(WARN, "no frontend", "start one: pullfill frontend")
     if no_nats is None:
-        yield from dead_letters(ref)
+        yield from jobs(ref, workers)
 
 
 def stock_servers(ref: ClusterRef, workers: Sequence[WorkerRecord]) -> list[dict[str, Any]]:
@@ -300,13 +300,14 @@ def _keys(ref: ClusterRef, workers: Iterable[WorkerRecord]) -> Iterator[Finding]
                 )
 
 
-def dead_letters(ref: ClusterRef) -> Iterator[Finding]:
-    """Count the jobs that nobody may try again."""
+def jobs(ref: ClusterRef, workers: Sequence[WorkerRecord] = ()) -> Iterator[Finding]:
+    """Check that NATS takes the jobs of long prompts. Count the jobs that nobody may try again."""
     try:
-        found = asyncio.run(count_dead_letters(ref))
+        max_payload, found = asyncio.run(ask_nats(ref))
     except Exception as exc:
         yield Finding(WARN, f"dead letters cannot be counted: {exc}", "see NATS above")
         return
+    yield from payload(max_payload, workers)
     for stream, count in found.items():
         if count:
             yield Finding(
@@ -318,8 +319,26 @@ def dead_letters(ref: ClusterRef) -> Iterator[Finding]:
         yield Finding(OK, "no dead letters")
 
 
-async def count_dead_letters(ref: ClusterRef) -> dict[str, int]:
-    """Return the number of dead letters by stream. Raises what the client of NATS raises."""
+def payload(max_payload: int, workers: Iterable[WorkerRecord]) -> Iterator[Finding]:
+    """Check that a job of the longest prompt is no larger than NATS takes."""
+    from pullfill.queue.nats_connection import RAISE_PAYLOAD
+
+    longest = max((w.max_model_len for w in workers if w.role == "decode"), default=0)
+    # 4 bytes for each token and for each block (of 16 tokens, as a rule), 12 KiB for the rest.
+    most = (max_payload - (12 << 10)) * 4 // 17
+    if most < longest:
+        yield Finding(
+            WARN,
+            f"NATS takes messages of {max_payload} bytes: prompts of more than about {most} tokens "
+            f"stay local (job_too_large), and decode workers take up to {longest}",
+            RAISE_PAYLOAD,
+        )
+
+
+async def ask_nats(ref: ClusterRef) -> tuple[int, dict[str, int]]:
+    """Return max_payload, and the number of dead letters by stream.
+
+    Raises what the client of NATS raises."""
     import nats
 
     async def quiet(_: Exception) -> None:
@@ -336,9 +355,10 @@ async def count_dead_letters(ref: ClusterRef) -> dict[str, int]:
         **ref.security.nats.options(),
     )
     try:
+        max_payload = client.max_payload
         streams = await client.jetstream(timeout=2).streams_info()
     finally:
         await client.close()
     ours = re.compile(rf"PULLFILL-{re.escape(ref.namespace)}-.*-dead")
     counts = {str(stream.config.name): stream.state.messages for stream in streams}
-    return {name: count for name, count in counts.items() if ours.fullmatch(name)}
+    return max_payload, {name: count for name, count in counts.items() if ours.fullmatch(name)}

@@ -20,7 +20,13 @@ from pullfill.errors import PullfillError
 from pullfill.queue.contract import DeadLetter
 from pullfill.queue.depth import lanes_in
 from pullfill.queue.names import DELIVERIES, JOB_ID, MSG_ID, REASON, Names, consumer_of
-from pullfill.queue.nats_connection import API_TIMEOUT_S, ApiError, NatsConnection, read_reply
+from pullfill.queue.nats_connection import (
+    API_TIMEOUT_S,
+    HEADER_ROOM,
+    ApiError,
+    NatsConnection,
+    read_reply,
+)
 from pullfill.queue.urgency import Lane
 from pullfill.runtime import log, metrics
 from pullfill.runtime.lifecycle import end
@@ -29,7 +35,6 @@ logger = log.get("queue")
 
 SWEEP_S = 30.0
 MAX_DELIVER_REASON = "max_deliver"
-_HEADER_ROOM = 4096
 
 
 class DeadLetters:
@@ -42,7 +47,7 @@ class DeadLetters:
 
     async def write(self, letter: DeadLetter) -> None:
         """Store one record. The same job again changes nothing. Raises QueueUnavailable."""
-        room = self._connection.client.max_payload - _HEADER_ROOM
+        room = self._connection.client.max_payload - HEADER_ROOM
         headers = {
             MSG_ID: f"dead-{letter.job_id}",
             JOB_ID: letter.job_id,

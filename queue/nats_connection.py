@@ -50,6 +50,10 @@ _MORE_ROOM = (
     "its streams need more room than it has, 256 MiB and queue.max_bytes. Free disk space, or "
     "raise jetstream.max_file_store in its configuration"
 )
+HEADER_ROOM = 4096
+"""Bytes of the headers of a message, at most. NATS counts them against max_payload, and ends the
+connection of a client that exceeds it. nats-py looks at the body alone."""
+RAISE_PAYLOAD = "raise max_payload in its configuration (8MB is enough for 1.5 million tokens)"
 _CLIENT_TASKS = ("_reading_task", "_flusher_task", "_ping_interval_task")
 _FULL = frozenset({10077, 10047, 10023, 10028, 10002})
 """max_msgs reached (discard new), and the server out of storage or over an account limit."""
@@ -170,6 +174,12 @@ class NatsConnection:
             raise NotSent(f"no connection to NATS at {self.shown_url}: {self._cause}")
         return self._client
 
+    @property
+    def max_body(self) -> int:
+        """Bytes of the largest body that the server takes. 0: not known now. Any thread."""
+        client = self._client
+        return client.max_payload - HEADER_ROOM if self.up and client is not None else 0
+
     async def request(
         self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Msg:
@@ -178,6 +188,13 @@ class NatsConnection:
         Raises NotSent, NoResponders, QueueUnavailable (no answer: it may have had its effect),
         QueueFull (larger than the server's max_payload)."""
         client, inbox = self.client, f"{self._inbox}.{next(self._serial)}"
+        if len(payload) + HEADER_ROOM * bool(headers) > client.max_payload:
+            too_large = QueueFull(
+                f"{len(payload)} bytes are more than the max_payload of {client.max_payload} of "
+                f"NATS at {self.shown_url}: {RAISE_PAYLOAD}"
+            )
+            too_large.retryable = False
+            raise too_large
         answer = self._answers.open(inbox, timeout_s)
         try:
             if client.pending_data_size + len(payload) < _NEVER_WAITS:
@@ -188,14 +205,6 @@ class NatsConnection:
                 async with asyncio.timeout(timeout_s):
                     await client.publish(subject, payload, reply=inbox, headers=headers)
             msg = await answer
-        except nats.errors.MaxPayloadError:
-            too_large = QueueFull(
-                f"{len(payload)} bytes are more than the max_payload of {client.max_payload} of "
-                f"NATS at {self.shown_url}: raise max_payload in its configuration (8MB is enough "
-                "for 1.5 million tokens)"
-            )
-            too_large.retryable = False
-            raise too_large from None
         except TimeoutError:
             raise QueueUnavailable(
                 f"NATS at {self.shown_url} gave no answer within {timeout_s:g} s"

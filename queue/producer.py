@@ -139,6 +139,11 @@ class JetStreamProducer:
         return self._takers and not self._answering and self.connection.up
 
     @property
+    def max_body(self) -> int:
+        """Bytes of the largest job that the server takes. 0: not known now. Any thread."""
+        return self.connection.max_body
+
+    @property
     def health(self) -> Health:
         """Whether the server answers this producer."""
         return self.connection.health

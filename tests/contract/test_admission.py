@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from pullfill.decode_worker.outlook import Outlook
 from pullfill.wire import Load
 from tests.support.fakes import FakeRequest
@@ -17,11 +19,13 @@ TOKENS = 10 * BLOCK
 """Tokens of each prompt that a prefill worker must compute."""
 
 
-def looking(decode: DecodeHalf) -> None:
+def looking(decode: DecodeHalf, max_body: int = 0) -> None:
     """Make the decode worker decide on its real state, not on the rig's."""
     cache = SimpleNamespace(num_gpu_blocks=1_000_000, block_size=BLOCK)
     unused: Any = None
-    producer: Any = SimpleNamespace(available=True, past_stream=False, depth=decode.producer.depth)
+    producer: Any = SimpleNamespace(
+        available=True, past_stream=False, depth=decode.producer.depth, max_body=max_body
+    )
     outlook = Outlook(
         decode.ledger, producer, decode.control, unused, cache, 1,
         within_reach=True, target_blocks=decode.side.target_blocks,
@@ -65,6 +69,23 @@ async def test_a_burst_is_admitted_up_to_the_expected_wait(tmp_path: Path) -> No
         await settled(*served)
         assert all(decode.right(s) for s in served)
         await cluster.check_clean()
+
+
+async def test_a_prompt_whose_job_nats_does_not_take_stays_and_takes_no_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It took blocks, failed, and was a `queue_full` without a line in any log."""
+    async with Cluster(tmp_path) as cluster:
+        decode, _ = await cluster.decode(), await cluster.prefill()
+        looking(decode, max_body=(8 << 10) + 5 * TOKENS)
+        assert remote(decode, 1)
+        for seed in (2, 3):
+            request = FakeRequest(f"long-{seed}", prompt(2 * TOKENS, seed=seed))
+            assert decode.side.decide(request, 0) == (0, False)
+            reason = decode.side._decisions[request.request_id][1].reason
+            assert reason == "job_too_large"
+        (told,) = [r.getMessage() for r in caplog.records if "stays here" in r.getMessage()]
+        assert "raise max_payload" in told
 
 
 async def test_the_writing_of_each_commit_is_measured(tmp_path: Path) -> None:

@@ -181,6 +181,7 @@ def test_every_reason_of_the_router_is_described() -> None:
         reasons |= set(re.findall(r"Decision\([^)]*?\"(\w+)\"", source))
         reasons |= set(re.findall(r"else \"(\w+)\"\)?$", source, re.M))
         reasons |= set(re.findall(r"\"(cost_\w+)\"", source))
+        reasons |= set(re.findall(r"^[A-Z_]+ = \"([a-z_]+)\"$", source, re.M))
         if path.endswith("eligibility.py"):
             reasons |= set(re.findall(r"^ +return \"(\w+)\"", source, re.M))
     assert {"long_prompt", "short_prompt", "multimodal", "engine_declined"} <= reasons

@@ -7,10 +7,13 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from pullfill.decode_worker.context import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import TAKEN_S
+from pullfill.decode_worker.ledger_types import TAKEN_S, Settle
 from pullfill.decode_worker.publisher import Publisher
+from pullfill.errors import Outcome, QueueFull
 from pullfill.queue.contract import Receipt
 from pullfill.queue.urgency import Urgency
 from pullfill.testing.loopback import LoopbackFences
@@ -121,6 +124,30 @@ async def test_a_job_that_was_committed_before_the_queue_has_answered_is_not_cou
         while len(queue.claims) < 2:  # noqa: ASYNC110 - nothing to wait on
             await asyncio.sleep(0)
     assert queue.commits == ["done"]
+
+
+@pytest.mark.parametrize(
+    ("retryable", "outcome"), [(True, Outcome.QUEUE_FULL), (False, Outcome.PUBLISH_FAILED)]
+)
+async def test_a_job_that_nats_does_not_take_is_told_but_for_a_full_queue(
+    retryable: bool, outcome: Outcome, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(LoopbackFences(8, 8), incarnation="i")
+    queue = Queue()
+    refusal = QueueFull("too large")
+    refusal.retryable = retryable
+
+    async def refuse(*_: Any) -> Receipt:
+        raise refusal
+
+    queue.publish = refuse  # type: ignore[method-assign]
+    ledger.open("j", "r-j", (1,), first_target=0, timeout_s=60.0)
+    publisher_of(asyncio.get_running_loop(), queue, ledger).submit(opened("j"))
+    async with asyncio.timeout(5.0):
+        while not ledger.has_events:  # noqa: ASYNC110 - nothing to wait on
+            await asyncio.sleep(0)
+    assert [e.outcome for e in ledger.take_events() if isinstance(e, Settle)] == [outcome]
+    assert len(caplog.records) == (not retryable)
 
 
 async def test_a_job_that_no_stream_stores_waits_for_its_taker_only() -> None:

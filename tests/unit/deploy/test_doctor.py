@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, Self
 
 import pytest
+from msgspec.structs import replace
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import doctor
@@ -119,6 +120,15 @@ def test_workers_whose_cached_blocks_frontends_do_not_know() -> None:
     ]
 
 
+def test_prompts_whose_jobs_nats_does_not_take() -> None:
+    workers = [replace(live("decode-a", ""), max_model_len=300_000), live("prefill-a", "")]
+    assert list(doctor.payload(8 << 20, workers)) == []
+    (finding,) = doctor.payload(1 << 20, workers)
+    assert finding.level == WARN
+    assert "more than about 243832 tokens stay local (job_too_large)" in finding.what
+    assert "raise max_payload" in finding.advice
+
+
 def test_dead_letters_without_nats(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,7 +152,7 @@ def test_dead_letters_without_nats(
         return await sleep(min(delay, 0.01), *rest)
 
     monkeypatch.setattr(asyncio, "sleep", counted)
-    (finding,) = doctor.dead_letters(ref)
+    (finding,) = doctor.jobs(ref)
     assert "cannot be counted" in finding.what
     assert sum(pauses) < 1.0
     assert caplog.records == []
