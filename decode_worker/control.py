@@ -281,6 +281,7 @@ class ControlServer:
             hello.adapters,
             hello.features,
             block_size=hello.block_size,
+            max_prompt_tokens=hello.max_prompt_tokens or 0,
             # `met` says it. Until then the engine thread must not see a worker that may bring KV.
             cleared=self.checks is None,
         )
@@ -292,6 +293,12 @@ class ControlServer:
         self._ledger.prefill_free()
         channel.write(Welcome(decode_instance=self._instance_id))
         logger.info("prefill worker %s connected", peer.instance_id)
+        if peer.max_prompt_tokens:
+            logger.warning(
+                "prefill worker %s takes prompts of %d tokens at most (its --max-model-len): "
+                "longer ones go to other prefill workers, or stay here if there are none",
+                peer.instance_id, peer.max_prompt_tokens,
+            )  # fmt: skip
         if self.checks is not None:
             self.checks.met(peer)
         return peer

@@ -6,16 +6,17 @@ Made once all parts of the process exist. Reads them on the engine thread, witho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from pullfill.cluster_status import NOT_CLAIMED
-from pullfill.decode_worker.conditional_router import JOB_TOO_LARGE, Situation
+from pullfill.decode_worker.conditional_router import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.peers import Peer
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.queue.nats_connection import RAISE_PAYLOAD
 from pullfill.runtime import log, metrics
@@ -89,7 +90,7 @@ class Outlook:
             # jobs that come past the stream.
             prefill_workers=self.control.prefill_workers or int(past_stream),
             self_check=self_check,
-            oversize=self._oversize(prompt_tokens),
+            oversize=self._oversize(prompt_tokens, pulling),
             queue_available=self.producer.available,
             claims_stalled=ledger.claims.stalled,
             queue_jobs=max(depth.depth_jobs - depth.in_flight, own_jobs),
@@ -104,9 +105,18 @@ class Outlook:
             kv_bytes=more * self.kv_bytes / blocks,
         )
 
-    def _oversize(self, prompt_tokens: int) -> str:
+    def _oversize(self, prompt_tokens: int, pulling: Sequence[Peer]) -> str:
         """Why no prefill worker can get a prompt of this length. Empty: one can."""
         tokens = prompt_tokens - self.local_tokens
+        longest = max((peer.max_prompt_tokens or math.inf for peer in pulling), default=math.inf)
+        if tokens > longest:
+            self._say(
+                PROMPT_TOO_LONG,
+                int(longest),
+                f"a prompt of {prompt_tokens} tokens stays here, like all of more than {longest}: "
+                "no connected prefill worker takes a longer one. Give one a larger --max-model-len",
+            )
+            return PROMPT_TOO_LONG
         blocks = -(-tokens // self.cache.block_size)
         if self.target_blocks is not None:
             blocks = self.target_blocks(prompt_tokens, 0)

@@ -22,6 +22,7 @@ class Peer:
     computes: digest of how the worker rounds.
     adapters: whether the worker can load LoRA adapters.
     features: whether the worker takes multimodal inputs.
+    max_prompt_tokens: length of the longest prompt that it takes. 0: as ours.
     cleared: whether the worker may bring KV (self_check.py).
     busy: what its last Heartbeat said.
     heard: when the last message came, by the loop's clock.
@@ -36,6 +37,7 @@ class Peer:
     adapters: bool = False
     features: bool = False
     block_size: int = 0
+    max_prompt_tokens: int = 0
     cleared: bool = True
     leaving: bool = False
     pulls: bool = True

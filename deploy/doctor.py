@@ -159,6 +159,7 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
     rows = stock_servers(ref, workers)
     yield from fit(workers, by_stock=any(r["role"] == "decode" and _serves(r) for r in rows))
     yield from stock(rows)
+    yield from lengths(workers)
     yield from pairs(workers)
     yield from prefixes(ref, workers)
     yield from _compared(ref)
@@ -223,6 +224,19 @@ def fit(workers: Sequence[WorkerRecord], *, by_stock: bool = False) -> Iterator[
                 FAIL,
                 f"{first} and {name} cannot exchange KV: {field} is {ours!r} and {theirs!r}",
                 f"start them with the same {field}, or in different namespaces",
+            )
+
+
+def lengths(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
+    """Tell which prefill workers take shorter prompts than some decode worker."""
+    longest = max((w.max_model_len for w in workers if w.role == "decode"), default=0)
+    for worker in (w for w in workers if w.role == "prefill"):
+        if 0 < worker.max_model_len < longest:
+            yield Finding(
+                WARN,
+                f"{worker.instance_id} takes prompts of up to {worker.max_model_len} tokens, and "
+                f"decode workers take up to {longest}",
+                "longer ones go to other prefill workers or stay local: --max-model-len",
             )
 
 

@@ -12,8 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from pullfill.errors import AuthFailed, BadMessage, ClaimRefused, PeerUnavailable, PullfillError
 from pullfill.net import frames, heartbeat
@@ -89,7 +93,14 @@ class ControlConnection:
         idle_s: float = IDLE_S,
     ) -> None:
         self.record = record
-        self._hello = hello
+        self._hello = self._other_hello = replace(hello, max_prompt_tokens=UNSET)
+        if (most := hello.max_prompt_tokens or math.inf) < record.max_model_len - 1:
+            self._hello = hello
+            logger.warning(
+                "decode worker %s takes prompts of up to %d tokens, and this worker up to %d (its "
+                "--max-model-len): longer ones are left to other prefill workers",
+                record.instance_id, record.max_model_len - 1, most,
+            )  # fmt: skip
         self._on_revoke = on_revoke
         self._on_lost = on_lost
         self._on_trial = on_trial
@@ -320,6 +331,8 @@ class ControlConnection:
                 await introduce(channel, self._key, self._hello)
                 first: Any = await channel.read(ToPrefill)  # type: ignore[arg-type]
             except EOFError:
+                # An older build ends the connection at a field that it does not know.
+                self._hello, self._other_hello = self._other_hello, self._hello
                 raise PeerUnavailable(
                     "it ended the connection without a welcome; its log says why"
                 ) from None

@@ -119,6 +119,8 @@ class Job:
 
     async def _steps(self) -> None:
         self._read_message()
+        if self._too_long():
+            return await self._leave_to_others()
         await self.claim()
         self._check_grant()
         with self.connection.transfer.held():
@@ -230,6 +232,24 @@ class Job:
         if not self._token_ids or self.job.job_id != self.job_id:
             raise BadMessage("no tokens, or the job id is not the message's")
         log.about(request_id=self.job.request_id, decode_instance=self.job.decode_instance)
+
+    def _too_long(self) -> bool:
+        """Whether the prompt is too long for this worker, and another one may still get the job.
+
+        The last delivery is claimed all the same, so that the decode worker learns at once."""
+        first = self.message.first
+        last = first.number >= self._runner.max_deliver() or not first.ack_subject
+        return len(self._token_ids) > self._runner.max_prompt_tokens and not last
+
+    async def _leave_to_others(self) -> None:
+        """Give a job back that was not claimed. Its next delivery comes later each time."""
+        logger.info(
+            "job %s: a prompt of %d tokens is longer than this worker takes (%d); left to others",
+            self.job_id, len(self._token_ids), self._runner.max_prompt_tokens,
+        )  # fmt: skip
+        self._runner.on_unreachable()
+        delay_s = _AGAIN_RENEWED_S * (self.message.first.number - 1)
+        await self.message.settle("nak", delay_s=delay_s or AGAIN_S)
 
     def _check_grant(self) -> None:
         """Check that the job is the one that was granted, and that it fits here.

@@ -48,7 +48,7 @@ class JobRunner:
     on_not_cleared: called when a claim was refused because of the self-check, and none was granted
     for _GRANTED_S. Some decode workers may grant what others refuse.
     on_unreachable: called for each job whose decode worker is in the directory, but to which this
-    worker cannot bring KV. Other prefill workers may be able to.
+    worker cannot bring KV, or not that of a prompt so long. Other prefill workers may be able to.
     take_back: takes a delivery whose job this process has asked for itself. Returns False for any
     other. Raises ClaimRefused if another prefill worker has the job."""
 

@@ -183,6 +183,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             computes=rounding_digest(config),
             adapters=config.lora_config is not None,
             features=release.this.takes_features(config.model_config),
+            max_prompt_tokens=_longest(config),
         )  # fmt: skip
 
     def pull(
@@ -232,7 +233,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             connections,
             hooks.engine,
             heartbeat_s=lambda: consumer.ack_wait_s / 3,
-            max_prompt_tokens=config.model_config.max_model_len - 1,
+            max_prompt_tokens=_longest(config),
             max_deliver=lambda: consumer.max_deliver,
             read_grants=ReadGrants(context.owner.fences if context.owner else None),
             on_change=lambda: puller.changed(),
@@ -346,3 +347,10 @@ class PrefillService(Service):
 
     async def engine_gone(self) -> None:
         await self._runner.abandon()
+
+
+def _longest(config: Any) -> int:
+    """Return the length of the longest prompt that the engine takes. vLLM samples one token.
+
+    At its start vLLM checks that the KV cache holds `max_model_len` tokens."""
+    return int(config.model_config.max_model_len) - 1

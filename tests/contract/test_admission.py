@@ -88,6 +88,29 @@ async def test_a_prompt_whose_job_nats_does_not_take_stays_and_takes_no_blocks(
         assert "raise max_payload" in told
 
 
+async def test_prompts_too_long_for_some_prefill_workers_go_to_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One with a smaller `--max-model-len` got and failed all of them, and nobody learned why."""
+    async with Cluster(tmp_path) as cluster:
+        decode, small = await cluster.decode(), await cluster.prefill(longest=TOKENS)
+        looking(decode)
+        assert remote(decode, 1)
+        for seed in (2, 3):
+            request = FakeRequest(f"long-{seed}", prompt(TOKENS + 2, seed=seed))
+            assert decode.side.decide(request, 0) == (0, False)
+            assert decode.side._decisions[request.request_id][1].reason == "prompt_too_long"
+            assert decode.side._decisions[request.request_id][1].reason == "prompt_too_long"
+        assert caplog.text.count("stays here, like all") == 1
+        assert caplog.text.count("at most (its --max-model-len)") == 1
+        large = await cluster.prefill()
+        served = [decode.send(prompt(TOKENS + 2, seed=seed)) for seed in range(4, 12)]
+        await settled(*served)
+        assert all(request.loaded and decode.right(request) for request in served)
+        assert (small.runner.failed, large.runner.completed) == (0, len(served))
+        await cluster.check_clean()
+
+
 async def test_the_writing_of_each_commit_is_measured(tmp_path: Path) -> None:
     async with Cluster(tmp_path) as cluster:
         decode, _ = await cluster.decode(), await cluster.prefill(chunk=7)

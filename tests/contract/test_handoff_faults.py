@@ -111,8 +111,8 @@ async def test_a_job_of_another_wire_version_is_left_to_a_worker_that_can_read_i
 
 
 async def test_a_prompt_longer_than_the_worker_takes_is_local_and_no_poison(tmp_path: Path) -> None:
-    async with Cluster(tmp_path) as cluster:
-        decode, _ = await cluster.decode(), await cluster.prefill()
+    async with Cluster(tmp_path, max_deliver=2) as cluster:
+        decode, _ = await cluster.decode(), await cluster.prefill(longest=300)
         served = decode.send(prompt(310))
         await settled(served)
         assert served.loaded is False

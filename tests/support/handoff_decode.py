@@ -131,6 +131,7 @@ class DecodeHalf:
             pid=1,
             started_at=0.0,
             control=self.control.address,
+            max_model_len=1000,
         )
 
     def cache(self, tokens: Sequence[int]) -> list[int]:

@@ -45,7 +45,13 @@ class PrefillHalf:
     """A prefill worker whose vLLM is a KvEngine."""
 
     def __init__(
-        self, cluster: Cluster, name: str, *, chunk: int, consumer: JobConsumer | None = None
+        self,
+        cluster: Cluster,
+        name: str,
+        *,
+        chunk: int,
+        consumer: JobConsumer | None = None,
+        longest: int = 999,
     ) -> None:
         self.name, self._cluster = name, cluster
         self.local = cluster.rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
@@ -62,6 +68,7 @@ class PrefillHalf:
                 prefill_instance=name,
                 compat=COMPATIBLE.hash(),
                 regions=(self.local.descriptor,),
+                max_prompt_tokens=longest,
             ),
             COMPATIBLE,
             self._open_transfer_worker,
@@ -73,7 +80,7 @@ class PrefillHalf:
             self.links,
             self.engine,  # type: ignore[arg-type]
             heartbeat_s=lambda: cluster.heartbeat_s,
-            max_prompt_tokens=300,
+            max_prompt_tokens=longest,
             max_deliver=lambda: cluster.config.max_deliver,
             read_grants=self.read_grants,
             on_change=lambda: self.puller.changed(),
@@ -125,6 +132,7 @@ class Cluster:
     transport: str = "loopback"
     clock: Clock = SYSTEM_CLOCK
     ack_wait_s: float = 30.0
+    max_deliver: int = 5
     heartbeat_s: float = 10.0
     timeout_s: float = 20.0
     kv_digest: DigestMode = DigestMode.OFF
@@ -140,7 +148,9 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         self.rig = RIGS[self.transport](self.directory_path)
         self.directory = FakeDirectory()
-        self.config = QueueConfig("ns", COMPATIBLE.hash(), ack_wait_s=self.ack_wait_s)
+        self.config = QueueConfig(
+            "ns", COMPATIBLE.hash(), ack_wait_s=self.ack_wait_s, max_deliver=self.max_deliver
+        )
         self.queue = MemoryQueue(self.config, clock=self.clock)
         return self
 
@@ -173,11 +183,13 @@ class Cluster:
         self.directory.put(await decode.start())
         return decode
 
-    async def prefill(self, *, chunk: int = 8, pull: bool = True) -> PrefillHalf:
+    async def prefill(
+        self, *, chunk: int = 8, pull: bool = True, longest: int = 999
+    ) -> PrefillHalf:
         url = self.server and self.server.url
         consumer = await JetStreamConsumer.connect(url, self.config) if url else None
         name = f"prefill-{len(self.prefills) + 1}"
-        prefill = PrefillHalf(self, name, chunk=chunk, consumer=consumer)
+        prefill = PrefillHalf(self, name, chunk=chunk, consumer=consumer, longest=longest)
         self.prefills.append(prefill)
         await until(lambda: prefill.links.connected == sorted(prefill.links._standing.wanted()))
         if pull:

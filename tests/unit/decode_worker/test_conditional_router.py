@@ -19,7 +19,7 @@ REMOTE_REASONS = {"long_prompt", "policy_always_remote"}
 LOCAL_REASONS = {
     *INELIGIBLE, "policy_always_local", "prefix_hit", "short_prompt", "draining",
     "no_prefill_worker", "queue_unavailable", "claims_stalled", "quarantine_full", "queue_full",
-    "remote_full", "queue_wait", "slow_link", "job_too_large",
+    "remote_full", "queue_wait", "slow_link", "job_too_large", "prompt_too_long",
 }  # fmt: skip
 
 GOOD = Situation(1000, 0, prefill_workers=1, queue_available=True)

@@ -129,6 +129,13 @@ def test_prompts_whose_jobs_nats_does_not_take() -> None:
     assert "raise max_payload" in finding.advice
 
 
+def test_prefill_workers_that_take_shorter_prompts() -> None:
+    of = {"decode-a": 300, "prefill-a": 200, "prefill-b": 300, "prefill-c": 0}
+    found = doctor.lengths([replace(live(name, ""), max_model_len=n) for name, n in of.items()])
+    (finding,) = found
+    assert finding.what.startswith("prefill-a takes prompts of up to 200 tokens")
+
+
 def test_dead_letters_without_nats(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.puller import Puller
 from pullfill.queue.nats_connection import NotSent
-from pullfill.wire import Claim, FenceToken, Grant
+from pullfill.wire import Claim, FenceToken, Grant, Hello
 
 GRANT = Grant(
     rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=30, job_digest=b"",
@@ -29,8 +29,9 @@ async def test_an_answer_that_comes_with_the_timeout_counts(
 
     monkeypatch.setattr(ControlConnection, "_run", run)
     unused: Any = None
-    record: Any = SimpleNamespace(instance_id="decode-1")
-    link = ControlConnection(record, unused, unused, unused, unused)
+    record: Any = SimpleNamespace(instance_id="decode-1", max_model_len=0)
+    hello = Hello(prefill_instance="prefill-1", compat="c")
+    link = ControlConnection(record, hello, unused, unused, unused)
     monkeypatch.setattr(link, "_channel", SimpleNamespace(write=lambda _, now: None))
     loop = asyncio.get_running_loop()
 
