@@ -42,6 +42,11 @@ logger = log.get("decode_worker.control")
 
 _OURS = frozenset({Outcome.DIGEST_MISMATCH.value, "read_failed"})
 """Refusals of commits that were not stale. They are counted where they happen."""
+_BUSY = 64 << 10
+"""While so many bytes wait for a prefill worker, it gets no job with multimodal inputs. These have
+8 MiB at most, so a connection sends those of one job at a time, and control messages never wait for
+many of them."""
+_BUSY_RETRY_S = 0.05  # 8 MiB take 0.07 s at 1 Gbit/s
 _GRANTED = metrics.CLAIM.labels("granted")
 
 
@@ -76,16 +81,19 @@ class Grants:
     def grant(self, peer: Peer, claim: Claim) -> None:
         """Answer a claim: grant the job to this prefill worker, or refuse."""
         failpoints.hit("decode.before_grant")
+        entry = self._ledger.find(claim.job_id)
+        if entry is not None and entry.features and peer.channel.backlog > _BUSY:
+            held = Claimed(refused=RefuseReason.HELD, retry_after_s=_BUSY_RETRY_S)
+            self._refuse(peer, claim, held)
+            return
         claimed = self._ledger.grant(claim.job_id, claim.incarnation, peer.name, claim.ack_subject)
         if (grant := claimed.grant) is None:
             self._refuse(peer, claim, claimed)
             return
         _GRANTED.inc()
-        features = b""
-        if (entry := self._ledger.find(claim.job_id)) is not None:
+        if entry is not None:
             self._traces.claimed(entry.request_id, grant.attempt, peer.instance_id, grant.queued_s)
-            features = entry.features
-        peer.channel.write(peer.grant(claim, self._ledger.incarnation, grant, features))
+        peer.channel.write(peer.grant(claim, self._ledger.incarnation, grant))
         if entry is not None and entry.receipt is not None:
             self.claimed(entry.receipt)
 

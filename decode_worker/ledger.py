@@ -209,6 +209,7 @@ class Ledger(OpenJobs):
                 now - entry.opened_at,
                 self.kv_digest,
                 self.kv_mode,
+                entry.features,
             )
         )
 

@@ -246,6 +246,7 @@ class OpenJobs:
     def _settle(self, entry: Entry, outcome: Outcome) -> None:
         assert not entry.settled, "a request is settled once"
         entry.settled = True
+        entry.features = b""  # nobody is granted the job any more, and `Dues` keeps it for a while
         self.claims.ended(entry.job_id)
         loaded = outcome is Outcome.COMMITTED
         self._events.append(Settle(entry.request_id, loaded, outcome))

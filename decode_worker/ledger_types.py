@@ -50,7 +50,7 @@ class Entry:
     order: which blocks of each KV cache group are written.
     hit_tokens: length of the prefix hit.
     tokens: number of tokens that a prefill worker must compute.
-    features: encoded multimodal inputs, which the grant brings.
+    features: encoded multimodal inputs, which the grant brings. Empty once the job is settled.
     receipt: of the queue, once the job is stored there and as long as it may have to be deleted.
     stored: whether the stream holds the job, so it can be delivered again.
     attempt: number of grants so far.
@@ -205,7 +205,8 @@ Action = CancelMessage | NakDelivery | SendRevoke
 class GrantView:
     """A grant, as the control server sends it.
 
-    queued_s: seconds from the job's opening to this grant."""
+    queued_s: seconds from the job's opening to this grant.
+    features: see `Entry`. They are here because the engine thread may settle the job meanwhile."""
 
     attempt: int
     deadline_s: float
@@ -214,6 +215,7 @@ class GrantView:
     queued_s: float
     kv_digest: DigestMode
     mode: KvMode
+    features: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class Peer:
         silent_s: the same while it asks for things."""
         return heartbeat.patience(now - self.asked_at, silent_s)
 
-    def grant(self, claim: Claim, incarnation: str, grant: GrantView, features: bytes) -> Grant:
+    def grant(self, claim: Claim, incarnation: str, grant: GrantView) -> Grant:
         """Make the answer to a claim of this worker."""
         mode = grant.mode
         if mode is KvMode.PULL and (self.reader is None or not self.reader.within_reach()):
@@ -70,7 +70,7 @@ class Peer:
             fence=grant.fence,
             kv_digest=grant.kv_digest,
             mode=mode,
-            features=features,
+            features=grant.features,
         )
 
 

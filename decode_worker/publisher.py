@@ -88,10 +88,10 @@ class Publisher:
                     ", ".join(ours[:3]) + ", ..." * (len(ours) > 3),
                 )
 
-    def encode(self, job: OpenedJob, brought: bytes = b"") -> bytes:
+    def encode(self, job: OpenedJob, brings: str = "") -> bytes:
         """Encode a job for the stream.
 
-        brought: the encoded multimodal inputs, which the grant will bring."""
+        brings: digest of the multimodal inputs, which the grant will bring."""
         return encode(
             PrefillJob(
                 job_id=job.job_id,
@@ -108,7 +108,7 @@ class Publisher:
                 block_size=self._block_size,
                 cache_salt=job.cache_salt,
                 adapter=job.adapter,
-                features=features.digest(brought),
+                features=brings,
                 priority=job.priority * len(Urgency) + job.urgency,
                 timeout_s=job.timeout_s,
                 trace=job.trace,
@@ -118,10 +118,12 @@ class Publisher:
     async def _publish(self, job: OpenedJob) -> None:
         log.about(job_id=job.job_id, request_id=job.request_id)
         try:
+            brought, brings = b"", ""
+            if job.features:  # on a thread: 8 MiB take 10 ms
+                brought, brings = await asyncio.to_thread(features.encoded, job.features)
             if self._ledger.find(job.job_id) is None:
                 return  # the job ended before it was published
-            brought = features.encode(job.features) if job.features else b""
-            body = self.encode(job, brought)
+            body = self.encode(job, brings)
             digest = job_digest(body)
             self._ledger.set_digest(job.job_id, digest, brought)
             failpoints.hit("decode.publish")

@@ -7,7 +7,8 @@ jobs before it knows that this one fills the budget, and other workers would get
 A delivery whose claim gets no answer does not count, nor does one that waits for a connection. If a
 decode worker leaves a claim unanswered for SILENT_CLAIM_S, its later deliveries do not count at all
 before their grant. So jobs of a decode worker that is gone do not keep jobs of other decode workers
-waiting, not even if its host vanished and the connection still stands.
+waiting, not even if its host vanished and the connection still stands. A delivery with multimodal
+inputs counts while the decode worker sends those of other jobs, because its turn comes.
 
 With `--concurrency` the puller counts jobs instead of tokens, and those only until their prompt is
 computed.
@@ -89,9 +90,14 @@ class Budget:
         charge = self._charges[job_id]
         if not charge.trial:
             self.granted_at = asyncio.get_running_loop().time()
+        charge.granted = True
+        self.in_line(job_id)
+
+    def in_line(self, job_id: str) -> None:
+        """Note that the job is granted, or will be once the inputs of other jobs are sent."""
+        charge = self._charges[job_id]
         charge.timer.cancel()
         charge.asked_at = math.inf
-        charge.granted = True
         if not charge.counted:
             charge.counted = True
             self.tokens += charge.tokens

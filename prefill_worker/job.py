@@ -20,6 +20,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
+from pullfill.engine import features
 from pullfill.errors import (
     BadMessage,
     ClaimRefused,
@@ -122,7 +123,7 @@ class Job:
         if self._too_long():
             return await self._leave_to_others()
         await self.claim()
-        self._check_grant()
+        await self._check_grant()
         with self.connection.transfer.held():
             try:
                 task = await self.compute_and_write()
@@ -159,7 +160,10 @@ class Job:
                     raise
                 if time.monotonic() + wait_s > asked + job.timeout_s:
                     raise
-                runner.budget.waits(self.job_id)
+                if job.features:
+                    runner.budget.in_line(self.job_id)
+                else:
+                    runner.budget.waits(self.job_id)
                 await asyncio.sleep(wait_s)
         runner.budget.granted(self.job_id)
         self._claim_ms = (time.monotonic() - asked) * 1e3
@@ -251,14 +255,17 @@ class Job:
         delay_s = _AGAIN_RENEWED_S * (self.message.first.number - 1)
         await self.message.settle("nak", delay_s=delay_s or AGAIN_S)
 
-    def _check_grant(self) -> None:
+    async def _check_grant(self) -> None:
         """Check that the job is the one that was granted, and that it fits here.
 
         If it is not, give up for good, and raise BadMessage or TooLong."""
         engine = self._runner.engine
         try:
+            brought = ""
+            if self.grant.features:  # on a thread: 8 MiB take 10 ms
+                brought = await asyncio.to_thread(features.digest, self.grant.features)
             check(
-                self.job, self.message.first.body, self._token_ids, self.grant,
+                self.job, self.message.first.body, self._token_ids, self.grant, brought,
                 unit=engine.unit, compat_hash=engine.compat_hash,
                 max_prompt_tokens=self._runner.max_prompt_tokens, groups=engine.groups,
             )  # fmt: skip

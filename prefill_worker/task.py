@@ -40,7 +40,7 @@ class TooLong(HandoffError):
 
 
 def check(
-    job: PrefillJob, body: bytes, token_ids: list[int], grant: Grant, *, unit: int,
+    job: PrefillJob, body: bytes, token_ids: list[int], grant: Grant, brought: str, *, unit: int,
     compat_hash: str, max_prompt_tokens: int, groups: int,
 ) -> None:  # fmt: skip
     """Check that the pulled job is the one that the decode worker granted, and that it fits here.
@@ -49,6 +49,7 @@ def check(
     decode worker published them. Raises BadMessage or TooLong.
 
     body: the job as it was pulled.
+    brought: digest of the multimodal inputs that came with the grant.
     unit: the smallest number of tokens that a block can be cut to."""
     if job_digest(body) != grant.job_digest:
         raise BadMessage("the job differs from what the decode worker published")
@@ -64,7 +65,7 @@ def check(
         )
     if job.block_size % unit or job.compat != compat_hash:
         raise BadMessage("block size or compatibility hash is not this worker's")
-    if features.digest(grant.features) != job.features:
+    if brought != job.features:
         raise BadMessage("the grant brings other multimodal inputs than the job names")
     if len(token_ids) > max_prompt_tokens:
         raise TooLong(

@@ -52,6 +52,11 @@ def encode(features: Sequence[Any]) -> bytes:
     return msgspec.msgpack.encode([bytes(part) for part in MsgpackEncoder().encode(features)])
 
 
+def encoded(features: Sequence[Any]) -> tuple[bytes, str]:
+    """Return `encode` of the features, and its `digest`."""
+    return (data := encode(features)), digest(data)
+
+
 def decode(data: bytes, tokens: int) -> list[Any]:
     """Return the features of a prompt of `tokens` tokens. Raises BadMessage."""
     from vllm.multimodal.inputs import MultiModalFeatureSpec

@@ -46,6 +46,9 @@ _AHEAD = HELLO_FRAME + (64 << 10)
 """Received bytes that are buffered at most before `read` or `hear` takes them."""
 _AT_ONCE = 64 << 10
 """Bytes that do not wait for the end of a turn of the loop."""
+_LARGE = 1 << 20
+"""Messages of so many bytes are sealed on a thread, and so are their seals checked. Both take over
+1 ms for each MiB. Later messages wait for that."""
 
 
 class Channel(asyncio.Protocol):
@@ -65,10 +68,11 @@ class Channel(asyncio.Protocol):
         self._more: asyncio.Future[None] | None = None
         self._decode: Callable[[bytes], Any]
         self._handler: Callable[[Any], object] | None = None
-        self._handling = False
+        self._handling = self._checking = self._sealing = self._closing = False
         self._waiting: list[bytes] = []
         self._size = 0
         self._why: Exception | None = None
+        self._lost: Exception | None = None
         self._ended = asyncio.Event()
         self.peer = "?"
 
@@ -98,6 +102,9 @@ class Channel(asyncio.Protocol):
         self._send()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._checking:  # what has arrived is handled first
+            self._lost = exc or EOFError("")
+            return
         self._why = self._why or EOFError(str(exc or ""))
         self._ended.set()
         self._wake()
@@ -137,12 +144,24 @@ class Channel(asyncio.Protocol):
         assert self._why is not None
         raise self._why
 
-    def _handle(self) -> None:
-        """Handle all messages that have arrived. The replies are sent in one piece."""
+    def _handle(self, checked: asyncio.Future[bytes] | None = None) -> None:
+        """Handle all messages that have arrived. The replies are sent in one piece.
+
+        checked: a message whose seal was checked on a thread. It comes first."""
         assert self._handler is not None
+        self._checking &= checked is None
+        if self._checking:
+            return
         self._handling = True
         try:
+            if checked is not None and self._why is None:
+                self._handler(self._decode(checked.result()))
             while (body := self._arrived.cut(frames.MAX_FRAME)) is not None and self._why is None:
+                if self._in is not None and len(body) >= _LARGE:
+                    self._checking = True
+                    checking = self._loop.run_in_executor(None, self._in.remove, body)
+                    checking.add_done_callback(self._handle)
+                    break
                 self._handler(self._decode(self._unsealed(body)))
         except Exception as exc:
             self._why = self._why or exc
@@ -151,6 +170,8 @@ class Channel(asyncio.Protocol):
             self._handling = False
         if self._waiting:
             self._send()
+        if self._lost is not None:
+            self.connection_lost(self._lost)
 
     def _unsealed(self, body: bytes) -> bytes:
         return body if self._in is None else self._in.remove(body)
@@ -168,8 +189,6 @@ class Channel(asyncio.Protocol):
 
         now: send at once."""
         body = encode(message)
-        if self._out is not None:
-            body = self._out.add(body)
         if not self._waiting and not self._handling and not now:
             self._loop.call_soon(self._send)
         self._waiting.append(body)
@@ -178,21 +197,51 @@ class Channel(asyncio.Protocol):
             self._send()
 
     def _send(self) -> None:
-        waiting, self._waiting, self._size = self._waiting, [], 0
-        if waiting and not frames.write_bodies(self._transport, waiting):
+        if self._sealing:
+            return
+        waiting, self._waiting = self._waiting, []
+        if self._size >= _LARGE:
+            self._sealing = True
+            framed = self._loop.run_in_executor(None, self._framed, waiting)
+            framed.add_done_callback(self._sealed)
+        elif waiting:
+            self._size = 0
+            self._put(self._framed(waiting))
+
+    def _framed(self, bodies: list[bytes]) -> bytes:
+        return frames.join(bodies if self._out is None else [*map(self._out.add, bodies)])
+
+    def _sealed(self, framed: asyncio.Future[bytes]) -> None:
+        self._sealing = False
+        self._size = sum(map(len, self._waiting))
+        self._put(framed.result())
+        self._send()
+        if self._closing:
+            self.close()
+
+    def _put(self, data: bytes) -> None:
+        if not frames.write(self._transport, data):
             logger.warning(
                 "ended the connection to %s: it has not read the last %d MiB",
                 self.peer, frames.MAX_BACKLOG >> 20,
             )  # fmt: skip
 
+    @property
+    def backlog(self) -> int:
+        """Number of bytes that wait to be sent."""
+        return self._size + self._transport.get_write_buffer_size()
+
     def seal(self, *, incoming: bytes, outgoing: bytes) -> None:
         """Seal all frames from the next one on, in both directions."""
+        self._send()
         self._in, self._out = Seal(incoming), Seal(outgoing)
 
     def close(self) -> None:
         """Send what is queued, then end."""
         self._send()
-        self._transport.close()
+        self._closing = self._sealing
+        if not self._closing:
+            self._transport.close()
 
     def abort(self) -> None:
         """Close at once. Messages that have arrived but were not handled are dropped."""

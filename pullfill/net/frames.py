@@ -66,15 +66,20 @@ class Cutter:
         return self._data[begin : self._at]
 
 
-def write_bodies(transport: asyncio.WriteTransport, bodies: Sequence[bytes]) -> bool:
-    """Queue a frame of each body for sending, in one write. Never blocks or raises.
+def join(bodies: Sequence[bytes]) -> bytes:
+    """Return a frame of each body."""
+    return b"".join([part for body in bodies for part in (_LENGTH.pack(len(body)), body)])
+
+
+def write(transport: asyncio.WriteTransport, data: bytes) -> bool:
+    """Queue frames for sending. Never blocks or raises.
 
     Returns False if more than MAX_BACKLOG bytes wait for the peer. Then the connection is ended."""
     try:
         if transport.get_write_buffer_size() > MAX_BACKLOG:
             transport.abort()
             return False
-        transport.write(b"".join([_LENGTH.pack(len(body)) + body for body in bodies]))
+        transport.write(data)
     except (OSError, RuntimeError):  # the transport has ended
         pass
     return True

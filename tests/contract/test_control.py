@@ -56,6 +56,32 @@ async def test_many_claims_at_once_get_their_own_answers(decode: Decode, connect
     assert decode.fences.in_use == 0
 
 
+async def test_the_inputs_of_one_job_are_sent_at_a_time(decode: Decode, raw: Raw) -> None:
+    """Grants of over 64 MiB together made the decode worker end the connection."""
+    inputs, jobs = bytes(10 << 20), {f"j{number}": number for number in range(8)}
+
+    def claim(job_id: str) -> None:
+        raw.say(Claim(rid=jobs[job_id], job_id=job_id, incarnation="i0"))
+
+    await raw.hello()
+    for job_id in jobs:
+        decode.open(job_id)
+        decode.ledger.set_digest(job_id, b"digest", inputs)
+        claim(job_id)
+    (peer,) = decode.server.peers.values()
+    while jobs:
+        answer = await raw.hear()
+        assert peer.channel.backlog < 2 * len(inputs)
+        if isinstance(answer, Grant):
+            assert answer.features == inputs
+            del jobs[answer.job_id]
+        else:
+            assert answer.reason is RefuseReason.HELD
+            (job_id,) = [name for name, rid in jobs.items() if rid == answer.rid]
+            await asyncio.sleep(answer.retry_after_s)
+            claim(job_id)
+
+
 async def test_a_new_worker_may_bring_no_kv_until_its_self_check_is_known(
     decode: Decode, connect: Any
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -14,10 +15,11 @@ from pullfill.decode_worker.ledger_types import JobState
 from pullfill.errors import AuthFailed, PeerUnavailable
 from pullfill.net import frames
 from pullfill.net.channel import Channel, accept, introduce
+from pullfill.net.handshake import Seal
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
 from pullfill.runtime.lifecycle import stop_listening
-from pullfill.wire import AuthChallenge, AuthHello, AuthProof, DrainAck, GiveUp, Goodbye
+from pullfill.wire import AuthChallenge, AuthHello, AuthProof, DrainAck, GiveUp, Goodbye, Trial
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, hello, until
 
@@ -50,6 +52,40 @@ async def test_with_the_key_a_job_is_claimed_and_committed(locked: Decode) -> No
         locked.open()
         grant = await prefill.claim()
         assert (await prefill.commit(grant)).ok
+    finally:
+        await prefill.link.close()
+
+
+async def test_large_messages_are_sealed_in_order_and_not_on_the_loop(
+    locked: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 MiB take 10 ms at each end."""
+    on_loop, told, real = list[bool](), list[object](), Seal.of_next
+
+    def of_next(self: Seal, body: bytes) -> bytes:
+        if len(body) > 1 << 20:
+            on_loop.append(threading.current_thread() is threading.main_thread())
+        return real(self, body)
+
+    monkeypatch.setattr(Seal, "of_next", of_next)
+    prefill = Prefill(locked, key=KEY)
+    prefill.link._on_trial = told.append
+    try:
+        await prefill.link.wait_up(10)
+        for job_id, inputs in (("j", bytes(8 << 20)), ("k", b"")):
+            locked.open(job_id)
+            locked.ledger.set_digest(job_id, b"digest", inputs)
+        grants = await asyncio.gather(prefill.claim("j"), prefill.claim("k"))
+        assert [len(grant.features) for grant in grants] == [8 << 20, 0]
+        for grant in grants:
+            assert (await prefill.commit(grant)).ok
+        assert on_loop == [False, False]
+        (peer,) = locked.server.peers.values()
+        peer.channel.write(Trial(job=bytes(2 << 20)))
+        peer.channel.write(Trial(job=b"last"))
+        peer.channel.close()
+        await until(lambda: len(told) == 2)
+        assert told[1] == Trial(job=b"last"), "what is queued is sent before the end"
     finally:
         await prefill.link.close()
 

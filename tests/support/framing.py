@@ -35,7 +35,7 @@ async def read(reader: asyncio.StreamReader, kind: type[T]) -> T:
 
 def write_body(writer: asyncio.StreamWriter, body: bytes) -> None:
     """Queue one frame."""
-    frames.write_bodies(writer.transport, [body])
+    frames.write(writer.transport, frames.join([body]))
 
 
 def write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:

@@ -227,6 +227,20 @@ def test_a_dead_writer_whose_job_no_stream_holds_costs_the_claim_timeout_at_most
     assert (settled.loaded, settled.outcome) == (False, Outcome.CLAIM_TIMEOUT)
 
 
+def test_a_job_that_has_ended_keeps_no_inputs(ledger: Ledger) -> None:
+    """They have up to 8 MiB each, and the timer remembers hundreds of jobs until their deadline."""
+    fill(ledger, 3)
+    for number in range(3):
+        ledger.set_digest(f"j{number}", b"d", b"inputs")
+        grant = ledger.grant(f"j{number}", "i", "w").grant
+        assert grant is not None
+        assert grant.features == b"inputs"
+    assert ledger.commit("j0", 1, "i", "w", 2) is None
+    ledger.cancel("r1")
+    kept = {entry.job_id: entry.features for _, _, entry in ledger._dues._heap}
+    assert kept == {"j0": b"", "j1": b"", "j2": b"inputs"}
+
+
 def test_another_thread_sees_that_the_timer_hangs() -> None:
     model = HandoffModel()
     assert not model.ledger.overdue

@@ -13,6 +13,7 @@ from pullfill.decode_worker.context import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import TAKEN_S, Settle
 from pullfill.decode_worker.publisher import Publisher
+from pullfill.engine import features
 from pullfill.errors import Outcome, QueueFull
 from pullfill.queue.contract import Receipt
 from pullfill.queue.urgency import Urgency
@@ -148,6 +149,33 @@ async def test_a_job_that_nats_does_not_take_is_told_but_for_a_full_queue(
             await asyncio.sleep(0)
     assert [e.outcome for e in ledger.take_events() if isinstance(e, Settle)] == [outcome]
     assert len(caplog.records) == (not retryable)
+
+
+async def test_inputs_are_encoded_once_and_not_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, bool]] = []
+
+    def seen(name: str, result: Any) -> Any:
+        def call(_: Any) -> Any:
+            calls.append((name, threading.current_thread() is threading.main_thread()))
+            return result
+
+        return call
+
+    monkeypatch.setattr(features, "encode", seen("encode", b"inputs"))
+    monkeypatch.setattr(features, "digest", seen("digest", "of inputs"))
+    queue, ledger = Queue(), Ledger(LoopbackFences(8, 8), incarnation="i")
+    publisher = publisher_of(asyncio.get_running_loop(), queue, ledger)
+    ledger.open("j", "r-j", (1,), first_target=0, timeout_s=60.0)
+    publisher.submit(replace(opened("j"), features=["an image"]))
+    async with asyncio.timeout(5.0):
+        while not queue.stored or publisher._tasks:  # noqa: ASYNC110 - nothing to wait on
+            await asyncio.sleep(0)
+    for writer in "ab":
+        grant = ledger.grant("j", "i", writer).grant
+        assert grant is not None
+        assert grant.features == b"inputs"
+        ledger.gave_up("j", grant.attempt, "i", writer, "cause", retry=True)
+    assert calls == [("encode", False), ("digest", False)]
 
 
 async def test_a_job_that_no_stream_stores_waits_for_its_taker_only() -> None:

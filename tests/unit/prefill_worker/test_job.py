@@ -15,6 +15,7 @@ import pytest
 
 from pullfill.errors import BadMessage, ClaimRefused, PeerUnavailable
 from pullfill.ids import job_digest
+from pullfill.prefill_worker.budget import CLAIM_S
 from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.prefill_worker.self_check_job import TrialDelivery
@@ -188,6 +189,27 @@ async def test_the_job_of_a_self_check_says_nothing_about_who_grants_others() ->
     worker.runner.start(Delivered())  # type: ignore[arg-type]
     await worker.over()
     assert told == ["not cleared"]
+
+
+@pytest.mark.parametrize("inputs", [True, False])
+async def test_a_job_counts_while_the_inputs_of_others_are_sent(inputs: bool) -> None:
+    """Otherwise this worker would pull up to 64, and other workers would get none."""
+    worker, held = Worker(never()), 0
+    body = encode(msgspec.structs.replace(JOB, features="digest" if inputs else ""))
+
+    async def holds(*_: Any) -> Grant:
+        nonlocal held
+        held += 1
+        raise ClaimRefused("held", reason=RefuseReason.HELD, retry_after_s=2 * CLAIM_S)
+
+    worker.link.claim = holds
+    delivery = Delivered()
+    delivery.body = body
+    worker.runner.start(delivery)  # type: ignore[arg-type]
+    await eventually(lambda: held > 1)
+    assert worker.runner.in_flight_tokens == (delivery.tokens if inputs else 0)
+    await worker.runner.abandon()
+    assert worker.runner.in_flight_tokens == 0
 
 
 async def test_nonsense_from_the_kv_port_in_the_middle_is_no_poison() -> None:

@@ -31,7 +31,7 @@ def checked(job: PrefillJob, *, groups: int = 1, most: int = 100, brought: bytes
         job_digest=job_digest(body), fence=FenceToken(slot=0, epoch=1), features=brought,
     )  # fmt: skip
     check(
-        job, body, u32.unpack(job.token_ids), grant,
+        job, body, u32.unpack(job.token_ids), grant, features.digest(brought),
         unit=4, compat_hash="c", max_prompt_tokens=most, groups=groups,
     )  # fmt: skip
 
