@@ -293,7 +293,8 @@ class ControlServer:
         self._ledger.prefill_free()
         channel.write(Welcome(decode_instance=self._instance_id))
         logger.info("prefill worker %s connected", peer.instance_id)
-        if peer.max_prompt_tokens:
+        short = f"short {peer.instance_id}"  # it may connect again every minute
+        if peer.max_prompt_tokens and self._seldom.due(short) is not None:
             logger.warning(
                 "prefill worker %s takes prompts of %d tokens at most (its --max-model-len): "
                 "longer ones go to other prefill workers, or stay here if there are none",

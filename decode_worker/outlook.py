@@ -113,8 +113,9 @@ class Outlook:
             self._say(
                 PROMPT_TOO_LONG,
                 int(longest),
-                f"a prompt of {prompt_tokens} tokens stays here, like all of more than {longest}: "
-                "no connected prefill worker takes a longer one. Give one a larger --max-model-len",
+                f"a prompt of {prompt_tokens} tokens stays here, like all of more than "
+                f"{longest + self.local_tokens}: no connected prefill worker takes them. Give one "
+                "a larger --max-model-len",
             )
             return PROMPT_TOO_LONG
         blocks = -(-tokens // self.cache.block_size)

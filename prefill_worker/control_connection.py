@@ -96,7 +96,7 @@ class ControlConnection:
         self._hello = self._other_hello = replace(hello, max_prompt_tokens=UNSET)
         if (most := hello.max_prompt_tokens or math.inf) < record.max_model_len - 1:
             self._hello = hello
-            logger.warning(
+            logger.info(
                 "decode worker %s takes prompts of up to %d tokens, and this worker up to %d (its "
                 "--max-model-len): longer ones are left to other prefill workers",
                 record.instance_id, record.max_model_len - 1, most,
