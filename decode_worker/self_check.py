@@ -311,14 +311,17 @@ class Checks:
         self._jobs.clear()  # of the last comparison
         # Not the first and last tokens of the vocabulary: there are the special tokens.
         ordinary = range(ours.vocabulary // 4, 3 * ours.vocabulary // 4)
-        tokens = random.choices(ordinary, k=ours.blocks * ours.block_size)
-        salt, half = new_job_id(), ours.blocks // 2 * ours.block_size
+        blocks = ours.blocks
+        if longest := peer.max_prompt_tokens:
+            blocks = max(1, min(blocks, longest // ours.block_size))
+        tokens = random.choices(ordinary, k=blocks * ours.block_size)
+        salt, half = new_job_id(), blocks // 2 * ours.block_size
         # At the same time, on two workers. If both fail, the second ends by itself.
-        both = [run(tokens, salt=new_job_id(), blocks=ours.blocks)]
+        both = [run(tokens, salt=new_job_id(), blocks=blocks)]
         if half:
             both.append(run(tokens[: half + 1], salt=salt, writer=peer.name))
         local, *_ = await asyncio.gather(*both)
-        remote = await run(tokens, salt=salt, writer=peer.name, blocks=ours.blocks)
+        remote = await run(tokens, salt=salt, writer=peer.name, blocks=blocks)
         if not local.pages or not remote.pages:
             raise Incomplete("the KV of the prompt could not be read")
         result = await asyncio.to_thread(self._judged, local, remote, peer.instance_id)

@@ -111,10 +111,11 @@ class Rig:
     def _changed(self) -> None:
         self.changes += 1
 
-    def meet(self, name: str = "prefill-1#1", computes: str = "theirs") -> Peer:
+    def meet(self, name: str = "prefill-1#1", computes: str = "theirs", longest: int = 0) -> Peer:
         peer = Peer(
-            name, name.partition("#")[0], cast(Any, Wire()), 0.0, None, computes, cleared=False
-        )
+            name, name.partition("#")[0], cast(Any, Wire()), 0.0, None, computes, cleared=False,
+            max_prompt_tokens=longest,
+        )  # fmt: skip
         self.checks.met(peer)
         return peer
 
@@ -132,6 +133,14 @@ async def test_nobody_brings_kv_before_the_comparison_and_everybody_of_that_kind
     assert len(rig.kept.kept) == 1
     assert not rig.meet("prefill-3#3", "otherwise").cleared
     assert rig.checks.reason == ""
+    await rig.checks.close()
+
+
+async def test_a_prefill_worker_that_takes_short_prompts_is_compared_with_one() -> None:
+    rig = Rig()
+    peer = rig.meet(longest=11)
+    await eventually(lambda: peer.cleared)
+    assert rig.engine.asked == [(8, ""), (5, "prefill-1#1"), (8, "prefill-1#1")]
     await rig.checks.close()
 
 
