@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pullfill.decode_worker.conditional_router import Situation
-from pullfill.engine.adapters import Adapters
 from pullfill.queue.urgency import Urgency
 from pullfill.worker.context import LATER, WorkerContext
 
@@ -58,7 +57,6 @@ class DecodeContext(WorkerContext):
     publish: hands an opened job to the asyncio thread. Must not block.
     queue_full: called when a prompt stays local because of the queue's depth. Must not block.
     wake_control: called when the ledger asks something of the network. Must not block.
-    adapters: the LoRA adapters of this worker.
     adapters_elsewhere: whether a prefill worker can load LoRA adapters.
     features_elsewhere: whether a prefill worker takes multimodal inputs.
     largest_block: number of tokens in the largest block of a prefill worker. 0: as ours.
@@ -75,7 +73,6 @@ class DecodeContext(WorkerContext):
     make_ledger: Callable[[OwnerFences], Ledger]
     queue_full: Callable[[], None] = lambda: None
     wake_control: Callable[[], None] = lambda: None
-    adapters: Adapters = field(default_factory=Adapters)
     adapters_elsewhere: Callable[[], bool] = lambda: False
     features_elsewhere: Callable[[], bool] = lambda: False
     largest_block: Callable[[], int] = lambda: 0

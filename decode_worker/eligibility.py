@@ -51,20 +51,14 @@ def adapter_of(context: DecodeContext, request: Any) -> Adapter | None:
 
 def own_adapter(context: DecodeContext, request: Any) -> Adapter | None:
     """Return the request's LoRA adapter for another worker. None: it has none, or it cannot be
-    told: the digest of its files may not be known yet, or its name or path may be too long."""
+    told. See `Adapters.for_others`."""
     asked = request.lora_request
-    if asked is None:
-        return None
-    content = context.adapters.content_of(asked)
-    if not content or max(len(asked.lora_name), len(asked.lora_path)) > MAX_TEXT:
-        return None
-    return Adapter(name=asked.lora_name, path=asked.lora_path, content=content)
+    return None if asked is None else context.adapters.for_others(asked)
 
 
 def _features_may_go(context: DecodeContext, request: Any, local_tokens: int) -> bool:
     """Whether a prefill worker can get the multimodal inputs of this request."""
-    # vLLM may compute features with an adapter, and then calls them by its name. Prefill workers
-    # give adapters names of their own.
+    # vLLM may compute features with an adapter. Nothing shows yet that prefill workers do the same.
     return (
         request.lora_request is None
         and context.features_elsewhere()

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.intake import Preparation
 from pullfill.engine import requests
+from pullfill.engine.adapters import lora_request
 from pullfill.engine.groups import cached_run, keeps_all
 from pullfill.errors import BadMessage, ConfigError, OverloadedError
 from pullfill.net.channel import Channel
@@ -241,9 +242,7 @@ class ReadLeases:
         """Compute vLLM's block hashes of the prompt. Intake thread."""
         lora = None
         if (adapter := ask.adapter) is not None:
-            lora = self._context.adapters.same(adapter.name, adapter.path, adapter.content)
-            if lora is None:
-                return lambda: self._tell(partial(self._unfilled, asker, ask, NOT_HELD))
+            lora = self._context.adapters.placed(lora_request(adapter))
         try:
             request = requests.prefill_request(
                 "read-lease", (), cache_salt=ask.cache_salt, priority=0,

@@ -253,6 +253,8 @@ class RequestServer:
             # The frontend's clock may differ. vLLM orders requests of one priority by this time.
             request.arrival_time = arrived
             request_limits.strip_transfer_params(request, front_wire.holder_of(payload))
+            if request.lora_request is not None:
+                request.lora_request = self._adapters.named(request.lora_request)
             failpoints.hit("decode.intake")
             made = yield from requests.prepare(self.host.core, request, tokens)
         except Exception as exc:
@@ -301,7 +303,7 @@ class RequestServer:
     def _prepare_utility(self, frontend: Frontend, payload: list[Any]) -> Preparation:
         """Decode a utility call. Runs on the intake thread."""
         try:
-            call = self._codec.utility(payload)
+            call_id, method, args = self._codec.utility(payload)
         except BadMessage as exc:
             return self._unreadable(frontend, front_wire.UTIL, exc)
         yield
@@ -309,7 +311,8 @@ class RequestServer:
         def reply(answer: Any) -> None:
             self.host.submit(lambda _: self._send_out(frontend, answer))
 
-        return lambda: utilities.call(self.host.core, self._adapters, *call, reply)
+        run = utilities.bound(self._adapters, method, args)
+        return lambda: utilities.call(self.host.core, call_id, run, reply)
 
     # ------------------------------------------------------------------ out
 

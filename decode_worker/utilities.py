@@ -16,15 +16,24 @@ UTILITIES = frozenset({
 })  # fmt: skip
 
 
-def call(
-    core: Any,
-    adapters: Adapters,
-    call_id: int,
-    method: str,
-    args: list[Any],
-    then: Callable[[Any], object],
-) -> None:
-    """Call a method of the engine core. `then` gets the EngineCoreOutputs with what came of it, now
+def bound(adapters: Adapters, method: str, args: list[Any]) -> Callable[[Any], Any]:
+    """Return a function that calls a method of the engine core. Intake thread.
+
+    It reads the files of an adapter that is to be loaded. The engine thread does not wait for
+    them."""
+    if method == "add_lora":
+        return adapters.adding(args[0] if args else None)
+
+    def run(core: Any) -> Any:
+        if method not in UTILITIES:
+            raise PermissionError(f"{method} cannot be called from a frontend")
+        return getattr(core, method)(*args)
+
+    return run
+
+
+def call(core: Any, call_id: int, run: Callable[[Any], Any], then: Callable[[Any], object]) -> None:
+    """Call `run` with the engine core. `then` gets the EngineCoreOutputs with what came of it, now
     or later, on any thread."""
 
     def answer(future: Future[Any]) -> None:
@@ -34,10 +43,7 @@ def call(
 
     future: Future[Any] = Future()
     try:
-        if method not in UTILITIES:
-            raise PermissionError(f"{method} cannot be called from a frontend")
-        add = method == "add_lora"
-        result = adapters.add(core, *args) if add else getattr(core, method)(*args)
+        result = run(core)
         if isinstance(result, Future):
             future = result
         else:

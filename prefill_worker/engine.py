@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pullfill.engine import requests
-from pullfill.engine.adapters import AdapterFiles, Adapters, lora_request
+from pullfill.engine.adapters import AdapterFiles, lora_request
 from pullfill.engine.host import EngineHost
 from pullfill.errors import BadMessage, HandoffError
 from pullfill.prefill_worker.context import PrefillContext
@@ -57,7 +57,6 @@ class PrefillEngine:
         self.unit = unit
         self.groups = max(1, len(context.groups.layers))
         self.compat_hash = compat_hash
-        self._adapters = Adapters()
         self._files = AdapterFiles()
         self._limit = limit
 
@@ -117,10 +116,9 @@ class PrefillEngine:
         """Have the engine load the job's LoRA adapter. Raises NoAdapter."""
         if adapter is None:
             return None
-        # The name says what the files hold. So KV of other files is never taken for a prefix hit.
-        name = f"{adapter.name}@{adapter.content}"
         try:
-            return self._adapters.load(core, lora_request(name, adapter.path))
+            adapters = self._context.adapters
+            return adapters.load(core, adapters.named(lora_request(adapter)))
         except BadMessage as exc:
             raise NoAdapter(str(exc)) from exc
 

@@ -189,8 +189,8 @@ class Job:
             # The decode worker has registered again since this connection was made: only a new
             # connection can write into its memory.
             raise Renewed(f"{self.job.decode_instance} has registered again")
-        if adapter := self.job.adapter:
-            await self._runner.engine.check_adapter(adapter)
+        if self.job.adapter is not None:
+            await self._runner.engine.check_adapter(self.job.adapter)
             self._check_alive()
         self._done = Prompt(asyncio.get_running_loop())
         task = PrefillTask.of(self.job, self._token_ids, grant, transfer_worker, self._on_done)
@@ -198,8 +198,6 @@ class Job:
         self._pace.watch(task, self._done)
         self._runner.engine.submit(task)
         await self._done
-        if adapter:  # vLLM may have loaded it since, from files that had changed
-            await self._runner.engine.check_adapter(adapter)
         return task
 
     # ------------------------------------------------------------------ step 8: commit

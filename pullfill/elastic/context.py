@@ -20,6 +20,9 @@ class ElasticContext(WorkerContext):
     prefill: PrefillContext
 
     def share(self) -> None:
-        """Show the prefill side, and this context, the memory that the decode side has mapped."""
+        """Show the prefill side, and this context, the memory that the decode side has mapped.
+
+        And the adapters: those of one engine have different numbers."""
         for other in (self, self.prefill):
             other.geometry, other.ranks = self.decode.geometry, self.decode.ranks
+            other.adapters = self.decode.adapters

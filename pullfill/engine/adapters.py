@@ -1,52 +1,74 @@
-"""Loads LoRA adapters into an engine, and identifies them by a digest of their files.
+"""Loads LoRA adapters into an engine. An adapter is what its files say.
 
 Name and path do not identify an adapter: its files may change, and another machine may have other
-files at that path. So a job carries a digest of the files. A prefill worker uses its own files only
-if they have the same digest.
+files at that path. So inside workers an adapter is called `NAME@DIGEST`, its *identity*, with a
+digest of its files. vLLM makes this name part of its block hashes, so KV of other files is never a
+prefix hit. Frontends send it with a request, jobs carry both parts, and no worker uses files that
+have another digest.
 
-An adapter has a number in the engine (`lora_int_id`). Each frontend counts by itself, so two
-frontends may give one number to two adapters. So each worker replaces it by a number of its own.
-No number is used twice, because vLLM keeps an adapter whose loading failed halfway, and would take
-it for the next one with its number.
+An adapter has a number in the engine (`lora_int_id`), which each worker gives itself. No number is
+used twice, because vLLM keeps an adapter whose loading failed halfway, and would take it for the
+next one with its number. What frontends send as number says which of two loads is the newer one.
 
-vLLM loads an adapter when a step needs it, and a failure there ends the engine. So `Adapters` loads
-it before its first request enters the engine, and a failure ends that request only. vLLM holds
-`--max-cpu-loras` adapters, and loads others again from their files in a step. So `Adapters` loads
-files that have changed before the next request enters.
+vLLM loads an adapter when a step needs it, and a failure there ends the engine. It holds
+`--max-cpu-loras` adapters, and loads others again in a step. So `Adapters` copies the files, and
+loads an adapter before its first request enters. vLLM loads it again from the copy only.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
 from pullfill.errors import BadMessage
-from pullfill.runtime import log
 from pullfill.runtime.lanes import Lane
+from pullfill.runtime.lifecycle import at_leave
+from pullfill.wire import MAX_TEXT, Adapter
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
-
-logger = log.get("engine.adapters")
 
 _CHUNK = 1 << 20
 _FILES = "adapter_*"
 """The files that vLLM loads. Others in the directory differ from machine to machine: a download
 leaves its time there, and a training its checkpoints."""
+_IDENTITY = re.compile(r"(.*)@([0-9a-f]{32}(?:-3d)?)", re.DOTALL)
+_3D = "-3d"
+"""Ends the digest of an adapter whose weights of experts are in the 3D layout. The same files would
+be another adapter without it."""
 
 
-def content(path: str) -> str:
+def identity(name: str, content: str) -> str:
+    """Return what an adapter is called inside workers. content: see `Adapters.adding`."""
+    return f"{name}@{content}"
+
+
+def parted(name: str) -> tuple[str, str]:
+    """Return (name, content) of an identity, or (name, "") of a name as users know it."""
+    found = _IDENTITY.fullmatch(name)
+    return (found[1], found[2]) if found else (name, "")
+
+
+def content(path: str, copy: Callable[[str], IO[bytes]] | None = None) -> str:
     """Return a digest of the names and bytes of the files that vLLM loads: 32 hex digits.
 
     Takes tens of ms for 100 MB. Raises OSError or ValueError.
 
-    path: the adapter's directory."""
+    path: the adapter's directory.
+    copy: takes the name of a file. Returns where its bytes are written, too. It is closed."""
     from blake3 import blake3
 
     files = _files(path)
@@ -55,17 +77,19 @@ def content(path: str) -> str:
     digest = blake3()
     for file in files:
         digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
-        with file.open("rb") as opened:
+        with file.open("rb") as opened, copy(file.name) if copy else nullcontext() as copied:
             while chunk := opened.read(_CHUNK):
                 digest.update(chunk)
+                if copied is not None:
+                    copied.write(chunk)
     return digest.hexdigest(length=16)
 
 
-def lora_request(name: str, path: str) -> LoRARequest:
-    """Return vLLM's LoRARequest for `Adapters.load`, which sets the number."""
+def lora_request(adapter: Adapter) -> LoRARequest:
+    """Return vLLM's LoRARequest for an adapter that another worker has told us of."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(name, 1, path)
+    return LoRARequest(identity(adapter.name, adapter.content), 1, adapter.path)
 
 
 def _add(worker: Any, adapter: LoRARequest) -> str:
@@ -84,128 +108,212 @@ def _add(worker: Any, adapter: LoRARequest) -> str:
 
 def _remove(worker: Any, number: int) -> None:
     """Remove an adapter in one rank. It must not raise either."""
-    with contextlib.suppress(Exception):
+    with suppress(Exception):
         worker.remove_lora(number)
 
 
+class _Copy:
+    """A private copy of an adapter's files in the directory `place`, until `close`.
+
+    The directory holds links to open files without a name. So the system frees their space when
+    this process ends, however it ends. Other ranks of this machine can follow the links."""
+
+    def __init__(self, place: str) -> None:
+        self._place = Path(place)
+        self._open: list[int] = []
+
+    def content(self, path: str) -> str:
+        """Copy the files at `path`. Returns their `content`, and raises as it does."""
+        self._place.mkdir(mode=0o700, parents=True)
+        return content(path, self._new)
+
+    def _new(self, name: str) -> IO[bytes]:
+        file = tempfile.TemporaryFile()
+        self._open.append(os.dup(file.fileno()))
+        (self._place / name).symlink_to(f"/proc/{os.getpid()}/fd/{self._open[-1]}")
+        return file
+
+    def close(self) -> None:
+        shutil.rmtree(self._place, ignore_errors=True)
+        while self._open:
+            os.close(self._open.pop())
+
+
 class Adapters:
-    """The adapters of one engine. Engine thread, except where a method says otherwise.
+    """The adapters of one engine. Engine thread, except where a method says otherwise."""
 
-    read: computes the digest of an adapter's files."""
-
-    def __init__(self, read: Callable[[str], str] = content) -> None:
-        self._read = read
+    def __init__(self) -> None:
+        self._files = AdapterFiles()
         self._given = 0
-        self._loaded: dict[tuple[str, str], LoRARequest] = {}
-        self._seen: dict[tuple[str, str], object] = {}
-        self._before: dict[tuple[str, str], str | None] = {}
-        self._contents: dict[int, str] = {}
+        self._loaded: OrderedDict[str, tuple[LoRARequest, _Copy]] = OrderedDict()
+        self._paths: dict[str, str] = {}
+        self._newest: dict[str, tuple[int, str]] = {}
+        # Nobody can guess the name, and make the directory before us.
+        own = f"pullfill-adapters-{os.getpid()}-{secrets.token_hex(8)}"
+        self._copies = os.path.join(tempfile.gettempdir(), own)
 
-    def add(self, core: Any, fields: Any) -> bool:
-        """Load an adapter for a frontend that calls vLLM's `add_lora`. Raises BadMessage.
+    def adding(self, fields: Any) -> Callable[[Any], str]:
+        """Read the files of an adapter, for a frontend that calls vLLM's `add_lora`. Any thread.
+
+        Returns a function that loads it on the engine thread, and raises BadMessage if that fails.
+        It returns the content: a digest of the files that are at its path now. If the frontend has
+        asked for an identity, its content.
 
         fields: those of vLLM's LoRARequest, as they came over the wire."""
-        from vllm.lora.request import LoRARequest
-
         try:
-            asked = msgspec.convert(fields, LoRARequest)
-        except (msgspec.ValidationError, AssertionError) as exc:
-            raise BadMessage(f"not a LoRA request: {exc}") from exc
-        self.load(core, asked, again=asked.load_inplace)
-        return True
+            asked = _converted(fields)
+            named = self.named(asked, content)
+        except BadMessage as exc:
+            failure = exc
+
+            def fail(core: Any) -> str:
+                raise failure
+
+            return fail
+
+        def load(core: Any) -> str:
+            if named.lora_name == asked.lora_name:
+                self._check_newest(asked)
+            self.load(core, named)
+            return parted(named.lora_name)[1]
+
+        return load
+
+    def named(self, asked: LoRARequest, read: Callable[[str], str] | None = None) -> LoRARequest:
+        """Return the LoRARequest of a frontend with its identity as name, and our copy as path.
+
+        To be called before vLLM hashes the prompt. Any thread. Raises BadMessage.
+
+        asked: it has its identity already, unless the frontend is of an older build.
+        read: computes the digest of files whose identity is asked for."""
+        name, told = parted(asked.lora_name)
+        if not told:
+            path = _resolved(asked.lora_path)
+            told = _content(name, path, asked.is_3d_lora_weight, read or self._files.read)
+            asked = msgspec.structs.replace(asked, lora_name=identity(name, told), lora_path=path)
+        if asked.lora_name not in self._loaded:
+            self._paths[asked.lora_name] = asked.lora_path
+        return self.placed(asked)
+
+    def placed(self, asked: LoRARequest) -> LoRARequest:
+        """Return a LoRARequest with the place of our copy as path. vLLM hashes the path, too, so it
+        is always the same here. Any thread."""
+        name = asked.lora_name.encode("utf-8", "surrogatepass")
+        place = os.path.join(self._copies, blake2b(name, digest_size=16).hexdigest())
+        return msgspec.structs.replace(asked, lora_path=place)
 
     def admit(self, core: Any, request: Any) -> None:
-        """Load the adapter of an EngineCoreRequest, if it has one, and set this worker's number.
+        """Load the adapter of a request, if it has one, and set this worker's number.
 
         Raises BadMessage."""
         if request.lora_request is not None:
+            self._check_newest(request.lora_request)
             request.lora_request = self.load(core, request.lora_request)
 
-    def load(self, core: Any, asked: LoRARequest, *, again: bool = False) -> LoRARequest:
-        """Load an adapter if the engine lacks it, or if its files have changed where vLLM may have
-        dropped it. Returns its LoRARequest with our number.
+    def load(self, core: Any, asked: LoRARequest) -> LoRARequest:
+        """Load an adapter if the engine lacks it. Returns its LoRARequest with our number.
 
-        The engine takes no step meanwhile. Raises BadMessage if the adapter cannot be loaded.
+        The engine takes no step meanwhile. Raises BadMessage if the adapter cannot be loaded, or if
+        its files are not those of its identity.
 
-        asked: the LoRARequest as the client's frontend made it.
-        again: load it even if the engine has it."""
+        asked: as `named` has returned it."""
         if core.vllm_config.lora_config is None:
-            raise BadMessage(
-                f"LoRA adapter {asked.lora_name}: this worker was started without --enable-lora"
-            )
-        key = asked.lora_name, asked.lora_path
-        loaded = self._loaded.get(key)
-        if loaded is not None and not again and self._as_loaded(core, loaded):
-            return loaded
+            name = parted(asked.lora_name)[0]
+            raise BadMessage(f"LoRA adapter {name}: this worker was started without --enable-lora")
+        if asked.lora_name not in self._loaded:
+            self._loaded[asked.lora_name] = self._load(core, asked)
+            self._make_room(core)
+        self._loaded.move_to_end(asked.lora_name)  # the one that was used last is forgotten last
+        return self._loaded[asked.lora_name][0]
+
+    def _load(self, core: Any, asked: LoRARequest) -> tuple[LoRARequest, _Copy]:
+        name, told = parted(asked.lora_name)
+        path = self._paths[asked.lora_name] = _resolved(self._paths[asked.lora_name])
         self._given += 1
         own = msgspec.structs.replace(asked, lora_int_id=self._given, load_inplace=False)
-        seen = _signature(own.lora_path)
-        if why := next(filter(None, core.collective_rpc(_add, args=(own,))), ""):
-            core.collective_rpc(_remove, args=(own.lora_int_id,))
-            raise BadMessage(f"LoRA adapter {asked.lora_name} cannot be loaded: {why}")
-        before = None
-        if loaded is not None:
-            before = self._contents.pop(loaded.lora_int_id, "")
-            if not before and self._seen[key] == seen:
-                before = self._before[key]  # the same files, whose digest is not known yet
-        self._loaded[key], self._seen[key], self._before[key] = own, seen, before
-        look = threading.Thread(
-            target=self._look, args=(own, before, seen), name="pullfill-adapter"
-        )
-        look.daemon = True
-        look.start()
-        return own
-
-    def _as_loaded(self, core: Any, loaded: LoRARequest) -> bool:
-        """Whether the engine still has the adapter, or would load the same files again."""
-        if self._given <= core.vllm_config.lora_config.max_cpu_loras:
-            return True
-        seen = self._seen[loaded.lora_name, loaded.lora_path]
-        return _signature(loaded.lora_path) == seen or loaded.lora_int_id in core.list_loras()
-
-    def content_of(self, adapter: LoRARequest) -> str:
-        """Return the digest of a loaded adapter's files. Any thread.
-
-        Empty: it is not known yet, or prompts with this adapter must be prefilled here.
-
-        adapter: as `load` has returned it."""
-        return self._contents.get(adapter.lora_int_id, "")
-
-    def same(self, name: str, path: str, content: str) -> LoRARequest | None:
-        """Return the loaded adapter with this name and path, if its files have this digest."""
-        own = self._loaded.get((name, path))
-        return own if own is not None and content and self.content_of(own) == content else None
-
-    def _look(self, own: LoRARequest, before: str | None, seen: object) -> None:
-        """Compute the digest of the files that were loaded.
-
-        before: their digest at the load before this one. Empty: not known. None: there was none.
-        seen: their signature before they were loaded."""
-        name, number = own.lora_name, own.lora_int_id
+        if not os.path.exists(self._copies):
+            at_leave(partial(shutil.rmtree, self._copies, ignore_errors=True))
+        copy = _Copy(own.lora_path)
         try:
-            found = self._read(own.lora_path)
-        except (OSError, ValueError) as exc:
-            logger.warning("prompts for LoRA adapter %s are prefilled here: %s", name, exc)
-            return
-        if _signature(own.lora_path) != seen:
-            logger.warning(
-                "prompts for LoRA adapter %s are prefilled here: its files changed while they were "
-                "loaded; load changed files from another path", name,
-            )  # fmt: skip
-        elif before is not None and found != before:
-            # vLLM knows cached KV by the adapter's name and path. A prefill worker would read KV of
-            # the old files as a prefix, keep it, and bring it to other decode workers too.
-            logger.warning(
-                "prompts for LoRA adapter %s are prefilled here: KV of its old files may be in the "
-                "prefix cache; load changed files from another path", name,
-            )  # fmt: skip
-        elif own.is_3d_lora_weight:
-            logger.info(
-                "prompts for LoRA adapter %s are prefilled here: its weights of experts are in the "
-                "3D layout, which a job does not tell", name,
-            )  # fmt: skip
-        elif self._loaded.get((name, own.lora_path)) is own:
-            self._contents[number] = found
+            if _content(name, path, own.is_3d_lora_weight, copy.content) != told:
+                raise BadMessage(
+                    f"LoRA adapter {name}: {path} has other files than those that were loaded "
+                    "first: give all workers the same files, and load it again"
+                )
+            if why := next(filter(None, core.collective_rpc(_add, args=(own,))), ""):
+                core.collective_rpc(_remove, args=(own.lora_int_id,))
+                why = why.replace(own.lora_path, path).replace(own.lora_name, name)
+                raise BadMessage(f"LoRA adapter {name} cannot be loaded: {why}")
+        except BaseException:
+            copy.close()
+            raise
+        return own, copy
+
+    def _make_room(self, core: Any) -> None:
+        """Forget adapters beyond `--max-cpu-loras`, those first that were used longest ago.
+
+        Those of requests in the engine stay, because vLLM may load them again. So does the last."""
+        most = core.vllm_config.lora_config.max_cpu_loras
+        adapters = [request.lora_request for request in core.scheduler.requests.values()]
+        used = {adapter.lora_name for adapter in adapters if adapter is not None}
+        for name in [name for name in self._loaded if name not in used][:-1]:
+            if len(self._loaded) <= most:
+                return
+            self._loaded.pop(name)[1].close()
+
+    def _check_newest(self, asked: LoRARequest) -> None:
+        """Refuse an adapter if a newer load of its name has brought other files.
+
+        A frontend may not know yet that another one has loaded the adapter again."""
+        name, told = parted(asked.lora_name)
+        number, newest = self._newest.get(name, (0, told))
+        if asked.lora_int_id < number and told != newest:
+            raise BadMessage(
+                f"LoRA adapter {name} was loaded again with other files: send the request again"
+            )
+        self._newest[name] = max((asked.lora_int_id, told), (number, newest))
+
+    def for_others(self, own: LoRARequest) -> Adapter | None:
+        """Return a loaded adapter for a job, or for another decode worker. Any thread.
+
+        None: it cannot be told. Its name or path may be too long, and a prefill worker cannot be
+        told of the 3D layout.
+
+        own: as `load` has returned it."""
+        (name, told), path = parted(own.lora_name), self._paths.get(own.lora_name, "")
+        if not path or told.endswith(_3D) or max(len(name), len(path)) > MAX_TEXT:
+            return None
+        return Adapter(name=name, path=path, content=told)
+
+
+def _converted(fields: Any) -> LoRARequest:
+    from vllm.lora.request import LoRARequest
+
+    try:
+        return msgspec.convert(fields, LoRARequest)
+    except (msgspec.ValidationError, AssertionError) as exc:
+        raise BadMessage(f"not a LoRA request: {exc}") from exc
+
+
+def _resolved(path: str) -> str:
+    """Return the directory of an adapter. vLLM downloads it if the path is a name at a hub."""
+    if os.path.isabs(path):
+        return path
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    return str(get_adapter_absolute_path(path))
+
+
+def _content(name: str, path: str, is_3d: bool, read: Callable[[str], str]) -> str:
+    """Return the content of the adapter at `path`. Raises BadMessage."""
+    try:
+        return read(path) + _3D * is_3d
+    except FileNotFoundError:
+        from vllm.exceptions import LoRAAdapterNotFoundError
+
+        raise BadMessage(str(LoRAAdapterNotFoundError(name, path))) from None  # vLLM makes it a 404
+    except (OSError, ValueError) as exc:
+        raise BadMessage(f"LoRA adapter {name} cannot be copied from {path}: {exc}") from exc
 
 
 class AdapterFiles:
@@ -224,19 +332,23 @@ class AdapterFiles:
         reading = self._reading.get(path)
         if reading is None:
             loop = asyncio.get_running_loop()
-            reading = self._reading[path] = loop.run_in_executor(Lane(), self._content, path)
+            reading = self._reading[path] = loop.run_in_executor(Lane(), self._known_or_empty, path)
             reading.add_done_callback(lambda _: self._reading.pop(path))
         return await asyncio.shield(reading)
 
-    def _content(self, path: str) -> str:
+    def read(self, path: str) -> str:
+        """As `content` of this module, but only files that have changed are read. Any thread."""
+        seen = _signature(path)
+        known = self._known.get(path)
+        if known is None or known[0] != seen:
+            known = self._known[path] = seen, self._read(path)
+        return known[1]
+
+    def _known_or_empty(self, path: str) -> str:
         try:
-            seen = _signature(path)
-            known = self._known.get(path)
-            if known is None or known[0] != seen:
-                known = self._known[path] = seen, self._read(path)
+            return self.read(path)
         except (OSError, ValueError):
             return ""
-        return known[1]
 
 
 def _files(path: str) -> list[Path]:
@@ -244,11 +356,11 @@ def _files(path: str) -> list[Path]:
 
 
 def _signature(path: str) -> object:
-    """Return name, size, time and inode of each file. So a change shows without reading it.
+    """Return name, size, times and inode of each file. So a change shows without reading it.
 
     None: the files cannot be seen."""
     try:
         stats = {file.name: file.stat() for file in _files(path)}
     except (OSError, ValueError):
         return None
-    return [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats.items()]
+    return [(n, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for n, s in stats.items()]

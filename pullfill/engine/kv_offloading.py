@@ -72,7 +72,7 @@ def _check(settings: Mapping[str, Any], device_type: str, lora: bool) -> None:
     if tiers and check.base_version(check.require_version()) != releases.VLLM:
         raise ConfigError(f"{where}: secondary_tiers are tested with vLLM {releases.VLLM} only")
     if tiers and lora:
-        # And the name of an adapter is part of what a file is found by, but not its content.
+        # vLLM finds a file by the place of our copy of the adapter, too. Only this process has it.
         raise ConfigError(f"{where}: secondary_tiers cannot be used with --enable-lora")
     if settings.keys() & {"block_size", "blocks_per_chunk"}:
         # Of a remote prefill, vLLM keeps the end of a window. A chunk would have a part of it only.

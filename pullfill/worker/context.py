@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pullfill.engine.adapters import Adapters
 from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.errors import ConfigError
 
@@ -29,6 +30,7 @@ class WorkerContext:
     geometry: the shape of the KV cache, once the ranks have told it.
     ranks: the memory of each rank, as this process maps it. Empty if no transport reaches it.
     owner: lets peers reach that memory. None: nobody can.
+    adapters: the LoRA adapters of the engine.
     """
 
     instance_id: str
@@ -36,6 +38,7 @@ class WorkerContext:
     geometry: Geometry | None = None
     ranks: list[MappedRank] = field(default_factory=list)
     owner: Owner | None = None
+    adapters: Adapters = field(default_factory=Adapters)
 
     @property
     def memories(self) -> list[LocalMemory]:

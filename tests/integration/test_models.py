@@ -111,7 +111,7 @@ def test_lora(served: Served) -> None:
         pytest.skip(served.model.lora)
     cluster = served.cluster
     prompts = [random_prompt(length, seed=9) for length in (90, 700)]
-    ask(cluster, prompts[0][:5], model=ADAPTER)  # loads it, and takes the digest of its files
+    ask(cluster, prompts[0][:5], model=ADAPTER)  # loads it
     remote = [ask(cluster, prompt, STEPS, model=ADAPTER) for prompt in prompts]
     served.check_paths(remote)
     cluster.set_router(policy="always_local")

@@ -29,10 +29,11 @@ LIMIT = 100
 class _Codec:
     """Requests travel as `id`, prompt; outputs as they are.
 
-    params, arrival_time: of all requests."""
+    params, arrival_time, lora_request: of all requests."""
 
     params: Any = None
     arrival_time = 0.0
+    lora_request: Any = None
 
     def request(self, frames: list[Any]) -> Any:
         request_id = frames[0].bytes.decode()
@@ -49,7 +50,7 @@ class _Codec:
             sampling_params=self.params,
             _all_token_ids=[],
             block_hashes=[],
-            lora_request=None,
+            lora_request=self.lora_request,
         )
         return request, memoryview(frames[1].bytes)
 

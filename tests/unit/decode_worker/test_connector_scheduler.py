@@ -222,19 +222,16 @@ def test_what_cannot_go_remote(fields: dict[str, Any], reason: str) -> None:
     assert record.reason == reason
 
 
-def test_a_job_carries_the_adapter_once_its_files_are_known() -> None:
-    rig, known = Rig(), {"content": ""}
+def test_a_job_carries_the_adapter_if_it_can_be_told() -> None:
+    rig, told = Rig(), list[Adapter | None]([None])
     context = rig.side._context
-    context.adapters = SimpleNamespace(content_of=lambda _: known["content"])  # type: ignore[assignment]
+    context.adapters = SimpleNamespace(for_others=lambda _: told[0])  # type: ignore[assignment]
     context.adapters_elsewhere = lambda: True
-    asked = SimpleNamespace(lora_name="red", lora_path="/red")
-    request = FakeRequest("first", list(range(20)), lora_request=asked)
+    request = FakeRequest("first", list(range(20)), lora_request=object())
     assert rig.side.decide(request, 0) == (0, False)
-    known["content"] = "c"
-    rig.send(20, lora_request=asked)
-    assert rig.published[0].adapter == Adapter(name="red", path="/red", content="c")
-    long = SimpleNamespace(lora_name="red", lora_path="/" * (MAX_TEXT + 1))
-    assert rig.side.decide(FakeRequest("r", list(range(20)), lora_request=long), 0) == (0, False)
+    told[0] = Adapter(name="red", path="/red", content="c")
+    rig.send(20, lora_request=object())
+    assert rig.published[0].adapter == told[0]
 
 
 def test_a_job_names_the_features_that_a_prefill_worker_takes() -> None:
@@ -246,10 +243,10 @@ def test_a_job_names_the_features_that_a_prefill_worker_takes() -> None:
     assert rig.published[0].features == made
     late = [stand_in(16, 4)]  # the last token is computed here, and belongs to it
     assert rig.side.decide(FakeRequest("l", list(range(20)), mm_features=late), 0) == (0, False)
-    adapter = SimpleNamespace(lora_name="red", lora_path="/red")
     rig.side._context.adapters_elsewhere = lambda: True
-    rig.side._context.adapters = SimpleNamespace(content_of=lambda _: "c")  # type: ignore[assignment]
-    both = FakeRequest("b", list(range(20)), mm_features=made, lora_request=adapter)
+    told = Adapter(name="red", path="/red", content="c")
+    rig.side._context.adapters = SimpleNamespace(for_others=lambda _: told)  # type: ignore[assignment]
+    both = FakeRequest("b", list(range(20)), mm_features=made, lora_request=object())
     assert rig.side.decide(both, 0) == (0, False)
 
 

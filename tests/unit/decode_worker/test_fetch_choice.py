@@ -70,7 +70,7 @@ async def test_a_prefix_that_is_long_enough_is_asked_for(
 async def test_other_prompts_are_computed(
     worker: FetchWorker, asked: list[Any], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.context.adapters, "content_of", lambda _: "")
+    monkeypatch.setattr(worker.context.adapters, "for_others", lambda _: None)
     assert await look(worker, hint(worker, 10 * BLOCK), **fields) == (0, False)
     assert asked == []
 

@@ -68,6 +68,24 @@ def test_what_an_engine_that_speculates_would_ignore_is_refused(
     assert rig.core.added == ["a"]
 
 
+def test_an_adapter_has_its_identity_before_vllm_hashes_the_prompt(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    adapters = SimpleNamespace(
+        named=lambda asked: f"{asked}@digest",
+        admit=lambda core, request: seen.append(f"admitted {request.lora_request}"),
+    )
+    hashed = rig.core.preprocess_add_request
+    monkeypatch.setattr(rig.request_server, "_adapters", adapters)
+    monkeypatch.setattr(rig.request_server._codec, "lora_request", "red")
+    monkeypatch.setattr(
+        rig.core, "preprocess_add_request", lambda r: [seen.append(r.lora_request), hashed(r)][1]
+    )
+    rig.add("a")
+    assert seen == ["red@digest", "admitted red@digest"]
+
+
 def test_the_same_id_twice_is_answered_and_added_once(rig: Rig) -> None:
     rig.add("a", 10)
     assert rig.ask(front_wire.ADD, b"a", b"", b"") == [front_wire.OUT, b"error a ours"]

@@ -9,6 +9,7 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.decode_worker.ledger_types import JobState
+from pullfill.elastic.context import ElasticContext
 from pullfill.elastic.worker import ElasticRole, take_back
 from pullfill.errors import ClaimRefused, ConfigError, Outcome
 from pullfill.options import WorkerOptions
@@ -40,6 +41,14 @@ async def test_what_elastic_workers_cannot_do_is_refused_however_it_was_asked_fo
     config.parallel_config = SimpleNamespace(world_size=2)
     with pytest.raises(ConfigError, match="one rank"):
         role.adjust(config)
+
+
+def test_both_sides_number_the_adapters_of_their_engine_together() -> None:
+    """vLLM would take two adapters with one number for one."""
+    decode = SimpleNamespace(geometry=None, ranks=[], adapters=object())
+    both: Any = SimpleNamespace(decode=decode, prefill=SimpleNamespace())
+    ElasticContext.share(both)
+    assert both.prefill.adapters is decode.adapters
 
 
 def test_a_job_of_another_decode_worker_is_not_taken_back() -> None:

@@ -1,9 +1,11 @@
-"""LoRA adapters are known by their files, and each worker numbers them itself."""
+"""LoRA adapters are what their files say, and each worker numbers them itself."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,27 +14,34 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.engine.adapters import AdapterFiles, Adapters, content
+from pullfill.engine.adapters import AdapterFiles, Adapters, content, identity, lora_request
 from pullfill.errors import BadMessage
+from pullfill.wire import MAX_TEXT, Adapter
 from tests.support.late import Late
-from tests.support.waiting import eventually
 
 lora: Any = Late("vllm.lora.request")
 
 
-class Core:
-    """Loads adapters as vLLM does, all but those named `broken` and those without files.
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where copies of files are."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    loaded: those that were loaded from their files.
-    held: the adapter that vLLM computes with, by number. At most `most`.
+
+class Core:
+    """Loads adapters as vLLM does, all but those named `broken`.
+
+    held: what vLLM computes with, the weights by number. At most `most`.
+    loads: the adapters that were loaded by `add_lora`.
     broken: whether a rank has raised. Then vLLM mixes up the answers of the ranks."""
 
     def __init__(self, enabled: bool = True, most: int = 8) -> None:
         self.broken = False
         config = SimpleNamespace(max_cpu_loras=most)
         self.vllm_config = SimpleNamespace(lora_config=config if enabled else None)
-        self.loaded: list[Any] = []
-        self.held: dict[int, Any] = {}
+        self.loads: list[Any] = []
+        self.held: dict[int, bytes] = {}
+        self.scheduler = SimpleNamespace(requests={})
 
     def collective_rpc(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
         try:
@@ -42,25 +51,25 @@ class Core:
             raise
 
     def add_lora(self, asked: Any) -> None:
-        number = asked.lora_int_id
-        if asked.lora_name == "broken":
-            raise ValueError("rank 64 is greater than max_lora_rank 16")
-        if number in self.held:
-            return  # it has this one, as far as it knows
-        if not list(Path(asked.lora_path).iterdir()):
-            raise FileNotFoundError(f"no adapter at {asked.lora_path}")
-        while len(self.held) >= self.vllm_config.lora_config.max_cpu_loras:
-            del self.held[next(iter(self.held))]
-        self.held[number] = asked
-        if asked.lora_name == "misshapen":  # known only when vLLM copies it to its place
+        if asked.lora_name.startswith("broken"):
+            raise ValueError(f"rank 64 of {asked.lora_name} at {asked.lora_path} is too high")
+        self.step(asked)
+        if asked.lora_name.startswith("misshapen"):  # known only when vLLM copies it to its place
             raise RuntimeError("The size of tensor a (64) must match that of tensor b (32)")
-        self.loaded.append(asked)
+        self.loads.append(asked)
+
+    def step(self, asked: Any) -> bytes:
+        """Compute with an adapter, which is loaded if the engine lacks it. Returns its weights."""
+        number = asked.lora_int_id
+        if number not in self.held:
+            weights = (Path(asked.lora_path) / "adapter_model.safetensors").read_bytes()
+            while len(self.held) >= self.vllm_config.lora_config.max_cpu_loras:
+                del self.held[next(iter(self.held))]
+            self.held[number] = weights
+        return self.held[number]
 
     def remove_lora(self, number: int) -> bool:
         return self.held.pop(number, None) is not None
-
-    def list_loras(self) -> set[int]:
-        return set(self.held)
 
 
 def asked(name: str, path: Path, number: int = 1, **more: Any) -> Any:
@@ -92,156 +101,169 @@ def test_content_is_that_of_the_files_wherever_they_are(tmp_path: Path) -> None:
             content(str(tmp_path / nothing))
 
 
+class Worker:
+    """What a decode worker does with the requests of frontends."""
+
+    def __init__(self, most: int = 8) -> None:
+        self.core, self.adapters = Core(most=most), Adapters()
+
+    def add(self, name: str, path: Path, number: int = 1, **more: Any) -> str:
+        fields = msgspec.to_builtins(asked(name, path, number, **more))
+        return self.adapters.adding(fields)(self.core)
+
+    def enter(self, name: str, path: Path, number: int = 1, request_id: str = "") -> Any:
+        """A request enters the engine. Returns its LoRARequest there."""
+        request = SimpleNamespace(lora_request=self.adapters.named(asked(name, path, number)))
+        hashed = request.lora_request
+        self.adapters.admit(self.core, request)
+        own = request.lora_request
+        assert (hashed.lora_name, hashed.lora_path) == (own.lora_name, own.lora_path)
+        if request_id:
+            self.core.scheduler.requests[request_id] = request
+        return own
+
+
 def test_one_number_of_two_frontends_is_two_adapters_here(tmp_path: Path) -> None:
-    core, adapters = Core(), Adapters()
-    first = adapters.load(core, asked("a", an_adapter(tmp_path / "a"), number=1))
-    second = adapters.load(core, asked("b", an_adapter(tmp_path / "b"), number=1))
-    again = adapters.load(core, asked("a", tmp_path / "a", number=7))
+    worker = Worker()
+    first = worker.enter("a", an_adapter(tmp_path / "a"), 1)
+    second = worker.enter("b", an_adapter(tmp_path / "b"), 1)
+    again = worker.enter("a", tmp_path / "a", 7)
     assert (first.lora_int_id, second.lora_int_id, again.lora_int_id) == (1, 2, 1)
-    assert [lora.lora_name for lora in core.loaded] == ["a", "b"], "each is loaded once"
+    assert len(worker.core.loads) == 2, "each is loaded once"
 
 
-def test_what_was_loaded_is_known_by_its_files_of_that_moment(tmp_path: Path) -> None:
-    core, adapters = Core(), Adapters()
-    path = an_adapter(tmp_path / "a")
-    own = adapters.load(core, asked("a", path))
-    eventually(lambda: bool(adapters.content_of(own)), "its files were read")
-    before = adapters.content_of(own)
-    assert before == content(str(path))
-    assert adapters.same("a", str(path), before) is own
-    assert adapters.same("a", str(path), "another") is None
-    assert adapters.same("b", str(path), before) is None
-    (path / "adapter_model.safetensors").write_bytes(b"changed")
-    assert adapters.load(core, asked("a", path, load_inplace=True)) is own, "no request loads it"
-    assert adapters.content_of(own) == before
-
-
-def looks_are_over() -> None:
-    looks = [t for t in threading.enumerate() if t.name == "pullfill-adapter"]
-    eventually(lambda: not any(t.is_alive() for t in looks), "its files were read")
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_an_adapter_that_is_loaded_again_stays_remote_only_with_the_same_files(
-    changed: bool, tmp_path: Path
+@pytest.mark.parametrize("load_inplace", [False, True])
+def test_other_files_at_the_same_path_are_another_adapter(
+    load_inplace: bool, tmp_path: Path
 ) -> None:
-    """vLLM finds cached KV by the adapter's name and path, also KV of the old files."""
-    core, adapters = Core(), Adapters()
-    path = an_adapter(tmp_path / "a")
-    own = adapters.load(core, asked("a", path))
-    looks_are_over()
-    if changed:
-        (path / "adapter_model.safetensors").write_bytes(b"changed")
-    assert adapters.add(core, msgspec.to_builtins(asked("a", path, 9, load_inplace=True)))
-    assert [lora.lora_int_id for lora in core.loaded] == [1, 2]
-    assert adapters.content_of(own) == ""
-    looks_are_over()
-    again = adapters.load(core, asked("a", path))
-    assert again.lora_int_id == 2
-    assert adapters.content_of(again) == ("" if changed else content(str(path)))
+    """vLLM knows cached KV by the adapter's name and path. Nothing of the old files may be hit."""
+    worker, path = Worker(), an_adapter(tmp_path / "a", b"A")
+    old = worker.add("x", path)
+    before = worker.enter(identity("x", old), path)
+    weights = path / "adapter_model.safetensors"
+    kept = weights.stat()
+    weights.write_bytes(b"B")
+    os.utime(weights, ns=(kept.st_atime_ns, kept.st_mtime_ns))  # as `cp -p` may do
+    new = worker.add("x", path, load_inplace=load_inplace)
+    assert new == content(str(path)) != old
+    after = worker.enter(identity("x", new), path)
+    assert (worker.core.step(before), worker.core.step(after)) == (b"A", b"B")
+    assert before.lora_name != after.lora_name
+    other = Worker()  # one that has started since
+    with pytest.raises(BadMessage, match=f"x: {path} has other files than those that were loaded"):
+        other.enter(identity("x", old), path)
+    assert (other.core.held, len(list(tmp_path.glob("pullfill-*/*")))) == ({}, 2), "no copy stays"
 
 
-@pytest.mark.parametrize("changed", [False, True])
-def test_a_late_look_at_the_files_counts_for_nothing(
-    changed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """If the files were changed between the two loads, nobody knows the digest of the first ones,
-    and KV of them may be cached. If not, the second look finds the digest of both."""
-    path, held, reads = an_adapter(tmp_path / "a"), threading.Event(), []
-
-    def read(_: str) -> str:
-        reads.append(len(reads))
-        if reads[-1] == 0:
-            held.wait(10)
-        return "new"
-
-    core, adapters = Core(), Adapters(read)
-    own = adapters.load(core, asked("a", path))
-    eventually(lambda: bool(reads), "the first look has begun")
-    if changed:
-        (path / "adapter_model.safetensors").write_bytes(b"other")
-    again = adapters.load(core, asked("a", path), again=True)
-    held.set()
-    looks_are_over()
-    assert (adapters.content_of(own), adapters.content_of(again)) == ("", "" if changed else "new")
-    assert ("KV of its old files" in caplog.text) == changed
+def test_the_same_files_stay_what_they_are(tmp_path: Path) -> None:
+    worker, path = Worker(), an_adapter(tmp_path / "a")
+    told = worker.add("x", path)
+    for file in path.iterdir():
+        os.utime(file)
+    assert worker.add("x", path, load_inplace=True) == told
+    assert worker.add(identity("x", told), path) == told
+    assert len(worker.core.loads) == 1
 
 
-def test_files_that_change_before_the_look_at_them_are_not_taken_for_those_that_were_loaded(
-    tmp_path: Path,
-) -> None:
-    """A prefill worker with the new files would compute with other weights."""
-    path, go = an_adapter(tmp_path / "a"), threading.Event()
+def test_vllm_never_loads_files_that_have_changed_under_a_request(tmp_path: Path) -> None:
+    """With one place for adapters, the new files push out the old ones while a request uses them.
+    Its next step loads them again."""
+    worker, path = Worker(most=1), an_adapter(tmp_path / "a", b"A")
+    old = worker.enter("x", path, request_id="r")
+    (path / "adapter_model.safetensors").write_bytes(b"B")
+    new = worker.enter("x", path, request_id="s")
+    for _ in range(2):
+        assert (worker.core.step(old), worker.core.step(new)) == (b"A", b"B")
+    shutil.rmtree(path)
+    assert worker.core.step(old) == b"A"
 
-    def late(path: str) -> str:
-        go.wait(10)
-        return content(path)
 
-    core, adapters = Core(), Adapters(late)
-    own = adapters.load(core, asked("a", path))
-    (path / "adapter_model.safetensors").write_bytes(b"changed")
-    go.set()
-    looks_are_over()
-    assert adapters.content_of(own) == ""
+def test_copies_of_files_are_kept_for_requests_and_as_many_as_vllm_keeps(tmp_path: Path) -> None:
+    worker = Worker(most=2)
+    paths = [an_adapter(tmp_path / name, name.encode()) for name in "abcd"]
+    a, b, c = (worker.enter(path.name, path, request_id=path.name) for path in paths[:3])
+    assert all(Path(own.lora_path).exists() for own in (a, b, c)), "three requests use them"
+    del worker.core.scheduler.requests["a"], worker.core.scheduler.requests["c"]
+    d = worker.enter("d", paths[3], request_id="d")
+    assert [Path(own.lora_path).exists() for own in (a, b, c, d)] == [False, True, False, True]
+    again = worker.enter("a", paths[0])
+    assert (again.lora_path, worker.core.step(again)) == (a.lora_path, b"a")
+    assert again.lora_int_id > d.lora_int_id, "vLLM may still have the other one"
+    with pytest.raises(BadMessage, match="rank 64"):
+        worker.enter("broken", paths[0])
+    assert Path(again.lora_path).exists(), "what fails pushes nothing out"
+
+
+def test_a_frontend_that_lags_behind_is_refused_and_a_newer_one_is_not(tmp_path: Path) -> None:
+    worker = Worker()
+    a, b = an_adapter(tmp_path / "a", b"A"), an_adapter(tmp_path / "b", b"B")
+    old, new = worker.add("x", a), worker.add("x", b)
+    worker.enter(identity("x", old), a, 5)
+    worker.add(identity("x", new), b, 6)
+    with pytest.raises(BadMessage, match="loaded again with other files: send the request again"):
+        worker.enter(identity("x", old), a, 5)
+    worker.enter(identity("x", old), a, 7)
+    with pytest.raises(BadMessage, match="loaded again"):
+        worker.enter(identity("x", new), b, 6)
+    worker.enter(identity("x", old), a, 6)  # the same files, however often they were loaded
+    worker.enter(identity("y", new), b, 6)
+
+
+def test_a_frontend_of_an_older_build_sends_the_name(tmp_path: Path) -> None:
+    worker, path = Worker(), an_adapter(tmp_path / "a")
+    own = worker.enter("x", path)
+    assert own.lora_name == identity("x", content(str(path)))
+    (path / "adapter_model.safetensors").write_bytes(b"longer")
+    assert worker.enter("x", path).lora_name == identity("x", content(str(path))) != own.lora_name
+
+
+def test_others_are_told_name_path_and_digest(tmp_path: Path) -> None:
+    worker, path = Worker(), an_adapter(tmp_path / "a")
+    own = worker.enter("x", path)
+    told = Adapter(name="x", path=str(path), content=content(str(path)))
+    assert worker.adapters.for_others(own) == told
+    other = Adapters()
+    core = Core()
+    loaded = other.load(core, other.named(lora_request(told)))
+    assert (loaded.lora_name, core.step(loaded)) == (own.lora_name, b"w")
+    assert worker.adapters.placed(lora_request(told)).lora_path == own.lora_path, "hashed equally"
+    assert worker.adapters.for_others(asked("x", path)) is None, "it is not loaded here"
+    assert worker.adapters.for_others(worker.enter("x" * (MAX_TEXT + 1), path)) is None
+
+
+def test_an_adapter_of_another_layout_is_another_one_and_prefilled_here(tmp_path: Path) -> None:
+    """A job does not say that its adapter is 3D."""
+    worker, path = Worker(), an_adapter(tmp_path / "a")
+    told = worker.add("x", path, is_3d_lora_weight=True)
+    assert told == f"{content(str(path))}-3d"
+    named = worker.adapters.named(asked(identity("x", told), path, is_3d_lora_weight=True))
+    assert worker.adapters.for_others(worker.adapters.load(worker.core, named)) is None
+    assert worker.add("x", path) == content(str(path))
 
 
 @pytest.mark.parametrize("second", ["misshapen", "a"])
 def test_what_vllm_keeps_of_a_failed_adapter_is_never_another_ones(
     second: str, tmp_path: Path
 ) -> None:
-    core, adapters = Core(), Adapters()
-    path = an_adapter(tmp_path / "a")
+    worker, path = Worker(), an_adapter(tmp_path / "a")
     with pytest.raises(BadMessage, match="size of tensor"):
-        adapters.load(core, asked("misshapen", path))
-    assert core.held == {}
+        worker.enter("misshapen", path)
+    assert worker.core.held == {}
     if second == "misshapen":
         with pytest.raises(BadMessage, match="size of tensor"):
-            adapters.load(core, asked("misshapen", path))
+            worker.enter("misshapen", path)
         return
-    own = adapters.load(core, asked("a", path))
-    assert core.held == {own.lora_int_id: own}
-    looks_are_over()
+    own = worker.enter("a", path)
+    assert worker.core.held == {own.lora_int_id: b"w"}
 
 
-def test_a_failed_reload_leaves_the_adapter_as_it_was(tmp_path: Path) -> None:
-    core, adapters = Core(), Adapters()
-    path = an_adapter(tmp_path / "a")
-    own = adapters.load(core, asked("a", path))
-    for file in path.iterdir():
-        file.unlink()
-    with pytest.raises(BadMessage, match="no adapter"):
-        adapters.load(core, asked("a", path), again=True)
-    assert adapters.load(core, asked("a", path)) is own
-    assert core.held == {own.lora_int_id: own}
-    looks_are_over()
-
-
-def test_files_that_are_gone_refuse_a_request_and_end_no_engine(tmp_path: Path) -> None:
-    """vLLM has dropped the adapter, and would load it again in the step that needs it."""
-    core, adapters = Core(most=1), Adapters()
-    path = an_adapter(tmp_path / "a")
-    own = adapters.load(core, asked("a", path))
-    other = adapters.load(core, asked("b", an_adapter(tmp_path / "b")))
-    assert adapters.load(core, asked("a", path)) is own, "vLLM will load the same files again"
-    kept = [(file, file.read_bytes()) for file in path.iterdir()]
-    for file, _ in kept:
-        file.unlink()
-    with pytest.raises(BadMessage, match="no adapter"):
-        adapters.load(core, asked("a", path))
-    assert adapters.load(core, asked("b", tmp_path / "b")) is other
-    for file, data in kept:
-        file.write_bytes(data)
-    again = adapters.load(core, asked("a", path))
-    assert core.held == {again.lora_int_id: again}
-    looks_are_over()
-
-
-def test_an_adapter_of_another_layout_is_prefilled_here(tmp_path: Path) -> None:
-    """A job does not say that its adapter is 3D."""
-    core, adapters = Core(), Adapters()
-    own = adapters.load(core, asked("a", an_adapter(tmp_path / "a"), is_3d_lora_weight=True))
-    looks_are_over()
-    assert adapters.content_of(own) == ""
+def test_files_that_are_gone_refuse_a_load_and_leave_the_adapter_as_it_was(tmp_path: Path) -> None:
+    worker, path = Worker(), an_adapter(tmp_path / "a")
+    own = worker.enter("x", path)
+    shutil.rmtree(path)
+    with pytest.raises(BadMessage, match=f"Loading lora x failed: No adapter found for {path}"):
+        worker.add("x", path, load_inplace=True)  # vLLM's words, which it answers with a 404
+    assert worker.enter(own.lora_name, path) is own
 
 
 @pytest.mark.parametrize(
@@ -250,19 +272,22 @@ def test_an_adapter_of_another_layout_is_prefilled_here(tmp_path: Path) -> None:
 def test_an_adapter_that_cannot_be_loaded_is_refused(
     name: str, enabled: bool, why: str, tmp_path: Path
 ) -> None:
-    adapters, core = Adapters(), Core(enabled)
-    with pytest.raises(BadMessage, match=why):
-        adapters.load(core, asked(name, an_adapter(tmp_path / "a")))
-    assert not core.broken
-    assert adapters.content_of(asked(name, tmp_path)) == ""
+    worker, path = Worker(), an_adapter(tmp_path / "a")
+    worker.core = Core(enabled)
+    with pytest.raises(BadMessage, match=why) as refused:
+        worker.enter(name, path)
+    assert not worker.core.broken
+    assert "pullfill-" not in str(refused.value), "users know their own path"
+    assert "@" not in str(refused.value), "and their own name"
 
 
 @pytest.mark.parametrize(
     "fields", [[], ["a"], ["a", 0, "/p"], ["a", 1, ""], ["a", 1, 5], "a", None]
 )
 def test_nonsense_from_a_frontend_is_refused(fields: Any) -> None:
+    load = Adapters().adding(fields)
     with pytest.raises(BadMessage):
-        Adapters().add(Core(), fields)
+        load(Core())
 
 
 async def test_files_are_read_again_only_when_they_have_changed(tmp_path: Path) -> None:
@@ -314,6 +339,8 @@ def test_an_adapter_that_fails_in_one_rank_is_in_no_rank(tmp_path: Path) -> None
         def collective_rpc(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
             return [found for rank in ranks for found in rank.collective_rpc(method, args)]
 
+    worker = Worker()
+    worker.core = Ranks()
     with pytest.raises(BadMessage, match="cannot be loaded"):
-        Adapters().load(Ranks(), asked("a", an_adapter(tmp_path / "a")))
+        worker.enter("a", an_adapter(tmp_path / "a"))
     assert [(rank.held, rank.broken) for rank in ranks] == [({}, False)] * 2

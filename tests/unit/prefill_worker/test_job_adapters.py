@@ -1,4 +1,4 @@
-"""Jobs with a LoRA adapter that this machine lacks, or whose files change."""
+"""Jobs with a LoRA adapter that this machine lacks."""
 
 from __future__ import annotations
 
@@ -33,25 +33,3 @@ async def test_a_job_whose_adapter_is_not_here_is_left_to_others_once(
     assert said.retry is retry
     assert "red is not at" in said.cause
     assert worker.tasks == [], "nothing was computed"
-
-
-async def test_an_adapter_whose_files_change_meanwhile_commits_nothing() -> None:
-    """vLLM may have dropped it, and loaded the new files when it computed the prompt."""
-    checks = []
-
-    async def check(adapter: Adapter) -> None:
-        checks.append(adapter)
-        if len(checks) > 1:
-            raise NoAdapter("LoRA adapter red has other files at /red here")
-
-    worker, delivery = Worker(some_transfer_worker), Delivered()
-    adapter = Adapter(name="red", path="/red", content="c")
-    delivery.body = encode(msgspec.structs.replace(JOB, adapter=adapter))
-    worker.grant = msgspec.structs.replace(worker.grant, job_digest=job_digest(delivery.body))
-    worker.runner.engine.check_adapter = check  # type: ignore[method-assign]
-    worker.runner.start(delivery)  # type: ignore[arg-type]
-    (await worker.computing()).end(None)
-    await worker.over()
-    assert delivery.verbs == ["nak"]
-    assert back(worker).retry
-    assert worker.runner.completed == 0
