@@ -46,6 +46,7 @@ from pullfill.ids import new_instance_id
 from pullfill.net.security import FrontendSecurity
 from pullfill.net.this_host import allow_open_files, host_id
 from pullfill.options import FrontendOptions, LogFormat
+from pullfill.registry.adapters import AdapterBoard
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.membership import Membership
@@ -283,9 +284,13 @@ class _Frontend:
                 redirect=lambda: settings.current.redirect,
             )
             board.start(dispatcher.suspects)
-            front = await front_app.FrontApp.build(prepared, dispatcher)
+            adapters = AdapterBoard(client, cluster.namespace)
+            stack.push_async_callback(adapters.close)
+            front = await front_app.FrontApp.build(prepared, dispatcher, adapters)
             stack.push_async_callback(front.close)
             dispatcher.bind(front.client)
+            if prepared.args.enable_lora:
+                await adapters.start(front.client.adapters.on_change, options.connect_timeout_s)
             await pool.start(dispatcher)
             stack.push_async_callback(pool.stop)
             live = LiveView(

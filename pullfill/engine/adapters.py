@@ -313,7 +313,8 @@ def _content(name: str, path: str, is_3d: bool, read: Callable[[str], str]) -> s
 
         raise BadMessage(str(LoRAAdapterNotFoundError(name, path))) from None  # vLLM makes it a 404
     except (OSError, ValueError) as exc:
-        raise BadMessage(f"LoRA adapter {name} cannot be copied from {path}: {exc}") from exc
+        where = f"from {path} to {tempfile.gettempdir()} (TMPDIR)"
+        raise BadMessage(f"LoRA adapter {name} cannot be copied {where}: {exc}") from exc
 
 
 class AdapterFiles:

@@ -25,7 +25,6 @@ WORKER_NAMES = {
         "EngineCore.add_request",
         "EngineCore.abort_requests",
         "EngineCore.collective_rpc",
-        "EngineCore.list_loras",
         "EngineCore.preprocess_add_request",
         "EngineCore.get_supported_tasks",
         "EngineCore.shutdown",
@@ -123,6 +122,10 @@ FRONTEND_NAMES = {
     "vllm.entrypoints.generate.base.serving": (
         "GenerateBaseServing._convert_generation_error_to_streaming_response",
         "GenerateBaseServing.create_streaming_error_response",
+    ),
+    "vllm.entrypoints.openai.models.serving": (
+        "OpenAIServingModels.resolve_lora",
+        "OpenAIServingModels.unload_lora_adapter",
     ),
     "vllm.renderers.base": (
         "BaseRenderer.default_cmpl_tok_params",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.applications import Starlette
 
+    from pullfill.engine.front_adapters import Board
     from pullfill.engine.front_client import DecodeClient, DecodePort
     from pullfill.engine.front_responses import Ask
 
@@ -143,9 +144,9 @@ class FrontApp:
     _watch: asyncio.Task[None]
 
     @staticmethod
-    async def build(prepared: Prepared, port: DecodePort) -> FrontApp:
+    async def build(prepared: Prepared, port: DecodePort, board: Board) -> FrontApp:
         """Make AsyncLLM and the app on the running loop. `port` must not deliver outputs before
-        this returns."""
+        this returns. board: the LoRA adapters of the cluster."""
         from vllm import envs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -155,7 +156,7 @@ class FrontApp:
         from pullfill.engine.front_client import DecodeClient, FrontLLM
         from pullfill.engine.front_stats import LateStats, stat_loggers
 
-        client = DecodeClient(prepared.config, port)
+        client = DecodeClient(prepared.config, port, board)
         args = prepared.args
         with _core_client(client):
             engine = FrontLLM(
@@ -171,6 +172,7 @@ class FrontApp:
         await init_app_state(engine, app.state, args, tasks)
         front_errors.settle(app.state)
         front_streams.tell_failures(app.state, engine)
+        client.adapters.follow(app.state.openai_serving_models)
         app.state.server = _NoServer()
         look_up_first(app, HOT_PATHS)
         # As in an engine: vLLM asks for environment variables at each token.

@@ -30,10 +30,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from pullfill.engine import release, request_limits, request_targets
 from pullfill.engine.blame import Fault, explained, fault_of
+from pullfill.engine.front_adapters import Board, FrontAdapters
 from pullfill.engine.front_errors import failure
 from pullfill.engine.front_wire import DecodeWelcome
 from pullfill.engine.request_limits import strip_transfer_params
-from pullfill.errors import PeerUnavailable
+from pullfill.errors import BadMessage, PeerUnavailable, PullfillError
 from pullfill.runtime import failpoints, log
 from pullfill.wire import MAX_TEXT
 
@@ -153,13 +154,14 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
     """See the module. Set `processor` (vLLM's OutputProcessor) and `renderer` before the first
     request."""
 
-    def __init__(self, vllm_config: Any, port: DecodePort) -> None:
+    def __init__(self, vllm_config: Any, port: DecodePort, board: Board) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
         self.processor: Any = None
         self.renderer: Any = None
         self._config = vllm_config
         self._port = port
+        self.adapters = FrontAdapters(port, board, SLOW_UTILITY_TIMEOUT_S)
         self._queue: deque[EngineCoreOutputs] = deque()
         self._wake = asyncio.Event()
         self._reader: asyncio.Task[Any] | None = None
@@ -178,6 +180,14 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
             return
         failpoints.hit("frontend.submit")
         strip_transfer_params(request)
+        if request.lora_request is not None:
+            try:
+                await self.adapters.identify(request)
+            except PullfillError as exc:
+                fault = Fault.REQUEST if isinstance(exc, BadMessage) else Fault.WORKERS
+                self.failed(request.request_id, str(exc), fault)
+            if request.request_id not in self.processor.request_states:
+                return  # it has failed, or was aborted meanwhile
         if request.sampling_params is not None:
             release.this.settle_watermark(request.sampling_params, self._config)
         self._port.submit(request)
@@ -237,6 +247,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         cache = self._config.cache_config
         cache.block_size = welcome.block_size
         cache.num_gpu_blocks = welcome.num_gpu_blocks
+        self.adapters.joined()
 
     def left(self, instance_id: str) -> None:
         """A worker is gone."""
@@ -305,9 +316,11 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         await self._all("profile", is_start, *args, slow=True)
 
     async def add_lora_async(self, lora_request: Any) -> bool:
-        if self._port.supported_tasks() is None:
-            return True  # no worker yet: each loads the adapter for the first request that has it
-        return all(await self._all("add_lora", lora_request, slow=True))
+        try:
+            await self.adapters.add(lora_request)
+        except PullfillError as exc:
+            raise failure(str(exc), Fault.WORKERS) from None
+        return True
 
     async def remove_lora_async(self, lora_id: int) -> bool:
         return all(await self._all("remove_lora", lora_id))

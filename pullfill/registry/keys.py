@@ -55,6 +55,15 @@ def model(namespace: str, name: str) -> str:
     return f"{namespace_prefix(namespace)}models/{name}"
 
 
+def adapters_prefix(namespace: str) -> str:
+    return f"{namespace_prefix(namespace)}adapters/"
+
+
+def adapter(namespace: str, name: str) -> str:
+    """Key of a LoRA adapter. Its name may hold anything."""
+    return f"{adapters_prefix(namespace)}{name}"
+
+
 def self_checks_prefix(namespace: str) -> str:
     return f"{namespace_prefix(namespace)}self_checks/"
 

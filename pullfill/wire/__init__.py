@@ -69,6 +69,7 @@ from pullfill.wire.lease import (
 )
 from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
 from pullfill.wire.records import (
+    AdapterRecord,
     DecodeChoice,
     DepthReport,
     Expected,
@@ -94,6 +95,7 @@ __all__ = [
     "U32",
     "WIRE_VERSION",
     "Adapter",
+    "AdapterRecord",
     "AuthChallenge",
     "AuthHello",
     "AuthProof",

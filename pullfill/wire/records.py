@@ -84,6 +84,22 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     restarts: Count = 0
 
 
+class AdapterRecord(Message, frozen=True, kw_only=True):
+    """`adapters/{name}`: a LoRA adapter that the cluster serves. It has no lease.
+
+    path: where each worker has its files.
+    content: digest of these files (`engine.adapters`). Workers refuse other files.
+    layout_3d: vLLM's `is_3d_lora_weight`.
+    number: grows with each load of the name, so that workers know the newest one."""
+
+    v: Version = WIRE_VERSION
+    name: Text
+    path: Text
+    content: Id
+    layout_3d: bool = False
+    number: Count = 0
+
+
 # --------------------------------------------------------------------------- suspects
 
 

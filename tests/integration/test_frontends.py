@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,50 @@ async def test_each_is_redirected_once_and_no_client_can_tell(pair: Pair) -> Non
             )
             assert told["migrated_from"] == ([second.instance_id] if served is two else [])
         assert sum(len(fake.pictures) for fake in fakes) == 2
+
+
+async def test_an_adapter_is_served_by_all_until_it_is_unloaded_at_one(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    fake = FakeDecode("decode-1", model="m", max_model_len=512)
+    (tmp_path / "etcd").mkdir()
+    with EtcdServer(tmp_path / "etcd") as etcd, ExitStack() as stack:
+
+        def start(name: str, *flags: str) -> Served:
+            flags = ("--port", "0", "--enable-lora", *flags)
+            made = frontend(etcd, tmp_path / f"{name}.log", model_path, *flags)
+            return stack.enter_context(made)
+
+        async def change(served: Served, verb: str, name: str) -> int:
+            body = {"lora_name": name, "lora_path": "/path"}
+            return (await http.post(f"{served.url}/v1/{verb}_lora_adapter", json=body)).status_code
+
+        async def code(served: Served, model: str) -> int:
+            body = {**PROMPT, "model": model}
+            return (await http.post(f"{served.url}/v1/completions", json=body)).status_code
+
+        async def serves(served: Served, *names: str) -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                listed = set[str]()
+                while listed != {"m", *names}:
+                    found = (await http.get(f"{served.url}/v1/models")).json()["data"]
+                    listed = {one["id"] for one in found}
+
+        one = await asyncio.to_thread(start, "one", "--lora-modules", "blue=/path")
+        async with workers(one, fake) as http:
+            assert await change(one, "load", "red") == 200
+            two = await asyncio.to_thread(start, "two")
+            await serves(two, "red", "blue")
+            for name in ("red", "blue"):
+                assert await code(two, name) == 200
+                assert fake.added[-1].lora_request[0] == f"{name}@{fake.adapter}"
+            assert await change(two, "load", "green") == 200
+            assert await code(one, "green") == 200, "at once"
+            assert (await change(one, "load", "green"), await code(one, "grey")) == (400, 404)
+            assert await change(two, "unload", "red") == 200
+            await serves(one, "blue", "green")
+            assert await code(one, "red") == 404
+            told = [args[0][0] for method, args in fake.utilities if method == "add_lora"]
+            names = ("blue", "red", "green")
+            assert sorted(told) == sorted([*names, *(f"{name}@{fake.adapter}" for name in names)])

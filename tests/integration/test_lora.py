@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.support.cluster import Cluster, until
+from tests.support.cluster import Cluster
 from tests.support.lora import lora_adapter
 from tests.support.prompts import Answer, ask, forget_decode_prefixes, random_prompt
 
@@ -83,40 +82,52 @@ def test_a_remote_prefill_computes_with_the_adapter_of_the_request(cluster: Clus
     cluster.assert_clean()
 
 
-def test_files_that_differ_on_the_prefill_side_are_never_used(
+def test_other_files_at_its_path_are_another_adapter_once_they_are_loaded(
     cluster: Cluster, adapters: Path
 ) -> None:
-    """The decode worker keeps what it has loaded. Then the files change."""
+    """All prompts have a prefix that is cached for the adapter before."""
     cluster.set_router(policy="always_remote")
     path = shutil.copytree(adapters / "red", adapters / "mine")
-    load(cluster, "mine", path)
-    seeds = itertools.count(1000)
-
-    def remote() -> bool:
-        answer = ask(cluster, random_prompt(300, seed=next(seeds)), model="mine")
-        return bool(cluster.explain(answer.request_id)["path"] == "remote")
-
-    until(remote, 20.0, "the decode worker has read the files")
     prompt = random_prompt(300, seed=3)
-    before = ask(cluster, prompt, model="mine")
-    shutil.copy(adapters / "blue" / "adapter_model.safetensors", path)
 
-    def refused() -> bool:
-        """On a busy machine a prompt may stay local for another reason."""
-        forget_decode_prefixes(cluster)
-        answer = ask(cluster, prompt, model="mine")
-        assert same(answer, before)
-        assert cluster.explain(answer.request_id)["path"] == "local"
-        return "has other files" in cluster.of("prefill")[0].log.read_text()
+    def answer(model: str) -> tuple[Answer, str]:
+        found = ask(cluster, prompt, model=model)
+        return found, cluster.explain(found.request_id)["path"]
 
-    until(refused, 20.0, "the prefill worker compares the files")
+    def changed_to(name: str) -> None:
+        shutil.copy(adapters / name / "adapter_model.safetensors", path)
+
+    load(cluster, "mine", path)
+    (red, blue), (before, where) = [answer(name)[0] for name in NAMES], answer("mine")
+    assert same(before, red)
+    assert not same(red, blue)
+    assert where == "remote"
+    changed_to("blue")  # nobody has said that it is to be loaded
+    forget_decode_prefixes(cluster)
+    kept, where = answer("mine")
+    assert same(kept, red)
+    assert where == "local", "the prefill worker has other files"
+    assert "has other files" in cluster.of("prefill")[0].log.read_text()
+    load(cluster, "mine", verb="unload")
+    load(cluster, "mine", path)
+    for _ in range(2):
+        assert same(answer("mine")[0], blue)
+    changed_to("red")
+    load(cluster, "mine", path, load_inplace=True)
+    assert same(answer("mine")[0], red)
+    forget_decode_prefixes(cluster)
+    again, where = answer("mine")
+    assert same(again, red)
+    assert where == "remote"
     cluster.assert_clean()
 
 
-def load(cluster: Cluster, name: str, path: Path) -> None:
+def load(
+    cluster: Cluster, name: str, path: Path = Path(), verb: str = "load", **more: bool
+) -> None:
     cluster.client().post(
-        f"{cluster.frontend_url}/v1/load_lora_adapter",
-        body={"lora_name": name, "lora_path": str(path)},
+        f"{cluster.frontend_url}/v1/{verb}_lora_adapter",
+        body={"lora_name": name, "lora_path": str(path), **more},
         cast_to=object,
     )
 

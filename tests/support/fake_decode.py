@@ -63,6 +63,7 @@ class FakeDecode:
     it does not die of those.
     load: what its welcome says of its load.
     prefix_block_size: as its welcome says. It never tells a block.
+    adapter: digest of the files of all LoRA adapters.
     """
 
     instance_id: str = "decode-fake"
@@ -79,6 +80,7 @@ class FakeDecode:
     slots: int = 0
     load: front_wire.LoadReport | None = None
     prefix_block_size: int = 0
+    adapter: str = "0" * 32
     max_model_len: int = 4096
     cached_tokens: int = 0
     added: list[Request] = field(default_factory=list)
@@ -231,7 +233,7 @@ class FakeDecode:
             if self.hold:
                 return
             failure = "no such thing" if method == "fail" else None
-            result = None if failure else (None, True)
+            result = None if failure else (None, self.adapter if method == "add_lora" else True)
             answer = Outputs(timestamp=1.0, utility_output=Utility(call_id, failure, result))
             self._send(identity, front_wire.OUT, msgspec.msgpack.encode(answer))
         elif kind == front_wire.BYE:

@@ -72,7 +72,12 @@ REACHED = {
     "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses": (
         "enable_store msg_store response_store use_harmony"
     ),
-    "vllm.lora.request.LoRARequest": "load_inplace lora_int_id lora_name lora_path",
+    "vllm.entrypoints.openai.models.serving.OpenAIServingModels": (
+        "load_lora_adapter lora_requests"
+    ),
+    "vllm.lora.request.LoRARequest": (
+        "is_3d_lora_weight load_inplace lora_int_id lora_name lora_path"
+    ),
     "vllm.model_executor.layers.attention.attention.Attention": "impl",
     "vllm.sampling_params.SamplingParams": (
         "bad_words_token_ids extra_args logit_bias min_p output_kind prompt_logprobs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import tempfile
@@ -255,6 +256,19 @@ def test_what_vllm_keeps_of_a_failed_adapter_is_never_another_ones(
         return
     own = worker.enter("a", path)
     assert worker.core.held == {own.lora_int_id: b"w"}
+
+
+def test_a_full_disk_refuses_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, path = Worker(), an_adapter(tmp_path / "a")
+
+    def full() -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", full)
+        with pytest.raises(BadMessage, match=rf"{path} to {tmp_path} \(TMPDIR\): .* No space left"):
+            worker.enter("x", path)
+    worker.enter("x", path)
 
 
 def test_files_that_are_gone_refuse_a_load_and_leave_the_adapter_as_it_was(tmp_path: Path) -> None:

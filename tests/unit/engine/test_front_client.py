@@ -43,7 +43,7 @@ def welcome(name: str, max_model_len: int) -> DecodeWelcome:
 
 def test_prompts_are_limited_by_the_smallest_worker_that_is_there() -> None:
     configured, port = config(), cast("Any", Port())
-    client = front_client.DecodeClient(configured, port)
+    client = front_client.DecodeClient(configured, port, cast("Any", None))
     cached = "default_chat_tok_params"
     client.renderer = SimpleNamespace()
     seen = []
@@ -65,7 +65,7 @@ def test_prompts_are_limited_by_the_smallest_worker_that_is_there() -> None:
 
 async def test_an_abort_by_the_reader_of_outputs_is_a_stop_string() -> None:
     port: Any = Port()
-    client = front_client.DecodeClient(config(), port)
+    client = front_client.DecodeClient(config(), port, cast("Any", None))
 
     async def read() -> None:
         """As `AsyncLLM._run_output_handler` does."""
@@ -128,3 +128,19 @@ async def test_each_choice_of_a_stream_finds_the_log_probabilities_of_the_prompt
     params = SimpleNamespace(n=3, output_kind=kind, prompt_logprobs=2, extra_args=None)
     outputs = [output.prompt_logprobs async for output in llm.generate("p", params, "r")]
     assert outputs == [[None, {7: -0.5}]] * 3
+
+
+async def test_a_request_whose_adapter_was_unloaded_is_refused_and_not_sent() -> None:
+    client = front_client.DecodeClient(config(), cast("Any", Port()), cast("Any", None))
+    told: list[Any] = []
+    states = {"r": SimpleNamespace(queue=SimpleNamespace(put=told.append), parent_req=None)}
+    client.processor = SimpleNamespace(
+        request_states=states, abort_requests=lambda ids, internal: [ids.pop(), states.clear()][:1]
+    )
+    request = SimpleNamespace(
+        request_id="r", abort_immediately=False, sampling_params=None,
+        lora_request=SimpleNamespace(lora_name="x"),
+    )  # fmt: skip
+    await client.add_request_async(request)
+    refused = told[0].cause
+    assert (refused.status_code, str(refused)) == (400, "LoRA adapter x was unloaded")
