@@ -16,7 +16,7 @@ import typer
 
 from pullfill.deploy import cli_listings, cli_local
 from pullfill.deploy.command import command, expanded
-from pullfill.errors import ConfigError, IncompatibleError, PullfillError
+from pullfill.errors import ConfigError, PullfillError, exit_code
 from pullfill.options import ClusterOptions, FrontendOptions, WorkerOptions
 from pullfill.runtime.log import DEBUG_ENV, complain
 from pullfill.wire import WorkerRole
@@ -346,7 +346,7 @@ def main() -> NoReturn:
         app()
     except PullfillError as exc:
         complain(exc)
-        sys.exit(2 if isinstance(exc, ConfigError | IncompatibleError) else 1)
+        sys.exit(exit_code(exc))
     except OSError as exc:
         if exc.errno is None:
             raise

@@ -20,7 +20,7 @@ from pullfill.config import ClusterRef, ranks_of, split_urls
 from pullfill.deploy import accelerator, defaults, machine, plan, vllm_flags
 from pullfill.deploy.servers import check_port, port_problem, split_url
 from pullfill.deploy.state import Launch, StateDir
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, NotNow
 from pullfill.ids import is_name
 from pullfill.net.security import Security
 from pullfill.options import (
@@ -72,7 +72,7 @@ def _address_of(options: WorkerOptions) -> str:
     try:
         found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        raise ConfigError(
+        raise NotNow(
             f"--host {name!r} has no IPv4 address: give one of this machine's, e.g. --host 10.0.0.5"
         ) from None
     host = str(found[0][4][0])
@@ -82,9 +82,7 @@ def _address_of(options: WorkerOptions) -> str:
             "e.g. --host 10.0.0.5"
         )
     if why := port_problem(host, 0):
-        raise ConfigError(
-            f"cannot listen on --host {name} ({why}): give an address of this machine"
-        )
+        raise NotNow(f"cannot listen on --host {name} ({why}): give an address of this machine")
     ports = {
         one.name: port
         for one in declared(WorkerOptions)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pullfill import redact
 from pullfill.config import split_urls
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, NotNow
 
 MAX_PAYLOAD = 8 * 1024 * 1024
 """Bytes per NATS message: a prompt of 1.5 million tokens as raw u32, with room to spare."""
@@ -49,11 +49,9 @@ def port_problem(host: str, port: int) -> str | None:
 def check_port(flag: str, host: str, port: int) -> None:
     """Raise ConfigError if no server could listen there. flag: gives the port."""
     if why := port_problem(host, 0):
-        raise ConfigError(
-            f"cannot listen on {host} ({why}): give --host an address of this machine"
-        )
+        raise NotNow(f"cannot listen on {host} ({why}): give --host an address of this machine")
     if why := port_problem(host, port):
-        raise ConfigError(
+        raise NotNow(
             f"cannot listen on {host}:{port} ({why}): stop what uses it, or choose another with "
             f"{flag} N"
         )

@@ -35,13 +35,13 @@ from pullfill.config import (
     read_cluster_file,
 )
 from pullfill.deploy.procs import ProcessId, is_alive
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, NotNow
 
 LAUNCH_FILE = "launch.json"
 STOPPING_FILE = "stopping"
 
 
-class Locked(ConfigError):
+class Locked(NotNow):
     """Another `up` or `down` works on the directory now."""
 
 

@@ -29,7 +29,7 @@ from uvicorn.config import LOGGING_CONFIG
 
 from pullfill.config import ClusterRef, restarts_so_far
 from pullfill.engine import check, front_app, front_wire, heap
-from pullfill.errors import ConfigError, IncompatibleError, PullfillError
+from pullfill.errors import ConfigError, NotNow, PullfillError, exit_code
 from pullfill.frontend.admission import Admission
 from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.cluster import ROLES, ClusterView
@@ -65,7 +65,7 @@ the client must close first: httpx does after 5 s, most load balancers after 60 
 
 
 def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str]) -> int:
-    """Run until told to stop. 0: drained; 1: failed; 2: wrong flags, port taken, other vLLM.
+    """Run until told to stop. 0: drained; 1: failed; 2: wrong flags, other vLLM.
 
     Once vLLM is loaded this does not return: it leaves through os._exit, so that no library's
     thread or exit hook can hold the process or write to its last lines.
@@ -75,9 +75,9 @@ def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str])
         check.require_version()
         forward_setup.check(options)
         listeners = listeners_of(options)
-    except (ConfigError, IncompatibleError) as exc:
+    except PullfillError as exc:
         log.complain(exc)
-        return 2
+        return exit_code(exc)
     allow_open_files()
     heap.begin_imports()
     front_app.set_environment(options.model)
@@ -97,7 +97,7 @@ def listeners_of(options: FrontendOptions) -> list[socket.socket]:
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Return a socket that is bound, and listens unless it is shared. Raises ConfigError.
+    """Return a socket that is bound, and listens unless it is shared. Raises NotNow.
 
     Connections wait in its backlog until the server is up. It listens at once, because two
     processes may bind one port as long as neither listens.
@@ -116,7 +116,7 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
             listener.listen(_BACKLOG)
     except OSError as exc:
         listener.close()
-        raise ConfigError(
+        raise NotNow(
             f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --port "
             "(0 lets the system pick one) or --host"
         ) from None
@@ -143,11 +143,9 @@ async def _end(frontend: _Frontend) -> NoReturn:
     code = 1
     try:
         code = await frontend.main()
-    except (ConfigError, IncompatibleError) as exc:
-        log.complain(exc)
-        code = 2
     except PullfillError as exc:
         log.complain(exc)
+        code = exit_code(exc)
     except Exception:
         _log.exception("frontend failed")
     tracing.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, NotNow
 from pullfill.ids import is_name
 from pullfill.net.security import OPEN, Security, load
 
@@ -156,7 +156,7 @@ def read_cluster_file(directory: Path) -> ClusterFile:
             "--state-dir DIR or --etcd URL --nats URL"
         ) from None
     except OSError as exc:
-        raise ConfigError(
+        raise NotNow(
             f"cannot read {path} ({exc.strerror}): run as the user who started the cluster, or "
             "name another with --state-dir DIR or --etcd URL --nats URL"
         ) from exc

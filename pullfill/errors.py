@@ -2,6 +2,7 @@
 
 PullfillError
 ├── ConfigError            bad flag, setting or file: fix it, then start again
+│   └── NotNow             what the flags ask for cannot be had now        (retryable)
 ├── IncompatibleError      peers disagree (model, dtype, layout, vLLM): names the field
 ├── UnavailableError       a server or peer cannot be reached now      (retryable)
 │   ├── QueueUnavailable   NATS down, slow, or no stream
@@ -32,6 +33,13 @@ class PullfillError(Exception):
 
 class ConfigError(PullfillError):
     """A flag, setting or file is wrong. The message says what to change."""
+
+
+class NotNow(ConfigError):
+    """Memory, a port, a file, a certificate or a login cannot be had now. A later start may have
+    it, with the same flags."""
+
+    retryable = True
 
 
 class IncompatibleError(PullfillError):
@@ -108,6 +116,15 @@ class BadMessage(PullfillError):
 
 class OtherVersion(BadMessage):
     """A message of another wire version. Processes of that version can read it."""
+
+
+def exit_code(error: PullfillError) -> int:
+    """Return the exit code of a process that ends with `error`.
+
+    2 means that a new start with the same flags fails again, so systemd does not try. 1: it may
+    succeed."""
+    final = isinstance(error, ConfigError | IncompatibleError) and not error.retryable
+    return 2 if final else 1
 
 
 class Outcome(enum.StrEnum):

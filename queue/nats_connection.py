@@ -25,7 +25,7 @@ from nats.aio.msg import Msg
 
 from pullfill import redact
 from pullfill.config import split_urls
-from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavailable
+from pullfill.errors import ConfigError, NotNow, PullfillError, QueueFull, QueueUnavailable
 from pullfill.queue.pulse import watch_pulse
 from pullfill.runtime import log
 from pullfill.runtime.health import Health
@@ -325,13 +325,13 @@ class NatsConnection:
         """Return a ConfigError if no waiting helps: a login or a certificate is refused."""
         text = _say(cause).lower()
         if isinstance(cause, nats.errors.AuthorizationError) or "authorization" in text:
-            return ConfigError(
+            return NotNow(
                 f"NATS at {self.shown_url} refuses the login: check credentials, user, "
                 "password_file or token_file of [nats] in the --security file"
             )
         # OpenSSL's texts. The client tells in no other way that the handshake failed.
         if isinstance(cause, ssl.SSLError | ssl.CertificateError) or "tls" in text:
-            return ConfigError(
+            return NotNow(
                 f"no TLS with NATS at {self.shown_url} ({_say(cause)}): check ca, cert and key of "
                 "[nats] in the --security file, and the host name in the URL"
             )

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import zmq
 import zmq.asyncio
 
-from pullfill.errors import ConfigError, PullfillError
+from pullfill.errors import NotNow, PullfillError
 from pullfill.frontend.forward.heartbeats import MAX_BYTES, MSGPACK, Heartbeats
 from pullfill.option_values import Network
 from pullfill.runtime import log
@@ -45,7 +45,7 @@ def bind(address: str, networks: Sequence[Network]) -> zmq.Socket[bytes]:
         socket.bind(address)
     except zmq.ZMQError as exc:
         socket.close()
-        raise ConfigError(
+        raise NotNow(
             f"cannot listen on {address}: {exc.strerror}; choose another --heartbeats"
         ) from None
     host = socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rpartition(":")[0]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 import yaml
 
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, NotNow
 from pullfill.frontend.forward.entries import Entry, kv_of, role_of, url_of
 from pullfill.runtime import log
 from pullfill.runtime.watched_files import WatchedFiles
@@ -82,7 +82,7 @@ def read(path: str) -> tuple[Entry, ...]:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as exc:
-        raise ConfigError(f"cannot read {path} ({exc.strerror}): check --servers-file") from None
+        raise NotNow(f"cannot read {path} ({exc.strerror}): check --servers-file") from None
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: name fewer servers")
     try:

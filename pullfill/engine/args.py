@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pullfill.config import NO_DATA_PARALLEL, ranks_of
 from pullfill.engine import check, kv_offloading, speculation
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, NotNow, PullfillError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _ROTARY = "rotary_embedding"
+_OF_VALUES = ValueError | TypeError | LookupError | AttributeError | NotImplementedError
+_LONGEST = 500
+"""Characters of a message of argparse. Some list every choice."""
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -45,8 +49,10 @@ def build_config(
     from vllm.platforms import current_platform
 
     parser = AsyncEngineArgs.add_cli_args(flag_parser("pullfill"))
-    namespace = parser.parse_args(["--model", model, *vllm_args])
-    args = AsyncEngineArgs.from_cli_args(namespace)
+    with flags_read():
+        namespace = parser.parse_args(["--model", model, *vllm_args])
+    with model_read(model):
+        args = AsyncEngineArgs.from_cli_args(namespace)
     # Also from a --config file, which the command line does not show.
     if args.data_parallel_size > 1:
         raise ConfigError(f"data_parallel_size is {args.data_parallel_size}: {NO_DATA_PARALLEL}")
@@ -80,10 +86,8 @@ def build_config(
     if kv_role != "kv_consumer":
         # A prefill worker's next prompt waits in its engine. An urgent one goes past it.
         args.scheduling_policy = "priority"
-    try:
+    with model_read(model):
         config = args.create_engine_config()
-    except (ValueError, OSError, RuntimeError) as exc:
-        raise ConfigError(f"cannot load model {model!r}: {first_line(exc)}") from exc
     check_config(config)
     speculation.check_config(config)
     if offloading is not None:
@@ -103,14 +107,54 @@ def traces_endpoint(config: VllmConfig) -> str | None:
 
 
 def flag_parser(program: str) -> Any:
-    """Return a parser of vLLM's. It raises ConfigError where argparse would end the process."""
+    """Return a parser of vLLM's that does not end the process. Use it inside `flags_read`."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> Any:
-            raise ConfigError(f"vLLM does not accept these flags: {message}")
+            raise ValueError(message)
 
     return Parser(prog=program, exit_on_error=False)
+
+
+@contextmanager
+def flags_read() -> Iterator[None]:
+    """Turn what vLLM's parser raises into one line. Raises ConfigError."""
+    try:
+        yield
+    except Exception as exc:  # argparse's, of the YAML reader, and several kinds of vLLM's own
+        kind = NotNow if isinstance(exc, OSError) else ConfigError
+        why = " ".join(str(exc).split())[:_LONGEST]
+        raise kind(f"vLLM does not accept these flags: {why or type(exc).__name__}") from exc
+
+
+@contextmanager
+def model_read(model: str) -> Iterator[None]:
+    """Turn what vLLM raises while it looks up a model, and checks flags against it, into one line.
+
+    Raises ConfigError if the flags are wrong, else NotNow: files or a hub cannot be read, or there
+    is no memory."""
+    try:
+        yield
+    except PullfillError:
+        raise
+    except Exception as exc:
+        kind = ConfigError if _of_flags(exc) else NotNow
+        raise kind(f"cannot load model {model!r}: {first_line(exc)}") from exc
+
+
+def _of_flags(exc: BaseException) -> bool:
+    """Whether vLLM has refused a value. It wraps failures to read a file or a hub in ValueError."""
+    causes: list[BaseException | None] = [exc]
+    for cause in causes:
+        if isinstance(cause, OSError) or not isinstance(cause, _OF_VALUES | None):
+            return False
+        if cause is not None:
+            causes.append(cause.__cause__ or cause.__context__)
+            details = getattr(cause, "errors", None)  # pydantic's
+            told = details() if callable(details) else ()
+            causes += [each.get("ctx", {}).get("error") for each in told]
+    return True
 
 
 def first_line(exc: BaseException) -> str:
@@ -127,7 +171,7 @@ def check_flags(args: Any, device_type: str, env: Mapping[str, str]) -> None:
     Raises ConfigError, one line that says what to do.
     """
     if not device_type:
-        raise ConfigError(
+        raise NotNow(
             "vLLM's CUDA build is installed, but finds no NVIDIA driver with a GPU: make "
             "`nvidia-smi` work, or install the CPU build with PULLFILL_DEVICE=cpu make install"
         )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.routing import Match
 
 from pullfill.engine import check
-from pullfill.engine.args import first_line, flag_parser
+from pullfill.engine.args import flag_parser, flags_read, model_read
 from pullfill.errors import ConfigError
 from pullfill.runtime import log
 
@@ -83,8 +83,8 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import SamplingParams
 
-    engine_args = AsyncEngineArgs.from_cli_args(args)
-    try:
+    with model_read(model):
+        engine_args = AsyncEngineArgs.from_cli_args(args)
         model_config = engine_args.create_model_config()
         if model_config.runner_type == "pooling":
             raise ConfigError(f"{model!r} is a pooling model: name one that generates text")
@@ -103,8 +103,6 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
         ranks = ParallelConfig()
         ranks.tensor_parallel_size = args.tensor_parallel_size
         config.speculative_config = engine_args.create_speculative_config(model_config, ranks)
-    except (ValueError, OSError, RuntimeError) as exc:
-        raise ConfigError(f"cannot load model {model!r}: {first_line(exc)}") from exc
     for name in ("stream_interval", "max_num_queued_reqs", "max_num_queued_tokens"):
         value = getattr(args, name, None)
         if value is not None and hasattr(config.scheduler_config, name):
@@ -121,11 +119,9 @@ def _parse(model: str, vllm_args: Sequence[str]) -> Namespace:
     parser = make_arg_parser(flag_parser("pullfill frontend"))
     # Users of prefix caching want to see it. vLLM leaves this off.
     parser.set_defaults(enable_prompt_tokens_details=True)
-    try:
+    with flags_read():
         args: Namespace = parser.parse_args(["--model", model, *vllm_args])
         validate_parsed_serve_args(args)
-    except (TypeError, ValueError) as exc:
-        raise ConfigError(f"vLLM does not accept these flags: {first_line(exc)}") from exc
     return args
 
 

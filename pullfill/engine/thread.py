@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from pullfill.engine.host import EngineHost
 from pullfill.engine.rank_processes import RankWatch, sentinels_of
 from pullfill.engine.watchdog import Pulse
-from pullfill.errors import ConfigError, EngineStuck, PullfillError
+from pullfill.errors import EngineStuck, NotNow, PullfillError
 from pullfill.runtime import log
 
 logger = log.get("engine.thread")
@@ -134,5 +134,6 @@ class EngineThread(Generic[T]):
             return
         if not isinstance(exc, PullfillError):
             text = str(exc).strip() or repr(exc)
-            exc = ConfigError(f"the engine did not start: {text.splitlines()[0]}")
+            # Memory that another process still holds, a hub that does not answer: it may pass.
+            exc = NotNow(f"the engine did not start: {text.splitlines()[0]}")
         self.ready.set_exception(exc)

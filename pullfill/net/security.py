@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, NotNow
 
 SECURITY_ENV = "PULLFILL_SECURITY"
 MIN_KEY_BYTES = 32
@@ -46,7 +46,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             try:
                 _read(path, private=key not in _PUBLIC)
             except ConfigError as exc:
-                raise ConfigError(f"[{name}] {key}: {exc}") from None
+                raise type(exc)(f"[{name}] {key}: {exc}") from None
             changes[key] = str(path)
         checked = msgspec.structs.replace(self, **changes)
         checked._check(name)
@@ -93,7 +93,8 @@ class ServerSecurity(_Section, frozen=True, kw_only=True):
             if self.cert is not None:
                 context.load_cert_chain(self.cert, self.key)
         except (OSError, ValueError) as exc:
-            raise ConfigError(f"[{name}] ca, cert or key is no usable PEM file: {exc}") from None
+            # While they are renewed, one may be half written, or cert and key be no pair.
+            raise NotNow(f"[{name}] ca, cert or key is no usable PEM file: {exc}") from None
         return context
 
 
@@ -220,7 +221,7 @@ def load(path: str | os.PathLike[str] | None) -> Security:
         try:
             sections[name] = section._checked(name, file.parent)
         except ConfigError as exc:
-            raise ConfigError(f"{file}: {exc}") from None
+            raise type(exc)(f"{file}: {exc}") from None
     return Security(path=str(file), **sections)
 
 
@@ -253,7 +254,7 @@ def _read(path: Path, *, private: bool) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
-        raise ConfigError(f"cannot read {path}: {exc.strerror}") from None
+        raise NotNow(f"cannot read {path}: {exc.strerror}") from None
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode):
         os.close(fd)

@@ -34,7 +34,7 @@ from etcd3.baseclient import sem
 
 from pullfill import redact
 from pullfill.clock import SYSTEM_CLOCK
-from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.errors import ConfigError, NotNow, RegistryUnavailable
 from pullfill.net.security import OPEN, ServerSecurity
 from pullfill.registry.failures import Failure, LeaseNotFound, RevisionLost, read_failure
 from pullfill.registry.sockets import EtcdConnector
@@ -166,7 +166,7 @@ class EtcdRpc:
             except (RegistryUnavailable, *_FAILURES) as exc:
                 await session.close()
                 if isinstance(exc, aiohttp.ClientSSLError):
-                    raise ConfigError(
+                    raise NotNow(
                         f"no TLS with etcd at {redact.url(url)} ({_cause(exc)}): check ca, cert "
                         "and key of [etcd] in the --security file, and the host name in the URL"
                     ) from exc
@@ -329,7 +329,7 @@ class EtcdRpc:
             advice = ": with logins on, etcd takes only client certificates without a common name"
         if any(word in text for word in ("user", "password", "permission", "authentication")):
             advice = ": check user and password_file of [etcd] in the --security file"
-        return ConfigError(f"etcd refused the request: {text}{advice}")
+        return NotNow(f"etcd refused the request: {text}{advice}")
 
     @property
     def _at(self) -> Endpoint:

@@ -19,7 +19,13 @@ from collections.abc import Callable
 import msgspec
 
 from pullfill.clock import BOOT_CLOCK, Clock
-from pullfill.errors import ConfigError, IncompatibleError, PullfillError, RegistryUnavailable
+from pullfill.errors import (
+    ConfigError,
+    IncompatibleError,
+    NotNow,
+    PullfillError,
+    RegistryUnavailable,
+)
 from pullfill.ids import new_incarnation
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient, LeaseNotFound
@@ -132,7 +138,7 @@ class Membership:
         give_up = self._clock.monotonic() + self._ttl_s + 1.5
         while await self._client.get(key) is not None:
             if self._clock.monotonic() > give_up:
-                raise ConfigError(
+                raise NotNow(
                     f"instance id {record.instance_id} is in use by a living {record.role} worker: "
                     "leave the id out, or choose another"
                 )

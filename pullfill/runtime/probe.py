@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pullfill.errors import ConfigError
+from pullfill.errors import NotNow
 from pullfill.runtime import exposition
 
 
@@ -55,7 +55,7 @@ class ProbeServer:
             await web.TCPSite(self._runner, self._host, port).start()
         except OSError as exc:
             await self._runner.cleanup()
-            raise ConfigError(
+            raise NotNow(
                 f"cannot listen on {self._host}:{port} ({exc.strerror}): choose another "
                 "--http-port or --host"
             ) from exc

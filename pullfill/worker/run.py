@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from pullfill.config import ranks_of
 from pullfill.engine import check, environment, heap
-from pullfill.errors import ConfigError, IncompatibleError, PullfillError
+from pullfill.errors import PullfillError, exit_code
 from pullfill.net.this_host import allow_open_files
 from pullfill.options import LogFormat, WorkerOptions
 from pullfill.runtime import log, tracing
@@ -23,7 +23,8 @@ def run_worker(
 ) -> NoReturn:
     """Serve until told to leave, then exit. No thread of a library can hold the process.
 
-    Exit codes: 0: drained. 1: failed. 2: wrong flags or an incompatible peer."""
+    Exit codes: 0: drained. 1: failed. 2: wrong flags or an incompatible peer
+    (`errors.exit_code`)."""
     log.setup(role, as_json=options.log_format is LogFormat.JSON)
     allow_open_files()
     heap.begin_imports()
@@ -41,12 +42,9 @@ async def _serve(role: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> No
     try:
         check.require_version()
         code = await serve()
-    except (ConfigError, IncompatibleError) as exc:
-        log.complain(exc)
-        code = 2
     except PullfillError as exc:
         log.complain(exc)
-        code = 1
+        code = exit_code(exc)
     except Exception:
         log.get(f"{role}_worker").exception("%s worker failed", role)
         code = 1

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from pullfill.deploy import servers
-from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.errors import ConfigError, NotNow, RegistryUnavailable
 from pullfill.net.security import Security, load
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
@@ -115,6 +115,7 @@ async def test_what_waiting_cannot_mend_ends_at_once_and_says_which_key_to_check
             await JetStreamProducer.connect(
                 locked_nats.url, QUEUE, wait_s=100.0, connect_options=security.nats.options()
             )
+    assert caught.value.retryable, "while certificates and passwords are renewed, it passes"
     assert "[nats]" in str(caught.value)
     assert password not in str(caught.value)
 
@@ -269,7 +270,7 @@ async def test_a_refused_login_or_certificate_is_told_at_once(
     text = etcd_toml(certificates, ca, login=wrong != "login")
     security = write(tmp_path, text, password="no" if wrong == "password" else PASSWORD)
     async with asyncio.timeout(HANG_S):
-        with pytest.raises(ConfigError, match=advice):
+        with pytest.raises(NotNow, match=advice):
             await EtcdClient.connect(locked_etcd.url, wait_s=100.0, security=security.etcd)
 
 

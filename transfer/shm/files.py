@@ -23,7 +23,7 @@ from typing import ClassVar, Self
 
 import msgspec
 
-from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
+from pullfill.errors import BadMessage, NotNow, PeerUnavailable
 from pullfill.net.this_host import SHM_DIR_ENV as DIR_ENV
 from pullfill.net.this_host import shm_dir as shm_dir
 from pullfill.runtime.lifecycle import at_leave
@@ -119,7 +119,7 @@ def create_kv(directory: Path, instance_id: str, rank: int, nbytes: int) -> Path
     # To run out of space later would kill this process with SIGBUS.
     free = _unclaimed(directory)
     if nbytes > free:
-        raise ConfigError(
+        raise NotNow(
             f"{directory} has {free >> 20} MiB left but the KV cache needs "
             f"{nbytes >> 20} MiB: make it larger (docker: --shm-size), make the cache "
             f"smaller (kv_cache_memory_bytes), or set {DIR_ENV}"
@@ -148,11 +148,11 @@ class RegionFiles:
             sweep(self.directory)
             self.fence_fd = self._create_locked()
         except FileExistsError:
-            raise ConfigError(
+            raise NotNow(
                 f"{self.fence_path} belongs to a running worker: give this one another instance id"
             ) from None
         except OSError as exc:
-            raise ConfigError(
+            raise NotNow(
                 f"cannot use {self.directory} for shared KV memory ({exc}); set {DIR_ENV} to a "
                 "writable directory on a tmpfs"
             ) from exc

@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 
-from pullfill.errors import AuthFailed, BadMessage, ConfigError, PullfillError, TransferFailed
+from pullfill.errors import AuthFailed, BadMessage, NotNow, PullfillError, TransferFailed
 from pullfill.net import this_host as machine
 from pullfill.net.security import ClusterKey
 from pullfill.runtime.metrics import AUTH_REFUSED, KV_CONNECTIONS, KV_REFUSED, STALE_REFUSED
@@ -81,7 +81,7 @@ class StreamServer:
         try:
             self._listening = socket.create_server((host, port), family=family, backlog=4096)
         except (OSError, OverflowError) as exc:
-            raise ConfigError(f"cannot listen for KV on {host}:{port}: {exc}") from exc
+            raise NotNow(f"cannot listen for KV on {host}:{port}: {exc}") from exc
         self._epoll, self._bell = select.epoll(), os.eventfd(0, os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
         self.address = f"tcp://{host}:{self._listening.getsockname()[1]}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pullfill import errors
 
 
@@ -16,9 +18,23 @@ def test_what_can_help_to_retry() -> None:
         if isinstance(kind, type) and getattr(kind, "retryable", False) is True
     }
     assert retryable == {
-        "UnavailableError", "QueueUnavailable", "RegistryUnavailable", "PeerUnavailable",
+        "NotNow", "UnavailableError", "QueueUnavailable", "RegistryUnavailable", "PeerUnavailable",
         "OverloadedError", "QueueFull", "TransferFailed",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("x"), 2),
+        (errors.IncompatibleError("x", field="dtype"), 2),
+        (errors.NotNow("x"), 1),
+        (errors.RegistryUnavailable("x"), 1),
+        (errors.EngineStuck("x"), 1),
+    ],
+)
+def test_only_what_no_new_start_can_mend_is_final(error: errors.PullfillError, code: int) -> None:
+    assert errors.exit_code(error) == code
 
 
 def test_the_docstring_draws_the_whole_tree() -> None:

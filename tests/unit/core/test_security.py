@@ -11,7 +11,7 @@ import pytest
 
 from pullfill.config import ClusterFile, ClusterRef
 from pullfill.deploy import plan, roles
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, NotNow
 from pullfill.net.security import OPEN, SECTIONS, ClusterKey, load
 from pullfill.options import WorkerOptions
 from tests.support.certificates import make_certificates
@@ -143,6 +143,15 @@ def test_permissions(tmp_path: Path, mode: int, fine: bool) -> None:
     else:
         with pytest.raises(ConfigError, match="chmod 600"):
             load(path)
+
+
+def test_what_a_renewal_leaves_for_a_moment_passes(tmp_path: Path, file: Path) -> None:
+    """A file that is being replaced, and a key that is no longer the certificate's."""
+    one, two = (make_certificates(tmp_path / name) for name in ("one", "two"))
+    for key in ("nowhere.pem", two.key):
+        file.write_text(f'[etcd]\ncert = "{one.cert}"\nkey = "{key}"\n')
+        with pytest.raises(NotNow, match=r"\[etcd\]"):
+            load(file)
 
 
 def test_a_fifo_does_not_hang(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pullfill.engine.args import check_config, check_flags, schedule_whole_prompts
+from pullfill.engine.args import check_config, check_flags, model_read, schedule_whole_prompts
 from pullfill.errors import ConfigError
 
 PLAIN = {"enable_sleep_mode": False, "enable_cumem_allocator": False}
@@ -36,6 +37,40 @@ def test_refused(device: str, flags: dict[str, bool], env: dict[str, str], says:
 def test_not_refused(env: dict[str, str]) -> None:
     check_flags(SimpleNamespace(**PLAIN), "cuda", env)
     check_flags(SimpleNamespace(**PLAIN), "cpu", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+class Wrapped(ValueError):
+    """As pydantic's: the error of vLLM's own check is inside."""
+
+    def errors(self) -> list[dict[str, Any]]:
+        return [{"msg": "refused", "ctx": {"error": self.args[0]}}]
+
+
+def caused(by: BaseException) -> Exception:
+    """As of vLLM's `get_config`, which says that the model's name is wrong."""
+    error = ValueError("Invalid repository ID\nPlease verify")
+    error.__cause__ = by
+    return error
+
+
+@pytest.mark.parametrize(
+    ("raised", "passes"),
+    [
+        (ValueError("max_model_len is too large"), False),
+        (Wrapped(ValueError("refused")), False),
+        (caused(KeyError("quantization")), False),
+        (OSError(116, "Stale file handle"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (caused(ConnectionError("the hub does not answer")), True),
+        (Wrapped(caused(ConnectionError("the hub does not answer"))), True),
+    ],
+)
+def test_only_refused_values_are_mistakes(raised: Exception, passes: bool) -> None:
+    """systemd does not start a process again that ends with a mistake."""
+    with pytest.raises(ConfigError, match="cannot load model 'm': ") as told, model_read("m"):
+        raise raised
+    assert told.value.retryable == passes
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from pullfill.engine import front_app
 from pullfill.errors import ConfigError
+from tests.support.checkpoint import tiny_checkpoint
 from tests.support.late import Late
 
 arg_utils: Any = Late("vllm.engine.arg_utils")
@@ -21,3 +22,25 @@ def test_a_pooling_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(arg_utils.AsyncEngineArgs, "create_model_config", lambda _: made)
     with pytest.raises(ConfigError, match=f"'{tmp_path}' is a pooling model"):
         front_app.prepare(str(tmp_path), [], "127.0.0.1", 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max-model-len", "abc"], "--max-model-len: invalid .* value: 'abc'"),
+        (["--hf-overrides"], "expected one argument"),
+        (["--compilation-config", "5x"], "Invalid JSON"),
+        (["--config", "bad.yaml"], "expected ',' or ']'"),
+        (["--config", "none.yaml"], "No such file"),
+        (["--chat-template", "/none.jinja"], "doesn't exist"),
+        (["--tokenizer", "/none"], "'/none'"),
+    ],
+)
+def test_what_vllms_parser_refuses_is_one_line(
+    flags: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.yaml").write_text("max-model-len: [1\n")
+    with pytest.raises(ConfigError, match=says) as refused:
+        front_app.prepare(str(tiny_checkpoint()), flags, "127.0.0.1", 1)
+    assert "\n" not in str(refused.value)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from pullfill.errors import ConfigError
+from pullfill.engine.host import EngineHost
+from pullfill.engine.thread import EngineThread
+from pullfill.errors import ConfigError, NotNow
 from pullfill.runtime import log
 from pullfill.worker import run
 
 
-@pytest.mark.parametrize("debug", ["", "1"])
+@pytest.mark.parametrize(("debug", "kind", "code"), [("", ConfigError, 2), ("1", NotNow, 1)])
 async def test_a_worker_that_ends_shows_where_if_asked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], debug: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    debug: str,
+    kind: type[ConfigError],
+    code: int,
 ) -> None:
     async def serve() -> int:
-        raise ConfigError("no good")
+        raise kind("no good")
 
     codes: list[int] = []
     monkeypatch.setenv(log.DEBUG_ENV, debug)
@@ -22,6 +28,17 @@ async def test_a_worker_that_ends_shows_where_if_asked(
     monkeypatch.setattr(run.check, "require_version", lambda: "")
     await run._serve("decode", serve)
     told = capsys.readouterr().err
-    assert codes == [2]
+    assert codes == [code]
     assert told.endswith("error: no good\n")
     assert ("in serve" in told) == bool(debug)
+
+
+async def test_memory_that_a_dying_process_still_holds_is_no_mistake() -> None:
+    def make() -> EngineHost:
+        raise ValueError("Free memory on device cuda:0 (3/80 GiB) is less than desired\nmore")
+
+    thread = EngineThread(make, lambda host, core: None)
+    thread.start()
+    with pytest.raises(NotNow, match=r"^the engine did not start: Free memory .* desired$"):
+        await thread.ready
+    await thread.stop()
