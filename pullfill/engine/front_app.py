@@ -75,6 +75,7 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
     """
     from pullfill.engine import migration, release
 
+    _do_without_device()
     check.require_names(check.FRONTEND_NAMES)
     check.require_names(migration.REQUIRED_NAMES)
     args = _parse(model, vllm_args)
@@ -111,6 +112,19 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
     names = tuple([served] if isinstance(served, str) else served)
     never = migration.why_never(args, SamplingParams.__struct_fields__)
     return Prepared(args, config, names, never)
+
+
+def _do_without_device() -> None:
+    """Let vLLM take the CPU for its platform where it finds none.
+
+    Its CUDA build finds none on a host without a GPU, and then makes no configuration. Call it
+    before other modules of vLLM are imported: they keep the platform that they find."""
+    from vllm import platforms
+
+    if not platforms.current_platform.device_type:
+        from vllm.platforms.cpu import CpuPlatform
+
+        platforms._current_platform = CpuPlatform()
 
 
 def _parse(model: str, vllm_args: Sequence[str]) -> Namespace:

@@ -24,6 +24,14 @@ def test_a_pooling_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         front_app.prepare(str(tmp_path), [], "127.0.0.1", 1)
 
 
+def test_a_frontend_needs_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CUDA build finds no platform on a host without a GPU."""
+    monkeypatch.setattr("vllm.platforms.builtin_platform_plugins", {})
+    monkeypatch.setattr("vllm.platforms._current_platform", None)
+    prepared = front_app.prepare(str(tiny_checkpoint()), [], "127.0.0.1", 1)
+    assert prepared.config.device_config.device_type == "cpu"
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
