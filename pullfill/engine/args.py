@@ -183,6 +183,13 @@ def check_flags(args: Any, device_type: str, env: Mapping[str, str]) -> None:
                 f"--{name.replace('_', '-')}: its memory cannot be shared with other workers; "
                 "remove the flag"
             )
+    if device_type == "cpu" and args.enable_expert_parallel and args.tensor_parallel_size > 1:
+        # `cpu_fused_moe` of vLLM dies (SIGSEGV) at the first request on a rank that holds a part of
+        # the experts. Then the request would end the next worker.
+        raise ConfigError(
+            "--enable-expert-parallel: vLLM's CPU build cannot do this with several ranks; remove "
+            "the flag, or --tensor-parallel-size"
+        )
     if device_type != "cuda":
         return
     for name in _ALLOCATOR:

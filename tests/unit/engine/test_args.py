@@ -10,7 +10,12 @@ import pytest
 from pullfill.engine.args import check_config, check_flags, model_read, schedule_whole_prompts
 from pullfill.errors import ConfigError
 
-PLAIN = {"enable_sleep_mode": False, "enable_cumem_allocator": False}
+PLAIN = {
+    "enable_sleep_mode": False,
+    "enable_cumem_allocator": False,
+    "enable_expert_parallel": False,
+    "tensor_parallel_size": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -19,6 +24,7 @@ PLAIN = {"enable_sleep_mode": False, "enable_cumem_allocator": False}
         ("", {}, {}, "no NVIDIA driver.*nvidia-smi.*PULLFILL_DEVICE=cpu"),
         ("cuda", {"enable_sleep_mode": True}, {}, "--enable-sleep-mode.*remove"),
         ("cpu", {"enable_sleep_mode": True}, {}, "--enable-sleep-mode.*remove"),
+        ("cpu", {"enable_expert_parallel": True}, {}, "--enable-expert-parallel.*remove"),
         ("cuda", {"enable_cumem_allocator": True}, {}, "--enable-cumem-allocator.*remove"),
         *(
             ("cuda", {}, {name: f"max_split_size_mb:9, expandable_segments:{value}"}, f"{name} has")
@@ -27,7 +33,7 @@ PLAIN = {"enable_sleep_mode": False, "enable_cumem_allocator": False}
         ),
     ],
 )
-def test_refused(device: str, flags: dict[str, bool], env: dict[str, str], says: str) -> None:
+def test_refused(device: str, flags: dict[str, Any], env: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
         check_flags(SimpleNamespace(**PLAIN | flags), device, env)
     assert "\n" not in str(refused.value)
@@ -35,7 +41,9 @@ def test_refused(device: str, flags: dict[str, bool], env: dict[str, str], says:
 
 @pytest.mark.parametrize("env", [{}, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}])
 def test_not_refused(env: dict[str, str]) -> None:
-    check_flags(SimpleNamespace(**PLAIN), "cuda", env)
+    experts = {"enable_expert_parallel": True}
+    check_flags(SimpleNamespace(**PLAIN | experts), "cuda", env)
+    check_flags(SimpleNamespace(**PLAIN | experts | {"tensor_parallel_size": 1}), "cpu", {})
     check_flags(SimpleNamespace(**PLAIN), "cpu", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
