@@ -12,6 +12,7 @@ from pullfill.deploy.procs import exit_words, spawn, start_time, tail
 from pullfill.deploy.state import StateDir
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import UnavailableError
+from pullfill.net.this_host import pid_space
 from pullfill.runtime.lifecycle import LEAVING_ENV
 
 
@@ -69,6 +70,7 @@ class Children:
             pid=child.pid,
             log=str(log),
             started=start_time(child.pid) or 0,
+            space=pid_space(),
             url=spec.url,
             restarts=restarts,
         )

@@ -104,6 +104,11 @@ def processes(ref: ClusterRef) -> Iterator[Finding]:
         return
     if full := disk.in_words(ref.state_dir):
         yield Finding(FAIL, *full.rsplit(". ", 1))
+    try:
+        StateDir(ref.state_dir).refuse_foreign()
+    except ConfigError as exc:
+        yield Finding(WARN, *str(exc).split(": ", 1))
+        return
     entries = recorded.processes if recorded else []
     for entry in entries:
         if is_alive(identity(entry)):

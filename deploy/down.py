@@ -81,8 +81,10 @@ async def _locked(state: StateDir, timeout_s: float) -> AsyncIterator[None]:
     told = False
     with ExitStack() as held:
         while True:
+            state.refuse_foreign()
             try:
                 held.enter_context(state.locked())
+                state.refuse_foreign()  # it may have been written meanwhile
                 break
             except Locked:
                 waited = time.monotonic() - began

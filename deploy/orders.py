@@ -201,6 +201,7 @@ def _ended(answer: Answer) -> int:
 
 
 def _nobody(state: StateDir) -> str:
+    state.refuse_foreign()
     launch = state.launch()
     if launch is not None and is_alive(launch.supervisor):
         return f"the `pullfill up` of {state.path} is still starting or stopping: try again"

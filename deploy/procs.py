@@ -1,7 +1,9 @@
 """Starts, finds and signals processes.
 
-A process is known by its pid and its start time, since a pid can be used again. Children get a
-session of their own, so that Ctrl-C reaches only the supervisor, which stops them in order.
+A process is known by its pid and its start time, since a pid can be used again, and by the boot and
+the pid namespace in which the pid is valid: records may lie on a disk that several hosts share.
+Children get a session of their own, so that Ctrl-C reaches only the supervisor, which stops them in
+order.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import signal
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from pullfill.net.this_host import is_own_space, pid_space
 
 CLUSTER_ENV = "PULLFILL_CLUSTER_ID"
 """Set in every child of `pullfill up`, to find those that are not recorded."""
@@ -23,10 +27,12 @@ CLUSTER_ENV = "PULLFILL_CLUSTER_ID"
 class ProcessId:
     """One process, also if its pid is used again later.
 
-    started: clock ticks since boot, field 22 of /proc/PID/stat."""
+    started: clock ticks since boot, field 22 of /proc/PID/stat.
+    space: as of `this_host.pid_space`."""
 
     pid: int
     started: int
+    space: str = field(default_factory=pid_space)
 
 
 def start_time(pid: int) -> int | None:
@@ -47,8 +53,10 @@ def identify(pid: int) -> ProcessId | None:
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Whether exactly this process still runs. A stopped process runs."""
-    return start_time(process.pid) == process.started
+    """Whether exactly this process still runs. A stopped process runs.
+
+    False for one of another host, boot or pid namespace: see `StateDir.refuse_foreign`."""
+    return is_own_space(process.space) and start_time(process.pid) == process.started
 
 
 def send(process: ProcessId, sig: int) -> bool:

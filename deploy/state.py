@@ -36,6 +36,7 @@ from pullfill.config import (
 )
 from pullfill.deploy.procs import ProcessId, is_alive
 from pullfill.errors import ConfigError, NotNow
+from pullfill.net.this_host import is_own_space
 
 LAUNCH_FILE = "launch.json"
 STOPPING_FILE = "stopping"
@@ -57,17 +58,18 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     role_args: dict[str, list[str]] = {}
     supervisor_pid: int = 0
     supervisor_started: int = 0
+    supervisor_space: str = ""
     restart: bool = True
 
     @property
     def supervisor(self) -> ProcessId:
         """The `up` that restarts processes. It may have ended."""
-        return ProcessId(self.supervisor_pid, self.supervisor_started)
+        return ProcessId(self.supervisor_pid, self.supervisor_started, self.supervisor_space)
 
 
 def identity(entry: ProcessEntry) -> ProcessId:
     """Return the identity of the recorded process."""
-    return ProcessId(entry.pid, entry.started)
+    return ProcessId(entry.pid, entry.started, entry.space)
 
 
 class StateDir:
@@ -148,8 +150,27 @@ class StateDir:
         cluster = self.cluster()
         return [e for e in cluster.processes if is_alive(identity(e))] if cluster else []
 
+    def refuse_foreign(self) -> None:
+        """Raise ConfigError if the record is of another host, boot or container.
+
+        Its pids are not valid here, so nobody can tell what still runs."""
+        launch, spaces = self.launch(), list[str]()
+        with suppress(ConfigError):  # damaged
+            cluster = self.cluster()
+            spaces = [entry.space for entry in cluster.processes] if cluster else []
+        for space in [launch.supervisor_space if launch else "", *spaces]:
+            if not is_own_space(space):
+                raise ConfigError(
+                    f"the cluster of {self.path} was started on host {space.partition('/')[0]}, "
+                    "which is another one, or another container, or was restarted since: run this "
+                    f"command there. If nothing of it runs any more, delete {CLUSTER_FILE} and "
+                    f"{LAUNCH_FILE} in that directory"
+                )
+
     def refuse_if_live(self) -> None:
-        """Raise ConfigError, which names the pids, if a cluster runs here."""
+        """Raise ConfigError, which names the pids, if a cluster runs here, or as `refuse_foreign`
+        does."""
+        self.refuse_foreign()
         running = [f"{entry.name} (pid {entry.pid})" for entry in self.live()]
         launch = self.launch()
         if not running and launch is not None and is_alive(launch.supervisor):

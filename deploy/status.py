@@ -198,6 +198,7 @@ def processes(ref: ClusterRef) -> dict[str, Any]:
         return {}
     state = StateDir(ref.state_dir)
     try:
+        state.refuse_foreign()
         cluster, launch = state.cluster(), state.launch()
     except ConfigError:
         return {}

@@ -31,6 +31,7 @@ from pullfill.deploy.state import Launch, Locked, StateDir, identity, new_cluste
 from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.net.this_host import pid_space
 from pullfill.registry.settings import store as store_setting
 
 START_FAILED_DRAIN_S = 5.0
@@ -84,6 +85,7 @@ class Supervisor:
                     role_args=self._options.role_args,
                     supervisor_pid=own,
                     supervisor_started=start_time(own) or 0,
+                    supervisor_space=pid_space(),
                     restart=self._options.restart,
                 )
             )

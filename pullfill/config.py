@@ -45,6 +45,7 @@ class ProcessEntry(msgspec.Struct, kw_only=True):
 
     started: the kernel's start time in clock ticks since boot (field 22 of /proc/PID/stat). A pid
     may be used again, but not with the same start time.
+    space: where the pid is valid (`this_host.pid_space`). Empty: an older pullfill recorded it.
     url: where a frontend answers.
     restarts: how often the process died and was started again.
     gave_up: why it is not started again any more, with the last lines of its log. Empty while it
@@ -57,6 +58,7 @@ class ProcessEntry(msgspec.Struct, kw_only=True):
     pid: int
     log: str
     started: int = 0
+    space: str = ""
     url: str = ""
     restarts: int = 0
     gave_up: str = ""

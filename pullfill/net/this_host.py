@@ -1,4 +1,5 @@
-"""What machine this is, for transports within one host, and how many files a process may open."""
+"""What machine this is, for transports within one host and for pids, and how many files a process
+may open."""
 
 from __future__ import annotations
 
@@ -24,14 +25,34 @@ def shm_dir() -> Path:
 def host_id() -> str:
     """Equal for two processes that can share memory: boot id and device of `shm_dir`."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = socket.gethostname()
-    try:
         shm = shm_dir().stat().st_dev
     except OSError:
         shm = 0
-    return hashlib.blake2b(f"{boot}/{shm}".encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(f"{_boot()}/{shm}".encode(), digest_size=8).hexdigest()
+
+
+@cache
+def pid_space() -> str:
+    """Where the pids that this process sees are valid: `HOST/BOOT/PID_NAMESPACE`."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return f"{socket.gethostname()}/{_boot()}/{namespace}"
+
+
+def is_own_space(space: str) -> bool:
+    """Whether pids of `space` are valid here. Empty: of an older pullfill, which did not record it.
+
+    The name of the host is for people. It may change, and several hosts may have the same."""
+    return not space or space.partition("/")[2] == pid_space().partition("/")[2]
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def open_files() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -11,10 +12,17 @@ import pytest
 from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import down
 from pullfill.deploy.down import remove_shared_memory
-from pullfill.deploy.procs import start_time
-from pullfill.deploy.state import LAUNCH_FILE, Launch, Locked, StateDir, new_cluster_id
+from pullfill.deploy.procs import send, start_time
+from pullfill.deploy.state import (
+    LAUNCH_FILE,
+    Launch,
+    Locked,
+    StateDir,
+    identity,
+    new_cluster_id,
+)
 from pullfill.errors import ConfigError
-from pullfill.net.this_host import SHM_DIR_ENV
+from pullfill.net.this_host import SHM_DIR_ENV, pid_space
 
 
 def _entry(pid: int, started: int, name: str = "decode-0") -> ProcessEntry:
@@ -85,6 +93,41 @@ def test_a_dead_cluster_is_not_refused(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     state.write_cluster(_cluster(_entry(process.pid, started)))
     state.refuse_if_live()
+
+
+@pytest.mark.parametrize("where", ["another host/another boot/pid:[1]", None])
+def test_processes_of_another_host_or_container_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str | None
+) -> None:
+    """There the pids are those of other processes. where: None: only the pid namespace differs."""
+    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
+    (tmp_path / "pullfill-decode-1").touch()
+    space = where or pid_space().rpartition("/")[0] + "/pid:[1]"
+    state = StateDir(tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        entry = _entry(child.pid, start_time(child.pid) or 0)
+        entry.space = space
+        state.write_cluster(_cluster(entry))
+        state.write_launch(
+            Launch(
+                cluster_id=new_cluster_id(),
+                model="m",
+                supervisor_pid=child.pid,
+                supervisor_started=entry.started,
+                supervisor_space=space,
+            )
+        )
+        (tmp_path / "lock").touch()
+        before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+        for command in (state.refuse_if_live, lambda: down.down(str(tmp_path), timeout_s=0)):
+            with pytest.raises(ConfigError, match="run this command there") as told:
+                command()
+            assert space.partition("/")[0] in str(told.value)
+            assert "\n" not in str(told.value)
+        assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+        assert not send(identity(entry), signal.SIGKILL)
+        assert child.poll() is None
+        child.kill()
 
 
 def test_only_one_works_on_it(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
 from pullfill.net.security import Security, ServerSecurity
+from pullfill.net.this_host import pid_space
 from pullfill.registry.client import EtcdClient, KeyValue
 from tests.support.http_stub import serving
 from tests.support.waiting import eventually
@@ -133,6 +134,16 @@ async def test_cluster_json_names_the_port_that_was_chosen(rig: Rig) -> None:
         host, _, port = cluster.frontend_url.rpartition(":")
         assert host == "http://127.0.0.1"
         assert int(port) > 0
+
+
+async def test_the_record_says_where_its_pids_are_valid(rig: Rig) -> None:
+    rig.add("decode-0")
+    async with rig.up():
+        cluster, launch = rig.state.cluster(), rig.state.launch()
+        assert cluster is not None
+        assert launch is not None
+        spaces = [launch.supervisor_space, *(entry.space for entry in cluster.processes)]
+        assert spaces == [pid_space()] * 2
 
 
 async def test_launch_json_names_the_model_from_any_directory(
