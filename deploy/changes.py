@@ -243,8 +243,7 @@ class Changes:
         self._children.record()
 
     def _drain_s(self, entry: ProcessEntry) -> float:
-        both = self._options.frontend, self._options.workers
-        return both[entry.role != "frontend"].drain_timeout_s
+        return entry.drain_s
 
     async def _start(self, specs: Sequence[plan.ProcessSpec], say: Say) -> None:
         """Start processes and wait until they are ready. Raises StartFailed if one is not.

@@ -73,6 +73,7 @@ class Children:
             space=pid_space(),
             url=spec.url,
             restarts=restarts,
+            drain_s=spec.drain_s,
         )
         entries = {e.name: e for e in self.cluster.processes}
         entries[spec.name] = entry  # keeps its place

@@ -120,13 +120,14 @@ def own_flags(context: typer.Context, *commands: str) -> set[str]:
 def down(
     cluster: StateDirOptions,
     timeout: Annotated[
-        float,
+        float | None,
         typer.Option(
             metavar="S",
             min=0,
-            help="How long workers, and then frontends, may finish streams",
+            help="How long workers, and then frontends, may finish streams  "
+            "[default: their --drain-timeout]",
         ),
-    ] = 60.0,
+    ] = None,
 ) -> int:
     """Drain and stop the cluster of a state directory."""
     from pullfill.deploy import down as command_down

@@ -35,14 +35,14 @@ _PATIENCE_S = 0.5
 _POLL_S = 0.05
 
 
-def down(state_dir: str | None, *, timeout_s: float) -> int:
+def down(state_dir: str | None, *, timeout_s: float | None) -> int:
     """Stop the cluster of a state directory, also when its `up` was killed. Return the exit code.
 
-    timeout_s: how long workers may drain, and then frontends."""
+    timeout_s: as `drain_s` of `take_down`."""
     return asyncio.run(_down(StateDir(state_dir), timeout_s))
 
 
-async def _down(state: StateDir, timeout_s: float) -> int:
+async def _down(state: StateDir, timeout_s: float | None) -> int:
     if not state.path.is_dir():
         typer.echo(f"nothing runs from {state.path}")
         return 0
@@ -72,7 +72,7 @@ async def _down(state: StateDir, timeout_s: float) -> int:
 
 
 @asynccontextmanager
-async def _locked(state: StateDir, timeout_s: float) -> AsyncIterator[None]:
+async def _locked(state: StateDir, timeout_s: float | None) -> AsyncIterator[None]:
     """Hold the lock of the directory. Raises Locked if it is not free in time.
 
     An `up` that is still starting is told to stop, and undoes its start itself. One that is
@@ -88,7 +88,7 @@ async def _locked(state: StateDir, timeout_s: float) -> AsyncIterator[None]:
                 break
             except Locked:
                 waited = time.monotonic() - began
-                if waited > 2 * (timeout_s + SERVER_DEADLINE_S):
+                if waited > 2 * (_drain_s(_recorded(state), timeout_s) + SERVER_DEADLINE_S):
                     raise
             launch = state.launch()
             if launch and not told and waited > _PATIENCE_S and not state.stopping():
@@ -97,6 +97,13 @@ async def _locked(state: StateDir, timeout_s: float) -> AsyncIterator[None]:
                 told = send(launch.supervisor, signal.SIGTERM)
             await asyncio.sleep(0.1)
         yield
+
+
+def _recorded(state: StateDir) -> list[ProcessEntry]:
+    with suppress(ConfigError):  # damaged
+        if cluster := state.cluster():
+            return cluster.processes
+    return []
 
 
 async def _by_hand(state: StateDir, entries: Sequence[ProcessEntry]) -> list[tuple[str, int]]:
@@ -132,7 +139,7 @@ async def take_down(
     entries: Sequence[ProcessEntry],
     view: ProcessView,
     *,
-    drain_s: float,
+    drain_s: float | None,
     force: Callable[[], bool],
 ) -> list[str]:
     """Stop all processes of this state directory and remove its record.
@@ -140,7 +147,8 @@ async def take_down(
     Return the names of those that had to be killed. The caller holds the lock of `state`, so
     nothing is restarted meanwhile.
 
-    drain_s: how long workers may drain, and then frontends.
+    drain_s: how long workers may drain, and then frontends. None: as long as each was told when it
+        was started.
     force: asked often. True: do not wait for the deadlines."""
     # The supervisor sees the mark, and leaves the other processes to this function.
     state.mark_stopping()
@@ -165,7 +173,10 @@ async def take_down(
 
 
 async def stop_in_order(
-    entries: Sequence[ProcessEntry], view: ProcessView, drain_s: float, force: Callable[[], bool]
+    entries: Sequence[ProcessEntry],
+    view: ProcessView,
+    drain_s: float | None,
+    force: Callable[[], bool],
 ) -> list[str]:
     """Stop the processes: workers, then frontends, then servers.
 
@@ -173,9 +184,18 @@ async def stop_in_order(
     killed: list[str] = []
     for roles in PHASES:
         phase = [e for e in entries if e.role in roles and is_alive(identity(e))]
-        deadline_s = min(drain_s, SERVER_DEADLINE_S) if roles is SERVERS else drain_s
+        deadline_s = _drain_s(phase, drain_s)
+        if roles is SERVERS:
+            deadline_s = min(deadline_s, SERVER_DEADLINE_S)
         killed += await stop_phase(phase, view, deadline_s, force)
     return killed
+
+
+def _drain_s(entries: Sequence[ProcessEntry], given: float | None) -> float:
+    """Return how long these may drain together. given: as `drain_s` of `take_down`."""
+    if given is not None:
+        return given
+    return max((entry.drain_s for entry in entries), default=0.0)
 
 
 async def stop_phase(

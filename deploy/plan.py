@@ -36,6 +36,7 @@ class ProcessSpec:
 
     place: where a worker runs.
     url: where a frontend answers. Empty for others.
+    drain_s: how long it may drain.
     after: name of the worker on the same GPU that must be ready first. Empty: none."""
 
     name: str
@@ -45,6 +46,7 @@ class ProcessSpec:
     instance_id: str | None = None
     place: defaults.Placement = field(default_factory=defaults.Placement)
     url: str = ""
+    drain_s: float = 60.0
     after: str = ""
 
 
@@ -312,6 +314,7 @@ def worker_spec(
         instance_id=instance,
         place=place,
         url=url,
+        drain_s=options.drain_s(role),
         after=after,
     )
 

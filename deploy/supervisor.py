@@ -138,7 +138,7 @@ class Supervisor:
                     launch = self._state.launch()
                     if launch is None or launch.cluster_id == self._cluster_id:
                         with self._view:
-                            return await self._take_down(self._options.workers.drain_timeout_s)
+                            return await self._take_down()
             except Locked:
                 if not any(is_alive(identity(entry)) for entry in self._cluster.processes):
                     return
@@ -148,11 +148,11 @@ class Supervisor:
                 self._view.say(str(exc), "yellow")
             # Our record was deleted. There is none, or it is of another `up`.
             with self._view:
-                entries, drain_s = self._cluster.processes, self._options.workers.drain_timeout_s
-                await stop_in_order(entries, self._view, drain_s, lambda: self._signals > 1)
+                entries = self._cluster.processes
+                await stop_in_order(entries, self._view, None, lambda: self._signals > 1)
             return
 
-    async def _take_down(self, drain_s: float) -> None:
+    async def _take_down(self, drain_s: float | None = None) -> None:
         entries, force = self._cluster.processes, lambda: self._signals > 1
         await take_down(self._state, entries, self._view, drain_s=drain_s, force=force)
 

@@ -64,6 +64,12 @@ class UpOptions:
         """Whether frontends can serve without a decode worker: by stock vLLM servers."""
         return self.frontend.forwarder is not ForwarderName.PULL
 
+    def drain_s(self, role: str) -> float:
+        """Return how long a process of this role may take to leave."""
+        if role == "frontend":
+            return self.frontend.drain_timeout_s + self.frontend.ready_grace_s
+        return self.workers.drain_timeout_s
+
     @property
     def frontend_url(self) -> str:
         """Where clients reach the frontends. Empty: there is none."""

@@ -95,6 +95,7 @@ class Dispatcher:
         self._tasks: tuple[str, ...] | None = None
         self._patience_s = max(waiting.RESEND_WAIT_MAX_S, restart_wait_s)
         self._restart_wait_s = restart_wait_s
+        self._leaving = ""
         self.suspects = Suspects(
             self._patience_s, self._on_refused, self._waiting.all_soon, self._recall,
             board, self.flights.values,
@@ -108,6 +109,14 @@ class Dispatcher:
     def in_flight(self) -> int:
         """Number of requests submitted and not ended."""
         return len(self.flights)
+
+    def fail_all(self, why: str) -> None:
+        """Fail all requests, and each that is submitted from now on: this frontend leaves."""
+        self._leaving = why
+        for flight in list(self.flights.values()):
+            if flight.worker is not None:
+                flight.worker.abort([flight.wire_id])
+            self._fail(flight, why)
 
     # ---------------------------------------------------------------- DecodePort
 
@@ -128,6 +137,8 @@ class Dispatcher:
         self.flights[request_id] = flight
         if refusal := refused_id(request_id) or self.suspects.meet(flight):
             self._fail(flight, refusal, REFUSED)
+        elif self._leaving:
+            self._fail(flight, self._leaving)
         else:
             self._try(flight, self.route, now)
 

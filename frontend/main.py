@@ -4,20 +4,23 @@ Start: bind the socket (a taken port must fail before anything slow) → connect
 frontend half in a thread → follow the registry, connect to decode workers → register → serve.
 It is up as soon as it can answer; /ready says whether it can serve.
 
-Stop: SIGTERM or a revoked lease = drain (no new connections, open responses finish, exit 0); a
-second SIGTERM or the drain deadline = now. Before it serves there is nothing to drain: now.
+Stop: SIGTERM or a revoked lease = drain: /ready is 503 and requests are still served, until load
+balancers have seen it (--ready-grace) → no new connections, open responses finish → what is left at
+the drain deadline, or at a second SIGTERM, ends with an error → exit 0. Before it serves there is
+nothing to drain: now.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
 import ssl
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from copy import copy
 from functools import partial
@@ -59,6 +62,10 @@ from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, WorkerSt
 
 _log = log.get("frontend")
 _BACKLOG = 2048
+_TELL_S = 2.0
+"""How long clients have for the error that ends their answers. Less than `down` leaves a process
+between its second SIGTERM and SIGKILL."""
+_STOPPING = "this frontend stops before the answer has ended: send the request again"
 _KEEP_ALIVE_S = 75
 """How long an idle connection is kept. A request that meets the server's close gets no answer, so
 the client must close first: httpx does after 5 s, most load balancers after 60 s."""
@@ -195,6 +202,8 @@ class _Frontend:
         forced = asyncio.create_task(self._stop.force.wait())
         await asyncio.wait({serving, forced}, return_when=asyncio.FIRST_COMPLETED)
         forced.cancel()
+        if self._serving:
+            await asyncio.wait({serving}, timeout=_TELL_S)
         if not serving.done():
             serving.cancel()
             with contextlib.suppress(asyncio.CancelledError, TimeoutError):
@@ -335,7 +344,13 @@ class _Frontend:
             )
             await membership.join(options.connect_timeout_s)
             stack.push_async_callback(membership.leave)
-            return await self._http(app, prepared, admin, membership)
+
+            def fail_all() -> None:
+                dispatcher.fail_all(_STOPPING)
+                if stock is not None:
+                    stock.servers.fail_all(_STOPPING)
+
+            return await self._http(app, prepared, admin, membership, fail_all)
 
     def _make_record(self, model: str) -> Any:
         def make(incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
@@ -357,7 +372,14 @@ class _Frontend:
 
         return make
 
-    async def _http(self, app: Any, prepared: Any, admin: Admin, membership: Membership) -> int:
+    async def _http(
+        self,
+        app: Any,
+        prepared: Any,
+        admin: Admin,
+        membership: Membership,
+        fail_all: Callable[[], None],
+    ) -> int:
         args = prepared.args
         as_json = self._options.log_format is LogFormat.JSON
         config = uvicorn.Config(
@@ -367,7 +389,8 @@ class _Frontend:
             # None: its lines go through our handler.
             log_config=None if as_json else LOGGING_CONFIG,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, int(self._options.drain_timeout_s)),
+            # The answers have been ended by then. This is for clients that do not read.
+            timeout_graceful_shutdown=math.ceil(self._options.drain_timeout_s + _TELL_S),
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,
             ssl_ca_certs=args.ssl_ca_certs,
@@ -394,14 +417,28 @@ class _Frontend:
         if not serving.done():
             if not self._stop.drain.is_set():
                 self._stop.ask("lease revoked")
+            drain_s = self._options.drain_timeout_s
+            # If nobody can serve, /ready has been 503 already.
+            grace_s = self._options.ready_grace_s if admin.can_serve() else 0.0
+            exit_within(grace_s + drain_s + EXIT_S, 1)
             admin.drain()
-            exit_within(self._options.drain_timeout_s + EXIT_S, 1)
-            await membership.set_state(WorkerState.DRAINING)
+            membership.note_state(WorkerState.DRAINING)
+            await self._unless_forced(serving, grace_s)
             server.should_exit = True
+            await self._unless_forced(serving, drain_s)
+            fail_all()
         await serving
         refreshing.cancel()
         exit_within(EXIT_S, 0)
         return 0
+
+    async def _unless_forced(self, serving: asyncio.Task[None], timeout_s: float) -> None:
+        """Wait for the end of `serving`, at most `timeout_s`, or until forced."""
+        forced = asyncio.create_task(self._stop.force.wait())
+        await asyncio.wait(
+            {serving, forced}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        forced.cancel()
 
 
 async def _refresh(config: uvicorn.Config, watched: WatchedFiles, files: list[str]) -> None:

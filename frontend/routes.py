@@ -68,6 +68,13 @@ class Admin:
             *live_page.routes(self.page, self.request),
         ]
 
+    def can_serve(self) -> bool:
+        """Whether somebody can take requests: a decode worker, or the stock servers."""
+        return bool(self.pool.candidates()) or self._by_stock()
+
+    def _by_stock(self) -> bool:
+        return self.stock is not None and not self.stock.stock.trouble()
+
     def drain(self) -> None:
         """Take no new requests, and end the streams of the live page."""
         self.draining = True
@@ -81,8 +88,8 @@ class Admin:
         decode = len(self.pool.candidates())
         prefill = sum(r.role == "prefill" and r.state is WorkerState.READY for r in records)
         stock, troubles = self.stock, [] if self.stock is None else self.stock.troubles()
-        by_stock = stock is not None and not stock.stock.trouble()
-        ok = (decode > 0 or by_stock) and not self.draining
+        by_stock = self._by_stock()
+        ok = self.can_serve() and not self.draining
         reasons = ["this frontend drains"] if self.draining else []
         if not decode and not by_stock:
             reasons.append(NO_WORKER if stock is None else stock.stock.trouble())

@@ -166,6 +166,18 @@ class ClusterOptions(StateDirOptions):
             return replace(self, etcd=etcd, nats="nats://", state_dir=None).find()
 
 
+def _drain_timeout(default_s: float) -> float:
+    return flag(
+        default_s,
+        "Longest drain, in seconds  [default: 60; of a frontend: 600]",
+        metavar="S",
+        least=0,
+        up=True,
+        given=float | None,  # so that each process of `up` has its own default
+        parse=lambda given: default_s if given is None else given,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleOptions:
     """Options of every process that joins a cluster."""
@@ -178,7 +190,7 @@ class RoleOptions:
     lease_ttl_s: int = flag(
         5, "Seconds after which etcd removes a process that it does not hear", metavar="S", least=2
     )
-    drain_timeout_s: float = flag(60.0, "Longest drain, in seconds", metavar="S", least=0, up=True)
+    drain_timeout_s: float = _drain_timeout(60.0)
     connect_timeout_s: float = flag(
         30.0, "Longest wait for NATS and etcd, in seconds", metavar="S", least=0
     )
@@ -304,6 +316,16 @@ class WorkerOptions(RoleOptions):
 class FrontendOptions(RoleOptions):
     """Options of a frontend besides vLLM's own flags."""
 
+    # Nobody else can finish its streams, as other decode workers can those of a decode worker.
+    drain_timeout_s: float = _drain_timeout(600.0)
+    ready_grace_s: float = flag(
+        5.0,
+        "How long a frontend that leaves answers /ready with 503 and still takes requests, so that "
+        "load balancers notice",
+        metavar="S",
+        least=0,
+        up=True,
+    )
     port: int = flag(8000, "Port; 0: any free one", **PORT)
     own_port: int | None = flag(
         None,

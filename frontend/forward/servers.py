@@ -158,7 +158,7 @@ class Servers:
         self._named: dict[str, set[tuple[str, str]]] = {}
         self.known: dict[Entry, Server] = {}
         self._ready: dict[str, Sequence[Server]] = {role: () for role in ROLES}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Server] = {}
         self._changed = asyncio.Event()
 
     # ---------------------------------------------------------------- sources
@@ -180,8 +180,8 @@ class Servers:
         for entry in wanted - set(self.known):
             server = self.known[entry] = Server(entry)
             task = asyncio.create_task(self._watch(server), name=f"stock-{entry.url}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = server
+            task.add_done_callback(self._tasks.pop)
             _log.info("stock %s server %s is known (%s)", entry.role, entry.url, source)
         for entry, server in self.known.items():
             place = (entry.role, entry.url)
@@ -190,12 +190,17 @@ class Servers:
 
     async def close(self) -> None:
         """Forget all servers. Requests that wait for them end."""
-        for server in self.known.values():
-            server.lose()
+        self.fail_all("this frontend ends")
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def fail_all(self, why: str) -> None:
+        """Forget all servers, and end all requests at them. Their clients are told `why`."""
+        for server in self._tasks.values():  # also those that finish their last requests
+            server.state, server.why = "gone", why
+            server.lose()
         self.known.clear()
         self._update()
 

@@ -202,6 +202,21 @@ async def test_a_lost_server_ends_its_waits(how: Any) -> None:
 
 
 @each_stock
+async def test_a_frontend_that_leaves_tells_all_its_clients(how: Any) -> None:
+    async with of(how) as rig:
+        rig.decode[0].stops = True
+        got = Got()
+        asking = asyncio.create_task(rig.ask(stream=True, got=got))
+        await until(lambda: got.parts)
+        rig.servers.fail_all("this frontend stops")
+        await asking
+        assert b"this frontend stops" in got.parts[-1]
+        assert got.parts[-1].startswith(b'data: {"error"')
+        assert got.body.endswith(b"data: [DONE]\n\n")
+        assert (await rig.ask()).status == 503
+
+
+@each_stock
 async def test_a_server_that_comes_back_is_used_again(how: Any) -> None:
     async with of(how) as rig:
         rig.decode[0].alive = False

@@ -6,6 +6,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
 
 from pullfill.registry import keys
@@ -15,12 +17,42 @@ from tests.support.frontend_http import NAMESPACE, Served, expected, serve, unti
 
 
 @pytest.fixture
-def served(model_path: Path, tmp_path: Path) -> Iterator[Served]:
-    """A frontend of this test's own."""
-    with serve(tmp_path, model_path) as frontend:
+def served(model_path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A frontend of this test's own. Its parameter: --ready-grace."""
+    with serve(tmp_path, model_path, "--ready-grace", request.param) as frontend:
         yield frontend
 
 
+@pytest.mark.parametrize("served", ["60"], indirect=True)
+async def test_it_says_that_it_leaves_serves_on_and_ends_what_is_left_with_an_error(
+    served: Served,
+) -> None:
+    asked = {"model": "m", "max_tokens": 400, "stream": True}
+    fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.02)
+    async with workers(served, fake) as http, served.client() as client:
+        streams = [
+            await client.completions.create(prompt="abc", **asked),
+            await client.chat.completions.create(
+                messages=[{"role": "user", "content": "abc"}], **asked
+            ),
+        ]
+        for stream in streams:
+            await anext(stream)
+        served.process.send_signal(signal.SIGTERM)
+        await until(lambda: httpx.get(f"{served.url}/ready").status_code == 503)
+        assert "this frontend drains" in (await http.get("/ready")).json()["reasons"]
+        body = {"model": "m", "prompt": "abc", "max_tokens": 2}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        served.process.send_signal(signal.SIGTERM)
+        for stream in streams:
+            with pytest.raises(openai.APIError, match="this frontend stops"):
+                async for _ in stream:
+                    pass
+        await until(lambda: served.process.poll() is not None)
+        assert served.process.poll() == 0
+
+
+@pytest.mark.parametrize("served", ["0"], indirect=True)
 async def test_drain_finishes_open_streams_and_exits_0(served: Served) -> None:
     fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.01)
     etcd = await EtcdClient.connect(served.etcd.url)

@@ -64,6 +64,7 @@ class FakeStock:
     refuse: status and text of its answers to requests. late: a stream begins with it instead.
     breaks: it closes the connection after so many events; 0: at once.
     stalls: it answers no request until this is set.
+    stops: it sends nothing after the first event of a stream.
     ends: the first token ends each answer. Then most connectors give no KV.
     leaves_out: what its parameters lack.
     key: an API key that it asks for, or empty.
@@ -79,6 +80,7 @@ class FakeStock:
         self.blocks: Any = [[1, 2]]
         self.breaks: int | None = None
         self.stalls: asyncio.Event | None = None
+        self.stops = False
         self.fetches = self.ends = False
         self.key = self.leaves_out = ""
         self.alive = True
@@ -170,7 +172,7 @@ class FakeStock:
                 request.transport.abort()
                 await asyncio.sleep(60)
             await answer.write(event)
-            await asyncio.sleep(0)
+            await asyncio.sleep(60 if self.stops else 0)
         await answer.write_eof()
         return answer
 

@@ -57,13 +57,13 @@ class Served:
 
 
 @contextmanager
-def serve(directory: Path, model: Path) -> Iterator[Served]:
+def serve(directory: Path, model: Path, *flags: str) -> Iterator[Served]:
     """A frontend over an etcd of its own; ends with SIGTERM and must exit 0."""
     (directory / "etcd").mkdir()
     pages = ("--allowed-origins", f'["{PAGE}"]')
     with (
         EtcdServer(directory / "etcd") as etcd,
-        frontend(etcd, directory / "frontend.log", model, "--port", "0", *pages) as served,
+        frontend(etcd, directory / "frontend.log", model, "--port", "0", *pages, *flags) as served,
     ):
         yield served
 

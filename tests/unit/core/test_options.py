@@ -10,7 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pullfill.deploy import cli, roles
+from pullfill.deploy import cli, roles, up
+from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError
 from pullfill.option_values import check_address, parse_listen, parse_networks, parse_transports
 from pullfill.options import (
@@ -64,6 +65,7 @@ GIVEN: dict[str, RoleOptions] = {
         port=10,
         own_port=12,
         max_inflight=11,
+        ready_grace_s=2.5,
         restart_wait_s=4.5,
         prefix_index_blocks=13,
         advertise="https://h",
@@ -119,6 +121,21 @@ def test_a_role_is_not_given_the_flags_of_another() -> None:
     both = replace(GIVEN["decode"], kv_credits=8 << 20)  # type: ignore[call-arg]
     assert list(arguments(both, "decode")) == list(arguments(GIVEN["decode"], "decode"))
     assert "--kv-mode" not in arguments(both, "prefill")
+
+
+@pytest.mark.parametrize(
+    ("given", "workers_s", "frontends_s"),
+    [([], 60.0, 600.0), (["--drain-timeout", "7"], 7.0, 7.0)],
+)
+def test_frontends_of_up_drain_longer_than_workers_unless_it_is_told(
+    given: list[str], workers_s: float, frontends_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[UpOptions] = []
+    monkeypatch.setattr(up, "up", lambda options, *_, **__: told.append(options) or 0)
+    assert CliRunner().invoke(cli.app, ["up", *given]).exit_code == 0
+    (options,) = told
+    assert options.drain_s("decode") == workers_s
+    assert options.drain_s("frontend") == frontends_s + options.frontend.ready_grace_s
 
 
 def test_flags_of_up_are_those_of_the_processes_it_starts() -> None:

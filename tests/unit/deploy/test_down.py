@@ -71,16 +71,37 @@ def slow() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-@pytest.mark.parametrize(("role", "code"), [("frontend", 7), ("nats", 9)])
+@pytest.mark.parametrize(
+    ("role", "given", "started_with", "code"),
+    [
+        ("frontend", 20.0, 0.5, 7),
+        ("nats", 20.0, 20.0, 9),
+        ("frontend", None, 20.0, 7),
+        ("frontend", None, 0.5, 9),
+    ],
+)
 async def test_frontends_have_as_long_as_workers_and_servers_have_not(
-    slow: subprocess.Popen[bytes], role: str, code: int, monkeypatch: pytest.MonkeyPatch
+    slow: subprocess.Popen[bytes],
+    role: str,
+    given: float | None,
+    started_with: float,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When all workers have ended, a frontend may still have streams of stock servers."""
+    """When all workers have ended, a frontend may still have streams of stock servers.
+
+    given: what `down --timeout` says. Without it each has what `up` has started it with."""
     monkeypatch.setattr(down, "SERVER_DEADLINE_S", 0.5)
     started = procs.start_time(slow.pid) or 0
     entry = ProcessEntry(
-        name=role, role=role, instance_id=None, pid=slow.pid, log="", started=started
+        name=role,
+        role=role,
+        instance_id=None,
+        pid=slow.pid,
+        log="",
+        started=started,
+        drain_s=started_with,
     )
     view = ProcessView(Console(file=io.StringIO()), "stopping")
-    assert await down.stop_in_order([entry], view, 20.0, lambda: False) == []
+    assert await down.stop_in_order([entry], view, given, lambda: False) == []
     assert slow.wait() == code

@@ -40,5 +40,7 @@ def test_a_units_command_line(unit: Path) -> None:
     assert words[1] == role
     options = parse(words[1:])
     assert options["host"] == "10.0.0.7"
-    assert float(service["TimeoutStopSec"]) >= options["drain_timeout"] + EXIT_S
+    assert float(service["TimeoutStopSec"]) >= (
+        options["drain_timeout"] + options.get("ready_grace", 0.0) + EXIT_S
+    )
     assert service["RestartPreventExitStatus"] == "2"

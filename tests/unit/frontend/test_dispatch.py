@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from pullfill.engine import front_wire
+from pullfill.engine.blame import Fault
 from pullfill.errors import IncompatibleError, PeerUnavailable
 from pullfill.frontend import dispatch, waiting
 from pullfill.frontend.dispatch import NO_WORKER
@@ -140,6 +141,20 @@ async def test_abort_reaches_the_worker_and_late_outputs_are_dropped() -> None:
         worker.hold = False
         await until(lambda: "b" in r.sink.finished)
         assert "a" not in r.sink.tokens
+        assert r.dispatcher.in_flight == 0
+
+
+async def test_a_frontend_that_leaves_tells_all_its_clients() -> None:
+    worker = FakeDecode(hold=True)
+    async with rig(worker) as r:
+        await r.ready(1)
+        r.dispatcher.submit(request("a"))
+        await until(lambda: bool(worker.added))
+        r.dispatcher.fail_all("this frontend stops")
+        r.dispatcher.submit(request("late"))
+        assert r.sink.failures == dict.fromkeys(("a", "late"), "this frontend stops")
+        assert set(r.sink.faults.values()) == {Fault.WORKERS}
+        await until(lambda: worker.aborted == ["a"])
         assert r.dispatcher.in_flight == 0
 
 
