@@ -19,7 +19,7 @@ from pullfill.config import ClusterRef, check_namespace, ranks_of
 from pullfill.deploy import accelerator, defaults, devices, machine, servers, vllm_flags
 from pullfill.deploy.procs import CLUSTER_ENV, spawn
 from pullfill.deploy.up_options import UpOptions, frontend_url
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, NotNow
 from pullfill.ids import new_instance_id
 from pullfill.net.security import OPEN
 from pullfill.options import ClusterOptions, RoleOptions, WorkerOptions, arguments
@@ -184,7 +184,7 @@ def check_demo_model(exit_code: int, log: Path) -> None:
     """Raise ConfigError if the process that makes the demo model has failed."""
     if exit_code:
         directory = demo_directory()
-        raise ConfigError(
+        raise NotNow(
             f"the demo model could not be made in {directory}: see {log}. Check the free space "
             f"({shutil.disk_usage(_existing(directory)).free >> 20} MiB), then try again"
         )
