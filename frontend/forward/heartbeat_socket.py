@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import zmq
 import zmq.asyncio
 
-from pullfill.errors import NotNow, PullfillError
+from pullfill.errors import ConfigError, NotNow, PullfillError
 from pullfill.frontend.forward.heartbeats import MAX_BYTES, MSGPACK, Heartbeats
 from pullfill.option_values import Network
 from pullfill.runtime import log
