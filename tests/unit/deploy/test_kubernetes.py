@@ -14,16 +14,18 @@ from unittest.mock import AsyncMock
 from urllib.parse import urlsplit
 
 import pytest
+import yaml
 from prometheus_client import Gauge
 
 from pullfill.config import split_urls
 from pullfill.deploy import servers
 from pullfill.deploy.scaling import Settings
+from pullfill.frontend import admission
 from pullfill.registry import settings
 from pullfill.runtime import metrics
 from pullfill.runtime.lifecycle import EXIT_S
 from pullfill.wire import QueueSettings
-from tests.support.chart import of_kind, pods, render, the_container
+from tests.support.chart import CHART, of_kind, pods, render, the_container
 from tests.support.flags import command_line, expand, parse
 
 WORKERS = {"decode", "prefill"}
@@ -103,7 +105,9 @@ def test_the_kv_cache_has_room(role: str) -> None:
 @pytest.mark.parametrize("drain", [60, 600])
 def test_kubernetes_waits_longer_than_a_drain(role: str, drain: int) -> None:
     """SIGTERM drains. A frontend first waits until the Service sends it no more connections."""
-    template = pods(render(drainTimeoutSeconds=drain))[f"pullfill-{role}"]
+    values = {"drainTimeoutSeconds": drain}
+    documents = render(**{"frontend": values} if role == "frontend" else values)
+    template = pods(documents)[f"pullfill-{role}"]
     container = the_container(template)
     hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
     assert (hook is not None) == (role == "frontend")
@@ -111,6 +115,53 @@ def test_kubernetes_waits_longer_than_a_drain(role: str, drain: int) -> None:
     assert hook is None or hook[0] == "sleep"
     assert parse(arguments(container))["drain_timeout"] == drain
     assert template["spec"]["terminationGracePeriodSeconds"] >= before + drain + EXIT_S
+
+
+def test_a_frontend_has_room_for_the_requests_that_it_takes() -> None:
+    """Four requests of 250 MiB took 3.2 times their size: as they came, joined, as text."""
+    limit = the_container(pods(render())["pullfill-frontend"])["resources"]["limits"]["memory"]
+    assert bytes_of(limit) >= (1 << 30) + 3.2 * admission.ALL_BYTES
+
+
+GPU = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+GIVEN = {"type": "Recreate"}
+SURGE = {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+def test_an_upgrade_ends_with_every_gpu_taken(role: str) -> None:
+    for values, wanted in (
+        ({}, SURGE), (GPU, {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}),
+        ({**GPU, "strategy": GIVEN}, GIVEN),
+    ):  # fmt: skip
+        deployment = of_kind(render(**{role: values}), "Deployment")[f"pullfill-{role}"]
+        assert deployment["spec"]["strategy"] == wanted
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+@pytest.mark.parametrize("start", [None, 7201])
+def test_a_slow_start_is_no_failed_upgrade(role: str, start: int | None) -> None:
+    values = {} if start is None else {role: {"startupSeconds": start}}
+    spec = of_kind(render(**values), "Deployment")[f"pullfill-{role}"]["spec"]
+    probe = the_container(spec["template"])["startupProbe"]
+    longest = probe["periodSeconds"] * probe["failureThreshold"]
+    assert longest >= (start or 600)
+    leaving = spec["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert spec["progressDeadlineSeconds"] > longest + leaving
+
+
+def test_the_values_for_gpus() -> None:
+    documents = render(**yaml.safe_load((CHART / "values-gpu.yaml").read_text()))
+    for role in WORKERS:
+        container = the_container(pods(documents)[f"pullfill-{role}"])
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+        # vLLM's own defaults: all of the GPU, and CUDA graphs.
+        assert not [a for a in container["args"] if "eager" in a or "kv-cache" in a]
+        policy = of_kind(documents, "NetworkPolicy")[f"pullfill-{role}"]["spec"]["ingress"]
+        (ours,) = [rule for rule in policy if "ports" not in rule]
+        assert ours["from"][0]["podSelector"]["matchExpressions"], "workers alone, on all ports"
+    front = of_kind(documents, "NetworkPolicy")["pullfill-frontend"]["spec"]["ingress"]
+    assert all("ports" in rule for rule in front)
 
 
 @pytest.mark.parametrize("name", sorted(OURS | SERVERS))
@@ -125,6 +176,10 @@ def test_ports_probes_volumes_and_rights(name: str) -> None:
         assert paths == {
             "startupProbe": "/live", "livenessProbe": "/live", "readinessProbe": "/ready",
         }  # fmt: skip
+    elif name == "pullfill-nats":
+        # A server that waits for the others must not be restarted for it.
+        assert probes["livenessProbe"]["path"] == "/healthz?js-enabled-only=true"
+        assert probes["readinessProbe"]["path"] == "/healthz?js-server-only=true"
     claims = of_kind(render(), "StatefulSet").get(name, {}).get("spec", {})
     volumes = {v["name"] for v in pod.get("volumes", [])} | {
         claim["metadata"]["name"] for claim in claims.get("volumeClaimTemplates", [])
@@ -160,6 +215,8 @@ def test_what_selects_pods_finds_them() -> None:
         assert set(objects) == OURS | SERVERS
         for name, one in objects.items():
             assert found(one["spec"][key]) == {name}
+            if kind == "PodDisruptionBudget":
+                assert one["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
     allowed = {
         (name, port["port"]): [found(peer["podSelector"]) for peer in rule.get("from", [])]
         for name, policy in of_kind(render(), "NetworkPolicy").items()

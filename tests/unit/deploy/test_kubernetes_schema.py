@@ -34,6 +34,12 @@ EVERYTHING: dict[str, Any] = {
         "nodeSelector": {"gpu": "yes"},
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
         "affinity": {"nodeAffinity": {}},
+        "strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": "25%"}},
+        "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"},
+        "runtimeClassName": "nvidia",
+        "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+        "extraVolumes": [{"name": "infiniband", "hostPath": {"path": "/dev/infiniband"}}],
+        "extraVolumeMounts": [{"name": "infiniband", "mountPath": "/dev/infiniband"}],
     },
     "frontend": {"args": ["--max-inflight=64"], "cacheClaim": "models"},
     "networkPolicy": {"clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
@@ -45,9 +51,13 @@ ELSEWHERE = {
     "networkPolicy": {"enabled": False},
 }  # fmt: skip
 
+GPU = yaml.safe_load((CHART / "values-gpu.yaml").read_text())
+
 
 @pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("values", [{}, EVERYTHING, ELSEWHERE], ids=["least", "most", "elsewhere"])
+@pytest.mark.parametrize(
+    "values", [{}, EVERYTHING, ELSEWHERE, GPU], ids=["least", "most", "elsewhere", "gpu"]
+)
 def test_a_release_accepts_each_object(release: str, values: dict[str, Any]) -> None:
     for one in render(**values):
         if one["kind"] not in WITHOUT_SCHEMA:
@@ -95,7 +105,17 @@ def test_values_reach_the_pods() -> None:
     volumes = {v["name"]: v for v in template["spec"]["volumes"]}
     assert volumes["cache"]["persistentVolumeClaim"] == {"claimName": "models"}
     assert volumes["security"]["secret"] == {"secretName": "keys", "defaultMode": 0o440}
-    assert template["spec"]["tolerations"] == EVERYTHING["decode"]["tolerations"]
+    given = EVERYTHING["decode"]
+    assert template["spec"]["tolerations"] == given["tolerations"]
+    assert template["metadata"]["annotations"] == given["annotations"]
+    assert template["spec"]["runtimeClassName"] == "nvidia"
+    rights = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"add": ["IPC_LOCK"], "drop": ["ALL"]},
+    }
+    assert container["securityContext"] == rights
+    assert given["extraVolumes"][0] in template["spec"]["volumes"]
+    assert given["extraVolumeMounts"][0] in container["volumeMounts"]
     front = the_container(pods(documents)["pullfill-frontend"])
     assert parse(front["args"])["max_inflight"] == 64
 
@@ -110,6 +130,10 @@ def test_values_reach_the_pods() -> None:
         ({"drainTimeoutSeconds": "60"}, "drainTimeoutSeconds"),
         ({"nats": {"enabled": False}}, "natsUrl is needed"),
         ({"keda": {"decode": {"min": 0}}}, "minimum"),
+        ({"frontend": {"replicas": 0}}, "minimum"),
+        ({"frontend": {"shm": "1Gi"}}, "shm"),
+        ({"decode": {"drainTimeoutSeconds": 9}}, "drainTimeoutSeconds"),
+        ({"decode": {"annotations": {"a": 1}}}, "annotations"),
         ({"pullfillNamespace": "-blue"}, "pullfillNamespace"),
         ({"pullfillNamespace": "Blue"}, "pullfillNamespace"),
         ({"pullfillNamespace": "b" * 64}, "pullfillNamespace"),

@@ -64,17 +64,40 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
+{{/* Takes (dict "root" $ "values" role's, or none). */}}
 {{- define "pullfill.container" -}}
-image: {{ .Values.global.image }}
-imagePullPolicy: {{ .Values.global.imagePullPolicy }}
+image: {{ .root.Values.global.image }}
+imagePullPolicy: {{ .root.Values.global.imagePullPolicy }}
 securityContext:
-  allowPrivilegeEscalation: false
-  capabilities:
-    drop: [ALL]
+  {{- $own := dict "allowPrivilegeEscalation" false "capabilities" (dict "drop" (list "ALL")) }}
+  {{- $given := dig "securityContext" dict (.values | default dict) }}
+  {{- mergeOverwrite $own (deepCopy $given) | toYaml | nindent 2 }}
+{{- end }}
+
+{{/* How a Deployment replaces its pods. Takes (dict "values" role's "grace" seconds). */}}
+{{- define "pullfill.rollout" -}}
+# The old pod leaves, the image is pulled (10 minutes, as Kubernetes assumes), the start-up probe.
+progressDeadlineSeconds: {{ add .grace 600 .values.startupSeconds }}
+strategy:
+{{- if .values.strategy }}
+  {{- toYaml .values.strategy | nindent 2 }}
+{{- else if contains "/" (join " " (keys (.values.resources.limits | default dict))) }}
+  # All devices, such as nvidia.com/gpu, may be taken: a pod more would wait for one for ever.
+  rollingUpdate:
+    maxSurge: 0
+    maxUnavailable: 1
+{{- else }}
+  rollingUpdate:
+    maxSurge: 1
+    maxUnavailable: 0
+{{- end }}
 {{- end }}
 
 {{/* Where the pods of a role may run. Takes its values. */}}
 {{- define "pullfill.place" -}}
+{{- with .runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
 {{- with .nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -89,14 +112,14 @@ affinity:
 {{- end }}
 {{- end }}
 
-{{/* Probes. The port opens when all is loaded. Takes how often the startup may be asked, each 5 s. */}}
+{{/* Probes. The port opens when all is loaded. Takes how long a start may take, in seconds. */}}
 {{- define "pullfill.probes" -}}
 startupProbe:
   httpGet:
     path: /live
     port: http
   periodSeconds: 5
-  failureThreshold: {{ . }}
+  failureThreshold: {{ div (add . 4) 5 }}
 livenessProbe:
   httpGet:
     path: /live
@@ -121,6 +144,9 @@ readinessProbe:
   mountPath: /etc/pullfill
   readOnly: true
 {{- end }}
+{{- with .values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "pullfill.volumes" -}}
@@ -137,5 +163,8 @@ readinessProbe:
     secretName: {{ .root.Values.securitySecret }}
     # pullfill refuses keys that others may read.
     defaultMode: 0440
+{{- end }}
+{{- with .values.extraVolumes }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
