@@ -158,7 +158,7 @@ async def measure(urls: list[str], seconds: float) -> dict[int, tuple[float, flo
     etcd = Health("etcd", "bench")
     etcd.ok()
     explain, under_way = ExplainStore(), flights()
-    view = Counted(directory, etcd)
+    view = Counted(directory, etcd, "bench")
     live = LiveView(
         view, explain, lambda: under_way, lambda: (1000.0, 50.0),
         frontend="frontend-0", model="m", since=time.time(),

@@ -39,6 +39,8 @@ REQUESTS, RESPONSES = "/pullfill/requests/", "/pullfill/responses/"
 """Routes where frontends ask each other for the record of a request, and for a stored response."""
 ASKED_BY = "x-pullfill-asked-by"
 """Header of a question from another frontend, with its instance id. It is not passed on."""
+NAMESPACE = "pullfill_namespace"
+"""Label of every series: one Prometheus may scrape several clusters."""
 
 # OpenMetrics has timestamps with fractions, and exemplars: ` # {trace_id="..."} value timestamp`.
 _SAMPLE = re.compile(
@@ -51,12 +53,16 @@ class ClusterView:
     """Fetches the reports of all workers, over one HTTP session. `close` it at the end.
 
     etcd: the health of etcd, as this process sees it.
+    namespace: the cluster's.
     own_id: the instance id of this frontend.
     with_jobs: ask for the open jobs, too (`Report.jobs`, `held`). Set while somebody looks."""
 
-    def __init__(self, directory: Directory, etcd: Health, own_id: str = "") -> None:
+    def __init__(
+        self, directory: Directory, etcd: Health, namespace: str, own_id: str = ""
+    ) -> None:
         self._directory = directory
         self.etcd = etcd
+        self._namespace = namespace
         self.with_jobs = False
         self._own_id = own_id
         self._session: aiohttp.ClientSession | None = None
@@ -118,12 +124,13 @@ class ClusterView:
             *(self._fetch(record.http + "/metrics", headers) for record in records)
         )
         merged = MergedMetrics()
-        merged.add({}, own)
+        cluster = {NAMESPACE: self._namespace}
+        merged.add(cluster, own)
         for record, body in zip(records, texts, strict=True):
             if body is not None:
                 await asyncio.sleep(0)  # streams go on between the pages of two workers
                 labels = {"instance_id": record.instance_id, "role": record.role}
-                merged.add(labels, body.decode("utf-8", "replace"))
+                merged.add(cluster | labels, body.decode("utf-8", "replace"))
         return merged.text() + (exposition.END if wanted else "")
 
     async def response_elsewhere(self, response_id: str, authorization: str) -> bytes | None:

@@ -248,7 +248,7 @@ class _Frontend:
             )
             await directory.start()
             stack.push_async_callback(directory.close)
-            view = ClusterView(directory, client.health, self._instance_id)
+            view = ClusterView(directory, client.health, cluster.namespace, self._instance_id)
             stack.push_async_callback(view.close)
             hello = front_wire.FrontendHello(
                 frontend_instance=self._instance_id,

@@ -11,11 +11,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from pullfill.cluster_status import UNTOLD
 from pullfill.frontend import cluster
 from pullfill.frontend.cluster import ClusterView
 from pullfill.net import http_proof
+from pullfill.runtime import exposition
 from pullfill.runtime.health import Health
 from pullfill.runtime.probe import ProbeServer
 from pullfill.wire import WorkerRecord
@@ -50,7 +52,7 @@ async def viewed(*urls: str) -> AsyncIterator[ClusterView]:
 async def viewing(known: Known) -> AsyncIterator[ClusterView]:
     etcd = Health("etcd", "http://h:2")
     etcd.ok()
-    view = ClusterView(known, etcd)
+    view = ClusterView(known, etcd, "blue")
     try:
         yield view
     finally:
@@ -229,3 +231,22 @@ async def test_a_frontend_that_etcd_names_gets_the_proof_of_the_clients_key_only
     proofs = [headers.get(http_proof.HEADER, "").encode() for headers in seen]
     known = [http_proof.digest(key.encode())]
     assert [http_proof.proven(p, route, known, time.time()) for p in proofs] == [True, False, False]
+
+
+PAGE = """# TYPE python_info gauge
+python_info{version="3.11"} 1.0
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0"} 2.0
+# TYPE pullfill_queue_depth_jobs gauge
+pullfill_queue_depth_jobs 4.0
+"""
+
+
+async def test_every_series_says_of_which_cluster_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of vLLM, Python and the workers, too: one Prometheus scrapes several clusters."""
+    monkeypatch.setattr(exposition, "page", lambda _: (PAGE.encode(), exposition.PLAIN))
+    async with answering(UNTOLD) as (url, _), viewed(url) as view:
+        text = await view.metrics(PAGE)
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    assert [s.labels.get("instance_id") for s in samples] == [None, "decode-0"] * 3
+    assert {s.labels.get("pullfill_namespace") for s in samples} == {"blue"}

@@ -9,19 +9,18 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
-from pullfill.deploy import dashboard
 from tests.support.chart import of_kind, render
 from tests.support.cluster import Cluster
-from tests.support.prometheus import Prometheus, missing, promtool
+from tests.support.metrics import EVERYWHERE
+from tests.support.prometheus import Prometheus, dashboard, missing, promtool
 from tests.support.prompts import ask, random_prompt
 
 pytestmark = pytest.mark.engine
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
-QUERIES = [q.text for plots in dashboard.ROWS.values() for plot in plots for q in plot.queries]
 WORDS = re.compile(r"[a-z][a-z0-9_]*")
-IDS = {"instance_id", "le", "model_name", "engine"}
+IDS = {"instance_id", "le", "model_name", "engine", "pullfill_namespace"}
 
 
 @pytest.fixture
@@ -62,15 +61,19 @@ def test_prometheus_answers_every_query_of_the_dashboard(used: Cluster, tmp_path
     with Prometheus(tmp_path / "prometheus", [target], ALERTS) as prometheus:
         prometheus.wait_for("rate(vllm:generation_tokens_total[10s])")
         ask(used, random_prompt(50, seed=74), 4)
-        scaled = [
+        values = {"pullfillNamespace": used.namespace, "keda": {"enabled": True}}
+        queries = [
             trigger["metadata"]["query"]
-            for one in of_kind(render(keda={"enabled": True}), "ScaledObject").values()
+            for one in of_kind(render(**values), "ScaledObject").values()
             for trigger in one["spec"]["triggers"]
         ]
+        for panel in dashboard()["panels"]:
+            queries += [target["expr"] for target in panel.get("targets", ())]
         empty = set()
-        for query in (*QUERIES, *scaled):
-            if not prometheus.query(query.replace(dashboard.RATE, "10s")):
-                empty |= set(re.findall(r"pullfill_\w+|vllm:\w+", query))
+        for query in queries:
+            query = query.replace("$__rate_interval", "10s").replace("$cluster", used.namespace)
+            if not prometheus.query(query):
+                empty |= set(re.findall(r"pullfill_\w+|vllm:\w+", query)) - EVERYWHERE
         assert all(text not in empty for text in empty - RARE), empty - RARE
         (group,) = prometheus.get("/rules")["groups"]
         assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}

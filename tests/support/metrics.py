@@ -11,6 +11,8 @@ from pullfill.runtime import metrics
 
 MERGED = {"instance_id", "role"}
 """Labels that a frontend adds to what workers report."""
+EVERYWHERE = {"pullfill_namespace"}
+"""Labels that it adds to all series."""
 
 
 @cache
@@ -22,5 +24,5 @@ def labels_of_metrics() -> dict[str, set[str]]:
             if isinstance(metric, MetricWrapperBase | metrics.Histograms):
                 (family,) = metric.describe()
                 name = family.name + ("_total" if family.type == "counter" else "")
-                found[name] = set(metric._labelnames) | more
+                found[name] = set(metric._labelnames) | more | EVERYWHERE
     return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,14 @@ import yaml
 from tests.support.etcd import free_ports
 
 SCRAPE_S = 1.0
+DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "dashboard.json"
+
+
+@cache
+def dashboard() -> dict[str, Any]:
+    """Return the dashboard for Grafana. Calls share it."""
+    found: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    return found
 
 
 def missing() -> str:

@@ -15,14 +15,12 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from prometheus_client import Gauge
 
 from pullfill.config import split_urls
 from pullfill.deploy import servers
 from pullfill.deploy.scaling import Settings
 from pullfill.frontend import admission
 from pullfill.registry import settings
-from pullfill.runtime import metrics
 from pullfill.runtime.lifecycle import EXIT_S
 from pullfill.wire import QueueSettings
 from tests.support.chart import CHART, of_kind, pods, render, the_container
@@ -79,7 +77,7 @@ def test_a_pods_command_line(role: str) -> None:
         assert env["OMP_NUM_THREADS"]["resourceFieldRef"]
     assert hosts(options["etcd"], 2379) == members("pullfill-etcd")
     assert hosts(options["nats"], 4222) == members("pullfill-nats")
-    assert (options["namespace"], options["model"]) == ("default", "Qwen/Qwen2.5-0.5B-Instruct")
+    assert options["model"] == "Qwen/Qwen2.5-0.5B-Instruct"
     ports = {p["name"]: p["containerPort"] for p in container["ports"]}
     if role == "frontend":
         assert ports == {"http": options["port"]}
@@ -302,7 +300,7 @@ def test_the_servers_are_three_and_the_streams_have_as_many_replicas() -> None:
     stored = settings.Settings(etcd, "n", QueueSettings).set("replicas", told["value"])
     assert asyncio.run(stored).replicas == 3
     assert hosts(told["etcd"], 2379) == members("pullfill-etcd")
-    assert told["namespace"] == "default"
+    assert told["namespace"] == options_of(render())["namespace"]
 
 
 # ------------------------------------------------------------------ KEDA
@@ -322,28 +320,38 @@ def test_keda_scales_deployments_that_exist() -> None:
         assert spec["scaleTargetRef"]["name"] == name
         least = Settings().min_prefill if name == "pullfill-prefill" else Settings().min_decode
         assert spec["minReplicaCount"] == least < spec["maxReplicaCount"]
-        for trigger in spec["triggers"]:
-            assert trigger["type"] == "prometheus"
-            assert trigger["metricType"] in ("AverageValue", "Value")
-            assert urlsplit(trigger["metadata"]["serverAddress"]).port
-            assert least or "activationThreshold" in trigger["metadata"]
+        # A fallback to 0 makes KEDA remove all workers, and it needs AverageValue and a threshold
+        # that is a whole number.
+        assert spec["fallback"] == {
+            "failureThreshold": 3, "replicas": 1, "behavior": "currentReplicas",
+        }  # fmt: skip
+        (trigger,) = spec["triggers"]
+        assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")
+        assert urlsplit(trigger["metadata"]["serverAddress"]).port
+        assert trigger["metadata"]["threshold"] == "1"
+        assert trigger["metadata"]["ignoreNullValues"] == "false", "no figures are not no load"
 
 
-def test_keda_has_the_planners_thresholds() -> None:
-    thresholds = {
-        trigger["metadata"]["query"]: float(trigger["metadata"]["threshold"])
-        for one in of_kind(render(keda={"enabled": True}), "ScaledObject").values()
-        for trigger in one["spec"]["triggers"]
-    }
-    plan = Settings()
-    assert thresholds == {
-        sum_of(metrics.PREFILL_DEMAND): plan.prefill_use,
-        sum_of(metrics.BACKLOG_SECONDS): plan.backlog_s,
-        sum_of(metrics.DECODE_PRESSURE): plan.decode_use,
-    }
+def test_two_releases_have_namespaces_of_their_own() -> None:
+    assert options_of(render())["namespace"] == "serving_pullfill"
+    assert options_of(render(pullfillNamespace="blue"))["namespace"] == "blue"
+    query = of_kind(render(keda={"enabled": True}), "ScaledObject")["pullfill-decode"]
+    assert 'pullfill_namespace="serving_pullfill"' in str(query["spec"]["triggers"])
 
 
-def sum_of(gauge: Gauge) -> str:
-    """Each decode worker once, however many frontends are scraped."""
-    (family,) = gauge.describe()
-    return f'sum(max by (instance_id) ({family.name}{{role="decode"}}))'
+def options_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    return parse(arguments(the_container(pods(documents)["pullfill-decode"])))
+
+
+def test_either_a_pod_monitor_or_annotations_find_the_frontends() -> None:
+    front = pods(render())["pullfill-frontend"]
+    assert front["metadata"]["annotations"]["prometheus.io/port"] == "8000"
+    assert not of_kind(render(), "PodMonitor")
+    documents = render(podMonitor={"enabled": True, "labels": {"release": "monitoring"}})
+    front = pods(documents)["pullfill-frontend"]
+    assert "annotations" not in front["metadata"], "each frontend is scraped once"
+    (monitor,) = of_kind(documents, "PodMonitor").values()
+    assert monitor["metadata"]["labels"]["release"] == "monitoring"
+    assert monitor["spec"]["selector"]["matchLabels"] == front["metadata"]["labels"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in {p["name"] for p in the_container(front)["ports"]}

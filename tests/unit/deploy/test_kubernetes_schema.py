@@ -18,8 +18,8 @@ from tests.support.flags import parse
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 RELEASES = ("1.29", "1.35", "1.36", "1.37")
 """The oldest that the chart accepts, and the newest three."""
-WITHOUT_SCHEMA = {"ScaledObject"}
-"""KEDA brings it. test_kubernetes.py looks at its fields."""
+WITHOUT_SCHEMA = {"ScaledObject", "PodMonitor"}
+"""KEDA and the Prometheus Operator bring them. test_kubernetes.py looks at their fields."""
 EVERYTHING: dict[str, Any] = {
     "global": {"image": "registry:5000/pullfill:1", "imagePullSecrets": [{"name": "s"}]},
     "securitySecret": "keys",
@@ -44,6 +44,8 @@ EVERYTHING: dict[str, Any] = {
     "frontend": {"args": ["--max-inflight=64"], "cacheClaim": "models"},
     "networkPolicy": {"clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
     "keda": {"enabled": True},
+    "podMonitor": {"enabled": True},
+    "pullfillNamespace": "blue",
 }
 ELSEWHERE = {
     "nats": {"enabled": False}, "natsUrl": "nats://n:4222",
@@ -134,6 +136,7 @@ def test_values_reach_the_pods() -> None:
         ({"frontend": {"shm": "1Gi"}}, "shm"),
         ({"decode": {"drainTimeoutSeconds": 9}}, "drainTimeoutSeconds"),
         ({"decode": {"annotations": {"a": 1}}}, "annotations"),
+        ({"podMonitor": {"interval": 15}}, "interval"),
         ({"pullfillNamespace": "-blue"}, "pullfillNamespace"),
         ({"pullfillNamespace": "Blue"}, "pullfillNamespace"),
         ({"pullfillNamespace": "b" * 64}, "pullfillNamespace"),

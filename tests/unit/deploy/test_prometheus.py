@@ -11,7 +11,10 @@ import yaml
 from prometheus_client import generate_latest
 
 from pullfill import wire
-from tests.support.metrics import labels_of_metrics
+from pullfill.cluster_status import Demand
+from pullfill.deploy import scaling
+from tests.support.chart import of_kind, render
+from tests.support.metrics import EVERYWHERE, labels_of_metrics
 from tests.support.prometheus import missing, promtool
 
 CASES = Path(__file__).resolve().parent / "alerts.test.yaml"
@@ -26,22 +29,24 @@ def rules() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("rule", rules(), ids=lambda r: r["alert"])
 def test_an_alert_names_what_exists(rule: dict[str, Any]) -> None:
     real = labels_of_metrics()
-    names = re.findall(r"pullfill_\w+", rule["expr"])
+    names = set(re.findall(r"pullfill_\w+", rule["expr"])) - EVERYWHERE
     assert names
-    assert set(names) <= set(real)
+    assert names <= set(real)
     labels = set(re.findall(r"(\w+)=~?\"", rule["expr"]))
     for group in re.findall(r"by \(([^)]*)\)", rule["expr"]):
         labels |= {name.strip() for name in group.split(",")}
     labels |= set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
     assert labels <= set().union(*(real[name] for name in names))
+    told_apart = re.findall(r"(?:sum|max|min|count) by \(pullfill_namespace\b", rule["expr"])
+    assert len(told_apart) == len(re.findall(r"\b(?:sum|max|min|count)\b", rule["expr"]))
     assert rule["expr"].count("(") == rule["expr"].count(")")
     assert rule["labels"]["severity"] in {"critical", "warning"}
 
 
 def test_no_worker_is_counted_once_for_each_frontend() -> None:
     for rule in rules():
-        for inner in re.findall(r"sum\((.*?pullfill_)", rule["expr"]):
-            assert inner.startswith("max by (instance_id"), rule["alert"]
+        for inner in re.findall(r"sum by \(pullfill_namespace\) \((.*?)\(", rule["expr"]):
+            assert inner == "max by ", rule["alert"]
 
 
 def test_the_age_is_the_default_claim_timeout() -> None:
@@ -57,15 +62,99 @@ def test_promtool_takes_the_rules() -> None:
     assert f"{len(rules())} rules found" in promtool("check", "rules", str(ALERTS))
 
 
+WELL = {
+    'pullfill_frontend_decode_workers{state="ready",X}': "1x200",
+    'pullfill_kv_credits_bytes{role="prefill",what="limit",X}': "1x200",
+    'pullfill_up{server="nats",X}': "1x200", "pullfill_queue_oldest_age_seconds{X}": "0x200",
+    'pullfill_decision_total{path="remote",X}': "0+900x200",
+    'pullfill_fallback_total{cause="timeout",X}': "0x200",
+    'pullfill_quarantined_blocks{instance_id="d",X}': "0x200",
+    'pullfill_dead_letter_total{instance_id="p",X}': "0x200",
+}  # fmt: skip
+"""The series of a second cluster in which all is well. X: the label that tells it apart."""
+
+
 @needs_promtool
-def test_each_alert_fires_when_it_must_and_not_before() -> None:
+@pytest.mark.parametrize("beside", [{}, WELL], ids=["alone", "beside"])
+def test_each_alert_fires_when_it_must_and_not_before(
+    beside: dict[str, str], tmp_path: Path
+) -> None:
     """alerts.test.yaml: input series beside the alerts that promtool must find at some minute."""
-    cases = yaml.safe_load(CASES.read_text())["tests"]
+    cases = yaml.safe_load(CASES.read_text())
     told = [
-        (one["alertname"], bool(one["exp_alerts"])) for c in cases for one in c["alert_rule_test"]
+        (one["alertname"], bool(one["exp_alerts"]))
+        for case in cases["tests"]
+        for one in case["alert_rule_test"]
     ]
     assert set(told) == {(rule["alert"], fires) for rule in rules() for fires in (True, False)}
-    promtool("test", "rules", str(CASES))
+    cases["rule_files"] = [str(ALERTS)]
+    if beside:
+        cases["tests"] = [case for case in cases["tests"] if case["input_series"]]
+    for case in cases["tests"]:
+        case["input_series"] += [
+            {"series": name.replace("X", 'pullfill_namespace="there"'), "values": values}
+            for name, values in beside.items()
+        ]
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump(cases))
+    promtool("test", "rules", str(tmp_path / "cases.yaml"))
+
+
+@needs_promtool
+@pytest.mark.parametrize("told_by", [("a",), ("a", "b")], ids=["frontend", "frontends"])
+def test_keda_scales_as_the_planner_says(told_by: tuple[str, ...], tmp_path: Path) -> None:
+    """The queries of the chart return the planner's needs. No figures make no number, which KEDA
+    takes for an error, with another cluster beside, too."""
+    objects = of_kind(render(pullfillNamespace="here", keda={"enabled": True}), "ScaledObject")
+    queries = {
+        role: objects[f"pullfill-{role}"]["spec"]["triggers"][0]["metadata"]["query"]
+        for role in (scaling.PREFILL, scaling.DECODE)
+    }
+    tests = []
+    for busy, backlog, prefills in ((0.0, 0.0, 0), (0.2, 3.0, 1), (2.0, 5.0, 2), (1.9, 47.0, 3),
+                                    (0.1, 100.0, 0)):  # fmt: skip
+        demands = {
+            f"d{n}": Demand(backlog_s=backlog, prefill_demand=busy, pressure=0.7) for n in (1, 2)
+        }
+        members = [scaling.Member(f"p{n}", scaling.PREFILL) for n in range(prefills)]
+        members += [scaling.Member(name, scaling.DECODE) for name in demands]
+        seen = scaling.Observation(0.0, tuple(members), demands)
+        found = scaling.plan(seen, scaling.State(), scaling.Settings())
+        series = dict(THERE)
+        for frontend in told_by:
+            for name, one in demands.items():
+                labels = f'role="decode",instance_id="{name}",instance="{frontend}",{HERE}'
+                series[f"pullfill_prefill_demand{{{labels}}}"] = one.prefill_demand
+                series[f"pullfill_backlog_seconds{{{labels}}}"] = one.backlog_s
+                series[f"pullfill_decode_pressure{{{labels}}}"] = one.pressure
+            for n in range(prefills):
+                labels = f'role="prefill",what="limit",instance_id="p{n}",instance="{frontend}"'
+                series[f"pullfill_kv_credits_bytes{{{labels},{HERE}}}"] = 1.0
+        tests.append(case(series, queries, {"prefill": found.prefill, "decode": found.decode}))
+    tests.append(case(THERE, queries, {}))
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"tests": tests}))
+    promtool("test", "rules", str(tmp_path / "cases.yaml"))
+
+
+HERE = 'pullfill_namespace="here"'
+THERE = {
+    f'{name}{{role="decode",instance_id="d9",pullfill_namespace="there"}}': 50.0
+    for name in ("pullfill_prefill_demand", "pullfill_backlog_seconds", "pullfill_decode_pressure")
+}
+
+
+def case(
+    series: dict[str, float], queries: dict[str, str], needs: dict[str, scaling.Need]
+) -> dict[str, Any]:
+    """A test for promtool: what each query makes of these series."""
+    expected = {r: [{"labels": "{}", "value": n.need}] for r, n in needs.items()}
+    return {
+        "interval": "15s",
+        "input_series": [{"series": s, "values": f"{value}x2"} for s, value in series.items()],
+        "promql_expr_test": [
+            {"expr": query, "eval_time": "15s", "exp_samples": expected.get(role, [])}
+            for role, query in queries.items()
+        ],
+    }
 
 
 @needs_promtool

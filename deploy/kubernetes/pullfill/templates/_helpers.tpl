@@ -23,6 +23,15 @@
 {{- end -}}
 {{- end }}
 
+{{/* `--namespace`, and the label of all series. Two releases differ: no name there has a `_`. */}}
+{{- define "pullfill.namespace" -}}
+{{- $name := .Values.pullfillNamespace | default (printf "%s_%s" .Release.Namespace .Release.Name) -}}
+{{- if gt (len $name) 63 -}}
+{{- fail (printf "%s has more than 63 characters: set pullfillNamespace to a name of its own" $name) -}}
+{{- end -}}
+{{- $name -}}
+{{- end }}
+
 {{/* Labels that find the pods of one role. Takes (dict "root" $ "role" "decode"). */}}
 {{- define "pullfill.labels" -}}
 app.kubernetes.io/name: pullfill
@@ -34,7 +43,7 @@ app.kubernetes.io/component: {{ .role }}
 {{- define "pullfill.cluster" -}}
 - --etcd={{ include "pullfill.etcd" . }}
 - --nats={{ include "pullfill.nats" . }}
-- --namespace={{ .Values.pullfillNamespace }}
+- --namespace={{ include "pullfill.namespace" . }}
 {{- if .Values.securitySecret }}
 - --security=/etc/pullfill/security.toml
 {{- end }}
