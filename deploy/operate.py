@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from pullfill.config import ClusterRef
-from pullfill.deploy.members import ask_etcd, etcd_of, http_get, workers
+from pullfill.deploy.members import ask_etcd, ask_worker, etcd_of, http_get, workers
 from pullfill.deploy.procs import ProcessId, identify, is_alive
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net.this_host import host_id
@@ -38,8 +38,16 @@ async def _drain(ref: ClusterRef, instance_id: str, wait: bool, timeout_s: float
         worker = known[instance_id]
         # Before the revoke: afterwards the process may be gone and its pid another's.
         process = identify(worker.pid) if worker.host_id == host_id() else None
+        report = await asyncio.to_thread(ask_worker, worker)
         if await revoke_worker(etcd, ref.namespace, instance_id) is None:
             typer.echo(f"{instance_id} is already leaving")
+    if report is not None and report.pod:
+        typer.echo(
+            f"{instance_id} runs in the pod {report.pod}: its Deployment starts it again when it "
+            f"has drained. For one {worker.role} fewer run `kubectl annotate pod {report.pod} "
+            "controller.kubernetes.io/pod-deletion-cost=-1`, then scale the Deployment down by one "
+            "(`kubectl scale`; with KEDA lower its max)"
+        )
     if not wait:
         typer.echo(f"{instance_id} drains: it takes no new work and exits when its work is done")
         return 0

@@ -52,6 +52,7 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     routes: of a prefill worker: how it writes to each decode worker.
     jobs, held: the open jobs of a decode worker, and those that a prefill worker has. Told only to
     who asks for them.
+    pod: name of its Kubernetes pod. Empty: it runs in none.
     at: when the answer came, by the clock of this process."""
 
     load: dict[str, Any] = {}
@@ -60,6 +61,7 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     routes: dict[str, dict[str, Any]] = {}
     jobs: tuple[OpenJob, ...] = ()
     held: tuple[HeldJob, ...] = ()
+    pod: str = ""
     at: float = msgspec.field(default_factory=SYSTEM_CLOCK.monotonic)
 
     @property

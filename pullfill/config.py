@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -174,6 +175,14 @@ def restarts_so_far() -> int:
     """Return how often `up` has started this process again."""
     text = os.environ.get(RESTARTS_ENV, "")
     return int(text) if text.isdecimal() else 0
+
+
+def pod_name() -> str:
+    """Return the name of the Kubernetes pod of this process. Empty: it runs in none."""
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:  # Kubernetes sets it in all containers
+        return ""
+    # The host name is the pod's, cut to 63 characters. The chart sets POD_NAME.
+    return os.environ.get("POD_NAME") or socket.gethostname()
 
 
 def split_urls(urls: str) -> list[str]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from pullfill.config import ClusterRef, restarts_so_far
+from pullfill.config import ClusterRef, pod_name, restarts_so_far
 from pullfill.engine import args, compat, environment
 from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.thread import EngineThread
@@ -329,4 +329,4 @@ class WorkerProcess(Generic[C, H]):
         return self._state is WorkerState.READY, detail
 
     def _status(self) -> dict[str, Any]:
-        return {"state": self._state, **self._service.status()}
+        return {"state": self._state, "pod": pod_name(), **self._service.status()}

@@ -35,6 +35,7 @@ SHORT = {"frontend": "front"}
 OWN_SHM = 'mount -t tmpfs -o size=512m pod /dev/shm && exec "$0" "$@"'
 BINARIES = {"etcd": servers.etcd_binary, "nats-server": servers.nats_binary}
 NETNS = Path("/etc/netns")
+OF_KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
 
 
 class Pods:
@@ -98,7 +99,7 @@ class Pods:
         with (home / "log").open("ab") as log:
             self.running[pod] = subprocess.Popen(
                 [*inside, *command, *arguments],
-                env={**self._outside, **environment, "OMP_NUM_THREADS": "1"},
+                env={**self._outside, **environment, **OF_KUBERNETES, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
 
@@ -179,6 +180,9 @@ def test_the_pods_find_each_other_serve_and_drain(pods: Pods) -> None:
     for pod in ours:
         assert pods.probe(pod, "livenessProbe")
         assert pods.probe(pod, "startupProbe")
+    status = f"http://{pods.address('pullfill-decode')}:9100/status"
+    told = httpx.get(status, trust_env=False).json()
+    assert told["pod"] == "pullfill-decode", "pullfill drain names it"
     seeds = iter(range(50_000, 60_000))
     until(lambda: ask(pods, next(seeds)) == "remote", READY_S, "a remote prefill")
     for pod in ("pullfill-etcd-1", "pullfill-nats-1"):

@@ -75,6 +75,7 @@ def test_a_pods_command_line(role: str) -> None:
     else:
         assert options["host"] == "10.0.0.7"
         assert env["OMP_NUM_THREADS"]["resourceFieldRef"]
+        assert env["POD_NAME"] == {"fieldRef": {"fieldPath": "metadata.name"}}
     assert hosts(options["etcd"], 2379) == members("pullfill-etcd")
     assert hosts(options["nats"], 4222) == members("pullfill-nats")
     assert options["model"] == "Qwen/Qwen2.5-0.5B-Instruct"
