@@ -108,12 +108,11 @@ def test_kubernetes_waits_longer_than_a_drain(role: str, drain: int) -> None:
     documents = render(**{"frontend": values} if role == "frontend" else values)
     template = pods(documents)[f"pullfill-{role}"]
     container = the_container(template)
-    hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
-    assert (hook is not None) == (role == "frontend")
-    before = float(hook[1]) if hook else 0.0
-    assert hook is None or hook[0] == "sleep"
-    assert parse(arguments(container))["drain_timeout"] == drain
-    assert template["spec"]["terminationGracePeriodSeconds"] >= before + drain + EXIT_S
+    options = parse(arguments(container))
+    assert options["drain_timeout"] == drain
+    assert "lifecycle" not in container
+    ready = options["ready_grace"] if role == "frontend" else 0.0
+    assert template["spec"]["terminationGracePeriodSeconds"] >= ready + drain + EXIT_S
 
 
 def test_a_frontend_has_room_for_the_requests_that_it_takes() -> None:
