@@ -90,12 +90,15 @@ class HeldStats:
     They are sent with the first output after _STATS_S, or after a second without an output. The
     statistics of several steps are added up into one, because a message per step costs more than
     the step's tokens. Once a step's statistics could not be added to others, all are sent with the
-    next output."""
+    next output. Those of a step that leaves no request are sent at once: no step may follow.
+
+    told_idle: what was sent last says that no request is left."""
 
     def __init__(self) -> None:
         self._held: list[Any] = []
         self._odd = False
         self._since = 0.0
+        self.told_idle = True
 
     def hold(self, stats: Any, now: float) -> None:
         """Hold the SchedulerStats of one step. Beyond _MOST_STATS steps the oldest are dropped.
@@ -108,7 +111,14 @@ class HeldStats:
 
     def due(self, now: float) -> bool:
         """Whether the statistics must be sent with the next output. now: as for `hold`."""
-        return bool(self._held) and (now - self._since > _STATS_S or self._odd)
+        return bool(self._held) and (
+            now - self._since > _STATS_S or self._odd or outputs.idle(self._held[-1])
+        )
+
+    def turned_idle(self) -> bool:
+        """Whether the statistics must be sent without an output: they say that no request is left,
+        and those sent before said that some are."""
+        return bool(self._held) and not self.told_idle and outputs.idle(self._held[-1])
 
     def take(self) -> list[Any]:
         """Remove and return everything held, oldest first. What can be added up is one entry."""
@@ -120,4 +130,5 @@ class HeldStats:
             told.append(stats)
             plain = outputs.plain(stats)
             self._odd |= not plain
+        self.told_idle = outputs.idle(told[-1])
         return told

@@ -333,6 +333,9 @@ class RequestServer:
                 self._send_stats(frontend, older)
             last = (front_wire.LAST, front_wire.encode_explain(records)) if records else ()
             self._send(frontend, *(last or (front_wire.OUT,)), *self._codec.encode(batch))
+        if self._frontends and self._stats.turned_idle():  # by an abort: no output is left to come
+            frontend = next(iter(self._frontends.values()))
+            self._send_stats(frontend, self._take_stats(frontend))
 
     def _look(self, output: Any) -> wire.ExplainRecord | None:
         """Correct an output. Returns its request's record if it is the last one."""
@@ -345,10 +348,17 @@ class RequestServer:
         return self._traces.finish(output.request_id)
 
     def _take_stats(self, frontend: Frontend) -> list[Any]:
-        """Take the held statistics, for one frontend. `check_silent` sends others the levels."""
-        held = self._stats.take()
+        """Take the held statistics, for one frontend. The others get the levels: at once if no
+        request is left, else from `check_silent`."""
+        idle_before, held = self._stats.told_idle, self._stats.take()
         levels = {k: v for k, v in vars(held[-1]).items() if k in vllm_outputs._LEVELS}
-        self._owed = dict.fromkeys({*self._by_index} - {frontend.index}, type(held[-1])(**levels))
+        others, made = {*self._by_index} - {frontend.index}, type(held[-1])(**levels)
+        if not self._stats.told_idle:
+            self._owed = dict.fromkeys(others, made)
+        elif not idle_before:
+            self._owed = {}
+            for index in others:
+                self._send_stats(self._by_index[index], [made])
         return held
 
     def _send_stats(self, frontend: Frontend, held: Iterable[Any]) -> None:

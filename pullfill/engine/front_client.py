@@ -10,7 +10,7 @@ Everything runs on the event loop of the AsyncLLM that owns the client.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM, InputStreamError
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.stats import SchedulerStats
 
 from pullfill.engine import release, request_limits, request_targets
 from pullfill.engine.blame import Fault, explained, fault_of
@@ -44,7 +45,10 @@ UTILITY_TIMEOUT_S = 10.0
 SLOW_UTILITY_TIMEOUT_S = 120.0
 _CACHED_LIMITS = ("default_cmpl_tok_params", "default_chat_tok_params")
 """Cached properties of vLLM's renderer that hold `max_model_len`."""
-
+_SUMS = ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
+_SHARE, _BY_STAGE = "kv_cache_usage", "num_kv_fetch_reqs_by_stage"
+_LEVELS = frozenset((*_SUMS, _SHARE, _BY_STAGE))
+"""Fields of vLLM's SchedulerStats of which the newest value of each worker counts."""
 
 class DecodePort(Protocol):
     """The decode workers as one engine. The frontend room implements it."""
@@ -165,7 +169,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self._queue: deque[EngineCoreOutputs] = deque()
         self._wake = asyncio.Event()
         self._reader: asyncio.Task[Any] | None = None
-        self._stats: dict[str, tuple[int, int, float]] = {}
+        self._levels: dict[str, dict[str, Any]] = {}
         self._own_len = vllm_config.model_config.max_model_len
         self._lens: dict[str, int] = {}
 
@@ -213,18 +217,23 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         outputs.engine_index = 0
         stats = outputs.scheduler_stats
         if stats is not None:
-            self._stats[instance_id] = (
-                stats.num_running_reqs,
-                stats.num_waiting_reqs,
-                stats.kv_cache_usage,
-            )
-            if len(self._stats) > 1:  # vLLM's gauges show one engine: the sum of all workers
-                rows = self._stats.values()
-                stats.num_running_reqs = sum(row[0] for row in rows)
-                stats.num_waiting_reqs = sum(row[1] for row in rows)
-                stats.kv_cache_usage = sum(row[2] for row in rows) / len(rows)
+            self._levels[instance_id] = {k: v for k, v in vars(stats).items() if k in _LEVELS}
+            self._add_workers(stats)
         self._queue.append(outputs)
         self._wake.set()
+
+    def _add_workers(self, stats: Any) -> None:
+        """Set the levels in SchedulerStats to those of all workers: vLLM's gauges show one
+        engine."""
+        rows = self._levels.values()
+        for name in _SUMS:
+            setattr(stats, name, sum(row[name] for row in rows))
+        stats.kv_cache_usage = sum(row[_SHARE] for row in rows) / max(1, len(rows))
+        if hasattr(stats, _BY_STAGE):  # since vLLM 0.32
+            by_stage = Counter[str]()
+            for row in rows:
+                by_stage.update(row[_BY_STAGE])
+            setattr(stats, _BY_STAGE, dict(by_stage))
 
     def failed(self, request_id: str, message: str, fault: Fault = Fault.WORKERS) -> None:
         """End a request that cannot be finished. message: for the user."""
@@ -251,9 +260,15 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
 
     def left(self, instance_id: str) -> None:
         """A worker is gone."""
-        self._stats.pop(instance_id, None)
         self._lens.pop(instance_id, None)
         self._set_max_model_len()
+        if self._levels.pop(instance_id, None) is not None:
+            # Now, not with the next worker's statistics: an idle worker sends none, and the last
+            # worker may be gone.
+            stats = SchedulerStats()
+            self._add_workers(stats)
+            self._queue.append(EngineCoreOutputs(scheduler_stats=stats))
+            self._wake.set()
 
     def _set_max_model_len(self) -> None:
         """Check prompts against the smallest worker: it may have fitted the limit to its memory."""

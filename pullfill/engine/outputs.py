@@ -115,6 +115,11 @@ def stats_outputs(stats: Any) -> Any:
     return EngineCoreOutputs(scheduler_stats=stats)
 
 
+def idle(stats: Any) -> bool:
+    """Whether SchedulerStats say that the engine has no request."""
+    return not (stats.num_running_reqs or stats.num_waiting_reqs or stats.num_skipped_waiting_reqs)
+
+
 def plain(stats: Any) -> bool:
     """Whether SchedulerStats can be added to newer ones: they hold levels and prefix cache counts
     only. What we do not know cannot be added."""

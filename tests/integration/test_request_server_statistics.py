@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import zmq
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
@@ -68,6 +69,33 @@ def test_statistics_without_an_output_leave_after_a_second(rig: Rig, sent: list[
     rig.clock.advance(0.2)
     rig.request_server.check_silent()
     assert [s.scheduler_stats.num_running_reqs for s in sent] == [1]
+
+
+def test_statistics_of_the_last_step_leave_with_the_last_output(rig: Rig, sent: list[Any]) -> None:
+    """The gauges showed a request for a second more. After an abort there is no output."""
+    first, rig.peer = rig.peer, zmq.Context.instance().socket(zmq.DEALER)
+    rig.peer.connect(rig.request_server.address)
+    rig.hello()
+    first.close(0)
+    sent.clear()
+
+    def told() -> list[tuple[int, int | None]]:
+        found = [(len(s.outputs), s.scheduler_stats) for s in sent]
+        sent.clear()
+        return [(n, None if s is None else s.num_running_reqs) for n, s in found]
+
+    rig.request_server.send_outputs(step(stats(1), output=True))
+    rig.clock.advance(0.3)
+    rig.request_server.send_outputs(step(stats(1), output=True))
+    rig.request_server.send_outputs(step(stats(0), output=True))
+    assert told() == [(1, None), (1, 1), (0, 0), (1, 0)], "both frontends are told"
+    for _ in range(2):
+        rig.request_server.send_outputs(step(stats(0)))
+    rig.clock.advance(0.3)
+    rig.request_server.send_outputs(step(stats(1), output=True))
+    rig.request_server.send_outputs(step(stats(0)))
+    rig.request_server.send_outputs(step(stats(0)))
+    assert told() == [(1, 1), (0, 0), (0, 0)], "once for each frontend, when that changes"
 
 
 def test_statistics_that_do_not_add_up_leave_with_each_output(rig: Rig, sent: list[Any]) -> None:

@@ -144,3 +144,38 @@ async def test_a_request_whose_adapter_was_unloaded_is_refused_and_not_sent() ->
     await client.add_request_async(request)
     refused = told[0].cause
     assert (refused.status_code, str(refused)) == (400, "LoRA adapter x was unloaded")
+
+
+async def test_vllms_gauges_are_the_sum_of_the_workers_that_are_there() -> None:
+    """They kept the load of a worker that had left, until another one told something."""
+    port: Any = Port()
+    client = front_client.DecodeClient(config(), port)
+    client.renderer = SimpleNamespace()
+    seen = []
+
+    async def tell(name: str, **levels: Any) -> None:
+        stats = front_client.SchedulerStats(**levels)
+        client.outputs(name, SimpleNamespace(scheduler_stats=stats))
+        await look()
+
+    async def look() -> None:
+        stats = (await asyncio.wait_for(client.get_output_async(), 5)).scheduler_stats
+        seen.append((
+            stats.num_running_reqs, stats.num_waiting_reqs, stats.num_skipped_waiting_reqs,
+            stats.kv_cache_usage, dict(getattr(stats, "num_kv_fetch_reqs_by_stage", {})),
+        ))  # fmt: skip
+
+    by_stage = hasattr(front_client.SchedulerStats(), "num_kv_fetch_reqs_by_stage")
+    fetching: dict[str, Any] = {"num_kv_fetch_reqs_by_stage": {"s": 1}} if by_stage else {}
+    stages = fetching.get("num_kv_fetch_reqs_by_stage", {})
+    await tell("a", num_running_reqs=4, num_skipped_waiting_reqs=3, kv_cache_usage=0.5, **fetching)
+    await tell("b", num_running_reqs=1, num_waiting_reqs=2, kv_cache_usage=0.1)
+    client.left("a")
+    await look()
+    client.left("b")
+    await look()
+    client.left("never said anything")
+    assert not client._queue
+    assert seen == [
+        (4, 0, 3, 0.5, stages), (5, 2, 3, 0.3, stages), (1, 2, 0, 0.1, {}), (0, 0, 0, 0.0, {}),
+    ]  # fmt: skip
