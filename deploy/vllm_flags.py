@@ -13,7 +13,7 @@ from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError
 from pullfill.options import ClusterOptions, FrontendOptions, WorkerOptions, declared
 
-_DATA_PARALLEL = re.compile(r"data-parallel\b|dp[a-z]?\Z")
+_DATA_PARALLEL = re.compile(r"data-parallel\b|dp[a-z]?\Z|dp-supervisor\b")
 _SIZE = ("data-parallel-size", "dp")
 _FEW = 4
 _OF_UP = frozenset(
@@ -27,10 +27,11 @@ FRONTEND_ONLY = frozenset(
     anthropic-disabled-thinking-effort api-key chat-template chat-template-content-format
     cohere-format cohere-is-reasoning-model default-chat-template-kwargs
     disable-access-log-for-endpoints disable-fastapi-docs disable-uvicorn-access-log
-    enable-auto-tool-choice enable-force-include-usage enable-log-deltas enable-log-outputs
-    enable-log-requests enable-offline-docs enable-per-request-metrics
-    enable-prompt-tokens-details enable-request-id-headers enable-server-load-tracking
-    enable-ssl-refresh enable-tokenizer-info-endpoint exclude-tools-when-tool-choice-none
+    enable-auto-tool-choice enable-flash-late-interaction enable-force-include-usage
+    enable-log-deltas enable-log-outputs enable-log-requests enable-offline-docs
+    enable-per-request-metrics enable-prompt-tokens-details enable-request-id-headers
+    enable-scale-out enable-server-load-tracking enable-ssl-refresh enable-tokenizer-info-endpoint
+    exclude-tools-when-tool-choice-none
     fingerprint-mode fingerprint-value h11-max-header-count h11-max-incomplete-event-size
     log-error-stack lora-modules max-log-len middleware response-role return-tokens-as-token-ids
     root-path sse-keep-alive-interval ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers
@@ -38,11 +39,18 @@ FRONTEND_ONLY = frozenset(
     trust-request-chat-template trust-request-mm-kwargs uvicorn-log-level
     """.split()
 )
-"""Flags of vLLM's API server. Workers do not have one."""
+"""Flags of vLLM's API server. Workers do not have one.
+
+A test compares them with vLLM's parsers (`tests/integration/test_vllm_names.py`)."""
 _NOT_SERVED = {
+    "api-server-count": "--frontends N starts several of them",
+    "asc": "--frontends N starts several of them",
     "disable-access-log-for-endpoints": "--disable-uvicorn-access-log drops all of these lines",
+    "grpc": "it speaks HTTP",
+    "grpc-port": "it speaks HTTP",
     "h11-max-header-count": "h11 does not parse its requests",
     "h11-max-incomplete-event-size": "h11 does not parse its requests",
+    "headless": "decode workers have no API server anyway",
     "uds": "it listens at --host and --port",
 }
 """Flags of vLLM's API server that our frontend has no use for, and what to know instead."""

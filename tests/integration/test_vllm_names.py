@@ -10,6 +10,7 @@ import os
 import queue
 import socket
 import threading
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import pytest
 
 import pullfill
 from pullfill import releases
-from pullfill.deploy import known_flags
+from pullfill.deploy import known_flags, vllm_flags
 from pullfill.engine import args, check
 from pullfill.engine.args import build_config, flag_parser
 from pullfill.engine.attention import of_rank
@@ -87,6 +88,25 @@ def test_the_names_of_all_flags_are_known() -> None:
     assert short <= known_flags.SHORT
     if releases.VLLM in check.installed_builds().values():
         assert (names, short) == (known_flags.LONG - known_flags.GONE, known_flags.SHORT)
+
+
+def test_workers_are_given_no_flag_of_vllms_api_server() -> None:
+    """A worker refuses such a flag. So `up --enable-scale-out` never became ready."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+
+    server, worker = (
+        {option for action in parser._actions for option in action.option_strings}
+        for parser in (
+            make_arg_parser(flag_parser("server")),
+            AsyncEngineArgs.add_cli_args(flag_parser("worker")),
+        )
+    )
+    # Parsers read a file of --config on their own. --host and --port are ours.
+    taken = {"--config", "--host", "--port"}
+    for flag in server - worker - taken:
+        with suppress(ConfigError):  # refused before any process starts
+            assert not vllm_flags.for_worker(vllm_flags.check([flag, "1"])), flag
 
 
 def test_vllms_own_parsers_take_the_flags_of_the_chart() -> None:

@@ -88,6 +88,8 @@ class TestRefused:
             (["--h11_max_header_count=9"], "h11 does not"),
             (["--h11-max-incomplete-event-size", "9"], "h11 does not"),
             (["--disable-access-log-for-endpoints", "/ping"], "--disable-uvicorn-access-log"),
+            (["-asc", "2"], "--frontends N"),
+            (["--grpc-port=9"], "speaks HTTP"),
         ],
     )
     def test_what_the_frontend_does_not_serve(self, given: list[str], instead: str) -> None:
@@ -107,6 +109,7 @@ class TestRefused:
             (["--data-parallel-backend", "ray"], "--decode N"),
             (["-dpl", "1"], "--decode N"),
             (["--data-parallel-hybrid-lb"], "--decode N"),
+            (["--dp-supervisor-probe-timeout-s", "1"], "--decode N"),
         ],
     )
     @pytest.mark.parametrize("command", ["up", "decode", "prefill", "frontend"])

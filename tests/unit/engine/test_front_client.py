@@ -149,7 +149,7 @@ async def test_a_request_whose_adapter_was_unloaded_is_refused_and_not_sent() ->
 async def test_vllms_gauges_are_the_sum_of_the_workers_that_are_there() -> None:
     """They kept the load of a worker that had left, until another one told something."""
     port: Any = Port()
-    client = front_client.DecodeClient(config(), port)
+    client = front_client.DecodeClient(config(), port, cast("Any", None))
     client.renderer = SimpleNamespace()
     seen = []
 
