@@ -27,6 +27,7 @@ from typing import Any
 from pullfill.engine import request_limits, request_targets
 from pullfill.frontend import metrics, request_bodies
 from pullfill.frontend.dispatch import NO_WORKER, NO_WORKER_WAIT_S
+from pullfill.frontend.explain import ExplainStore
 from pullfill.runtime import log
 
 _log = log.get("frontend.admission")
@@ -92,7 +93,8 @@ class Admission:
 
     wait_ready: takes seconds. Returns whether a decode worker can take requests within that time.
     max_inflight: most HTTP requests that are being served. One request may ask for several prompts
-    and choices."""
+    and choices.
+    explain: keeps what came of each request that needs an engine."""
 
     def __init__(
         self,
@@ -101,12 +103,14 @@ class Admission:
         max_inflight: int,
         body_s: float = BODY_S,
         send_s: float = SEND_S,
+        explain: ExplainStore | None = None,
     ) -> None:
         self._app = app
         self._wait_ready = wait_ready
         self._max_inflight = max_inflight
         self._body_s = body_s
         self._send_s = send_s
+        self._explain = explain or ExplainStore()
         self._clients: set[_Client] = set()
         self._bytes = 0
         self._look: asyncio.TimerHandle | None = None
@@ -118,9 +122,18 @@ class Admission:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_of(scope) if scope["type"] == "http" and scope["method"] == "POST" else ""
-        if path not in ENGINE_PATHS and path not in TEXT_PATHS:
+        if path in ENGINE_PATHS:
+            call, send = self._explain.arrived(scope, send)
+            try:
+                await self._admit(path, scope, receive, send)
+            finally:
+                self._explain.ended(call)
+        elif path in TEXT_PATHS:
+            await self._admit(path, scope, receive, send)
+        else:
             await self._app(scope, receive, send)
-            return
+
+    async def _admit(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if self.in_flight >= self._max_inflight:
             await self._refuse(
                 send, 429, "full",

@@ -132,6 +132,8 @@ class Dispatcher:
         trace = Trace(key_of(request_id, request.external_req_id))
         age = min(max(0.0, time.time() - request.arrival_time), 60.0)
         trace.arrived_at = time.time() - age
+        trace.prompt_tokens = len(request.prompt_token_ids or ())
+        self._explain.begin(trace)
         flight = Flight(request, request_id, trace, submitted - age, submitted, NO_WORKER)
         flight.deadline = now + NO_WORKER_WAIT_S
         self.flights[request_id] = flight
@@ -267,6 +269,7 @@ class Dispatcher:
         return True
 
     def _over(self, flight: Flight, answered: bool) -> None:
+        self._explain.over(flight.trace)
         if answered:
             flight.trace.ended(flight.arrived, len(flight.tokens), flight.request.sampling_params)
         self.balancer.left(flight)
@@ -341,6 +344,7 @@ class Dispatcher:
             self._fail(flight, f"the request cannot be sent to a decode worker: {exc}", REFUSED)
             return
         flight.worker, flight.sent_at, flight.asked_at, flight.proven = worker, now, 0.0, False
+        flight.trace.worker = worker.instance_id
         flight.avoid = None  # it may have recovered by the time that this worker is lost
         worker.flights[flight.wire_id] = flight
         kind = self._redirects.kind(flight, several)
@@ -393,6 +397,7 @@ class Dispatcher:
         if self.flights.pop(flight.request_id, None) is None:
             return
         self._waiting.drop(flight.request_id)
+        self._explain.over(flight.trace, message)
         self.balancer.left(flight)
         self.suspects.on_end(flight, finished=False)
         if flight.worker is not None:

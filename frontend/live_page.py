@@ -129,6 +129,6 @@ def routes(live: LiveView, request: Callable[[Request], Awaitable[Response]]) ->
         Route("/pullfill/ui", page),
         Route("/pullfill/ui/", slash),
         Route("/pullfill/ui/events", events),
-        Route("/pullfill/ui/requests/{request_id}", request),
+        Route("/pullfill/ui/requests/{request_id:path}", request),
         Route("/pullfill/ui/{name}", file),
     ]

@@ -321,11 +321,15 @@ class _Frontend:
             )
             admin.attach(front.app)
             if stock is None:
-                admission = Admission(front.app, pool.wait_ready, options.max_inflight)
+                admission = Admission(
+                    front.app, pool.wait_ready, options.max_inflight, explain=explain
+                )
             else:
                 stack.push_async_callback(stock.close)
                 layer = stock.layer(front.app, pool, lambda: settings.current.stock_share, explain)
-                admission = Admission(layer, layer.wait_ready, options.max_inflight)
+                admission = Admission(
+                    layer, layer.wait_ready, options.max_inflight, explain=explain
+                )
             known = partial(front_app.has_route, front.app)
             auth = HttpAuth(admission, *keys, args.root_path or "", known)
             if cluster.security.frontend.key_files():

@@ -61,7 +61,7 @@ class Admin:
             Route("/live", self.live),
             Route("/ready", self.ready),
             Route("/pullfill/status", self.status),
-            Route("/pullfill/requests/{request_id}", self.request),
+            Route("/pullfill/requests/{request_id:path}", self.request),
             Route("/pullfill/responses/{request_id}", self.response),
             Route("/metrics", self.metrics),
             Route(heartbeats.PATH, self.heartbeat, methods=["POST"]),
@@ -139,6 +139,7 @@ class Admin:
 
     async def request(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]
+        await self.explain.settled(request_id)
         record = self.explain.get(request_id)
         if record is not None:
             return Response(to_json(record), media_type="application/json")
@@ -147,8 +148,8 @@ class Admin:
             if (told := await self.view.record_elsewhere(request_id, key)) is not None:
                 return Response(told, media_type="application/json")
         message = (
-            f"no record of request {request_id!r}: use the `id` of a finished response; each "
-            f"frontend keeps the last {MAX_RECORDS}"
+            f"no record of request {request_id!r}: use the `id` of an answer, or its X-Request-Id; "
+            f"each frontend keeps the last {MAX_RECORDS}"
         )
         error = {"message": message, "type": "NotFoundError", "param": None, "code": 404}
         return JSONResponse({"error": error}, status_code=404)

@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from pullfill.wire import ExplainRecord
+
 HISTORY_S = 900.0
 """How far back the history goes."""
 STEP_S = 5.0
@@ -24,6 +26,27 @@ RECENT = 200
 """Finished requests that a frontend tells of a new viewer."""
 FLOWS = 120
 """Most requests under way in one snapshot, the oldest."""
+
+
+class Explained(ExplainRecord, frozen=True, kw_only=True):
+    """What `pullfill explain --json` and GET /pullfill/requests/ID show: a worker's record of a
+    request, and what its frontend adds.
+
+    path: `unknown` if no worker has told of the request, `none` if it was not sent to one.
+    state: `running`, `answered`, `failed`, or `cancelled` by its client.
+    status: of HTTP. 0: no answer has begun.
+    error: what the client was told.
+    arrived_at: when it came. 0 in `parts`.
+    parts: its other prompts, choices or beams. more_parts: number of those that are not kept.
+    same_id: earlier requests that had the same id, the newest first. They have no `parts`."""
+
+    state: str = ""
+    status: int = 0
+    error: str | None = None
+    arrived_at: float = 0.0
+    parts: tuple[Explained, ...] = ()
+    more_parts: int = 0
+    same_id: tuple[Explained, ...] = ()
 
 
 class Stage(enum.StrEnum):
@@ -105,6 +128,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request that is over.
 
     at: when it ended. None: its client has cancelled it.
+    path: `failed`, and the reason is the error, if it failed.
     itl_ms: mean time between two tokens of its answer.
     good: whether both were within its targets. None: it was cancelled.
     total_ms: from its arrival to its end.

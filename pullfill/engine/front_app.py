@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,14 @@ class Prepared:
     config: Any
     names: tuple[str, ...]
     never: str
+
+
+def answer_id(state: Mapping[str, Any]) -> str:
+    """Return the `id` of the answer to an HTTP request. Empty: it is not known yet.
+
+    state: of the request (ASGI). vLLM's routes note the id there before they generate."""
+    metadata = state.get("request_metadata")
+    return "" if metadata is None else str(metadata.request_id)
 
 
 def set_environment(model: str) -> None:

@@ -17,6 +17,7 @@ from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
+from pullfill.live_view import Explained
 from pullfill.wire import DecodePolicy
 from tests.support.fake_board import Alone
 from tests.support.fake_decode import FakeDecode, FakeDirectory
@@ -70,6 +71,14 @@ class Rig:
 
     async def ready(self, count: int) -> None:
         await until(lambda: len(self.pool.candidates()) == count)
+
+    async def told(self, name: str) -> Explained:
+        """Return the record of a request that has ended, or will."""
+        await until(lambda: (r := self.explain.get(name)) is not None and r.state != "running")
+        await self.explain.settled(name)
+        found = self.explain.get(name)
+        assert found is not None
+        return found
 
     def add(self, worker: FakeDecode) -> None:
         self.directory.put(worker.record)

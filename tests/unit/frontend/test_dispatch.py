@@ -32,10 +32,10 @@ async def test_explain_record_has_the_frontends_own_timings() -> None:
     async with rig(FakeDecode()) as r:
         await r.ready(1)
         r.dispatcher.submit(request("cmpl-x-0-1234abcd"))
-        await until(lambda: r.explain.get("cmpl-x") is not None)
-        record = r.explain.get("cmpl-x")
+        await until(lambda: "cmpl-x-0-1234abcd" in r.sink.finished)
+        record = r.explain.get("cmpl-x-0")
         assert record is not None
-        assert record.request_id == "cmpl-x"
+        assert (record.request_id, record.state) == ("cmpl-x-0", "answered")
         assert record.timings_ms.queue == 1.5
         assert record.timings_ms.route is not None
         assert record.timings_ms.first_token is not None
@@ -48,7 +48,7 @@ async def test_an_answer_of_one_token_has_the_time_of_its_first_token() -> None:
         await r.ready(1)
         r.dispatcher.submit(request("cmpl-x-0-1234abcd", max_tokens=1))
         await until(lambda: "cmpl-x-0-1234abcd" in r.sink.finished)
-        record = r.explain.get("cmpl-x")
+        record = r.explain.get("cmpl-x-0")
         assert record is not None
         assert record.timings_ms.first_token is not None
 
@@ -63,7 +63,9 @@ async def test_an_endless_id_is_refused() -> None:
         (name, why), *others = r.sink.failures.items()
         assert (name, others) == ("y" * (MAX_TEXT + 1), [])
         assert f"at most {MAX_TEXT}" in why
-        assert r.explain.get("y" * (MAX_TEXT + 1)) is None
+        refused = r.explain.get("y" * (MAX_TEXT + 1))
+        assert refused is not None
+        assert (refused.state, refused.error) == ("failed", why)
 
 
 async def test_requests_take_turns_over_ready_workers() -> None:

@@ -20,10 +20,7 @@ def pair() -> tuple[FakeDecode, FakeDecode]:
 async def told(r: Rig, name: str, prompt: list[int]) -> ExplainRecord:
     """Send a request and return its record."""
     r.dispatcher.submit(request(f"{name}-0-1234abcd", prompt))
-    await until(lambda: r.explain.get(name) is not None)
-    record = r.explain.get(name)
-    assert record is not None
-    return record
+    return await r.told(f"{name}-0")
 
 
 async def test_the_next_turn_goes_where_the_last_one_went_until_that_worker_is_gone() -> None:

@@ -42,8 +42,7 @@ async def test_an_answer_goes_on_from_the_tokens_that_are_out(how: str) -> None:
         assert second.request_id == "cmpl-a-0-12345678~1"
         assert second.sampling_params["max_tokens"] == 200 - out
         assert second.sampling_params["min_tokens"] == 190 - out
-        record = r.explain.get("cmpl-a")
-        assert record is not None
+        record = await r.told("cmpl-a-0")
         assert (record.migrated_from, record.migrated_tokens) == (("decode-1",), out)
         assert record.decode_instance == "decode-2"
         assert record.timings_ms.first_token is not None

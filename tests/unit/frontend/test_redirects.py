@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from pullfill.engine.front_wire import LoadReport, Redirect, RedirectReason
+from pullfill.frontend.explain import key_of
 from pullfill.wire import DecodePolicy, ExplainRecord
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import Request, answer, request
@@ -45,11 +46,9 @@ def counted(reason: RedirectReason, result: str) -> float:
 
 async def told(r: Rig, name: str, asked: Request | None = None) -> ExplainRecord:
     """Send a request and return its record."""
-    r.dispatcher.submit(asked or request(f"{name}-0-1234abcd", PROMPT))
-    await until(lambda: r.explain.get(name) is not None or bool(r.sink.failures))
-    record = r.explain.get(name)
-    assert record is not None, r.sink.failures
-    return record
+    asked = asked or request(f"{name}-0-1234abcd", PROMPT)
+    r.dispatcher.submit(asked)
+    return await r.told(key_of(asked.request_id, asked.external_req_id))
 
 
 def placed(*workers: FakeDecode) -> tuple[FakeDecode, FakeDecode]:
@@ -174,9 +173,7 @@ async def test_the_second_worker_dies_and_nobody_redirects_any_more() -> None:
         assert r.sink.tokens[name] == answer(PROMPT, 40)
         assert len(first.pictures) == 1
         assert [q.request_id for q in first.added] == [f"{name}~2"]
-        await until(lambda: r.explain.get("cmpl-x") is not None)
-        record = r.explain.get("cmpl-x")
-        assert record is not None
+        record = await r.told("cmpl-x-0")
         assert (record.redirected_from, record.migrated_from) == (
             first.instance_id,
             (second.instance_id,),
