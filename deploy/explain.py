@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from urllib.parse import quote
 
@@ -14,6 +15,7 @@ from rich.text import Text
 from pullfill.config import ClusterRef
 from pullfill.deploy.members import ask_frontend, frontend_urls
 from pullfill.errors import ConfigError, UnavailableError
+from pullfill.live_view import Explained
 from pullfill.net import http_proof
 from pullfill.wire import Expected, ExplainRecord, PredictedMs
 
@@ -48,7 +50,7 @@ def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
             if as_json:
                 print(json.dumps(body))
             else:
-                record = msgspec.convert(body, type=ExplainRecord)
+                record = msgspec.convert(body, type=Explained)
                 Console().print(trace(record), soft_wrap=True, highlight=False)
             return 0
     if not answered:
@@ -57,30 +59,64 @@ def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
             + (_CERTIFICATE if "CERTIFICATE" in "".join(why_not) else "try `pullfill doctor`")
         )
     raise ConfigError(
-        f"no frontend knows request {request_id!r}: use the `id` of a finished response; only the "
-        "latest are kept, and not across a restart of the frontend"
+        f"no frontend knows request {request_id!r}: use the `id` of an answer, or the X-Request-Id "
+        "of a request; only the latest are kept, and not across a restart of the frontend"
     )
 
 
-def trace(record: ExplainRecord) -> Group:
+def trace(record: Explained) -> Group:
     """Return what happened to one request in words, and a bar for each stage."""
-    return Group(*_lines(record), _bars(record))
+    return Group(*_outcome(record), *_lines(record), _bars(record), *_others(record))
+
+
+def _outcome(record: Explained) -> Iterator[Text]:
+    yield Text(f"request {record.request_id}", style="bold")
+    if record.state == "failed":
+        begun = "after its answer had begun" if record.status == 200 else f"HTTP {record.status}"
+        yield Text(f"  failed ({begun}): {record.error or 'no reason is known'}", style="red")
+    elif record.state == "running":
+        yield Text("  still running")
+    elif record.state == "cancelled":
+        yield Text("  cancelled: its client left before the answer was complete")
+
+
+def _others(record: Explained) -> Iterator[Text]:
+    """Its other prompts and choices, and other requests with its id."""
+    if record.parts:
+        kept = f", and {record.more_parts} that are not kept" if record.more_parts else ""
+        yield Text(f"  other prompts, choices or beams: {len(record.parts)}{kept}", style="bold")
+    for part in record.parts:
+        why = f"failed: {part.error}" if part.error else _what_happened(part)
+        yield Text(f"    {part.request_id}: {part.prompt_tokens} tokens, {why}")
+    if record.same_id:
+        yield Text(f"  earlier requests with this id: {len(record.same_id)}", style="bold")
+    for one in record.same_id:
+        came = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.arrived_at))
+        why = f" ({one.error})" if one.error else ""
+        yield Text(
+            f"    {came} {one.state}{why}: {one.prompt_tokens} tokens, {_what_happened(one)}"
+        )
 
 
 def _lines(record: ExplainRecord) -> Iterator[Text]:
+    if record.path == "none":
+        yield Text(f"  {_what_happened(record)}")
+        return
     here = record.prefix_hit_tokens + record.fetched_tokens
     local = max(0, record.prompt_tokens - here - record.remote_tokens)
-    yield Text(f"request {record.request_id}", style="bold")
     yield Text(f"  {_what_happened(record)}")
     off = f" ({record.offloaded_tokens} offloaded)" if record.offloaded_tokens else ""
     fetched = f" + {record.fetched_tokens} fetched" if record.fetched_tokens else ""
     if record.stages:
         yield from _stages(record)
         return
-    yield Text(
-        f"  prompt: {record.prompt_tokens} tokens = {record.prefix_hit_tokens} cached{off}{fetched}"
-        f" + {record.remote_tokens} prefilled remotely + {local} locally"
-    )
+    if record.path == "unknown":
+        yield Text(f"  prompt: {record.prompt_tokens} tokens")
+    else:
+        yield Text(
+            f"  prompt: {record.prompt_tokens} tokens = {record.prefix_hit_tokens} cached{off}"
+            f"{fetched} + {record.remote_tokens} prefilled remotely + {local} locally"
+        )
     yield Text(f"  decode worker: {record.decode_instance}")
     if (choice := record.decode_choice) is not None:
         cost = "" if choice.score is None else f"; cost {choice.score:g} tokens"
@@ -129,6 +165,10 @@ def _stages(record: ExplainRecord) -> Iterator[Text]:
 def _what_happened(record: ExplainRecord) -> str:
     if record.stages:
         return f"served by stock vLLM servers: {record.path} (reason: {record.reason})"
+    if record.path == "none":
+        return "sent to no decode worker"
+    if record.path == "unknown":
+        return "its decode worker has not told how it was prefilled"
     if record.path == "remote":
         return f"prefilled by a prefill worker (reason: {record.reason})"
     if record.fallback:

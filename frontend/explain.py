@@ -135,7 +135,8 @@ class Trace:
     serial: number of its record in the order of their coming.
     record: its worker's. None: it has not come.
     worker: the last decode worker that it was sent to. Empty: none.
-    over_at: `time.monotonic` when it had ended. error: why it failed. Empty: it did not."""
+    over_at: `time.monotonic` when it had ended.
+    error: why it failed. Empty: it did not. failed_at: when, in seconds since 1970."""
 
     key: str
     route_ms: float | None = None
@@ -156,6 +157,7 @@ class Trace:
     worker: str = ""
     over_at: float | None = None
     error: str = ""
+    failed_at: float | None = None
 
     @property
     def owed(self) -> bool:
@@ -277,6 +279,7 @@ class ExplainStore:
         """Note that an engine request has ended. error: why it failed."""
         trace.over_at, trace.error = time.monotonic(), error[:MAX_ERROR]
         if error:
+            trace.failed_at = time.time()
             self._tell(trace)
 
     def take(self, payload: Any) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 from pullfill.cluster_status import Report, Reports, troubles_of
 from pullfill.frontend.explain import Trace
-from pullfill.live_view import Ended, WorkerPoint, WorkerRow
+from pullfill.live_view import FAILED, Ended, WorkerPoint, WorkerRow
 from pullfill.wire import ExplainRecord, WorkerRecord, WorkerState
 
+_MAX_ERROR = 200
 _STAGES = ("fetch", "queue", "prefix_read", "prefill", "tail")
 
 
@@ -30,15 +31,15 @@ def ended_of(record: ExplainRecord, trace: Trace, targets_ms: tuple[float, float
     stages = {name: ms for name in _STAGES if (ms := getattr(timings, name)) is not None}
     return Ended(
         id=trace.key,
-        at=None if total is None else trace.arrived_at + total / 1e3,
-        path=record.path,
-        reason=record.reason,
+        at=trace.failed_at if total is None else trace.arrived_at + total / 1e3,
+        path=FAILED if trace.error else record.path,
+        reason=trace.error[:_MAX_ERROR] or record.reason,
         prompt=record.prompt_tokens,
         made=made,
         ttft_ms=first,
         itl_ms=itl,
         total_ms=total,
-        good=good,
+        good=False if trace.error else good,
         predicted_ms=predicted_of(record),
         fallback=record.fallback,
         decode=record.decode_instance,

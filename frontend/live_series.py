@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pullfill.live_view import HISTORY_S, STEP_S, Ended, Now, Point, WorkerPoint
+from pullfill.live_view import FAILED, HISTORY_S, STEP_S, Ended, Now, Point, WorkerPoint
 
 MINUTE_S = 60.0
 MAX_VALUES = 512
@@ -92,8 +92,8 @@ class Series:
         self._recent: deque[Ended] = deque(maxlen=4 * MAX_VALUES)
 
     def ended(self, row: Ended) -> None:
-        """Count a request that has ended. They may come in any order."""
-        if row.at is None:
+        """Count a request that has an answer. They may come in any order."""
+        if row.at is None or row.path == FAILED:
             return
         step = self._step(row.at)
         step.done += 1
@@ -107,7 +107,7 @@ class Series:
 
     def recent(self, rows: Iterable[Ended]) -> None:
         """Remember requests for the figures of the last minute, oldest first."""
-        self._recent.extend(row for row in rows if row.at is not None)
+        self._recent.extend(r for r in rows if r.at is not None and r.path != FAILED)
 
     def _spread(self, row: Ended) -> None:
         assert row.at is not None

@@ -26,6 +26,7 @@ RECENT = 200
 """Finished requests that a frontend tells of a new viewer."""
 FLOWS = 120
 """Most requests under way in one snapshot, the oldest."""
+FAILED = "failed"
 
 
 class Explained(ExplainRecord, frozen=True, kw_only=True):
@@ -128,7 +129,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request that is over.
 
     at: when it ended. None: its client has cancelled it.
-    path: `failed`, and the reason is the error, if it failed.
+    path: FAILED if it failed. Then `reason` is the error.
     itl_ms: mean time between two tokens of its answer.
     good: whether both were within its targets. None: it was cancelled.
     total_ms: from its arrival to its end.

@@ -87,10 +87,12 @@ class Layer:
             return
         if call.json is None:
             call.body = _without_kv(body)
+        answered_ms = None
         try:
             await forwarder.forward(call, receive, send)
+            answered_ms = call.ms()
         finally:
-            self._tell(forwarder, call)
+            self._tell(forwarder, call, answered_ms)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         """Return True: whoever serves a request says itself why it cannot, if so.
@@ -116,8 +118,10 @@ class Layer:
         self._due -= 1.0
         return self._stock
 
-    def _tell(self, forwarder: Forwarder, call: Call) -> None:
-        """Keep the record for `explain`, under the answer's id."""
+    def _tell(self, forwarder: Forwarder, call: Call, answered_ms: float | None) -> None:
+        """Keep the record for `explain`, under the answer's id.
+
+        answered_ms: how long it took. None: it was cancelled."""
         key = call.response_id or call.request_id
         done = {stage.stage: stage for stage in call.stages if stage.result in ("ok", NAMED)}
         prefill, decode = done.get("prefill"), done.get("decode")
@@ -138,10 +142,13 @@ class Layer:
             decode_choice=decode.choice if decode else None,
             stages=tuple(call.stages),
         )
-        trace = Trace(key, first_token_ms=call.first_byte_ms, arrived_at=time.time())
-        trace.decode_choice = record.decode_choice
+        arrived_at = time.time() - call.ms() / 1e3
+        trace = Trace(key, first_token_ms=call.first_byte_ms, arrived_at=arrived_at)
+        trace.decode_choice, trace.answer_ms = record.decode_choice, answered_ms
+        self._explain.begin(trace).response_id = call.response_id
         self._explain.open(key, trace)
         self._explain.put(record)
+        self._explain.over(trace)
 
 
 def _call(scope: Scope, body: bytes) -> Call:

@@ -120,7 +120,8 @@ function underWay(flow) {
 }
 
 function record(told_, row, room) {
-  const path = told_.path === "remote" ? "prefilled by a prefill worker" : told_.fallback
+  const path = told_.path === "none" ? "sent to no decode worker" : told_.path === "unknown" ? "its decode worker has not told"
+    : told_.path === "remote" ? "prefilled by a prefill worker" : told_.fallback
     ? `sent to be prefilled remotely, then done locally: ${told_.fallback}` : "prefilled by the decode worker itself";
   const predicted = told_.predicted_ms ?? {};
   const choices = [["remote", predicted.remote], ["local", predicted.local], ["local in chunks", predicted.local_chunked]];
@@ -131,7 +132,8 @@ function record(told_, row, room) {
   const choice = told_.decode_choice;
   return [
     facts([
-      ["what happened", `${path} (reason: ${told_.reason})`],
+      ["error", told_.error ?? null],
+      ["what happened", told_.reason ? `${path} (reason: ${told_.reason})` : path],
       ["prompt", `${told_.prompt_tokens} tokens = ${told_.prefix_hit_tokens} cached${fetched} + ${told_.remote_tokens} remotely + ${local} locally`],
       ["answer", row ? `${row.made ?? 0} tokens in ${ms(row.total_ms)}, ${ms(row.itl_ms)} between two` : null],
       ["decode worker", choice ? `${told_.decode_instance} (${choice.policy}: ${choice.reason}, ${choice.matched_tokens} tokens known there)` : told_.decode_instance],

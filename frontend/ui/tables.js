@@ -106,7 +106,7 @@ export function ended(rows, open) {
   const cells = latest.map((row) => h("tr", {},
     h("td", { class: "nowrap" }, row.at ? clock(row.at) : "cancelled"),
     h("td", {}, h("button", { type: "button", class: "link", title: row.id, onclick: () => open(row.id) }, short(row.id, 20))),
-    h("td", { class: "nowrap" }, row.path === "remote" ? "→ remote" : "⌂ local", row.fallback ? h("span", { class: "warn", title: row.fallback }, " ⚠") : null),
+    h("td", { class: "nowrap" }, row.path === "failed" ? h("span", { class: "bad" }, "✕ failed") : row.path === "remote" ? "→ remote" : "⌂ local", row.fallback ? h("span", { class: "warn", title: row.fallback }, " ⚠") : null),
     h("td", { class: "wide" }, row.fallback ?? row.reason),
     h("td", { class: "n" }, count(row.prompt ?? 0)),
     h("td", { class: "n" }, count(row.made ?? 0)),

@@ -206,7 +206,7 @@ def test_every_route_of_ours_is_listed() -> None:
     ):
         routes = re.findall(pattern, text_of(path))
         assert len(routes) >= 4
-        assert [r for r in routes if f"`{r.replace('{request_id}', 'ID')}`" not in text] == []
+        assert [r for r in routes if f"`{r.replace('{request_id:path}', 'ID')}`" not in text] == []
 
 
 def test_every_alert_is_listed() -> None:

@@ -16,9 +16,10 @@ from pullfill.config import ClusterRef
 from pullfill.deploy.explain import explain, trace
 from pullfill.deploy.servers import free_port
 from pullfill.errors import ConfigError, UnavailableError
+from pullfill.live_view import Explained
 from tests.support.http_stub import serving
 
-REMOTE = wire.ExplainRecord(
+REMOTE = Explained(
     request_id="cmpl-1", path="remote", reason="long_prompt", prompt_tokens=2000,
     prefix_hit_tokens=512, remote_tokens=1487, decode_instance="decode-a",
     prefill_instance="prefill-b", attempts=2, kv_bytes=3 << 20,
@@ -26,7 +27,7 @@ REMOTE = wire.ExplainRecord(
 )  # fmt: skip
 
 
-def _text(record: wire.ExplainRecord) -> str:
+def _text(record: Explained) -> str:
     stream = io.StringIO()
     Console(file=stream, width=100).print(trace(record))
     return stream.getvalue()
@@ -112,7 +113,7 @@ def test_the_trace_of_a_request_that_was_redirected() -> None:
 
 
 def test_the_trace_of_a_request_names_its_transport() -> None:
-    told = wire.ExplainRecord(
+    told = Explained(
         request_id="r", path="remote", reason="long_prompt", prompt_tokens=9, prefix_hit_tokens=0,
         remote_tokens=8, decode_instance="d", prefill_instance="p", attempts=1, kv_bytes=2048,
         transport="tcp", why_not_better=("shm: it is on another host",),
@@ -120,6 +121,36 @@ def test_the_trace_of_a_request_names_its_transport() -> None:
     text = _text(told)
     assert "2.0 KiB over tcp" in text
     assert "not over shm: it is on another host" in text
+
+
+def test_the_trace_of_a_request_that_failed_or_is_under_way() -> None:
+    nowhere = {"path": "none", "decode_instance": "", "reason": "", "timings_ms": wire.Timings()}
+    refused = msgspec.structs.replace(
+        REMOTE, **nowhere, state="failed", status=429, error="9 requests are being served"
+    )
+    assert _text(refused).splitlines() == [
+        "request cmpl-1", "  failed (HTTP 429): 9 requests are being served",
+        "  sent to no decode worker",
+    ]  # fmt: skip
+    cut = msgspec.structs.replace(
+        REMOTE, state="failed", status=200, error="lost", path="unknown", reason=""
+    )
+    text = _text(cut)
+    assert "failed (after its answer had begun): lost" in text
+    assert "has not told" in text
+    assert "2000 tokens =" not in text
+    assert "still running" in _text(msgspec.structs.replace(REMOTE, state="running"))
+    assert "its client left" in _text(msgspec.structs.replace(REMOTE, state="cancelled"))
+
+
+def test_the_trace_lists_other_choices_and_requests_with_the_same_id() -> None:
+    part = msgspec.structs.replace(REMOTE, request_id="1_cmpl-1")
+    same = msgspec.structs.replace(REMOTE, state="failed", status=500, error="broken")
+    text = _text(msgspec.structs.replace(REMOTE, parts=(part,), more_parts=3, same_id=(same,)))
+    assert "beams: 1, and 3 that are not kept" in text
+    assert "1_cmpl-1: 2000 tokens, prefilled by a prefill worker" in text
+    assert "earlier requests with this id: 1" in text
+    assert "failed (broken): 2000 tokens" in text
 
 
 class TestAsking:

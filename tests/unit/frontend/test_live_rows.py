@@ -10,6 +10,8 @@ import pytest
 from pullfill.cluster_status import Report
 from pullfill.frontend.explain import Trace
 from pullfill.frontend.live_rows import backlog_of, ended_of, point_of, predicted_of, workers_of
+from pullfill.frontend.live_series import Series
+from pullfill.live_view import FAILED
 from pullfill.wire import ExplainRecord, PredictedMs, Timings
 from tests.support.workers import record
 
@@ -61,6 +63,16 @@ def test_goodput_is_by_the_requests_own_targets_if_it_names_some(
 def test_a_cancelled_request_has_no_end() -> None:
     row = ended_of(RECORD, trace(answer_ms=None), TARGETS)
     assert (row.at, row.itl_ms, row.total_ms) == (None, None, None)
+
+
+def test_a_failed_request_says_why_and_counts_for_no_figure() -> None:
+    row = ended_of(RECORD, trace(answer_ms=None, error="no worker", failed_at=9.0), TARGETS)
+    assert (row.at, row.path, row.reason, row.good) == (9.0, FAILED, "no worker", False)
+    series = Series()
+    series.ended(row)
+    series.recent([row])
+    assert not series.points(10.0)
+    assert series.now(10.0, 0.0).done_per_s == 0
 
 
 @pytest.mark.parametrize(
