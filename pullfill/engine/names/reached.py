@@ -148,8 +148,8 @@ REACHED = {
         "reset"
     ),
     "vllm.v1.metrics.stats.SchedulerStats": (
-        "connector_prefix_cache_stats kv_cache_usage num_running_reqs num_waiting_reqs "
-        "prefix_cache_stats"
+        "connector_prefix_cache_stats kv_cache_usage num_running_reqs num_skipped_waiting_reqs "
+        "num_waiting_reqs prefix_cache_stats"
     ),
     "vllm.v1.outputs.LogprobsLists": "logprob_token_ids logprobs",
     "vllm.v1.request.Request": (
