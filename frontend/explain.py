@@ -75,8 +75,10 @@ class Call:
             self.response_id = front_app.answer_id(self.state)[:MAX_TEXT] or self.response_id
         return {name for name in (self.request_id, self.response_id) if name}
 
-    def noting(self, send: Send, *, made: bool) -> Send:
-        """Return a `send` that notes status and error. made: the client does not know its id."""
+    def noting(self, send: Send, begun: Callable[[Call], None], *, made: bool) -> Send:
+        """Return a `send` that notes status and error.
+
+        begun: is called when the answer begins. made: the client does not know its id."""
 
         # No coroutine: it is called for each part of a stream.
         def noted(message: Message) -> Awaitable[None]:
@@ -88,6 +90,7 @@ class Call:
                 elif made:
                     added = (_HEADER, self.request_id.encode())
                     message = {**message, "headers": [*message["headers"], added]}
+                begun(self)
             elif (body := message.get("body")) and (
                 self.status >= 400 or body.startswith(_ERROR_EVENTS)
             ):
@@ -214,7 +217,7 @@ class ExplainStore:
         name = given.decode("latin-1")[:MAX_TEXT] or uuid.uuid4().hex
         call = Call(name, state=scope.setdefault("state", {}))
         _call.set(call)
-        return call, call.noting(send, made=not given)
+        return call, call.noting(send, self._file, made=not given)
 
     def ended(self, call: Call) -> None:
         """Note that an HTTP request has its whole answer, or that its client has left."""
@@ -340,9 +343,8 @@ class ExplainStore:
 def _unsettled(call: Call) -> bool:
     if any(trace.owed for trace in call.traces):
         return True
-    over = [trace.over_at for trace in call.traces]
     # The client may have its last byte, and the application not have returned yet.
-    return bool(over) and not call.ended and all(over)
+    return bool(call.status) and not call.ended and all(trace.over_at for trace in call.traces)
 
 
 def _of_call(call: Call, request_id: str) -> Explained:

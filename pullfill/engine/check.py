@@ -98,7 +98,7 @@ FRONTEND_NAMES = {
     "vllm.entrypoints.launchers.app": ("build_app",),
     "vllm.entrypoints.launchers.api_server.app_state": ("init_app_state",),
     "vllm.entrypoints.launchers.cli_args": ("make_arg_parser", "validate_parsed_serve_args"),
-    "vllm.entrypoints.generate.base.protocol": ("RequestResponseMetadata:request_id",),
+    "vllm.entrypoints.generate.base.protocol": ("RequestResponseMetadata",),
     "vllm.v1.engine": (
         "EngineCoreRequest:request_id",
         "EngineCoreRequest:external_req_id",

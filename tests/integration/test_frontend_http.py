@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -74,8 +75,10 @@ async def test_choices_and_batches_are_requests_of_their_own(served: Served) -> 
             "migrated_from", "migrated_tokens", "transport", "why_not_better", "outage",
             "expected_s", "offloaded_tokens", "decode_choice", "predicted_ms", "outcome_ms",
             "choice", "regret_ms", "redirected_from", "redirect_reason", "fetched_tokens",
-            "fetched_from", "fetch", "stages",
+            "fetched_from", "fetch", "stages", "state", "status", "error", "arrived_at", "parts",
+            "more_parts", "same_id",
         }  # fmt: skip
+        assert (record["state"], record["status"], len(record["parts"])) == ("answered", 200, 5)
         assert 0 < record["timings_ms"]["route"] < record["timings_ms"]["first_token"]
         missing = await http.get("/pullfill/requests/chatcmpl-none")
         assert missing.status_code == 404
@@ -101,10 +104,10 @@ async def test_chat_stream_responses_and_stop_strings(served: Served) -> None:
         )
         assert cut.choices[0].message.content == text[:3]
         assert cut.choices[0].finish_reason == "stop"
-        await until(lambda: len(fake.aborted) == 1)
-        async with asyncio.timeout(PATIENCE_S):  # the worker sends its record after the abort
-            while (await http.get(f"/pullfill/requests/{cut.id}")).status_code != 200:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        # The worker sends its record after the abort.
+        told_of = (await http.get(f"/pullfill/requests/{cut.id}")).json()
+        assert (told_of["state"], told_of["path"]) == ("answered", "local")
+        assert len(fake.aborted) == 1
         async with http.stream("GET", "/pullfill/ui/events") as events:
             told = (json.loads(s[6:]) async for s in events.aiter_lines() if s.startswith("data: "))
             ended = {row["id"]: row["at"] for row in (await anext(told))["ended"]}
@@ -112,6 +115,49 @@ async def test_chat_stream_responses_and_stop_strings(served: Served) -> None:
         answer = await client.responses.create(model="m", input="hi", max_output_tokens=16)
         assert answer.status in ("completed", "incomplete")
         assert (await http.get(f"/pullfill/requests/{answer.id}")).status_code == 200
+
+
+async def test_a_request_is_explained_by_the_ids_that_its_client_knows(served: Served) -> None:
+    """`cmpl-foo-0` found the first prompt of `cmpl-foo`, and ids with a slash nothing."""
+    async with workers(served, FakeDecode("decode-1", model="m", max_model_len=512)) as http:
+
+        async def ask(name: str = "", path: str = "/v1/completions", **body: Any) -> Any:
+            headers = {"x-request-id": name} if name else {}
+            return await http.post(path, headers=headers, json={"model": "m", **body})
+
+        async def told(request_id: str) -> Any:
+            got = await http.get(f"/pullfill/requests/{quote(request_id, safe='')}")
+            assert got.status_code == 200, request_id
+            return got.json()
+
+        hi: Any = [{"role": "user", "content": "hi"}]
+        chat, tokens = "/v1/chat/completions", {"max_tokens": 2}
+        for name, answer in (
+            ("foo-0", await ask("foo-0", prompt="hello, hello", **tokens)),
+            ("foo", await ask("foo", prompt="hello", **tokens)),
+            ("a/b", await ask("a/b", prompt="hello", **tokens)),
+            ("", await ask(path=chat, messages=hi, n=2, **tokens)),
+            ("", await ask(path=f"{chat}/batch", messages=[hi, hi], **tokens)),
+            ("", await ask(path="/v1/messages", messages=hi, **tokens)),
+            ("", await ask(path="/v1/responses", input="hi", max_output_tokens=16)),
+        ):
+            names = {answer.json()["id"], name or answer.headers["x-request-id"]}
+            assert len(names) == 2
+            for one in names:
+                record = await told(one)
+                assert (record["request_id"], record["state"]) == (one, "answered")
+                assert (record["path"], record["same_id"]) == ("local", [])
+        short, long = [(await told(one))["prompt_tokens"] for one in ("cmpl-foo", "cmpl-foo-0")]
+        assert short < long
+        await ask("foo", prompt="hello again", max_tokens=-1)
+        foo = await told("foo")
+        assert (foo["state"], foo["status"], foo["path"]) == ("failed", 400, "none")
+        assert "max_tokens" in foo["error"]
+        assert [one["state"] for one in foo["same_id"]] == ["answered"]
+        refused = await ask(prompt="hi", stream=True, structured_outputs={"regex": "("}, **tokens)
+        found = await told(refused.headers["x-request-id"])
+        assert (found["state"], found["status"]) == ("failed", refused.status_code)
+        assert found["error"]
 
 
 async def test_transfer_params_of_a_client_never_reach_a_worker(served: Served) -> None:

@@ -146,24 +146,41 @@ async def test_a_request_that_is_refused_or_fails_says_why() -> None:
 
 
 async def test_what_is_under_way_or_was_cancelled_says_so() -> None:
-    store, go = ExplainStore(), asyncio.Event()
-    trace = Trace("cmpl-x-0")
+    store, states = ExplainStore(), list[str]()
+
+    def look() -> None:
+        found = store.get("x")
+        assert found is not None
+        states.append(found.state)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        trace = Trace("cmpl-x-0")
         store.begin(trace)
-        await go.wait()
+        look()
         store.over(trace)
 
-    serving = asyncio.create_task(serve(store, app, "x"))
-    states = []
-    for _ in range(2):
-        while not trace.call:  # noqa: ASYNC110 - nothing to wait for
-            await asyncio.sleep(0)
-        found = store.get("x")
-        states.append(found and found.state)
-        go.set()
-        await serving
+    await serve(store, app, "x")
+    look()
     assert states == ["running", "cancelled"]
+
+
+async def test_an_answer_whose_last_byte_is_out_is_waited_for() -> None:
+    store, left = ExplainStore(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await answering(store, "cmpl-x", status=400, body=b"no")(scope, receive, send)
+        await left.wait()
+
+    serving = asyncio.create_task(serve(store, app))
+    await until(lambda: store.get("cmpl-x") is not None)
+    waiting = asyncio.create_task(store.settled("cmpl-x"))
+    await asyncio.sleep(0)
+    left.set()
+    await waiting
+    found = store.get("cmpl-x")
+    assert found is not None
+    assert (found.state, found.error) == ("failed", "no")
+    await serving
 
 
 async def test_a_flood_of_refusals_pushes_out_no_request_that_was_served() -> None:
