@@ -243,10 +243,12 @@ def role(
 @command(app)
 def explain(
     cluster: ClusterOptions,
-    request: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="`id` of the response")],
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST_ID", help="`id` of the answer, or X-Request-Id")
+    ],
     as_json: JsonOption = False,
 ) -> int:
-    """Tell how one request was served, and where its time went."""
+    """Tell how one request was served and where its time went, or why it failed."""
     from pullfill.deploy.explain import explain
 
     return explain(cluster.find_to_ask(), request, as_json)

@@ -15,7 +15,7 @@ import json
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,7 @@ frontends wait (`cluster.FETCH_TIMEOUT_S`)."""
 _HEADER = b"x-request-id"
 _ERROR_EVENTS = (b'data: {"error"', b"event: error", b"event: response.failed")
 """How an event begins that ends a stream with an error."""
+_MOST = max(map(len, _ERROR_EVENTS))
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -92,7 +93,7 @@ class Call:
                     message = {**message, "headers": [*message["headers"], added]}
                 begun(self)
             elif (body := message.get("body")) and (
-                self.status >= 400 or body.startswith(_ERROR_EVENTS)
+                self.status >= 400 or bytes(body[:_MOST]).startswith(_ERROR_EVENTS)
             ):
                 self.error = self.error or _reason(body)
             return send(message)
@@ -202,7 +203,6 @@ class ExplainStore:
         # A flood of refusals pushes out no request that was served.
         self._served: OrderedDict[Call, None] = OrderedDict()
         self._refused: OrderedDict[Call, None] = OrderedDict()
-        self._parts = 0
         self._by_id: dict[str, list[Call]] = {}
         self._by_key: dict[str, Trace] = {}
         self._told: OrderedDict[Trace, None] = OrderedDict()
@@ -230,7 +230,6 @@ class ExplainStore:
         """Enter an engine request into its call. Returns the call."""
         trace.call = call = _call.get() or Call(trace.key, ended=True)
         if len(call.traces) < MAX_PARTS:
-            self._drop(call)
             call.traces.append(trace)
             self._file(call)
         else:
@@ -241,24 +240,24 @@ class ExplainStore:
         """Let all its ids find a call, and make it the newest."""
         self._drop(call)
         (self._served if call.traces else self._refused)[call] = None
-        self._parts += len(call.traces)
         self._by_key.update((trace.key, trace) for trace in call.traces)
         for name in call.names():
             same = self._by_id.setdefault(name, [])
             same.append(call)
             call.filed.add(name)
             if len(same) > MAX_SAME:
-                same.pop(0).filed.discard(name)
-        while self._parts > self._limit:
+                oldest = same.pop(0)
+                oldest.filed.discard(name)
+                if not oldest.filed:
+                    self._drop(oldest)
+        while max(len(self._served), len(self._by_key)) > self._limit:
             self._drop(next(iter(self._served)))
         while len(self._refused) > self._limit:
             self._drop(next(iter(self._refused)))
 
     def _drop(self, call: Call) -> None:
-        for kept in (self._served, self._refused):
-            if call in kept:
-                del kept[call]
-                self._parts -= len(call.traces)
+        self._served.pop(call, None)
+        self._refused.pop(call, None)
         for name in call.filed:
             self._by_id[name].remove(call)
             if not self._by_id[name]:
@@ -319,11 +318,17 @@ class ExplainStore:
         """Wait until everything is known of the requests with this id that have just ended."""
         try:
             async with asyncio.timeout(WAIT_S):
-                while any(map(_unsettled, self._by_id.get(request_id[:MAX_TEXT], ()))):
+                while any(map(_unsettled, self._calls(request_id[:MAX_TEXT]))):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
             pass
+
+    def _calls(self, request_id: str) -> Sequence[Call]:
+        if calls := self._by_id.get(request_id):
+            return calls
+        trace = self._by_key.get(request_id)
+        return [] if trace is None or trace.call is None else [trace.call]
 
     def get(self, request_id: str) -> Explained | None:
         """Return the record of the newest call with this id, with those of the other calls.
@@ -382,10 +387,13 @@ def _of_trace(trace: Trace) -> Explained:
     told["timings_ms"] = msgspec.structs.replace(
         record.timings_ms, route=trace.route_ms, first_token=trace.first_token_ms
     )
+    left = trace.migrated_from
+    if trace.error and left and left[-1] == trace.worker:
+        left = left[:-1]  # it has left this worker, but no other has continued it
     return Explained(**told | {
         "request_id": trace.key,
         "error": trace.error or None,
-        "migrated_from": tuple(trace.migrated_from),
+        "migrated_from": tuple(left),
         "migrated_tokens": trace.migrated_tokens,
         "decode_choice": trace.decode_choice,
         "redirected_from": trace.redirected_from,

@@ -56,8 +56,7 @@ def answer_id(state: Mapping[str, Any]) -> str:
     """Return the `id` of the answer to an HTTP request. Empty: it is not known yet.
 
     state: of the request (ASGI). vLLM's routes note the id there before they generate."""
-    metadata = state.get("request_metadata")
-    return "" if metadata is None else str(metadata.request_id)
+    return str(getattr(state.get("request_metadata"), "request_id", ""))
 
 
 def set_environment(model: str) -> None:

@@ -131,7 +131,7 @@ async def test_stages_are_explained(how: Any) -> None:
         got = await rig.ask()
         record = rig.explain.get(got.json["id"])
         assert record is not None
-        assert record.path == how[0]
+        assert (record.path, record.state) == (how[0], "answered")
         assert record.prefill_instance == rig.prefill[0].url
         assert record.decode_instance == rig.decode[0].url
         assert sorted((s.stage, s.result) for s in record.stages) == [

@@ -215,6 +215,7 @@ async def test_a_request_that_lost_its_worker_or_never_had_one_is_explained(
             "failed", "unknown", "decode-1", 3,
         )  # fmt: skip
         assert (b.state, b.path, b.decode_instance) == ("failed", "none", "")
+        assert a.migrated_from == (), "no other worker has continued it"
         assert (a.error, b.error) == tuple(r.sink.failures.values())
         assert [trace.key for _, trace in r.explain.since(0)] == ["cmpl-b-0", "cmpl-a-0"]
 
