@@ -50,6 +50,7 @@ _SHARE, _BY_STAGE = "kv_cache_usage", "num_kv_fetch_reqs_by_stage"
 _LEVELS = frozenset((*_SUMS, _SHARE, _BY_STAGE))
 """Fields of vLLM's SchedulerStats of which the newest value of each worker counts."""
 
+
 class DecodePort(Protocol):
     """The decode workers as one engine. The frontend room implements it."""
 
