@@ -22,7 +22,7 @@ import pullfill
 from pullfill import releases
 from pullfill.deploy import known_flags, vllm_flags
 from pullfill.engine import args, check
-from pullfill.engine.args import build_config, flag_parser
+from pullfill.engine.args import build_config, flag_parser, flags_read
 from pullfill.engine.attention import of_rank
 from pullfill.engine.kv import device_of, executor_without_model
 from pullfill.engine.names import compare, uses
@@ -124,7 +124,7 @@ def test_vllms_own_parsers_take_the_flags_of_the_chart() -> None:
             parsed = parser.parse_args(["--model", ours["model"], *rest])
             assert parsed.served_model_name == ["qwen"]
             assert parsed.otlp_traces_endpoint == "http://collector:4317"
-            with pytest.raises(ConfigError, match="--enforce-eagr"):
+            with pytest.raises(ConfigError, match="--enforce-eagr"), flags_read():
                 parser.parse_args(["--model", ours["model"], *rest, "--enforce-eagr"])
 
 
