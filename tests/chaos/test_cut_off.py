@@ -95,6 +95,7 @@ def cut_in_a_handoff(
 @pytest.mark.parametrize(
     ("timeout_s", "cause"), [(4, "timeout"), (30, "prefill_lost")], ids=["deadline", "silence"]
 )
+@pytest.mark.essential
 def test_row_18_blackhole(timeout_s: float, cause: str, wires: Wires, oracle: Oracle) -> None:
     """The deadline, or five seconds without a sign of life, and then local. What was said into the
     hole arrives when it is over, and is refused. So is the claim of a prefill worker that gave the

@@ -53,6 +53,7 @@ def test_row_24_a_corrupted_byte_is_noticed_and_recomputed(
     assert prefill.instance_id in line
 
 
+@pytest.mark.essential
 def test_row_23_equal_digests_with_different_hits_on_both_sides(
     digested: Cluster, oracle: Oracle
 ) -> None:

@@ -18,6 +18,7 @@ WAITING = [[30 + n, 40, 41 + n] for n in range(4)]
 ONE_AT_A_TIME = ("--max-num-seqs", "1")
 
 
+@pytest.mark.essential
 def test_who_waits_in_the_queue_of_a_failed_engine_goes_on_elsewhere(
     tmp_path: Path, model_path: Path
 ) -> None:

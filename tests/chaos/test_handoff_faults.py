@@ -41,21 +41,25 @@ def dies_at(
     return check.told(answer)
 
 
+@pytest.mark.essential
 def test_row_1_prefill_dies_before_its_claim(paired: Cluster, oracle: Oracle) -> None:
     told = dies_at("prefill.before_claim=kill", paired, oracle, 7001, {"prefill_lost": 1}, {})
     assert (told["path"], told["attempts"]) == ("local", 0)
 
 
+@pytest.mark.essential
 def test_row_2_prefill_dies_mid_write(paired: Cluster, oracle: Oracle) -> None:
     told = dies_at("shm.write.batch=kill@2", paired, oracle, 7002, {"prefill_lost": 1}, {})
     assert (told["path"], told["fallback"], told["attempts"]) == ("local", "prefill_lost", 1)
 
 
+@pytest.mark.essential
 def test_row_3_prefill_dies_before_its_commit(paired: Cluster, oracle: Oracle) -> None:
     told = dies_at("prefill.before_commit=kill", paired, oracle, 7003, {"prefill_lost": 1}, {})
     assert (told["path"], told["attempts"]) == ("local", 1)
 
 
+@pytest.mark.essential
 def test_row_4_prefill_dies_before_its_ack(paired: Cluster, oracle: Oracle) -> None:
     """Computed once: the redelivery is refused at its claim."""
     told = dies_at("prefill.before_ack=kill", paired, oracle, 7004, {}, {"claim": 1})
@@ -83,6 +87,7 @@ def test_row_2_prefill_killed_under_load_with_another_alive(
     ("leaves", "hit"),
     [pytest.param("timeout", 0, marks=pytest.mark.long), ("timeout", 900), ("abort", 0)],
 )
+@pytest.mark.essential
 def test_row_5_zombie_writer(leaves: str, hit: int, paired: Cluster, oracle: Oracle) -> None:
     """A writer stopped inside a batch keeps its blocks quarantined; nobody waits for it, and
     when it wakes up not one byte of anybody else has changed. With a prefix hit, too, the prompt
@@ -123,6 +128,7 @@ def test_row_5_zombie_writer(leaves: str, hit: int, paired: Cluster, oracle: Ora
         check.ask(prompt)
 
 
+@pytest.mark.essential
 def test_row_5_nobody_waits_for_a_stopped_writer(paired: Cluster, oracle: Oracle) -> None:
     """Another worker could take the job. Its writer is given up as silent and keeps its blocks. The
     request goes on locally, before its deadline and before the writer wakes up."""
@@ -145,6 +151,7 @@ def test_row_5_nobody_waits_for_a_stopped_writer(paired: Cluster, oracle: Oracle
         until(lambda: not paired.counter("pullfill_quarantined_blocks"), 10, "proved quiet")
 
 
+@pytest.mark.essential
 def test_row_5_late_commit_is_refused(paired: Cluster, oracle: Oracle) -> None:
     """Stopped between its last write and its commit, a writer holds no fence: its blocks are free
     again at once, and what it says later counts for nothing."""
@@ -160,6 +167,7 @@ def test_row_5_late_commit_is_refused(paired: Cluster, oracle: Oracle) -> None:
         zombie.signal(signal.SIGCONT)
 
 
+@pytest.mark.essential
 def test_row_6_abort_while_queued(paired: Cluster, oracle: Oracle) -> None:
     """The job is deleted; nobody computes it."""
     worker = only_prefill(paired)
@@ -181,6 +189,7 @@ def test_row_6_abort_while_queued(paired: Cluster, oracle: Oracle) -> None:
         assert paired.load_of(worker)["completed"] - before == len(load.done)
 
 
+@pytest.mark.essential
 def test_row_7_abort_mid_write(paired: Cluster, oracle: Oracle) -> None:
     """Quarantined while its writer may write; released as soon as that is over."""
     worker = only_prefill(paired)
@@ -197,6 +206,7 @@ def test_row_7_abort_mid_write(paired: Cluster, oracle: Oracle) -> None:
         assert time.monotonic() - began < 2, "1 s is promised; a scrape may take up to another"
 
 
+@pytest.mark.essential
 def test_row_12_duplicate_delivery(paired: Cluster, oracle: Oracle) -> None:
     """No heartbeat, and a prefill longer than `ack_wait`: the queue gives the job to another
     worker. The first one is alive, so the job stays with it; the other one is told so. The first

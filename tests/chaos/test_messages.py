@@ -172,6 +172,7 @@ def test_row_8_the_backlog_of_a_decode_worker_that_is_gone(target: Target, oracl
         settled(target)
 
 
+@pytest.mark.essential
 def test_row_13_poison_jobs(target: Target, oracle: Oracle) -> None:
     """Dead-lettered at once; the worker lives and loses nothing."""
     poison = [
@@ -195,6 +196,7 @@ def test_row_13_poison_jobs(target: Target, oracle: Oracle) -> None:
     assert target.prefill.alive
 
 
+@pytest.mark.essential
 def test_row_25_forged_jobs(target: Target, oracle: Oracle) -> None:
     """What the decode worker never published is refused at its claim, whatever blocks it names."""
     cluster = target.cluster
@@ -215,6 +217,7 @@ def test_row_25_forged_jobs(target: Target, oracle: Oracle) -> None:
         assert kv_digest(target.decode) == memory
 
 
+@pytest.mark.essential
 def test_row_25_a_job_changed_in_the_stream(target: Target, oracle: Oracle) -> None:
     """The message that was published is gone, so the prompt is served locally, and the one in its
     place is refused. Not a byte of it is written: all bytes are of handoffs that ended well."""
@@ -282,6 +285,7 @@ async def mallory(target: Target, job_id: str) -> list[str]:
         writer.close()
 
 
+@pytest.mark.essential
 def test_row_25_forged_claims_and_commits(target: Target, oracle: Oracle) -> None:
     cluster, worker = target.cluster, target.prefill
     with checked(cluster, oracle, stale={"claim": 2, "commit": 4}) as check:

@@ -111,6 +111,7 @@ def another(cluster: Cluster, *flags: str) -> Worker:
     return victim
 
 
+@pytest.mark.essential
 def test_row_9_a_killed_workers_answers_go_on_in_every_form(
     paired: Cluster, oracle: Oracle
 ) -> None:
@@ -144,6 +145,7 @@ def test_row_9_a_killed_workers_answers_go_on_in_every_form(
 
 
 @pytest.mark.long
+@pytest.mark.essential
 def test_row_21_what_a_drain_does_not_finish_goes_on_elsewhere(
     paired: Cluster, oracle: Oracle
 ) -> None:

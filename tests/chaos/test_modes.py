@@ -70,6 +70,7 @@ def test_push_answers_as_the_oracle_does(model_path: Path, tmp_path: Path, oracl
         assert of_role(cluster, READ, "decode") == 0
 
 
+@pytest.mark.essential
 def test_pull_answers_as_the_oracle_does(pulling: Cluster, oracle: Oracle) -> None:
     check_tokens(pulling, oracle, seed=9200)
     assert of_role(pulling, WRITTEN, "prefill") == 0, "nothing is written"

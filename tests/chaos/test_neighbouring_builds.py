@@ -26,6 +26,7 @@ def pairs(load: Load) -> set[tuple[str, str]]:
 
 
 @pytest.mark.long
+@pytest.mark.essential
 def test_row_22_two_builds_work_together_in_every_pair(
     paired: Cluster, oracle: Oracle, tmp_path: Path
 ) -> None:

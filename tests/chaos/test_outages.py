@@ -123,6 +123,7 @@ def wires(wired: Wires) -> Iterator[Wires]:
     wired.cluster.assert_clean()
 
 
+@pytest.mark.essential
 def test_row_15_a_prefill_worker_cut_off_from_nats_does_not_count(wires: Wires) -> None:
     """The other one gets all prompts; without any, prompts are local at once and say why."""
     first, second = wires.pulls
@@ -158,6 +159,7 @@ def pause_deliveries(cluster: Cluster, seconds: float) -> None:
     asyncio.run(order())
 
 
+@pytest.mark.essential
 def test_row_28_claims_that_time_out_stop_the_queueing(wires: Wires) -> None:
     """All workers are connected and pull, but no job arrives anywhere. Only the first three prompts
     wait for the claim timeout. After that one prompt at a time is a trial, and waits far less."""
@@ -219,6 +221,7 @@ def healed(wires: Wires, server: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
+@pytest.mark.essential
 def test_row_14_nats_that_is_away_is_told(
     how: str, wires: Wires, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,6 +251,7 @@ def test_row_14_nats_that_is_away_is_told(
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
+@pytest.mark.essential
 def test_row_17_etcd_that_is_away_is_told(
     how: str, wires: Wires, capsys: pytest.CaptureFixture[str]
 ) -> None:

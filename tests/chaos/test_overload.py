@@ -105,6 +105,7 @@ class Crowd:
                 answer.close()
 
 
+@pytest.mark.essential
 def test_overload_is_answered_rightly_or_refused(narrow: Cluster, oracle: Oracle) -> None:
     prompts = [random_prompt(length, seed=31_000 + i)
                for i in range(8) for length in (40, 400, 1200)]  # fmt: skip

@@ -98,6 +98,7 @@ async def run_under_load(
     return load
 
 
+@pytest.mark.essential
 async def test_no_stored_job_is_lost_over_three_kills(
     server: NatsServer, config: QueueConfig
 ) -> None:

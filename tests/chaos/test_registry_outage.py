@@ -108,6 +108,7 @@ async def test_stopped_shorter_than_the_ttl_nothing_happens(
     await cluster.close()
 
 
+@pytest.mark.essential
 async def test_stopped_longer_than_the_ttl(etcd: EtcdServer, cluster: Cluster) -> None:
     etcd.pause()
     await asyncio.sleep(4.0)
@@ -210,6 +211,7 @@ class PausedClock:
         return time.monotonic() - self.missed_s
 
 
+@pytest.mark.essential
 async def test_a_paused_virtual_machine_is_not_revoked(
     etcd: EtcdServer, client: EtcdClient
 ) -> None:

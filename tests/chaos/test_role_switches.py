@@ -76,6 +76,7 @@ def test_round_trips_under_load_leave_nothing(trips: int, elastic: Cluster, orac
 @pytest.mark.parametrize(
     "point", [pytest.param("elastic.drained", marks=pytest.mark.long), "elastic.left"]
 )
+@pytest.mark.essential
 def test_a_worker_that_dies_in_the_middle_harms_nobody(
     point: str, elastic: Cluster, oracle: Oracle
 ) -> None:

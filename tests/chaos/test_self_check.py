@@ -50,6 +50,7 @@ def _results(cluster: Cluster) -> list[SelfCheck]:
 
 
 @pytest.mark.engine
+@pytest.mark.essential
 def test_row_29_workers_that_differ_hand_nothing_over(wrong: Cluster) -> None:
     (decode,) = wrong.of("decode")
     until(lambda: wrong.load_of(decode)["self_check"] == "self_check_failed", 60, "checked")

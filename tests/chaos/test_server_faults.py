@@ -21,6 +21,7 @@ LOST: dict[str, Bound] = {"prefill_lost": (1, 4)}
 WRITE = "prefill.before_write"
 
 
+@pytest.mark.essential
 def test_row_14_nats_killed_and_restarted(paired: Cluster, oracle: Oracle) -> None:
     """Local at once: what was published falls back at its deadline at the latest, what was not
     costs one failed publish. No job is lost or done twice after."""
@@ -34,6 +35,7 @@ def test_row_14_nats_killed_and_restarted(paired: Cluster, oracle: Oracle) -> No
             asyncio.run(paired.nats.start())
 
 
+@pytest.mark.essential
 def test_row_15_nats_hangs(paired: Cluster, oracle: Oracle) -> None:
     """One publish per client finds out, or a PING before it; then nothing is published."""
     failed: dict[str, Bound] = {"publish_failed": (0, 2), "timeout": (0, 2), "prefill_lost": (0, 2)}
@@ -66,6 +68,7 @@ def test_row_17_etcd_down_longer_than_the_ttl(paired: Cluster, oracle: Oracle) -
         assert not paired.incarnations() & before
 
 
+@pytest.mark.essential
 def test_row_17_etcd_killed_and_back_empty(paired: Cluster, oracle: Oracle) -> None:
     (writer,) = paired.of("prefill")
     with checked(paired, oracle, fallbacks=LOST, stale=VOID) as check:

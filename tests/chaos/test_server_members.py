@@ -105,6 +105,7 @@ class Traffic:
         pytest.param(False, id="connected anywhere", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.essential
 async def test_jobs_flow_again_after_the_stream_leader_is_killed(
     tmp_path: Path, near: bool
 ) -> None:
@@ -150,6 +151,7 @@ async def test_jobs_flow_again_after_the_stream_leader_is_killed(
         cluster.stop()
 
 
+@pytest.mark.essential
 async def test_nobody_loses_its_lease_when_the_etcd_leader_is_killed(tmp_path: Path) -> None:
     made: list[str] = []
     with EtcdCluster(tmp_path) as cluster:

@@ -78,6 +78,7 @@ def stall_twice(cluster: Cluster, victim: Worker, load: Load) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.essential
 def test_stuck_engines(paired: Cluster, oracle: Oracle) -> None:
     """Every request ends well: continued on, or sent to, another worker."""
     prefill, decoder = launch(paired, "prefill"), launch(paired, "decode")

@@ -179,6 +179,7 @@ def check_refused_and_clear(keeper: Keeper, urls: list[str], deadly: int) -> Non
         until(lambda url=url: not status(url)["suspects"], 20, "cleared")  # type: ignore[misc]
 
 
+@pytest.mark.essential
 def test_three_deadly_prompts_at_two_frontends(tmp_path: Path, model_path: Path) -> None:
     """The short form of the test with ten. The streams fill all slots of the surviving workers.
     Each lives for 6 s, so all are seen to run at once."""

@@ -177,6 +177,7 @@ def test_writer_killed_inside_a_batch_frees_its_blocks(
     assert took < 1.0
 
 
+@pytest.mark.essential
 def test_writer_stopped_at_any_moment(region: Region, start: Callable[..., Writer]) -> None:
     fences, rng = region.owner.fences, random.Random(7)
     writer = start()
@@ -202,6 +203,7 @@ def test_writer_stopped_at_any_moment(region: Region, start: Callable[..., Write
     assert fences.in_use == 0
 
 
+@pytest.mark.essential
 def test_files_of_a_killed_owner_are_swept(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"

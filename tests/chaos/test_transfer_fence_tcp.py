@@ -55,6 +55,7 @@ def start(region: Region, tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("point", ["stream.write.batch", "stream.write.before_batch"])
+@pytest.mark.essential
 def test_blocks_of_a_stopped_writer_are_free_at_once(
     point: str, region: Region, start: Start
 ) -> None:

@@ -59,6 +59,7 @@ def streams_on(client: openai.OpenAI, count: int, max_tokens: int) -> list[Any]:
     return streams
 
 
+@pytest.mark.essential
 def test_row_8_decode_dies_with_jobs_outstanding(paired: Cluster, oracle: Oracle) -> None:
     """Prefill workers drop the jobs of a dead decode worker; the queue empties by itself, and
     its requests, of which no token was out, are served by the other worker."""
@@ -74,6 +75,7 @@ def test_row_8_decode_dies_with_jobs_outstanding(paired: Cluster, oracle: Oracle
 
 
 @pytest.mark.long
+@pytest.mark.essential
 def test_row_10_decode_restarts_under_the_same_address(paired: Cluster, oracle: Oracle) -> None:
     """A writer stopped in the memory of a decode worker that is killed and started again, with the
     same name and address: what it goes on to write and to say reaches nothing of the new one."""
@@ -105,6 +107,7 @@ def test_row_10_decode_restarts_under_the_same_address(paired: Cluster, oracle: 
 
 
 @pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.long)])
+@pytest.mark.essential
 def test_row_11_engine_dies_inside_a_worker(role: str, paired: Cluster, oracle: Oracle) -> None:
     """The process ends without its engine, and others serve. It revokes its lease, which would
     otherwise last for a minute. A decode worker revokes what is being written to it."""
@@ -121,6 +124,7 @@ def test_row_11_engine_dies_inside_a_worker(role: str, paired: Cluster, oracle: 
         assert "the engine broke" in victim.log.read_text()
 
 
+@pytest.mark.essential
 def test_row_16_etcd_down_shorter_than_the_ttl(paired: Cluster, oracle: Oracle) -> None:
     """Nobody registers again: that would be a new incarnation, and never the old one again."""
     before = paired.incarnations()
@@ -134,6 +138,7 @@ def test_row_16_etcd_down_shorter_than_the_ttl(paired: Cluster, oracle: Oracle) 
         assert paired.incarnations() == before
 
 
+@pytest.mark.essential
 def test_row_19_no_prefill_worker_then_one_again(paired: Cluster, oracle: Oracle) -> None:
     """Local at once and by decision, not by waiting for anything; then remote again.
 
@@ -151,6 +156,7 @@ def test_row_19_no_prefill_worker_then_one_again(paired: Cluster, oracle: Oracle
         paired.wait_ready(paired.launch("prefill"))
 
 
+@pytest.mark.essential
 def test_row_20_lease_revoked_mid_write(paired: Cluster, oracle: Oracle) -> None:
     """A drain: what was granted is finished, the process exits with 0."""
     (worker,) = paired.of("prefill")
@@ -167,6 +173,7 @@ def test_row_20_lease_revoked_mid_write(paired: Cluster, oracle: Oracle) -> None
         assert told["prefill_instance"] == worker.instance_id
 
 
+@pytest.mark.essential
 def test_row_21_sigterm_finishes_running_streams(paired: Cluster, oracle: Oracle) -> None:
     """The draining worker finishes its answers. None is continued elsewhere."""
     leaving = another_decode(paired)
@@ -214,6 +221,7 @@ def test_row_21_a_drain_does_not_wait_for_a_stopped_writer(paired: Cluster, orac
 
 
 @pytest.mark.long
+@pytest.mark.essential
 def test_row_21_second_sigterm_forces(paired: Cluster, oracle: Oracle) -> None:
     victim = another_decode(paired)
     with checked(paired, oracle):
@@ -231,6 +239,7 @@ def test_row_21_second_sigterm_forces(paired: Cluster, oracle: Oracle) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.essential
 def test_row_22_rolling_restart_under_load(paired: Cluster, oracle: Oracle) -> None:
     """Every worker is replaced, one after another; no request fails."""
     with checked(paired, oracle) as check, check.load(threads=3, seed=14_000) as load:
@@ -243,6 +252,7 @@ def test_row_22_rolling_restart_under_load(paired: Cluster, oracle: Oracle) -> N
 
 
 @pytest.mark.long
+@pytest.mark.essential
 def test_row_26_frontend_dies_with_streams_open(paired: Cluster, oracle: Oracle) -> None:
     """The decode worker aborts the requests of a frontend that is gone; blocks come back."""
     survivor = paired.frontend_url
@@ -283,6 +293,7 @@ def small(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         cluster.stop()
 
 
+@pytest.mark.essential
 def test_row_27_preemption_while_remote_prefills_are_outstanding(
     small: Cluster, oracle: Oracle
 ) -> None:

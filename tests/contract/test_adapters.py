@@ -119,6 +119,7 @@ async def cluster(client: EtcdClient, ns: str) -> AsyncIterator[Cluster]:
         yield Cluster(stack, client, ns)
 
 
+@pytest.mark.essential
 async def test_what_one_loads_all_serve_until_one_unloads_it(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -160,6 +161,7 @@ async def test_other_files_at_its_path_are_served_by_all_or_refused(
     assert await two.weights("x") == b"B"
 
 
+@pytest.mark.essential
 async def test_workers_with_different_files_refuse_the_load_and_go_on(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def remote(decode: DecodeHalf, seed: int) -> bool:
     return decode.side.decide(request, 0)[1]
 
 
+@pytest.mark.essential
 async def test_a_burst_is_admitted_up_to_the_expected_wait(tmp_path: Path) -> None:
     async with Cluster(tmp_path) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=7)
@@ -71,6 +72,7 @@ async def test_a_burst_is_admitted_up_to_the_expected_wait(tmp_path: Path) -> No
         await cluster.check_clean()
 
 
+@pytest.mark.essential
 async def test_a_prompt_whose_job_nats_does_not_take_stays_and_takes_no_blocks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,6 +90,7 @@ async def test_a_prompt_whose_job_nats_does_not_take_stays_and_takes_no_blocks(
         assert "raise max_payload" in told
 
 
+@pytest.mark.essential
 async def test_prompts_too_long_for_some_prefill_workers_go_to_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -218,6 +218,7 @@ def forge(body: bytes) -> list[bytes]:
 @pytest.mark.parametrize(
     "attack", [flip, lambda body: [body, body], forge], ids=["changed", "repeated", "inserted"]
 )
+@pytest.mark.essential
 async def test_nobody_on_the_path_can_speak_for_a_worker(
     locked: Decode, attack: Callable[[bytes], list[bytes]]
 ) -> None:

@@ -90,6 +90,7 @@ def test_a_writer_of_another_process(gpu_region: Region, tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.essential
 def test_a_free_lock_proves_nothing_before_the_writers_process_has_ended(
     gpu_region: Region, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ async def stock_of(rig: ForwardRig, requests: int) -> int:
     return stock
 
 
+@pytest.mark.essential
 async def test_a_fleet_is_moved_over_in_steps_and_back() -> None:
     async with forwarding() as rig:
         rig.workers = True

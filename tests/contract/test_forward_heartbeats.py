@@ -88,6 +88,7 @@ async def beating(rig: ForwardRig, dealer: Any, roles: str = "PD") -> AsyncItera
         await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.mark.essential
 async def test_servers_that_send_heartbeats_over_zmq_serve_until_they_are_silent() -> None:
     async with (
         forwarding("batch", "p2p", known=False) as rig,

@@ -151,6 +151,7 @@ async def test_servers_that_ask_for_an_api_key() -> None:
         assert rig.decode[0].remote == 1
 
 
+@pytest.mark.essential
 async def test_servers_get_only_those_headers_of_a_client_that_vllm_reads() -> None:
     secret = [
         b"authorization", b"x-api-key", b"api-key", b"cookie", b"proxy-authorization", b"forwarded",
@@ -347,6 +348,7 @@ def test_a_server_that_asks_no_connector_is_known_by_its_counters(
     assert not load_of((ASKED % counts).replace("external_", "other_")).bare
 
 
+@pytest.mark.essential
 async def test_a_server_without_a_connector_is_refused_until_it_is_started_with_one() -> None:
     async with forwarding() as rig:
         decode = rig.decode[0]

@@ -143,6 +143,7 @@ async def test_stages_are_explained(how: Any) -> None:
 @each_stock
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("fault", ["breaks", "refuses", "full"])
+@pytest.mark.essential
 async def test_a_failed_stage_is_repeated_at_another_server(
     how: Any, role: str, fault: str
 ) -> None:

@@ -54,6 +54,7 @@ async def served() -> AsyncIterator[tuple[Admission, int]]:
         await running
 
 
+@pytest.mark.essential
 async def test_a_client_that_reads_nothing_is_left_and_one_that_goes_too(
     served: tuple[Admission, int],
 ) -> None:

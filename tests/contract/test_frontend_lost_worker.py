@@ -76,6 +76,7 @@ async def begun(r: Rig, record: WorkerRecord, request_id: str) -> None:
 
 
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.essential
 async def test_a_lost_process_is_noticed_within_five_seconds(fault: int) -> None:
     """Two frontends: one knows another worker and goes on there, one does not and says so."""
     other = FakeDecode("decode-2")

@@ -35,6 +35,7 @@ async def kill_two(r: Rig, name: str = "d") -> str:
     return str(row["fingerprint"])
 
 
+@pytest.mark.essential
 async def test_what_one_frontend_refuses_the_other_refuses_until_it_is_cleared(
     etcd: EtcdServer, ns: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -353,6 +353,7 @@ async def test_a_slow_decode_worker_stops_the_others_for_a_bounded_time(
         await cluster.check_clean()
 
 
+@pytest.mark.essential
 async def test_nothing_is_pulled_beyond_the_credits(tmp_path: Path) -> None:
     """While the first prompt cannot be written, only a pull that is under way brings another."""
     async with Cluster(tmp_path, credit_blocks=4, patience_s=100) as cluster:

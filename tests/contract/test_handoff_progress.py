@@ -50,6 +50,7 @@ def slow(cluster: Cluster, half: DecodeHalf | PrefillHalf, stands_after: int = 1
 
 
 @pytest.mark.parametrize(("mode", "chunk"), [(KvMode.PUSH_ASYNC, 1000), (KvMode.PULL, 7)])
+@pytest.mark.essential
 async def test_a_job_that_moves_is_never_timed_out_and_started_again(
     tmp_path: Path, mode: KvMode, chunk: int
 ) -> None:

@@ -172,6 +172,7 @@ async def test_row_18_jobs_go_past_a_worker_that_cannot_reach_their_decode_worke
         assert (cut.runner.completed, other.runner.completed) == (1, 13)
 
 
+@pytest.mark.essential
 async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

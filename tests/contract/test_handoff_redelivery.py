@@ -255,6 +255,7 @@ async def test_a_holder_that_fails_after_the_last_delivery_leaves_the_prompt_to_
 
 @pytest.mark.parametrize("to", ["decode", "prefill"])
 @pytest.mark.parametrize("sealed_length", [5, 0], ids=["noise", "empty"])
+@pytest.mark.essential
 async def test_an_unreadable_frame_ends_the_control_connection(
     cluster: Cluster, deliveries: Counter[str], to: str, sealed_length: int
 ) -> None:

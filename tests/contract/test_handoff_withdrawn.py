@@ -73,6 +73,7 @@ async def stop_at(
 @pytest.mark.parametrize("how", ["abort", "claim timeout"])
 @pytest.mark.parametrize("when", ["before the publish", "being published", "in a lane", "pulled"])
 @pytest.mark.parametrize("queue", ["memory", "nats"])
+@pytest.mark.essential
 async def test_it_is_not_computed(tmp_path: Path, when: str, how: str, queue: str) -> None:
     server = None
     if queue == "nats":

@@ -64,6 +64,7 @@ async def test_a_move_is_an_order_to_the_worker(client: EtcdClient, ref: Cluster
     assert (again.moves, (await last_move(client, ref.namespace))[1]) == ((), revision)
 
 
+@pytest.mark.essential
 async def test_of_many_planners_one_orders(client: EtcdClient, ref: ClusterRef) -> None:
     plans = await asyncio.gather(*(step(ref) for _ in range(6)))
     assert sum(len(one.moves) for one in plans) == 1

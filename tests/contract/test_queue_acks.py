@@ -209,6 +209,7 @@ async def test_closing_does_not_wait_for_ever(
     assert pair[1].acks.unconfirmed == 3
 
 
+@pytest.mark.essential
 async def test_an_old_delivery_does_not_ack_a_job_of_a_new_stream(
     server: NatsServer, pair: Pair
 ) -> None:

@@ -172,6 +172,7 @@ async def test_the_same_job_id_is_one_job(bench: Bench) -> None:
     assert await bench.consumer.pull(1, 1, 0.05) == []
 
 
+@pytest.mark.essential
 async def test_a_full_queue_refuses(make: Make) -> None:
     bench = await make(replace(a_config(), max_jobs=2))
     first = await bench.producer.publish("a", b"", 1)
@@ -260,6 +261,7 @@ async def test_the_newest_dead_letters_come_first(bench: Bench) -> None:
     assert [letter.job_id for letter in await bench.dead_letters()] == ["c", "b", "a"]
 
 
+@pytest.mark.essential
 async def test_max_deliver_ends_in_a_dead_letter_and_an_empty_queue(bench: Bench) -> None:
     await bench.producer.publish("a", b"body", 1)
     for number in (1, 2, 3):
@@ -397,6 +399,7 @@ async def test_depth_knows_the_oldest_age(bench: Bench) -> None:
     assert 0.1 < bench.producer.depth().oldest_age_s < SOON_S
 
 
+@pytest.mark.essential
 async def test_many_jobs_over_several_workers_each_once(bench: Bench) -> None:
     workers = [bench.consumer, await bench.add_consumer(), await bench.add_consumer()]
     await asyncio.gather(*(bench.producer.publish(f"j{i}", b"", 10) for i in range(60)))

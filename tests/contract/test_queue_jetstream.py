@@ -156,6 +156,7 @@ async def test_a_server_that_came_back_empty_is_set_up_again(
 
 
 @pytest.mark.parametrize("what", ["stream", "consumer"])
+@pytest.mark.essential
 async def test_a_deleted_stream_or_consumer_is_made_again(
     pair: Pair, config: QueueConfig, what: str
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
+import pytest
+
 from tests.contract.test_queue_contract import ACK_WAIT_S, SOON_S, Bench, hasty, make
 
 __all__ = ["hasty", "make"]
@@ -13,6 +15,7 @@ TRIES = 20
 try shows nothing, so the test tries again."""
 
 
+@pytest.mark.essential
 async def test_silence_brings_the_job_back_and_in_progress_does_not(hasty: Bench) -> None:
     for number in range(TRIES):
         await hasty.producer.publish(f"a{number}", b"", 1)

@@ -191,6 +191,7 @@ async def both(
     )
 
 
+@pytest.mark.essential
 async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
     nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +220,7 @@ async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
     await asyncio.gather(*(worker.close() for worker in (*first, *second)))
 
 
+@pytest.mark.essential
 async def test_settings_act_on_running_workers_and_a_refused_one_harms_nobody(
     nats: NatsServer, config: QueueConfig, caplog: pytest.LogCaptureFixture
 ) -> None:

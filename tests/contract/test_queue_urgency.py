@@ -53,6 +53,7 @@ async def handed_out(bench: Bench, count: int) -> list[str]:
     return names
 
 
+@pytest.mark.essential
 async def test_urgent_jobs_come_first_and_short_ones_before_long_ones(bench: Bench) -> None:
     await publish(
         bench, J("first", 9000, LOOSE), J("l", 100, LOOSE), J("n long", 5000), J("n", 100),

@@ -207,6 +207,7 @@ async def test_watch_survives_compaction_and_takes_a_big_message(
 # ------------------------------------------------------------------ settings
 
 
+@pytest.mark.essential
 async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
     client: EtcdClient, ns: str, caplog: pytest.LogCaptureFixture
 ) -> None:

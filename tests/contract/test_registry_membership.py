@@ -249,6 +249,7 @@ async def test_a_worker_whose_lease_is_kept_asks_etcd_for_no_other_sign_of_life(
     await here.leave()
 
 
+@pytest.mark.essential
 async def test_directory_ignores_malformed_records_and_says_so_once(
     client: EtcdClient, ns: str, caplog: pytest.LogCaptureFixture
 ) -> None:

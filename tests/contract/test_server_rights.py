@@ -111,6 +111,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
         yield server
 
 
+@pytest.mark.essential
 async def test_a_worker_lives_on_the_rights_of_its_namespace(etcd: EtcdServer) -> None:
     url = etcd.url.replace("://", f"://demo:{PASSWORD}@")
     client = await EtcdClient.connect(url, wait_s=HANG_S)

@@ -38,6 +38,7 @@ def within(inner: Span, outer: Span) -> bool:
     return outer.start_ns - slack <= inner.start_ns <= inner.end_ns <= outer.end_ns + slack
 
 
+@pytest.mark.essential
 async def test_one_prompt(tmp_path: Path, receiver: Receiver) -> None:
     async with Cluster(tmp_path, "shm") as cluster:
         decode, _ = await cluster.decode(), await cluster.prefill(chunk=5)

@@ -63,6 +63,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.mark.parametrize("remote", sorted(LAYOUTS))
 @pytest.mark.parametrize("local", ["dense", "padded-heads", "block-outermost"])
+@pytest.mark.essential
 def test_write_moves_exactly_the_named_blocks(rig: Rig, local: str, remote: str) -> None:
     region, mine = rig.region(LAYOUTS[remote]), rig.local(LAYOUTS[local])
     before, gaps = region.pages.copy(), region.data.copy()
@@ -153,6 +154,7 @@ def test_revoked_fence_refuses_both_ways(rig: Rig) -> None:
 
 @pytest.mark.parametrize("rig", MAPPED, indirect=True)
 @pytest.mark.parametrize("verb", ["write_blocks", "read_blocks"])
+@pytest.mark.essential
 def test_no_revoke_while_a_batch_is_under_way(rig: Rig, verb: str) -> None:
     region, mine = rig.region(DENSE), rig.local(DENSE)
     session, other = rig.connect(mine, region), rig.connect(mine, region)
@@ -266,6 +268,7 @@ def test_other_incarnation_is_refused(rig: Rig) -> None:
     renewed.close()
 
 
+@pytest.mark.essential
 def test_restarted_owner_is_out_of_reach_of_an_old_descriptor(rig: Rig) -> None:
     region, mine = rig.region(DENSE), rig.local(DENSE)
     old_session = rig.connect(mine, region)

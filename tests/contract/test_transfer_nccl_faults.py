@@ -43,6 +43,7 @@ def test_a_peer_killed_in_a_transfer_holds_up_no_other(make: Make) -> None:
     fresh.close()
 
 
+@pytest.mark.essential
 def test_a_revoke_ends_a_transfer_that_hangs_and_nothing_lands_afterwards(make: Make) -> None:
     place = make()
     session, token = place.connect(), place.token()

@@ -232,6 +232,7 @@ def test_a_writer_stopped_in_a_batch_is_refused_and_holds_nothing(
 
 @needs_nixl
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.essential
 def test_a_writer_stopped_or_killed_anywhere_leaves_not_one_byte_after_the_proof(
     big: Region, start: Callable[..., Writer], number: signal.Signals
 ) -> None:

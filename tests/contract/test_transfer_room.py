@@ -28,6 +28,7 @@ def refused(why: str) -> float:
     return metrics.KV_REFUSED.labels(why)._value.get()
 
 
+@pytest.mark.essential
 def test_connections_are_bounded_by_open_files(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

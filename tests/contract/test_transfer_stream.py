@@ -164,6 +164,7 @@ def test_a_block_outside_the_grant_is_refused(make: Make, verb: str) -> None:
     session.close()
 
 
+@pytest.mark.essential
 def test_a_prefix_hit_is_read_and_never_written(make: Make) -> None:
     """Its blocks belong to other requests, too."""
     _, region, mine, session, _ = start(make)

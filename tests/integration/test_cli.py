@@ -31,6 +31,7 @@ from tests.support.command_line import (
 )
 
 
+@pytest.mark.essential
 def test_up_detached_then_down(state: Path) -> None:
     up = run(state, "up", "--detach", *SERVERS_ONLY)
     assert up.returncode == 0, up.stderr
@@ -58,6 +59,7 @@ def test_up_detached_then_down(state: Path) -> None:
     assert (again.returncode, "nothing runs" in again.stdout) == (0, True)
 
 
+@pytest.mark.essential
 def test_a_second_up_is_refused_and_harms_nothing(state: Path) -> None:
     assert run(state, "up", "--detach", *SERVERS_ONLY).returncode == 0
     running = recorded(state)
@@ -70,6 +72,7 @@ def test_a_second_up_is_refused_and_harms_nothing(state: Path) -> None:
     run(state, "down")
 
 
+@pytest.mark.essential
 def test_down_after_up_was_killed(state: Path) -> None:
     up = start(state, "up", *SERVERS_ONLY)
     read_until(up, "ready (no frontend)")
@@ -207,6 +210,7 @@ def test_foreground_reports_a_server_that_dies_and_goes_on(state: Path) -> None:
     assert up.returncode == 0
 
 
+@pytest.mark.essential
 def test_a_child_that_dies_while_starting_takes_nothing_with_it(
     state: Path, tmp_path: Path
 ) -> None:
@@ -236,6 +240,7 @@ def test_a_child_that_dies_while_starting_takes_nothing_with_it(
         (("--etcd", "http://127.0.0.1:1"), "no etcd at http://127.0.0.1:1"),
     ],
 )
+@pytest.mark.essential
 def test_what_cannot_work_is_one_line_before_anything_starts(
     state: Path, arguments: tuple[str, ...], message: str
 ) -> None:
@@ -247,6 +252,7 @@ def test_what_cannot_work_is_one_line_before_anything_starts(
     assert not (state / "logs").exists()
 
 
+@pytest.mark.essential
 def test_commands_that_ask_a_running_cluster(state: Path) -> None:
     assert run(state, "up", "--detach", *SERVERS_ONLY).returncode == 0
     try:
@@ -275,6 +281,7 @@ def test_commands_that_ask_a_running_cluster(state: Path) -> None:
         run(state, "down")
 
 
+@pytest.mark.essential
 def test_other_peoples_servers_are_used_and_left_alone(state: Path, tmp_path: Path) -> None:
     first = tmp_path / "first"
     assert run(first, "up", "--detach", *SERVERS_ONLY).returncode == 0

@@ -194,6 +194,7 @@ def _no_idle_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "_IDLE_POLL_MS", 60_000)
 
 
+@pytest.mark.essential
 def test_one_prompt_in_a_step_and_the_next_prefix_meanwhile(model_path: Path) -> None:
     lengths = {"a": 3 * STEP, "b": STEP + 7, "c": 3, "d": STEP, "e": 2 * STEP + 1, "f": 40}
     hits = {"b": STEP, "d": 2 * BLOCK, "f": BLOCK}
@@ -221,6 +222,7 @@ def test_without_it_prompts_share_steps(model_path: Path) -> None:
     assert max(len(step) for step in made.steps) > 1
 
 
+@pytest.mark.essential
 def test_running_and_arriving_requests_have_seats_together(model_path: Path) -> None:
     with prefills(model_path, 0, "--max-num-seqs=3") as made:
         made.copies.held = threading.Event()

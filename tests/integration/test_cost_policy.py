@@ -55,6 +55,7 @@ def explained(cluster: Cluster, answers: list[Answer]) -> list[dict[str, Any]]:
     return [cluster.explain(answer.request_id) for answer in answers]
 
 
+@pytest.mark.essential
 def test_predictions_and_outcomes_are_explained(cluster: Cluster, oracle: Oracle) -> None:
     cluster.set_router(policy="cost")
 
@@ -78,6 +79,7 @@ def test_predictions_and_outcomes_are_explained(cluster: Cluster, oracle: Oracle
         assert cluster.counter(f"pullfill_cost_{name}_seconds_count") > 0
 
 
+@pytest.mark.essential
 def test_a_prompt_that_must_stay_is_computed_in_chunks(cluster: Cluster, oracle: Oracle) -> None:
     """A step without prompts keeps the target, and a step with a whole prompt does not."""
     try:

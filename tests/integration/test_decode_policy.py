@@ -53,6 +53,7 @@ def all_warm(cluster: Cluster) -> bool:
     return all(row["routing"]["prefix"]["state"] == "warm" for row in rows)
 
 
+@pytest.mark.essential
 def test_turns_go_where_their_prefix_is_until_that_worker_is_gone(cluster: Cluster) -> None:
     talks = [Conversation(cluster, seed) for seed in range(4)]
     places = [talk.turn()["decode_instance"] for talk in talks]

@@ -12,6 +12,7 @@ from tests.support.oracle import Oracle
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.essential
 def test_second_prefill_joins_by_hand_and_leaves_by_lease_revocation(
     cluster: Cluster, oracle: Oracle
 ) -> None:
@@ -27,6 +28,7 @@ def test_second_prefill_joins_by_hand_and_leaves_by_lease_revocation(
     load.check_fallbacks()
 
 
+@pytest.mark.essential
 def test_second_decode_joins_by_hand_and_is_drained_by_command(
     cluster: Cluster, oracle: Oracle
 ) -> None:

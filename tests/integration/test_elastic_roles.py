@@ -34,6 +34,7 @@ def worker(elastic: Cluster) -> Worker:
     return found
 
 
+@pytest.mark.essential
 def test_two_round_trips_under_load(elastic: Cluster, worker: Worker, oracle: Oracle) -> None:
     with Load(elastic, seed=3000) as load:
         for _ in range(2):
@@ -67,6 +68,7 @@ def test_streams_that_run_are_finished(elastic: Cluster, worker: Worker, oracle:
     assert not any(elastic.explain(answer.request_id)["migrated_from"] for answer in answers)
 
 
+@pytest.mark.essential
 def test_a_worker_that_is_both_decodes_and_prefills(
     elastic: Cluster, worker: Worker, oracle: Oracle
 ) -> None:

@@ -14,6 +14,7 @@ from pullfill.errors import BadMessage
 from tests.support.features import feature
 
 
+@pytest.mark.essential
 def test_what_a_prefill_worker_decodes_is_what_was_encoded() -> None:
     made = [feature(0, 4), feature(6, 3, modality="video", nbytes=4000)]
     found = features.decode(features.encode(made), tokens=9)

@@ -160,6 +160,7 @@ async def test_a_request_is_explained_by_the_ids_that_its_client_knows(served: S
         assert found["error"]
 
 
+@pytest.mark.essential
 async def test_transfer_params_of_a_client_never_reach_a_worker(served: Served) -> None:
     fake = FakeDecode("decode-1", model="m", max_model_len=512)
     async with workers(served, fake) as http:
@@ -179,6 +180,7 @@ async def test_transfer_params_of_a_client_never_reach_a_worker(served: Served) 
         assert "remote_block_ids" not in repr(fake.added[0])
 
 
+@pytest.mark.essential
 async def test_bad_input_gets_vllms_answer_and_no_worker_hears_of_it(served: Served) -> None:
     fake = FakeDecode("decode-1", model="m", max_model_len=512)
     async with workers(served, fake) as http:
@@ -288,6 +290,7 @@ async def test_a_worker_lost_mid_stream_ends_the_stream_with_its_name(
     [("/v1/completions", {"prompt": "hi"}),
      ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})],
 )  # fmt: skip
+@pytest.mark.essential
 async def test_an_error_has_one_type_in_streams_and_bodies(
     served: Served, path: str, asked: dict[str, Any]
 ) -> None:
@@ -340,6 +343,7 @@ async def test_a_worker_lost_before_the_first_token_costs_nothing(served: Served
         assert texts == {expected(two.added[0].prompt_token_ids or [], 4)}
 
 
+@pytest.mark.essential
 async def test_without_a_worker_streams_too_get_503(served: Served) -> None:
     async with workers(served) as http:
         ready = await http.get("/ready")

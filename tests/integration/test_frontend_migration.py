@@ -70,6 +70,7 @@ def text_of(event: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("how", ["die", "leave"])
+@pytest.mark.essential
 async def test_a_stream_goes_on_and_its_client_cannot_tell(
     served: Served, path: str, how: str
 ) -> None:
@@ -107,6 +108,7 @@ async def test_an_answer_that_is_not_streamed_goes_on(served: Served, path: str)
         assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", TOKENS)
 
 
+@pytest.mark.essential
 async def test_a_stop_string_across_the_break_is_found(served: Served) -> None:
     """Its first letters come from one worker and its last from the other."""
     async with pair(served) as (http, fakes):
@@ -141,6 +143,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type":
         ({"frequency_penalty": 0.5}, "frequency penalty", True),
     ],
 )
+@pytest.mark.essential
 async def test_what_cannot_be_exact_says_so(
     served: Served, more: dict[str, Any], word: str, streamed: bool
 ) -> None:

@@ -53,6 +53,7 @@ async def test_it_says_that_it_leaves_serves_on_and_ends_what_is_left_with_an_er
 
 
 @pytest.mark.parametrize("served", ["0"], indirect=True)
+@pytest.mark.essential
 async def test_drain_finishes_open_streams_and_exits_0(served: Served) -> None:
     fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.01)
     etcd = await EtcdClient.connect(served.etcd.url)

@@ -63,6 +63,7 @@ def secure(model_path: Path, tmp_path: Path) -> Iterator[Secure]:
         yield Secure(served, log, live, old, new)
 
 
+@pytest.mark.essential
 async def test_a_new_certificate_is_shown_while_answers_stream(secure: Secure) -> None:
     served = secure.served
     trusts_old, trusts_new = (

@@ -93,6 +93,7 @@ async def test_either_continues_a_conversation_of_the_other(pair: Pair) -> None:
         assert (await http.post(f"{one.url}/v1/responses", json=unknown)).status_code == 404
 
 
+@pytest.mark.essential
 async def test_both_serve_one_port_and_explain_the_requests_of_both(pair: Pair) -> None:
     shared, one, two = pair
     fake = FakeDecode("decode-1", model="m", max_model_len=512)

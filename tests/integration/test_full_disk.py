@@ -22,6 +22,7 @@ MIB = 200
 @pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.timeout(400)
+@pytest.mark.essential
 def test_a_disk_that_fills_stops_nothing(state: Path, model_path: Path) -> None:
     """Not the requests, and not the restarts. When it has room again, all is as before."""
 

@@ -62,6 +62,7 @@ def codecs() -> tuple[front_wire.WorkerCodec, front_wire.FrontendCodec]:
 
 
 @EXAMPLES
+@pytest.mark.essential
 def test_vllms_codec_gives_its_structs_or_bad_message(
     codecs: tuple[front_wire.WorkerCodec, front_wire.FrontendCodec], examples: int
 ) -> None:
@@ -148,6 +149,7 @@ def request_server(
 
 
 @EXAMPLES
+@pytest.mark.essential
 def test_any_multipart_message_leaves_the_engine_thread_alive(
     request_server: RequestServer, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +182,7 @@ def test_any_multipart_message_leaves_the_engine_thread_alive(
 # ------------------------------------------------------------------ what a salt keeps apart
 
 
+@pytest.mark.essential
 def test_blocks_of_two_salts_never_have_one_hash() -> None:
     """The prefill worker's own prefix cache: the salt of the user is in every block's hash, from
     the first on, so what one tenant's prompt left there is no hit for another's."""

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("policy", ["always_local", "always_remote"])
+@pytest.mark.essential
 def test_fuzz_no_request_ends_an_engine_and_each_gets_an_answer(
     cluster: Cluster, oracle: Oracle, policy: str
 ) -> None:

@@ -23,6 +23,7 @@ def last_error(worker: Worker, within_s: float = 90.0) -> str:
     return lines[0]
 
 
+@pytest.mark.essential
 def test_a_worker_that_does_not_fit_names_the_field(cluster: Cluster) -> None:
     misfits = {
         "kv_cache_dtype": cluster.launch("prefill", "--kv-cache-dtype=fp8"),
@@ -56,6 +57,7 @@ def test_the_model_is_the_same_whatever_the_number_of_ranks(tmp_path: Path) -> N
         cluster.stop()
 
 
+@pytest.mark.essential
 def test_unreachable_servers_are_retried_and_then_named(cluster: Cluster) -> None:
     nowhere = "127.0.0.1:9"
     no_etcd = cluster.launch("decode", "--etcd", f"http://{nowhere}", "--connect-timeout", "2")

@@ -21,6 +21,7 @@ TOLERANCE = 2e-2
 """A number that rounding moves over the border of two codes changes by 6 %."""
 
 
+@pytest.mark.essential
 def test_other_scales_are_refused_by_name_and_prompts_stay_local(tmp_path: Path) -> None:
     model, other = scaled_checkpoint(0.05), scaled_checkpoint(0.01)
     assert model_fingerprint(str(model)) == model_fingerprint(str(other)), "it misses the scales"

@@ -48,6 +48,7 @@ def ask(cluster: Cluster, seed: int) -> str:
     return answer.id
 
 
+@pytest.mark.essential
 def test_a_job_is_seen_on_its_way_and_the_page_survives_its_frontend(pair: Cluster) -> None:
     with (
         chromium() as browser,

@@ -31,6 +31,7 @@ def url() -> Iterator[str]:
         yield served + PAGE
 
 
+@pytest.mark.essential
 def test_the_page_shows_a_cluster_and_runs_no_text_of_requests(browser: Browser, url: str) -> None:
     with look(browser, url) as found:
         page = found.page

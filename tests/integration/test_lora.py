@@ -57,6 +57,7 @@ def same(one: Answer, other: Answer) -> bool:
     )
 
 
+@pytest.mark.essential
 def test_a_remote_prefill_computes_with_the_adapter_of_the_request(cluster: Cluster) -> None:
     cluster.set_router(policy="always_local")
     prompts = [random_prompt(length, seed=1) for length in LENGTHS]
@@ -82,6 +83,7 @@ def test_a_remote_prefill_computes_with_the_adapter_of_the_request(cluster: Clus
     cluster.assert_clean()
 
 
+@pytest.mark.essential
 def test_other_files_at_its_path_are_another_adapter_once_they_are_loaded(
     cluster: Cluster, adapters: Path
 ) -> None:
@@ -132,6 +134,7 @@ def load(
     )
 
 
+@pytest.mark.essential
 def test_an_adapter_that_cannot_be_loaded_is_refused_and_ends_no_engine(
     cluster: Cluster, adapters: Path
 ) -> None:

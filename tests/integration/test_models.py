@@ -61,6 +61,7 @@ def served(
         yield served
 
 
+@pytest.mark.essential
 def test_cold(served: Served) -> None:
     cluster = served.cluster
     for record in [*cluster.records("decode").values(), *cluster.records("prefill").values()]:
@@ -134,6 +135,7 @@ def test_cancelled(served: Served) -> None:
     served.check(prompts, [ask(served.cluster, prompts[0], STEPS)])
 
 
+@pytest.mark.essential
 def test_killed(served: Served) -> None:
     """The decode worker computes what its prefill worker did not."""
     cluster = served.cluster

@@ -80,6 +80,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster.stop()
 
 
+@pytest.mark.essential
 def test_images_go_remote_and_change_the_answer(cluster: Cluster) -> None:
     cluster.set_router(policy="always_local")
     local = {colour: ask(cluster, colour) for colour in COLOURS}

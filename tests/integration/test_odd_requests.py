@@ -78,6 +78,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.essential
 def test_a_request_that_cannot_be_served_gets_400_and_a_reason(
     cluster: Cluster, oracle: Oracle, case: str
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_bias_for_every_token_of_the_vocabulary_is_served(
 
 
 @pytest.mark.parametrize("point", ["frontend.submit", "decode.intake"])
+@pytest.mark.essential
 def test_a_bug_while_a_request_is_taken_in_does_not_look_like_a_bad_request(
     cluster: Cluster, oracle: Oracle, point: str
 ) -> None:
@@ -122,6 +124,7 @@ def test_a_bug_while_a_request_is_taken_in_does_not_look_like_a_bad_request(
         assert send(cluster, COMPLETIONS, body).status_code == 200
 
 
+@pytest.mark.essential
 def test_a_grammar_that_takes_seconds_does_not_stop_others(cluster: Cluster) -> None:
     """Its one mask takes most of the time of its request. Another stream goes on meanwhile."""
     odd = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": SLOW_REGEX}}

@@ -108,6 +108,7 @@ def served(
             own.close()
 
 
+@pytest.mark.essential
 def test_turns_that_the_cache_has_lost_are_loaded(served: Served) -> None:
     cluster = served.cluster
     talks = [random_prompt(700 + 7 * n, seed=20) for n in range(TALKS)]

@@ -261,6 +261,7 @@ def _ready(url: str) -> bool:
 
 
 @pytest.mark.parametrize("name", [*ROWS, *LOCAL])
+@pytest.mark.essential
 def test_the_answer_is_that_of_one_engine(both: Both, name: str) -> None:
     row = ROWS.get(name) or LOCAL[name]
     ours, theirs = both.ask(name, row)
@@ -284,6 +285,7 @@ def test_models(cluster: Cluster) -> None:
     assert [m.id for m in cluster.client().models.list()] == [MODEL]
 
 
+@pytest.mark.essential
 def test_messages_count_a_remote_prompt_like_a_local_one(cluster: Cluster) -> None:
     """Anthropic's usage: tokens read from the prefix cache, and tokens that it has now."""
     usages = []
@@ -302,6 +304,7 @@ def test_messages_count_a_remote_prompt_like_a_local_one(cluster: Cluster) -> No
     assert remote[1]["cache_read_input_tokens"] > 1000
 
 
+@pytest.mark.essential
 def test_disconnect_aborts_at_the_worker(cluster: Cluster) -> None:
     def running() -> int:
         rows = cluster.rows().values()
@@ -354,6 +357,7 @@ def test_bad_input_is_told_clearly(cluster: Cluster) -> None:
     assert "cmpl-unknown" in missing.text
 
 
+@pytest.mark.essential
 def test_live_ready_status(cluster: Cluster) -> None:
     assert web.get(f"{cluster.frontend_url}/live").status_code == 200
     ready = web.get(f"{cluster.frontend_url}/ready").json()

@@ -109,6 +109,7 @@ def test_the_wheel_holds_every_file_of_every_room(wheel: Path) -> None:
     assert "pullfill/frontend/ui/index.html" in inside
 
 
+@pytest.mark.essential
 def test_the_installed_wheel_imports_without_the_repository(venv: Path, tmp_path: Path) -> None:
     names = ", ".join(f"pullfill.{room}" for room in ROOMS)
     code = (

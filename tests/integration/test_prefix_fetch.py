@@ -98,6 +98,7 @@ class Turns:
 
 
 @pytest.mark.parametrize("length", [LEAST + BLOCK + 3, 700, 2000])
+@pytest.mark.essential
 def test_a_prompt_that_moves_is_not_computed_again(
     cluster: Cluster, oracle: Oracle, length: int
 ) -> None:
@@ -188,6 +189,7 @@ def test_a_holder_that_drains_lets_the_reader_finish(cluster: Cluster, oracle: O
 
 
 @pytest.mark.parametrize("point", [READ, "decode.before_lease", "decode.before_lease_end"])
+@pytest.mark.essential
 def test_a_holder_that_is_killed_in_the_middle(
     cluster: Cluster, oracle: Oracle, point: str
 ) -> None:

@@ -99,6 +99,7 @@ def test_blocks_of_local_and_remote_prompts_evicted_and_forgotten(cluster: Clust
     until(lambda: agreed(cluster, decode) == 0, 10, "an empty prefix cache")
 
 
+@pytest.mark.essential
 def test_a_frontend_that_starts_again_is_told_all_blocks(cluster: Cluster) -> None:
     (decode,) = cluster.of("decode")
     expected = agreed(cluster, decode) + 6 * ((300 + STEPS - 1) // BLOCK)

@@ -33,6 +33,7 @@ def used(cluster: Cluster) -> Cluster:
     return cluster
 
 
+@pytest.mark.essential
 def test_labels_are_words_of_a_closed_set(used: Cluster) -> None:
     """No id of a request, job or peer, whatever came over a wire."""
     url = f"{used.frontend_url}/metrics"

@@ -41,6 +41,7 @@ def paths(cluster: Cluster, answers: list[Answer]) -> list[str]:
     return [cluster.explain(a.request_id)["path"] for a in answers]
 
 
+@pytest.mark.essential
 def test_cold_prompts_of_every_length(cluster: Cluster, oracle: Oracle) -> None:
     prompts: list[list[int]] = []
     answers: list[Answer] = []
@@ -68,6 +69,7 @@ def test_cold_prompts_of_every_length(cluster: Cluster, oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("left", [1, 2, 3])
+@pytest.mark.essential
 def test_a_prompt_that_leaves_few_tokens_of_the_context(
     left: int, cluster: Cluster, oracle: Oracle
 ) -> None:
@@ -91,6 +93,7 @@ def test_workers_publish_how_their_kv_is_stored(cluster: Cluster) -> None:
             assert (record.compat.attention, record.compat.kv_scales) == ("CPU_ATTN", "1")
 
 
+@pytest.mark.essential
 def test_prefix_hit_on_decode_is_read_by_the_prefill_worker(
     cluster: Cluster, oracle: Oracle
 ) -> None:
@@ -145,12 +148,14 @@ def test_different_hits_on_both_sides(cluster: Cluster, oracle: Oracle) -> None:
     assert cluster.explain(answer.request_id)["prefix_hit_tokens"] == 300 // BLOCK * BLOCK
 
 
+@pytest.mark.essential
 def test_batched_and_chunked(cluster: Cluster, oracle: Oracle) -> None:
     prompts = [random_prompt(n, seed=7) for n in (5, 90, 600, 1100, 250, 1700, 32, 801)] * 2
     answers = ask_all(cluster, prompts, STEPS, at_once=16)
     check(answers, prompts, oracle)
 
 
+@pytest.mark.essential
 def test_next_turn_is_local_and_cached(cluster: Cluster, oracle: Oracle) -> None:
     cluster.set_router(policy="conditional", max_local_prefill_length=256)
 
@@ -168,6 +173,7 @@ def test_next_turn_is_local_and_cached(cluster: Cluster, oracle: Oracle) -> None
     assert second.cached_tokens >= 0.95 * len(first)
 
 
+@pytest.mark.essential
 def test_every_decision_has_its_reason(cluster: Cluster) -> None:
     before = cluster.counter("pullfill_decision_total", path="local", reason="policy_always_local")
     cluster.set_router(policy="always_local")

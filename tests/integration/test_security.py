@@ -96,6 +96,7 @@ def stranger(locked: Locked) -> Iterator[Worker]:
     worker.kill()
 
 
+@pytest.mark.essential
 def test_a_remote_prefill_gives_the_right_tokens(locked: Locked, oracle: Oracle) -> None:
     prompt = random_prompt(700, seed=81)
     answer = ask(locked, prompt, 6)
@@ -105,6 +106,7 @@ def test_a_remote_prefill_gives_the_right_tokens(locked: Locked, oracle: Oracle)
     assert (told["path"], told["fallback"]) == ("remote", None)
 
 
+@pytest.mark.essential
 def test_http_without_a_key_is_refused(locked: Locked) -> None:
     def status(method: str, path: str, key: str = "") -> int:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -141,6 +143,7 @@ def test_the_command_line_has_the_logins_too(locked: Locked) -> None:
     assert locked.command("config", "get", "router.policy").stdout.strip() == "always_remote"
 
 
+@pytest.mark.essential
 def test_a_worker_with_another_cluster_key_is_kept_out(
     locked: Locked, stranger: Worker, oracle: Oracle
 ) -> None:
@@ -157,6 +160,7 @@ def test_a_worker_with_another_cluster_key_is_kept_out(
     assert [a.tokens for a in answers] == [tokens for tokens, _ in truth(oracle, prompts, 4)]
 
 
+@pytest.mark.essential
 def test_no_secret_is_in_a_log_or_on_a_command_line(locked: Locked) -> None:
     hidden = [PASSWORD, API_KEY, ADMIN_KEY]
     hidden += [(locked.directory / name).read_text().strip() for name in ("key", "other_key")]

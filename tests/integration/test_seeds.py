@@ -21,6 +21,7 @@ LONG = 1600
 
 
 @pytest.mark.parametrize("policy", ["always_local", "always_remote"])
+@pytest.mark.essential
 def test_a_seed_gives_the_tokens_of_a_prompt_in_one_step(
     cluster: Cluster, oracle: Oracle, policy: str
 ) -> None:

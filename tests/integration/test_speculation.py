@@ -109,6 +109,7 @@ def check_drafts(cluster: Cluster, oracle: Oracle, before: dict[str, float]) -> 
     assert right[f"{DRAFTS}accepted_tokens"] > 0
 
 
+@pytest.mark.essential
 def test_answers_and_accepted_drafts_are_those_of_one_engine(
     cluster: Cluster, oracle: Oracle
 ) -> None:
@@ -173,6 +174,7 @@ def test_prompts_of_mla_models_fit_into_a_step() -> None:
     assert steps.enable_chunked_prefill or steps.max_num_scheduled_tokens == 4096
 
 
+@pytest.mark.essential
 def test_what_vllm_would_answer_wrong_is_refused(cluster: Cluster) -> None:
     # vLLM drops min_p from greedy requests. With a temperature, that is refused before it.
     for refused in ({"temperature": 0.5}, {"logit_bias": {"40": 5}}):

@@ -81,6 +81,7 @@ def test_the_workers_have_the_groups_of_the_model(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1, 2, 3])
 @pytest.mark.parametrize("blocks", [1, 4, 9])
+@pytest.mark.essential
 def test_kv_of_all_blocks_and_one_state_are_written(
     cluster: Cluster, blocks: int, beyond: int
 ) -> None:

@@ -40,6 +40,7 @@ def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @each
+@pytest.mark.essential
 async def test_a_pair_answers_as_one_engine(how: str, pair: Peers, oracle: Oracle) -> None:
     first = list(FORWARDERS).index(how) * 10
     prompts = [prompt(first), prompt(first + 1, 17), prompt(first + 2, 700)]

@@ -120,6 +120,7 @@ def kv_files(worker: Worker) -> list[str]:
     return sorted(path.name for path in shm_dir().glob(f"{PREFIX}{worker.instance_id}-*.kv"))
 
 
+@pytest.mark.essential
 def test_tokens_are_those_of_one_engine(cluster: Cluster, oracle: Oracle) -> None:
     def asked(turn: int) -> Asked:
         prompts = [random_prompt(n, seed=31 + 100 * turn) for n in LENGTHS]
@@ -158,6 +159,7 @@ def test_a_worker_has_the_memory_of_all_its_ranks(workers: Pair) -> None:
 # Last: it ends the workers.
 
 
+@pytest.mark.essential
 def test_a_dead_rank_ends_its_worker_and_a_dead_worker_its_ranks(
     workers: Pair, oracle: Oracle
 ) -> None:

@@ -29,6 +29,7 @@ STEPS = 6
         ),
     ],
 )
+@pytest.mark.essential
 def test_tokens_over_other_transports_equal_the_oracle(
     cluster: Cluster, oracle: Oracle, name: str
 ) -> None:

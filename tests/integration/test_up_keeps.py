@@ -68,6 +68,7 @@ def servers_answer(state: Path) -> bool:
     return up == (None, None)
 
 
+@pytest.mark.essential
 def test_servers_come_back_with_their_stores(state: Path) -> None:
     """At the same addresses, with the job stream, the keys and the leases they had."""
 
@@ -110,6 +111,7 @@ def test_servers_come_back_with_their_stores(state: Path) -> None:
         assert re.search(r"nats \(pid \d+\) runs, restarts: 1", run(state, "status").stdout)
 
 
+@pytest.mark.essential
 def test_five_deaths_in_a_minute_are_given_up_and_told(state: Path) -> None:
     with detached(state, *SERVERS_ONLY):
         (state / "nats" / "nats.conf").write_text("listen: {nonsense")
@@ -124,6 +126,7 @@ def test_five_deaths_in_a_minute_are_given_up_and_told(state: Path) -> None:
         assert servers.etcd_ready(cluster(state)["etcd_url"]) is None, "the rest goes on"
 
 
+@pytest.mark.essential
 def test_a_supervisor_only_waits_and_the_cluster_outlives_it(state: Path) -> None:
     def switches(pid: int) -> int:
         text = Path(f"/proc/{pid}/status").read_text()
@@ -213,6 +216,7 @@ def test_orders_lose_no_request(running: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.timeout(600)
+@pytest.mark.essential
 def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) -> None:
     state, url = running, cluster(running)["frontend_url"]
     prompt = random_prompt(700, seed=1)

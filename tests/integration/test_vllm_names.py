@@ -190,6 +190,7 @@ def installed() -> Tree:
     return Tree(Path(spec.origin).parents[1])
 
 
+@pytest.mark.essential
 def test_the_installed_vllm_has_every_name() -> None:
     tree = installed()
     used = uses.of_package(PULLFILL)

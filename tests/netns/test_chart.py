@@ -164,6 +164,7 @@ def ask(pods: Pods, seed: int) -> str:
     return str(told["path"])
 
 
+@pytest.mark.essential
 def test_the_pods_find_each_other_serve_and_drain(pods: Pods) -> None:
     """Three servers of each kind form clusters, of which one may be lost."""
     trios = [f"pullfill-{kind}-{i}" for kind in ("etcd", "nats") for i in range(3)]

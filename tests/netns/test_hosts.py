@@ -77,6 +77,7 @@ def test_prompts_go_remote_over_tcp_with_the_tokens_of_one_engine(
 
 
 @pytest.mark.parametrize(("pair", "way"), CUTS)
+@pytest.mark.essential
 def test_a_cut_wire_fails_no_request(
     pair: str, way: str, cluster: SpreadCluster, oracle: Oracle
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_cut_wire_fails_no_request(
         pytest.param("rate", 20e6, id="rate-20MB/s"),
     ],
 )
+@pytest.mark.essential
 def test_poor_wires_fail_no_request(
     fault: str, value: float, cluster: SpreadCluster, oracle: Oracle
 ) -> None:

@@ -60,6 +60,7 @@ def decided(cluster: SpreadCluster, seed: int) -> dict[str, Any]:
     return ask(cluster, random_prompt(LONG, seed=seed), 1)[1]
 
 
+@pytest.mark.essential
 def test_a_slow_wire_keeps_long_prompts_here_and_explain_says_why(cluster: SpreadCluster) -> None:
     there, back = (cluster.hosts.wire(*pair) for pair in (
         ("prefill0", "decode0"), ("decode0", "prefill0"),

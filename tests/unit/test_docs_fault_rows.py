@@ -1,18 +1,27 @@
-"""Each row of the fault matrix in docs/failure-modes.md has a fault test with its number."""
+"""Each row of the fault matrix in docs/failure-modes.md has a fault test with its number. Each
+promise of docs/promises.md has the one test that owns it, with the mark `essential`."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 ROWS = range(1, 30)
+# Row 24 is a part of `--kv-digest`, and goes with it.
+PROMISED = set(ROWS) - {24}
 LONG = "pytest.mark.long"
-_NAMED = re.compile(r"tests/chaos/(\w+\.py)::test_row_(\d+)_(\w+)")
+ESSENTIAL = "pytest.mark.essential"
+_PROMISE = re.compile(r"^(?:(\d+) \| )?[^|]+ \| `(tests/[\w/]+\.py::\w+)`$", re.M)
+
+
+def functions_in(text: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
 
 
 @cache
@@ -20,32 +29,47 @@ def fault_tests() -> dict[int, set[str]]:
     """`file::name` of every test function in tests/chaos, by the row in its name."""
     found: dict[int, set[str]] = {}
     for path in sorted((ROOT / "tests/chaos").glob("test_*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                match = re.match(r"test_row_(\d+)_", node.name)
-                if match:
-                    found.setdefault(int(match[1]), set()).add(f"{path.name}::{node.name}")
+        for node in functions_in(path.read_text()):
+            match = re.match(r"test_row_(\d+)_", node.name)
+            if match:
+                found.setdefault(int(match[1]), set()).add(f"tests/chaos/{path.name}::{node.name}")
     return found
 
 
 @cache
-def documented() -> dict[int, set[str]]:
-    """The same, as the table of faults names them."""
-    text = (ROOT / "docs/failure-modes.md").read_text()
-    rows = {int(m[1]): m[0] for m in re.finditer(r"^\| (\d+) \|.*$", text, re.MULTILINE)}
-    return {
-        row: {f"{file}::test_row_{n}_{rest}" for file, n, rest in _NAMED.findall(line)}
-        for row, line in rows.items()
-    }
+def promises() -> list[tuple[str, str]]:
+    """Row of the fault matrix, or empty, and owning test of each line of docs/promises.md."""
+    return _PROMISE.findall((ROOT / "docs/promises.md").read_text())
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_the_row_names_its_fault_tests(row: int) -> None:
-    own = fault_tests().get(row, set())
-    assert own, f"no test in tests/chaos is named test_row_{row}_…"
-    named = documented()[row]
-    assert named & own, f"docs/failure-modes.md names none of {sorted(own)} in row {row}"
-    assert named <= own, "another row's test, or none"
+def test_every_line_of_the_promises_has_an_owner() -> None:
+    lines = (ROOT / "docs/promises.md").read_text().splitlines()
+    rows = [line for line in lines if " | " in line]
+    heads = [line for line in rows if line.endswith(("owner", "---"))]
+    assert len(rows) - len(heads) == len(promises()) > 100
+
+
+def test_promises_and_essential_tests_are_the_same() -> None:
+    owners = [owner for _, owner in promises()]
+    marked = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text, found = path.read_text(), 0
+        if ESSENTIAL not in text or path == Path(__file__):
+            continue
+        for node in functions_in(text):
+            if ESSENTIAL in map(ast.unparse, node.decorator_list):
+                marked.add(f"{path.relative_to(ROOT)}::{node.name}")
+                found += 1
+        assert text.count(ESSENTIAL) == found, f"{path}: the mark is for test functions only"
+    assert sorted(owners) == sorted(set(owners)), "a test owns two promises"
+    assert marked - set(owners) == set(), "marked, and without a line in docs/promises.md"
+    assert set(owners) - marked == set(), "in docs/promises.md, and not there or without the mark"
+
+
+def test_each_row_of_the_matrix_is_promised_and_owned_by_a_test_with_its_number() -> None:
+    owned = [(int(row), owner) for row, owner in promises() if row]
+    assert {row for row, _ in owned} == PROMISED
+    assert [(r, o) for r, o in owned if o not in fault_tests()[r]] == []
 
 
 def test_the_rows_that_only_make_chaos_runs_are_told() -> None:
@@ -66,5 +90,6 @@ def test_the_rows_that_only_make_chaos_runs_are_told() -> None:
 
 
 def test_there_are_no_other_rows() -> None:
-    assert sorted(documented()) == list(ROWS)
-    assert fault_tests().keys() <= set(ROWS)
+    text = (ROOT / "docs/failure-modes.md").read_text()
+    assert [int(row) for row in re.findall(r"^\| (\d+) \|", text, re.M)] == list(ROWS)
+    assert fault_tests().keys() == set(ROWS)

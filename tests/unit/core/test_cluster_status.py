@@ -50,6 +50,7 @@ def test_a_whole_cluster_has_no_reasons() -> None:
     assert [row["troubles"] for row in status["workers"]] == [[], []]
 
 
+@pytest.mark.essential
 def test_nats_that_no_worker_reaches_is_named_once_and_no_figure_is_repeated() -> None:
     reports = [decode(said(AWAY, load=LINKED, queue=None)), prefill(said(AWAY | {"since_s": 11.0}))]
     assert cluster_status.reasons_of(reports, ETCD) == [

@@ -90,6 +90,7 @@ def test_addresses_that_are_none(address: str) -> None:
         frames.split_address(address)
 
 
+@pytest.mark.essential
 def test_addresses() -> None:
     assert frames.split_address("tcp://127.0.0.1:80") == ("127.0.0.1", 80)
     assert frames.split_address("tcp://[::1]:80") == ("::1", 80), "no name resolver takes brackets"

@@ -60,6 +60,7 @@ def test_a_new_replica_gets_all_events_from_the_first(pair: Pair) -> None:
     assert pair.replica.healing.snapshots == 0
 
 
+@pytest.mark.essential
 def test_a_gap_is_resent_and_a_large_one_brings_a_snapshot() -> None:
     for max_events, snapshots in ((1000, 0), (2, 1)):
         pair = Pair(max_events)

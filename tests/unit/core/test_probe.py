@@ -79,6 +79,7 @@ async def test_stop_without_start_is_harmless() -> None:
     await ProbeServer("127.0.0.1", lambda: (True, {}), dict).stop()
 
 
+@pytest.mark.essential
 def test_promised_metrics_and_labels() -> None:
     families = {}
     for collector in list(REGISTRY._collector_to_names):

@@ -134,6 +134,7 @@ def test_mistakes_are_told_in_one_line_that_names_the_file(
 @pytest.mark.parametrize(
     ("mode", "fine"), [(0o400, True), (0o440, True), (0o620, False), (0o604, False)]
 )
+@pytest.mark.essential
 def test_permissions(tmp_path: Path, mode: int, fine: bool) -> None:
     secret(tmp_path / "k", KEY, mode)
     path = tmp_path / "s.toml"

@@ -140,6 +140,7 @@ def test_router_settings_default_to_the_promised() -> None:
     }
 
 
+@pytest.mark.essential
 def test_explain_and_queue_have_the_promised_shape() -> None:
     record = wire.ExplainRecord(
         request_id="r", path="local", reason="x", prompt_tokens=1, prefix_hit_tokens=0,

@@ -20,6 +20,7 @@ OF_OLD = sorted(OLD["messages"])
 
 
 @pytest.mark.parametrize("name", OF_OLD)
+@pytest.mark.essential
 def test_what_the_first_build_says_is_read(name: str) -> None:
     for told in map(b64decode, OLD["messages"][name]):
         read = msgspec.msgpack.decode(encode(decode(told, KINDS[name])))
@@ -51,6 +52,7 @@ def test_another_version_is_told_apart() -> None:
             read(newer)
 
 
+@pytest.mark.essential
 def test_each_version_has_a_stream_of_its_own() -> None:
     compat = example(Compat)
     assert isinstance(compat, Compat)

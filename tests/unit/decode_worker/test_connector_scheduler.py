@@ -131,6 +131,7 @@ def test_more_blocks_than_needed_are_not_granted() -> None:
     assert rig.published[0].blocks == (9, 8)
 
 
+@pytest.mark.essential
 def test_a_hit_is_published_only_after_the_step_that_may_compute_it() -> None:
     """vLLM caches a block when it schedules its tokens: another request of the same step can hit
     blocks that hold nothing yet, and a prefill worker would read them within milliseconds."""
@@ -297,6 +298,7 @@ def test_a_fallback_is_local_when_vllm_asks_again() -> None:
     assert record.fallback == "publish_failed"
 
 
+@pytest.mark.essential
 def test_the_hold_comes_before_the_report_that_frees() -> None:
     """In one step: without the hold, the pool would give the blocks away after the report."""
     model = HandoffModel()

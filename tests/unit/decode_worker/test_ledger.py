@@ -205,6 +205,7 @@ def test_granted_given_up(how: str, outcome: Outcome, busy: bool) -> None:
     model.drain()
 
 
+@pytest.mark.essential
 def test_commit_of_a_writer_that_still_writes_is_not_believed() -> None:
     model = HandoffModel()
     job, grant = granted(model)

@@ -20,6 +20,7 @@ def settled(model: HandoffModel) -> list[Outcome]:
     return [event.outcome for event in model.ledger.take_events() if isinstance(event, Settle)]
 
 
+@pytest.mark.essential
 def test_a_prompt_that_may_have_killed_two_prefill_workers_is_sent_to_no_third() -> None:
     """One deadly prompt ended three of them, and then its decode worker."""
     model = HandoffModel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.fuzz import MANY
 from tests.support.ledger_machine import explore
 
@@ -18,6 +20,7 @@ COMMON = {
 """An exploration that does not come by these says little."""
 
 
+@pytest.mark.essential
 def test_any_order_of_events() -> None:  # `make chaos` runs many more
     """What hypothesis draws depends on the modules loaded: go on until all of it was there."""
     seen = explore(examples=MANY or 30, steps=60)

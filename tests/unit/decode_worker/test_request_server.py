@@ -86,6 +86,7 @@ def test_an_adapter_has_its_identity_before_vllm_hashes_the_prompt(
     assert seen == ["red@digest", "admitted red@digest"]
 
 
+@pytest.mark.essential
 def test_the_same_id_twice_is_answered_and_added_once(rig: Rig) -> None:
     rig.add("a", 10)
     assert rig.ask(front_wire.ADD, b"a", b"", b"") == [front_wire.OUT, b"error a ours"]

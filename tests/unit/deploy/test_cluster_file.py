@@ -103,6 +103,7 @@ def test_the_example_of_the_documents_works(up: Up) -> None:
     assert (got.decode_devices, got.role_args["prefill"]) == ((0, 1), ["--tensor-parallel-size=2"])
 
 
+@pytest.mark.essential
 def test_flags_win_over_the_file(up: Up) -> None:
     got = up("decode: 2\nprefill: 2\nvllm-args: {seed: 1}", "--prefill", "5", "--seed=2")
     assert (got.decode, got.prefill) == (2, 5)

@@ -41,6 +41,7 @@ def test_workers_that_fit() -> None:
     assert [f.level for f in found] == [OK, OK]
 
 
+@pytest.mark.essential
 def test_workers_that_do_not_fit() -> None:
     other = record("prefill-p", compat=compat(dtype="bfloat16"))
     found = list(doctor.fit([record("decode-d"), other]))

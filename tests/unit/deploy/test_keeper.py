@@ -137,6 +137,7 @@ async def test_a_dead_worker_is_another_instance_and_counted(rig: Rig) -> None:
     assert "decode-0 died (killed by SIGKILL)" in rig.said.getvalue()
 
 
+@pytest.mark.essential
 async def test_a_worker_whose_engine_fails_on_requests_is_not_given_up(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

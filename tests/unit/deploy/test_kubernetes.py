@@ -102,6 +102,7 @@ def test_the_kv_cache_has_room(role: str) -> None:
 
 @pytest.mark.parametrize("role", sorted(ROLES))
 @pytest.mark.parametrize("drain", [60, 600])
+@pytest.mark.essential
 def test_kubernetes_waits_longer_than_a_drain(role: str, drain: int) -> None:
     """SIGTERM drains. A frontend first waits until the Service sends it no more connections."""
     values = {"drainTimeoutSeconds": drain}

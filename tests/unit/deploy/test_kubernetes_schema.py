@@ -60,6 +60,7 @@ GPU = yaml.safe_load((CHART / "values-gpu.yaml").read_text())
 @pytest.mark.parametrize(
     "values", [{}, EVERYTHING, ELSEWHERE, GPU], ids=["least", "most", "elsewhere", "gpu"]
 )
+@pytest.mark.essential
 def test_a_release_accepts_each_object(release: str, values: dict[str, Any]) -> None:
     for one in render(**values):
         if one["kind"] not in WITHOUT_SCHEMA:

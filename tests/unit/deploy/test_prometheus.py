@@ -76,6 +76,7 @@ WELL = {
 
 @needs_promtool
 @pytest.mark.parametrize("beside", [{}, WELL], ids=["alone", "beside"])
+@pytest.mark.essential
 def test_each_alert_fires_when_it_must_and_not_before(
     beside: dict[str, str], tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_each_alert_fires_when_it_must_and_not_before(
 
 @needs_promtool
 @pytest.mark.parametrize("told_by", [("a",), ("a", "b")], ids=["frontend", "frontends"])
+@pytest.mark.essential
 def test_keda_scales_as_the_planner_says(told_by: tuple[str, ...], tmp_path: Path) -> None:
     """The queries of the chart return the planner's needs. No figures make no number, which KEDA
     takes for an error, with another cluster beside, too."""

@@ -35,6 +35,7 @@ def test_one_cluster_is_chosen_among_those_that_prometheus_knows() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target["expr"][:60])
+@pytest.mark.essential
 def test_a_query_names_what_exists(target: dict[str, Any]) -> None:
     """vLLM's names are checked on a real page: tests/integration/test_prometheus.py."""
     real, query = labels_of_metrics(), target["expr"]

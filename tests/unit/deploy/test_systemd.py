@@ -21,6 +21,7 @@ def test_each_role_has_a_unit() -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda u: u.stem)
+@pytest.mark.essential
 def test_a_units_command_line(unit: Path) -> None:
     parser = configparser.ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[assignment,method-assign]

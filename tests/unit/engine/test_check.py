@@ -11,6 +11,7 @@ from pullfill.engine import check
 from pullfill.errors import IncompatibleError
 
 
+@pytest.mark.essential
 def test_another_vllm_is_refused_naming_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "installed_builds", lambda: {"vllm": "0.99.1"})
     with pytest.raises(IncompatibleError, match=rf"0\.99\.1.*{re.escape(releases.VLLM)}"):

@@ -161,6 +161,7 @@ class Owner:
         self.closed = True
 
 
+@pytest.mark.essential
 async def test_a_decode_worker_closes_its_port_between_the_last_step_and_the_memory() -> None:
     host = Host()
     async with running(host) as engine:

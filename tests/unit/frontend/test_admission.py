@@ -98,6 +98,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.essential
 async def test_beyond_the_limit_is_429_until_one_has_ended() -> None:
     app = App()
     gate = Admission(app, app.wait_ready, 2)
@@ -279,6 +280,7 @@ async def test_a_recording_may_have_bytes_that_no_text_has() -> None:
     assert text.status == 400
 
 
+@pytest.mark.essential
 async def test_a_body_that_never_ends_is_408_and_one_too_large_413(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
@@ -31,6 +32,7 @@ pullfill_queue_depth_jobs 4.0
 """
 
 
+@pytest.mark.essential
 def test_merged_metrics_have_each_family_once_and_say_whose_sample_it_is() -> None:
     one = {"instance_id": "decode-1", "role": "decode"}
     two = {"instance_id": 'odd"\\name', "role": "prefill"}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import Any
 
+import pytest
 import zmq
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ class _Owner:
 
 
 @EXAMPLES
+@pytest.mark.essential
 async def test_any_message_of_a_decode_worker_leaves_the_frontend_alive(examples: int) -> None:
     context: zmq.Context[Any] = zmq.Context()
     record = wire.WorkerRecord(

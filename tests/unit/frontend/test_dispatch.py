@@ -78,6 +78,7 @@ async def test_requests_take_turns_over_ready_workers() -> None:
         assert (len(one.added), len(two.added)) == (3, 3)
 
 
+@pytest.mark.essential
 async def test_a_request_before_any_worker_waits_for_one() -> None:
     worker = FakeDecode().start()
     async with rig() as r:

@@ -311,6 +311,7 @@ async def test_times_of_workers_on_other_hosts_are_told_by_one_clock() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.essential
 async def test_no_token_is_lost_or_repeated_whatever_goes_when(seed: int) -> None:
     """Workers die, leave and join at random under twenty answers; never more than twice each."""
     rng = random.Random(seed)

@@ -78,6 +78,7 @@ def test_serving_needs_an_api_key_where_there_is_one(path: str) -> None:
     [RESET, "/sleep", "/collective_rpc", "/v1/load_lora_adapter", "/update_weights", "/server_info",
      "/inference/v1/abort_requests", "/what/a/later/release/adds", "/v1/completions/../sleep", ""],
 )  # fmt: skip
+@pytest.mark.essential
 def test_what_changes_state_or_is_unknown_is_for_administrators(path: str) -> None:
     assert call(path) == 403
     assert call(path, client=HERE) == 200

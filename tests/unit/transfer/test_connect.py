@@ -188,6 +188,7 @@ class Fake:
     connect = None
 
 
+@pytest.mark.essential
 def test_best_reachable_transport_is_chosen_with_reasons(tmp_path: Path) -> None:
     region = shm_rig(tmp_path).region(dense_layout(2, 8, 2, 64))
     region.owner.close()

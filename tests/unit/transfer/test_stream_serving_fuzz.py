@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from hypothesis import strategies as st
 
 from pullfill.net import frames
@@ -68,6 +69,7 @@ def check_alive(region: Region, before: bytes, threads: int) -> None:
 
 
 @EXAMPLES
+@pytest.mark.essential
 def test_any_bytes_at_the_kv_port(examples: int, tmp_path: Path) -> None:
     rig = tcp_rig(tmp_path)
     region, mine = rig.region(DENSE), rig.local(DENSE)
