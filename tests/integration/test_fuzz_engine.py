@@ -177,6 +177,7 @@ def test_any_multipart_message_leaves_the_engine_thread_alive(
     explore(examples, arrive, messages=greeted)
     arrive([(b"z", front_wire.HELO, [HELLO]), (b"z", front_wire.PING, [])])
     assert b"z" in request_server._frontends
+    assert failed == []
 
 
 # ------------------------------------------------------------------ what a salt keeps apart

@@ -88,6 +88,10 @@ def stopped(answer: dict[str, Any]) -> bool:
     return bool(answer["choices"][0]["finish_reason"] == "stop")
 
 
+def cut(answer: dict[str, Any]) -> bool:
+    return bool(answer["choices"][0]["finish_reason"] == "length")
+
+
 def day(answer: dict[str, Any]) -> bool:
     said = first(answer)
     return json.loads(said if isinstance(said, str) else said["content"])["day"] in range(10)
@@ -149,6 +153,8 @@ ROWS: dict[str, Row] = {
     ),
     "tools": (CHAT, ONE, calls(1)),
     "tools stream": (CHAT, ONE | STREAM, calls(1)),
+    "tools truncated": (CHAT, ONE | {"max_tokens": 30}, cut),
+    "tools truncated stream": (CHAT, ONE | {"max_tokens": 30} | STREAM, cut),
     "tools parallel": (CHAT, TWO, calls(2)),
     "tools parallel stream": (CHAT, TWO | STREAM, calls(2)),
     "tool forced": (CHAT, FORCED, calls(1)),
