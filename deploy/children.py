@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from contextlib import suppress
-from dataclasses import replace
 
 from pullfill.config import RESTARTS_ENV, ClusterFile, ProcessEntry
 from pullfill.deploy.plan import ProcessSpec
@@ -94,28 +93,6 @@ class Children:
             self._recorded = False
         else:
             self._recorded = True
-
-    def remove(self, name: str) -> None:
-        """Take a process that has ended out of the record."""
-        self._running.pop(name).poll()
-        del self._specs[name]
-        self.cluster.processes = [e for e in self.cluster.processes if e.name != name]
-        self.record()
-
-    def rename(self, name: str, new: str) -> None:
-        """Give a running process the name and the log of one that was removed."""
-        log = self.state.log_of(new)
-        with suppress(OSError):
-            log.replace(log.with_suffix(".log.1"))
-        with suppress(OSError):  # the process goes on writing to it
-            self.state.log_of(name).replace(log)
-        self._running[new] = self._running.pop(name)
-        self._specs[new] = replace(self._specs.pop(name), name=new)
-        entry = self.entry(name)
-        entry.name, entry.log = new, str(log)
-        self.record()
-        self.view.drop(name)
-        self.view.set(new, "ready", entry.url)
 
     def raise_if_dead(self, name: str) -> None:
         """Raise StartFailed, with the end of its log, if the process has ended."""

@@ -9,7 +9,6 @@ import typer
 
 from pullfill.deploy.command import command, flags_of
 from pullfill.deploy.up_options import UpOptions
-from pullfill.errors import ConfigError
 from pullfill.options import ClusterOptions, FrontendOptions, StateDirOptions, WorkerOptions
 
 
@@ -17,9 +16,6 @@ def add_to(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     command(app, vllm=True)(up)
     command(app)(down)
-    command(app)(scale)
-    command(app)(restart)
-    command(app)(upgrade)
     command(app)(logs)
 
 
@@ -53,9 +49,6 @@ def up(
             "Command-line flags win",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print what would start, and end")
-    ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Return once all is ready")] = False,
     vllm_args: Annotated[
         str | None,
@@ -81,7 +74,6 @@ def up(
 
     Flags not listed here go to vLLM, e.g. --max-model-len 8192.
     """
-    from pullfill.deploy import dry_run as rehearsal
     from pullfill.deploy import up as command_up
     from pullfill.deploy import vllm_flags
     from pullfill.net.security import load
@@ -104,8 +96,6 @@ def up(
             "prefill": vllm_flags.of_role("--prefill-args", prefill_args, own),
         },
     )
-    if dry_run:
-        return rehearsal.show(options, cluster.state_dir)
     return command_up.up(options, cluster.state_dir, detach=detach)
 
 
@@ -133,74 +123,6 @@ def down(
     from pullfill.deploy import down as command_down
 
     return command_down.down(cluster.state_dir, timeout_s=timeout)
-
-
-def scale(
-    cluster: StateDirOptions,
-    counts: Annotated[list[str], typer.Argument(metavar="ROLE=N...")],
-) -> int:
-    """Start or drain processes of a running `up`: scale prefill=3 decode=2 frontend=1.
-
-    New ones start first. Those with the highest numbers end, when their work is done.
-    Workers with --elastic keep their roles: `pullfill role` changes one without a start.
-    """
-    from pullfill.deploy import orders
-    from pullfill.deploy.state import StateDir
-
-    return orders.give(StateDir(cluster.state_dir), orders.Scale(counts=_counts(counts)))
-
-
-def _counts(given: list[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for text in given:
-        role, _, number = text.partition("=")
-        role = "frontend" if role == "frontends" else role
-        if role not in ("decode", "prefill", "frontend") or not number.isdecimal():
-            raise ConfigError(f"{text!r}: give decode=N, prefill=N or frontend=N")
-        if role in found:
-            raise ConfigError(f"{role} is given twice")
-        found[role] = int(number)
-    return found
-
-
-def restart(
-    cluster: StateDirOptions,
-    names: Annotated[list[str], typer.Argument(metavar="NAME...")],
-) -> int:
-    """Drain processes of a running `up`, one after the other, and start each again.
-
-    NAME is the one in `pullfill up` and `status`, e.g. decode-0. Each drains first. After the drain
-    timeout other workers continue the streams that are left.
-    """
-    from pullfill.deploy import orders
-    from pullfill.deploy.state import StateDir
-
-    return orders.give(StateDir(cluster.state_dir), orders.Restart(names=names))
-
-
-def upgrade(
-    cluster: StateDirOptions,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
-    file: Annotated[str | None, typer.Option("--file", "-f", hidden=True)] = None,
-) -> int:
-    """Replace workers and frontends of a running `up` by what is installed now, one by one.
-
-    Each successor starts beside the old process, which then drains. On a GPU without room for
-    both, and with several frontends, the old one drains first. Refused if old and new cannot
-    work in one cluster. NATS, etcd and the supervisor stay as they are, and so do all flags.
-    """
-    if file is not None:
-        # Frontends and workers must agree on flags like --max-model-len. One by one they would not.
-        raise ConfigError(
-            f"upgrade keeps the flags of the cluster, so it cannot follow {file}. Start the new "
-            f"one beside it (`pullfill up -f {file} --state-dir DIR --port N`), move clients to "
-            "it, then `pullfill down` the old one. For numbers use `pullfill scale`, for settings "
-            "`pullfill config set`"
-        )
-    from pullfill.deploy import orders
-    from pullfill.deploy.state import StateDir
-
-    return orders.give(StateDir(cluster.state_dir), orders.Upgrade(names=names or []))
 
 
 def logs(

@@ -34,7 +34,7 @@ from pullfill.registry import settings
 VLLM_KEYS = ("vllm-args", "decode-args", "prefill-args")
 """Keys that hold flags for vLLM: a text, a list, or a mapping of flags and values."""
 SET = "set"
-NOT_IN_FILES = frozenset({"file", "dry-run", "help"})
+NOT_IN_FILES = frozenset({"file", "help"})
 _KEY = re.compile(r"([\w.-]+)\s*:(?:\s|$)")
 
 

@@ -7,7 +7,6 @@ other role gets what is left. If nothing is left, both share all GPUs, or all co
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -73,7 +72,7 @@ def named_of(options: UpOptions, role: str) -> tuple[int, ...]:
 
 def most_on_a_gpu(options: UpOptions) -> tuple[int, int]:
     """Return numbers of workers and of GPUs: those of the pool whose GPUs have most to share."""
-    workers = options.first_workers or {role: getattr(options, role) for role in ROLES}
+    workers = {role: getattr(options, role) for role in ROLES}
     counts = [(sum(workers[role] for role in p.roles), len(p.gpus)) for p in pools(options)]
     return max(counts, key=lambda count: math.ceil(count[0] / max(1, count[1])))
 
@@ -95,46 +94,3 @@ def check(options: UpOptions) -> None:
             f"GPU {min(both)} is in --decode-devices and in --prefill-devices: give each role GPUs "
             "of its own, or leave out both flags to share them"
         )
-
-
-def place_another(
-    options: UpOptions, role: str, ranks: int, taken: Sequence[defaults.Placement]
-) -> defaults.Placement:
-    """Return where one more worker of the role runs, beside those that run already.
-
-    ranks: TP x PP of the worker. taken: where the others run. They stay there.
-
-    On CPU it gets the cores with the fewest workers. A GPU takes as many workers as it was given
-    when the cluster started: each has its share of the memory. Raises ConfigError if none is free.
-    """
-    pool = next(pool for pool in pools(options) if role in pool.roles)
-    small = options.model == defaults.DEMO
-    if pool.gpus:
-        return defaults.Placement(gpus=_free_gpus(options, pool, role, ranks, taken), ranks=ranks)
-    (alone,) = pool.place([ranks], pin=options.workers.pin, small=small)
-    if not alone.cores:
-        return alone
-    beside = [place.cores for place in taken if set(place.cores) & set(pool.cores)]
-    width = min(map(len, [alone.cores, *beside]))
-    use = Counter(core for place in taken for core in place.cores)
-    starts = range(0, len(pool.cores) - width + 1, width)
-    windows = [pool.cores[start : start + width] for start in starts]
-    cores = min(windows, key=lambda window: sum(use[core] for core in window))
-    return replace(alone, cores=cores)
-
-
-def _free_gpus(
-    options: UpOptions, pool: Pool, role: str, ranks: int, taken: Sequence[defaults.Placement]
-) -> tuple[int, ...]:
-    use = Counter(gpu for place in taken for gpu in place.gpus)
-    workers, gpus = most_on_a_gpu(options)
-    room = 1 if ranks > 1 else math.ceil(workers / gpus)
-    free = sorted((gpu for gpu in pool.gpus if use[gpu] < room), key=lambda gpu: use[gpu])
-    if ranks > 1:
-        free = [gpu for gpu in free if not use[gpu]]
-    if len(free) < ranks:
-        raise ConfigError(
-            f"one more {role} worker needs {ranks} GPU(s), but only {len(free)} of GPUs "
-            f"{', '.join(map(str, pool.gpus))} have room: stop another worker first"
-        )
-    return tuple(free[:ranks])

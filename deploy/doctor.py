@@ -24,6 +24,7 @@ from pullfill.deploy import disk, machine, members, servers, wheels
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
 from pullfill.deploy.procs import is_alive
 from pullfill.deploy.state import StateDir, identity
+from pullfill.deploy.status import start_another
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.options import ClusterOptions
 from pullfill.registry import self_checks
@@ -109,18 +110,18 @@ def processes(ref: ClusterRef) -> Iterator[Finding]:
     except ConfigError as exc:
         yield Finding(WARN, *str(exc).split(": ", 1))
         return
-    entries = recorded.processes if recorded else []
-    for entry in entries:
+    if recorded is None:
+        return
+    for entry in recorded.processes:
         if is_alive(identity(entry)):
             yield Finding(OK, f"{entry.name} runs (pid {entry.pid})")
         elif state.leaves(entry):
-            yield Finding(
-                OK, f"{entry.name} was drained", f"to start it again: pullfill restart {entry.name}"
-            )
+            another = start_another(state, recorded, entry)
+            yield Finding(OK, f"{entry.name} was drained", f"to start another: {another}")
         else:
             level = FAIL if entry.role in ("nats", "etcd") else WARN
             yield Finding(level, f"{entry.name} (pid {entry.pid}) is gone", f"its log: {entry.log}")
-    yield from _pinning(entries)
+    yield from _pinning(recorded.processes)
 
 
 def _pinning(entries: Iterable[ProcessEntry]) -> Iterator[Finding]:

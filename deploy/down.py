@@ -217,8 +217,7 @@ async def stop_phase(
 
     for entry in phase:
         view.set(entry.name, "draining" if entry.role in WORKERS else "stopping")
-        if not entry.told_to_end:
-            send(identity(entry), signal.SIGTERM)
+        send(identity(entry), signal.SIGTERM)
     began = time.monotonic()
     second: float | None = None
     killed: list[str] = []

@@ -10,8 +10,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from pullfill.deploy import disk, plan
@@ -73,24 +73,23 @@ class Keeper:
         self._cluster_id = cluster_id
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ended = asyncio.Event()
-        self._orders = 0
 
     @property
     def watched(self) -> list[str]:
         """The processes that run, or that are started again."""
         return list(self._tasks)
 
-    def watch(self, *names: str, started: bool = True) -> None:
-        """Keep these processes from now on. started: as of `keep`."""
+    def watch(self, *names: str) -> None:
+        """Keep these processes from now on."""
         for name in names:
-            task = asyncio.create_task(self.keep(name, started=started))
+            task = asyncio.create_task(self.keep(name))
             self._tasks[name] = task
             task.add_done_callback(partial(self._left, name))
 
     def _left(self, name: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(name) is task:
             del self._tasks[name]
-            if not self._tasks and not self._orders:
+            if not self._tasks:
                 self._ended.set()
 
     async def forget(self, *names: str) -> None:
@@ -99,15 +98,6 @@ class Keeper:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    @contextmanager
-    def order(self) -> Iterator[None]:
-        """While an order is carried out, it may be that no process is watched."""
-        self._orders += 1
-        try:
-            yield
-        finally:
-            self._orders -= 1
 
     async def ended(self) -> None:
         """Wait until the last process that was watched has ended by itself."""
@@ -123,13 +113,9 @@ class Keeper:
         gone = launch is None or launch.cluster_id != self._cluster_id
         return gone or self._state.stopping()
 
-    async def keep(self, name: str, *, started: bool = True) -> None:
-        """Restart the process whenever it dies. Returns when it is not started again.
-
-        started: False if the last try to start it has failed."""
+    async def keep(self, name: str) -> None:
+        """Restart the process whenever it dies. Returns when it is not started again."""
         deaths = Deaths()
-        if not started and not await self._revive(name, deaths, blameless=False):
-            return
         while True:
             code = await wait_exit(self._children[name])
             if self.stopped():

@@ -1,8 +1,8 @@
 """`pullfill logs`: prints the logs of a local cluster, and follows them.
 
 `up` appends the output of each process to `STATE/logs/NAME.log`. So logs are there also when the
-cluster runs no more. A file that is cut is read again from its beginning. `pullfill upgrade` and a
-new `up` put another file in the place of one: then that is followed.
+cluster runs no more. A file that is cut is read again from its beginning. A new `up` puts another
+file in the place of one: then that is followed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def show(state_dir: str | None, name: str | None, *, lines: int, follow: bool) -
                 tails += _new(state, tails, width)
             for tail in tails:
                 tail.show_more()
-            _follow_renames(tails)
+            for tail in tails:
+                tail.follow_name()
     except KeyboardInterrupt:
         pass  # how a user ends --follow
     finally:
@@ -79,17 +80,6 @@ def _new(state: StateDir, tails: Sequence[_Tail], width: int) -> list[_Tail]:
     """Return those of processes whose files are new."""
     known = {tail.path for tail in tails}
     return [_Tail(p.stem, p, width) for p in sorted(state.logs.glob("*.log")) if p not in known]
-
-
-def _follow_renames(tails: Sequence[_Tail]) -> None:
-    """Let each tail read the file that has its name now."""
-    by_file = {tail.file_id(): tail for tail in tails}
-    for tail in tails:
-        with suppress(FileNotFoundError):
-            now = tail.path.stat()
-            if tail.file_id() not in (None, (now.st_dev, now.st_ino)):
-                tail.show_more()
-                tail.turn_to(by_file.get((now.st_dev, now.st_ino)))
 
 
 @dataclass(slots=True)
@@ -135,19 +125,13 @@ class _Tail:
             self._file.close()
         self._file, self._rest = None, b""
 
-    def file_id(self) -> tuple[int, int] | None:
-        """Return device and inode of the open file. None: none is open."""
-        if self._file is None:
-            return None
-        status = os.fstat(self._file.fileno())
-        return status.st_dev, status.st_ino
-
-    def turn_to(self, other: _Tail | None) -> None:
-        """Close the file, and go on with the one of `other`. None: open the one of this name."""
-        self.close()
-        if other is not None:
-            self._file, self._rest = other._file, other._rest
-            other._file, other._rest = None, b""
+    def follow_name(self) -> None:
+        """Turn to the file that has the name now."""
+        with suppress(FileNotFoundError):
+            now = self.path.stat()
+            if self._file is not None and not os.path.samestat(now, os.fstat(self._file.fileno())):
+                self.show_more()
+                self.close()
 
     def _open(self) -> BinaryIO | None:
         if self._file is None and self.path.exists():

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pullfill
@@ -34,7 +34,6 @@ RESTART_WAIT_S = 30.0
 class ProcessSpec:
     """One process to start.
 
-    place: where a worker runs.
     url: where a frontend answers. Empty for others.
     drain_s: how long it may drain.
     after: name of the worker on the same GPU that must be ready first. Empty: none."""
@@ -44,7 +43,6 @@ class ProcessSpec:
     argv: list[str]
     env: dict[str, str]
     instance_id: str | None = None
-    place: defaults.Placement = field(default_factory=defaults.Placement)
     url: str = ""
     drain_s: float = 60.0
     after: str = ""
@@ -312,7 +310,6 @@ def worker_spec(
         argv=argv,
         env=defaults.worker_env(base, place, local_model=os.path.isdir(model)),
         instance_id=instance,
-        place=place,
         url=url,
         drain_s=options.drain_s(role),
         after=after,

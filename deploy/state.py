@@ -3,7 +3,6 @@
     cluster.json    addresses and processes
     launch.json     how `up` started it: a worker started by hand gets the same model and flags
     lock            held while `up` or `down` works
-    orders          socket of the supervisor: `pullfill scale`, `restart`, `upgrade`
     stopping        is there while `down` stops the processes
     ID.leaving      this worker or frontend was told to leave, or has left by itself
     logs/           of every process

@@ -6,9 +6,11 @@ On the machine of `pullfill up` also which of its processes run.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from rich.console import Console, Group
@@ -16,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pullfill import cluster_status
-from pullfill.config import ClusterRef
+from pullfill.config import ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import disk, suspects
 from pullfill.deploy.members import ask_etcd, ask_frontend, ask_worker, frontend_urls, workers
 from pullfill.deploy.procs import is_alive
@@ -211,7 +213,8 @@ def processes(ref: ClusterRef) -> dict[str, Any]:
             "instance_id": entry.instance_id,
             "pid": entry.pid,
             "alive": (alive := is_alive(identity(entry))),
-            "drained": not alive and state.leaves(entry),
+            "drained": (drained := not alive and state.leaves(entry)),
+            "start_another": start_another(state, cluster, entry) if drained else None,
             "restarts": entry.restarts,
             "gave_up": entry.gave_up or None,
         }
@@ -222,13 +225,24 @@ def processes(ref: ClusterRef) -> dict[str, Any]:
     return {"processes": rows, "supervisor": supervisor}
 
 
+def start_another(state: StateDir, cluster: ClusterFile, entry: ProcessEntry) -> str:
+    """Return the command that starts a process which takes the place of this one."""
+    words = ["pullfill", entry.role]
+    if state.path != StateDir().path:
+        words += ["--state-dir", str(state.path)]
+    if entry.role == "frontend":
+        # With a port of its own it shares the common one, also while an old frontend has that.
+        words += ["--port", str(urlsplit(cluster.frontend_url).port), "--own-port", "0"]
+    return shlex.join(words)
+
+
 def process_lines(found: dict[str, Any]) -> Iterator[str]:
     """Yield lines for people: what has ended, what was restarted, and whether restarts are on."""
     for row in found.get("processes", ()):
         if row["gave_up"]:
             yield f"{row['name']}: " + row["gave_up"].replace("\n", "\n    ")
         elif row["drained"]:
-            yield f"{row['name']} was drained. To start it again: `pullfill restart {row['name']}`"
+            yield f"{row['name']} was drained. To start another: `{row['start_another']}`"
         elif not row["alive"]:
             yield f"{row['name']} (pid {row['pid']}) does not run, restarts: {row['restarts']}"
         elif row["restarts"]:

@@ -1,8 +1,8 @@
 """`pullfill up`: starts everything, waits until it is ready, then keeps it running.
 
 Life: lock the state directory → check → servers → workers and frontends in parallel → self-checks →
-ready → restart what dies and carry out orders, until Ctrl-C, SIGTERM, `pullfill down`, or the end
-of every process → drain. Each child is recorded in cluster.json right after its start, so that
+ready → restart what dies, until Ctrl-C, SIGTERM, `pullfill down`, or the end of every process →
+drain. Each child is recorded in cluster.json right after its start, so that
 `pullfill down` finds it even if this process was killed. A failed start stops everything and leaves
 nothing running.
 """
@@ -19,12 +19,10 @@ from pathlib import Path
 
 from pullfill.config import ClusterFile, ClusterRef
 from pullfill.deploy import defaults, members, plan, servers
-from pullfill.deploy.changes import Changes
 from pullfill.deploy.children import Children, StartFailed
 from pullfill.deploy.disk import DiskWatch
 from pullfill.deploy.down import stop_in_order, take_down
 from pullfill.deploy.keeper import Keeper
-from pullfill.deploy.orders import OrderDesk
 from pullfill.deploy.procs import CLUSTER_ENV, is_alive, start_time, tail, wait_exit
 from pullfill.deploy.readiness import keep_frontends_off, wait_ready
 from pullfill.deploy.state import Launch, Locked, StateDir, identity, new_cluster_id
@@ -98,8 +96,7 @@ class Supervisor:
                 raise
 
     async def watch(self, *, detached: bool) -> None:
-        """Restart what dies and carry out orders, until a signal, `pullfill down`, or the end of
-        every process.
+        """Restart what dies, until a signal, `pullfill down`, or the end of every process.
 
         Then drain the rest. Returns when nothing runs any more.
 
@@ -108,14 +105,12 @@ class Supervisor:
         """
         keeper = Keeper(self._options, self._children, self._stop, self._cluster_id)
         keeper.watch(*self._children.names)
-        changes = Changes(self._options, self._children, keeper, self._ref, self._cluster_id)
         loop = asyncio.get_running_loop()
         stop, ended = loop.create_task(self._stop.wait()), loop.create_task(keeper.ended())
         disk = loop.create_task(DiskWatch(self._children, restart=self._options.restart).watch())
-        async with OrderDesk(self._state, changes.carry_out, self._view.say):
-            await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
-            if detached and any(entry.gave_up for entry in self._cluster.processes):
-                await stop
+        await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
+        if detached and any(entry.gave_up for entry in self._cluster.processes):
+            await stop
         if self._stop.is_set() and not self._state.stopping():
             self._view.say("stopping: workers finish their streams (again to force)", "yellow")
         await self._stop_rest()

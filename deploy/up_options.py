@@ -30,8 +30,6 @@ class UpOptions:
     settings: `KEY=VALUE`, stored in etcd before workers start.
     vllm_args: vLLM flags of every process.
     role_args: vLLM flags by role. They come after the flags for all roles.
-    first_workers: number of workers by role when the cluster started. GPUs stay divided among so
-    many. Empty: the cluster has not started yet.
     """
 
     model: str = flag("demo", "Checkpoint directory, hub name, or demo", metavar="PATH|demo")
@@ -57,7 +55,6 @@ class UpOptions:
     settings: list[str] = field(default_factory=list)
     vllm_args: list[str] = field(default_factory=list)
     role_args: dict[str, list[str]] = field(default_factory=dict)
-    first_workers: dict[str, int] = field(default_factory=dict)
 
     @property
     def by_stock(self) -> bool:

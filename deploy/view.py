@@ -85,10 +85,6 @@ class ProcessView:
             tail = f"  {note}" if note else ""
             self._print(Text(f"{name:<12} {state}{seconds}{tail}"))
 
-    def drop(self, name: str) -> None:
-        """Show the process no more."""
-        self._rows.pop(name, None)
-
     def say(self, text: str, style: str = "") -> None:
         """Print a line, above the table if there is one."""
         self._print(Text(text, style=style), soft_wrap=True)

@@ -17,7 +17,7 @@ _DATA_PARALLEL = re.compile(r"data-parallel\b|dp[a-z]?\Z|dp-supervisor\b")
 _SIZE = ("data-parallel-size", "dp")
 _FEW = 4
 _OF_UP = frozenset(
-    ("--file", "--dry-run", "--detach", "--vllm-args", "--decode-args", "--prefill-args", "--set")
+    ("--file", "--detach", "--vllm-args", "--decode-args", "--prefill-args", "--set")
 )
 """Flags that are no fields of an options class."""
 

@@ -51,8 +51,7 @@ class ProcessEntry(msgspec.Struct, kw_only=True):
     restarts: how often the process died and was started again.
     gave_up: why it is not started again any more, with the last lines of its log. Empty while it
     is restarted.
-    drain_s: how long it may drain.
-    told_to_end: an order has sent it SIGTERM. A second one would end its streams."""
+    drain_s: how long it may drain."""
 
     name: str
     role: str
@@ -65,7 +64,6 @@ class ProcessEntry(msgspec.Struct, kw_only=True):
     restarts: int = 0
     gave_up: str = ""
     drain_s: float = 60.0
-    told_to_end: bool = False
 
 
 class ClusterFile(msgspec.Struct, kw_only=True):

@@ -6,31 +6,35 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import nats
 import pytest
 
-from pullfill.deploy import procs, servers
+from pullfill.config import STATE_DIR_ENV
+from pullfill.deploy import procs, servers, status
 from pullfill.deploy.state import StateDir, identity
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.runtime import failpoints
 from pullfill.testing.mock_model import MockSettings
 from pullfill.wire import WorkerRecord, decode
-from tests.integration.test_up_orders import alive, clients, file_of, order, ready
 from tests.support import web
 from tests.support.cluster import FLAGS, MODEL
 from tests.support.command_line import (
     SERVERS_ONLY,
     cluster,
     detached,
+    end_started,
     entry,
     read_until,
     run,
@@ -39,6 +43,62 @@ from tests.support.command_line import (
 )
 from tests.support.deadly import DIES, FATAL, MOCK, SLOW, ask, ask_again
 from tests.support.prompts import random_prompt
+
+LENGTH = 60
+
+
+def file_of(directory: Path, model_path: Path, **more: int) -> str:
+    """Write a file for `up`. Return its path. JSON is YAML."""
+    flags = [*MOCK, *SLOW, *FLAGS, "--kv-cache-memory-bytes=67108864"]
+    told = {"model": str(model_path), "port": 0, "vllm-args": flags, **more}
+    path = directory / "cluster.yaml"
+    path.write_text(json.dumps(told | {"set": {"router.max_local_prefill_length": 64}}, indent=1))
+    return str(path)
+
+
+@contextmanager
+def clients(url: str, count: int) -> Iterator[list[int]]:
+    """So many clients ask one request after the other. Gives the status codes so far."""
+    codes: list[int] = []
+    wrong: list[object] = []
+    stop = threading.Event()
+
+    def client(number: int) -> None:
+        seed = 1000 * number
+        while not stop.is_set():
+            seed += 1
+            try:
+                code, body = ask(url, random_prompt(30 if seed % 3 else 300, seed=seed), LENGTH)
+            except httpx.HTTPError as exc:
+                wrong.append(exc)
+                return
+            codes.append(code)
+            if code != 200 or body["choices"][0]["token_ids"] != [MockSettings().token] * LENGTH:
+                wrong.append((code, body))
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield codes
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def ready(state: Path) -> dict[str, int]:
+    """The number of ready workers by role."""
+    rows = web.get(f"{cluster(state)['frontend_url']}/pullfill/status").json()["workers"]
+    roles = [row["role"] for row in rows if row["state"] == "ready"]
+    return {role: roles.count(role) for role in roles}
+
+
+def alive(state: Path) -> set[str]:
+    file = StateDir(state).cluster()
+    assert file is not None
+    return {e.name for e in file.processes if procs.is_alive(identity(e))}
 
 
 def kill(state: Path, *names: str) -> None:
@@ -195,26 +255,6 @@ def running(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Itera
 
 
 @pytest.mark.engine
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_orders_lose_no_request(running: Path) -> None:
-    before = {name: entry(running, name) for name in alive(running)}
-    with clients(cluster(running)["frontend_url"], 4) as codes:
-        told = order(running, "scale", "decode=2")
-        assert "decode: 1 -> 2" in told
-        assert "decode-1 ready after" in told
-        assert ready(running) == {"decode": 2, "prefill": 1}
-
-        told = order(running, "scale", "decode=1")
-        after = {name: entry(running, name) for name in alive(running)}
-        assert len(after) == len(before)
-        kept = {"nats", "etcd", "prefill-0", "frontend-0"}
-        assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
-        asked = len(codes)
-        wait_for(lambda: len(codes) > asked + 8, "clients are served after all that", 60)
-
-
-@pytest.mark.engine
 @pytest.mark.timeout(600)
 @pytest.mark.essential
 def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) -> None:
@@ -280,6 +320,48 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) 
     assert answer(), "prompts are prefilled locally"
     assert rows(patience_s=5.0) == {"decode": kept}
     assert asyncio.run(incarnations()) == held, "its lease is kept"
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_each_process_is_replaced_unnoticed(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/operations.md says: its successor is launched, then the old one drains. `status` says
+    of an old one how to launch another."""
+    state, port = running, str(servers.free_port())
+    monkeypatch.setenv(STATE_DIR_ENV, str(state))  # so commands come without --state-dir
+    file = StateDir(state).cluster()
+    assert file is not None
+
+    def serves() -> bool:
+        with suppress(httpx.HTTPError):
+            return web.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+        return False
+
+    def replace(role: str) -> None:
+        old, before = entry(state, f"{role}-0"), ready(state).get(role, 0)
+        (recorded,) = (e for e in file.processes if e.role == role)
+        command = status.start_another(StateDir(state), file, recorded)
+        start(state, *shlex.split(command.replace("--own-port 0", f"--own-port {port}"))[1:])
+        if role == "frontend":
+            wait_for(serves, "another frontend serves", 120)
+            os.kill(old["pid"], signal.SIGTERM)
+        else:
+            wait_for(lambda: ready(state).get(role, 0) > before, f"another {role} is ready", 120)
+            if f"{role}-0" in alive(state):
+                assert run(state, "drain", old["instance_id"], "--wait").returncode == 0
+        wait_for(lambda: f"{role}-0" not in alive(state), f"{role}-0 is gone", 90)
+        told = f"{role}-0 was drained. To start another: `{command}`"
+        wait_for(lambda: told in run(state, "status").stdout, told)
+        asked = len(codes)
+        wait_for(lambda: len(codes) > asked + 8, "clients are served without it", 60)
+
+    try:
+        with clients(cluster(running)["frontend_url"], 4) as codes:
+            for role in ("prefill", "decode", "frontend"):
+                replace(role)
+    finally:
+        end_started()
 
 
 @pytest.mark.long

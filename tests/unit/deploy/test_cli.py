@@ -125,19 +125,6 @@ def test_our_errors_are_one_line(
     assert capsys.readouterr().err == "error: no good\n"
 
 
-@pytest.mark.parametrize(
-    "words", [("upgrade", "-f", "new.yaml"), ("upgrade", "x", "--file=new.yaml")]
-)
-def test_an_upgrade_to_other_flags_says_how_to_do_it(
-    words: tuple[str, ...], main: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(*words) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "pullfill up -f new.yaml --state-dir DIR --port N" in told
-    assert "--file" not in runner.invoke(cli.app, ["upgrade", "--help"]).output
-
-
 def test_debug_shows_the_traceback(
     main: Callable[..., int],
     error: list[Exception],

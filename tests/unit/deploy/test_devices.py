@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from pullfill.deploy import accelerator, defaults, devices, plan
+from pullfill.deploy import accelerator, defaults, plan
 from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError
-from pullfill.options import WorkerOptions
 
 
 def here(monkeypatch: pytest.MonkeyPatch, *, gpus: int, cores: int = 8) -> None:
@@ -77,43 +75,3 @@ def test_refusals(
     here(monkeypatch, gpus=gpus)
     with pytest.raises(ConfigError, match=why):
         plan.check(UpOptions(frontends=0, model="org/m", **given))
-
-
-class TestOneMore:
-    def another(
-        self, role: str = "prefill", ranks: int = 1, stopped: Sequence[int] = (), **given: Any
-    ) -> tuple[int, ...]:
-        """Where one more worker goes when those of `given` run, but for the `stopped` ones."""
-        options = UpOptions(**{"model": "org/m", **given})
-        taken = [p for i, p in enumerate(plan.placements(options)) if i not in stopped]
-        place = devices.place_another(options, role, ranks, taken)
-        return place.gpus or place.cores
-
-    def test_it_gets_the_cores_with_the_fewest_workers(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        here(monkeypatch, gpus=0, cores=4)
-        assert self.another(decode=1, prefill=1, model="demo") == (2,)
-        assert self.another(decode=2, prefill=3, model="demo") == (1,)
-        assert self.another(decode=1, prefill=1) == (0, 1), "as wide as the others"
-        assert self.another(decode=1, prefill=1, stopped=[0]) == (0, 1)
-        assert self.another(decode_devices=(3,)) == (0, 1, 2)
-        assert self.another(workers=WorkerOptions(pin=False)) == ()
-
-    def test_it_gets_a_gpu_whose_memory_has_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        here(monkeypatch, gpus=4)
-        assert self.another(decode=1, prefill=1) == (2,)
-        assert self.another(decode=1, prefill=1, ranks=2) == (2, 3)
-        assert self.another(decode=2, prefill=2, stopped=[1]) == (1,)
-        assert self.another(decode=3, prefill=3, stopped=[5]) == (1,), "each GPU has two places"
-        shrunk = UpOptions(model="org/m", prefill=0, first_workers={"decode": 1, "prefill": 1})
-        here(monkeypatch, gpus=1)
-        (alone,) = plan.placements(shrunk)
-        assert devices.place_another(shrunk, "prefill", 1, [alone]).gpus == (0,), "its old place"
-        assert plan.engine_arguments(shrunk) == ["--gpu-memory-utilization=0.440"]
-        here(monkeypatch, gpus=4)
-        for full in ({"decode": 2, "prefill": 2}, {"decode": 4, "prefill": 4}):
-            with pytest.raises(ConfigError, match="one more prefill worker needs 1 GPU"):
-                self.another(**full)
-        with pytest.raises(ConfigError, match=r"needs 2 GPU.*only 1 of GPUs 1, 2, 3 have room"):
-            self.another(decode_devices=(0,), prefill=2, ranks=2)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pullfill.config import RESTARTS_ENV, ClusterFile, ClusterRef, ProcessEntry
+from pullfill.config import RESTARTS_ENV, STATE_DIR_ENV, ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import doctor, keeper, plan, status
 from pullfill.deploy.children import Children
 from pullfill.deploy.keeper import MAX_DEATHS, WINDOW_S, Deaths, Keeper
@@ -148,17 +148,25 @@ async def test_a_worker_whose_engine_fails_on_requests_is_not_given_up(
     assert "gave up" not in rig.said.getvalue()
 
 
-async def test_who_leaves_on_purpose_stays_away(rig: Rig) -> None:
+async def test_who_leaves_on_purpose_stays_away(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.children.cluster.frontend_url = "http://127.0.0.1:8000"
     rig.launch("prefill-0", "exit 0")
+    rig.launch("frontend-0", "exit 0")
     async with rig.keeping("prefill-0") as task:
         await asyncio.wait_for(task, PATIENCE_S)
+        await asyncio.wait_for(rig.keeper.keep("frontend-0"), PATIENCE_S)
     assert rig.entry("prefill-0").restarts == 0
     assert "prefill-0 finished (drained)" in rig.said.getvalue()
-    ref = ClusterRef("n", "e", "q", rig.state.path)
-    (told, *_) = status.process_lines(status.processes(ref))
-    assert told == "prefill-0 was drained. To start it again: `pullfill restart prefill-0`"
-    (found,) = doctor.processes(ref)
+    ref, where = ClusterRef("n", "e", "q", rig.state.path), f"--state-dir {rig.state.path}"
+    told, same_port, *_ = status.process_lines(status.processes(ref))
+    command = f"pullfill prefill {where}"
+    assert told == f"prefill-0 was drained. To start another: `{command}`"
+    assert f"`pullfill frontend {where} --port 8000 --own-port 0`" in same_port
+    found, _ = doctor.processes(ref)
     assert (found.level, found.what) == (OK, "prefill-0 was drained")
+    assert found.advice == f"to start another: {command}"
+    monkeypatch.setenv(STATE_DIR_ENV, str(rig.state.path))
+    assert status.processes(ref)["processes"][0]["start_another"] == "pullfill prefill"
 
 
 async def test_a_server_is_missed_however_it_left(rig: Rig) -> None:

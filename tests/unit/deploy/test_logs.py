@@ -101,21 +101,6 @@ def test_follow_prints_what_comes_until_it_is_stopped(state: StateDir) -> None:
         assert read() == "decode-2  | a new process\n"
         state.log_of("decode-1").write_text("cut\n")
         assert read() == "decode-1  | cut\n"
-        # An upgrade: the successor takes over the name, and writes on.
-        state.log_of("decode-0-next").write_text("the successor\n")
-        assert read() == "decode-0-next | the successor\n"
-        with state.log_of("decode-0").open("a") as log:
-            log.write("the last of the old one\n")
-        state.log_of("decode-0").replace(state.log_of("decode-0").with_suffix(".log.1"))
-        state.log_of("decode-0-next").replace(state.log_of("decode-0"))
-        assert read() == "decode-0  | the last of the old one\n"
-        for _ in range(100):
-            with state.log_of("decode-0").open("a") as log:
-                log.write("by its new name\n")
-            # A look at all files that began before the change still has the old name.
-            if (told := read()) != "decode-0-next | by its new name\n":
-                break
-        assert told == "decode-0  | by its new name\n"
         # A new `up`.
         state.log_of("decode-1").replace(state.log_of("decode-1").with_suffix(".log.1"))
         state.log_of("decode-1").write_text("a new cluster\n")

@@ -219,6 +219,8 @@ class TestCheck:
         [
             ({"decode": 0}, "--decode 1"),
             ({"namespace": "A"}, "namespace"),
+            ({"settings": ["router.policy"]}, "give KEY=VALUE"),
+            ({"settings": ["router.policy=never"]}, "is not allowed"),
             ({"frontends": 0, "nats_url": "nats://127.0.0.1:1"}, "no NATS server at"),
             ({"frontends": 0, "etcd_url": "http://127.0.0.1:1"}, "no etcd at"),
             ({"vllm_args": ["--ssl_certfile=c"]}, "pullfill frontend --ssl-certfile"),
