@@ -255,21 +255,11 @@ def explain(
 
 
 @command(app)
-def doctor(
-    cluster: ClusterOptions,
-    vllm: Annotated[
-        str | None,
-        typer.Option(
-            metavar="VERSION|WHEEL|DIRECTORY",
-            help="Compare a vLLM release with the installed one: names that pullfill uses and that "
-            "differ",
-        ),
-    ] = None,
-) -> int:
+def doctor(cluster: ClusterOptions) -> int:
     """Check this machine and the cluster, and say what to do about what is wrong."""
     from pullfill.deploy import doctor as checks
 
-    return checks.run(cluster, vllm)
+    return checks.run(cluster)
 
 
 @command(app)

@@ -1,7 +1,5 @@
 """`pullfill doctor`: checks this machine (machine.py) and the cluster; changes nothing.
 
-With --vllm it compares a release of vLLM with the installed one instead, by name.
-
 Each check yields findings. Each finding is printed as one line, with advice below it. The exit code
 is 1 if anything failed.
 """
@@ -18,9 +16,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pullfill import redact, releases
+from pullfill import redact
 from pullfill.config import ClusterRef, ProcessEntry, split_urls
-from pullfill.deploy import disk, machine, members, servers, wheels
+from pullfill.deploy import disk, machine, members, servers
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
 from pullfill.deploy.procs import is_alive
 from pullfill.deploy.state import StateDir, identity
@@ -35,13 +33,11 @@ _PAIRS = 32
 """Print at most this many pairs of workers."""
 
 
-def run(options: ClusterOptions, vllm: str | None = None) -> int:
-    """Print all findings. Return 1 if any failed.
-
-    vllm: look at this release of vLLM only (wheels.py)."""
+def run(options: ClusterOptions) -> int:
+    """Print all findings. Return 1 if any failed."""
     console = Console()
     failed = False
-    for finding in _findings(options) if vllm is None else release(vllm):
+    for finding in _findings(options):
         failed |= finding.level == FAIL
         line = Text(f"{finding.level:<5}", style=_STYLES[finding.level])
         console.print(line.append(finding.what, style="default"), soft_wrap=True)
@@ -69,25 +65,6 @@ def _findings(options: ClusterOptions) -> Iterator[Finding]:
     else:
         yield from processes(ref)
         yield from cluster(ref)
-
-
-def release(what: str) -> Iterator[Finding]:
-    """Tell which of the names that pullfill uses a release of vLLM lacks, or has changed.
-
-    what: a version, a wheel or a directory (wheels.py)."""
-    from pullfill.engine.names.compare import changes
-
-    with wheels.python_files(what) as folder:
-        count, found = changes(folder)
-        version = wheels.version_of(folder) or what
-    tested = version in releases.TORCH
-    for change in found:
-        level = WARN if tested or change.added else FAIL
-        yield Finding(level, f"{change.name} {change.what}", f"see {change.where}")
-    kept = count - sum(not change.added for change in found)
-    what = f"vLLM {version}: {kept} of the {count} names that pullfill uses are as in this vLLM"
-    then = "pullfill/engine/release/ knows the others" if tested else "see CONTRIBUTING.md"
-    yield Finding(OK, what, then if found else "")
 
 
 # --------------------------------------------------------------------------- its processes

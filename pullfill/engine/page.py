@@ -173,6 +173,8 @@ def _fill(layer: Any, cache: Any, dtype: Any, numbers: Numbers) -> NDArray[Any]:
     page = torch.zeros((1, 1, tokens, width), dtype=cache.dtype)
     values = torch.from_numpy(numbers).to(dtype)
     slots = torch.arange(tokens)
+    # layer: vllm.model_executor.layers.attention.attention
+    # layer.impl: vllm.v1.attention.backends.cpu_attn, or vllm.v1.attention.backends.mla.cpu_mla
     if hasattr(layer.impl, "kv_lora_rank"):  # MLA: the latent, and what is rotated
         latent = layer.impl.kv_lora_rank
         layer.impl.do_kv_cache_update(

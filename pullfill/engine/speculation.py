@@ -61,10 +61,11 @@ def _look_up(worker: Any, most: int) -> None:
     """Propose once for an empty prompt, in a rank's process."""
     # The runner's own arrays: numba compiles anew for other types. vLLM's runner for GPUs looks
     # n-grams up on the GPU and has no such drafter.
-    runner = worker.model_runner
+    runner = worker.model_runner  # vllm.v1.worker.gpu_model_runner, its CPU runner inherits from it
     if getattr(runner, "drafter", None) is None:
         return
     tokens = runner.input_batch.num_tokens_no_spec, runner.input_batch.token_ids_cpu
+    # drafter: vllm.v1.spec_decode.ngram_proposer
     runner.drafter.propose(most, [[0]], *tokens)
 
 

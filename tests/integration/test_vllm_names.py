@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import ast
-import asyncio
-import builtins
-import collections
 import os
-import queue
-import socket
-import threading
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +16,10 @@ import pytest
 import pullfill
 from pullfill import releases
 from pullfill.deploy import known_flags, vllm_flags
-from pullfill.engine import args, check
+from pullfill.engine import args, check, migration
 from pullfill.engine.args import build_config, flag_parser, flags_read
 from pullfill.engine.attention import of_rank
 from pullfill.engine.kv import device_of, executor_without_model
-from pullfill.engine.names import compare, uses
-from pullfill.engine.names.tree import Tree, members
 from pullfill.errors import ConfigError
 from tests.support.chart import pods, render, the_container
 from tests.support.flags import split
@@ -173,74 +166,32 @@ def test_the_mock_needs_no_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-PULLFILL = Path(pullfill.__file__).parent
-SEAM = "pullfill/engine/release/"
-ROOMS = ("engine", "worker", "decode_worker", "prefill_worker", "frontend", "testing")
-"""Those that see vLLM's objects."""
-OTHERS = {
-    "bytes", "cpu", "get_state", "inc", "json", "matches", "sentinel", "socket", "to_dict",
-}  # fmt: skip
-"""Members of classes of other packages, for which vLLM has a name too."""
-
-
-def installed() -> Tree:
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    return Tree(Path(spec.origin).parents[1])
-
-
 @pytest.mark.essential
 def test_the_installed_vllm_has_every_name() -> None:
-    tree = installed()
-    used = uses.of_package(PULLFILL)
-    assert len({use.name for use in used}) > 400, "where are they?"
-    newest = check.base_version(check.require_version()) == releases.VLLM
-    # An older release may lack what the module of a newer one reaches.
-    checked = [use for use in used if newest or not (use.listed and use.where.startswith(SEAM))]
-    lacking = [
-        (use.where, use.name, why)
-        for use in checked
-        if use.sure and (why := compare.problem(use, tree))
-    ]
-    assert lacking == []
-
-
-def test_no_name_that_is_reached_through_an_object_is_forgotten() -> None:
-    """What is read in the rooms that see vLLM's objects, is a member of classes of vLLM, and of no
-    class of pullfill or Python, must be listed. (A name that pullfill has too is not seen.)"""
-    ours, read = set(dir(builtins)), {}
-    for file in uses.files(PULLFILL):
-        inside = file.relative_to(PULLFILL)
-        text = ast.parse(file.read_bytes())
-        imported = uses.imports(text)
-        for node in ast.walk(text):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                ours.add(node.name)
-            elif isinstance(node, ast.ClassDef):
-                ours |= members(node).keys()
-            elif isinstance(node, ast.Attribute) and inside.parts[0] in ROOMS:
-                root = ast.unparse(node).partition(".")[0]
-                if root not in imported and "names" not in inside.parts:
-                    read[node.attr] = f"{inside}:{node.lineno}"
-    pythons = (
-        list, dict, str, bytes, set, memoryview, type, OSError, Path, os.stat_result,
-        asyncio.Task, asyncio.Event, asyncio.StreamWriter, asyncio.AbstractEventLoop,
-        collections.deque, queue.Queue, socket.socket, threading.Thread, threading.Condition,
-    )  # fmt: skip
-    ours = ours.union(*map(dir, pythons))
-    used = uses.of_package(PULLFILL)
-    tree = installed()
-    modules = {use.name[0] for use in used if use.listed}
-    theirs = {
-        name
-        for module in modules
-        for node in (tree.names_of(module) or {}).values()
-        for name in (members(node) if isinstance(node, ast.AST) else ())
+    """What is listed, and what is imported, also in functions that no test runs."""
+    for names in (check.WORKER_NAMES, check.FRONTEND_NAMES, migration.REQUIRED_NAMES):
+        check.require_names(names)
+    walk = os.walk(Path(pullfill.__file__).parent, followlinks=True)  # the rooms are links
+    files = [Path(top, name) for top, _, names in walk for name in names if name.endswith(".py")]
+    imported = {
+        (str(node.module), alias.name, file)
+        for file in files
+        if file.parent.name != "release"  # a module there may import what only its release has
+        for node in ast.walk(ast.parse(file.read_bytes()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "vllm"
+        for alias in node.names
     }
-    listed = {use.name[1].rpartition(".")[2] for use in used}
-    forgotten = (read.keys() & theirs) - ours - listed - OTHERS
-    assert {name: read[name] for name in forgotten} == {}, "pullfill/engine/names/reached.py"
+    assert len(imported) > 50, "where are they?"
+    assert {
+        (module, name, file) for module, name, file in imported if not has(module, name)
+    } == set()
+
+
+def has(module: str, name: str) -> bool:
+    """Whether `from module import name` works."""
+    with suppress(ImportError):
+        return hasattr(import_module(module), name) or find_spec(f"{module}.{name}") is not None
+    return False
 
 
 def test_vllms_search_for_kernels_passes_the_modules_of_numba() -> None:

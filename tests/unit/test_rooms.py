@@ -42,7 +42,6 @@ ENTRY_POINTS = {
     "pullfill.prefill_worker.main",
     "pullfill.elastic.main",
     "pullfill.frontend.main",
-    "pullfill.engine.names.compare",
     "pullfill.queue.browse",
     "pullfill.queue.names",
     "pullfill.queue.nats_connection",

@@ -29,6 +29,7 @@ class Release(v0_31.Release):
         if what != "kv_cache" or not has_kv_transfer_group():
             return None
         group = get_kv_transfer_group()
-        # Ours is the first one of several (kv_offloading.py).
+        # Ours is the first one of several (kv_offloading.py), in
+        # vllm.distributed.kv_transfer.kv_connector.v1.multi_connector.
         ours = next(iter(getattr(group, "sub_connectors", (group,))))
         return ours.get_mem_pool_context()
