@@ -82,7 +82,7 @@ class Publisher:
                 continue
             if ours := [r for receipt in gone if (r := self._ledger.message_gone(receipt.job_id))]:
                 logger.warning(
-                    "%d jobs are gone from the queue, deleted or dead (`pullfill queue dead`). "
+                    "%d jobs are gone from the queue, deleted or dead (`pullfill doctor`). "
                     "Their prompts are prefilled here. Requests: %s",
                     len(ours),
                     ", ".join(ours[:3]) + ", ..." * (len(ours) > 3),

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pullfill.deploy import cli_listings, cli_local
+from pullfill.deploy import cli_local
 from pullfill.deploy.command import command, expanded
 from pullfill.errors import ConfigError, PullfillError, exit_code
 from pullfill.options import ClusterOptions, FrontendOptions, WorkerOptions
@@ -38,7 +38,6 @@ suspects_app = typer.Typer(
     invoke_without_command=True,
 )
 app.add_typer(suspects_app, name="suspects")
-cli_listings.add_to(app)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 

@@ -310,7 +310,7 @@ def jobs(ref: ClusterRef, workers: Sequence[WorkerRecord] = ()) -> Iterator[Find
             yield Finding(
                 WARN,
                 f"{count} dead letter(s) in stream {stream}: their requests were served locally",
-                "`pullfill queue dead` lists them and says why; the oldest go by themselves",
+                f"`nats stream view {stream}` says why; the oldest go by themselves",
             )
     if not any(found.values()):
         yield Finding(OK, "no dead letters")

@@ -113,7 +113,7 @@ class ClusterRef:
         cluster = read_cluster_file(directory)
         urls = (etcd or cluster.etcd_url, nats or cluster.nats_url)
         same = all(map(_same, urls, (cluster.etcd_url, cluster.nats_url)))
-        # Else `queue purge --etcd REMOTE` would empty the queue of the local cluster.
+        # Else `config set --etcd REMOTE` would use the NATS of the local cluster.
         if not same and state_dir in (None, "", usual):
             given, missing = ("--etcd", "--nats") if etcd else ("--nats", "--etcd")
             raise OtherCluster(

@@ -48,15 +48,13 @@ def test_configuration_lists_every_command_and_flag() -> None:
     """Row by row: no flag missing, none too many. Flags for testing are hidden and not listed."""
     rows: dict[str, set[str]] = {}
     for row in re.findall(r"^- (`pullfill [^(:]*)(\(`--[^)]*\))?: ", COMMANDS.read_text(), re.M):
-        named = re.findall(
-            r"`pullfill ((?:config |queue |registry |suspects (?=clear))?[a-z]+)", row[0]
-        )
+        named = re.findall(r"`pullfill ((?:config |suspects (?=clear))?[a-z]+)", row[0])
         for command in named:
             rows[command] = set(re.findall(r"(?<![a-z-])--?[a-z][a-z-]*", row[1]))
     for named, of in flag_rows():
         for command in (c for word in of.split(", ") for c in PROCESSES[word]):
             rows[command] |= set(re.findall(r"(?<![a-z-])--?[a-z][a-z-]*", named))
-    assert set(rows) == {c for c in commands() if c not in ("config", "queue", "registry")}
+    assert set(rows) == {c for c in commands() if c not in ("config",)}
     common = {"--help", "-h", "--state-dir", "--etcd", "--nats", "--namespace", "--security"}
     for command, listed in rows.items():
         assert listed - common == flags(commands()[command]) - common, command

@@ -42,8 +42,6 @@ ENTRY_POINTS = {
     "pullfill.prefill_worker.main",
     "pullfill.elastic.main",
     "pullfill.frontend.main",
-    "pullfill.queue.browse",
-    "pullfill.queue.names",
     "pullfill.queue.nats_connection",
 }
 """What deploy may import of rooms it otherwise knows only by their command lines."""
