@@ -281,7 +281,7 @@ class ControlServer:
             hello.adapters,
             hello.features,
             block_size=hello.block_size,
-            max_prompt_tokens=hello.max_prompt_tokens or 0,
+            max_prompt_tokens=hello.max_prompt_tokens,
             # `met` says it. Until then the engine thread must not see a worker that may bring KV.
             cleared=self.checks is None,
         )

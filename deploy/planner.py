@@ -116,8 +116,8 @@ def remembered(
 
 async def _carry_out(etcd: EtcdClient, namespace: str, move: Move, revision: int) -> bool:
     """Order the move. False: another planner was faster."""
-    before, after = WorkerRole(move.before), WorkerRole(move.after)
-    noted = RoleMove(instance_id=move.instance_id, before=before, after=after, at=time.time())
+    after = WorkerRole(move.after)
+    noted = RoleMove(instance_id=move.instance_id, after=after, at=time.time())
     if not await note_move(etcd, namespace, noted, revision):
         return False
     await role.order(etcd, namespace, move.instance_id, after)

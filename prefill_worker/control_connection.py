@@ -16,7 +16,6 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from msgspec import UNSET
 from msgspec.structs import replace
 
 from pullfill.errors import AuthFailed, BadMessage, ClaimRefused, PeerUnavailable, PullfillError
@@ -93,7 +92,7 @@ class ControlConnection:
         idle_s: float = IDLE_S,
     ) -> None:
         self.record = record
-        self._hello = self._other_hello = replace(hello, max_prompt_tokens=UNSET)
+        self._hello = replace(hello, max_prompt_tokens=0)
         if (most := hello.max_prompt_tokens or math.inf) < record.max_model_len - 1:
             self._hello = hello
             logger.info(
@@ -331,8 +330,6 @@ class ControlConnection:
                 await introduce(channel, self._key, self._hello)
                 first: Any = await channel.read(ToPrefill)  # type: ignore[arg-type]
             except EOFError:
-                # An older build ends the connection at a field that it does not know.
-                self._hello, self._other_hello = self._other_hello, self._hello
                 raise PeerUnavailable(
                     "it ended the connection without a welcome; its log says why"
                 ) from None

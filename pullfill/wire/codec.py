@@ -6,8 +6,7 @@ version `v`. A reader raises OtherVersion for any other version.
 Builds of one version work together, so within a version a struct only grows:
 
 - A reader ignores fields that it does not know. A new field is optional, and a reader that ignores
-  it still does the right thing. The first builds of version 9 refuse unknown fields. So while that
-  is the version, a new field is `T | msgspec.UnsetType = msgspec.UNSET`, which is not sent.
+  it still does the right thing.
 - A new kind of message, or a new word of an enum, is sent only to a peer that has said in a field
   that it knows it.
 - Whatever else changes needs a new WIRE_VERSION. Its processes have streams of their own
@@ -28,7 +27,7 @@ from msgspec import Meta
 
 from pullfill.errors import BadMessage, OtherVersion
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -129,13 +128,13 @@ class Compat(Message, frozen=True, kw_only=True):
     kv_groups: str
 
     def hash(self, version: int = WIRE_VERSION) -> str:
-        """16 hex digits over all fields. From wire version 10 on, the version comes first: `v10-…`.
+        """The wire version and 16 hex digits over all fields: `v10-…`.
 
         It names the job stream. So only workers that fit, and can read each other, share one."""
         import hashlib
 
         digest = hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
-        return digest if version == 9 else f"v{version}-{digest}"  # 9: builds before had no prefix
+        return f"v{version}-{digest}"
 
     def differs_from(self, other: Compat) -> list[tuple[str, object, object]]:
         """(field, ours, theirs) for each field that differs."""

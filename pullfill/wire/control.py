@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from typing import Annotated
 
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from pullfill.wire.codec import WIRE_VERSION, Count, Finite, Id, Message, Text, Version
 from pullfill.wire.records import RegionDescriptor
@@ -92,8 +92,8 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     Empty: its prefills are never checked.
     adapters: whether it can load LoRA adapters.
     features: whether it takes multimodal inputs.
-    max_prompt_tokens: length of the longest prompt that it takes. Sent only to a decode worker with
-    longer ones: builds that do not know the field refuse a Hello with it."""
+    max_prompt_tokens: length of the longest prompt that it takes. 0: it takes all of this decode
+    worker's."""
 
     v: Version = WIRE_VERSION
     prefill_instance: Id
@@ -103,7 +103,7 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     computes: Text = ""
     adapters: bool = False
     features: bool = False
-    max_prompt_tokens: Count | UnsetType = UNSET
+    max_prompt_tokens: Count = 0
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):

@@ -26,11 +26,10 @@ class RoleMove(Message, frozen=True, kw_only=True):
     A planner writes the key only if no other one has written it since. So several planners together
     move no faster than one.
 
-    before, after: roles of the worker. at: when, in seconds since 1970 by the writer's clock."""
+    after: the new role of the worker. at: when, in seconds since 1970 by the writer's clock."""
 
     v: Version = WIRE_VERSION
     instance_id: Id
-    before: WorkerRole
     after: WorkerRole
     at: Finite
 

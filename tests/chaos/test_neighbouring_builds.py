@@ -10,12 +10,9 @@ import pytest
 from tests.support.checked import checked
 from tests.support.cluster import Cluster, until
 from tests.support.load import Load
-from tests.support.old_build import old_build
+from tests.support.old_build import first_build, old_build
 from tests.support.oracle import Oracle
 
-OLD = "cc8ca5c653172479a83b741f6039446834b06c06"
-"""The last build that refuses unknown fields. Of the same WIRE_VERSION as this one: after a new
-version, name the first commit that has it."""
 SLOW_S = 20.0
 """A job that its reader cannot use would wait for the claim timeout, here 30 s."""
 
@@ -30,7 +27,7 @@ def pairs(load: Load) -> set[tuple[str, str]]:
 def test_row_22_two_builds_work_together_in_every_pair(
     paired: Cluster, oracle: Oracle, tmp_path: Path
 ) -> None:
-    program = old_build(OLD, tmp_path)
+    program = old_build(first_build(), tmp_path)
     new_url = paired.frontend_url
     olds = [paired.launch(role, program=program) for role in ("decode", "prefill", "frontend")]
     old_url, paired.frontend_url = paired.frontend_url, new_url

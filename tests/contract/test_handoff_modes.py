@@ -386,5 +386,5 @@ async def test_an_error_after_the_read_frees_its_blocks(
         again = decode.send(prompt(30, seed=2))
         await settled(again)
         assert decode.right(again)
-        assert prefill.runner.completed == 1
+        await until(lambda: prefill.runner.completed == 1)
         await cluster.check_clean()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -23,8 +21,7 @@ from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
 from pullfill.transfer.shm.files import ShmEndpoint
-from pullfill.wire import Hello, Welcome, encode
-from tests.support import framing
+from pullfill.wire import Hello, encode
 from tests.support.control_rig import Decode, until
 from tests.support.handoff_directory import FakeDirectory
 from tests.support.listening import listening
@@ -108,33 +105,6 @@ async def test_a_greeting_without_an_answer_is_told_to_people(
             assert caplog.records[-1].levelno == logging.WARNING
         finally:
             await link.close()
-
-
-@pytest.mark.parametrize(("longest", "greetings"), [(500, 1), (1000, 2)])
-async def test_an_older_decode_worker_is_greeted_without_a_field_that_it_does_not_know(
-    tmp_path: Path, longest: int, greetings: int
-) -> None:
-    known = set(msgspec.to_builtins(greeting(tmp_path, 1)))
-    assert "max_prompt_tokens" not in known
-    heard = list[set[str]]()
-
-    async def strict(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(EOFError):
-            heard.append(set(msgspec.msgpack.decode(await framing.read_body(reader))))
-            if heard[-1] - {"type"} <= known:
-                framing.write(writer, Welcome(decode_instance="decode-1"))
-                await reader.read()
-        writer.close()
-
-    async with listening(strict) as (host, port):
-        record = replace(Decode().record(f"tcp://{host}:{port}"), max_model_len=longest)
-        hello = replace(greeting(tmp_path, 1), max_prompt_tokens=500)
-        link = ControlConnection(
-            record, hello, no_transfer_worker, lambda *_: None, lambda *_: None
-        )
-        await until(lambda: link.connected)
-        await link.close()
-    assert len(heard) == greetings
 
 
 async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path: Path) -> None:

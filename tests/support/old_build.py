@@ -12,9 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from pullfill.wire import WIRE_VERSION
 from tests.support.command import PULLFILL
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def first_build() -> str:
+    """The commit that recorded what builds of this WIRE_VERSION say. It is the first of them that
+    may run beside this one."""
+    record = f"tests/unit/core/wire-{WIRE_VERSION}.json"
+    asked = ["git", "log", "-1", "--format=%H", "--", record]
+    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def old_build(commit: str, directory: Path) -> list[str]:

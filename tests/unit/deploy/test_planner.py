@@ -203,7 +203,7 @@ def test_of_two_planners_one_orders(rig: Rig) -> None:
 
 def test_a_worker_that_died_on_its_way_is_not_waited_for_for_ever() -> None:
     seen = Observation(500.0, (Member("p", PREFILL), Member("d", DECODE)), {})
-    gone = RoleMove(instance_id="x", before=WorkerRole.DECODE, after=WorkerRole.PREFILL, at=1000.0)
+    gone = RoleMove(instance_id="x", after=WorkerRole.PREFILL, at=1000.0)
     now, state = planner.remembered(gone, 7, planner.ABSENT_S - 1, seen, State())
     assert now.changing == ("x",)
     assert (state.moved_to, state.moved_at) == ("prefill", 500.0 - planner.ABSENT_S + 1)
