@@ -1,13 +1,13 @@
 """KV block transfers against their physical limits: `make bench-transfer`.
 
-  copies   shm writes against plain loops of memmove and one memcpy; the fence; plans; digests
+  copies   shm writes against plain loops of memmove and one memcpy; the fence; plans
   busy     the shm writes again beside a thread that runs Python, as an engine does
   tcp      tcp writes into another process against a raw sendmsg/recv_into pair
   nixl     shm writes into another process against NIXL/UCX on the same lists (if installed)
   overlap  a real decode and prefill worker: from the last chunk computed to the commit
 
 Medians of interleaved repeats; a ratio compares two medians of the same run. `--save` writes
-benchmarks/results/transfer.json, .md and .svg. Exit status 1 when a target is missed.
+benchmarks/results/transfer.json and .md. Exit status 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from benchmarks import bench_transfer_overlap as overlap
 from benchmarks import bench_transfer_remote as remote
 from benchmarks.live import end_in_order
 from benchmarks.machine import OtherLoad
-from benchmarks.plots import bars
 from benchmarks.report import RESULTS, Row, finish
 from tests.support.transfer_rigs import Rig, shm_rig
 
@@ -57,7 +56,6 @@ def copy_rows(options: argparse.Namespace, sizes: copies.Sizes, rig: Rig) -> lis
         rows += copies.write_rows(rig, sizes, rounds, clock)
         rows += copies.fence_rows(rig, rounds, clock)
         rows += copies.plan_rows(rounds, clock)
-        rows += copies.digest_rows(rig, sizes, few, clock)
     if "busy" in options.parts:
         with copies.busy_thread():  # on the wall clock: what it costs is waiting
             rows += copies.write_rows(
@@ -92,8 +90,6 @@ def main() -> int:
     title = "KV block transfers"
     if options.clock == "cpu":
         title += " (shm, fence and plan rows: CPU time of the copying thread)"
-    if options.save:
-        (RESULTS / "transfer.svg").write_text(bars(rows, title))
     return finish("transfer", rows, quiet=quiet.quiet, save=options.save, title=title)
 
 

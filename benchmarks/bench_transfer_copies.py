@@ -1,4 +1,4 @@
-"""Rows about copying on one host: shm writes, digests, the fence, plans.
+"""Rows about copying on one host: shm writes, the fence, plans.
 
 Each shm row moves the same bytes between the same two mappings in three ways, interleaved, and
 compares medians: our fenced write; a plain loop of `memmove` over the same runs (no plan, no
@@ -23,12 +23,11 @@ import numpy as np
 
 from benchmarks.report import Row, row, versus
 from pullfill.transfer.contract import PeerSession
-from pullfill.transfer.digest import BlockDigester, sampled
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import plan
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.fence import ShmHold
-from pullfill.wire import DigestMode, FenceToken
+from pullfill.wire import FenceToken
 from tests.support.transfer_rigs import Local, Region, Rig
 
 LAYERS = 4
@@ -157,35 +156,6 @@ def write_rows(
                 versus(name, speed["shm"], "GB/s", label, speed[peer],
                        at_least=floor if targets else None)
             )  # fmt: skip
-    return rows
-
-
-def digest_rows(rig: Rig, sizes: Sizes, rounds: int, clock: Clock, suffix: str = "") -> list[Row]:
-    """What `--kv-digest` costs each end, against the write of the same blocks."""
-    rows = []
-    for case in (c for c in cases(sizes) if not c.contiguous):
-        layout = dense_layout(LAYERS, case.blocks, 1, case.page)
-        region, local = rig.region(layout, instance_id="bench"), rig.local(layout)
-        digester = BlockDigester(local.memory)
-        drawn = sampled(DigestMode.SAMPLE, len(case.source), b"bench", 1)
-        sample = [case.source[index] for index in drawn]
-        with session_of(rig, region, local) as (session, token):
-            ways: dict[str, Callable[[], object]] = {
-                "write": partial(session.write_blocks, token, case.source, case.target),
-                "full": partial(digester.digest, case.source),
-                "sample": partial(digester.digest, sample),
-            }
-            took = interleaved(ways, rounds, clock)
-        region.owner.close()
-        some = sizes.moved * len(sample) // len(case.source)
-        for mode, nbytes in (("full", sizes.moved), ("sample", some)):
-            name = f"digest {mode}, {case.name}{suffix}"
-            rows.append(row(f"{name}: speed", nbytes / took[mode] / 1e9, "GB/s"))
-            rows.append(
-                versus(
-                    f"{name}: time", took[mode] * 1e3, "ms", "shm write of all", took["write"] * 1e3
-                )
-            )
     return rows
 
 

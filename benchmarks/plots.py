@@ -9,14 +9,10 @@ from io import StringIO
 from itertools import cycle
 from typing import Any
 
-from benchmarks.report import Row
-
 COLOURS = (
     "#2a7f62", "#b3423a", "#3a6ea5", "#c98a1b", "#7b4fa3", "#4d9db5", "#8c564b", "#7a8794",
     "#d16ba5", "#5a7d2a", "#000000", "#e07b39",
 )  # fmt: skip
-_GOOD, _BAD, _PLAIN = "#2a7f62", "#b3423a", "#7a8794"
-_MOST = 3.5
 _STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "pullfill", "axes.grid": True,
           "grid.color": "#dddddd", "axes.axisbelow": True, "font.size": 9.0}  # fmt: skip
 
@@ -69,25 +65,4 @@ def curves(
             axes.set(**{f"{which}label": axis.name, f"{which}scale": scale,
                         f"{which}lim": (axis.low, axis.high)})  # fmt: skip
         axes.figure.legend(loc="outside right upper", frameon=False)
-    return out.getvalue()
-
-
-def bars(rows: Sequence[Row], title: str) -> str:
-    """Return one bar per row that has a ratio, in order, with a black mark where its target is.
-
-    Bars longer than the chart is wide are cut. Their number says how long they are."""
-    shown = [(row, row.ratio) for row in rows if row.ratio is not None]
-    out = StringIO()
-    with _chart(out, 10.0, 0.22 * len(shown) + 0.8, f"{title}: value / peer") as axes:
-        for at, (row, ratio) in enumerate(shown):
-            colour = _PLAIN if not row.target else _GOOD if row.ok else _BAD
-            axes.barh(at, min(ratio, _MOST), height=0.7, color=colour)
-            axes.text(min(ratio, _MOST) + 0.04, at, f"{ratio:g}", va="center")
-            if row.target:
-                place = min(float(row.target.split()[-1]), _MOST)
-                axes.plot([place, place], [at - 0.45, at + 0.45], color="black", linewidth=2)
-        labels = [f"{row.metric} / {row.peer}" for row, _ in shown]
-        axes.set_yticks(range(len(shown)), labels=labels)
-        axes.set(xlim=(0, _MOST + 0.5), ylim=(len(shown) - 0.5, -0.5))
-        axes.grid(visible=False, axis="y")
     return out.getvalue()

@@ -24,7 +24,6 @@ from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.read_leases import ReadLeases
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import Checks
-from pullfill.decode_worker.verify import Verifier
 from pullfill.errors import AuthFailed, BadMessage, OtherVersion, Outcome, PullfillError
 from pullfill.net.channel import Channel, accept
 from pullfill.net.security import ClusterKey
@@ -60,7 +59,6 @@ class ControlServer:
     """Serves the connections of prefill workers, and does what the ledger asks of the network.
 
     cancel, nak: methods of the queue's producer.
-    verifier: compares digests. Needed if the ledger asks for them. `stop` closes it.
     key: the cluster key. A prefill worker that does not hold it is refused.
     reach: opens a prefill worker's memory for reading. In pull mode a prefill worker whose memory
     cannot be read writes instead.
@@ -81,7 +79,6 @@ class ControlServer:
         traces: RequestTraces,
         cancel: Callable[[object], Awaitable[object]],
         nak: Callable[[str, Any], Awaitable[None]],
-        verifier: Verifier | None = None,
         silent_s: float = SILENT_S,
         key: ClusterKey | None = None,
         reach: Reach | None = None,
@@ -91,10 +88,9 @@ class ControlServer:
         self._ledger = ledger
         self._traces = traces
         self.forecaster = Forecaster()
-        self.grants = Grants(ledger, traces, verifier, self.forecaster, self._spawn, self._act)
+        self.grants = Grants(ledger, traces, self.forecaster, self._spawn, self._act)
         self._cancel = cancel
         self._nak = nak
-        self._verifier = verifier
         self._silent_s = silent_s
         self._key = key
         self._reach = reach
@@ -142,8 +138,6 @@ class ControlServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for reader in list(self._readers):
             await asyncio.to_thread(reader.close)
-        if self._verifier is not None:
-            await asyncio.to_thread(self._verifier.close)
 
     def dismiss(self) -> None:
         """End the connections to all prefill workers. They come again while we are registered."""

@@ -19,7 +19,7 @@ from pullfill.engine.compat import rounding_digest
 from pullfill.engine.groups import keeps_all
 from pullfill.net.security import ClusterKey
 from pullfill.options import WorkerOptions
-from pullfill.wire import DigestMode, LeaseHello
+from pullfill.wire import LeaseHello
 from pullfill.worker.process import Engine
 
 
@@ -44,8 +44,6 @@ def attach(
     reach = reach_any(context.memories, options, key)
     if reach is None or not keeps_all(context.groups) or not _caches(scheduler.pool):
         return None
-    if options.kv_digest is not DigestMode.OFF:
-        return None  # what is read this way has no digest
     hello = LeaseHello(
         decode_instance=context.instance_id, compat=engine.compat.hash(), computes=computes
     )

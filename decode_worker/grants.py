@@ -1,12 +1,11 @@
 """What prefill workers say about a job, from the claim to the commit, and what they are answered.
 
     Claim  ─▶ grant ─▶ Grant, or Refused
-    Commit ─▶ commit ────────────────────────────────▶ CommitReply
-    Ready  ─▶ ready ─▶ read its blocks (kv_reader.py) ─┐  ▲
-                                                    └──┤ with --kv-digest: verify.py first
+    Commit ─▶ commit ─▶ CommitReply
+    Ready  ─▶ ready ─▶ read its blocks (kv_reader.py) ─▶ CommitReply
 
 The ledger decides. Everything runs on the asyncio thread. The control server receives the messages,
-starts the tasks that read and verify, and stops them.
+starts the tasks that read, and stops them.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ import msgspec
 
 from pullfill.decode_worker.forecast import Forecaster
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import Claimed, Entry, JobState, Read, Verify
+from pullfill.decode_worker.ledger_types import Claimed, Entry, JobState, Read
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.request_trace import RequestTraces
-from pullfill.decode_worker.verify import Verifier
-from pullfill.errors import BadMessage, Fenced, Outcome, PullfillError
+from pullfill.errors import BadMessage, Fenced, PullfillError
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.wire import (
     Claim,
@@ -40,8 +38,6 @@ from pullfill.wire import (
 
 logger = log.get("decode_worker.control")
 
-_OURS = frozenset({Outcome.DIGEST_MISMATCH.value, "read_failed"})
-"""Refusals of commits that were not stale. They are counted where they happen."""
 _BUSY = 64 << 10
 """While so many bytes wait for a prefill worker, it gets no job with multimodal inputs. These have
 8 MiB at most, so a connection sends those of one job at a time, and control messages never wait for
@@ -62,14 +58,12 @@ class Grants:
         self,
         ledger: Ledger,
         traces: RequestTraces,
-        verifier: Verifier | None,
         forecaster: Forecaster,
         spawn: Callable[[Awaitable[object]], None],
         act: Callable[[], None],
     ) -> None:
         self._ledger = ledger
         self._traces = traces
-        self._verifier = verifier
         self._forecaster = forecaster
         self._spawn = spawn
         self._act = act
@@ -122,9 +116,7 @@ class Grants:
     # ------------------------------------------------------------------ step 8: commit
 
     def commit(self, peer: Peer, commit: Commit) -> None:
-        """Accept the KV that this prefill worker has written: its request goes on.
-
-        With --kv-digest the KV is compared with its digests first."""
+        """Accept the KV that this prefill worker has written: its request goes on."""
         failpoints.hit("decode.before_commit")
         entry = self._ledger.find(commit.job_id)
         if entry is not None and (entry.attempt, entry.writer) == (commit.attempt, peer.name):
@@ -145,12 +137,8 @@ class Grants:
             commit.incarnation,
             peer.name,
             commit.blocks,
-            commit.digest,
         )
-        if isinstance(answer, Verify):
-            self._spawn(self._verify(peer, commit, answer))
-        else:
-            self._answer(peer, commit, answer, entry)
+        self._answer(peer, commit, answer, entry)
 
     def ready(self, peer: Peer, ready: Ready) -> None:
         """Read the KV that this prefill worker has computed, then commit it (--kv-mode pull).
@@ -202,11 +190,8 @@ class Grants:
             )
         finally:
             watch.cancel()
-        answer = self._ledger.read_over(read.job_id, read.attempt, good=good, digest=ready.digest)
-        if isinstance(answer, Verify):
-            await self._verify(peer, ready, answer)
-        else:
-            self._answer(peer, ready, answer, entry)
+        answer = self._ledger.read_over(read.job_id, read.attempt, good=good)
+        self._answer(peer, ready, answer, entry)
         self._act()
 
     async def _watch(self, peer: Peer, ready: Ready, stall_s: float) -> None:
@@ -219,20 +204,13 @@ class Grants:
             if moved != before:
                 self._ledger.progress(ready.job_id, ready.attempt, ready.incarnation, peer.name)
 
-    async def _verify(self, peer: Peer, asked: Commit | Ready, verify: Verify) -> None:
-        assert self._verifier is not None
-        entry = self._ledger.find(verify.job_id)
-        why = await self._verifier.settle(verify, peer.instance_id, peer.block_size)
-        self._answer(peer, asked, why, entry)
-        self._act()
-
     def _answer(
         self, peer: Peer, asked: Commit | Ready, why: str | None, entry: Entry | None
     ) -> None:
         if why is None and entry is not None and entry.receipt is not None:
             self.committed(entry.receipt)
         if why is not None:
-            if why not in _OURS:
+            if why != "read_failed":  # counted where it happens
                 metrics.STALE_REFUSED.labels("commit").inc()
             logger.warning(
                 "refused a commit of job %s by %s: %s", asked.job_id, peer.name, why,

@@ -9,8 +9,7 @@
                └──cancel/─▶ CLOSED ◀──────── or back to QUEUED ◀──┘
                   deadline
 
-    --kv-digest:     GRANTED(n) ──commit(n)──▶ VERIFYING(n) ──verified──▶ COMMITTED, or CLOSED
-    --kv-mode pull:  GRANTED(n) ──ready(n)──▶ READING(n) ──read_over──▶ as after a commit
+    --kv-mode pull:  GRANTED(n) ──ready(n)──▶ READING(n) ──read_over──▶ COMMITTED, or CLOSED
 
 n is the attempt: it counts the grants of a job.
 
@@ -21,8 +20,6 @@ What always holds:
   no proof. If the request is settled before that, the engine is told to hold the blocks first.
 - A request waits for that proof for NO_PROOF_S at most.
 - One writer holds a job at a time. No claim takes a job from its holder.
-- The writer of a VERIFYING job is proved quiet. So the job can end like one that nobody claimed,
-  and a verdict that comes later has no effect.
 - The writer of a READING job is our own reader. `read_over` is the proof that it is quiet.
 
 Locks: the engine thread and the asyncio thread both call the ledger. One lock guards all of it, for
@@ -46,11 +43,10 @@ from pullfill.decode_worker.ledger_types import (
     JobState,
     NakDelivery,
     Read,
-    Verify,
 )
 from pullfill.engine.groups import ONE_TABLE, BlockOrder
 from pullfill.errors import Outcome, OverloadedError
-from pullfill.wire import DigestMode, RefuseReason
+from pullfill.wire import RefuseReason
 
 _HELD_RETRY_S = 0.05
 _NO_SLOT_RETRY_S = 1.0
@@ -59,7 +55,6 @@ _NO_SLOT_RETRY_S = 1.0
 class Ledger(OpenJobs):
     """All remote prefills of one decode worker.
 
-    kv_digest: which of the written blocks must be verified before the request is told.
     kv_mode: how the KV gets into the blocks. Grants tell it to the prefill worker.
     on_event: called after an event was queued for the engine thread. It must only wake that thread.
     on_action: the same for actions and the asyncio thread.
@@ -207,7 +202,6 @@ class Ledger(OpenJobs):
                 entry.digest,
                 fence,
                 now - entry.opened_at,
-                self.kv_digest,
                 self.kv_mode,
                 entry.features,
             )
@@ -264,19 +258,19 @@ class Ledger(OpenJobs):
         incarnation: str,
         writer: str,
         blocks: int,
-        digest: bytes | None = None,
-    ) -> Verify | str | None:
+    ) -> str | None:
         """Accept the bytes of the current attempt.
 
-        Returns None if they are accepted: the request is settled as loaded. Returns a `Verify` if
-        they must be checked first. Otherwise returns the reason for the refusal. A stale commit
-        changes nothing.
+        Returns None if they are accepted: the request is settled as loaded. Otherwise returns the
+        reason for the refusal. A stale commit changes nothing.
 
         blocks: number of blocks that were written."""
         entry = self._current(job_id, attempt, incarnation, writer)
         if entry is None or entry.state is not JobState.GRANTED:
             return "stale"
-        return self._take_over(entry, blocks) or self._arrived(entry, digest)
+        if (why := self._take_over(entry, blocks)) is None:
+            self._loaded(entry)
+        return why
 
     @locked
     def ready(
@@ -295,9 +289,7 @@ class Ledger(OpenJobs):
         return Read(job_id, attempt, entry.blocks[entry.first_target :])
 
     @locked
-    def read_over(
-        self, job_id: str, attempt: int, *, good: bool, digest: bytes | None = None
-    ) -> Verify | str | None:
+    def read_over(self, job_id: str, attempt: int, *, good: bool) -> str | None:
         """Note that our reader has ended. It never touches the blocks again. Answers as `commit`.
 
         good: whether it has read all blocks. If not, the prompt is computed here: no other prefill
@@ -311,22 +303,10 @@ class Ledger(OpenJobs):
             self._ask_proof(entry)
             return "stale"
         if good:
-            return self._arrived(entry, digest)
+            self._loaded(entry)
+            return None
         self._give_up(entry, Outcome.PREFILL_FAILED)
         return "read_failed"
-
-    @locked
-    def verified(self, job_id: str, attempt: int, *, good: bool) -> str | None:
-        """Note whether the bytes of a commit equal their digest. Answers as `commit`."""
-        entry = self._jobs.get(job_id)
-        if entry is None or entry.state is not JobState.VERIFYING:
-            return "stale"
-        assert entry.attempt == attempt, "nobody can claim a job that is verified"
-        if not good:
-            self._give_up(entry, Outcome.DIGEST_MISMATCH)
-            return Outcome.DIGEST_MISMATCH.value
-        self._loaded(entry)
-        return None
 
     def _take_over(self, entry: Entry, blocks: int) -> str | None:
         """The writer says that its part is done. None: so it is, and the writer is proved quiet.
@@ -343,19 +323,8 @@ class Ledger(OpenJobs):
         entry.fence = None
         return None
 
-    def _arrived(self, entry: Entry, digest: bytes | None) -> Verify | None:
-        """All bytes are in the blocks: settle the request, or verify the bytes first."""
-        if self.kv_digest is DigestMode.OFF:
-            self._loaded(entry)
-            return None
-        self._enter(entry, JobState.VERIFYING)
-        blocks = entry.blocks[entry.first_target :]
-        what = blocks, entry.order, entry.hit_tokens, entry.tokens
-        return Verify(
-            entry.job_id, entry.attempt, *what, self.kv_digest, entry.digest, digest or b""
-        )
-
     def _loaded(self, entry: Entry) -> None:
+        """All bytes are in the blocks."""
         self._settle(entry, Outcome.COMMITTED)
         self._close(entry, JobState.COMMITTED)
 
@@ -384,9 +353,9 @@ class Ledger(OpenJobs):
         queue. If none is, every open job is served locally, also one that nobody has claimed: to
         wait for a worker that may never come would cost each job its whole deadline."""
         for entry in list(self._jobs.values()):
-            if entry.state in (JobState.READING, JobState.VERIFYING):
-                # The KV is computed. If it cannot be read or is wrong, the prompt is computed here.
-                # So no other writer is needed, and the lost one cannot ack the message.
+            if entry.state is JobState.READING:
+                # The KV is computed. If it cannot be read, the prompt is computed here. So no other
+                # writer is needed, and the lost one cannot ack the message.
                 if entry.writer == writer:
                     self._forget_message(entry)
             elif not others_alive:

@@ -34,7 +34,7 @@ from pullfill.decode_worker.ledger_types import (
 from pullfill.errors import Outcome
 from pullfill.runtime import log
 from pullfill.transfer.contract import OwnerFences
-from pullfill.wire import DigestMode, FenceToken, KvMode
+from pullfill.wire import FenceToken, KvMode
 
 logger = log.get("decode_worker.ledger")
 
@@ -71,7 +71,6 @@ class OpenJobs:
         *,
         incarnation: str,
         max_attempts: int = 3,
-        kv_digest: DigestMode = DigestMode.OFF,
         kv_mode: KvMode = KvMode.PUSH_ASYNC,
         clock: Clock = SYSTEM_CLOCK,
         on_event: Callable[[], None] = lambda: None,
@@ -81,7 +80,6 @@ class OpenJobs:
         self._fences = fences
         self._clock = clock
         self._max_attempts = max_attempts
-        self.kv_digest = kv_digest
         self.kv_mode = kv_mode
         self.incarnation = incarnation
         self.tell_opens = True
@@ -179,7 +177,7 @@ class OpenJobs:
                 self._events.append(Hold(entry.job_id, entry.blocks))
             self._settle(entry, outcome)
         self._forget_message(entry)
-        if entry.state in (JobState.QUEUED, JobState.READING, JobState.VERIFYING):
+        if entry.state in (JobState.QUEUED, JobState.READING):
             self._close(entry, JobState.CLOSED)  # nobody can write to its blocks
 
     def _forget_message(self, entry: Entry) -> None:

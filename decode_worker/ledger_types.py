@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pullfill.engine.groups import ONE_TABLE, BlockOrder
 from pullfill.errors import Outcome
-from pullfill.wire import DigestMode, FenceToken, KvMode, RefuseReason
+from pullfill.wire import FenceToken, KvMode, RefuseReason
 
 TAKEN_S = 2.0
 """How long a job waits for its claim if it was sent directly to one prefill worker. That is done
@@ -23,13 +23,12 @@ class JobState(enum.StrEnum):
     QUEUED = "queued"
     GRANTED = "granted"
     READING = "reading"
-    VERIFYING = "verifying"
     QUARANTINED = "quarantined"
     COMMITTED = "committed"
     CLOSED = "closed"
 
 
-UNDER_WAY = frozenset({JobState.GRANTED, JobState.READING, JobState.VERIFYING})
+UNDER_WAY = frozenset({JobState.GRANTED, JobState.READING})
 """A prefill worker computes the job, or has computed it."""
 TRIAL = "self-check-"
 """Request ids of the self-check begin with this."""
@@ -213,7 +212,6 @@ class GrantView:
     digest: bytes
     fence: FenceToken
     queued_s: float
-    kv_digest: DigestMode
     mode: KvMode
     features: bytes
 
@@ -225,28 +223,6 @@ class Claimed:
     grant: GrantView | None = None
     refused: RefuseReason | None = None
     retry_after_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Verify:
-    """Answer to a commit whose bytes must be checked first. The result goes to `Ledger.verified`.
-
-    blocks: those that were written, in order.
-    order: which blocks of each KV cache group they are.
-    hit_tokens: length of the prefix hit, after which they begin.
-    tokens: number of tokens in them.
-    kv_digest: how many of them to check.
-    digest: what the prefill worker computed over them."""
-
-    job_id: str
-    attempt: int
-    blocks: tuple[int, ...]
-    order: BlockOrder
-    hit_tokens: int
-    tokens: int
-    kv_digest: DigestMode
-    job_digest: bytes
-    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,6 @@ class Peer:
             deadline_s=grant.deadline_s,
             job_digest=grant.digest,
             fence=grant.fence,
-            kv_digest=grant.kv_digest,
             mode=mode,
             features=grant.features,
         )

@@ -45,7 +45,6 @@ _AFTER_OUTAGE = frozenset(Outcome) - {
     Outcome.CANCELLED,
     Outcome.QUEUE_FULL,
     Outcome.REJECTED,
-    Outcome.DIGEST_MISMATCH,
 }
 
 _OUTAGE_FRESH_S = 0.05

@@ -23,7 +23,7 @@ from pullfill.engine.compat import logprobs_are_cheap
 from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.ids import new_job_id
 from pullfill.runtime import log
-from pullfill.transfer.digest import BlockDigester, copies_of
+from pullfill.transfer.block_reader import BlockReader, copies_of
 
 if TYPE_CHECKING:
     from pullfill.decode_worker.context import OpenedJob
@@ -87,7 +87,7 @@ class Trials:
         self._traces = traces
         self._logprobs = logprobs
         self._groups = groups
-        self._readers = [BlockDigester(memories, copy=i) for i in range(copies_of(memories))]
+        self._readers = [BlockReader(memories, copy=i) for i in range(copies_of(memories))]
         self._open: dict[str, Trial] = {}
         self.send: Callable[[OpenedJob, str], None] = lambda _job, _writer: None
 

@@ -34,7 +34,6 @@ from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import checks_for
 from pullfill.decode_worker.step_meter import StepMeter
-from pullfill.decode_worker.verify import verifier_for
 from pullfill.engine import front_wire, kv
 from pullfill.engine.chunks import PrefillChunks
 from pullfill.engine.host import EngineHooks, EngineHost
@@ -160,7 +159,6 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             return Ledger(
                 fences,
                 incarnation=context.incarnation,
-                kv_digest=self._options.kv_digest,
                 kv_mode=self._options.kv_mode,
                 on_event=host.wake,
                 on_action=lambda: context.wake_control(),
@@ -223,9 +221,6 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             cancel=producer.cancel,  # type: ignore[arg-type]
             nak=producer.nak,
             key=self._key,
-            verifier=verifier_for(
-                context.ledger, context.memories, engine.config.cache_config.block_size
-            ),
             reach=reach_for(context.memories, options, self._key),
         )
         control.checks = checks_for(

@@ -11,7 +11,7 @@
       router.policy: cost
 
 The file has no options of its own: its values go through the command's parser, as texts, and count
-where a flag is not given. So YAML's own types do not matter: `kv-digest: off` is the word off.
+where a flag is not given. So YAML's own types do not matter: `namespace: off` is the word off.
 Every refusal is one line that names the file, the line and the key.
 """
 

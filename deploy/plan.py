@@ -93,7 +93,6 @@ def _check_elastic(options: UpOptions) -> None:
         return
     given = [f"--{role}-args" for role in ("decode", "prefill") if options.role_args.get(role)]
     given += ["--kv-mode"] * (workers.kv_mode != usual.kv_mode)
-    given += ["--kv-digest"] * (workers.kv_digest != usual.kv_digest)
     given += ["--reserve-seats"] * workers.reserve_seats
     given += ["--concurrency"] * (workers.concurrency is not None)
     if given:

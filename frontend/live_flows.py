@@ -14,8 +14,8 @@ from pullfill.frontend.flight import Flight
 from pullfill.live_view import FLOWS, Flow, HeldJob, OpenJob, Stage
 
 _QUEUED = frozenset({"queued", "quarantined"})
-_ARRIVED = frozenset({"reading", "verifying"})
-"""Pull mode: the decode worker reads the KV. Or it checks the KV that has come."""
+_READING = "reading"
+"""Pull mode: the decode worker reads the KV."""
 
 
 def flows_of(
@@ -89,7 +89,7 @@ def _of_job(job: OpenJob, held: dict[str, tuple[str, HeldJob]], **more: object) 
     queue_s, prefill_s = job.queue_s, None
     if job.state in _QUEUED:
         stage, queue_s = Stage.QUEUE, job.open_s
-    elif job.state in _ARRIVED or kv_s is not None:
+    elif job.state == _READING or kv_s is not None:
         stage, stage_s, done = Stage.KV, kv_s, job.written
         prefill_s = max(0.0, job.stage_s - (kv_s or 0.0))
     else:

@@ -19,7 +19,6 @@ from pullfill.errors import BadMessage, HandoffError
 from pullfill.ids import job_digest
 from pullfill.prefill_worker import job_spans
 from pullfill.runtime.tracing import Context
-from pullfill.transfer.digest import sampled
 from pullfill.transfer.pieces import WHOLE
 from pullfill.wire import (
     MAX_TEXT,
@@ -93,8 +92,6 @@ class PrefillTask:
     first_target: the first position whose blocks are written. Before it is the decode worker's hit.
     positions: number of positions.
     scheduled: positions before this one are computed, or will be after the steps planned so far.
-    checked: the decode worker's blocks whose digests go with the commit.
-    digests: those made so far. A block that is written again after a preemption gets a new one.
     kept: pull mode: our block for each target block. The decode worker may read them until
     `TransferWorker.let_go`, which calls `on_let_go`.
     span: of the attempt. None: it is not traced.
@@ -116,7 +113,6 @@ class PrefillTask:
     features: Sequence[Any] = ()
     readable: BlockOrder = ONE_TABLE
     written: BlockOrder = ONE_TABLE
-    checked: frozenset[int] = frozenset()
     span: Context | None = None
     mode: KvMode = KvMode.PUSH_ASYNC
     pieces: tuple[int, int] = WHOLE
@@ -140,7 +136,6 @@ class PrefillTask:
     written_bytes: int = 0
     write_s: float = 0.0
     read_s: float = 0.0
-    digests: dict[int, bytes] = field(default_factory=dict)
     kept: dict[int, int] = field(default_factory=dict)
     kept_bytes: int = 0
     on_let_go: Callable[[PrefillTask, BaseException | None], None] | None = None
@@ -181,8 +176,6 @@ class PrefillTask:
                 *written.cut_ids(blocks[prefix:], theirs, hit, end),
             ]
             readable, written = readable.cut(theirs), written.cut(theirs)
-        targets = blocks[readable.before(job.hit_tokens // block_size) :]
-        checked = sampled(grant.kv_digest, len(targets), grant.job_digest, grant.attempt)
         return cls(
             request_id=f"{job.job_id}.{grant.attempt}",
             job_id=job.job_id,
@@ -201,7 +194,6 @@ class PrefillTask:
             priority=job.priority,
             transfer_worker=transfer_worker,
             on_done=on_done,
-            checked=frozenset(targets[index] for index in checked),
             span=job_spans.attempt_of(job.trace, job.job_id, grant.attempt),
             mode=grant.mode,
             pieces=pieces,
@@ -264,13 +256,6 @@ class PrefillTask:
         return self.remote_blocks[first:last]
 
     @property
-    def digest(self) -> bytes | None:
-        """Digests of the checked blocks, in the order of the prompt. None: nothing is checked."""
-        if not self.checked:
-            return None
-        return b"".join(self.digests[block] for block in self.targets if block in self.checked)
-
-    @property
     def kept_blocks(self) -> list[int]:
         """Ours, one for each target block, in the order of the prompt, once all are kept."""
         return [self.kept[block] for block in self.targets]
@@ -309,7 +294,6 @@ class PrefillTask:
             blocks=self.blocks_written,
             kv_bytes=self.written_bytes,
             timings=timings,
-            digest=self.digest,
             transport=self.transfer_worker.transport[:MAX_TEXT],
             why_not_better=tuple(self.transfer_worker.why_not_better),
         )
@@ -324,7 +308,6 @@ class PrefillTask:
             block_ids=u32.pack(self.kept_blocks),
             fence=fence,
             timings=timings,
-            digest=self.digest,
         )
 
     def submit(self) -> None:

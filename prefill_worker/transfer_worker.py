@@ -27,7 +27,6 @@ from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.lanes import Lane
 from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
-from pullfill.transfer.digest import DIGEST_BYTES, BlockDigester
 from pullfill.transfer.pieces import WHOLE
 from pullfill.wire import FenceToken, KvMode
 
@@ -62,7 +61,7 @@ class TransferWorker:
     `close` ends it. Operations that are queued then fail. Operations that are submitted later fail
     at once, on the caller's thread.
 
-    memories: the memory of each rank that the session copies from, for digests and credits.
+    memories: the memory of each rank that the session copies from, for credits.
     why_not_better: why no better transport than the session's is used, for people.
     pieces: into how many pieces a block of ours, and one of the decode worker, is cut. If they are
     cut, block ids are those of pieces (transfer/pieces.py).
@@ -83,7 +82,6 @@ class TransferWorker:
         self.why_not_better = tuple(why_not_better)
         self._account = account
         self._block_bytes = sum(memory.layout.block_bytes for memory in memories)
-        self._digester = BlockDigester(memories)
         self._name = name
         self._lane = Lane()
         self._lock = threading.Lock()
@@ -225,7 +223,7 @@ class TransferWorker:
 
         Two wake-ups of threads take longer than the copy. Returns False if it must be queued."""
         task, now = operation.task, operation.verb != "keep" and len(operation.remote) > 0
-        if not now or self._lane.busy or self._closed or task.cancelled or task.checked:
+        if not now or self._lane.busy or self._closed or task.cancelled:
             return False
         if failpoints.armed():
             return False  # a failpoint may block the copy
@@ -271,8 +269,6 @@ class TransferWorker:
                 self._read(operation, self._session.read_blocks)
             elif operation.verb == "write":
                 self._write(operation, self._session.write_blocks)
-            elif task.checked:
-                self._take_digests(operation)
         except Exception as exc:
             failure = self._failure(operation, exc)
         self._finish(operation, failure)
@@ -309,21 +305,8 @@ class TransferWorker:
             _of(metrics.KV_WRITE_BYTES, self.transport).inc(result.nbytes)
             _of(metrics.KV_WRITE_SECONDS, self.transport).observe(result.seconds)
             job_spans.moved(task, "write", self.transport, result.seconds, result.nbytes)
-            if task.checked:
-                self._take_digests(operation)
             failpoints.hit("prefill.after_write")
         return True
-
-    def _take_digests(self, operation: _Operation) -> None:
-        """Compute the digests of the source blocks, which may be reused after this."""
-        task = operation.task
-        pairs = zip(operation.local, operation.remote, strict=True)
-        checked = [(local, remote) for local, remote in pairs if remote in task.checked]
-        started = time.perf_counter()
-        made = self._digester.digest([local for local, _ in checked])
-        for index, (_, remote) in enumerate(checked):
-            task.digests[remote] = made[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-        metrics.KV_DIGEST_SECONDS.observe(time.perf_counter() - started)
 
     def _finish(self, operation: _Operation, failure: BaseException | None) -> None:
         self._charge(operation.verb, -self._size(operation))

@@ -143,7 +143,6 @@ class Outcome(enum.StrEnum):
     QUARANTINED = "quarantined"
     REJECTED = "rejected"
     ENGINE_STUCK = "engine_stuck"
-    DIGEST_MISMATCH = "digest_mismatch"
     SELF_CHECK = "self_check"
     OWN_JOB = "own_job"
     JOB_GONE = "job_gone"

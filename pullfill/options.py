@@ -21,7 +21,7 @@ from pullfill.option_values import (
     parse_networks,
     parse_transports,
 )
-from pullfill.wire import DigestMode, KvMode
+from pullfill.wire import KvMode
 
 T = TypeVar("T")
 
@@ -251,13 +251,6 @@ class WorkerOptions(RoleOptions):
         parse=lambda text: check_address("--advertise-kv", text),
     )
     http_port: int = flag(0, "Port of /live, /ready, /metrics and /status; 0: any", **PORT)
-    kv_digest: DigestMode = flag(
-        DigestMode.OFF,
-        "Compare KV that prefill workers wrote with its digests. If they differ, prefill locally",
-        metavar="off|sample|full",
-        role="decode",
-        up=True,
-    )
     kv_mode: KvMode = flag(
         KvMode.PUSH_ASYNC,
         "push_async: prefill workers write KV while they compute the next chunk; push: they "

@@ -183,10 +183,6 @@ class FenceHold(Protocol):
         """Holding the fence, before the first byte moves."""
         ...
 
-    def copied(self, verb: str, address: int) -> None:
-        """Holding the fence, after the last byte moved; the first one is at `address` now."""
-        ...
-
     def close(self) -> None: ...
 
 

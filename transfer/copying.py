@@ -95,12 +95,6 @@ def _displacements(rows: Rows) -> list[tuple[int, int]]:
     return list(zip(source.tolist(), target.tolist(), strict=True))
 
 
-def corrupt(address: int) -> None:
-    """For failpoints: change the byte at `address` + 3. It holds the exponent of a float32, so
-    whoever uses the number computes something else."""
-    ctypes.c_ubyte.from_address(address + 3).value ^= 0xFF
-
-
 _Copy = Callable[[int, int, Batch, slice], None]
 
 

@@ -137,7 +137,6 @@ class MappedSession(PeerSession):
             try:
                 hold.inside_batch(verb)
                 copy(src, dst, batch)
-                hold.copied(verb, dst + batch.target[0])
             finally:
                 hold.leave(fence)
             self._moved += batch.total

@@ -80,7 +80,6 @@ class TestCopies:
         rows = copies.write_rows(rig, SIZES, 1, time.perf_counter)
         assert [r.target for r in rows] == ["ratio >= 0.9", "", *["ratio >= 0.9"] * 3, "",
                                             *["ratio >= 0.9"] * 2]  # fmt: skip
-        rows += copies.digest_rows(rig, SIZES, 1, time.thread_time)
         rows += copies.fence_rows(rig, 1, time.perf_counter)
         assert all(r.value > 0 for r in rows)
         assert list(tmp_path.iterdir()) == []

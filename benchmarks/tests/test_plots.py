@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from benchmarks import report
-from benchmarks.plots import Axis, bars, curves
+from benchmarks.plots import Axis, curves
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def texts(svg: str) -> set[str]:
     return {t.text or "" for t in ET.fromstring(svg).iter(f"{SVG}text")}
-
-
-def test_bars_show_every_ratio_and_its_target() -> None:
-    rows = [
-        report.versus("a <b>", 9.0, "GB/s", "peer", 10.0, at_least=0.9),
-        report.versus("b", 1.0, "GB/s", "peer", 10.0, at_least=0.9),
-        report.versus("c", 70.0, "GB/s", "peer", 10.0),
-        report.row("no ratio", 1.0, "s"),
-    ]
-    svg = bars(rows, "Title & more")
-    assert {"a <b> / peer", "0.9", "7", "Title & more: value / peer"} <= texts(svg)
-    assert "no ratio / " not in texts(svg)
-    for colour in ("#2a7f62", "#b3423a", "#7a8794"):  # good, missed, no target
-        assert svg.count(f"fill: {colour}") == 1
-    assert svg == bars(rows, "Title & more")
 
 
 def test_curves_have_a_legend_and_end_at_the_axes() -> None:

@@ -7,8 +7,8 @@ Off unless `PULLFILL_FAILPOINTS` is set before start, e.g.
 So a test can arm a process that already runs. A missing file means none.
 
 Actions: `kill` (SIGKILL to this process), `stop` (SIGSTOP), `sleep:SECONDS`, `hold` (wait until the
-file no longer says so), `error:TEXT` (raises `FailpointError`), `corrupt` (at points that follow a
-copy: one byte arrives wrong). `kill@N` acts on the N-th hit only, and logs it. The first hit is 1.
+file no longer says so), `error:TEXT` (raises `FailpointError`). `kill@N` acts on the N-th hit only,
+and logs it. The first hit is 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pullfill.runtime import log
 
 logger = log.get("failpoints")
 ENV = "PULLFILL_FAILPOINTS"
-VERBS = ("kill", "stop", "sleep", "hold", "error", "corrupt")
+VERBS = ("kill", "stop", "sleep", "hold", "error")
 HOLD_LOOKS_EVERY_S = 0.01
 
 
@@ -92,19 +92,19 @@ def _read_again() -> None:
             _active = parse(Path(_file).read_text()) if seen is not None else {}
 
 
-def hit(name: str) -> bool:
-    """Do what is asked for at this point. True: the caller must change a byte of what it moved."""
+def hit(name: str) -> None:
+    """Do what is asked for at this point."""
     if _file:
         _read_again()
     if not _active:
-        return False
+        return
     with _lock:
         action = _active.get(name)
         if action is None:
-            return False
+            return
         action.hits += 1
         if action.on_hit and action.hits != action.on_hit:
-            return False
+            return
     if action.on_hit:
         logger.warning("failpoint %s acts: %s", name, action.verb)
     if action.verb == "kill":
@@ -120,7 +120,6 @@ def hit(name: str) -> bool:
             armed()
     elif action.verb == "error":
         raise FailpointError(action.argument or name)
-    return action.verb == "corrupt"
 
 
 arm(os.environ.get(ENV, ""))

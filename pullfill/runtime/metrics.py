@@ -125,14 +125,6 @@ KV_CONNECTIONS = Gauge(
 KV_REFUSED = Counter(
     "pullfill_kv_connections_refused", "KV connections refused because a limit was reached", ["why"]
 )
-KV_DIGEST = Counter(
-    "pullfill_kv_digest", "Commits whose blocks were checked against their digest", ["result"]
-)
-KV_DIGEST_SECONDS = Histogram(
-    "pullfill_kv_digest_seconds",
-    "Time of digesting the blocks of one write, or of checking those of one commit",
-    buckets=_STAGE_BUCKETS,
-)
 QUARANTINED_BLOCKS = Gauge(
     "pullfill_quarantined_blocks", "Blocks held until a revoked writer is proved quiet"
 )

@@ -32,7 +32,6 @@ from pullfill.transfer.contract import (
     PeerSession,
     Rect,
 )
-from pullfill.transfer.copying import corrupt
 from pullfill.transfer.layout import both_sides, check_bounds
 from pullfill.transfer.runs import checked_ids
 from pullfill.transfer.session import MappedSession
@@ -122,25 +121,11 @@ class LoopbackFaults:
         self._pass_first: int | None = None
         self._held = 0
         self._kill = False
-        self._corrupt = 0
 
     def hold(self, after: int = 0) -> None:
         """Stop every batch but the next `after` ones, while it holds its fence, until `resume`."""
         with self._fences.changed:
             self._pass_first, self._kill = after, False
-
-    def corrupt(self, batches: int = 1) -> None:
-        """Change one byte of each of the next `batches` write batches."""
-        with self._fences.changed:
-            self._corrupt = batches
-
-    def take_corruption(self) -> bool:
-        """Called by sessions after a write batch, holding its fence."""
-        with self._fences.changed:
-            if self._corrupt:
-                self._corrupt -= 1
-                return True
-            return False
 
     def wait_held(self, timeout_s: float = 10.0) -> bool:
         """Wait until a batch is stopped."""
@@ -228,10 +213,6 @@ class _LoopbackHold(FenceHold):
 
     def inside_batch(self, verb: str) -> None:
         self._owner.faults.inside_batch()
-
-    def copied(self, verb: str, address: int) -> None:
-        if verb == "write" and self._owner.faults.take_corruption():
-            corrupt(address)
 
     def close(self) -> None:
         pass

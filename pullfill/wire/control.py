@@ -33,14 +33,6 @@ class RefuseReason(enum.StrEnum):
     nothing for a while."""
 
 
-class DigestMode(enum.StrEnum):
-    """Which of the written blocks the decode worker checks before it uses them."""
-
-    OFF = "off"
-    SAMPLE = "sample"
-    FULL = "full"
-
-
 class KvMode(enum.StrEnum):
     """How KV comes into the decode worker's blocks. Its choice, said in each grant."""
 
@@ -150,7 +142,6 @@ class Grant(Message, tag="grant", frozen=True, kw_only=True):
 
     job_digest: digest of the published body, which includes the block IDs. A prefill worker whose
     body has another digest must touch no block.
-    kv_digest: which digest of the written blocks the commit must carry.
     mode: how the KV gets into the blocks. With `pull` the prefill worker writes nothing and sends
     `Ready`.
     features: the prompt's multimodal inputs (`engine.features.encode`)."""
@@ -162,7 +153,6 @@ class Grant(Message, tag="grant", frozen=True, kw_only=True):
     deadline_s: Finite
     job_digest: bytes
     fence: FenceToken
-    kv_digest: DigestMode = DigestMode.OFF
     mode: KvMode = KvMode.PUSH_ASYNC
     features: bytes = b""
 
@@ -195,7 +185,6 @@ class Commit(Message, tag="commit", frozen=True, kw_only=True):
     """All blocks of the attempt are written.
 
     blocks: number of blocks written.
-    digest: digests of written blocks, if the grant asked for them.
     transport: name of the transport that carried the KV.
     why_not_better: "name: reason" for each better transport, for people."""
 
@@ -206,7 +195,6 @@ class Commit(Message, tag="commit", frozen=True, kw_only=True):
     blocks: Count
     kv_bytes: Count
     timings: StageTimings
-    digest: bytes | None = None
     transport: Text = ""
     why_not_better: tuple[Text, ...] = ()
 
@@ -226,7 +214,6 @@ class Ready(Message, tag="ready", frozen=True, kw_only=True):
     block_ids: bytes
     fence: FenceToken
     timings: StageTimings
-    digest: bytes | None = None
 
 
 class CommitReply(Message, tag="commit_reply", frozen=True, kw_only=True):

@@ -18,10 +18,9 @@ REACHED = {
     "commit accepted", "commit stale", "commit wrong_block_count", "commit writer_not_quiet",
     "ready accepted", "ready stale", "ready wrong_block_count", "ready writer_not_quiet",
     "read accepted", "read read_failed", "read stale",
-    "verdict good", "verdict digest_mismatch", "verdict stale",
     "ended committed", "ended cancelled", "ended timeout", "ended claim_timeout",
     "ended publish_failed", "ended prefill_lost", "ended prefill_failed", "ended rejected",
-    "ended digest_mismatch", "ended quarantined",
+    "ended quarantined",
 }  # fmt: skip
 
 

@@ -16,12 +16,19 @@ import pytest
 from pullfill.runtime.lifecycle import STEP_FAILED
 from tests.support import web
 from tests.support.answers import ask_for
-from tests.support.checked import MANY, Bound, Checked, checked
-from tests.support.cluster import Cluster, Worker, until
+from tests.support.checked import MANY, STEPS, Bound, Checked, checked
+from tests.support.cluster import BLOCK, Cluster, Worker, until
 from tests.support.etcd import free_ports
 from tests.support.kv_file import kv_digest
 from tests.support.oracle import Oracle
-from tests.support.prompts import ask, random_prompt, sample, sampled, truth
+from tests.support.prompts import (
+    ask,
+    forget_decode_prefixes,
+    random_prompt,
+    sample,
+    sampled,
+    truth,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -249,6 +256,20 @@ def test_row_22_rolling_restart_under_load(paired: Cluster, oracle: Oracle) -> N
             done = len(load.done)
             until(lambda: len(load.done) > done + 3, 60, "load goes on")  # noqa: B023
     assert len(load.decode_instances()) == 2
+
+
+@pytest.mark.essential
+def test_row_23_different_hits_on_both_sides(paired: Cluster, oracle: Oracle) -> None:
+    prompt = random_prompt(1000, seed=2300)
+    with checked(paired, oracle) as check:
+        check.ask(prompt[:700])  # both sides know 700 tokens
+        forget_decode_prefixes(paired)
+        paired.set_router(policy="always_local")
+        answer = ask(paired, prompt[:300], STEPS)  # the decode worker knows 300
+        assert answer.tokens == truth(oracle, [prompt[:300]], STEPS)[0][0]
+        paired.set_router(policy="always_remote")
+        told = check.told(check.ask(prompt))
+        assert (told["path"], told["prefix_hit_tokens"]) == ("remote", 300 // BLOCK * BLOCK)
 
 
 @pytest.mark.long

@@ -12,8 +12,8 @@ import pytest
 from pullfill.errors import BadMessage, PeerUnavailable, TransferFailed
 from pullfill.runtime import failpoints
 from pullfill.runtime.failpoints import FailpointError
+from pullfill.transfer.block_reader import BlockReader
 from pullfill.transfer.cuda_ipc.owner import IpcEndpoint
-from pullfill.transfer.digest import BlockDigester
 from pullfill.transfer.gpu import copies
 from pullfill.transfer.gpu.interconnect import NVLINK, PCIE, SAME, Interconnect, link_to
 from pullfill.transfer.gpu.region import export
@@ -76,22 +76,22 @@ def test_within_one_gpu_the_kernel_moves_long_runs_too(gpu_rig: Rig, gpu_region:
     far.close()
 
 
-def test_digests_of_gpu_memory_are_those_of_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_gpu_memory_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
     monkeypatch.setattr(copies, "lane_of", driver.lane)
     data = driver.allocate(extent(DENSE)).data
     data[:] = random_bytes(len(data), 3)
     memory = memory_over(data, DENSE)
-    on_gpu = BlockDigester(replace(memory, device=0))
-    assert on_gpu.digest([3, 1, 30]) == BlockDigester(memory).digest([3, 1, 30])
+    on_gpu = BlockReader(replace(memory, device=0))
+    assert (on_gpu.pages([3, 1, 30]) == BlockReader(memory).pages([3, 1, 30])).all()
     assert driver.to_host == [3 * DENSE.block_bytes], "one copy to the CPU for all blocks"
-    on_gpu.digest([5])
+    on_gpu.pages([5])
     assert driver.to_host[1:] == [DENSE.block_bytes]
-    on_gpu.digest(range(20))
+    on_gpu.pages(range(20))
     assert len(driver._locked) == 1, "one page-locked buffer, also when more is asked for later"
 
 
-def test_digests_of_gpu_memory_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_several_ranks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, layout = FakeDriver(), dense_layout(3, 40, 1, 512)
     monkeypatch.setattr(copies, "lane_of", driver.lane)
     data = [driver.allocate(extent(layout), device).data for device in (0, 1)]
@@ -100,7 +100,8 @@ def test_digests_of_gpu_memory_of_several_ranks(monkeypatch: pytest.MonkeyPatch)
         bytes_[:] = random_bytes(len(bytes_), rank)
         memories.append(replace(memory_over(bytes_, layout), first_head=rank))
     on_gpu = [replace(memory, device=rank) for rank, memory in enumerate(memories)]
-    assert BlockDigester(on_gpu).digest([3, 1]) == BlockDigester(memories).digest([3, 1])
+    read = BlockReader(on_gpu).pages([3, 1])
+    assert (read == BlockReader(memories).pages([3, 1])).all()
     assert len(driver.to_host) == 2, "one copy for each rank"
 
 

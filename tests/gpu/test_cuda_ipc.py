@@ -28,11 +28,10 @@ from pullfill.runtime import failpoints
 from pullfill.transfer.contract import PeerSession, Rect
 from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
 from pullfill.transfer.cuda_ipc.writers import why_no_proof
-from pullfill.transfer.digest import BlockDigester
 from pullfill.transfer.gpu.cuda import load
 from pullfill.transfer.layout import dense_layout
 from tests.gpu.conftest import BLOCKS, LAYERS, LAYOUT, PAGE, SHAPE
-from tests.support.gpu_programs import GpuMemory, Program
+from tests.support.gpu_programs import GpuMemory, Program, digest
 
 pytestmark = pytest.mark.gpu
 
@@ -70,11 +69,11 @@ def test_writes_land_in_the_named_blocks_and_nowhere_else(
     untouched = theirs(owner, rest)
     result = session.write_blocks(token, source, target)
     assert (result.blocks, result.nbytes) == (17, 17 * LAYOUT.block_bytes)
-    assert theirs(owner, target) == BlockDigester(mine.memory).digest(source)
+    assert theirs(owner, target) == digest(mine, source)
     assert theirs(owner, rest) == untouched
     # One run of neighbours in each layer.
     session.write_blocks(token, range(BLOCKS), range(BLOCKS))
-    assert theirs(owner, range(BLOCKS)) == BlockDigester(mine.memory).digest(range(BLOCKS))
+    assert theirs(owner, range(BLOCKS)) == digest(mine, range(BLOCKS))
     assert owner.revoke(token)
 
 
@@ -82,11 +81,11 @@ def test_reads_bring_what_the_owner_has(
     owner: Program, mine: GpuMemory, session: PeerSession
 ) -> None:
     assert owner.ask("fill", 9) == "filled"
-    token, kept = owner.open(), BlockDigester(mine.memory).digest([0, 1])
+    token, kept = owner.open(), digest(mine, [0, 1])
     session.read_blocks(token, [3, 30, 4], [10, 11, 20])
-    digests = BlockDigester(mine.memory).digest([10, 11, 20])
+    digests = digest(mine, [10, 11, 20])
     assert digests == theirs(owner, [3, 30, 4])
-    assert BlockDigester(mine.memory).digest([0, 1]) == kept
+    assert digest(mine, [0, 1]) == kept
     assert owner.revoke(token)
 
 
@@ -228,7 +227,7 @@ def test_an_owner_that_dies_takes_nobody_with_it(
     """Its memory is mapped here, and copies are under way when it dies. Our own work must go on."""
     token = owner.open()
     session.write_blocks(token, range(BLOCKS), range(BLOCKS))
-    before = BlockDigester(mine.memory).digest(range(BLOCKS))
+    before = digest(mine, range(BLOCKS))
     killing = threading.Timer(0.2, owner.process.kill)
     killing.start()
     while owner.process.poll() is None:
@@ -237,7 +236,7 @@ def test_an_owner_that_dies_takes_nobody_with_it(
     killing.join()
     with pytest.raises(TransferFailed, match="owned the GPU memory has ended"):
         session.write_blocks(token, range(BLOCKS), range(BLOCKS))
-    assert BlockDigester(mine.memory).digest(range(BLOCKS)) == before
+    assert digest(mine, range(BLOCKS)) == before
     assert int((mine.buffer + 1 - mine.buffer).sum(dtype=torch.int64)) == mine.buffer.numel()
 
 

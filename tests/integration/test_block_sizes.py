@@ -91,7 +91,7 @@ def cluster(row: Row, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clus
     try:
         made.start_servers()
         for size in for_decode:
-            made.launch("decode", f"--block-size={size}", "--kv-digest=full", *row.decode)
+            made.launch("decode", f"--block-size={size}", *row.decode)
         made.launch("prefill", f"--block-size={for_prefill}", *row.prefill)
         # The development routes, to empty a prefix cache.
         made.launch("frontend", *model.front, env={"VLLM_SERVER_DEV_MODE": "1"})

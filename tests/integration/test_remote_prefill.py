@@ -136,18 +136,6 @@ def test_prefix_hit_on_prefill_only_is_written_too(cluster: Cluster, oracle: Ora
         assert told["remote_tokens"] == len(prompt) - 1
 
 
-def test_different_hits_on_both_sides(cluster: Cluster, oracle: Oracle) -> None:
-    prompt = random_prompt(1000, seed=6)
-    check([ask(cluster, prompt[:700], STEPS)], [prompt[:700]], oracle)  # both sides: 700
-    forget_decode_prefixes(cluster)
-    cluster.set_router(policy="always_local")
-    check([ask(cluster, prompt[:300], STEPS)], [prompt[:300]], oracle)  # decode: 300
-    cluster.set_router(policy="always_remote")
-    answer = ask(cluster, prompt, STEPS)
-    check([answer], [prompt], oracle)
-    assert cluster.explain(answer.request_id)["prefix_hit_tokens"] == 300 // BLOCK * BLOCK
-
-
 @pytest.mark.essential
 def test_batched_and_chunked(cluster: Cluster, oracle: Oracle) -> None:
     prompts = [random_prompt(n, seed=7) for n in (5, 90, 600, 1100, 250, 1700, 32, 801)] * 2

@@ -77,8 +77,7 @@ NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
 )
 def workers(frontend: Cluster, request: pytest.FixtureRequest) -> Iterator[Pair]:
     for_prefill, for_decode = request.param
-    # Every block is compared on arrival, in every rank that has it.
-    decode = frontend.launch("decode", *for_decode, "--kv-digest=full")
+    decode = frontend.launch("decode", *for_decode)
     prefill = frontend.launch("prefill", *for_prefill, env=NO_COMPILER)
     try:
         frontend.wait_ready(*frontend.workers)

@@ -20,10 +20,8 @@ from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.decode_worker.request_trace import RequestTraces
-from pullfill.decode_worker.verify import verifier_for
 from pullfill.queue.contract import JobProducer
 from pullfill.wire import (
-    DigestMode,
     KvMode,
     RouterConfig,
     RouterPolicy,
@@ -59,7 +57,6 @@ class DecodeHalf:
         timeout_s: float,
         host: str,
         clock: Clock = SYSTEM_CLOCK,
-        kv_digest: DigestMode = DigestMode.OFF,
         kv_mode: KvMode = KvMode.PUSH_ASYNC,
     ) -> None:
         self.name, self._host, self.producer, self._clock = name, host, producer, clock
@@ -73,7 +70,6 @@ class DecodeHalf:
         self.ledger = Ledger(
             self.region.owner.fences,
             incarnation=f"{name}-i0",
-            kv_digest=kv_digest,
             kv_mode=kv_mode,
             clock=clock,
             on_event=lambda: loop.call_soon_threadsafe(self.step),
@@ -86,7 +82,6 @@ class DecodeHalf:
             traces=self.traces,
             cancel=producer.cancel,  # type: ignore[arg-type]
             nak=producer.nak,
-            verifier=verifier_for(self.ledger, [self.region.memory], BLOCK),
             reach=lambda regions: lambda: rig.transport.connect(self.region.memory, *regions),
         )
         self.control.grants.claimed = producer.claimed

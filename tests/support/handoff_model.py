@@ -20,12 +20,11 @@ from pullfill.decode_worker.ledger_types import (
     NakDelivery,
     Read,
     SendRevoke,
-    Verify,
 )
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import Fenced, Outcome
 from pullfill.testing.loopback import LoopbackFences
-from pullfill.wire import DigestMode, RefuseReason, RouterConfig, RouterPolicy
+from pullfill.wire import RefuseReason, RouterConfig, RouterPolicy
 from tests.support import handoff_invariants
 from tests.support.fakes import FakeClock, FakePool, FakeRequest
 from tests.support.handoff_jobs import (
@@ -71,7 +70,6 @@ class HandoffModel:
         self.grants: list[Grant] = []
         self.naks: list[str] = []
         self.revokes: list[SendRevoke] = []
-        self.verifying: list[Verify] = []
         self.reads: list[Read] = []
         """Under way: our reader writes into these blocks, whatever the ledger believes."""
         self.seen: set[str] = set()
@@ -233,7 +231,7 @@ class HandoffModel:
             job.targets + wrong_by,
         )  # fmt: skip
         self.seen.add(f"commit {why if isinstance(why, str) else 'accepted'}")
-        if why is None or isinstance(why, Verify):
+        if why is None:
             self._check_accepted(grant, wrong_by)
         return self._arrived(job, why)
 
@@ -243,15 +241,9 @@ class HandoffModel:
         assert wrong_by == 0
         assert not grant.in_batch
 
-    def _arrived(self, job: Job, why: Verify | str | None) -> str | None:
+    def _arrived(self, job: Job, why: str | None) -> str | None:
         """What the ledger says to bytes that are all there."""
-        if why is None or isinstance(why, Verify):
-            assert isinstance(why, Verify) == (self.ledger.kv_digest is not DigestMode.OFF)
-        if isinstance(why, Verify):
-            assert list(why.blocks) == list(job.job.blocks[job.hits :])
-            self.verifying.append(why)
-            why = "verify"
-        elif why is None:
+        if why is None:
             job.committed = True
         self.act()
         return why
@@ -276,24 +268,9 @@ class HandoffModel:
         self.reads.remove(read)
         why = self.ledger.read_over(read.job_id, read.attempt, good=good)
         self.seen.add(f"read {why if isinstance(why, str) else 'accepted'}")
-        if why is None or isinstance(why, Verify):
+        if why is None:
             assert good, "bytes that could not be read are used"
         return self._arrived(self.jobs[read.job_id], why)
-
-    def verdict(self, verify: Verify, *, good: bool) -> str | None:
-        """The check of a commit ends, however late, and maybe a second time."""
-        job = self.jobs[verify.job_id]
-        told = self.ledger.verified(verify.job_id, verify.attempt, good=good)
-        self.seen.add(f"verdict {told or 'good'}")
-        if told is None:
-            assert good
-            assert not job.committed
-            assert job.reports == []
-            job.committed = True
-        else:
-            assert told in ("stale", "digest_mismatch")
-        self.act()
-        return told
 
     def gave_up(self, grant: Grant, *, retry: bool) -> None:
         self.ledger.gave_up(
@@ -306,8 +283,7 @@ class HandoffModel:
         self.ledger.writer_lost(writer, others_alive=others_alive)
         if not others_alive:
             waiting = [e for j in self.jobs if (e := self.ledger.find(j)) and not e.settled]
-            there = (JobState.READING, JobState.VERIFYING)
-            assert all(e.state in there for e in waiting), "waits for nobody"
+            assert all(e.state is JobState.READING for e in waiting), "waits for nobody"
         self.act()
 
     def die(self, writer: str, *, others_alive: bool) -> None:
@@ -355,8 +331,6 @@ class HandoffModel:
                 self.abort(job)
             if job.stored and not job.committed:
                 assert job.cancelled_in_queue, "the message of a closed job stays in the queue"
-        for verify in self.verifying:
-            assert self.verdict(verify, good=True) == "stale"
         handoff_invariants.check_drained(self)
 
 

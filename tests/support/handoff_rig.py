@@ -28,7 +28,6 @@ from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.testing.memory_queue import MemoryQueue
 from pullfill.wire import (
     SILENT_S,
-    DigestMode,
     Hello,
     KvMode,
     WorkerRecord,
@@ -135,7 +134,6 @@ class Cluster:
     max_deliver: int = 5
     heartbeat_s: float = 10.0
     timeout_s: float = 20.0
-    kv_digest: DigestMode = DigestMode.OFF
     kv_mode: KvMode = KvMode.PUSH_ASYNC
     credit_blocks: int = 1000
     patience_s: float = SILENT_S
@@ -176,7 +174,6 @@ class Cluster:
             timeout_s=self.timeout_s,
             host="127.0.0.1",
             clock=self.clock,
-            kv_digest=self.kv_digest,
             kv_mode=self.kv_mode,
         )
         self.decodes[name] = decode

@@ -21,7 +21,6 @@ from hypothesis.stateful import (
 
 from pullfill.decode_worker.ledger_types import JobState
 from pullfill.errors import Outcome
-from pullfill.wire import DigestMode
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, Grant, HandoffModel, Job
 
 WRITERS = ("a", "b", "c")
@@ -48,11 +47,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.model = HandoffModel(slots=4)
         self.incarnations = ["i0"]
 
-    @initialize(
-        kv_digest=st.sampled_from([DigestMode.OFF, DigestMode.FULL]), jobs=st.integers(0, 3)
-    )
-    def start(self, kv_digest: DigestMode, jobs: int) -> None:
-        self.model.ledger.kv_digest = kv_digest
+    @initialize(jobs=st.integers(0, 3))
+    def start(self, jobs: int) -> None:
         for _ in range(jobs):
             self.model.open(2)
 
@@ -149,12 +145,6 @@ class LedgerMachine(RuleBasedStateMachine):
         elif grant.in_batch or self.model.begin_batch(grant):
             self.model.end_batch(grant)
             self.model.commit(grant)
-
-    @precondition(lambda self: self.model.verifying)
-    @rule(pick=PICK, good=st.booleans())
-    def verdict(self, pick: int, good: bool) -> None:
-        verifying = self.model.verifying
-        self.model.verdict(verifying[-1 - pick % len(verifying)], good=good)
 
     @any_grant
     @rule(pick=PICK, wrong_by=st.sampled_from([0, 0, 0, -1, 1]), forged=SELDOM)

@@ -143,11 +143,6 @@ def out_of_quarantine(entry: Entry) -> None:
         entry.state, entry.fence = JobState.QUEUED, None
 
 
-def while_it_is_checked(entry: Entry) -> None:
-    if entry.state is JobState.VERIFYING:
-        entry.state = JobState.QUEUED
-
-
 def while_it_is_read(entry: Entry) -> None:
     if entry.state is JobState.READING:
         entry.state, entry.reading = JobState.QUEUED, False
@@ -178,7 +173,7 @@ def uses_what_was_not_read(patch: Patch) -> None:
     patch.setattr(
         Ledger,
         "read_over",
-        lambda self, job, attempt, *, good, digest=None: real(self, job, attempt, good=True),
+        lambda self, job, attempt, *, good: real(self, job, attempt, good=True),
     )
 
 
@@ -203,13 +198,6 @@ def any_block_count(patch: Patch) -> None:
         return real(self, job_id, *args)
 
     patch.setattr(Ledger, "commit", commit)
-
-
-def any_verdict_is_good(patch: Patch) -> None:
-    real = Ledger.verified
-    patch.setattr(
-        Ledger, "verified", lambda self, job, attempt, *, good: real(self, job, attempt, good=True)
-    )
 
 
 def never_looks_again(patch: Patch) -> None:
@@ -315,13 +303,11 @@ BROKEN: dict[str, Callable[[Patch], None]] = {
     "grants to a second writer": before_grant(to_a_second_writer),
     "steals from a holder": steals,
     "grants out of quarantine": before_grant(out_of_quarantine),
-    "grants what is being checked": before_grant(while_it_is_checked),
     "grants what is being read": before_grant(while_it_is_read),
     "takes a reader for quiet": takes_a_reader_for_quiet,
     "uses what was not read": uses_what_was_not_read,
     "reads beside the writer": reads_beside_the_writer,
     "takes any block count": any_block_count,
-    "takes any verdict for good": any_verdict_is_good,
     "never expires": never_expires,
     "never looks again": never_looks_again,
     "asks for the proof once": asks_for_the_proof_once,

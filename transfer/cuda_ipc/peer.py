@@ -78,9 +78,6 @@ class IpcHold(ShmHold):
     def inside_batch(self, verb: str) -> None:
         failpoints.hit(f"cuda_ipc.{verb}.batch")
 
-    def copied(self, verb: str, address: int) -> None:
-        """Holding the fence; the bytes are on a GPU, out of reach of a failpoint."""
-
     def close(self) -> None:
         self._owner.close()
         if self._settled():  # else the descriptor, and so the lock, stays until the process ends

@@ -31,7 +31,6 @@ from typing import TypeAlias
 
 from pullfill.errors import ConfigError, Fenced, OverloadedError, PeerUnavailable, TransferFailed
 from pullfill.runtime import failpoints
-from pullfill.transfer.copying import corrupt
 from pullfill.transfer.shm import lock
 from pullfill.wire import FenceToken
 
@@ -258,10 +257,6 @@ class ShmHold:
 
     def inside_batch(self, verb: str) -> None:
         failpoints.hit(f"shm.{verb}.batch")
-
-    def copied(self, verb: str, address: int) -> None:
-        if failpoints.hit(f"shm.{verb}.corrupt"):
-            corrupt(address)
 
     def close(self) -> None:
         self._words.release()

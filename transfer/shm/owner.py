@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pullfill.errors import ConfigError
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.copying import corrupt
 from pullfill.transfer.layout import check_bounds
 from pullfill.transfer.shm.fence import SLOTS, ShmFences, ShmHold
 from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, inode
@@ -26,10 +25,6 @@ class ReceiverHold(ShmHold):
 
     def inside_batch(self, verb: str) -> None:
         failpoints.hit(f"kv.{verb}.batch")
-
-    def copied(self, verb: str, address: int) -> None:
-        if failpoints.hit(f"kv.{verb}.corrupt"):
-            corrupt(address)
 
 
 class FenceOwner:

@@ -1,8 +1,7 @@
 """Opens a stream connection: the peer says which memory and backend. Blocking, bounded in time.
 
 With a cluster key both ends first prove that they hold it (`net/handshake.py`), and then seal every
-frame. The payload itself is not sealed: somebody on the path can change KV. Digests in the commit
-show that (`--kv-digest`).
+frame. The payload itself is not sealed: somebody on the path can change KV.
 """
 
 from __future__ import annotations

@@ -186,7 +186,6 @@ class ServedPeer:
         try:
             with self._inside(token, "write"):
                 self._backend.receive(batch)
-                self._hold.copied("write", int(batch.iovec[0, 0]))
         except Fenced as exc:
             self._answer(Status.FENCED, str(exc))
             self._backend.discard(batch.total)

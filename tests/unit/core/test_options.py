@@ -25,7 +25,7 @@ from pullfill.options import (
     arguments,
     declared,
 )
-from pullfill.wire import DigestMode, KvMode
+from pullfill.wire import KvMode
 
 SHARED: dict[str, Any] = dict(
     model="/m",
@@ -50,7 +50,6 @@ GIVEN: dict[str, RoleOptions] = {
         **SHARED,
         **WORKER,
         elastic=True,
-        kv_digest=DigestMode.SAMPLE,
         kv_mode=KvMode.PULL,
         reserve_seats=True,
         control_port=4,

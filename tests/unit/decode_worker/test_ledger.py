@@ -19,7 +19,7 @@ from pullfill.decode_worker.ledger_types import (
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.transfer.shm.fence import ShmFences
-from pullfill.wire import DigestMode, RefuseReason
+from pullfill.wire import RefuseReason
 from tests.support.fakes import FakeClock
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, HandoffModel, Job, granted
 
@@ -261,26 +261,21 @@ def test_granted_goes_to_another_writer(how: str, busy: bool) -> None:
     model.drain()
 
 
-@pytest.mark.parametrize("under_way", ["granted", "reading", "verifying"])
+@pytest.mark.parametrize("under_way", ["granted", "reading"])
 def test_a_claim_takes_nothing_from_a_holder_that_is_alive(under_way: str) -> None:
     """However often it comes: no attempt is counted, no writer is revoked."""
     model = HandoffModel()
-    model.ledger.kv_digest = DigestMode.FULL if under_way == "verifying" else DigestMode.OFF
     job, grant = granted(model)
     if under_way == "reading":
         assert model.ready(grant) is None
-    elif under_way == "verifying":
-        assert model.commit(grant) == "verify"
     for _ in range(4):
         claimed = model.claim(job, "b")
         assert claimed.refused is RefuseReason.IN_PROGRESS
         assert claimed.retry_after_s is None, "the newcomer asks no more"
     if under_way == "granted":
         assert model.commit(grant) is None
-    elif under_way == "reading":
-        assert model.end_read(model.reads[0], good=True) is None
     else:
-        assert model.verdict(model.verifying[0], good=True) is None
+        assert model.end_read(model.reads[0], good=True) is None
     assert told(model) == [Settle(job.request.request_id, True, Outcome.COMMITTED)]
     assert model.revokes == []
     assert model.claim(job, "b").refused is RefuseReason.COMMITTED

@@ -10,7 +10,7 @@ from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import TAKEN_S, NakDelivery, Settle
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
-from pullfill.wire import DigestMode, FenceToken
+from pullfill.wire import FenceToken
 from tests.support.fakes import FakeClock
 from tests.support.handoff_model import CLAIM_S, HandoffModel, Job, granted
 
@@ -82,15 +82,12 @@ def test_a_job_past_the_stream_is_not_left_to_another_writer(how: str) -> None:
     assert naks == []
 
 
-@pytest.mark.parametrize("state", ["granted", "reading", "verifying"])
+@pytest.mark.parametrize("state", ["granted", "reading"])
 def test_what_a_worker_that_fails_the_self_check_has_under_way_is_served_here(state: str) -> None:
     model = HandoffModel()
     job, grant = granted(model)
     if state == "reading":
         assert model.ready(grant) is None
-    if state == "verifying":
-        model.ledger.kv_digest = DigestMode.FULL
-        model.commit(grant)
     model.ledger.distrust("b")
     assert settled(model) == []
     model.ledger.distrust("a")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pullfill.decode_worker.ledger_types import JobState, Read, Verify
+from pullfill.decode_worker.ledger_types import JobState, Read
 from pullfill.errors import Outcome
-from pullfill.wire import DigestMode, KvMode
+from pullfill.wire import KvMode
 from tests.support.handoff_model import TIMEOUT_S, Grant, HandoffModel, Job, granted
 
 
@@ -116,27 +116,11 @@ def test_nobody_else_gets_what_is_read() -> None:
     model.drain()
 
 
-def test_with_digests_what_was_read_is_verified() -> None:
-    model, job, grant = model_with_grant()
-    model.ledger.kv_digest = DigestMode.FULL
-    model.ready(grant)
-    (read,) = model.reads
-    answer = model.ledger.read_over(read.job_id, 1, good=True, digest=b"d" * 24)
-    model.reads.clear()
-    assert isinstance(answer, Verify)
-    assert (answer.blocks, answer.digest) == (read.blocks, b"d" * 24)
-    assert model.verdict(answer, good=True) is None
-    model.step()
-    assert job.reports == [True]
-    model.drain()
-
-
 def test_a_read_ends_once() -> None:
     model, _, grant = model_with_grant()
     model.ready(grant)
     (read,) = model.reads
     model.abort(model.jobs[grant.job_id])
-    model.ledger.kv_digest = DigestMode.FULL
     model.end_read(read, good=True)
     with pytest.raises(AssertionError):
         model.ledger.read_over(read.job_id, read.attempt, good=True)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from pullfill.deploy import cli
 from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError
-from pullfill.wire import DigestMode, KvMode
+from pullfill.wire import KvMode
 from tests.support.docs import COMMANDS
 
 GOOD = """
@@ -27,11 +27,10 @@ port: 9000
 decode-devices: 0
 prefill-devices: [1, 2-3]
 transports: [shm, tcp]
-kv-digest: off          # in YAML 1.1 this would be false
 kv-mode: pull
 pin: no
 max-inflight: 7
-namespace: blue
+namespace: off          # in YAML 1.1 this would be false
 state-dir: /s
 vllm-args:
   max-model-len: 8192
@@ -79,10 +78,10 @@ def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Up:
 def test_every_key_is_a_flag(up: Up) -> None:
     got = up(GOOD)
     assert (got.model, got.decode, got.prefill, got.frontends) == ("org/m", 2, 3, 2)
-    assert (got.port, got.namespace, up.state_dir) == (9000, "blue", "/s")
+    assert (got.port, got.namespace, up.state_dir) == (9000, "off", "/s")
     assert (got.decode_devices, got.prefill_devices) == ((0,), (1, 2, 3))
     assert got.workers.transports == {"shm", "tcp"}
-    assert (got.workers.kv_digest, got.workers.kv_mode) == (DigestMode.OFF, KvMode.PULL)
+    assert got.workers.kv_mode is KvMode.PULL
     assert (got.workers.pin, got.restart, got.frontend.max_inflight) == (False, True, 7)
     *plain, speculation = got.vllm_args
     assert plain == [

@@ -16,7 +16,7 @@ from pullfill.deploy.procs import CLUSTER_ENV
 from pullfill.errors import ConfigError
 from pullfill.option_values import parse_cores
 from pullfill.options import FrontendOptions, WorkerOptions
-from pullfill.wire import DigestMode, KvMode
+from pullfill.wire import KvMode
 
 ELASTIC = WorkerOptions(elastic=True)
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
@@ -282,15 +282,6 @@ class TestSpecs:
             assert ("--api-key" in spec.argv) == (spec.role == "frontend")
         assert [s.argv[s.argv.index("--cpu") + 1] for s in specs[:3]] == ["0", "1", "0"]
         assert "--cpu" not in specs[3].argv
-        assert not any("--kv-digest" in s.argv for s in specs)
-
-    def test_digests_are_asked_for_by_decode_workers(self) -> None:
-        options = plan.UpOptions(decode=2, workers=WorkerOptions(kv_digest=DigestMode.SAMPLE))
-        argvs = {s.name: s.argv for s in plan.worker_specs(options, REF, "id")}
-        asked = {name for name, argv in argvs.items() if "--kv-digest" in argv}
-        assert asked == {"decode-0", "decode-1"}
-        argv = argvs["decode-0"]
-        assert argv[argv.index("--kv-digest") + 1] == "sample"
 
     def test_the_mode_is_the_decode_workers(self) -> None:
         for mode in KvMode:

@@ -68,7 +68,7 @@ def test_a_job_moves_from_the_queue_to_prefill_and_to_kv() -> None:
 
 @pytest.mark.parametrize(
     ("state", "stage"),
-    [("quarantined", Stage.QUEUE), ("reading", Stage.KV), ("verifying", Stage.KV)],
+    [("quarantined", Stage.QUEUE), ("reading", Stage.KV)],
 )
 def test_every_state_of_a_job_is_a_stage(state: str, stage: Stage) -> None:
     assert one(job(state)).stage is stage

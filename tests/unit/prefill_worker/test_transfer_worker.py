@@ -12,7 +12,6 @@ from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import Direction, MoveResult
-from pullfill.transfer.digest import BlockDigester
 from pullfill.transfer.layout import dense_layout
 from pullfill.wire import FenceToken
 from tests.support.fakes import wait_for
@@ -118,28 +117,6 @@ def test_in_order_and_counted(transfer_worker: TransferWorker, session: Session)
     task = calls.task
     assert (task.written_blocks, task.written_bytes) == (2, 200)
     assert task.outstanding == 0
-
-
-def test_digests_are_of_the_checked_blocks_in_the_order_of_the_prompt(
-    transfer_worker: TransferWorker,
-) -> None:
-    """Whatever the chunks are, and with a block written twice the second time counts."""
-    calls = Calls(transfer_worker)
-    task = calls.task
-    task.checked = frozenset({5, 7})
-    transfer_worker.write(task, [3, 1], [5, 6], False, calls.done)
-    transfer_worker.write(task, [1, 2, 4], [5, 6, 7], True, calls.done)
-    wait_for(lambda: calls.ends)
-    assert task.digest == BlockDigester(MEMORY).digest([1, 4])
-    assert set(task.digests) == {5, 7}
-
-
-def test_without_checked_blocks_there_is_no_digest(transfer_worker: TransferWorker) -> None:
-    calls = Calls(transfer_worker)
-    transfer_worker.write(calls.task, [1, 2, 4], [5, 6, 7], True, calls.done)
-    wait_for(lambda: calls.ends)
-    assert calls.task.digest is None
-    assert not calls.task.digests
 
 
 def test_a_failed_write_ends_the_task_and_the_rest_is_dropped(
@@ -371,7 +348,7 @@ def test_a_copy_at_once_can_fail_like_any_other(
     assert calls.task.outstanding == 0
 
 
-@pytest.mark.parametrize("why", ["cancelled", "checked", "fault"])
+@pytest.mark.parametrize("why", ["cancelled", "fault"])
 def test_what_may_take_long_or_is_not_wanted_goes_the_long_way(
     why: str, transfer_worker: TransferWorker, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,8 +356,6 @@ def test_what_may_take_long_or_is_not_wanted_goes_the_long_way(
     calls, session.at_once = Calls(transfer_worker), []
     if why == "cancelled":
         calls.task.cancel()
-    elif why == "checked":
-        calls.task.checked = frozenset({6})
     else:
         monkeypatch.setattr(failpoints, "_active", failpoints.parse("elsewhere=error"))
     transfer_worker.write(calls.task, [1], [6], True, calls.done)

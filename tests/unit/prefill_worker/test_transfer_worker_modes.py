@@ -11,7 +11,6 @@ from pullfill.errors import HandoffError
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.runtime import metrics
-from pullfill.transfer.digest import BlockDigester
 from pullfill.wire import KvMode
 from tests.support.fakes import wait_for
 from tests.unit.prefill_worker.test_transfer_worker import LAYOUT, MEMORY, Calls, Session
@@ -119,16 +118,6 @@ def test_pull_after_a_preemption_keeps_the_new_blocks(
     transfer_worker.let_go(calls.task)
     assert calls.task.outstanding == 0
     assert used(credits) == 0
-
-
-def test_pull_takes_digests_of_what_it_keeps(transfer_worker: TransferWorker) -> None:
-    calls = in_mode(transfer_worker, KvMode.PULL)
-    calls.task.checked = frozenset({5, 7})
-    transfer_worker.write(calls.task, [3, 1, 2], [5, 6, 7], True, calls.done)
-    wait_for(lambda: calls.ends)
-    assert calls.task.digest == BlockDigester([MEMORY]).digest([3, 2])
-    calls.task.cancel()
-    transfer_worker.let_go(calls.task)
 
 
 def test_a_cancelled_task_keeps_nothing(transfer_worker: TransferWorker, credits: Credits) -> None:

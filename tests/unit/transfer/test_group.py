@@ -40,8 +40,6 @@ class _OpenHold:
 
     def inside_batch(self, verb: str) -> None: ...
 
-    def copied(self, verb: str, address: int) -> None: ...
-
     def close(self) -> None:
         self.closed += 1
 

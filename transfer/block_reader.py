@@ -1,26 +1,17 @@
-"""Digests of KV blocks. Equal bytes have equal digests on both ends, whatever the strides are.
+"""Copies KV blocks out of a worker's memory, for the self-check to compare.
 
-Each block has a digest of its own: over all layers of the model, and in each over all heads,
-whichever ranks hold them. So it does not matter in which chunks a prompt was computed, whether a
-block was written twice, or in which order. A mismatch names its block. Digests detect bytes that
-changed on the way. They do not protect against a writer that lies: it can send the digest of
-whatever it wrote.
-
-The pages of a block are not contiguous. To hash page by page would release the GIL for each page,
-and wait for it up to a switch interval beside a busy engine thread (copying.py). So each block is
-gathered into a small buffer, which stays in the CPU's cache, and hashed in one call. Blocks of a
-GPU are gathered on the GPU first, and cross to the CPU in one copy.
+Blocks of two workers with equal KV give equal bytes, whatever the strides are: all layers of the
+model, and in each all heads, whichever ranks hold them. Blocks of a GPU are gathered on the GPU
+first, and cross to the CPU in one copy.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from pullfill.transfer.contract import LocalMemory, Rect
@@ -28,12 +19,7 @@ from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.layout import crop, dense_layout
 from pullfill.transfer.pieces import planner
 from pullfill.transfer.topology import plan as topology
-from pullfill.wire import DigestMode
 
-DIGEST_BYTES = 8
-"""Bytes of a block's digest. Two different blocks have the same one by chance once in 2**64."""
-SAMPLED = 16
-"""`--kv-digest sample` checks about one block of so many."""
 _STAGE_BYTES = 1 << 20
 
 
@@ -47,9 +33,9 @@ def copies_of(memories: Sequence[LocalMemory]) -> int:
     )  # fmt: skip
 
 
-class BlockDigester:
-    """Digests of blocks of one worker's memory. One thread at a time. From the first call on it
-    keeps a buffer of 1 MiB, or of one block if that is more."""
+class BlockReader:
+    """Reads blocks of one worker's memory. One thread at a time. From the first call on it keeps a
+    buffer of 1 MiB, or of one block if that is more."""
 
     def __init__(self, memory: LocalMemory | Sequence[LocalMemory], *, copy: int = 0) -> None:
         """
@@ -77,15 +63,13 @@ class BlockDigester:
         self._stage: memoryview | None = None
         self._address = 0
 
-    def digest(self, block_ids: Sequence[int]) -> bytes:
-        """DIGEST_BYTES for each block, in the order of `block_ids`. Reads live memory: the caller
-        keeps the blocks from changing. Raises BadMessage when an id is out of range."""
-        return b"".join(blake3(page).digest(DIGEST_BYTES) for page in self._gathered(block_ids))
-
     def pages(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """A copy of the blocks, one row each: all layers, and in each layer all heads."""
+        """A copy of the blocks, one row each: all layers, and in each layer all heads.
+
+        Reads live memory: the caller keeps the blocks from changing. Raises BadMessage when an id
+        is out of range."""
         rows = [np.frombuffer(page, np.uint8).copy() for page in self._gathered(block_ids)]
-        return np.stack(rows)
+        return np.stack(rows) if rows else np.empty((0, self._block), np.uint8)
 
     def _gathered(self, block_ids: Sequence[int]) -> Iterator[memoryview]:
         """Yield the bytes of each block, in a buffer that later blocks overwrite."""
@@ -116,16 +100,3 @@ def _readable(
 
     with lane_of(memory.device).fetched(memory, blocks) as copy:
         yield copy, range(len(blocks))
-
-
-def sampled(mode: DigestMode, count: int, job_digest: bytes, attempt: int) -> list[int]:
-    """Return which of the `count` blocks of a grant are checked: indices, ascending.
-
-    Both ends compute the same from the grant. With `sample`, each attempt checks other blocks, and
-    always the last one."""
-    if mode is DigestMode.OFF or not count:
-        return []
-    if mode is DigestMode.FULL:
-        return list(range(count))
-    draw = hashlib.shake_128(job_digest + attempt.to_bytes(8, "little")).digest(count - 1)
-    return [i for i, byte in enumerate(draw) if byte < 256 // SAMPLED] + [count - 1]
