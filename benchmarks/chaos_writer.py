@@ -79,7 +79,7 @@ async def main(etcd_url: str, nats_url: str, namespace: str, name: str) -> None:
             except ClaimRefused:
                 await delivery.ack()
                 continue
-            targets = u32.unpack(job.block_ids)[job.hit_tokens // job.block_size :]
+            targets = u32.unpack(job.block_ids)[job.hit_tokens // compat.block_size :]
             await asyncio.to_thread(write_on, session, grant.fence, list(targets))
 
 

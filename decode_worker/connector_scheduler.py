@@ -82,7 +82,7 @@ class ConnectorScheduler:
         self._decisions: dict[str, tuple[Situation, Decision, Adapter | None, int, int]] = {}
         self._waiting: set[str] = set()
         self._held: dict[str, list[Any]] = {}
-        self._hit_blocks = HitBlocks(block_size, lambda: context.largest_block())
+        self._hit_blocks = HitBlocks(block_size)
         self._failed: list[str] = []
         self._unpublished: list[OpenedJob] = []
         self._scheduled: deque[list[OpenedJob]] = deque()

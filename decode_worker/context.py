@@ -49,7 +49,7 @@ class DecodeContext(WorkerContext):
     """What the connector needs from the rest of the process.
 
     The engine is built before the parts that talk to others. These replace `situation`, `publish`,
-    `queue_full`, `wake_control`, `adapters_elsewhere`, `features_elsewhere` and `largest_block`
+    `queue_full`, `wake_control`, `adapters_elsewhere` and `features_elsewhere`
     before the first request comes.
 
     situation: takes (prompt tokens, hit tokens, ineligible) and adds what the process knows about
@@ -59,7 +59,6 @@ class DecodeContext(WorkerContext):
     wake_control: called when the ledger asks something of the network. Must not block.
     adapters_elsewhere: whether a prefill worker can load LoRA adapters.
     features_elsewhere: whether a prefill worker takes multimodal inputs.
-    largest_block: number of tokens in the largest block of a prefill worker. 0: as ours.
     offer: opens the fences and the memories to peers.
     ledger, scheduler: made when vLLM registers the KV cache, and constructs the connector.
     trials: requests of the self-check. None if nothing can be compared.
@@ -75,7 +74,6 @@ class DecodeContext(WorkerContext):
     wake_control: Callable[[], None] = lambda: None
     adapters_elsewhere: Callable[[], bool] = lambda: False
     features_elsewhere: Callable[[], bool] = lambda: False
-    largest_block: Callable[[], int] = lambda: 0
     offer: Callable[[FenceOwner, Sequence[LocalMemory]], Owner | None] = lambda base, _: base
     trials: Trials | None = None
     ledger: Ledger = LATER

@@ -274,7 +274,6 @@ class ControlServer:
             hello.computes,
             hello.adapters,
             hello.features,
-            block_size=hello.block_size,
             max_prompt_tokens=hello.max_prompt_tokens,
             # `met` says it. Until then the engine thread must not see a worker that may bring KV.
             cleared=self.checks is None,

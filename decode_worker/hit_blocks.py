@@ -9,8 +9,7 @@ later, at the end of the prompt. But they may still be cached. Then a job holds 
                           vLLM keeps               x  x
                           held            x  x
 
-A prefill worker keeps whole blocks of its own. If these are larger, a block of its window begins
-before one of ours. So the blocks from there on are held too. Engine thread only.
+Engine thread only.
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ from pullfill.engine.groups import BlockOrder, cached_block
 class HitBlocks:
     """See the module.
 
-    largest_block: returns the number of tokens in the largest block of a prefill worker.
     kept_from: as `engine.groups.kept_from` returns it.
     pool: vLLM's BlockPool.
     _held: blocks that a job may read and its request does not hold, by request."""
 
-    def __init__(self, block_size: int, largest_block: Callable[[], int]) -> None:
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._largest_block = largest_block
         self.kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
         self.pool: Any = None
         self._held: dict[str, list[Any]] = {}
@@ -67,13 +64,10 @@ class HitBlocks:
     def _cached_before(self, position: int, request: Any, group: int, needed: int) -> list[Any]:
         """Return the cached blocks before a position, the last one first.
 
-        needed: the first position that a prefill worker with our block size needs."""
-        size = self._block_size
-        grain = max(size, self._largest_block())
-        stop = needed * size // grain * grain // size
+        needed: the first position that a prefill worker needs."""
         found: list[Any] = []
-        for at in range(position - 1, stop - 1, -1):
-            block = cached_block(self.pool, size, request, at, group)
+        for at in range(position - 1, needed - 1, -1):
+            block = cached_block(self.pool, self._block_size, request, at, group)
             if block is None:
                 break
             found.append(block)

@@ -34,8 +34,6 @@ from pullfill.runtime.lanes import Lane
 from pullfill.transfer import catalogue
 from pullfill.transfer.connect import choose, connect, pulled_over
 from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
-from pullfill.transfer.layout import layout_of
-from pullfill.transfer.pieces import WHOLE, pieces_of
 from pullfill.wire import FenceToken, KvMode, Ready, RegionDescriptor, u32
 
 logger = log.get("decode_worker.reader")
@@ -260,8 +258,6 @@ def reach_any(
             raise IncompatibleError("it lets nobody read its KV memory", field="endpoints")
         for region in regions:
             choose(region, transports)
-            if pieces_of(memories[0].layout, layout_of(region)) != WHOLE:
-                raise IncompatibleError("its blocks have another size", field="block_size")
         return lambda: connect(memories, regions, transports)
 
     return reach

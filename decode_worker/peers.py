@@ -18,7 +18,6 @@ class Peer:
     reader: reads the worker's KV memory in pull mode, if it can be reached. Made when the worker
     connects, closed when it is lost.
     within_reach: whether the reader can reach that memory now. If not, grants do not say pull.
-    block_size: number of tokens of its blocks. 0: as ours.
     computes: digest of how the worker rounds.
     adapters: whether the worker can load LoRA adapters.
     features: whether the worker takes multimodal inputs.
@@ -36,7 +35,6 @@ class Peer:
     computes: str = ""
     adapters: bool = False
     features: bool = False
-    block_size: int = 0
     max_prompt_tokens: int = 0
     cleared: bool = True
     leaving: bool = False
@@ -95,11 +93,6 @@ class Peers(dict[str, Peer]):
         pulling = sum(peer.pulls and not peer.leaving for peer in peers)
         told = max((peer.load.pool for peer in peers), default=0)
         return max(pulling, told * pulling // len(peers)) if peers else 0
-
-    @property
-    def largest_block(self) -> int:
-        """Number of tokens in the largest block of a prefill worker. 0: as ours."""
-        return max((peer.block_size for peer in list(self.values())), default=0)
 
     @property
     def not_pulling(self) -> list[str]:

@@ -38,14 +38,12 @@ class Publisher:
         *,
         instance_id: str,
         compat_hash: str,
-        block_size: int,
     ) -> None:
         self._loop = loop
         self._queue = queue
         self._ledger = ledger
         self._instance_id = instance_id
         self._compat_hash = compat_hash
-        self._block_size = block_size
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._submitted: deque[OpenedJob] = deque()
         self._woken = False
@@ -105,7 +103,6 @@ class Publisher:
                 block_ids=u32.pack(job.blocks),
                 read_from=job.read_from,
                 kept_from=job.kept_from,
-                block_size=self._block_size,
                 cache_salt=job.cache_salt,
                 adapter=job.adapter,
                 features=brings,

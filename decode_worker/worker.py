@@ -237,7 +237,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         address = options.advertise_control or control.address
         publisher = Publisher(
             self._loop, producer, context.ledger, instance_id=self.instance_id,
-            compat_hash=engine.compat.hash(), block_size=engine.config.cache_config.block_size,
+            compat_hash=engine.compat.hash(),
         )  # fmt: skip
         control.grants.claimed, control.grants.committed = producer.claimed, producer.committed
         control.past_stream = lambda: producer.past_stream
@@ -262,7 +262,6 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         context.features_elsewhere = lambda: any(
             peer.features and peer.cleared for peer in control.peers.pulling
         )
-        context.largest_block = lambda: control.peers.largest_block
         context.wake_control = partial(_call_soon, self._loop, control.wake)
         parts.push_async_callback(hooks.blocks.close)
         return DecodeService(engine, hooks, control, outlook, address, thread)

@@ -40,7 +40,7 @@ class PrefillConnector(WorkerConnector):
 
     def start_scheduler(self, block_size: int) -> None:
         context = current(PrefillContext, "prefill")
-        self._scheduler = context.scheduler = ConnectorScheduler(context, block_size)
+        self._scheduler = context.scheduler = ConnectorScheduler(context)
 
     def attach(self, told: Told, kv_heads: int, stored: Attention) -> None:
         memory.attach(current(PrefillContext, "prefill"), told, kv_heads, stored)

@@ -13,11 +13,6 @@ No block is reused while it is copied. A finished request keeps its blocks until
 ended, also one that is only planned. `plan` waits for the copies from a preempted request's blocks,
 because the step that it plans may overwrite them.
 
-The last blocks of a window begin at a block of the decode worker. If its blocks are larger than
-ours, that may be before the first block that our engine keeps (`_leaves`). Such blocks are held
-until they are written. If a prefix hit here lacks them, and they are not cached any more, the
-prompt is computed from its beginning.
-
 Engine thread only, except where a heading says otherwise.
 """
 
@@ -29,14 +24,13 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from pullfill.engine.groups import EMPTY, BlockOrder, Tables, cached_block
+from pullfill.engine.groups import EMPTY, BlockOrder, Tables
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.step_plan import StepPlan, Write
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.turns import Turns
 from pullfill.runtime import log
-from pullfill.transfer.pieces import WHOLE
 
 if TYPE_CHECKING:
     from pullfill.engine.tier import Tier
@@ -48,14 +42,11 @@ class ConnectorScheduler:
     """Plans the reads and writes of one engine, and reports their ends to vLLM.
 
     _reads: prefix reads to begin after the step that is being scheduled.
-    _anew: requests whose own prefix hit must not be used, from the next step on.
-    _held: blocks that are written, and that the window of a request has left behind, by request.
     tier: vLLM's own KV offloading, beside our connector. None: there is none.
     """
 
-    def __init__(self, context: PrefillContext, block_size: int) -> None:
+    def __init__(self, context: PrefillContext) -> None:
         self._context = context
-        self._block_size = block_size
         self._manager: Any = None
         self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
         self._by_position: Callable[[Tables], Tables] = lambda tables: tables
@@ -64,8 +55,6 @@ class ConnectorScheduler:
         self._sends_done: deque[str] = deque()
         self._scheduled: deque[StepPlan] = deque()
         self._reads: list[Write] = []
-        self._anew: list[Any] = []
-        self._held: dict[str, list[Any]] = {}
         self.tier: Tier | None = None
 
     def bind_manager(self, manager: Any) -> None:
@@ -102,9 +91,7 @@ class ConnectorScheduler:
                     extra=log.ids(job_id=reader.job_id, attempt=reader.attempt),
                 )  # fmt: skip
         while self._sends_done:
-            request_id = self._sends_done.popleft()
-            sent.add(request_id)
-            self._give_back(request_id)
+            sent.add(self._sends_done.popleft())
         return reads, sent
 
     def matched(self, request: Any, hit_tokens: int) -> tuple[int | None, bool]:
@@ -118,16 +105,13 @@ class ConnectorScheduler:
             return 0, False
         missing = 0 if task.read_asked else task.hit_tokens - hit_tokens
         offloaded: int | None = 0
-        if self.tier is not None and (missing > 0 or task.pieces != WHOLE):
+        if self.tier is not None and missing > 0:
             offloaded = self.tier.hit(request, hit_tokens)
         if offloaded is None:
             return None, False  # the tier does not know yet: vLLM asks again
         if offloaded < missing and self._readable(task, hit_tokens):
             return missing, True
         # What the tier has, vLLM loads.
-        if self._lacks(task, request, hit_tokens + offloaded):
-            self._anew.append(request)
-            return None, False
         return (0 if self._turns.free(task.request_id) else None), False
 
     def _readable(self, task: PrefillTask, hit_tokens: int) -> bool:
@@ -135,33 +119,10 @@ class ConnectorScheduler:
 
         With a window it may have dropped blocks of its hit that are needed here."""
         first = hit_tokens // task.block_size
-        needed = self._needed(task).begins
+        needed = self._kept_from(task.hit_tokens)
         return all(
             there <= max(here, first)
             for here, there in zip(needed, task.readable.begins, strict=True)
-        )
-
-    def _needed(self, task: PrefillTask) -> BlockOrder:
-        """Which blocks of the decode worker's hit this engine keeps once it has them."""
-        return BlockOrder(self._kept_from(task.hit_tokens)).cut(task.pieces[0])
-
-    def _leaves(self, task: PrefillTask) -> list[range]:
-        """For each KV cache group, positions of our blocks that a window leaves behind before the
-        prompt ends, and that are written all the same."""
-        pieces, ends = task.pieces[0], self._kept_from(len(task.token_ids))
-        firsts = [max(begin, task.first_target) // pieces for begin in task.written.begins]
-        return [range(first, end) for first, end in zip(firsts, ends, strict=True)]
-
-    def _lacks(self, task: PrefillTask, request: Any, tokens: int) -> bool:
-        """Whether blocks that must be written are lost once a hit of so many tokens is taken."""
-        if task.pieces == WHOLE or tokens <= task.hit_tokens:
-            return False
-        gone = self._kept_from(tokens)
-        return any(
-            cached_block(self._manager.block_pool, self._block_size, request, at, group) is None
-            for group, left in enumerate(self._leaves(task))
-            for at in left
-            if at < gone[group]
         )
 
     def allocated(
@@ -193,8 +154,8 @@ class ConnectorScheduler:
         task.read_asked = True
         end = task.first_target
         start = end - missing
-        order = self._needed(task)
-        local = task.local(order, tables, start, end)
+        order = BlockOrder(self._kept_from(task.hit_tokens))  # what this engine keeps of it
+        local = order.ids(tables, start, end)
         read = Write(task, local, task.source(order, start, end), last=False)
         if not self._scheduled and self.tier is None:
             task.transfer_worker.read(task, read.remote, read.local, self._read_done)
@@ -230,10 +191,6 @@ class ConnectorScheduler:
             plan.reports.read_ok, plan.reports.sent = self.take_in()
             failed, self._reads_failed = self._reads_failed, []
             plan.reports.read_failed.update(task.request_id for task in failed)
-        for request in self._anew:
-            # Not before: vLLM asks it between its lookup of the hit and the use of that hit.
-            request.skip_reading_prefix_cache = True
-        self._anew.clear()
         self._scheduled.append(plan)
         return plan
 
@@ -248,11 +205,8 @@ class ConnectorScheduler:
         if upto <= start:
             return
         tables = self._by_position(self._manager.get_block_ids(task.request_id))
-        if task.pieces != WHOLE:
-            tables = self._hold_left(task, tables, start, upto)
-        local = task.local(task.written, tables, start, upto)
-        null = range(EMPTY, EMPTY + task.pieces[0])  # vLLM's null block, or its pieces
-        if any(task.written.begins) and local and min(local) in null:
+        local = task.written.ids(tables, start, upto)
+        if any(task.written.begins) and EMPTY in local:
             task.cancel()
             task.end(HandoffError("a sliding window has freed a block that is not written yet"))
             return
@@ -260,35 +214,6 @@ class ConnectorScheduler:
         with task.lock:
             task.outstanding += 1  # vLLM may be done with the request before the write begins
         plan.writes.append(Write(task, local, task.target(start, upto), last=whole))
-
-    def _hold_left(
-        self, task: PrefillTask, tables: Sequence[Sequence[int]], start: int, stop: int
-    ) -> Sequence[Sequence[int]]:
-        """Hold what `_leaves` names, at the positions from `start` to before `stop`.
-
-        Returns the tables with those blocks that the request does not have, and that are cached."""
-        pieces, leaves = task.pieces[0], self._leaves(task)
-        if not any(leaves):
-            return tables
-        pool, own, held = self._manager.block_pool, tuple(map(list, tables)), []
-        for group, left in enumerate(leaves):
-            for at in range(max(left.start, start // pieces), min(left.stop, -(-stop // pieces))):
-                if own[group][at] != EMPTY:
-                    block = pool.blocks[own[group][at]]
-                else:
-                    block = cached_block(pool, self._block_size, task.request, at, group)
-                if block is not None:
-                    own[group][at] = block.block_id
-                    held.append(block)
-        if held:
-            pool.touch(held)
-            self._held.setdefault(task.request_id, []).extend(held)
-        return own
-
-    def _give_back(self, request_id: str) -> None:
-        """Hold no blocks for the request any more: no copy reads them."""
-        if held := self._held.pop(request_id, None):
-            self._manager.block_pool.free_blocks(reversed(held))
 
     def _preempted(self, task: PrefillTask) -> None:
         """Wait for copies from the blocks of a preempted task, and drop its planned writes."""
@@ -301,7 +226,6 @@ class ConnectorScheduler:
         if not task.transfer_worker.flush(task):
             task.cancel()
             task.end(HandoffError("a copy did not end in time for a preemption"))
-        self._give_back(task.request_id)
         with task.lock:
             task.written_blocks = 0
 
@@ -339,15 +263,12 @@ class ConnectorScheduler:
         self._turns.give_back(request_id)
         task = self._context.tasks.get(request_id)
         if task is None:
-            self._give_back(request_id)
             return False
         with task.lock:
             busy = task.outstanding > 0
             # A pending prefix read is reported as a receive, which also frees the blocks.
             kept = busy and not (task.read_asked and task.first_step == 0.0)
             task.freed_by_report = kept
-        if not kept:
-            self._give_back(request_id)
         if task.scheduled < task.positions:
             task.cancel()
             task.end(HandoffError("the engine ended the request early"))

@@ -40,7 +40,7 @@ class NoFeatures(OutOfReach):
 class PrefillEngine:
     """Submits and ends tasks. Methods are called on the asyncio thread.
 
-    unit: the smallest number of tokens that a block can be cut to.
+    block_size: number of tokens of a block, here and at each decode worker.
     limit: how many multimodal inputs of a modality a prompt may have."""
 
     def __init__(
@@ -48,13 +48,13 @@ class PrefillEngine:
         host: EngineHost,
         context: PrefillContext,
         *,
-        unit: int,
+        block_size: int,
         compat_hash: str,
         limit: Callable[[str], int],
     ) -> None:
         self._host = host
         self._context = context
-        self.unit = unit
+        self.block_size = block_size
         self.groups = max(1, len(context.groups.layers))
         self.compat_hash = compat_hash
         self._files = AdapterFiles()

@@ -193,7 +193,10 @@ class Job:
             await self._runner.engine.check_adapter(self.job.adapter)
             self._check_alive()
         self._done = Prompt(asyncio.get_running_loop())
-        task = PrefillTask.of(self.job, self._token_ids, grant, transfer_worker, self._on_done)
+        task = PrefillTask.of(
+            self.job, self._token_ids, grant, self._runner.engine.block_size, transfer_worker,
+            self._on_done,
+        )  # fmt: skip
         self._opening, self.task = False, task
         self._pace.watch(task, self._done)
         self._runner.engine.submit(task)
@@ -262,7 +265,7 @@ class Job:
                 brought = await asyncio.to_thread(features.digest, self.grant.features)
             check(
                 self.job, self.message.first.body, self._token_ids, self.grant, brought,
-                unit=engine.unit, compat_hash=engine.compat_hash,
+                block_size=engine.block_size, compat_hash=engine.compat_hash,
                 max_prompt_tokens=self._runner.max_prompt_tokens, groups=engine.groups,
             )  # fmt: skip
         except Exception as exc:

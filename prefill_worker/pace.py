@@ -114,7 +114,7 @@ class Pace:
         return more
 
     def _tell(self, task: PrefillTask) -> None:
-        blocks, seconds = task.blocks_written, task.write_s
+        blocks, seconds = task.written_blocks, task.write_s
         self._connection.send(
             Progress(
                 job_id=task.job_id,

@@ -19,8 +19,6 @@ from pullfill.runtime import log
 from pullfill.runtime.lanes import Lane
 from pullfill.transfer.connect import connect, why_not_better
 from pullfill.transfer.contract import PeerTransport
-from pullfill.transfer.layout import layout_of
-from pullfill.transfer.pieces import WHOLE, cut_memory, pieces_of
 from pullfill.wire import Compat, WorkerRecord
 
 logger = log.get("prefill_worker.reach")
@@ -70,16 +68,10 @@ async def _open(
     others = [
         await directory.descriptor(name, rank, expect=compat) for rank in range(1, first.world_size)
     ]
-    ours, pieces = memories[0].layout, pieces_of(memories[0].layout, layout_of(first))
-    if any(pieces_of(ours, layout_of(other)) != pieces for other in others):
-        raise BadMessage(f"the ranks of {name} have blocks of different sizes")
     # On a thread of its own: it may wait for a worker that does not answer.
     loop, lane = asyncio.get_running_loop(), Lane()
     better = await loop.run_in_executor(lane, why_not_better, first, transports, absent)
     session = await loop.run_in_executor(lane, connect, memories, [first, *others], transports)
     logger.info("writing to %s over %s", name, session.transport)
     account = credits.open(name) if credits is not None else None
-    if pieces != WHOLE:
-        memories = [cut_memory(memory, pieces[0]) for memory in memories]
-    tokens = compat.block_size * ours.units // pieces[0]
-    return TransferWorker(session, name, memories, account, better, pieces, tokens)
+    return TransferWorker(session, name, memories, account, better)

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pullfill.engine import features
-from pullfill.engine.groups import ONE_TABLE, BlockOrder, in_pieces
+from pullfill.engine.groups import ONE_TABLE, BlockOrder
 from pullfill.errors import BadMessage, HandoffError
 from pullfill.ids import job_digest
 from pullfill.prefill_worker import job_spans
 from pullfill.runtime.tracing import Context
-from pullfill.transfer.pieces import WHOLE
 from pullfill.wire import (
     MAX_TEXT,
     Adapter,
@@ -39,8 +38,8 @@ class TooLong(HandoffError):
 
 
 def check(
-    job: PrefillJob, body: bytes, token_ids: list[int], grant: Grant, brought: str, *, unit: int,
-    compat_hash: str, max_prompt_tokens: int, groups: int,
+    job: PrefillJob, body: bytes, token_ids: list[int], grant: Grant, brought: str, *,
+    block_size: int, compat_hash: str, max_prompt_tokens: int, groups: int,
 ) -> None:  # fmt: skip
     """Check that the pulled job is the one that the decode worker granted, and that it fits here.
 
@@ -49,21 +48,21 @@ def check(
 
     body: the job as it was pulled.
     brought: digest of the multimodal inputs that came with the grant.
-    unit: the smallest number of tokens that a block can be cut to."""
+    block_size: number of tokens of a block."""
     if job_digest(body) != grant.job_digest:
         raise BadMessage("the job differs from what the decode worker published")
-    hit, positions = job.hit_tokens // job.block_size, -(-len(token_ids) // job.block_size)
+    if job.compat != compat_hash:
+        raise BadMessage("its compatibility hash is not this worker's")
+    hit, positions = job.hit_tokens // block_size, -(-len(token_ids) // block_size)
     kept = BlockOrder(job.kept_from)
     blocks = BlockOrder(job.read_from).before(hit) + kept.before(positions) - kept.before(hit)
-    if len(job.block_ids) != u32.SIZE * blocks or job.hit_tokens % job.block_size:
+    if len(job.block_ids) != u32.SIZE * blocks or job.hit_tokens % block_size:
         raise BadMessage("the job's blocks do not match its tokens")
     if not len(job.read_from) == len(job.kept_from) == groups:
         raise BadMessage(
             f"the job lists blocks of {len(job.kept_from)} KV cache groups, and the model has "
             f"{groups} here"
         )
-    if job.block_size % unit or job.compat != compat_hash:
-        raise BadMessage("block size or compatibility hash is not this worker's")
     if brought != job.features:
         raise BadMessage("the grant brings other multimodal inputs than the job names")
     if len(token_ids) > max_prompt_tokens:
@@ -77,14 +76,9 @@ def check(
 class PrefillTask:
     """See the module. A position counts blocks of the prompt.
 
-    If the decode worker has another block size, everything here counts pieces of blocks instead,
-    which are alike on both sides (transfer/pieces.py).
-
-    block_size: number of tokens of a block, or of a piece.
-    pieces: into how many pieces a block of ours, and one of the decode worker, is cut.
+    block_size: number of tokens of a block, here and at the decode worker.
     remote_blocks: the decode worker's blocks: first those that may be read, then those to write.
     readable, written: which blocks of each KV cache group they are.
-    target_blocks: number of the decode worker's whole blocks to write.
     on_done: called once, from any thread. With None when all blocks are written (pull mode: kept),
     else with the failure.
     features: vLLM's multimodal inputs of the prompt.
@@ -115,8 +109,6 @@ class PrefillTask:
     written: BlockOrder = ONE_TABLE
     span: Context | None = None
     mode: KvMode = KvMode.PUSH_ASYNC
-    pieces: tuple[int, int] = WHOLE
-    target_blocks: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     # transfer worker, under lock; not to be confused with outstanding, which counts planned and
     # kept ones too
@@ -150,32 +142,11 @@ class PrefillTask:
         job: PrefillJob,
         token_ids: list[int],
         grant: Grant,
+        block_size: int,
         transfer_worker: Any,
         on_done: Callable[[BaseException | None], None],
     ) -> PrefillTask:
-        """The task of the attempt that was granted. Raises BadMessage, HandoffError."""
-        blocks = u32.unpack(job.block_ids)
-        readable, written = BlockOrder(job.read_from), BlockOrder(job.kept_from)
-        pieces, theirs = transfer_worker.pieces, transfer_worker.pieces[1]
-        block_size = transfer_worker.tokens or job.block_size
-        if job.block_size != block_size * theirs:
-            raise BadMessage(
-                f"the job has blocks of {job.block_size} tokens, and the decode worker's "
-                f"descriptor blocks of {block_size * theirs}"
-            )
-        hit = job.hit_tokens // job.block_size
-        prefix = readable.before(hit)
-        target_blocks = len(blocks) - prefix
-        if pieces != WHOLE:
-            if grant.mode is KvMode.PULL:
-                raise HandoffError("blocks that are cut must be written")
-            # Pieces after the last token of the prompt are not written.
-            end = -(-len(token_ids) // block_size)
-            blocks = [
-                *readable.cut_ids(blocks[:prefix], theirs, 0, hit * theirs),
-                *written.cut_ids(blocks[prefix:], theirs, hit, end),
-            ]
-            readable, written = readable.cut(theirs), written.cut(theirs)
+        """The task of the attempt that was granted."""
         return cls(
             request_id=f"{job.job_id}.{grant.attempt}",
             job_id=job.job_id,
@@ -185,10 +156,9 @@ class PrefillTask:
             hit_tokens=job.hit_tokens,
             adapter=job.adapter,
             features=features.decode(grant.features, len(token_ids)) if grant.features else (),
-            readable=readable,
-            written=written,
-            target_blocks=target_blocks,
-            remote_blocks=blocks,
+            readable=BlockOrder(job.read_from),
+            written=BlockOrder(job.kept_from),
+            remote_blocks=u32.unpack(job.block_ids),
             fence=grant.fence,
             cache_salt=job.cache_salt,
             priority=job.priority,
@@ -196,7 +166,6 @@ class PrefillTask:
             on_done=on_done,
             span=job_spans.attempt_of(job.trace, job.job_id, grant.attempt),
             mode=grant.mode,
-            pieces=pieces,
         )
 
     def __post_init__(self) -> None:
@@ -214,31 +183,6 @@ class PrefillTask:
     def targets(self) -> list[int]:
         """The decode worker's blocks to write."""
         return self.remote_blocks[self.readable.before(self.first_target) :]
-
-    @property
-    def blocks_written(self) -> int:
-        """How many of the decode worker's blocks are written.
-
-        The last one may have fewer pieces with tokens of the prompt than the others."""
-        written, pieces = self.written_blocks, self.pieces[1]
-        if pieces > 1 and written == len(self.targets):
-            return self.target_blocks
-        return written // pieces
-
-    def local(
-        self, order: BlockOrder, tables: Sequence[Sequence[int]], start: int, stop: int
-    ) -> list[int]:
-        """Our blocks at the positions from `start` to before `stop`.
-
-        order: `readable` or `written`.
-        tables: this engine's block ids of the request, for each KV cache group."""
-        if (pieces := self.pieces[0]) == 1:
-            return order.ids(tables, start, stop)
-        first, last = start // pieces, -(-stop // pieces)
-        skipped = first * pieces
-        shifted = BlockOrder(tuple(max(0, begin - skipped) for begin in order.begins))
-        cut_tables = [in_pieces(table[first:last], pieces) for table in tables]
-        return shifted.ids(cut_tables, start - skipped, stop - skipped)
 
     def source(self, order: BlockOrder, start: int, stop: int) -> list[int]:
         """The decode worker's blocks to read at the positions from `start` to before `stop`.
@@ -291,7 +235,7 @@ class PrefillTask:
             job_id=self.job_id,
             attempt=self.attempt,
             incarnation=incarnation,
-            blocks=self.blocks_written,
+            blocks=self.written_blocks,
             kv_bytes=self.written_bytes,
             timings=timings,
             transport=self.transfer_worker.transport[:MAX_TEXT],

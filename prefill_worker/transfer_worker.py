@@ -27,7 +27,6 @@ from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.lanes import Lane
 from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
-from pullfill.transfer.pieces import WHOLE
 from pullfill.wire import FenceToken, KvMode
 
 logger = log.get("prefill_worker.transfer_worker")
@@ -62,10 +61,7 @@ class TransferWorker:
     at once, on the caller's thread.
 
     memories: the memory of each rank that the session copies from, for credits.
-    why_not_better: why no better transport than the session's is used, for people.
-    pieces: into how many pieces a block of ours, and one of the decode worker, is cut. If they are
-    cut, block ids are those of pieces (transfer/pieces.py).
-    tokens: number of tokens of a piece, or of a whole block. 0: not known."""
+    why_not_better: why no better transport than the session's is used, for people."""
 
     def __init__(
         self,
@@ -74,11 +70,8 @@ class TransferWorker:
         memories: Sequence[LocalMemory],
         account: Account | None = None,
         why_not_better: Sequence[str] = (),
-        pieces: tuple[int, int] = WHOLE,
-        tokens: int = 0,
     ) -> None:
         self._session = session
-        self.pieces, self.tokens = pieces, tokens
         self.why_not_better = tuple(why_not_better)
         self._account = account
         self._block_bytes = sum(memory.layout.block_bytes for memory in memories)

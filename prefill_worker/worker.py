@@ -73,7 +73,7 @@ class PrefillHooks(EngineHooks):
         self.engine = PrefillEngine(
             engine.host,
             engine.context,
-            unit=engine.compat.block_size,
+            block_size=engine.compat.block_size,
             compat_hash=engine.compat.hash(),
             limit=features.limits(engine.config.model_config),
         )
@@ -179,7 +179,6 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
                 context, engine.compat, host=options.host, port=options.kv_port,
                 advertise=options.advertise_kv, transports=options.transports, key=self._key,
             ),
-            block_size=config.cache_config.block_size,
             computes=rounding_digest(config),
             adapters=config.lora_config is not None,
             features=release.this.takes_features(config.model_config),

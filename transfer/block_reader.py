@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pullfill.transfer.contract import LocalMemory, Rect
 from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.layout import crop, dense_layout
-from pullfill.transfer.pieces import planner
+from pullfill.transfer.runs import Planner
 from pullfill.transfer.topology import plan as topology
 
 _STAGE_BYTES = 1 << 20
@@ -52,8 +52,6 @@ class BlockReader:
         # All heads of all layers, each block's pages side by side.
         dense = dense_layout(whole.layers, 1, whole.heads, page)
         stage = replace(dense, num_blocks=self._at_once, block_stride=block)
-        if pieces := layout.pieces:
-            stage = replace(stage, units=layout.units // pieces, sections=layout.sections, pieces=1)
         # Target t of a plan takes the t-th of several holders.
         self._routes = [
             (self._memories[r.source], r.part.within(rects[r.source]), crop(stage, r.part))
@@ -81,7 +79,7 @@ class BlockReader:
             some = block_ids[first : first + self._at_once]
             for source, part, stage in self._routes:
                 with _readable(source, some) as (memory, ids):
-                    plans = planner(crop(memory.layout, part), stage)
+                    plans = Planner(crop(memory.layout, part), stage)
                     for batch in plans.plan(ids, range(len(some))).batches():
                         copy_batch(memory.address, self._address, batch)
             for at in range(0, len(some) * block, block):

@@ -28,14 +28,6 @@ class KvLayout:
     """Where the page of each (layer, block, KV head) is in one allocation. A page is contiguous.
 
     All but the counts is in bytes. Strides may be larger than what they hold.
-
-    units: number of the smallest parts of a page. If blocks of two workers hold different numbers
-    of tokens, both cut their blocks into pieces of some units (`pieces.py`).
-    sections: of the page, one after another: the number of rows, and the bytes of a unit in a row.
-    Empty: a page cannot be cut.
-    pieces: into how many pieces each block is cut. Then `num_blocks` and `page_bytes` are those of
-    pieces, and ids are pieces'. The strides are still those of blocks. 0: whole blocks.
-    rows: of the one section that this is the layout of.
     """
 
     base_offset: int
@@ -46,20 +38,11 @@ class KvLayout:
     layer_stride: int
     block_stride: int
     head_stride: int
-    units: int = 1
-    sections: tuple[tuple[int, int], ...] = ()
-    pieces: int = 0
-    rows: int = 1
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers and heads."""
-        return self.num_layers * self.num_kv_heads * self.rows * self.page_bytes
-
-    @property
-    def row_stride(self) -> int:
-        """Of a section: the distance of its rows."""
-        return self.page_bytes * (self.pieces or 1)
+        return self.num_layers * self.num_kv_heads * self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,7 @@ from dataclasses import asdict, replace
 from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.net.this_host import host_id as this_host
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, Rect
-from pullfill.transfer.pieces import WHOLE, cut, cut_memory, pieces_of
 from pullfill.wire import Compat, RegionDescriptor
-
-_OF_PAIRS = ("pieces", "rows")
-"""Fields of a KvLayout that only a pair of workers sets. No descriptor says them."""
 
 
 def layout_of(descriptor: RegionDescriptor) -> KvLayout:
@@ -30,8 +26,6 @@ def layout_of(descriptor: RegionDescriptor) -> KvLayout:
         layer_stride=descriptor.layer_stride,
         block_stride=descriptor.block_stride,
         head_stride=descriptor.head_stride,
-        units=descriptor.units,
-        sections=descriptor.sections,
     )
     check_bounds(layout, descriptor.nbytes)
     return layout
@@ -72,7 +66,7 @@ def describe_region(
         first_layer=memory.first_layer,
         compat=compat,
         endpoints=endpoints,
-        **{name: value for name, value in asdict(memory.layout).items() if name not in _OF_PAIRS},
+        **asdict(memory.layout),
     )
 
 
@@ -127,9 +121,6 @@ def check_bounds(layout: KvLayout, nbytes: int) -> None:
     ]
     if layout.base_offset < 0 or layout.page_bytes < 1 or any(n < 1 for n, _, _ in dims):
         raise BadMessage(f"layout has an empty or negative dimension: {layout}")
-    in_sections = sum(rows * nbytes for rows, nbytes in layout.sections) * layout.units
-    if in_sections != layout.page_bytes and (layout.sections or layout.units != 1):
-        raise BadMessage(f"the sections of {layout.units} units are no page: {layout}")
     # Sorted by stride, each dimension must step over everything the smaller ones span.
     span = layout.page_bytes
     for count, stride, name in sorted(dims, key=lambda d: d[1]):
@@ -191,15 +182,10 @@ def both_sides(
 ) -> tuple[LocalMemory, KvLayout]:
     """What a session moves: our memory and the owner's layout, each without what is not in `part`.
 
-    If blocks of both sides hold different numbers of tokens, both are cut (`pieces.py`).
-
     Raises BadMessage when a layout does not fit its memory, IncompatibleError when the two sides
     do not hold the same."""
     theirs = layout_of(descriptor)
     check_bounds(local.layout, local.nbytes)
-    pieces = pieces_of(local.layout, theirs)
-    if pieces != WHOLE:
-        local, theirs = cut_memory(local, pieces[0]), cut(theirs, pieces[1])
     if part is not None:
         local = part_of(local, part)
         theirs = crop(theirs, part.within(rect_of(descriptor)))

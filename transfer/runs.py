@@ -219,8 +219,7 @@ class Planner:
         """Both have as many layers and heads, and pages of the same size (`layout.check_pair`)."""
         self._source, self._target = source, target
         self._unit, self._rows = _fold(source, target)
-        whole = not source.pieces and not target.pieces
-        self._mergeable = whole and source.block_stride == target.block_stride == self._unit
+        self._mergeable = source.block_stride == target.block_stride == self._unit
 
     def plan(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> CopyPlan:
         """Copy block `source_blocks[i]` to `target_blocks[i]`. Raises BadMessage (nothing planned)
@@ -250,7 +249,9 @@ class Planner:
 
     def _runs(self, source_ids: Offsets, target_ids: Offsets) -> tuple[Offsets, Offsets, Offsets]:
         from_, to, lengths = merge_pairs(source_ids, target_ids, mergeable=self._mergeable)
-        return _begin(self._source, from_), _begin(self._target, to), lengths * self._unit
+        source = from_ * self._source.block_stride + self._source.base_offset
+        target = to * self._target.block_stride + self._target.base_offset
+        return source, target, lengths * self._unit
 
 
 def plan(
@@ -312,20 +313,10 @@ def checked_ids(ids: Sequence[int], num_blocks: int, what: str) -> Offsets:
     return array
 
 
-def _begin(layout: KvLayout, ids: Offsets) -> Offsets:
-    """Where the blocks, or the pieces of a section, begin."""
-    if not layout.pieces:
-        return ids * layout.block_stride + layout.base_offset
-    blocks = ids // layout.pieces
-    pieces = ids - blocks * layout.pieces
-    return blocks * layout.block_stride + pieces * layout.page_bytes + layout.base_offset
-
-
 def _fold(a: KvLayout, b: KvLayout) -> tuple[int, Rows]:
     """Contiguous bytes per block, and the rows of the layers and heads that are not among them."""
     unit, rows, dense = a.page_bytes, Rows(), True
     for count, a_stride, b_stride in (
-        (a.rows, a.row_stride, b.row_stride),
         (a.num_kv_heads, a.head_stride, b.head_stride),
         (a.num_layers, a.layer_stride, b.layer_stride),
     ):

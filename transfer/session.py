@@ -24,12 +24,10 @@ from pullfill.transfer.contract import (
     PeerSession,
 )
 from pullfill.transfer.copying import copy_batch
-from pullfill.transfer.pieces import CutPlan, planner
-from pullfill.transfer.runs import LIMITS, Batch, CopyPlan
+from pullfill.transfer.runs import LIMITS, Batch, CopyPlan, Planner
 from pullfill.wire import FenceToken
 
 Copier = Callable[[int, int, Batch], None]
-Plan = CopyPlan | CutPlan
 
 NOW_BYTES = 256 << 10
 """Bytes that `move_now` moves at most: 0.05 ms at 5 GB/s."""
@@ -60,14 +58,13 @@ class MappedSession(PeerSession):
         limits: of a batch, see `CopyPlan.batches`.
         on_close: gives the mapping back. Called once, after the hold is closed.
         """
-        self._writes = planner(local.layout, remote)
-        self._reads = planner(remote, local.layout)
+        self._writes = Planner(local.layout, remote)
+        self._reads = Planner(remote, local.layout)
         self._transport = transport
         self._local = local
         self._remote_address = remote_address
         self._hold = hold
-        # A plan of pieces has several batches, and `move_now` makes one.
-        self._copy, self._copy_now, self._limits = copier, None if remote.pieces else now, limits
+        self._copy, self._copy_now, self._limits = copier, now, limits
         self._on_close = on_close
         self._busy = threading.Lock()
         self._closed = False
@@ -113,12 +110,12 @@ class MappedSession(PeerSession):
                 self._hold.close()
                 self._on_close()
 
-    def _plan(self, verb: Direction, source: Sequence[int], target: Sequence[int]) -> Plan:
+    def _plan(self, verb: Direction, source: Sequence[int], target: Sequence[int]) -> CopyPlan:
         plans = self._writes if verb == "write" else self._reads
         return plans.plan(source, target)
 
     def _batches(
-        self, verb: Direction, fence: FenceToken, todo: Plan, copy: Copier, wait: bool = True
+        self, verb: Direction, fence: FenceToken, todo: CopyPlan, copy: Copier, wait: bool = True
     ) -> bool:
         """Move all batches of a plan. The caller holds `_busy`.
 
@@ -143,7 +140,7 @@ class MappedSession(PeerSession):
         return True
 
 
-def _result(todo: Plan, started: float) -> MoveResult:
+def _result(todo: CopyPlan, started: float) -> MoveResult:
     return MoveResult(
         blocks=todo.blocks,
         nbytes=todo.total,

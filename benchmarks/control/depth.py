@@ -81,7 +81,7 @@ class Half:
         )  # fmt: skip
         self.publisher = Publisher(
             loop, producer, self.ledger, instance_id=name,
-            compat_hash=_COMPAT.hash(), block_size=BLOCK,
+            compat_hash=_COMPAT.hash(),
         )  # fmt: skip
         cache = SimpleNamespace(block_size=BLOCK, num_gpu_blocks=10**6)
         outlook = Outlook(

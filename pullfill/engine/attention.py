@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pullfill.engine.groups import ONE_GROUP, Groups
-from pullfill.engine.page import Cut
 
 NO_ATTENTION = "none"
 UNSCALED = "1"
@@ -33,12 +32,10 @@ class RankAttention:
     """What one rank knows about its layers. Holds plain types only: it is sent between processes.
 
     backends: vLLM's names of the attention backends.
-    scales: for each layer, the scales of K and of V: one number, or one per KV head of the rank.
-    cut: how pages can be cut. None: they cannot."""
+    scales: for each layer, the scales of K and of V: one number, or one per KV head of the rank."""
 
     backends: frozenset[str] = frozenset()
     scales: Scales | None = None
-    cut: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +44,11 @@ class Attention:
 
     backend: vLLM's name of the attention backend, or several joined by `+`. `none` without a model.
     scales: `1` if nothing is scaled, else 16 hex digits: a digest of the scales of all layers.
-    groups: which layers share their blocks.
-    cut: how pages can be cut. None: they cannot."""
+    groups: which layers share their blocks."""
 
     backend: str = NO_ATTENTION
     scales: str = UNSCALED
     groups: Groups = ONE_GROUP
-    cut: Cut | None = None
 
 
 NO_MODEL = Attention()
@@ -90,12 +85,7 @@ def join(ranks: Mapping[tuple[int, int], RankAttention], kv_heads: int) -> Atten
         for layer, told in sorted(parts.items())
     }
     scaled = any(scales != [1.0] for pair in whole.values() for scales in pair)
-    cuts = {rank.cut for rank in ranks.values()}
-    return Attention(
-        "+".join(backends) or NO_ATTENTION,
-        _digest(whole) if scaled else UNSCALED,
-        cut=cuts.pop() if len(cuts) == 1 else None,
-    )
+    return Attention("+".join(backends) or NO_ATTENTION, _digest(whole) if scaled else UNSCALED)
 
 
 def _whole(parts: Sequence[list[float]], tp_size: int, kv_heads: int) -> list[float]:

@@ -66,9 +66,7 @@ def describe(config: VllmConfig, served_name: str, fingerprint: str, geometry: G
     import vllm
     from vllm.platforms import current_platform
 
-    model, cut = config.model_config, geometry.attention.cut
-    block_size = int(config.cache_config.block_size)
-    tokens, order = (cut.tokens, f"LBHNC {cut.order}") if cut else (block_size, "LBHNC")
+    model = config.model_config
     executor = executor_without_model(config)
     if executor is not None:
         computes = executor.KV_KIND  # its KV means nothing to a model
@@ -80,11 +78,11 @@ def describe(config: VllmConfig, served_name: str, fingerprint: str, geometry: G
         vllm=vllm.__version__,
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=str(config.cache_config.cache_dtype),
-        block_size=tokens,
-        layout=order,
+        block_size=int(config.cache_config.block_size),
+        layout="LBHNC",
         num_layers=geometry.num_layers,
         num_kv_heads=model.get_total_num_kv_heads(),
-        page_bytes=geometry.page_bytes * tokens // block_size,
+        page_bytes=geometry.page_bytes,
         isa=computes,
         attention=geometry.attention.backend,
         kv_scales=geometry.attention.scales,

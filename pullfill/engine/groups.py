@@ -14,9 +14,6 @@ position counts blocks of the prompt.
     window          -    -   23   24        from position 2
     the job lists  11   12   13 23   14 24
 
-Workers with blocks of different sizes cut them into pieces (transfer/pieces.py). Then a position
-counts pieces, and pieces are listed in the same order.
-
 Layers such as Mamba's have a state instead of KV. It stands for all tokens computed so far, and
 each step replaces it. vLLM keeps the one after the last token, in the block at its position. So
 such a group is like a window of one token: a job lists its last block, which is written when the
@@ -83,27 +80,8 @@ class BlockOrder:
                 table.append(next(blocks) if begin <= at else EMPTY)
         return tables
 
-    def cut(self, pieces: int) -> BlockOrder:
-        """The order of the pieces of the blocks. pieces: of each block."""
-        return BlockOrder(tuple(begin * pieces for begin in self.begins))
-
-    def cut_ids(self, listed: Sequence[int], pieces: int, start: int, stop: int) -> list[int]:
-        """Return the pieces of the listed blocks, in the order of `cut(pieces)`.
-
-        listed: all blocks from position `start` on, as `ids` returns them.
-        start: counts blocks.
-        stop: counts pieces. Those at this position and after it are left out."""
-        tables = self.tables(listed, start, -(-stop // pieces))
-        cut_tables = [in_pieces(table, pieces) for table in tables]
-        return self.cut(pieces).ids(cut_tables, start * pieces, stop)
-
 
 ONE_TABLE = BlockOrder()
-
-
-def in_pieces(blocks: Sequence[int], pieces: int) -> list[int]:
-    """The pieces of these blocks, in order. Block 7, cut into 3, has the pieces 21, 22 and 23."""
-    return [block * pieces + piece for block in blocks for piece in range(pieces)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ class _LoopbackHold(FenceHold):
 class _Session(MappedSession):
     def __init__(self, local: LocalMemory, layout: KvLayout, owner: LoopbackOwner) -> None:
         super().__init__("loopback", local, layout, owner.memory.address, _LoopbackHold(owner))
-        self._owner, self._pieces = owner, layout.pieces or 1
+        self._owner = owner
 
     def move(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
@@ -231,8 +231,7 @@ class _Session(MappedSession):
         return super().move(verb, fence, source, target)
 
     def _check(self, fence: FenceToken, blocks: Sequence[int], *, writes: bool) -> None:
-        pieces = self._pieces
-        ids = checked_ids(blocks, self._owner.memory.layout.num_blocks * pieces, "named") // pieces
+        ids = checked_ids(blocks, self._owner.memory.layout.num_blocks, "named")
         outside = set(ids.tolist()) - self._owner.fences.granted(fence, writes=writes)
         if outside:
             raise BadMessage(f"blocks {sorted(outside)[:8]} are outside the grant")

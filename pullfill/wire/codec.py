@@ -103,11 +103,9 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 class Compat(Message, frozen=True, kw_only=True):
     """What two workers must share to exchange KV bytes. Compared field by field at join.
 
-    block_size: the smallest number of tokens that a block can be cut to (engine/page.py). If a
-    block cannot be cut: of the whole block.
-    page_bytes: of so many tokens.
-    layout: order of pages. If they can be cut, then also 16 hex digits of how the numbers of each
-    token lie in them.
+    block_size: number of tokens of a block.
+    page_bytes: of one layer and KV head of a block.
+    layout: order of pages.
     attention, kv_scales: see engine/attention.py.
     kv_groups: see engine/groups.py.
     """

@@ -79,7 +79,6 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
 
     regions: the worker's own KV memory, one region for each rank, for decode workers that pull.
     Empty: nobody can read it.
-    block_size: number of tokens of its blocks. 0: as the decode worker's.
     computes: digest of what decides how this worker rounds (`engine.compat.rounding_digest`).
     Empty: its prefills are never checked.
     adapters: whether it can load LoRA adapters.
@@ -91,7 +90,6 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     prefill_instance: Id
     compat: Id
     regions: tuple[RegionDescriptor, ...] = ()
-    block_size: Count = 0
     computes: Text = ""
     adapters: bool = False
     features: bool = False

@@ -47,7 +47,6 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     block_ids: bytes
     read_from: Positions = (0,)
     kept_from: Positions = (0,)
-    block_size: Annotated[int, Meta(ge=1)]
     cache_salt: Text | None = None
     adapter: Adapter | None = None
     features: Text = ""

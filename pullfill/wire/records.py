@@ -22,8 +22,6 @@ class RegionDescriptor(Message, frozen=True, kw_only=True):
     endpoints: transport name -> address understood by that transport.
     first_head, first_layer: where the region's heads and layers are in the whole model, when it is
     split over `world_size` ranks.
-    units, sections: how a page can be cut, for a peer with another block size
-    (transfer/contract.py).
     """
 
     v: Version = WIRE_VERSION
@@ -43,8 +41,6 @@ class RegionDescriptor(Message, frozen=True, kw_only=True):
     layer_stride: Count
     block_stride: Count
     head_stride: Count
-    units: Annotated[int, Meta(ge=1)] = 1
-    sections: tuple[tuple[Count, Count], ...] = ()
     compat: Compat
     endpoints: dict[str, str]
 

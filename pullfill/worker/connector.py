@@ -23,9 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pullfill.engine import attention, groups, kv, page, speculation
+from pullfill.engine import attention, groups, kv, speculation
 from pullfill.engine.attention import Attention, RankAttention
-from pullfill.engine.page import Cut
 from pullfill.engine.rank_processes import bind_to_parent
 from pullfill.runtime import pages
 from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
@@ -47,15 +46,6 @@ class RankTold(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     region: RankRegion
     attention: RankAttention
-
-
-def _with_cut(region: RankRegion, cut: Cut | None, block_size: int) -> RankRegion:
-    """The region, whose layout says how its pages can be cut."""
-    if cut is None or region.memory is None:
-        return region
-    units = block_size // cut.tokens
-    layout = replace(region.memory.layout, units=units, sections=cut.sections)
-    return replace(region, memory=replace(region.memory, layout=layout))
 
 
 class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -99,8 +89,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         stored = {rank: told.attention for rank, told in metadata.items()}
         whole = attention.join(stored, self._heads)
-        block_size = self._vllm_config.cache_config.block_size
-        regions = {r: _with_cut(told.region, whole.cut, block_size) for r, told in metadata.items()}
+        regions = {rank: told.region for rank, told in metadata.items()}
         self.attach(
             regions, self._heads, replace(whole, groups=groups.groups_of(self._kv_cache_config))
         )
@@ -125,9 +114,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             region = tell(self._pool, caches, config.num_blocks)
             if self._pool is not None:
                 pages.make_caches_present(caches)
-        cut = page.cut_of(self._vllm_config, config, kv_caches) if region.memory else None
-        stored = replace(attention.of_rank(self._vllm_config, kv_caches), cut=cut)
-        self._told = RankTold(region, stored)
+        self._told = RankTold(region, attention.of_rank(self._vllm_config, kv_caches))
 
     def get_handshake_metadata(self) -> RankTold | None:
         return self._told

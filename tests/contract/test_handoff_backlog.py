@@ -23,7 +23,6 @@ from pullfill.prefill_worker.puller import MAX_WAITING
 from pullfill.wire import PrefillJob, RefuseReason, encode, u32
 from tests.support.handoff_decode import COMPATIBLE
 from tests.support.handoff_rig import Cluster, hold, prompt, settled, until
-from tests.support.kv_engine import BLOCK
 from tests.support.nats import NatsServer
 
 JOBS, TOKENS = 30, 1024
@@ -46,8 +45,7 @@ async def publish_backlog(cluster: Cluster, jobs: int = JOBS) -> None:
         job = PrefillJob(
             job_id=f"gone-{number}", incarnation="i", decode_instance=GONE,
             request_id="r", compat=COMPATIBLE.hash(),
-            token_ids=u32.pack([1, 2, 3]), hit_tokens=0, block_ids=u32.pack([1]),
-            block_size=BLOCK, timeout_s=1.0,
+            token_ids=u32.pack([1, 2, 3]), hit_tokens=0, block_ids=u32.pack([1]), timeout_s=1.0,
         )  # fmt: skip
         await cluster.decodes["decode-1"].producer.publish(job.job_id, encode(job), TOKENS)
 

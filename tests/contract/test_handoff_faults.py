@@ -54,11 +54,10 @@ def swapped_tokens(body: bytes) -> bytes:
         (forged(token_ids=u32.pack(range(300))), Outcome.PREFILL_FAILED),
         (forged(block_ids=u32.pack([90, 91, 92])), Outcome.PREFILL_FAILED),
         (forged(hit_tokens=4), Outcome.PREFILL_FAILED),
-        (forged(block_size=16), Outcome.PREFILL_FAILED),
     ],
     ids=[
         "noise", "cut", "no-tokens", "odd-tokens", "job-id", "tokens", "more-tokens",
-        "blocks", "hit", "block-size",
+        "blocks", "hit",
     ],
 )  # fmt: skip
 async def test_poison_and_forgery_write_nothing(

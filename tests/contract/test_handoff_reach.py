@@ -21,7 +21,6 @@ from tests.support.fakes import FakeClock
 from tests.support.handoff_decode import COMPATIBLE
 from tests.support.handoff_directory import FakeDirectory
 from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
-from tests.support.kv_engine import BLOCK
 from tests.support.nats import NatsServer
 
 # ------------------------------------------------------------------ before the task is there
@@ -216,7 +215,6 @@ async def test_a_job_past_its_time_that_nobody_removes_is_dropped(
             token_ids=u32.pack([1, 2, 3]),
             hit_tokens=0,
             block_ids=u32.pack([1]),
-            block_size=BLOCK,
             timeout_s=20.0,
         )
         await cluster.queue.producer().publish("j", encode(job), 3)

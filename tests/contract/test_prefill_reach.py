@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,13 +17,12 @@ from pullfill.prefill_worker import reach
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.contract import KvLayout
-from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm.owner import ShmOwner
 from pullfill.transfer.stream.peer import StreamTransport
 from pullfill.transfer.tcp.backend import TcpKind
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState
 from tests.support.handoff_decode import COMPATIBLE
-from tests.support.transfer_rigs import DENSE, PAGE, shm_rig
+from tests.support.transfer_rigs import DENSE, shm_rig
 
 RECORD = WorkerRecord(
     instance_id="decode-1", incarnation="i0", role="decode", state=WorkerState.READY, model="m",
@@ -131,34 +129,3 @@ async def test_ranks_that_do_not_belong_together(
     other = replace(first, rank=1, incarnation="before")
     with pytest.raises(PeerUnavailable):
         await opened(context, first, other)
-
-
-SECTIONS = ((2, 64), (1, 128))
-"""Half of a page of DENSE."""
-
-
-def of_units(layout: KvLayout, units: int) -> KvLayout:
-    """As many bytes in blocks of so many units."""
-    blocks, page = layout.num_blocks * 2 // units, PAGE // 2 * units
-    made = dense_layout(layout.num_layers, blocks, layout.num_kv_heads, page)
-    return dataclasses.replace(made, units=units, sections=SECTIONS)
-
-
-@pytest.mark.parametrize(("units", "pieces"), [(1, (2, 1)), (2, (1, 1)), (4, (1, 2)), (5, (2, 5))])
-async def test_blocks_of_another_size_are_cut(
-    tmp_path: Path, units: int, pieces: tuple[int, int]
-) -> None:
-    with serving(tmp_path, of_units(DENSE, units), of_units(DENSE, 2)) as served:
-        transfer_worker = await opened(*served)
-        assert transfer_worker.pieces == pieces
-        assert transfer_worker.tokens * pieces[0] == COMPATIBLE.block_size * 2
-        transfer_worker.close()
-        assert transfer_worker.join(10)
-
-
-async def test_ranks_with_blocks_of_different_sizes(tmp_path: Path) -> None:
-    with serving(tmp_path, of_units(DENSE, 2), of_units(DENSE, 2)) as (context, descriptor):
-        first = replace(descriptor, world_size=2)
-        other = replace(first, rank=1, units=1, page_bytes=PAGE // 2)
-        with pytest.raises(PeerUnavailable, match="different sizes"):
-            await opened(context, first, other)

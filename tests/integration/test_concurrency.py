@@ -39,7 +39,6 @@ class Copies:
 
     held: threading.Event | None = None
     transport, why_not_better = "fake", ()
-    pieces, tokens = (1, 1), 0
 
     def read(self, task: Any, remote: Any, local: Any, done: Any) -> None:
         self._later(task, done, read=True)

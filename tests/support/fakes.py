@@ -147,7 +147,6 @@ class FakeTransferWorker:
     """A `TransferWorker` whose copies wait until `finish`. `log` lists what was done, in order."""
 
     transport = "fake"
-    pieces, tokens = (1, 1), 0
 
     def __init__(self) -> None:
         self.queue: list[_Copy] = []

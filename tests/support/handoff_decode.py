@@ -112,7 +112,6 @@ class DecodeHalf:
             self.ledger,
             instance_id=self.name,
             compat_hash=COMPATIBLE.hash(),
-            block_size=BLOCK,
         )
         return WorkerRecord(
             instance_id=self.name,

@@ -87,7 +87,7 @@ class KvEngine:
     """
 
     def __init__(self, pages: Pages, *, chunk: int, compat_hash: str) -> None:
-        self.unit, self.compat_hash, self.groups = BLOCK, compat_hash, 1
+        self.block_size, self.compat_hash, self.groups = BLOCK, compat_hash, 1
         self.pages, self.chunk = pages, chunk
         self.gate = threading.Event()
         self.gate.set()
@@ -97,7 +97,7 @@ class KvEngine:
         self.computed_tokens = 0
         self.failure: BaseException | None = None
         self.context = PrefillContext("prefill", wake=self._wake)
-        self.side = ConnectorScheduler(self.context, BLOCK)
+        self.side = ConnectorScheduler(self.context)
         self._manager = FakeManager()
         self.side.bind_manager(self._manager)
         self._todo: deque[tuple[str, PrefillTask]] = deque()

@@ -187,25 +187,17 @@ class WindowEngine:
 
 
 class Copier(FakeTransferWorker):
-    """Copies the labels of pieces, when `finish` is called."""
+    """Copies the labels of blocks, when `finish` is called."""
 
-    def __init__(self, ours: WindowEngine, theirs: WindowEngine, tokens: int) -> None:
+    def __init__(self, ours: WindowEngine, theirs: WindowEngine) -> None:
         super().__init__()
         self._ours, self._theirs = ours, theirs
-        self._size = tokens
-        if ours.size != theirs.size:
-            self.pieces, self.tokens = (ours.size // tokens, theirs.size // tokens), tokens
 
     def finish(self, failure: BaseException | None = None) -> Any:
         copy = self.queue[0]
         for here, there in zip(copy.local, copy.remote, strict=True):
-            ours, theirs = self._page(self._ours, here), self._page(self._theirs, there)
-            (source, first), (target, at) = (theirs, ours) if copy.read else (ours, theirs)
-            target[at : at + self._size] = source[first : first + self._size]
+            assert NULL not in (here, there), "vLLM's null block holds no KV"
+            ours, theirs = self._ours.memory[here], self._theirs.memory[there]
+            source, target = (theirs, ours) if copy.read else (ours, theirs)
+            target[:] = source
         return super().finish(failure)
-
-    def _page(self, engine: WindowEngine, piece: int) -> tuple[list[Label], int]:
-        """The block that holds a piece, and where the piece begins."""
-        block, inside = divmod(piece, engine.size // self._size)
-        assert block != NULL, "vLLM's null block holds no KV"
-        return engine.memory[block], inside * self._size

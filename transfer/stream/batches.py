@@ -1,8 +1,7 @@
 """An operation's bytes as one stream, and where each batch of it is in one side's memory. Pure.
 
 The order is the same on both sides, whatever their layouts: for each layer, for each block (as the
-operation lists them: ascending ids of the owner), for each head, one page. Of blocks that are cut
-into pieces, one section after another is sent, and a page has several rows. Such a stream is like a
+operation lists them: ascending ids of the owner), for each head, one page. Such a stream is like a
 dense region. So `runs.Planner` plans a copy into it, and only the source of that plan is used. Each
 side merges what is contiguous in its own memory. Both sides cut the stream every `batch_bytes`
 bytes, so they cut at the same places.
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 
 from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.pieces import of_sections
 from pullfill.transfer.runs import Offsets, Planner
 
 Iovec: TypeAlias = NDArray[np.uint64]
@@ -46,25 +44,11 @@ class ByteStream:
 
     def __init__(self, memory: LocalMemory, blocks: Offsets) -> None:
         """blocks: ids in the order of the stream. The caller has checked them."""
-        layouts = of_sections(memory.layout)
-        self._sections = [_Section(memory.address, layout, blocks) for layout in layouts]
-        self.total = sum(section.total for section in self._sections)
-        self.runs = sum(section.runs for section in self._sections)
-
-    def batches(self, batch_bytes: int) -> Iterator[Runs]:
-        """Batches of `batch_bytes` each; the last one of each section has what is left."""
-        for section in self._sections:
-            yield from section.batches(batch_bytes)
-
-
-class _Section:
-    """Whole blocks, or one section of pieces."""
-
-    def __init__(self, address: int, layout: KvLayout, blocks: Offsets) -> None:
+        layout = memory.layout
         flat = _into_stream(layout).flat(blocks, np.arange(len(blocks), dtype=np.int64))
         self._layer = np.empty((len(flat), 2), np.uint64)
         self._layer[:, 0] = flat.source
-        self._layer[:, 0] += np.uint64(address)
+        self._layer[:, 0] += np.uint64(memory.address)
         self._layer[:, 1] = flat.nbytes
         self._layers = layout.num_layers
         self._stride = layout.layer_stride
@@ -72,6 +56,7 @@ class _Section:
         self.runs = len(flat) * self._layers
 
     def batches(self, batch_bytes: int) -> Iterator[Runs]:
+        """Batches of `batch_bytes` each; the last one has what is left."""
         if not self.total:
             return
         group = max(1, _EXPAND // len(self._layer))
@@ -97,8 +82,7 @@ class _Section:
 def _into_stream(layout: KvLayout) -> Planner:
     """Plans one layer of any blocks."""
     # The stream has one block here; that it will have more changes none of its strides.
-    stream = dense_layout(1, 1, layout.num_kv_heads, layout.rows * layout.page_bytes)
-    stream = replace(stream, page_bytes=layout.page_bytes, rows=layout.rows)
+    stream = dense_layout(1, 1, layout.num_kv_heads, layout.page_bytes)
     return Planner(replace(layout, num_layers=1), stream)
 
 

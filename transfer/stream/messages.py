@@ -37,8 +37,6 @@ class StreamHello(Message, tag="stream_hello", frozen=True, kw_only=True):
     backend: the name of the transport.
     head, heads, layer, layers: the part of that memory that its operations move, counted from the
     memory's own first head and layer.
-    units: how many units of a page a piece has, if blocks are cut into pieces (transfer/pieces.py).
-    0: whole blocks move.
     """
 
     v: Version = WIRE_VERSION
@@ -52,7 +50,6 @@ class StreamHello(Message, tag="stream_hello", frozen=True, kw_only=True):
     heads: Count
     layer: Count
     layers: Count
-    units: Count = 0
     batch_bytes: Annotated[int, Meta(ge=MIN_BATCH, le=MAX_BATCH)]
     setup: Setup = b""
 

@@ -106,10 +106,7 @@ class StreamSession(PeerSession):
         self._key = key
         self._local = local
         self._descriptor = descriptor
-        layout = local.layout
-        self._units = layout.units // layout.pieces if layout.pieces else 0
-        cut = descriptor.units // self._units if self._units else 1
-        self._blocks = descriptor.num_blocks * cut
+        self._blocks = descriptor.num_blocks
         region = rect_of(descriptor)
         self._theirs = (part or region).within(region)
         self._stall_s = stall_s
@@ -326,7 +323,6 @@ class StreamSession(PeerSession):
             heads=self._theirs.heads,
             layer=self._theirs.first_layer,
             layers=self._theirs.layers,
-            units=self._units,
             batch_bytes=self._kind.batch_bytes,
             setup=setup,
         )

@@ -19,7 +19,6 @@ import numpy as np
 from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailable, TransferFailed
 from pullfill.transfer.contract import LocalMemory, Rect
 from pullfill.transfer.layout import part_of
-from pullfill.transfer.pieces import cut_memory
 from pullfill.transfer.runs import Offsets, checked_ids
 from pullfill.transfer.shm.owner import FenceOwner
 from pullfill.transfer.stream.backend_contract import Backend, BackendKind
@@ -161,8 +160,7 @@ class ServedPeer:
         if len(blocks) > 1 and int(np.diff(blocks).min()) < lowest_step:
             raise BadMessage("block ids are not ascending")
         granted = self._fences.granted(operation.fence, writes=operation.verb == "write")
-        whole = blocks // (self._memory.layout.pieces or 1)
-        if granted is not None and not granted.issuperset(whole.tolist()):
+        if granted is not None and not granted.issuperset(blocks.tolist()):
             raise BadMessage("a block is outside the grant")
         return blocks
 
@@ -250,12 +248,4 @@ def _asked_for(memory: LocalMemory, said: StreamHello) -> LocalMemory:
             field="page_bytes",
         )
     first_head, first_layer = memory.first_head + said.head, memory.first_layer + said.layer
-    part = part_of(memory, Rect(first_head, said.heads, first_layer, said.layers))
-    if not said.units:
-        return part
-    if layout.units % said.units:
-        raise IncompatibleError(
-            f"blocks of {layout.units} units cannot be cut into pieces of {said.units}",
-            field="block_size",
-        )
-    return cut_memory(part, layout.units // said.units)
+    return part_of(memory, Rect(first_head, said.heads, first_layer, said.layers))

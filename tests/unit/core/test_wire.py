@@ -20,7 +20,7 @@ COMPAT = wire.Compat(
 )  # fmt: skip
 JOB = wire.PrefillJob(
     job_id="j", incarnation="i", decode_instance="d", request_id="r", compat="h",
-    token_ids=b"\1\0\0\0", hit_tokens=0, block_ids=b"\2\0\0\0", block_size=16, timeout_s=1.0,
+    token_ids=b"\1\0\0\0", hit_tokens=0, block_ids=b"\2\0\0\0", timeout_s=1.0,
 )  # fmt: skip
 CLAIM = wire.Claim(rid=1, job_id="j", incarnation="i")
 
@@ -60,7 +60,6 @@ def test_messages_are_frozen() -> None:
         {"hit_tokens": "0"},
         {"timeout_s": 0},
         {"timeout_s": -1.0},
-        {"block_size": 0},
         {"token_ids": [1, 2]},
     ],
 )

@@ -15,13 +15,12 @@ TABLES = [list(range(11, 24)), [0] * 10 + [41, 42, 43]]
 
 
 class Rig:
-    """largest: tokens in the largest block of a prefill worker.
-    cached: positions of the window's blocks that are cached. The block at position i is 60 + i."""
+    """cached: positions of the window's blocks that are cached. Block 60 + i is at position i."""
 
-    def __init__(self, largest: int, cached: set[int]) -> None:
+    def __init__(self, cached: set[int]) -> None:
         self.pool = FakePool(80, SIZE)
         self.pool.cached = {(f"h{at}", 1): 60 + at for at in cached}
-        self.blocks = HitBlocks(SIZE, lambda: largest)
+        self.blocks = HitBlocks(SIZE)
         self.blocks.pool = self.pool
         self.blocks.kept_from = lambda tokens: (0, max(0, tokens - WINDOW + 1) // SIZE)
 
@@ -30,23 +29,12 @@ class Rig:
 
 
 @pytest.mark.parametrize(
-    ("largest", "cached", "first"),
-    [
-        (0, {2, 3, 4, 5}, 4),
-        (4, {2, 3, 4, 5}, 4),
-        (12, {2, 3, 4, 5}, 3),
-        (32, {0, 1, 2, 3, 4, 5}, 0),
-        (32, {2, 3, 4, 5}, 2),
-        (32, {0, 1, 2, 4, 5}, 4),
-        (32, {0, 1, 2, 3, 5}, 6),
-        (0, {4}, 6),
-    ],
+    ("cached", "first"),
+    [({2, 3, 4, 5}, 4), ({0, 1, 2, 4, 5}, 4), ({0, 1, 2, 3, 5}, 6), ({4}, 6)],
 )
-def test_what_is_cached_is_held_from_the_largest_block_of_a_prefill_worker_on(
-    largest: int, cached: set[int], first: int
-) -> None:
+def test_what_is_cached_of_the_window_is_held(cached: set[int], first: int) -> None:
     """But not a part of a window, which nobody can use."""
-    rig = Rig(largest, cached)
+    rig = Rig(cached)
     read_from, listed = rig.blocks.hold(REQUEST, TABLES, HIT, (0, 10))
     assert read_from == (0, first)
     expected = [[11 + at] + ([60 + at] if at >= first else []) for at in range(6)]
@@ -59,7 +47,7 @@ def test_what_is_cached_is_held_from_the_largest_block_of_a_prefill_worker_on(
 
 def test_blocks_of_the_request_are_not_held() -> None:
     """The prompt ends in the window of the hit: vLLM has kept the blocks from position 4 on."""
-    rig = Rig(4, {2, 3})
+    rig = Rig({2, 3})
     tables = [TABLES[0], [0] * 4 + [64, 65, *range(41, 48)]]
     assert rig.blocks.hold(REQUEST, tables, HIT, (0, 4)) == (
         (0, 4), [11, 12, 13, 14, 15, 64, 16, 65],
@@ -68,5 +56,5 @@ def test_blocks_of_the_request_are_not_held() -> None:
 
 
 def test_without_a_hit_nothing_is_looked_up() -> None:
-    rig = Rig(32, {0, 1, 2})
+    rig = Rig({0, 1, 2})
     assert rig.blocks.hold(REQUEST, TABLES, 0, (0, 10)) == ((0, 0), [])

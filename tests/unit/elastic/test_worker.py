@@ -23,7 +23,7 @@ def delivery(job_id: str, decode_instance: str = "me") -> Any:
             PrefillJob(
                 job_id=job_id, incarnation="i0", decode_instance=decode_instance,
                 request_id="r", compat="c", token_ids=b"", hit_tokens=0,
-                block_ids=b"", block_size=4, timeout_s=60.0,
+                block_ids=b"", timeout_s=60.0,
             )
         )
     )  # fmt: skip

@@ -18,7 +18,6 @@ from pullfill.engine.groups import (
     cached_run,
     caches_of,
     groups_of,
-    in_pieces,
     keeps_all,
     kept_from,
     why_local,
@@ -173,25 +172,14 @@ def test_parts_of_a_prompt_name_the_blocks_of_the_whole(kept: list[int], a: int,
     assert order.before(second) - order.before(first) == len(parts[1])
 
 
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=4),
-    st.integers(0, 9),
-    st.integers(1, 4),
-    st.integers(0, 40),
-)
-def test_pieces_are_named_like_blocks(kept: list[int], start: int, pieces: int, end: int) -> None:
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 9))
+def test_tables_are_the_inverse_of_ids(kept: list[int], start: int) -> None:
     order = BlockOrder(tuple(kept))
     tables = [[100 * group + at for at in range(1, 11)] for group in range(len(kept))]
     listed = order.ids(tables, start, 10)
     for table, known, first in zip(order.tables(listed, start, 10), tables, kept, strict=True):
         begin = max(start, first)
         assert table == [EMPTY] * begin + known[begin:]
-    fine = [in_pieces(table, pieces) for table in tables]
-    stop = max(start * pieces, min(end, 10 * pieces))
-    part = order.ids(tables, start, -(-stop // pieces))
-    assert order.cut_ids(part, pieces, start, stop) == order.cut(pieces).ids(
-        fine, start * pieces, stop
-    )
 
 
 def test_pages_with_states_and_pages_with_kv_are_described_as_bytes() -> None:

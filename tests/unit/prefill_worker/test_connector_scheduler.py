@@ -29,7 +29,7 @@ class Engine:
         self.transfer_worker = FakeTransferWorker()
         self.ends: list[BaseException | None] = []
         self.context = PrefillContext("prefill-1", wake=self._wake)
-        self.side = ConnectorScheduler(self.context, BLOCK)
+        self.side = ConnectorScheduler(self.context)
         self.side.bind_manager(self.manager)
         total = -(-tokens // BLOCK)
         self.task = PrefillTask(

@@ -1,4 +1,4 @@
-"""Models with windows, and workers with blocks of different sizes: every token comes to its place.
+"""Models with windows: every token comes to its place.
 
 The real halves of both connectors run over a model of vLLM's block tables. Other requests take each
 block as soon as it is free.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import gcd
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +31,7 @@ ALL = 10**6
 
 @dataclass
 class Case:
-    """ours, theirs: tokens of a block of the prefill worker, and of the decode worker.
+    """size: tokens of a block.
     tokens: of the job's prompt.
     chunk: tokens of a step.
     served, decode_served: lengths of prompts that were computed before, here and there.
@@ -43,8 +41,7 @@ class Case:
     late: how many steps a copy takes.
     preempted: before which step the request is preempted. 0: never."""
 
-    ours: int
-    theirs: int
+    size: int
     windows: Windows
     tokens: int
     chunk: int = 5
@@ -76,8 +73,8 @@ class Handoff:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.decode = WindowEngine(case.theirs, case.windows)
-        self.prefill = WindowEngine(case.ours, case.windows)
+        self.decode = WindowEngine(case.size, case.windows)
+        self.prefill = WindowEngine(case.size, case.windows)
         for engine, prompts, lost in (
             (self.decode, case.decode_served, case.decode_lost),
             (self.prefill, case.served, case.lost),
@@ -85,8 +82,7 @@ class Handoff:
             for tokens in prompts:
                 engine.serve(tokens, case.chunk)
             engine.lose(lost)
-        self.size = gcd(case.ours, case.theirs)
-        self.link = Copier(self.prefill, self.decode, self.size)
+        self.link = Copier(self.prefill, self.decode)
         self.ends: list[BaseException | None] = []
         self.asked = 0
         """How often vLLM has looked for a prefix hit."""
@@ -99,7 +95,7 @@ class Handoff:
             return None
         decode.start(self.hit, tokens - self.hit)
         request = FakeRequest("r", [0] * tokens, block_hashes=decode.hashes(tokens))
-        self.hit_blocks = HitBlocks(decode.size, lambda: self.case.ours)
+        self.hit_blocks = HitBlocks(decode.size)
         self.hit_blocks.pool, self.hit_blocks.kept_from = decode, decode.kept
         kept, first = decode.kept(tokens), self.hit // decode.size
         tables = decode.get_block_ids("r")
@@ -109,21 +105,17 @@ class Handoff:
             job_id="j", incarnation="i", decode_instance="d", request_id="r", compat="c",
             token_ids=u32.pack([0] * tokens), hit_tokens=self.hit,
             block_ids=u32.pack([*prefix, *self.named]), read_from=read_from, kept_from=kept,
-            block_size=decode.size, timeout_s=60.0,
+            timeout_s=60.0,
         )  # fmt: skip
 
     def run(self, job: PrefillJob) -> None:
         """The prefill worker's part."""
         tokens = self.case.tokens
-        task = PrefillTask.of(job, [0] * tokens, GRANT, self.link, self.ends.append)
-        # Both sides compute digests of the pieces in this order.
-        self.targets = BlockOrder(job.kept_from).cut_ids(
-            self.named, self.link.pieces[1], self.hit // self.decode.size, -(-tokens // self.size)
-        )
-        assert task.targets == self.targets
+        task = PrefillTask.of(job, [0] * tokens, GRANT, self.case.size, self.link, self.ends.append)
+        assert task.targets == self.named
         context = PrefillContext("prefill-1", wake=lambda: None)
         context.tasks[task.request_id] = task
-        self.side = ConnectorScheduler(context, self.prefill.size)
+        self.side = ConnectorScheduler(context)
         self.side.bind_manager(self.prefill)
         self.side.bind_kept(self.prefill.kept)
         size = self.prefill.size
@@ -151,7 +143,7 @@ class Handoff:
         if self.prefill.tables[0]:
             assert self.side.take_in()[1] == {task.request_id}
             self.prefill.end()
-        assert task.blocks_written == len(self.named)
+        assert task.written_blocks == len(self.named)
 
     def _admit(self) -> None:
         while True:
@@ -195,14 +187,14 @@ class Handoff:
         assert self.ends == [None]
         decode, tokens = self.decode, self.case.tokens
         expected = before
-        end = -(-tokens // self.size) * self.size
+        end = -(-tokens // decode.size) * decode.size
         for group, kept in enumerate(decode.kept(tokens)):
             for token in range(max(kept * decode.size, self.hit), end):
                 at, inside = divmod(token, decode.size)
                 block = decode.tables[group][at]
                 if token < tokens:
                     expected[block][inside] = (group, token)
-                else:  # the rest of a piece is whatever the prefill worker has there
+                else:  # the rest of a block is whatever the prefill worker has there
                     expected[block][inside] = decode.memory[block][inside]
         assert decode.memory == expected
         decode.cache(tokens)
@@ -233,8 +225,7 @@ def cases(draw: st.DrawFn) -> Case:
     tokens = draw(st.integers(1, 50))
     prompts = st.lists(st.integers(max(1, tokens - 20), tokens + 6), max_size=2)
     return Case(
-        ours=draw(SIZES),
-        theirs=draw(SIZES),
+        size=draw(SIZES),
         windows=draw(st.sampled_from(WINDOWS)),
         tokens=tokens,
         chunk=draw(st.integers(1, 30)),
@@ -255,41 +246,9 @@ def test_every_token_comes_to_its_place_and_nothing_else_is_touched(case: Case) 
     handed_over(Handoff(case))
 
 
-def test_blocks_that_a_window_has_left_behind_are_held_until_they_are_written() -> None:
-    """The decode worker's window begins at token 24. Before the last step it begins at 28 here."""
-    case = Case(ours=2, theirs=8, windows=(8,), tokens=37, chunk=35, late=3, others=ALL)
-    assert handed_over(Handoff(case))
-
-
-def test_what_a_prefix_hit_lacks_is_taken_from_the_cache() -> None:
-    """The hit of 36 tokens begins at token 28."""
-    handoff = Handoff(Case(ours=2, theirs=8, windows=(8,), tokens=37, served=[37], chunk=9))
-    assert handed_over(handoff)
-    assert (handoff.asked, handoff.request.skip_reading_prefix_cache) == (1, False)
-
-
-def test_without_it_the_prompt_is_computed_from_its_beginning() -> None:
-    case = Case(ours=2, theirs=8, windows=(8,), tokens=37, served=[37], chunk=9)
-    handoff = Handoff(case)
-    handoff.prefill.lose([sorted(handoff.prefill.cached).index(("12", 0))])
-    assert handed_over(handoff)
-    assert (handoff.asked, handoff.request.skip_reading_prefix_cache) == (2, True)
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_hit_is_read_from_the_block_on_where_the_window_begins_here(lost: bool) -> None:
-    """The hit has 28 tokens. Its window begins at token 22 there, and at 16 here."""
-    case = Case(ours=8, theirs=2, windows=(None, 6), tokens=40, decode_served=[29])
-    handoff = Handoff(case)
-    if lost:
-        handoff.decode.lose([sorted(handoff.decode.cached).index(("8", 1))])
+def test_a_hit_is_read_from_the_block_on_where_the_window_begins() -> None:
+    """The hit has 28 tokens. Its window begins at token 22."""
+    handoff = Handoff(Case(size=2, windows=(None, 6), tokens=40, decode_served=[29]))
     job = handed_over(handoff)
     assert job is not None
-    assert (job.hit_tokens, job.read_from) == (28, (0, 9 if lost else 8))
-    assert handoff.external == (0 if lost else 28)
-
-
-def test_so_it_is_if_vllm_has_offloaded_the_rest_of_the_prompt() -> None:
-    handoff = Handoff(Case(ours=2, theirs=8, windows=(8,), tokens=37, offloaded=36, chunk=9))
-    assert handed_over(handoff)
-    assert (handoff.asked, handoff.request.skip_reading_prefix_cache) == (2, True)
+    assert (job.hit_tokens, job.read_from, handoff.external) == (28, (0, 11), 28)

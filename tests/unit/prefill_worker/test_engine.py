@@ -53,7 +53,7 @@ def test_only_a_task_that_ended_well_is_forgotten_without_a_wake_up(how: str) ->
     core: Any = Core()
     host, task = Host(core), a_task()
     context: Any = SimpleNamespace(tasks={task.request_id: task}, groups=ONE_GROUP)
-    engine = PrefillEngine(host, context, unit=4, compat_hash="c", limit=lambda _: 1)
+    engine = PrefillEngine(host, context, block_size=4, compat_hash="c", limit=lambda _: 1)
     if how != "stopped":
         task.end(None if how == "well" else HandoffError("no"))
     engine.end(task)

@@ -37,7 +37,7 @@ from tests.support.workers import eventually
 JOB = PrefillJob(
     job_id="j", incarnation="i", decode_instance="d", request_id="r",
     compat="c", token_ids=u32.pack([1, 2, 3, 4]), hit_tokens=0, block_ids=u32.pack([0]),
-    block_size=4, timeout_s=60.0,
+    timeout_s=60.0,
 )  # fmt: skip
 BODY = encode(JOB)
 Reach = Callable[[], Coroutine[Any, Any, Any]]
@@ -92,7 +92,7 @@ class Worker:
             find=self._find, knows=lambda _: self.known, is_up=lambda _: self.known
         )
         engine: Any = SimpleNamespace(
-            unit=4, groups=1, compat_hash="c", submit=self.tasks.append,
+            block_size=4, groups=1, compat_hash="c", submit=self.tasks.append,
             end=lambda _: None,
         )  # fmt: skip
         self.runner = JobRunner(
@@ -129,9 +129,7 @@ class Worker:
 
 
 async def some_transfer_worker() -> Any:
-    return SimpleNamespace(
-        transport="fake", why_not_better=(), let_go=lambda _: None, pieces=(1, 1), tokens=4
-    )
+    return SimpleNamespace(transport="fake", why_not_better=(), let_go=lambda _: None)
 
 
 def out_of_reach() -> Reach:

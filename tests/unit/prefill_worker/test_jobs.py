@@ -30,7 +30,7 @@ class Delivered:
         job = PrefillJob(
             job_id=job_id, incarnation="i", decode_instance=job_id,
             request_id="r", compat="c", token_ids=u32.pack([1, 2, 3, 4]), hit_tokens=0,
-            block_ids=u32.pack([0]), block_size=4, timeout_s=60.0,
+            block_ids=u32.pack([0]), timeout_s=60.0,
         )  # fmt: skip
         self.job_id, self.body = job_id, encode(job)
         self.told: list[float] = []
@@ -52,7 +52,7 @@ class Jobs:
         connections: Any = SimpleNamespace(
             find=self._find, knows=lambda _: True, is_up=lambda _: True
         )
-        engine: Any = SimpleNamespace(unit=4, groups=1, compat_hash="c")
+        engine: Any = SimpleNamespace(block_size=4, groups=1, compat_hash="c")
         self.runner = JobRunner(
             connections, engine, heartbeat_s=lambda: every_s, max_prompt_tokens=100,
             max_deliver=lambda: 5,

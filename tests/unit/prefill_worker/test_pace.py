@@ -26,7 +26,7 @@ class Attempt:
             job_digest=b"d", fence=FenceToken(slot=0, epoch=0),
         )  # fmt: skip
         self.task: Any = SimpleNamespace(
-            job_id="j", attempt=1, scheduled=0, submitted=0, blocks_written=0, write_s=0.0,
+            job_id="j", attempt=1, scheduled=0, submitted=0, written_blocks=0, write_s=0.0,
             transfer_worker=SimpleNamespace(moved_bytes=0),
         )  # fmt: skip
         self.done: Prompt[None] = Prompt(asyncio.get_running_loop())
@@ -53,7 +53,7 @@ async def test_one_that_stands_still_ends_at_its_deadline() -> None:
 async def test_one_that_moves_gets_more_time_and_says_so() -> None:
     attempt = Attempt(Paces(), still_s=0.3)
     attempt.task.scheduled = 2
-    attempt.task.blocks_written = 1
+    attempt.task.written_blocks = 1
     seconds = await took(attempt)
     assert 0.3 <= seconds < 5, "0.3 s from the look that saw it"
     assert [progress.blocks for progress in attempt.told] == [1]
@@ -63,7 +63,7 @@ async def test_after_a_preemption_no_negative_number_of_blocks_is_told() -> None
     """The decode worker would close the connection."""
     attempt = Attempt(Paces(), still_s=60.0)
     for scheduled, written in ((5, 3), (7, 1), (9, 4)):
-        attempt.task.scheduled, attempt.task.blocks_written = scheduled, written
+        attempt.task.scheduled, attempt.task.written_blocks = scheduled, written
         attempt.pace.look()
     attempt.pace.stop()
     assert [decode(encode(told), Progress).blocks for told in attempt.told] == [3, 0, 3]

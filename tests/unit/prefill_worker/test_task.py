@@ -15,7 +15,7 @@ from pullfill.wire import FenceToken, Grant, PrefillJob, encode, u32
 
 JOB = PrefillJob(
     job_id="j", incarnation="i", decode_instance="d", request_id="r", compat="c",
-    token_ids=u32.pack(range(12)), hit_tokens=4, block_ids=u32.pack([9, 5, 7]), block_size=4,
+    token_ids=u32.pack(range(12)), hit_tokens=4, block_ids=u32.pack([9, 5, 7]),
     timeout_s=60.0,
 )  # fmt: skip
 WINDOW: dict[str, Any] = {
@@ -32,7 +32,7 @@ def checked(job: PrefillJob, *, groups: int = 1, most: int = 100, brought: bytes
     )  # fmt: skip
     check(
         job, body, u32.unpack(job.token_ids), grant, features.digest(brought),
-        unit=4, compat_hash="c", max_prompt_tokens=most, groups=groups,
+        block_size=4, compat_hash="c", max_prompt_tokens=most, groups=groups,
     )  # fmt: skip
 
 
@@ -51,7 +51,6 @@ def test_a_job_that_fits_passes() -> None:
         ({"hit_tokens": 5}, "blocks"),
         (WINDOW, "2 KV cache groups"),
         ({"compat": "other"}, "compatibility hash"),
-        ({"block_size": 6, "hit_tokens": 6, "block_ids": u32.pack([9, 5])}, "block size"),
     ],
 )
 def test_a_job_that_does_not_fit_is_told_by_what(changes: dict[str, Any], why: str) -> None:

@@ -34,7 +34,7 @@ class Engine:
             concurrency=concurrency,
             on_computed=self.computed.append,
         )
-        self.side = ConnectorScheduler(self.context, BLOCK)
+        self.side = ConnectorScheduler(self.context)
         self.side.bind_manager(self.manager)
         self.requests: dict[str, FakeRequest] = {}
         self.waiting: list[str] = []
