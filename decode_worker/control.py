@@ -10,6 +10,7 @@ to grants.py. Everything runs on the worker's asyncio loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -29,7 +30,6 @@ from pullfill.net.channel import Channel, accept
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log, metrics, timer_grid
 from pullfill.runtime.lifecycle import stop_listening
-from pullfill.runtime.waits import Bell
 from pullfill.wire import (
     SILENT_S,
     Claim,
@@ -102,7 +102,7 @@ class ControlServer:
         self._tasks: set[asyncio.Task[object]] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.Task[None]] = []
-        self._wake = Bell()
+        self._wake = asyncio.Event()
         self._seldom = log.Seldom(_COMPLAIN_EVERY_S)
         self.address = ""
         self.prefill_workers = 0
@@ -146,7 +146,7 @@ class ControlServer:
 
     def wake(self) -> None:
         """Look at the ledger's actions and deadlines. asyncio thread."""
-        self._wake.ring()
+        self._wake.set()
 
     # ------------------------------------------------------------------ the ledger's side
 
@@ -162,7 +162,9 @@ class ControlServer:
                 # Deadlines and proofs depend on this loop, so it goes on after any error.
                 logger.exception("the ledger's timer failed; going on")
                 soonest = 0.05
-            await self._wake.wait(soonest)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(soonest):
+                    await self._wake.wait()
             self._wake.clear()
 
     def _act(self) -> None:
@@ -171,7 +173,7 @@ class ControlServer:
                 case SendRevoke(name, job_id, attempt, reason):
                     # Only this action makes something due earlier: a proof, or the claim of a job
                     # that is queued again. So the timer must look again.
-                    self._wake.ring()
+                    self._wake.set()
                     if (peer := self.peers.get(name)) is not None:
                         peer.channel.write(Revoke(job_id=job_id, attempt=attempt, reason=reason))
                 case CancelMessage(receipt):
@@ -318,7 +320,7 @@ class ControlServer:
         self._ledger.writer_lost(peer.name, others_alive=bool(self.peers))
         self._nobody_pulls()
         self._act()
-        self._wake.ring()  # if the worker died, the kernel has freed its locks: ask for the proof
+        self._wake.set()  # if the worker died, the kernel has freed its locks: ask for the proof
         if (reader := peer.reader) is not None:
             reader.leave(lambda: self._readers.discard(reader))
 
@@ -326,7 +328,7 @@ class ControlServer:
         """Count the prefill workers again, after the self-check has changed who may bring KV."""
         self._count()
         self._nobody_pulls()
-        self._wake.ring()
+        self._wake.set()
 
     def _count(self) -> None:
         self.prefill_workers = sum(p.cleared for p in self.peers.pulling)
@@ -362,7 +364,7 @@ class ControlServer:
                     if peer.pulls:
                         self._ledger.prefill_free()
                     self._nobody_pulls()
-                    self._wake.ring()
+                    self._wake.set()
                 return
             # These four messages make no deadline earlier, so the ledger's timer need not run.
             case Claim():
@@ -388,4 +390,4 @@ class ControlServer:
                 self._nobody_pulls()
             case _:
                 raise BadMessage("hello was already said")
-        self._wake.ring()
+        self._wake.set()

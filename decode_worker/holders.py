@@ -24,10 +24,10 @@ from pullfill.decode_worker.kv_reader import KvReader, Reach
 from pullfill.errors import BadMessage, HandoffError, PeerUnavailable, PullfillError
 from pullfill.net import frames
 from pullfill.net.channel import Channel, introduce
+from pullfill.net.replies import Replies
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log
 from pullfill.runtime.idle import IDLE_S, IdleTimer
-from pullfill.runtime.waits import Waits
 from pullfill.transfer.contract import MoveResult
 from pullfill.wire import (
     Goodbye,
@@ -75,9 +75,7 @@ class Holder:
         self.reader = reader
         self._channel = channel
         self._rids = itertools.count(1)
-        self._replies: Waits[int, Any] = Waits(
-            lambda _: NotInTime(f"{instance_id} does not answer in time")
-        )
+        self._replies = Replies(self._unwanted)
         self.lost = False
 
     async def ask(self, make: Callable[[int], LeaseAsk], within_s: float) -> Lease:
@@ -150,9 +148,11 @@ class Holder:
     def hears(self, message: Any) -> None:
         """Take a message of the holder."""
         if isinstance(message, Lease | NoLease | LeaseEnded):
-            answered = self._replies.answer(message.rid, message)
-            if not answered and isinstance(message, Lease):
-                self.forget(message)  # it came too late
+            self._replies.answer(message.rid, message)
+
+    def _unwanted(self, message: Any) -> None:
+        if isinstance(message, Lease):
+            self.forget(message)  # it came too late
 
     def drop(self) -> None:
         """End the connection. Idempotent. A read under way goes on."""
@@ -160,20 +160,16 @@ class Holder:
             return
         self.lost = True
         self._channel.close()
-        for future in self._replies:
-            if not future.done():
-                future.set_exception(PeerUnavailable(f"lost {self.instance_id}"))
+        self._replies.fail(PeerUnavailable(f"lost {self.instance_id}"))
 
     async def _ask(self, make: Callable[[int], Any], within_s: float) -> Any:
         if self.lost:
             raise PeerUnavailable(f"lost {self.instance_id}")
         rid = next(self._rids)
-        future = self._replies.open(rid, within_s)
-        try:
-            self._channel.write(make(rid), now=True)
-            return await future
-        finally:
-            self._replies.close(rid)
+        late = NotInTime(f"{self.instance_id} does not answer in time")
+        return await self._replies.ask(
+            rid, lambda: self._channel.write(make(rid), now=True), within_s, late
+        )
 
 
 class _Place:

@@ -29,5 +29,5 @@ class PrefillContext(WorkerContext):
     tasks: dict[str, PrefillTask] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
     concurrency: int = 0
-    on_computed: Callable[[str], None] = lambda _job_id: None
+    on_computed: Callable[[str], object] = lambda _job_id: None
     scheduler: ConnectorScheduler = LATER

@@ -21,13 +21,13 @@ from msgspec.structs import replace
 from pullfill.errors import AuthFailed, BadMessage, ClaimRefused, PeerUnavailable, PullfillError
 from pullfill.net import frames, heartbeat
 from pullfill.net.channel import Channel, introduce
+from pullfill.net.replies import Replies
 from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.shared_transfer_worker import SharedTransferWorker
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.runtime import log, metrics
 from pullfill.runtime.idle import IDLE_S
 from pullfill.runtime.lifecycle import end
-from pullfill.runtime.waits import Waits
 from pullfill.wire import (
     MAX_TEXT,
     SILENT_S,
@@ -111,7 +111,7 @@ class ControlConnection:
         self._heard = self._asked_at = self._needed_at = self._loop.time()
         self._said = ""
         self._rids = itertools.count(1)
-        self._replies: Waits[int, Any] = Waits(self._late)
+        self._replies = Replies(self._return_late)
         self._channel: Channel | None = None
         name = record.instance_id
         self.transfer = SharedTransferWorker(lambda: open_transfer_worker(record), name)
@@ -240,20 +240,10 @@ class ControlConnection:
         if channel is None:
             raise PeerUnavailable(f"decode worker {self.record.instance_id} is not connected")
         self._asked_at = self._loop.time()
-        future = self._replies.open(rid, within_s)
-        try:
-            channel.write(message, now=True)
-            return await future
-        except asyncio.CancelledError:
-            # The answer may have come in the same moment, and then nobody else knows of it.
-            if future.answered():
-                self._return_late(future.result())
-            raise
-        finally:
-            self._replies.close(rid)
-
-    def _late(self, _: int) -> PeerUnavailable:
-        return PeerUnavailable(f"decode worker {self.record.instance_id} does not answer in time")
+        late = PeerUnavailable(f"decode worker {self.record.instance_id} does not answer in time")
+        return await self._replies.ask(
+            rid, lambda: channel.write(message, now=True), within_s, late
+        )
 
     # ------------------------------------------------------------------ connection
 
@@ -317,10 +307,7 @@ class ControlConnection:
                 self._known.clear()
             self._channel = None
             channel.close()
-            lost = f"lost decode worker {self.record.instance_id}"
-            for future in self._replies:
-                if not future.done():
-                    future.set_exception(ConnectionLost(lost))
+            self._replies.fail(ConnectionLost(f"lost decode worker {self.record.instance_id}"))
             if was_up:
                 self._on_lost(self)
 
@@ -373,8 +360,7 @@ class ControlConnection:
     def _dispatch(self, message: Any) -> None:
         self._heard = self._loop.time()
         if isinstance(message, Grant | CommitReply | Refused):
-            if not self._replies.answer(message.rid, message):
-                self._return_late(message)
+            self._replies.answer(message.rid, message)
         elif isinstance(message, Revoke):
             self._on_revoke(self, message)
         elif isinstance(message, Trial):

@@ -39,7 +39,6 @@ from pullfill.prefill_worker.task import PrefillTask, TooLong, check
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.contract import Delivery
 from pullfill.runtime import failpoints, log, metrics
-from pullfill.runtime.waits import Prompt
 from pullfill.wire import DrainAck, Grant, KvMode, PrefillJob, RefuseReason, Revoke, decode, u32
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class Job:
     connection: ControlConnection
     grant: Grant
     _pace: Pace
-    _done: Prompt[None]
+    _done: asyncio.Future[None]
 
     def __init__(self, runner: JobRunner, delivery: Delivery) -> None:
         self._runner = runner
@@ -192,7 +191,7 @@ class Job:
         if self.job.adapter is not None:
             await self._runner.engine.check_adapter(self.job.adapter)
             self._check_alive()
-        self._done = Prompt(asyncio.get_running_loop())
+        self._done = asyncio.get_running_loop().create_future()
         task = PrefillTask.of(
             self.job, self._token_ids, grant, self._runner.engine.block_size, transfer_worker,
             self._on_done,
@@ -294,7 +293,7 @@ class Job:
         """The task has ended. From any thread."""
         if failure is not None and not isinstance(failure, PullfillError):
             failure = HandoffError(repr(failure))
-        self._runner.calls.soon(lambda: self._resume(failure))
+        self._done.get_loop().call_soon_threadsafe(self._resume, failure)
 
     def _resume(self, failure: BaseException | None) -> None:
         if self._done.done():

@@ -26,7 +26,6 @@ from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.self_check_job import TrialDelivery
 from pullfill.queue.contract import Delivery
 from pullfill.runtime import log
-from pullfill.runtime.waits import Calls
 from pullfill.wire import RefuseReason, Revoke
 
 if TYPE_CHECKING:
@@ -71,7 +70,6 @@ class JobRunner:
         self.read_grants = read_grants or ReadGrants(None)
         self.budget = Budget(on_change)
         self.paces = Paces()
-        self.calls = Calls()
         self._heartbeat_s = heartbeat_s
         self._on_change = on_change
         self._take_back = take_back

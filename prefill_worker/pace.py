@@ -13,7 +13,6 @@ import asyncio
 
 from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.runtime.waits import Prompt
 from pullfill.wire import Grant, Progress
 
 _LOOKS = 4
@@ -78,7 +77,7 @@ class Pace:
         """Seconds until the deadline."""
         return max(0.0, self._until - self._loop.time())
 
-    def watch(self, task: PrefillTask, done: Prompt[None]) -> None:
+    def watch(self, task: PrefillTask, done: asyncio.Future[None]) -> None:
         """Check the task until `stop`. After its deadline `done` raises TimeoutError."""
         self._task, self._done = task, done
         self.look_at = min(self._loop.time() + self._every_s, self._until)

@@ -243,8 +243,9 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         connections.load = lambda: context.meter.load(list(context.tasks.values()))
         consumer.running = runner.running
         if context.concurrency:
-            context.on_computed = lambda job_id: runner.calls.soon(
-                lambda: runner.budget.computed(job_id)
+            loop = asyncio.get_running_loop()
+            context.on_computed = lambda job_id: loop.call_soon_threadsafe(
+                runner.budget.computed, job_id
             )
         puller = Puller(
             consumer, runner, budget_tokens=budget, max_jobs=_MAX_JOBS, credits=credits,

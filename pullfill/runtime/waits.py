@@ -3,14 +3,12 @@
 Prompt  a future whose waiter resumes at once, not in the next turn of the event loop
 Waits   pending answers by key. Each has its own timeout, all share one timer
 Bell    an event with a timeout, which does not need a new timer for each wait
-Calls   calls from other threads, which share a wake-up of the event loop
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextvars import Context
 from typing import Any, Generic, TypeVar
@@ -228,26 +226,3 @@ class Bell:
             self._waiter.set_result(False)
         elif self._until < math.inf:
             self._timer = self._loop.call_at(self._until, self._look)
-
-
-class Calls:
-    """Runs calls of other threads on the loop that it was made on.
-
-    Calls that come before the loop has run the last ones do not wake the loop again."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._calls: deque[Callable[[], object]] = deque()
-        self._woken = False
-
-    def soon(self, call: Callable[[], object]) -> None:
-        """Have `call` run on the loop. From any thread. `call` must not raise."""
-        self._calls.append(call)
-        if not self._woken:
-            self._woken = True
-            self._loop.call_soon_threadsafe(self._run)
-
-    def _run(self) -> None:
-        self._woken = False  # first: what comes from now on wakes the loop again
-        while self._calls:
-            self._calls.popleft()()

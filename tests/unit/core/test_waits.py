@@ -1,4 +1,4 @@
-"""`Prompt`, `Waits`, `Bell` and `Calls`: when a waiter resumes, timeouts, and cancellation."""
+"""`Prompt`, `Waits` and `Bell`: when a waiter resumes, timeouts, and cancellation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.runtime.waits import STOOD_S, Bell, Calls, Prompt, Waits
+from pullfill.runtime.waits import STOOD_S, Bell, Prompt, Waits
 
 WHERE: ContextVar[str] = ContextVar("WHERE", default="nowhere")
 
@@ -254,26 +254,6 @@ async def test_a_bell_rings_or_the_time_passes() -> None:
     assert await bell.wait(10), "who was cancelled is in nobody's way"
     bell.clear()
     assert not await bell.wait(-1)
-
-
-async def test_calls_from_other_threads_share_a_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, wakes, done = asyncio.get_running_loop(), list[int](), list[int]()
-    real = loop.call_soon_threadsafe
-
-    def wake(*args: Any, **more: Any) -> Any:
-        wakes.append(1)
-        return real(*args, **more)
-
-    monkeypatch.setattr(loop, "call_soon_threadsafe", wake)
-    calls = Calls()
-    for number in range(5):
-        calls.soon(lambda number=number: done.append(number))  # type: ignore[misc]
-    assert (done, len(wakes)) == ([], 1)
-    await asyncio.sleep(0.01)
-    assert done == [0, 1, 2, 3, 4]
-    calls.soon(lambda: calls.soon(lambda: done.append(6)))
-    await asyncio.sleep(0.01)
-    assert done[-1] == 6, "what comes while they run is not forgotten"
 
 
 def test_an_answer_that_came_while_the_loop_stood_still_is_in_time(
