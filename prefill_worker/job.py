@@ -181,7 +181,7 @@ class Job:
         hands the blocks that are whole to the transfer worker (`ConnectorScheduler.step_done`).
         Raises what ends the attempt before that, for example TimeoutError at its deadline."""
         grant, connection = self.grant, self.connection
-        self._pace = Pace(self._runner.paces, connection, grant, self.job.timeout_s)
+        self._pace = Pace(connection, grant, self.job.timeout_s)
         transfer_worker = connection.transfer.current or await self._connect()
         self._check_alive()
         if grant.incarnation != connection.record.incarnation:

@@ -21,7 +21,6 @@ from pullfill.prefill_worker import job_spans
 from pullfill.prefill_worker.budget import Budget
 from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.job import Job
-from pullfill.prefill_worker.pace import Paces
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.self_check_job import TrialDelivery
 from pullfill.queue.contract import Delivery
@@ -69,7 +68,6 @@ class JobRunner:
         self.max_deliver = max_deliver
         self.read_grants = read_grants or ReadGrants(None)
         self.budget = Budget(on_change)
-        self.paces = Paces()
         self._heartbeat_s = heartbeat_s
         self._on_change = on_change
         self._take_back = take_back

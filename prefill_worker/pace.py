@@ -20,55 +20,18 @@ _LOOKS = 4
 _EVERY_S = 1.0
 
 
-class Paces:
-    """Checks all attempts of this worker, with one timer: nearly all end before their first check.
-
-    asyncio thread only."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._watched: dict[Pace, None] = {}
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, pace: Pace) -> None:
-        self._watched[pace] = None
-        self._look_at(pace.look_at)
-
-    def remove(self, pace: Pace) -> None:
-        """Idempotent."""
-        self._watched.pop(pace, None)
-
-    def _look_at(self, when: float) -> None:
-        timer = self._timer
-        if timer is None or when < timer.when():
-            if timer is not None:
-                timer.cancel()
-            self._timer = self._loop.call_at(when, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
-        for pace in list(self._watched):
-            if pace.look_at <= self._loop.time():
-                pace.look()
-        if self._watched:
-            self._look_at(min(pace.look_at for pace in self._watched))
-
-
 class Pace:
-    """The deadline of one attempt. Its time begins when this object is made.
+    """The deadline of one attempt. Its time begins when this object is made. asyncio thread only.
 
-    timeout_s: how long the attempt may go on without progress after it has made some.
-    look_at: when the next check is due."""
+    timeout_s: how long the attempt may go on without progress after it has made some."""
 
-    def __init__(
-        self, paces: Paces, connection: ControlConnection, grant: Grant, timeout_s: float
-    ) -> None:
-        self._paces, self._connection, self._grant = paces, connection, grant
+    def __init__(self, connection: ControlConnection, grant: Grant, timeout_s: float) -> None:
+        self._connection, self._grant = connection, grant
         self._still_s = max(grant.deadline_s, timeout_s)
         self._every_s = min(_EVERY_S, grant.deadline_s / _LOOKS)
         self._loop = asyncio.get_running_loop()
         self._until = self._loop.time() + grant.deadline_s
-        self.look_at = self._until
+        self._timer: asyncio.TimerHandle | None = None
         self._computed = self._moved = self._written = 0
         self._write_s = 0.0
 
@@ -80,27 +43,30 @@ class Pace:
     def watch(self, task: PrefillTask, done: asyncio.Future[None]) -> None:
         """Check the task until `stop`. After its deadline `done` raises TimeoutError."""
         self._task, self._done = task, done
-        self.look_at = min(self._loop.time() + self._every_s, self._until)
-        self._paces.add(self)
+        self._look_again(self._loop.time())
 
     def stop(self) -> None:
         """Idempotent."""
-        self._paces.remove(self)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def look(self) -> None:
         """Check now."""
+        self.stop()
         if self._done.done():
-            self.stop()
             return
         now = self._loop.time()
         if self._has_moved(self._task):
             self._tell(self._task)
             self._until = now + self._still_s
         if now < self._until:
-            self.look_at = min(now + self._every_s, self._until)
+            self._look_again(now)
         else:
-            self.stop()
             self._done.set_exception(TimeoutError())
+
+    def _look_again(self, now: float) -> None:
+        self._timer = self._loop.call_at(min(now + self._every_s, self._until), self.look)
 
     def _has_moved(self, task: PrefillTask) -> bool:
         """Whether the task has made progress since the last check.

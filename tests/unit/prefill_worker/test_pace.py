@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.prefill_worker.pace import Pace, Paces
-from pullfill.runtime.waits import Prompt
+from pullfill.prefill_worker.pace import Pace
 from pullfill.wire import FenceToken, Grant, Progress, decode, encode
 
 DEADLINE_S = 0.2
@@ -18,7 +17,7 @@ DEADLINE_S = 0.2
 class Attempt:
     """One attempt, and what its decode worker was told."""
 
-    def __init__(self, paces: Paces, deadline_s: float = DEADLINE_S, still_s: float = 0.0) -> None:
+    def __init__(self, deadline_s: float = DEADLINE_S, still_s: float = 0.0) -> None:
         self.told: list[Progress] = []
         link: Any = SimpleNamespace(send=self.told.append)
         grant = Grant(
@@ -29,8 +28,8 @@ class Attempt:
             job_id="j", attempt=1, scheduled=0, submitted=0, written_blocks=0, write_s=0.0,
             transfer_worker=SimpleNamespace(moved_bytes=0),
         )  # fmt: skip
-        self.done: Prompt[None] = Prompt(asyncio.get_running_loop())
-        self.pace = Pace(paces, link, grant, still_s)
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.pace = Pace(link, grant, still_s)
         self.pace.watch(self.task, self.done)
 
 
@@ -45,13 +44,13 @@ async def took(attempt: Attempt) -> float:
 
 
 async def test_one_that_stands_still_ends_at_its_deadline() -> None:
-    attempt = Attempt(Paces())
+    attempt = Attempt()
     assert 0.9 * DEADLINE_S <= await took(attempt) < 5
     assert attempt.told == []
 
 
 async def test_one_that_moves_gets_more_time_and_says_so() -> None:
-    attempt = Attempt(Paces(), still_s=0.3)
+    attempt = Attempt(still_s=0.3)
     attempt.task.scheduled = 2
     attempt.task.written_blocks = 1
     seconds = await took(attempt)
@@ -61,7 +60,7 @@ async def test_one_that_moves_gets_more_time_and_says_so() -> None:
 
 async def test_after_a_preemption_no_negative_number_of_blocks_is_told() -> None:
     """The decode worker would close the connection."""
-    attempt = Attempt(Paces(), still_s=60.0)
+    attempt = Attempt(still_s=60.0)
     for scheduled, written in ((5, 3), (7, 1), (9, 4)):
         attempt.task.scheduled, attempt.task.written_blocks = scheduled, written
         attempt.pace.look()
@@ -70,30 +69,21 @@ async def test_after_a_preemption_no_negative_number_of_blocks_is_told() -> None
 
 
 async def test_each_attempt_has_its_own_deadline() -> None:
-    paces, began = Paces(), asyncio.get_running_loop().time()
-    last, second, first = Attempt(paces, 60.0), Attempt(paces, 0.6), Attempt(paces, 0.1)
+    began = asyncio.get_running_loop().time()
+    last, second, first = Attempt(60.0), Attempt(0.6), Attempt(0.1)
     await took(first)
     await took(second)
     assert asyncio.get_running_loop().time() - began >= 0.6
     assert not last.done.done()
 
 
-async def test_what_is_over_is_not_looked_at_and_one_timer_serves_all() -> None:
-    paces, loop = Paces(), asyncio.get_running_loop()
-    timers, real = list[float](), loop.call_at
-
-    def call_at(when: float, *rest: Any, **more: Any) -> asyncio.TimerHandle:
-        timers.append(when)
-        return real(when, *rest, **more)
-
-    loop.call_at = call_at  # type: ignore[method-assign]
-    attempts = [Attempt(paces) for _ in range(20)]
-    for attempt in attempts:
-        attempt.pace.stop()
-        attempt.pace.stop()
-    over = Attempt(paces)
+async def test_what_is_over_is_not_looked_at() -> None:
+    stopped, over = Attempt(), Attempt()
+    for _ in range(2):
+        stopped.pace.stop()
     over.done.set_result(None)
-    assert len(timers) == 1
+    for attempt in (stopped, over):
+        attempt.task.scheduled = 2
     await asyncio.sleep(1.5 * DEADLINE_S)
-    assert not any(attempt.done.done() for attempt in attempts)
-    assert not paces._watched
+    assert not stopped.done.done()
+    assert stopped.told == over.told == []
