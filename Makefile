@@ -75,7 +75,6 @@ soak: install ## Mixed faults under load: make soak [ARGS="--minutes 10 --seed 1
 sim: install ## Simulate how prompts are spread, local or remote, and changes of role (minutes)
 	$(BIN)/python -m benchmarks.sim $(ARGS)
 	$(BIN)/python -m benchmarks.sim.local_or_remote --save
-	$(BIN)/python -m benchmarks.sim.queue_urgency --save
 	$(BIN)/python -m benchmarks.sim.roles --save
 
 bench: install-nixl ## Serving beside aggregated vLLM, NIXL and others: all of it (an hour)

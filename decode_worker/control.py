@@ -66,8 +66,6 @@ class ControlServer:
     leases: lets other decode workers read the prefix cache. Set before `start`.
     prefill_workers: number of prefill workers that pull and may bring KV.
     forecaster: is told how long the writing of KV took.
-    past_stream: returns whether jobs go past the stream. Then prefill workers that report that they
-    do not pull still take jobs.
     """
 
     def __init__(
@@ -106,7 +104,6 @@ class ControlServer:
         self._seldom = log.Seldom(_COMPLAIN_EVERY_S)
         self.address = ""
         self.prefill_workers = 0
-        self.past_stream: Callable[[], bool] = lambda: False
         self.checks: Checks | None = None
         self.leases: ReadLeases | None = None
 
@@ -337,7 +334,7 @@ class ControlServer:
 
     def _nobody_pulls(self) -> None:
         """Serve locally what nobody has claimed, if no prefill worker pulls and may bring KV."""
-        if not self.prefill_workers and self._ledger.open_jobs and not self.past_stream():
+        if not self.prefill_workers and self._ledger.open_jobs:
             self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True, but_trials=True)
 
     def _hears(self, peer: Peer, message: object) -> None:

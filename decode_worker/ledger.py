@@ -174,7 +174,7 @@ class Ledger(OpenJobs):
         """Answer a claim: grant the job to the writer, or refuse.
 
         writer: name of the control connection that claims.
-        ack_subject: of the delivery that brought the job. Empty if it came past the stream."""
+        ack_subject: of the delivery that brought the job. Empty: of none."""
         if incarnation != self.incarnation:
             return Claimed(refused=RefuseReason.STALE_INCARNATION)
         entry = self._jobs.get(job_id)

@@ -19,7 +19,6 @@ from pullfill.decode_worker.breaker import ClaimBreaker
 from pullfill.decode_worker.ledger_dues import Dues
 from pullfill.decode_worker.ledger_totals import Totals
 from pullfill.decode_worker.ledger_types import (
-    TAKEN_S,
     UNDER_WAY,
     Action,
     CancelMessage,
@@ -99,18 +98,6 @@ class OpenJobs:
         self._on_event = on_event
         self._on_action = on_action
         self._on_outcome = on_outcome
-
-    def handed_over(self, job_id: str) -> None:
-        """Note that a prefill worker has the job, and that no stream stores it."""
-        with self._lock:
-            if (entry := self._jobs.get(job_id)) is None or entry.settled:
-                return
-            waited_s = self._clock.monotonic() - entry.queued_at
-            entry.stored = False
-            entry.claim_timeout_s = min(entry.claim_timeout_s, waited_s + TAKEN_S)
-            earlier = self._dues.watch(entry)
-        if earlier:
-            self._on_action()
 
     def unclaimed(self) -> list[Any]:
         """Return the queue's receipts of the jobs that wait for a claim."""
@@ -200,7 +187,7 @@ class OpenJobs:
         self._actions.append(SendRevoke(entry.writer, entry.job_id, entry.attempt, str(reason)))
         self._ask_proof(entry)
         last = entry.attempt >= self._max_attempts or entry.losses > 1
-        last = last or not entry.stored or entry.self_check
+        last = last or entry.self_check
         if requeue and last and not entry.settled:
             lost = reason == Outcome.PREFILL_LOST
             self._give_up(entry, Outcome.PREFILL_LOST if lost else Outcome.PREFILL_FAILED)

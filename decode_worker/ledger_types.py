@@ -10,10 +10,6 @@ from pullfill.engine.groups import ONE_TABLE, BlockOrder
 from pullfill.errors import Outcome
 from pullfill.wire import FenceToken, KvMode, RefuseReason
 
-TAKEN_S = 2.0
-"""How long a job waits for its claim if it was sent directly to one prefill worker. That is done
-while the job stream has no leader. No other worker can get such a job. The one that has it may be
-unable to reach this decode worker, or may die before it claims the job."""
 NO_PROOF_S = 0.1
 """How long a request waits for the proof that its revoked writer is quiet. A running batch ends
 within milliseconds. A writer whose process is stopped in a batch may never end it."""
@@ -51,7 +47,6 @@ class Entry:
     tokens: number of tokens that a prefill worker must compute.
     features: encoded multimodal inputs, which the grant brings. Empty once the job is settled.
     receipt: of the queue, once the job is stored there and as long as it may have to be deleted.
-    stored: whether the stream holds the job, so it can be delivered again.
     attempt: number of grants so far.
     losses: how many of their writers were lost.
     writer, ack_subject, fence: control connection, delivery and fence of the current grant.
@@ -78,7 +73,6 @@ class Entry:
     digest: bytes = b""
     features: bytes = b""
     receipt: object | None = None
-    stored: bool = True
     attempt: int = 0
     losses: int = 0
     writer: str = ""

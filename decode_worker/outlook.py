@@ -62,7 +62,6 @@ class Outlook:
         if self.target_blocks is not None:
             more = self.target_blocks(prompt_tokens, hit_tokens)
         self_check = self.control.checks.reason if self.control.checks else ""
-        past_stream = self.producer.past_stream and not self_check
         depth = self.producer.depth()
         # Our own jobs count once they are opened. They reach the queue later.
         own_jobs, own_tokens = ledger.queued()
@@ -86,9 +85,7 @@ class Outlook:
             hit_tokens=hit_tokens,
             ineligible=ineligible or ("" if self.within_reach else "no_transport"),
             local_tokens=self.local_tokens,
-            # Workers that cannot reach the stream report that they do not pull. They still take
-            # jobs that come past the stream.
-            prefill_workers=self.control.prefill_workers or int(past_stream),
+            prefill_workers=self.control.prefill_workers,
             self_check=self_check,
             oversize=self._oversize(prompt_tokens, pulling),
             queue_available=self.producer.available,
@@ -166,19 +163,14 @@ class Outlook:
 
     def servers(self) -> dict[str, Any]:
         """`servers` and `queue` of /status. The queue is null while NATS does not answer."""
-        queue = msgspec.to_builtins(self.producer.depth()) if self._known else None
+        queue = msgspec.to_builtins(self.producer.depth()) if self.producer.available else None
         return {"servers": servers_json(self.producer.health, self.etcd), "queue": queue}
-
-    @property
-    def _known(self) -> bool:
-        """Whether the queue's figures are up to date."""
-        return self.producer.available and not self.producer.past_stream
 
     def refresh_metrics(self) -> None:
         """Set the gauges. Those of the queue are NaN while NATS does not answer."""
         metrics.QUARANTINED_BLOCKS.set(self.ledger.quarantined_blocks)
         depth = self.producer.depth()
-        known = self._known
+        known = self.producer.available
         metrics.QUEUE_DEPTH_JOBS.set(depth.depth_jobs if known else math.nan)
         metrics.QUEUE_DEPTH_TOKENS.set(depth.depth_tokens if known else math.nan)
         metrics.QUEUE_OLDEST_AGE.set(depth.oldest_age_s if known else math.nan)

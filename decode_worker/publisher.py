@@ -137,8 +137,6 @@ class Publisher:
             self._ledger.publish_failed(job.job_id, Outcome.PUBLISH_FAILED)
         else:
             self._ledger.published(job.job_id, receipt, digest)
-            if not receipt.stored:
-                self._ledger.handed_over(job.job_id)
             entry = self._ledger.find(job.job_id)
             if entry is None or entry.state is not JobState.QUEUED:
                 self._queue.claimed(receipt)  # the claim came before the answer of the queue

@@ -165,7 +165,7 @@ class Checks:
         try:
             return parse_ack(claim.ack_subject).number == 1
         except BadMessage:
-            return False  # it came past the stream, so nobody delivers it again
+            return False
 
     def _pair(self, peer: Peer) -> str:
         ours = self._ours

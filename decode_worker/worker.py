@@ -240,7 +240,6 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             compat_hash=engine.compat.hash(),
         )  # fmt: skip
         control.grants.claimed, control.grants.committed = producer.claimed, producer.committed
-        control.past_stream = lambda: producer.past_stream
         outlook = Outlook(
             context.ledger,
             producer,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from pullfill.errors import ClaimRefused, PullfillError
@@ -101,11 +101,6 @@ class JobRunner:
     def uncomputed(self) -> int:
         """Jobs that count against `--concurrency` (budget.py)."""
         return self.budget.uncomputed
-
-    def running(self) -> Iterable[Delivery]:
-        """Return the newest delivery of each job that runs here, unless it is settled."""
-        deliveries = [job.message.to_settle for job in self._jobs.values()]
-        return [delivery for delivery in deliveries if delivery is not None]
 
     def not_cleared(self) -> None:
         """Note that a decode worker has refused a claim because of its self-check."""

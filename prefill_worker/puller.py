@@ -11,7 +11,8 @@ still travels counts only against the KV credits below.
 
 A tight job (queue/urgency.py) may exceed the budget, up to twice the budget, if the engine has a
 second prompt: it goes past that one in the engine. Otherwise nothing is gained, and another worker
-may be free sooner.
+may be free sooner. A worker without room only asks every _LOOK_S whether one is there: a worker
+with room waits for it, and gets it first.
 
 After a job of a decode worker that this worker cannot reach, it leaves jobs to idle prefill workers
 for _LEAVE_S: it does not wait at the queue, and only asks every _LOOK_S for a job that is there. A
@@ -96,7 +97,6 @@ class Puller:
         self._leave_until = -math.inf
 
     def start(self) -> None:
-        self._consumer.on_urgent = self._room.ring
         self._task = asyncio.create_task(self._run())
 
     def changed(self) -> None:
@@ -169,7 +169,7 @@ class Puller:
 
     def _urgent(self, free: int, jobs: int) -> bool:
         """Whether a tight job may be pulled beyond the budget."""
-        return jobs > 1 and free > -self._budget and self._consumer.urgent
+        return jobs > 1 and free > -self._budget
 
     async def _run(self) -> None:
         while True:
@@ -195,7 +195,9 @@ class Puller:
         try:
             # One job per pull. A pull for more would wait until it knows that there are no more.
             # The next pull gets the next job just as soon.
-            wait_s = 0.0 if leaves else timer_grid.before(now + _WAIT_S, _WAIT_S / 2) - now
+            wait_s = timer_grid.before(now + _WAIT_S, _WAIT_S / 2) - now
+            if leaves or full:
+                wait_s = 0.0
             try:
                 async with pulling:
                     deliveries = await self._consumer.pull(free, 1, wait_s, urgent_only=full)
@@ -210,11 +212,12 @@ class Puller:
             self._pause_s = min(self._pause_s * 2, _PAUSE_LATEST_S)
             return
         self._pause_s = _PAUSE_SOONEST_S
-        if leaves and not deliveries:
-            await asyncio.sleep(_LOOK_S)  # a notice of a lane does not end this
+        if not deliveries and full:
+            await self._wait_for_room(_LOOK_S)
+        elif not deliveries and leaves:
+            await asyncio.sleep(_LOOK_S)
         for delivery in deliveries:
-            # Nobody delivers a job again that came past the stream, and has no ack subject.
-            if not self._stopped_s or not delivery.ack_subject:
+            if not self._stopped_s:
                 self._runner.start(delivery)
                 continue
             with contextlib.suppress(PullfillError):  # if it fails, the queue delivers it again

@@ -241,7 +241,6 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         parts.push_async_callback(runner.abandon)
         connections.activity = lambda: (runner.completed, runner.in_flight - runner.waiting)
         connections.load = lambda: context.meter.load(list(context.tasks.values()))
-        consumer.running = runner.running
         if context.concurrency:
             loop = asyncio.get_running_loop()
             context.on_computed = lambda job_id: loop.call_soon_threadsafe(

@@ -5,8 +5,8 @@ Life of a job: `publish` → pending → `pull` → in flight, kept alive by `in
 silent for `ack_wait_s`, the job is pending again. After `max_deliver` deliveries it becomes a dead
 letter.
 
-Order: a job that finds other jobs waiting gets in line by its urgency and its length
-(urgency.py). A job that finds none waiting is the next to be delivered.
+Order: jobs of one urgency are delivered in the order in which they were published. Urgencies have
+shares by weight (urgency.py).
 
 A job may be delivered twice. A late ack of an earlier delivery settles it. The queue is no fence:
 the decode worker's ledger decides who may write.
@@ -17,7 +17,7 @@ the decode worker's ledger decides who may write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,7 +34,7 @@ class QueueConfig:
 
     max_jobs: jobs pending and in flight.
     max_bytes: size of all jobs. -1: no limit.
-    max_in_flight: deliveries in flight, over all workers, of jobs of each lane (urgency.py). NATS
+    max_in_flight: deliveries in flight, over all workers, of jobs of each urgency. NATS
     does not answer a pull at this limit, so it is far above the number of jobs.
     max_age_s: a job is removed after this time. By then nobody waits for it.
     replicas: number of servers of a NATS cluster that hold each stream.
@@ -56,7 +56,7 @@ class QueueConfig:
 class Receipt:
     """A job that the queue has.
 
-    seq: its number in the stream. 0: no stream stores it, because a prefill worker was handed it.
+    seq: its number in the stream.
     duplicate: the job id was already in the stream.
     stream_id: the stream that `seq` counts in. So a receipt from before the server lost its data
     never removes another job.
@@ -66,12 +66,6 @@ class Receipt:
     seq: int
     duplicate: bool = False
     stream_id: str = ""
-    tokens: int = 0
-
-    @property
-    def stored(self) -> bool:
-        """Whether it can be delivered again."""
-        return self.seq > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +95,9 @@ class Delivery(Protocol):
     async def ack(self) -> None:
         """The job is committed, or nobody needs it any more.
 
-        Never raises and never waits. The server is told within milliseconds, and again until it has
-        confirmed it, also over reconnects. If this process dies before that, the job is delivered
-        again, and its claim is refused."""
+        Never raises and never waits for the server. The server is told at once, and again until it
+        has confirmed it or the connection is lost. Then the job is delivered again, and its claim
+        is refused."""
 
     async def nak(self, delay_s: float = 0.0) -> None:
         """Give it back. It is delivered to any worker after `delay_s`.
@@ -133,14 +127,14 @@ class JobProducer(Protocol):
 
         Raises QueueFull (a limit is reached, or the body is larger than the server takes: then not
         `retryable`), QueueUnavailable (no answer within `publish_timeout_s`; at once while
-        `available` is False). After QueueUnavailable the job may be stored all the same. The
-        producer removes it once the server is back. Until then a worker may pull it, and its claim
-        must be refused."""
+        `available` is False). After QueueUnavailable the job may be stored all the same. Then a
+        worker pulls it, and its claim must be refused."""
 
     async def cancel(self, receipt: Receipt) -> bool:
         """Remove a job, pending or in flight. Returns whether it was still there.
 
-        Never raises. While the server is away it returns False, and removes the job later."""
+        Never raises. While the server is away it returns False, and the job stays. A worker that
+        pulls it later must be refused the claim."""
 
     async def gone(self, receipts: Sequence[Receipt]) -> list[Receipt]:
         """Return those whose message the queue has no more, so that nobody will be given the job.
@@ -166,7 +160,7 @@ class JobProducer(Protocol):
     def depth(self) -> QueueStatus:
         """Return the jobs and tokens that are pending or in flight. Does no I/O.
 
-        The figures come from a cache. While the queue moves it is at most about 1.3 s old. Own
+        The figures come from a cache. While the queue moves it is at most about 1 s old. Own
         publishes, commits and cancels count at once. Tokens are rounded up by at most 1/16 per job.
         While the server is away, this is the last known state."""
 
@@ -181,18 +175,7 @@ class JobProducer(Protocol):
 
 
 class JobConsumer(Protocol):
-    """The prefill worker's side.
-
-    running: returns the deliveries that are worked on. The owner sets it. Over a new connection a
-    heartbeat is sent for each of them before the next pull.
-    on_urgent: called when a tight job may wait. The owner sets it."""
-
-    running: Callable[[], Iterable[Delivery]]
-    on_urgent: Callable[[], None]
-
-    @property
-    def urgent(self) -> bool:
-        """Whether a tight job is next, as far as known. Does no I/O."""
+    """The prefill worker's side."""
 
     @property
     def ack_wait_s(self) -> float:
@@ -207,12 +190,13 @@ class JobConsumer(Protocol):
     ) -> list[Delivery]:
         """Return up to `max_jobs` jobs. Waits for the first one, at most `wait_s`.
 
-        urgent_only: take nothing but tight jobs whose turn it is, and do not wait.
+        urgent_only: take nothing but tight jobs whose turn it is. `wait_s` must be 0.
 
         Takes no more once the sum of `tokens` reaches `budget_tokens`. The first job is taken
         whatever its size. Returns [] if there is none, and after `drain`. Raises QueueUnavailable
         if the server cannot be reached within `wait_s`. A pull that is cancelled gives back what it
-        has taken."""
+        has taken. Between two pulls that do not follow each other at once, no job is kept for this
+        worker."""
 
     async def drain(self) -> None:
         """Take no more jobs. What is delivered from now on goes to other workers at once."""

@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from nats.aio.msg import Msg
 
 from pullfill.errors import PullfillError
 from pullfill.queue.contract import DeadLetter
-from pullfill.queue.depth import lanes_in
 from pullfill.queue.names import DELIVERIES, JOB_ID, MSG_ID, REASON, Names, consumer_of
 from pullfill.queue.nats_connection import (
     API_TIMEOUT_S,
@@ -27,7 +25,7 @@ from pullfill.queue.nats_connection import (
     NatsConnection,
     read_reply,
 )
-from pullfill.queue.urgency import Lane
+from pullfill.queue.urgency import Urgency
 from pullfill.runtime import log, metrics
 from pullfill.runtime.lifecycle import end
 
@@ -97,13 +95,11 @@ class DeadLetters:
 
         Such a message is neither pending nor in flight. The server does not list those in flight,
         so this does nothing for a consumer that has any."""
-        about = f"STREAM.INFO.{self._names.stream}"
-        info = await self._connection.api(about, {"subjects_filter": self._names.lanes})
-        return sum([await self._sweep(lane) for lane in (None, *lanes_in(info))])
+        return sum([await self._sweep(urgency) for urgency in Urgency])
 
-    async def _sweep(self, lane: Lane | None) -> int:
+    async def _sweep(self, urgency: Urgency) -> int:
         try:
-            about = f"CONSUMER.INFO.{self._names.stream}.{consumer_of(lane)}"
+            about = f"CONSUMER.INFO.{self._names.stream}.{consumer_of(urgency)}"
             info = await self._connection.api(about)
         except ApiError:
             return 0
@@ -113,7 +109,7 @@ class DeadLetters:
         moved = 0
         seq = 0
         while True:
-            ask = {"seq": seq + 1, "next_by_subj": self._names.jobs_of(lane)}
+            ask = {"seq": seq + 1, "next_by_subj": self._names.jobs_of(urgency)}
             try:
                 answer = await self._connection.api(f"STREAM.MSG.GET.{self._names.stream}", ask)
             except ApiError:
@@ -150,11 +146,7 @@ async def get_message(
         if exc.code == 404 or exc.code == 400:
             return None
         raise
-    return read_message(answer["message"])
-
-
-def read_message(message: Mapping[str, Any]) -> tuple[dict[str, str], bytes]:
-    """Headers and body of a message in an answer of STREAM.MSG.GET."""
+    message = answer["message"]
     lines = base64.b64decode(message.get("hdrs", "")).decode("utf-8", "replace").split("\r\n")
     pairs = (line.partition(":") for line in lines[1:])
     headers = {name.strip(): value.strip() for name, colon, value in pairs if colon}

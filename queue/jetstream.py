@@ -1,24 +1,757 @@
 """The job queue on NATS JetStream: `JetStreamProducer` (decode), `JetStreamConsumer` (prefill).
 
-producer.py         publish, cancel, depth, circuit breaker
-consumer.py         pull, drain, settling
-pull_requests.py    the pull requests of a worker
-lanes.py            in which lanes jobs wait, notices
-urgency.py          which waiting job comes next
-delivery.py         one delivery
-acks.py             acks, sent until they are confirmed
-unsettled.py        settles jobs whose publish got no answer
-nats_connection.py  one connection, redialled after each loss
-pulse.py            notices a server that does not answer
-streams.py          makes and checks the streams and the consumers
 names.py            names of streams and subjects, token counts in subjects, ack subjects
-depth.py            depth from a cache, shared between decode workers
+urgency.py          which of the three consumers the next job comes from
+nats_connection.py  one connection, redialled after each loss
+streams.py          makes and checks the streams and the consumers
+depth.py            depth from a cache
 deadletter.py       jobs that nobody may try again
 """
 
 from __future__ import annotations
 
-from pullfill.queue.consumer import JetStreamConsumer
-from pullfill.queue.producer import JetStreamProducer
+import asyncio
+import contextlib
+import math
+import weakref
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Self
 
-__all__ = ["JetStreamConsumer", "JetStreamProducer"]
+import nats.errors
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from pullfill.clock import SYSTEM_CLOCK
+from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
+from pullfill.queue import streams
+from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt
+from pullfill.queue.deadletter import DeadLetters, delete_message
+from pullfill.queue.depth import DepthCache, ask_depth
+from pullfill.queue.names import (
+    EXPECTED_STREAM,
+    MSG_ID,
+    TOKENS,
+    Names,
+    consumer_of,
+    parse_ack,
+    subject_tokens,
+)
+from pullfill.queue.nats_connection import (
+    ApiError,
+    NatsConnection,
+    NoResponders,
+    NotSent,
+    read_reply,
+)
+from pullfill.queue.streams import NOT_SET, Streams
+from pullfill.queue.urgency import Turns, Urgency
+from pullfill.runtime import log
+from pullfill.runtime.health import Health
+from pullfill.runtime.lifecycle import end
+from pullfill.wire import QueueSettings, QueueStatus
+
+logger = log.get("queue")
+
+# ---------------------------------------------------------------------- the decode worker's side
+
+BUSY_REFRESH_S = 0.2
+"""Seconds between counts of the queue while the server does not answer, and for BUSY_FOR_S after
+the depth has kept a job local."""
+STEADY_REFRESH_S = 1.0
+"""The same while jobs wait, or if some were published lately. Own changes count in between."""
+IDLE_REFRESH_S = 2.0
+BUSY_FOR_S = 2.0
+LONGEST_HOLD_S = 30.0
+"""Longest pause after publishes that got no answer (see `_hold`)."""
+MAX_HOLES = 20_000
+"""Messages that are gone from the middle of the stream. 100,000 cost 17 ms of the loop."""
+JETSTREAM, STORAGE = "jetstream", "storage"
+"""The parts of the server's health that say whether it counts jobs, and whether it stores them."""
+_STORES_NOTHING = (
+    "answers but stores no jobs: look in its log. If its disk is full, make room, then restart it. "
+    "Until then prompts are prefilled locally"
+)
+
+
+class JetStreamProducer:
+    """A `JobProducer`. See the contract for what each method promises.
+
+    Circuit breaker: one publish or count without an answer opens it. Then `available` is False and
+    nothing is published. The next count that is answered closes it. So a server that hangs costs
+    one `publish_timeout_s`, once.
+
+    streams: call its `configure` when the settings change."""
+
+    def __init__(
+        self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
+    ) -> None:
+        self.connection = connection
+        self._names = Names(config.namespace, config.compat_hash)
+        self.streams = Streams(connection, self._names, config, settings)
+        self._depth = DepthCache()
+        self._answering = False
+        self._hold_s, self._held_until = 0.0, -math.inf
+        self._asked_at = self._used_at = SYSTEM_CLOCK.monotonic()
+        self._refused_at = -math.inf
+        self._holes = 0
+        self._loop = asyncio.get_running_loop()
+        self._kick = asyncio.Event()
+        self._cancels = asyncio.Semaphore(64)  # NATS would not answer thousands in time
+        self._watcher: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        config: QueueConfig,
+        *,
+        settings: QueueSettings = NOT_SET,
+        wait_s: float = 30.0,
+        connect_options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Connect, and make the streams if they are not there.
+
+        Raises QueueUnavailable after `wait_s`, ConfigError."""
+        connection = NatsConnection(url, "producer", connect_options)
+        self = cls(connection, config, settings)
+        await connection.start(wait_s, self._connected, self._on_down)
+        self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
+        return self
+
+    async def close(self) -> None:
+        await end(self._watcher)
+        self._answering = False
+        await self.streams.close()
+        await self.connection.close()
+
+    @property
+    def available(self) -> bool:
+        answers = self._answering and self.connection.up
+        return answers and SYSTEM_CLOCK.monotonic() >= self._held_until
+
+    @property
+    def max_body(self) -> int:
+        """Bytes of the largest job that the server takes. 0: not known now. Any thread."""
+        return self.connection.max_body
+
+    @property
+    def health(self) -> Health:
+        """Whether the server answers this producer."""
+        return self.connection.health
+
+    def depth(self) -> QueueStatus:
+        return self._depth.status()
+
+    def look_again(self) -> None:
+        self._refused_at = SYSTEM_CLOCK.monotonic()
+        if not self._kick.is_set():
+            self._loop.call_soon_threadsafe(self._kick.set)
+
+    async def publish(
+        self, job_id: str, body: bytes, tokens: int, urgency: Urgency = Urgency.NORMAL
+    ) -> Receipt:
+        if not self.available:
+            raise QueueUnavailable("the job queue does not answer now")
+        self._touch()
+        stream_id, subject = self.streams.stream_id, self._names.job(tokens, urgency)
+        headers = {MSG_ID: job_id, TOKENS: str(tokens), EXPECTED_STREAM: self._names.stream}
+        try:
+            reply = await self.connection.request(subject, body, self._wait_s, headers)
+            answer = read_reply(reply)
+        except QueueUnavailable as exc:
+            if isinstance(exc, ApiError) and exc.full:
+                raise QueueFull(f"the job queue is full: {exc.description}") from exc
+            if self._answering and not isinstance(exc, ApiError | NotSent):
+                self._hold()
+            self._trip(exc)
+            raise
+        if self._hold_s:
+            self._hold_s = 0.0
+            self.health.ok(STORAGE)
+        seq, duplicate = int(answer["seq"]), bool(answer.get("duplicate", False))
+        if not duplicate:
+            self._depth.published(seq, tokens)
+        return Receipt(job_id, seq, duplicate, stream_id)
+
+    async def cancel(self, receipt: Receipt) -> bool:
+        self._touch()
+        self.committed(receipt)
+        async with self._cancels:
+            if self._answering and receipt.stream_id == self.streams.stream_id:
+                stream = self._names.stream
+                try:
+                    return await delete_message(self.connection, stream, receipt.seq, self._wait_s)
+                except QueueUnavailable as exc:
+                    self._trip(exc)
+        return False
+
+    async def gone(self, receipts: Sequence[Receipt]) -> list[Receipt]:
+        if not (receipts and self._answering):
+            return []
+        # To list the holes costs time per hole. Beyond MAX_HOLES only the first message counts.
+        ask = {"deleted_details": self._holes <= MAX_HOLES}
+        try:
+            info = await self.connection.api(f"STREAM.INFO.{self._names.stream}", ask, self._wait_s)
+        except QueueUnavailable as exc:
+            if not isinstance(exc, ApiError) or exc.err_code != streams.STREAM_NOT_FOUND:
+                return []
+            self._trip(exc)  # it is made again
+            return list(receipts)
+        state, stream_id = info["state"], str(info["created"])
+        self._holes = int(state.get("num_deleted", 0))
+        holes = set(state.get("deleted") or ())
+        return [
+            receipt
+            for receipt in receipts
+            if receipt.stream_id != stream_id
+            or receipt.seq < state["first_seq"]
+            or receipt.seq in holes
+        ]
+
+    def claimed(self, receipt: Receipt) -> None:
+        if receipt.stream_id == self._depth.stream_id:
+            self._depth.claimed(receipt.seq)
+
+    def committed(self, receipt: Receipt) -> None:
+        # Not the id that `streams` knows: it knows none while the stream has no leader.
+        if receipt.stream_id == self._depth.stream_id:
+            self._depth.ended(receipt.seq)
+
+    async def nak(self, ack_subject: str, receipt: Receipt | None) -> None:
+        ack = parse_ack(ack_subject)
+        if ack.stream != self._names.stream:
+            raise BadMessage(f"ack subject of another queue: {ack_subject[:200]!r}")
+        if receipt is None or receipt.stream_id != self.streams.stream_id:
+            return
+        if ack.seq != receipt.seq:
+            raise BadMessage(f"ack subject of another job: {ack_subject[:200]!r}")
+        if self.connection.up:
+            with contextlib.suppress(NotSent):
+                await self.connection.publish(ack_subject, b"-NAK")
+
+    # ------------------------------------------------------------------ breaker and depth
+
+    async def _connected(self) -> None:
+        if self._watcher is None:  # `connect` raises what goes wrong over the first connection
+            await self.streams.ensure()
+            await self._look()
+        self._kick.set()
+
+    def _on_down(self) -> None:
+        self._answering = False
+        self.streams.stream_id = ""
+
+    def _hold(self) -> None:
+        """Publish nothing for a while, after a publish without an answer.
+
+        A server whose disk is full answers counts, and stores no job, until somebody restarts it.
+        So the pause doubles until a publish is answered."""
+        self._hold_s = min(LONGEST_HOLD_S, 2 * self._hold_s or BUSY_REFRESH_S)
+        self._held_until = SYSTEM_CLOCK.monotonic() + self._hold_s
+        if self._hold_s > 2 * BUSY_REFRESH_S and not self.health.fails(STORAGE):
+            logger.warning("NATS at %s %s", self.connection.shown_url, _STORES_NOTHING)
+            self.health.failed(_STORES_NOTHING, STORAGE)
+
+    def _trip(self, why: Exception) -> None:
+        if self._answering:
+            logger.warning(
+                "the job queue does not answer (%s). Until it does, prompts are prefilled locally",
+                why,
+            )
+        self._answering = False
+        self.connection.health.failed(str(why), JETSTREAM)
+        self._kick.set()
+
+    def _touch(self) -> None:
+        rested, self._used_at = self._used_at, SYSTEM_CLOCK.monotonic()
+        if self._used_at - rested > BUSY_FOR_S:
+            self._kick.set()  # this may make a count due earlier
+
+    async def _watch(self) -> None:
+        while True:
+            await self._pause()
+            if not self.connection.up:
+                await self.connection.wait_up(IDLE_REFRESH_S)
+                continue
+            try:
+                await self._look()
+            except (QueueUnavailable, ConfigError) as exc:
+                self._trip(exc)
+            except Exception as exc:  # without this task the breaker would stay open
+                logger.exception("a reply of the job queue could not be handled")
+                self._trip(exc)
+
+    @property
+    def _wait_s(self) -> float:
+        return self.streams.publish_timeout_s
+
+    async def _look(self) -> None:
+        """Count the queue. If the server answers, close the breaker."""
+        if not self.streams.stream_id:
+            await self.streams.ensure()
+        asked_at = self._asked_at = SYSTEM_CLOCK.monotonic()
+        try:
+            snapshot = await ask_depth(self.connection, self._names, self._wait_s)
+        except ApiError as exc:
+            if exc.err_code == streams.STREAM_NOT_FOUND:
+                self.streams.stream_id = ""
+            raise
+        self._depth.store(snapshot, asked_at)
+        self.streams.stream_id = snapshot.stream_id
+        if not self._answering and self._watcher is not None:
+            logger.info("the job queue answers again")
+        self._answering = True
+        self.connection.health.ok(JETSTREAM)
+
+    async def _pause(self) -> None:
+        """Sleep until the next count is due. A count costs as much as a job."""
+        while self._answering and (left := self._left()) > 0:
+            self._kick.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._kick.wait()
+        if not self._answering:
+            await asyncio.sleep(BUSY_REFRESH_S)
+
+    def _left(self) -> float:
+        """Seconds until the next count."""
+        now = SYSTEM_CLOCK.monotonic()
+        pause = STEADY_REFRESH_S
+        if now - self._refused_at < BUSY_FOR_S:
+            pause = BUSY_REFRESH_S
+        elif self.depth().depth_jobs == 0 and now - self._used_at > BUSY_FOR_S:
+            pause = IDLE_REFRESH_S
+        return self._asked_at + pause - now
+
+
+# ---------------------------------------------------------------------- the prefill worker's side
+
+REQUEST_S = 2.0
+"""How long a pull request waits on the server."""
+GRACE_S = 1.0
+"""If no answer comes within this time after a request has expired, the server counts as hung."""
+REPAIR_S = 0.5
+PULLS = "pulls"
+"""The part of the server's health that says whether it answers pull requests."""
+IN_PROGRESS = b"+WPI"
+_FOUND_NOTHING = ("404", "408")
+
+
+class JetStreamConsumer:
+    """A `JobConsumer`. See the contract for what each method promises.
+
+    A pull asks the consumers of the three urgencies for a job that is there now, in the order of
+    `Turns`. A consumer that has none gets a pull request that waits (`_live`), so it need not be
+    asked again. If all others have none, the last one need not be asked: nothing else could come
+    before its job.
+
+    When no pull follows, the requests that wait are withdrawn (`_withdraw`). nats-py's `fetch` is
+    not used: what waits there cannot be withdrawn, and the next job would go to a worker that has
+    no room for it. A job that comes all the same is given back at once.
+
+    A consumer that is gone or has no leader is left out (`_broken`) until it is repaired.
+
+    streams: call its `configure` when the settings change."""
+
+    def __init__(
+        self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
+    ) -> None:
+        self.connection = connection
+        self._names = Names(config.namespace, config.compat_hash)
+        self.streams = Streams(connection, self._names, config, settings)
+        self.letters = DeadLetters(connection, self._names)
+        self.acks = Acks(connection)
+        self._turns = Turns()
+        self._inbox = ""
+        self._subscription: Subscription | None = None
+        # The consumers at which a request of ours is, and until when the server must answer it.
+        self._live: dict[Urgency, float] = {}
+        self._broken: set[Urgency] = set()
+        self._arrived: deque[JetStreamDelivery] = deque()
+        # What was pulled. What nobody works on any more drops out by itself.
+        self._pulled: weakref.WeakSet[JetStreamDelivery] = weakref.WeakSet()
+        self._wake = asyncio.Event()
+        self._pulling = asyncio.Lock()
+        self._draining = self._known = False
+        self._repairing: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        config: QueueConfig,
+        *,
+        settings: QueueSettings = NOT_SET,
+        wait_s: float = 30.0,
+        connect_options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """As `JetStreamProducer.connect`."""
+        connection = NatsConnection(url, "consumer", connect_options)
+        self = cls(connection, config, settings)
+        await connection.start(wait_s, self._connected, self._on_down)
+        return self
+
+    @property
+    def ack_wait_s(self) -> float:
+        return self.streams.ack_wait_s
+
+    @property
+    def max_deliver(self) -> int:
+        return self.streams.max_deliver
+
+    @property
+    def health(self) -> Health:
+        """Whether this consumer can pull."""
+        return self.connection.health
+
+    async def close(self) -> None:
+        await end(self._repairing)
+        await self.streams.close()
+        await self.drain()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.acks.close()
+        if self.connection.up:
+            await self.connection.flush()
+        await self.letters.close()
+        await self.connection.close()
+
+    async def drain(self) -> None:
+        self._draining = True
+        self._wake.set()
+        await self._withdraw()
+
+    # ------------------------------------------------------------------ pull
+
+    async def pull(
+        self, budget_tokens: int, max_jobs: int, wait_s: float, *, urgent_only: bool = False
+    ) -> list[Delivery]:
+        taken, tokens = list[JetStreamDelivery](), 0
+        async with self._pulling:
+            try:
+                if wait_s <= 0:
+                    await self._withdraw()
+                while len(taken) < max_jobs and not (taken and tokens >= budget_tokens):
+                    job = await self._next(0.0 if taken else wait_s, urgent_only)
+                    if job is None:
+                        break
+                    taken.append(job)
+                    tokens += job.tokens
+                    self._turns.took(job.urgency, job.tokens)
+            except QueueUnavailable as exc:
+                if self.connection.up:  # it is JetStream that does not work
+                    self.health.failed(str(exc), PULLS)
+                if not taken:
+                    raise
+            except BaseException:
+                self._give_back(*taken)
+                await self._withdraw()
+                raise
+            finally:
+                # An owner that pulls again at once does so before this runs.
+                asyncio.get_running_loop().call_soon(self._rest)
+        self._pulled.update(taken)
+        return list(taken)
+
+    async def _next(self, wait_s: float, urgent_only: bool) -> JetStreamDelivery | None:
+        """Return one job. None: none came within `wait_s`, or drain. Raises QueueUnavailable."""
+        deadline = asyncio.get_running_loop().time() + wait_s
+        asked = set[Urgency]()
+        while not self._draining:
+            if self._arrived:
+                return self._arrived.popleft()
+            if not self.connection.up:
+                left = deadline - asyncio.get_running_loop().time()
+                if not await self.connection.wait_up(max(0.0, left)):
+                    raise QueueUnavailable(f"NATS at {self.connection.shown_url} is not connected")
+            order = self._turns.order()
+            if urgent_only:
+                order = [one for one in order[:1] if one is Urgency.TIGHT]
+            idle = [one for one in order if one not in self._live and one not in self._broken]
+            rest = [one for one in idle if one not in asked]
+            if rest and (wait_s <= 0 or len(rest) > 1):
+                asked.add(rest[0])
+                await self._request(rest[0], 0.0)
+                while rest[0] in self._live and not self._arrived:
+                    await self._changed(math.inf)
+                continue
+            if wait_s > 0:
+                for urgency in idle:
+                    await self._request(urgency, REQUEST_S)
+                if await self._changed(deadline):
+                    continue
+            if len(self._broken) == len(Urgency):
+                raise QueueUnavailable(f"NATS at {self.connection.shown_url} does not answer pulls")
+            return None
+        return None
+
+    async def _request(self, urgency: Urgency, wait_s: float) -> None:
+        """Ask a consumer for one job. wait_s: 0: only for one that is there now. Raises NotSent."""
+        if self._subscription is None:
+            self._inbox = inbox = self.connection.client.new_inbox()
+
+            async def on_message(msg: Msg) -> None:
+                self._on_message(msg, inbox)
+
+            self._subscription = await self.connection.client.subscribe(f"{inbox}.*", cb=on_message)
+        self._live[urgency] = asyncio.get_running_loop().time() + wait_s + GRACE_S
+        how = b'"expires":%d' % int(wait_s * 1e9) if wait_s else b'"no_wait":true'
+        await self.connection.publish(
+            f"$JS.API.CONSUMER.MSG.NEXT.{self._names.stream}.{consumer_of(urgency)}",
+            b'{"batch":1,%b}' % how,
+            reply=f"{self._inbox}.{urgency.label}",
+        )
+
+    async def _changed(self, until: float) -> bool:
+        """Wait for an answer, or a change of the connection. False: `until` has passed."""
+        late = min(self._live.values(), default=math.inf)
+        try:
+            async with asyncio.timeout_at(min(until, late)):
+                await self._wake.wait()
+        except TimeoutError:
+            if until <= late:
+                return False
+            self._break(*(one for one, at in self._live.items() if at <= late), why="no answer")
+        self._wake.clear()  # afterwards: what comes while a request is sent must not be lost
+        return True
+
+    def _on_message(self, msg: Msg, inbox: str) -> None:
+        try:
+            job = JetStreamDelivery(self, msg)
+        except BadMessage:
+            urgency = next((one for one in Urgency if msg.subject == f"{inbox}.{one.label}"), None)
+            if urgency in self._live and inbox == self._inbox:
+                status = (msg.headers or {}).get("Status", "?")
+                if status in _FOUND_NOTHING:
+                    self._live.pop(urgency)
+                    self.health.ok(PULLS)
+                    self._wake.set()
+                else:
+                    self._break(urgency, why=status)
+            return
+        self.health.ok(PULLS)
+        if inbox == self._inbox:
+            self._live.pop(job.urgency, None)
+        if self._pulling.locked() and not self._draining:
+            self._arrived.append(job)
+            self._wake.set()
+        else:
+            self._give_back(job)
+
+    def _rest(self) -> None:
+        """Take nothing more, unless the owner pulls again."""
+        if not self._pulling.locked():
+            self._give_back()
+            if self._live:
+                self._spawn(self._withdraw())
+
+    def _give_back(self, *jobs: JetStreamDelivery) -> None:
+        """Give back these jobs and those that have arrived."""
+        for job in (*jobs, *self._arrived):
+            self._spawn(job.nak())
+        self._arrived.clear()
+
+    async def _withdraw(self) -> None:
+        """Take the requests back, by leaving the inbox that they name. Never raises.
+
+        Jobs that the server has sent before it knows still come, and are given back."""
+        if not (self._live or self._draining):
+            return
+        subscription, self._subscription = self._subscription, None
+        self._live.clear()
+        if subscription is None:
+            return
+        with contextlib.suppress(QueueUnavailable, nats.errors.Error, OSError):
+            # nats-py's `unsubscribe` would drop what comes meanwhile. Its `drain` writes a PING
+            # that may overtake the UNSUB. A request is written after it.
+            await self.connection.client._send_unsubscribe(subscription._id)
+            await self.connection.api(f"STREAM.INFO.{self._names.stream}", timeout_s=GRACE_S)
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await subscription.unsubscribe()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------------ connection
+
+    async def _connected(self) -> None:
+        if not self._known:
+            await self.streams.ensure()  # `connect` raises what goes wrong
+            self._known = True
+        else:
+            self._break(*Urgency, why="a new connection")
+        await self.letters.collect()
+
+    def _on_down(self) -> None:
+        if self._repairing is not None:
+            self._repairing.cancel()
+        self.streams.stream_id = ""
+        self.acks.forget()
+        self._subscription = None
+        self._live.clear()
+        self._wake.set()
+
+    def _break(self, *urgencies: Urgency, why: str) -> None:
+        """Repair the stream after a request got no answer, or an unexpected one: the consumer or
+        the stream is gone or has no leader, or the server shuts down."""
+        logger.debug("pull ended with %s; checking the stream", why)
+        for urgency in urgencies:
+            self._live.pop(urgency, None)
+            self._broken.add(urgency)
+        if self._repairing is None or self._repairing.done():
+            self._repairing = asyncio.create_task(self._repair(), name="queue-repair")
+
+    async def _repair(self) -> None:
+        while self._broken:
+            try:
+                await self.streams.ensure()
+            except (ConfigError, QueueUnavailable) as exc:
+                if not self.streams.stream_id:
+                    self.health.failed(str(exc), PULLS)
+            if self.streams.stream_id:
+                # Before the next pull, so that it brings none of our own jobs again.
+                for delivery in list(self._pulled):
+                    await delivery.in_progress()
+                self.health.ok(PULLS)
+                self._broken.clear()
+                self._wake.set()
+            await asyncio.sleep(REPAIR_S)
+
+    async def tell(self, stream_id: str, ack_subject: str, verdict: bytes) -> None:
+        """Send `verdict`, if the server is connected and still has the stream."""
+        if self.connection.up and stream_id == self.streams.stream_id:
+            with contextlib.suppress(NotSent):
+                await self.connection.publish(ack_subject, verdict)
+
+
+class JetStreamDelivery:
+    """A `Delivery`, settled through the consumer that pulled it. It can be settled after a
+    reconnect, too.
+
+    It remembers the id of the stream that it was pulled from. If the server loses its data, the
+    same ack subject may mean another job. Then this delivery settles nothing.
+
+    Raises BadMessage if the message is no delivery."""
+
+    def __init__(self, owner: JetStreamConsumer, msg: Msg) -> None:
+        ack, headers = parse_ack(msg.reply), msg.headers or {}
+        told = headers.get(TOKENS, "")
+        exact = told.isascii() and told.isdigit() and len(told) < 12
+        self.job_id: str = (headers.get(MSG_ID) or f"seq-{ack.seq}")[:128]
+        self.body: bytes = msg.data
+        self.tokens: int = int(told) if exact else subject_tokens(msg.subject)
+        self.urgency = ack.urgency
+        self.number: int = ack.number
+        self.ack_subject: str = msg.reply
+        self._owner = owner
+        self._stream_id = owner.streams.stream_id
+        self._settled = False
+
+    async def ack(self) -> None:
+        if not self._settled:
+            self._settled = True
+            if self._stream_id == self._owner.streams.stream_id:
+                await self._owner.acks.send(self.ack_subject)
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        if not self._settled:
+            self._settled = True
+            delay = b' {"delay": %d}' % int(delay_s * 1e9) if delay_s > 0 else b""
+            await self._owner.tell(self._stream_id, self.ack_subject, b"-NAK" + delay)
+
+    async def term(self, reason: str) -> None:
+        if not self._settled:
+            letter = DeadLetter(self.job_id, reason, self.number, self.body)
+            await self._owner.letters.write(letter)
+            # If it gets lost, the job is delivered again, and the same letter is written once.
+            await self._owner.tell(self._stream_id, self.ack_subject, b"+TERM")
+            self._settled = True
+
+    async def in_progress(self) -> None:
+        if not self._settled:
+            await self._owner.tell(self._stream_id, self.ack_subject, IN_PROGRESS)
+
+
+CONFIRM_S = 0.5
+"""From an ack to the request that confirms it. Many acks share one."""
+ANSWER_S = 1.0
+CLOSE_S = 2.0
+PAUSE_S = 0.1
+"""While the consumer has no leader, or is being made again."""
+_ACK = b"+ACK"
+
+
+class Acks:
+    """Sends acks, and sends them again until the server has confirmed them.
+
+    `send` does not wait for the server. Every CONFIRM_S the newest ack is sent once more, as a
+    request. The server reads the acks of a connection in order, so its answer confirms all earlier
+    ones. If the consumer has no leader, nobody has read them, and all are sent again.
+
+    What is not confirmed when a connection is lost is forgotten: the job is delivered again, and
+    its claim is refused. So an ack never reaches a server that has lost its data, where it could
+    mean another job.
+
+    Life: `send` → `close`, which waits for what is open."""
+
+    def __init__(self, connection: NatsConnection) -> None:
+        self._connection = connection
+        # Ack subjects that are not confirmed. Their order is that in which they were sent.
+        self._open: dict[str, None] = {}
+        self._nobody = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def send(self, subject: str) -> None:
+        """Ack a delivery of the stream that the server has now. Never raises."""
+        try:
+            await self._connection.publish(subject, _ACK)
+        except NotSent:
+            return
+        self._open[subject] = None
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._confirm_all(), name="queue-acks")
+
+    @property
+    def unconfirmed(self) -> int:
+        return len(self._open)
+
+    def forget(self) -> None:
+        """The connection is lost."""
+        self._open.clear()
+
+    async def close(self) -> None:
+        """Wait until all is confirmed, CLOSE_S at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                while self._open and self._connection.up:
+                    await self._confirm()
+        if self._open:
+            logger.warning(
+                "NATS has not confirmed %d acks; those jobs may be delivered again", len(self._open)
+            )
+        await end(self._task)
+
+    async def _confirm_all(self) -> None:
+        while self._open:
+            await asyncio.sleep(CONFIRM_S)
+            await self._confirm()
+
+    async def _confirm(self) -> None:
+        asked = list(self._open)
+        try:
+            for subject in asked[:-1] if self._nobody else ():
+                await self._connection.publish(subject, _ACK)
+            self._nobody = False
+            for newest in asked[-1:]:
+                await self._connection.request(newest, _ACK, ANSWER_S)
+        except NoResponders:
+            self._nobody = True
+            await asyncio.sleep(PAUSE_S)
+            return
+        except QueueUnavailable:
+            pass  # NATS answers none for a delivery that it has forgotten. It has read the others
+        for subject in asked:
+            self._open.pop(subject, None)

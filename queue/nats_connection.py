@@ -6,13 +6,18 @@ loss, until `close`.
 Each connection has a nats-py client of its own. nats-py's own reconnect is not used: it gives up
 for good on some server errors, and against a stopped server it can wait for ever for its socket to
 drain.
+
+A connection whose server answers no PING is given up. So is one on which the client reads no more:
+nats-py stops for good, and says nothing of it, at a message whose headers it cannot decode.
+
+JetStream is asked over its JSON API (`api`). nats-py's JetStreamContext would drop the fields that
+it does not know, and so undo what an operator has set.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,11 +31,9 @@ from nats.aio.msg import Msg
 from pullfill import redact
 from pullfill.config import split_urls
 from pullfill.errors import ConfigError, NotNow, PullfillError, QueueFull, QueueUnavailable
-from pullfill.queue.pulse import watch_pulse
 from pullfill.runtime import log
 from pullfill.runtime.health import Health
 from pullfill.runtime.lifecycle import end
-from pullfill.runtime.waits import Waits
 
 logger = log.get("queue")
 
@@ -39,9 +42,14 @@ API_TIMEOUT_S = 2.0
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _CANCEL_S = 0.5
 _NEVER_S = 10**6
-_NO_RESPONDERS = "503"
-_NEVER_WAITS = 1 << 20
-"""While nats-py's send buffer holds at most this much (half its size), `publish` does not wait."""
+PING_EVERY_S = 0.5
+PING_WAIT_S = 0.9
+"""A hung server is noticed within the sum of both, so within 1.5 s."""
+_SLICES = 3
+HEADER_ROOM = 4096
+"""Bytes of the headers of a message, at most. NATS counts them against max_payload, and ends the
+connection of a client that exceeds it. nats-py looks at the body alone."""
+RAISE_PAYLOAD = "raise max_payload in its configuration (8MB is enough for 1.5 million tokens)"
 _IS_IT_THERE = (
     "check that nats-server runs there with JetStream on (`nats-server -js`), and --nats or "
     "--state-dir"
@@ -50,10 +58,6 @@ _MORE_ROOM = (
     "its streams need more room than it has, 256 MiB and queue.max_bytes. Free disk space, or "
     "raise jetstream.max_file_store in its configuration"
 )
-HEADER_ROOM = 4096
-"""Bytes of the headers of a message, at most. NATS counts them against max_payload, and ends the
-connection of a client that exceeds it. nats-py looks at the body alone."""
-RAISE_PAYLOAD = "raise max_payload in its configuration (8MB is enough for 1.5 million tokens)"
 _CLIENT_TASKS = ("_reading_task", "_flusher_task", "_ping_interval_task")
 _FULL = frozenset({10077, 10047, 10023, 10028, 10002})
 """max_msgs reached (discard new), and the server out of storage or over an account limit."""
@@ -108,11 +112,6 @@ class NatsConnection:
         self._client: Client | None = None
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
-        # Pending answers to our requests. nats-py's own `request` costs a random name, two timers
-        # and a task each time.
-        self._inbox = ""
-        self._serial = itertools.count(1)
-        self._answers: Waits[str, Msg] = Waits(lambda _: TimeoutError())
         self._cause = "not connected yet"
         self._said = ""
         self._fatal: ConfigError | None = None
@@ -187,7 +186,7 @@ class NatsConnection:
 
         Raises NotSent, NoResponders, QueueUnavailable (no answer: it may have had its effect),
         QueueFull (larger than the server's max_payload)."""
-        client, inbox = self.client, f"{self._inbox}.{next(self._serial)}"
+        client = self.client
         if len(payload) + HEADER_ROOM * bool(headers) > client.max_payload:
             too_large = QueueFull(
                 f"{len(payload)} bytes are more than the max_payload of {client.max_payload} of "
@@ -195,30 +194,18 @@ class NatsConnection:
             )
             too_large.retryable = False
             raise too_large
-        answer = self._answers.open(inbox, timeout_s)
         try:
-            if client.pending_data_size + len(payload) < _NEVER_WAITS:
-                await client.publish(subject, payload, reply=inbox, headers=headers)
-            else:
-                # The client may swallow this timeout while its buffer is full. Then `answer` ends
-                # the wait.
-                async with asyncio.timeout(timeout_s):
-                    await client.publish(subject, payload, reply=inbox, headers=headers)
-            msg = await answer
+            # The client's own timeout does not cover a full send buffer.
+            async with asyncio.timeout(timeout_s):
+                return await client.request(subject, payload, timeout_s, headers=headers)
+        except nats.errors.NoRespondersError:
+            raise NoResponders(f"NATS at {self.shown_url} has nobody on {subject}") from None
         except TimeoutError:
             raise QueueUnavailable(
                 f"NATS at {self.shown_url} gave no answer within {timeout_s:g} s"
             ) from None
         except (nats.errors.Error, OSError) as exc:
             raise QueueUnavailable(f"NATS at {self.shown_url}: {_say(exc)}") from exc
-        finally:
-            self._answers.close(inbox)
-        if msg.headers and msg.headers.get("Status") == _NO_RESPONDERS:
-            raise NoResponders(f"NATS at {self.shown_url} has nobody on {subject}")
-        return msg
-
-    async def _on_answer(self, msg: Msg) -> None:
-        self._answers.answer(msg.subject, msg)
 
     async def api(
         self, operation: str, payload: object = None, timeout_s: float = API_TIMEOUT_S
@@ -285,7 +272,7 @@ class NatsConnection:
             "max_reconnect_attempts": 1,
             "reconnect_time_wait": 0.05,
             "connect_timeout": DIAL_TIMEOUT_S,
-            "ping_interval": _NEVER_S,  # `watch_pulse` sends PINGs instead
+            "ping_interval": _NEVER_S,  # `_until_ended` sends PINGs: the client's may get stuck
             "flush_timeout": 0.5,
             **self._options,
         }
@@ -313,8 +300,6 @@ class NatsConnection:
         except (nats.errors.Error, OSError) as exc:
             raise self._meant(exc) from None
         self._ended.clear()
-        self._inbox = client.new_inbox()
-        await client.subscribe(f"{self._inbox}.*", cb=self._on_answer)
         self.generation += 1
         await self._setup()
         self.up = True
@@ -338,16 +323,38 @@ class NatsConnection:
         return cause
 
     async def _until_ended(self) -> None:
+        """Wait until the connection is lost or given up.
+
+        The client's callbacks alone are not enough: they can be stuck behind a socket that does
+        not drain."""
         client = self._client
         assert client is not None
-        pulse = asyncio.create_task(watch_pulse(client, self.health), name="nats-pulse")
-        ended = asyncio.create_task(self._ended.wait(), name="nats-ended")
+        ping: asyncio.Task[None] | None = None
+        ended = asyncio.create_task(self._ended.wait())
         try:
-            await asyncio.wait({pulse, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done() and (why := pulse.result()):
-                self._cause = why
+            while client.is_connected:
+                if (await asyncio.wait({ended}, timeout=PING_EVERY_S))[0]:
+                    return
+                # `flush` returns at once if the client has stopped to read.
+                if client._reading_task is None or client._reading_task.done():
+                    self._cause = "a message that the client cannot read"
+                    return
+                # Not cancelled: the client stops to read at the answer to a PING without a waiter.
+                ping = asyncio.create_task(client.flush(timeout=_NEVER_S))
+                # In slices: if this process is stopped for a while, that counts as one slice.
+                for _ in range(_SLICES):
+                    await asyncio.wait(
+                        {ping, ended},
+                        timeout=PING_WAIT_S / _SLICES,
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                    if ping.done() or ended.done():
+                        break
+                else:
+                    self._cause = f"no answer for {PING_WAIT_S:g} s"
+                    return
         finally:
-            await end(pulse, ended)
+            await end(ping, ended)
 
     def _drop(self) -> None:
         client, self._client = self._client, None

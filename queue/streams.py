@@ -1,7 +1,5 @@
 """Makes and checks the streams and the consumers of one queue, over each new connection.
 
-The consumer of a lane is made when a worker first takes a job from that lane.
-
 What is missing is made, as `QueueConfig` says. So if a server comes back without its data, the
 first worker that reconnects repairs it.
 
@@ -19,7 +17,7 @@ from pullfill.errors import ConfigError, QueueUnavailable
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.names import Names, consumer_of
 from pullfill.queue.nats_connection import ApiError, NatsConnection
-from pullfill.queue.urgency import Lane
+from pullfill.queue.urgency import Urgency
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
 from pullfill.wire import QueueSettings
@@ -27,9 +25,6 @@ from pullfill.wire import QueueSettings
 logger = log.get("queue")
 
 NOT_SET = QueueSettings()
-RECONNECT_S = 0.5
-"""How long a new connection waits for JetStream. After that it is used without JetStream: jobs go
-past the stream."""
 DUPLICATE_WINDOW_S = 120.0
 DEAD_MAX = 1000
 DEAD_MAX_BYTES = 256 << 20
@@ -52,7 +47,7 @@ def job_stream(names: Names, config: QueueConfig) -> dict[str, Any]:
     return _stream(config, config.max_age_s) | {
         "name": names.stream,
         "description": "pullfill prefill jobs",
-        "subjects": [names.jobs, names.lanes, names.void],
+        "subjects": [names.all_jobs],
         "retention": "workqueue",
         "discard": "new",
         "max_msgs": config.max_jobs,
@@ -84,14 +79,14 @@ def _stream(config: QueueConfig, max_age_s: float) -> dict[str, Any]:
     }
 
 
-def consumer(names: Names, config: QueueConfig, lane: Lane | None = None) -> dict[str, Any]:
-    """The durable pull consumer of a lane, for all prefill workers. None: of jobs in no lane."""
-    name = consumer_of(lane)
+def consumer(names: Names, config: QueueConfig, urgency: Urgency) -> dict[str, Any]:
+    """The durable pull consumer of the jobs of one urgency, for all prefill workers."""
+    name = consumer_of(urgency)
     return {
         "durable_name": name,
         "name": name,
         "description": "all prefill workers",
-        "filter_subject": names.jobs_of(lane),
+        "filter_subject": names.jobs_of(urgency),
         "deliver_policy": "all",
         "ack_policy": "explicit",
         "ack_wait": _ns(config.ack_wait_s),
@@ -108,7 +103,8 @@ class Streams:
     settings: the values of `queue.*`. `configure` changes them.
     stream_id: the time at which the job stream was made, as the server writes it. It identifies the
     stream: a stream that is made again after a loss of data has another one.
-    ack_wait_s, max_deliver: as the consumer of jobs in no lane has them on the server. The others
+    Empty: not known.
+    ack_wait_s, max_deliver: as the consumer of normal jobs has them on the server. The others
     follow it.
     publish_timeout_s: how long a producer waits for an answer.
     """
@@ -123,8 +119,6 @@ class Streams:
         self._names = names
         self._config = config
         self._settings = settings
-        self._lanes: set[Lane] = set()
-        self._known_once = False
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -156,24 +150,6 @@ class Streams:
         except (QueueUnavailable, ConfigError) as exc:
             logger.warning("the queue settings are not applied yet: %s", exc)
 
-    async def reconnected(self) -> bool:
-        """Call `ensure` over a new connection.
-
-        Returns False if JetStream does not answer about jobs. Then the stream is unknown, and
-        `ensure` must be called again later. Over the first connection of all an error is raised
-        instead."""
-        self.stream_id = ""
-        try:
-            async with asyncio.timeout(RECONNECT_S if self._known_once else None):
-                await self.ensure()
-        except (QueueUnavailable, TimeoutError):
-            if not self._known_once:
-                raise
-            if self.stream_id and not self.busy:  # only what jobs do not wait for is left
-                self._task = asyncio.create_task(self._apply(), name="queue-settings")
-        self._known_once = True
-        return bool(self.stream_id)
-
     async def ensure(self) -> None:
         """Make the streams and the consumers if missing.
 
@@ -182,27 +158,27 @@ class Streams:
         config, settings = self._config, self._settings
         owned = _set_fields(num_replicas=settings.replicas)
         own_jobs = owned | _set_fields(max_msgs=settings.max_jobs, max_bytes=settings.max_bytes)
-        info = await self._ensure_stream(job_stream(self._names, config), own_jobs)
-        terms = await self._ensure_consumer(
-            None,
-            _set_fields(
-                ack_wait=None if settings.ack_wait_s is None else _ns(settings.ack_wait_s),
-                max_deliver=settings.max_deliver,
-            ),
-        )
+        try:
+            info = await self._ensure_stream(job_stream(self._names, config), own_jobs)
+            terms = await self._ensure_consumer(
+                Urgency.NORMAL,
+                _set_fields(
+                    ack_wait=None if settings.ack_wait_s is None else _ns(settings.ack_wait_s),
+                    max_deliver=settings.max_deliver,
+                ),
+            )
+        except (ConfigError, QueueUnavailable):
+            self.stream_id = ""
+            raise
         self.ack_wait_s = terms.get("ack_wait", _ns(config.ack_wait_s)) / 1e9
         self.max_deliver = terms.get("max_deliver", config.max_deliver)
         self.stream_id = str(info["created"])
-        # Jobs can be pulled now. What follows may have leaders of its own, and wait for them.
-        await self._ensure_stream(dead_stream(self._names, config), owned)
-        await asyncio.gather(*(self.ensure_lane(lane) for lane in self._lanes))
-
-    async def ensure_lane(self, lane: Lane) -> None:
-        """Make the consumer of a lane, or let it follow the settings. Raises as `ensure`."""
-        self._lanes.add(lane)
-        await self._ensure_consumer(
-            lane, {"ack_wait": _ns(self.ack_wait_s), "max_deliver": self.max_deliver}
+        # What follows may have leaders of its own. Normal jobs do not wait for them.
+        same = {"ack_wait": _ns(self.ack_wait_s), "max_deliver": self.max_deliver}
+        await asyncio.gather(
+            *(self._ensure_consumer(one, same) for one in Urgency if one is not Urgency.NORMAL)
         )
+        await self._ensure_stream(dead_stream(self._names, config), owned)
 
     async def _ensure_stream(self, new: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:
         """Return the stream's info.
@@ -244,11 +220,11 @@ class Streams:
             logger.info("changed NATS stream %s: %s", name, changed)
         return info
 
-    async def _ensure_consumer(self, lane: Lane | None, owned: dict[str, Any]) -> dict[str, Any]:
+    async def _ensure_consumer(self, urgency: Urgency, owned: dict[str, Any]) -> dict[str, Any]:
         """Return the consumer's configuration. owned: the fields to change if it exists."""
-        names, stream, name = self._names, self._names.stream, consumer_of(lane)
-        new = consumer(names, self._config, lane)
-        create = f"CONSUMER.CREATE.{stream}.{name}.{names.jobs_of(lane)}"
+        names, stream, name = self._names, self._names.stream, consumer_of(urgency)
+        new = consumer(names, self._config, urgency)
+        create = f"CONSUMER.CREATE.{stream}.{name}.{names.jobs_of(urgency)}"
         about = f"CONSUMER.INFO.{stream}.{name}"
         info = await self._info(about, CONSUMER_NOT_FOUND)
         if info is None:

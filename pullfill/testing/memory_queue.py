@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import BadMessage, QueueFull, QueueUnavailable
 from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt
 from pullfill.queue.names import round_up_tokens
-from pullfill.queue.urgency import LANES, Lane, Turns, Urgency, lane_of
+from pullfill.queue.urgency import Turns, Urgency
 from pullfill.wire import QueueStatus
 
 DUPLICATE_WINDOW_S = 120.0
@@ -33,7 +33,6 @@ class _Job:
     tokens: int
     stored_at: float
     urgency: Urgency = Urgency.NORMAL
-    lane: Lane | None = None
     deliveries: int = 0
     in_flight: bool = False
     ready_at: float = 0.0
@@ -50,53 +49,32 @@ class MemoryQueue:
     dead: deque[DeadLetter] = field(default_factory=lambda: deque(maxlen=1000))
     _jobs: dict[int, _Job] = field(default_factory=dict)
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
-    _debts: dict[str, int] = field(default_factory=dict)
-    _acked: list[int] = field(default_factory=list)
     _seq: int = 0
-    _consumers: list[MemoryConsumer] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def producer(self) -> MemoryProducer:
         return MemoryProducer(self)
 
     def consumer(self) -> MemoryConsumer:
-        self._consumers.append(made := MemoryConsumer(self))
-        return made
+        return MemoryConsumer(self)
 
     def check_online(self) -> None:
-        """Raise QueueUnavailable while `offline`. After that, do what was asked meanwhile."""
+        """Raise QueueUnavailable while `offline`."""
         if self.offline:
             raise QueueUnavailable("the in-memory queue is offline")
-        for seq in [*self._debts.values(), *self._acked]:
-            self.remove(seq)
-        self._debts.clear()
-        self._acked.clear()
-
-    def owe(self, job_id: str, seq: int) -> None:
-        self._debts[job_id] = seq
-
-    def ack(self, seq: int) -> None:
-        """Remove the job now, or once the queue is online again."""
-        self._acked.append(seq)
-        if not self.offline:
-            self.check_online()
 
     def store(self, job_id: str, body: bytes, tokens: int, urgency: Urgency) -> Receipt:
         now = self.clock.monotonic()
         seen = self._seen.get(job_id)
         if seen is not None and now - seen[1] < DUPLICATE_WINDOW_S:
-            return Receipt(job_id, seen[0], True, "memory", tokens)
+            return Receipt(job_id, seen[0], True, "memory")
         if len(self._jobs) >= self.config.max_jobs:
             raise QueueFull(f"the job queue is full: {self.config.max_jobs} jobs")
         self._seq += 1
         self._seen[job_id] = (self._seq, now)
-        waiting = any(not job.in_flight for job in self._jobs.values())
-        lane = lane_of(urgency, tokens) if waiting else None
-        self._jobs[self._seq] = _Job(job_id, self._seq, body, tokens, now, urgency, lane)
+        self._jobs[self._seq] = _Job(job_id, self._seq, body, tokens, now, urgency)
         self._changed.set()
-        for consumer in self._consumers if urgency is Urgency.TIGHT else ():
-            consumer.on_urgent()
-        return Receipt(job_id, self._seq, False, "memory", tokens)
+        return Receipt(job_id, self._seq, False, "memory")
 
     def remove(self, seq: int) -> bool:
         return self._jobs.pop(seq, None) is not None
@@ -127,7 +105,7 @@ class MemoryQueue:
         A job that has used up its deliveries becomes a dead letter here, as on the server."""
         now = self.clock.monotonic()
         self._expire(now)
-        ready: dict[Lane | None, _Job] = {}
+        ready: dict[Urgency, _Job] = {}
         for job in list(self._jobs.values()):
             if job.ready_at > now:
                 continue
@@ -135,29 +113,20 @@ class MemoryQueue:
                 self.remove(job.seq)
                 await self.bury(DeadLetter(job.job_id, "max_deliver", job.deliveries, job.body))
                 continue
-            ready.setdefault(job.lane, job)
+            ready.setdefault(job.urgency, job)
         if sum(other.in_flight for other in self._jobs.values()) >= self.config.max_in_flight:
             return None
-        for lane in LANES:
-            (turns.fill if lane in ready else turns.empty)(lane)
-        if not ready or (urgent_only and not turns.urgent):
-            return None
+        order = turns.order()
         if urgent_only:
-            ready.pop(None, None)
-        job = ready[None if None in ready else turns.next()]
+            order = [one for one in order[:1] if one is Urgency.TIGHT]
+        if not (found := [ready[one] for one in order if one in ready]):
+            return None
+        job = found[0]
         job.deliveries += 1
         job.in_flight = True
         job.ready_at = now + self.config.ack_wait_s
-        turns.took(job.urgency, job.tokens, job.lane)
+        turns.took(job.urgency, job.tokens)
         return job
-
-    def urgent(self, turns: Turns) -> bool:
-        """Whether a tight job is next for a worker with these turns."""
-        now = self.clock.monotonic()
-        for lane in LANES:
-            jobs = (job for job in self._jobs.values() if job.lane == lane and job.ready_at <= now)
-            (turns.fill if any(jobs) else turns.empty)(lane)
-        return turns.urgent
 
     def status(self) -> QueueStatus:
         now = self.clock.monotonic()
@@ -203,7 +172,8 @@ class MemoryDelivery:
     async def ack(self) -> None:
         if not self._settled:
             self._settled = True
-            self._queue.ack(self._job.seq)
+            if not self._queue.offline:
+                self._queue.remove(self._job.seq)
 
     async def nak(self, delay_s: float = 0.0) -> None:
         if not self._settled:
@@ -246,10 +216,7 @@ class MemoryProducer:
         return self._queue.store(job_id, body, tokens, urgency)
 
     async def cancel(self, receipt: Receipt) -> bool:
-        if self._queue.offline:
-            self._queue.owe(receipt.job_id, receipt.seq)
-            return False
-        return self._queue.remove(receipt.seq)
+        return not self._queue.offline and self._queue.remove(receipt.seq)
 
     async def gone(self, receipts: Sequence[Receipt]) -> list[Receipt]:
         if self._queue.offline:
@@ -282,17 +249,11 @@ class MemoryConsumer:
     """A `JobConsumer`."""
 
     def __init__(self, queue: MemoryQueue) -> None:
-        self.running: Callable[[], Iterable[Delivery]] = tuple
-        self.on_urgent: Callable[[], None] = lambda: None
         self._queue = queue
         self._turns = Turns()
         self._draining = False
         self.ack_wait_s = queue.config.ack_wait_s
         self.max_deliver = queue.config.max_deliver
-
-    @property
-    def urgent(self) -> bool:
-        return self._queue.urgent(self._turns)
 
     async def pull(
         self, budget_tokens: int, max_jobs: int, wait_s: float, *, urgent_only: bool = False

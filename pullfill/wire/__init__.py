@@ -70,7 +70,6 @@ from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
 from pullfill.wire.records import (
     AdapterRecord,
     DecodeChoice,
-    DepthReport,
     Expected,
     ExplainRecord,
     ForwardStage,
@@ -105,7 +104,6 @@ __all__ = [
     "Count",
     "DecodeChoice",
     "DecodePolicy",
-    "DepthReport",
     "DrainAck",
     "Draining",
     "Expected",

@@ -272,26 +272,6 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     stages: tuple[ForwardStage, ...] = ()
 
 
-class DepthReport(Message, frozen=True, kw_only=True):
-    """The depth of the queue, as NATS told it to one decode worker, for the others of its model.
-
-    asker: id of that decode worker's process.
-    stream_id: when the stream was made.
-    last_seq: sequence number of the newest job counted.
-    asked_s: seconds since NATS was asked.
-    """
-
-    v: Version = WIRE_VERSION
-    asker: Id
-    jobs: Count
-    tokens: Count
-    in_flight: Count
-    oldest_age_s: Finite
-    last_seq: Count
-    stream_id: Text
-    asked_s: Finite
-
-
 class QueueStatus(Message, frozen=True, kw_only=True):
     """The job queue in figures.
 

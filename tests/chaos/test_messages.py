@@ -15,7 +15,6 @@ from nats.js import JetStreamContext
 
 from pullfill.net import frames
 from pullfill.queue.names import EXPECTED_STREAM, MSG_ID, TOKENS, Names
-from pullfill.queue.urgency import Lane, Urgency, lane_of
 from pullfill.wire import (
     Claim,
     Commit,
@@ -81,9 +80,7 @@ class Target:
 
         return asyncio.run(run())
 
-    def publish(
-        self, *bodies: bytes, job_id: str = "", tokens: int = 700, lane: Lane | None = None
-    ) -> None:
+    def publish(self, *bodies: bytes, job_id: str = "", tokens: int = 700) -> None:
         """By hand, as a producer does."""
 
         async def work(stream: JetStreamContext) -> None:
@@ -93,7 +90,7 @@ class Target:
                     TOKENS: str(tokens),
                     EXPECTED_STREAM: self.names.stream,
                 }
-                await stream.publish(self.names.job(tokens, lane), body, headers=headers)
+                await stream.publish(self.names.job(tokens), body, headers=headers)
 
         self.on_stream(work)
 
@@ -151,9 +148,7 @@ def settled(target: Target) -> None:
 @pytest.mark.long
 def test_row_8_the_backlog_of_a_decode_worker_that_is_gone(target: Target, oracle: Oracle) -> None:
     """Thirty jobs of 4096 tokens each, in front of a live decode worker's: they cost no budget.
-    The live one's jobs are of the same lane, in which the oldest job comes first."""
-    lane = lane_of(Urgency.NORMAL, 4096)
-    assert lane == lane_of(Urgency.NORMAL, 1500)
+    The live one's jobs are of the same urgency, of which the oldest job comes first."""
     cluster = target.cluster
     cluster.wait_ready(cluster.launch("prefill"))
     with checked(cluster, oracle) as check:
@@ -167,7 +162,7 @@ def test_row_8_the_backlog_of_a_decode_worker_that_is_gone(target: Target, oracl
         alone = queued_ms(9100)
         for _ in range(30):
             gone = target.job(decode_instance="decode-gone")
-            target.publish(encode(gone), job_id=gone.job_id, tokens=4096, lane=lane)
+            target.publish(encode(gone), job_id=gone.job_id, tokens=4096)
         assert queued_ms(9101) < alone + 1000
         settled(target)
 
@@ -180,7 +175,6 @@ def test_row_13_poison_jobs(target: Target, oracle: Oracle) -> None:
         b"\xc1" * 40,
         secrets.token_bytes(6 << 20),
         encode(target.job())[:-1],
-        encode(target.job(v=2)),
         encode(target.job(token_ids=b"")),
         encode(target.job(token_ids=b"abc")),
     ]

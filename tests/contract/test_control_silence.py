@@ -275,30 +275,6 @@ async def test_a_worker_that_pulls_nothing_for_now_is_not_counted() -> None:
         await decode.server.stop()
 
 
-async def test_a_worker_that_pulls_nothing_may_claim_a_job_that_went_past_the_stream() -> None:
-    """Without a leader of the stream the worker cannot pull, but still takes jobs past the
-    stream."""
-    decode = Decode()
-    await decode.server.start("127.0.0.1")
-    prefill = Prefill(decode)
-    try:
-        await prefill.link.wait_up(5.0)
-        prefill.link.pause("NATS does not answer it")
-        await until(lambda: decode.server.prefill_workers == 0)
-        decode.server.past_stream = lambda: True
-        decode.open()
-        grant = await prefill.claim()
-        assert (await prefill.commit(grant)).ok
-        decode.server.past_stream = lambda: False
-        decode.open("j2")
-        await until(lambda: decode.ledger.open_jobs == 0)
-        told = [(e.request_id, e.loaded) for e in decode.settled()]
-        assert told == [("r-j", True), ("r-j2", False)]
-    finally:
-        await prefill.link.close()
-        await decode.server.stop()
-
-
 @pytest.mark.parametrize("how", ["computes", "completes"])
 async def test_claims_that_time_out_beside_a_busy_prefill_worker(
     how: str, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ from pullfill.decode_worker import ledger_types
 from pullfill.errors import BadMessage
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.queue.contract import Delivery
-from pullfill.queue.delivery import JetStreamDelivery
+from pullfill.queue.jetstream import JetStreamDelivery
 from pullfill.transfer.stream.messages import Answer, Operation
 from pullfill.transfer.stream.socket_connection import SocketConnection
 from pullfill.wire import decode as decode_as

@@ -11,9 +11,8 @@ import pytest
 
 from pullfill.errors import BadMessage, QueueFull
 from pullfill.queue.contract import DeadLetter, Delivery, JobConsumer, JobProducer, QueueConfig
-from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
 from pullfill.queue.names import round_up_tokens
-from pullfill.queue.producer import BUSY_REFRESH_S
 from pullfill.testing.memory_queue import MemoryQueue
 from tests.support.nats import NatsServer, dead_letters, until
 
@@ -63,8 +62,7 @@ Make = Callable[[QueueConfig], Awaitable[Bench]]
 async def make(
     request: pytest.FixtureRequest, nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Make]:
-    monkeypatch.setattr("pullfill.queue.producer.STEADY_REFRESH_S", BUSY_REFRESH_S)
-    monkeypatch.setattr("pullfill.queue.lanes.MAKE_S", SOON_S)  # jobs come in the right order
+    monkeypatch.setattr("pullfill.queue.jetstream.STEADY_REFRESH_S", BUSY_REFRESH_S)
     opened: list[JobConsumer | JobProducer] = []
 
     async def jetstream(config: QueueConfig) -> Bench:
@@ -367,9 +365,9 @@ async def test_hand_back_leaves_the_jobs_of_others_alone(bench: Bench) -> None:
         "",
         "pullfill.test.x.job.1",
         "$JS.API.STREAM.DELETE.X",
-        "$JS.ACK.OTHER.prefill.1.1.1.1.0",
+        "$JS.ACK.OTHER.prefill-normal.1.1.1.1.0",
         "$JS.ACK.>",
-        "$JS.ACK.a.b.1.1.1.1.0\r\nPUB x 0",
+        "$JS.ACK.a.prefill-normal.1.1.1.1.0\r\nPUB x 0",
     ],
 )
 async def test_hand_back_refuses_what_is_no_ack_subject_of_ours(bench: Bench, subject: str) -> None:

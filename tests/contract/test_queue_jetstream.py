@@ -18,10 +18,9 @@ import pytest
 
 from pullfill.errors import ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue.contract import Delivery, QueueConfig, Receipt
-from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
 from pullfill.queue.names import Names
 from pullfill.queue.nats_connection import NoResponders
-from pullfill.queue.producer import BUSY_REFRESH_S
 from tests.support.nats import NatsServer, dead_letters, until
 
 HANG_S = 15.0
@@ -121,7 +120,7 @@ async def test_room_is_noticed_by_one_that_publishes_nothing_for_want_of_it(
     """While all it knows is that the queue is full it does not use the queue; it must look all
     the same, at once and again, also when a thread says so that has no loop."""
     for name in ("STEADY_REFRESH_S", "IDLE_REFRESH_S", "BUSY_FOR_S"):
-        monkeypatch.setattr(f"pullfill.queue.producer.{name}", 3600.0)
+        monkeypatch.setattr(f"pullfill.queue.jetstream.{name}", 3600.0)
     producer, consumer = pair
     other = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
     try:
@@ -155,7 +154,7 @@ async def test_a_server_that_came_back_empty_is_set_up_again(
     await job.ack()
 
 
-@pytest.mark.parametrize("what", ["stream", "consumer"])
+@pytest.mark.parametrize("what", ["stream", "prefill-normal"])
 @pytest.mark.essential
 async def test_a_deleted_stream_or_consumer_is_made_again(
     pair: Pair, config: QueueConfig, what: str
@@ -165,7 +164,7 @@ async def test_a_deleted_stream_or_consumer_is_made_again(
     if what == "stream":
         await producer.connection.api(f"STREAM.DELETE.{names.stream}")
     else:
-        await producer.connection.api(f"CONSUMER.DELETE.{names.stream}.prefill")
+        await producer.connection.api(f"CONSUMER.DELETE.{names.stream}.{what}")
     async with asyncio.timeout(HANG_S):
         while True:
             try:
@@ -209,12 +208,12 @@ async def test_a_hung_server_costs_one_timeout_then_nothing(
     with pytest.raises(QueueUnavailable):
         await consumer.pull(1, 1, 0.1)
     server.resume()
-    await until(lambda: producer.available and not producer._debts)
-    await until(lambda: producer.depth().depth_jobs == 0)
     await publish_when_available(producer, "after")
-    [job] = await retried(lambda: consumer.pull(1, 1, 1))
-    assert job.job_id == "after", "publishes without an answer were removed"
-    await job.ack()
+    names = set[str]()
+    while "after" not in names:  # the others, if they were stored, are refused at their claim
+        for job in await retried(lambda: consumer.pull(1, 1, 1)):
+            names.add(job.job_id)
+            await job.ack()
 
 
 async def test_an_answer_that_comes_late_is_nobody_elses(
@@ -226,13 +225,12 @@ async def test_an_answer_that_comes_late_is_nobody_elses(
         await link.api("INFO", timeout_s=0.1)
     server.resume()
     answers = await asyncio.gather(
-        link.api(f"STREAM.INFO.{stream}"), link.api(f"CONSUMER.INFO.{stream}.prefill")
+        link.api(f"STREAM.INFO.{stream}"), link.api(f"CONSUMER.INFO.{stream}.prefill-normal")
     )
     assert answers[0]["config"]["name"] == stream
-    assert answers[1]["name"] == "prefill"
+    assert answers[1]["name"] == "prefill-normal"
     with pytest.raises(NoResponders):
         await link.request("nobody.listens", b"", 5.0)
-    await until(lambda: not link._answers)
 
 
 async def test_a_timer_that_the_client_swallows_leaves_no_request_waiting(
@@ -254,15 +252,15 @@ async def test_a_timer_that_the_client_swallows_leaves_no_request_waiting(
 
 
 @pytest.mark.parametrize("config", [0.3], indirect=True)
-async def test_a_cancel_while_the_server_hangs_is_done_later(
+async def test_a_cancel_while_the_server_hangs_is_left_to_the_claim(
     server: NatsServer, pair: Pair
 ) -> None:
     producer, _ = pair
     receipt = await producer.publish("a", b"", 10)
     server.pause()
     assert not await producer.cancel(receipt)
-    server.resume()
-    await until(lambda: producer.available and producer.depth().depth_jobs == 0)
+    assert producer.depth().depth_jobs == 0
+    assert not producer.available
 
 
 async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
@@ -289,7 +287,7 @@ async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
 async def test_beyond_many_holes_only_the_first_message_says_what_is_gone(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pullfill.queue.producer.MAX_HOLES", 0)
+    monkeypatch.setattr("pullfill.queue.jetstream.MAX_HOLES", 0)
     producer, _ = pair
     first, second, third = [await publish_when_available(producer, name) for name in "abc"]
     await producer.cancel(second)
@@ -297,26 +295,6 @@ async def test_beyond_many_holes_only_the_first_message_says_what_is_gone(
     assert await producer.gone([first, second, third]) == []
     await producer.cancel(first)
     assert await producer.gone([first, second, third]) == [first, second]
-
-
-async def test_a_late_original_cannot_follow_its_own_removal(pair: Pair) -> None:
-    """The void publish takes the job id, so the original is the duplicate when it comes late."""
-    producer, consumer = pair
-    producer._owe("late", None)
-    await until(lambda: not producer._debts)
-    receipt = await producer.publish("late", b"", 10)
-    assert receipt.duplicate
-    assert await consumer.pull(1, 1, 0.1) == []
-
-
-async def test_debts_are_paid_on_a_full_queue(server: NatsServer, config: QueueConfig) -> None:
-    producer = await JetStreamProducer.connect(
-        server.url, replace(config, max_jobs=1), wait_s=HANG_S
-    )
-    await producer.publish("stored", b"", 10)
-    producer._owe("stored", None)
-    await until(lambda: producer.depth().depth_jobs == 0)
-    await producer.close()
 
 
 async def test_a_prompt_of_100k_tokens_passes(pair: Pair) -> None:
@@ -344,8 +322,8 @@ async def test_a_forged_message_is_delivered_and_can_be_terminated(
     pair: Pair, config: QueueConfig
 ) -> None:
     producer, consumer = pair
-    jobs = Names(config.namespace, config.compat_hash).jobs
-    await producer.connection.publish(jobs.replace("*", "many"), b"\xff\x00junk")
+    job = Names(config.namespace, config.compat_hash).job(0)
+    await producer.connection.publish(job[:-1] + "many", b"\xff\x00junk")
     [job] = await consumer.pull(1, 1, 5)
     assert (job.body, job.tokens) == (b"\xff\x00junk", 0)
     await job.term("not a job")

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nats.aio.msg import Msg
 
 from pullfill.errors import QueueUnavailable
-from pullfill.queue import streams
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.queue.names import CONSUMER, MSG_ID, TOKENS, Names
-from pullfill.queue.nats_connection import NatsConnection, NoResponders
+from pullfill.queue.names import Names, consumer_of
+from pullfill.queue.nats_connection import NatsConnection
+from pullfill.queue.urgency import Urgency
 from pullfill.wire import QueueSettings
 from tests.support.nats import NatsServer, until
 
 HANG_S = 15.0
+CONSUMER = consumer_of(Urgency.NORMAL)
 
 
 @pytest.fixture
@@ -63,112 +63,6 @@ async def test_a_server_whose_clock_was_set_back_makes_no_delivery_stale(
     await asyncio.gather(producer.close(), consumer.close())
 
 
-async def test_while_the_stream_has_no_leader_a_job_goes_to_a_worker_that_waits(
-    nats: NatsServer,
-    config: QueueConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    producer, consumer = await both(nats, config, QueueSettings())
-
-    direct, real = Names(config.namespace, config.compat_hash).direct, producer.connection.request
-
-    async def request(subject: str, *rest: Any) -> Any:
-        if subject != direct:
-            raise NoResponders("nobody there")
-        return await real(subject, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(producer.connection, "request", request)
-        with pytest.raises(QueueUnavailable):
-            await producer.publish("nobody waits", b"body", 7)
-        pulling = asyncio.create_task(consumer.pull(100, 1, HANG_S))
-        await until(lambda: producer.available)
-        receipt = await producer.publish("a", b"body", 7)
-        [job] = await pulling
-        assert (job.job_id, job.body, job.tokens, job.number) == ("a", b"body", 7, 1)
-        await job.in_progress()
-        await job.term("cannot be read")
-        assert "job a is poison: cannot be read" in caplog.text
-        await job.ack()
-        with pytest.raises(QueueUnavailable):
-            await producer.publish("nobody waits", b"body", 7)
-        assert not await producer.cancel(receipt)
-    await until(lambda: producer.available and not producer.past_stream)
-    assert (await producer.publish("b", b"body", 7)).seq == 1
-    [job] = await consumer.pull(100, 1, HANG_S)
-    assert job.job_id == "b", "nothing is left of the others"
-    await job.ack()
-    await asyncio.gather(producer.close(), consumer.close())
-
-
-async def test_a_job_that_ends_while_the_stream_has_no_leader_is_not_remembered(
-    nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The producer does not know the stream's id then. It knows which stream it counted."""
-    producer, consumer = await both(nats, config, QueueSettings())
-    for name, had in (("committed", True), ("acked", False)):
-        await until(lambda: producer.available)
-        receipt = await producer.publish(name, b"body", 7)
-        await until(lambda: producer.depth().depth_jobs == 1)
-        producer.claimed(receipt)
-        assert producer._depth._held == {receipt.seq}
-        [job] = await consumer.pull(100, 1, HANG_S)
-        if had:
-            with monkeypatch.context() as patch:
-                patch.setattr(producer.streams, "stream_id", "")
-                producer.committed(receipt)
-            await job.ack()
-        else:
-            await job.ack()
-            info = f"STREAM.INFO.{Names(config.namespace, config.compat_hash).stream}"
-            async with asyncio.timeout(HANG_S):
-                while (await producer.connection.api(info))["state"]["messages"]:  # noqa: ASYNC110 - the server tells nobody
-                    await asyncio.sleep(0.01)
-            assert not await producer.cancel(receipt), "it is there no more"
-        assert producer._depth._held == set()
-    await asyncio.gather(producer.close(), consumer.close())
-
-
-@pytest.mark.parametrize("turns", range(4))
-async def test_a_job_that_comes_as_a_check_of_the_stream_ends_does_not_end_the_next_pull(
-    nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch, turns: int
-) -> None:
-    """The job comes so many turns of the event loop after the end of the check. On a busy machine
-    both are handled together. The next pull follows at once."""
-    producer, consumer = await both(nats, config, QueueSettings())
-    names, ensure = Names(config.namespace, config.compat_hash), consumer.streams.ensure
-
-    async def deliver() -> None:
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        headers = {MSG_ID: "past the stream", TOKENS: "7"}
-        await consumer._on_direct(
-            Msg(consumer.connection.client, names.direct, "nobody", b"", headers)
-        )
-
-    delivering = list[asyncio.Task[None]]()
-
-    async def check() -> None:
-        await ensure()
-        delivering.append(asyncio.create_task(deliver()))
-
-    async def pull_twice() -> list[str]:
-        return [job.job_id for _ in range(2) for job in await consumer.pull(1, 1, HANG_S)]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(consumer.streams, "ensure", check)
-        pulling = asyncio.create_task(pull_twice())
-        await until(lambda: consumer._requests.lives)
-        await producer.connection.api(f"CONSUMER.DELETE.{names.stream}.{CONSUMER}")
-        before = consumer._requests._serial
-        await until(lambda: pulling.done() or consumer._requests._serial > before)
-    await until(lambda: producer.available and not producer.past_stream)
-    await producer.publish("stored", b"", 7)
-    assert await pulling == ["past the stream", "stored"]
-    await asyncio.gather(producer.close(), consumer.close())
-
-
 # ------------------------------------------------------------------ whose settings
 
 Configs = tuple[dict[str, Any], dict[str, Any]]
@@ -195,7 +89,6 @@ async def both(
 async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
     nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "RECONNECT_S", HANG_S)  # JetStream is there, if late
     first = await both(nats, config, QueueSettings())
     link, names = first[1].connection, Names(config.namespace, config.compat_hash)
     jobs, consumer = await configs(link, config)
@@ -204,7 +97,7 @@ async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
               "duplicate_window": 5 * 10**9, "metadata": {"team": "serving"}}  # fmt: skip
     await link.api(f"STREAM.UPDATE.{names.stream}", jobs | theirs)
     await link.api(
-        f"CONSUMER.CREATE.{names.stream}.{CONSUMER}.{names.jobs}",
+        f"CONSUMER.CREATE.{names.stream}.{CONSUMER}.{names.jobs_of(Urgency.NORMAL)}",
         {"stream_name": names.stream, "config": consumer | {"ack_wait": 9 * 10**9,
          "max_deliver": 9, "max_ack_pending": 5, "description": "mine"}},
     )  # fmt: skip

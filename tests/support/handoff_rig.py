@@ -85,7 +85,6 @@ class PrefillHalf:
             on_change=lambda: self.puller.changed(),
         )
         self.consumer = consumer or cluster.queue.consumer()
-        self.consumer.running = self.runner.running
         self.puller = Puller(
             self.consumer,
             self.runner,

@@ -19,7 +19,7 @@ from pullfill.errors import BadMessage, ConfigError, PeerUnavailable, QueueUnava
 from pullfill.net.frames import split_address
 from pullfill.net.security import load
 from pullfill.queue.deadletter import _Advisory
-from pullfill.queue.delivery import JetStreamDelivery
+from pullfill.queue.jetstream import JetStreamDelivery
 from pullfill.queue.names import MSG_ID, TOKENS, parse_ack, subject_tokens
 from pullfill.queue.nats_connection import read_reply
 from pullfill.registry import keys, settings
@@ -35,7 +35,7 @@ from pullfill.wire.codec import encode
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.support.wire_examples import example
 
-ACK = "$JS.ACK.S.prefill.1.2.3.1700000000000000000.0"
+ACK = "$JS.ACK.S.prefill-normal.1.2.3.1700000000000000000.0"
 TEXT = st.one_of(
     st.text(max_size=60),
     st.text("0123456789.$JSACKprefill-*>: /\\", max_size=80),
@@ -84,7 +84,7 @@ def test_urls(examples: int) -> None:
 
 # ------------------------------------------------------------------ NATS
 
-OWNER = SimpleNamespace(stream_id="")
+OWNER = SimpleNamespace(streams=SimpleNamespace(stream_id=""))
 
 
 @EXAMPLES

@@ -10,7 +10,7 @@ import pytest
 from pullfill import cluster_status
 from pullfill.cluster_status import LOST, NOT_CLAIMED, NOT_LINKED, Report, read_report
 from pullfill.frontend import cluster
-from pullfill.queue import pulse
+from pullfill.queue import nats_connection
 from pullfill.registry import directory
 from pullfill.runtime.health import Health, outage_of
 from pullfill.wire import ServerStatus, WorkerRecord
@@ -141,5 +141,5 @@ class TestHealth:
 
 def test_ready_says_it_within_two_seconds() -> None:
     """The worst case of a server that hangs, for either server."""
-    assert 2 * pulse.EVERY_S + pulse.WAIT_S + cluster.AGAIN_S < 2.0
+    assert nats_connection.PING_EVERY_S + nats_connection.PING_WAIT_S + cluster.AGAIN_S < 2.0
     assert directory._BEAT_S + directory._PING_S < 2.0

@@ -211,10 +211,10 @@ def test_an_overdue_tick_that_fails_is_tried_again(
     assert ledger.open_jobs == 0
 
 
-def test_a_dead_writer_whose_job_no_stream_holds_costs_the_claim_timeout_at_most(
+def test_a_dead_writer_without_a_delivery_costs_the_claim_timeout_at_most(
     ledger: Ledger, clock: FakeClock
 ) -> None:
-    """Such a job comes past the stream, so its delivery has no ack subject to hand back."""
+    """Without an ack subject there is no delivery to hand back."""
     fill(ledger, 1, claim_timeout_s=5.0)
     ledger.published("j0", object(), b"")
     assert ledger.grant("j0", "i", "dead", "").grant is not None

@@ -7,12 +7,12 @@ import errno
 import pytest
 
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import TAKEN_S, NakDelivery, Settle
+from pullfill.decode_worker.ledger_types import NakDelivery, Settle
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import FenceToken
 from tests.support.fakes import FakeClock
-from tests.support.handoff_model import CLAIM_S, HandoffModel, Job, granted
+from tests.support.handoff_model import HandoffModel, granted
 
 
 def settled(model: HandoffModel) -> list[Outcome]:
@@ -44,42 +44,6 @@ def test_a_writer_that_gives_up_is_no_loss() -> None:
     model.gave_up(model.grants[-1], retry=True)
     assert settled(model) == []
     assert model.claim(job, "c").grant is not None
-
-
-def handed_over() -> tuple[HandoffModel, Job]:
-    model = HandoffModel()
-    job = model.open(2)
-    assert job is not None
-    model.publish(job)
-    assert model.tick() == pytest.approx(CLAIM_S)
-    model.clock.advance(0.5)
-    model.ledger.handed_over(job.job.job_id)
-    return model, job
-
-
-def test_a_job_past_the_stream_waits_for_its_taker_only() -> None:
-    """It waited for the whole claim timeout."""
-    assert TAKEN_S + 0.5 < CLAIM_S
-    model, _ = handed_over()
-    assert model.ledger._dues.next_look == pytest.approx(model.clock.monotonic() + TAKEN_S)
-    assert model.tick() == pytest.approx(TAKEN_S), "the timer was told"
-    model.clock.advance(TAKEN_S)
-    assert model.ledger.tick() is None
-    assert settled(model) == [Outcome.CLAIM_TIMEOUT]
-
-
-@pytest.mark.parametrize("how", ["dies", "gives up"])
-def test_a_job_past_the_stream_is_not_left_to_another_writer(how: str) -> None:
-    model, job = handed_over()
-    assert model.claim(job, "a").grant is not None
-    if how == "dies":
-        model.ledger.writer_lost("a", others_alive=True)
-    else:
-        model.ledger.gave_up(job.job.job_id, 1, "i0", "a", "no", retry=True)
-    outcome = Outcome.PREFILL_LOST if how == "dies" else Outcome.PREFILL_FAILED
-    assert settled(model) == [outcome]
-    naks = [one for one in model.ledger.take_actions() if isinstance(one, NakDelivery)]
-    assert naks == []
 
 
 @pytest.mark.parametrize("state", ["granted", "reading"])

@@ -11,7 +11,7 @@ import pytest
 
 from pullfill.decode_worker.context import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import TAKEN_S, Settle
+from pullfill.decode_worker.ledger_types import Settle
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.engine import features
 from pullfill.errors import Outcome, QueueFull
@@ -38,7 +38,7 @@ class Queue:
     async def publish(self, job_id: str, body: bytes, tokens: int, urgency: Urgency) -> Receipt:
         self.stored.append(job_id)
         self.urgencies.append(urgency)
-        return Receipt(job_id, len(self.stored), False, "s", tokens)
+        return Receipt(job_id, len(self.stored), False, "s")
 
 
 def opened(job_id: str) -> OpenedJob:
@@ -176,24 +176,3 @@ async def test_inputs_are_encoded_once_and_not_on_the_loop(monkeypatch: pytest.M
         assert grant.features == b"inputs"
         ledger.gave_up("j", grant.attempt, "i", writer, "cause", retry=True)
     assert calls == [("encode", False), ("digest", False)]
-
-
-async def test_a_job_that_no_stream_stores_waits_for_its_taker_only() -> None:
-    loop, queue = asyncio.get_running_loop(), Queue()
-    ledger = Ledger(LoopbackFences(8, 8), incarnation="i")
-    publisher = publisher_of(loop, queue, ledger)
-
-    async def hand_over(job_id: str, *_: Any) -> Receipt:
-        queue.stored.append(job_id)
-        return Receipt(job_id, 0, stream_id="direct")
-
-    queue.publish = hand_over  # type: ignore[method-assign]
-    ledger.open("j", "r-j", (1,), first_target=0, timeout_s=60.0)
-    publisher.submit(opened("j"))
-    async with asyncio.timeout(5.0):
-        while not queue.stored or publisher._tasks:  # noqa: ASYNC110 - nothing to wait on
-            await asyncio.sleep(0)
-    entry = ledger.find("j")
-    assert entry is not None
-    assert not entry.stored
-    assert entry.claim_timeout_s <= TAKEN_S + 5.0

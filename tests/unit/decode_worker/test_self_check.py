@@ -174,7 +174,7 @@ async def test_who_has_not_passed_leaves_each_job_once_to_those_who_have() -> No
     await eventually(lambda: bool(rig.checks.failures))
 
     def refused(job_id: str, number: int = 1) -> RefuseReason:
-        ack = f"$JS.ACK.stream.consumer.{number}.1.1.1.0" if number else ""
+        ack = f"$JS.ACK.stream.prefill-normal.{number}.1.1.1.0" if number else ""
         claim = Claim(rid=1, job_id=job_id, incarnation="i", ack_subject=ack)
         assert not rig.checks.may_claim(failed, claim)
         said = cast(Any, failed.channel).said[-1]

@@ -387,4 +387,3 @@ async def test_who_stops_before_a_job_began_keeps_nothing_of_it() -> None:
         await worker.runner.abandon()
     assert worker.runner.idle.is_set()
     assert (worker.runner.in_flight, worker.runner.in_flight_tokens) == (0, 0)
-    assert list(worker.runner.running()) == []

@@ -74,21 +74,3 @@ async def test_what_cannot_be_given_back_does_not_end_the_pulling() -> None:
                 await asyncio.sleep(0.002)
     finally:
         await puller.stop()
-
-
-async def test_a_job_past_the_stream_is_computed_though_the_pulling_was_stopped() -> None:
-    """It has no ack subject: nobody would deliver it again."""
-    started = list[object]()
-    job = SimpleNamespace(ack_subject="")
-
-    async def pull(*_: float, **__: bool) -> list[Any]:
-        if started:
-            await asyncio.sleep(100)
-        puller.pause(True)
-        return [job]
-
-    consumer: Any = SimpleNamespace(pull=pull)
-    runner: Any = SimpleNamespace(in_flight_tokens=0, in_flight=0, waiting=0, start=started.append)
-    puller = Puller(consumer, runner, budget_tokens=10, max_jobs=2, credits=Credits(1))
-    await asyncio.wait_for(puller.pull(), 10)
-    assert started == [job]

@@ -44,12 +44,9 @@ class Consumer:
         self._real, self._runner = real, runner
         self.asked: list[tuple[int, int]] = []
 
-    @property
-    def urgent(self) -> bool:
-        return bool(self._real.urgent)
-
     async def pull(self, budget: int, max_jobs: int, wait_s: float, **how: bool) -> Any:
-        self.asked.append((max_jobs, len(self._runner.started)))
+        if not how["urgent_only"]:
+            self.asked.append((max_jobs, len(self._runner.started)))
         return await self._real.pull(budget, max_jobs, wait_s, **how)
 
     async def drain(self) -> None:
@@ -129,7 +126,7 @@ async def test_a_tight_job_goes_past_the_prompt_that_waits_in_the_engine() -> No
     await started(runner, 6)
     await asyncio.sleep(0.05)
     await puller.stop()
-    assert runner.started == ["one", "two", "tight", "big", "tight0", "tight1"]
+    assert runner.started == ["one", "tight", "two", "big", "tight0", "tight1"]
 
 
 async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> None:

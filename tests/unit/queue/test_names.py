@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pullfill.errors import BadMessage, ConfigError
 from pullfill.queue.names import Names, parse_ack, round_up_tokens, subject_tokens
+from pullfill.queue.urgency import Urgency
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -33,11 +34,14 @@ def test_a_foreign_subject_counts_nothing(subject: str) -> None:
 
 @pytest.mark.parametrize(
     "subject",
-    ["$JS.ACK.S.C.3.17.9.1700000000000000001.4", "$JS.ACK._.hash.S.C.3.17.9.1700000000000000001.4"],
+    [
+        "$JS.ACK.S.prefill-loose.3.17.9.1700000000000000001.4",
+        "$JS.ACK._.hash.S.prefill-loose.3.17.9.1700000000000000001.4",
+    ],
 )
 def test_both_forms_of_ack_subject(subject: str) -> None:
     ack = parse_ack(subject)
-    assert (ack.stream, ack.consumer, ack.number, ack.seq, ack.pending) == ("S", "C", 3, 17, 4)
+    assert (ack.stream, ack.urgency, ack.number, ack.seq) == ("S", Urgency.LOOSE, 3, 17)
 
 
 @settings(max_examples=50)
