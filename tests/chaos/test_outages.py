@@ -84,7 +84,8 @@ class Wires:
         entries |= {"namespace": cluster.namespace, "frontend_url": cluster.frontend_url}
         (cluster.directory / "cluster.json").write_bytes(msgspec.json.encode(entries))
         capsys.readouterr()
-        assert status.status(ClusterRef.resolve(state_dir=cluster.directory), as_json=False) == 0
+        ref = ClusterRef.resolve(state_dir=cluster.directory)
+        assert status.status(ref, None, as_json=False) == 0
         return capsys.readouterr().out
 
     def pulling(self) -> int:
