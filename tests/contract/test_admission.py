@@ -108,7 +108,8 @@ async def test_prompts_too_long_for_some_prefill_workers_go_to_the_others(
         served = [decode.send(prompt(TOKENS + 2, seed=seed)) for seed in range(4, 12)]
         await settled(*served)
         assert all(request.loaded and decode.right(request) for request in served)
-        assert (small.runner.failed, large.runner.completed) == (0, len(served))
+        await until(lambda: large.runner.completed == len(served))  # a moment after the commit
+        assert small.runner.failed == 0
         await cluster.check_clean()
 
 
