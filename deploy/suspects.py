@@ -26,7 +26,7 @@ def show(ref: ClusterRef, as_json: bool) -> None:
 
 def posted(ref: ClusterRef) -> list[dict[str, Any]]:
     """Return the requests that all frontends refuse, from etcd. Raises RegistryUnavailable."""
-    return [suspect_records.row_of(r) for r in ask_etcd(ref, suspect_records.posted)]
+    return ask_etcd(ref, suspect_records.posted)
 
 
 def clear(ref: ClusterRef, fingerprint: str | None) -> None:
@@ -35,7 +35,7 @@ def clear(ref: ClusterRef, fingerprint: str | None) -> None:
     fingerprint: of the request. None: allow all."""
 
     async def allow(etcd: EtcdClient, namespace: str) -> list[str]:
-        names = [r.fingerprint for r in await suspect_records.posted(etcd, namespace)]
+        names = [str(r["fingerprint"]) for r in await suspect_records.posted(etcd, namespace)]
         chosen = names if fingerprint is None else [fingerprint]
         for name in chosen:
             if not await suspect_records.clear(etcd, namespace, name):

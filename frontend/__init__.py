@@ -6,10 +6,8 @@
     dispatch           which request is at which worker; sends it again, or fails it
     calls              engine utilities (reset_prefix_cache, ...), called on all workers
     waiting            requests that are at no worker, and when each is placed or given up
-    suspects           which request killed a worker; refuses that request
-    probation          when and where a suspect is sent again
-    peers              how many frontends there are
-    flight             one request, and what is known of requests with its fingerprint
+    suspects           which request killed workers; refuses that request
+    flight             one request
     balancer           chooses the decode worker for a request
     explain            why and how recent requests were served
     admission          HTTP admission: 429 when full, 503 while no decode worker can take requests

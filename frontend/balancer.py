@@ -109,11 +109,9 @@ class Balancer:
         return PrefixHolder(instance_id=best, control=address, tokens=held[best] * self._block)
 
     def sent(self, flight: Flight, worker: DecodeConnection, now: float) -> None:
-        """Count a request that goes to a worker, which `choose` or a probation has chosen."""
-        choice, policy = flight.choice, self._policy()
-        if choice is None or choice.view.instance_id != worker.instance_id:
-            view = self._placement.fleet.join(worker.instance_id)
-            choice = Choice(view, policy, 0, None, "probation")
+        """Count a request that goes to the worker which `choose` has chosen."""
+        choice = flight.choice
+        assert choice is not None
         hashed = self._hashed(flight) if choice.policy is DecodePolicy.KV else _NOT_HASHED
         flight.share = self._placement.send(
             choice, _length(flight), now, block=self._block, hashes=hashed.hashes

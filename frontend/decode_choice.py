@@ -154,7 +154,6 @@ class Choice:
         only        there is no other
         load, turn, random      the other policies
         together    another choice of the answer is there (`balancer`)
-        probation   it may kill workers, and is tried there (`probation`)
     """
 
     view: WorkerView

@@ -20,7 +20,7 @@ import zmq
 from pullfill.engine import front_wire
 from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.frontend import metrics
-from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection, process_of
+from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.prefixes import Prefixes
 from pullfill.net.security import ClusterKey
@@ -65,7 +65,6 @@ class WorkerPool:
         self._dispatcher: Dispatcher
         self._context: zmq.Context[Any] = zmq.Context(1)
         self._connections: dict[str, DecodeConnection] = {}
-        self._lost: dict[str, str] = {}
         self._refused: dict[str, tuple[str, str]] = {}
         self._ready = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
@@ -152,10 +151,6 @@ class WorkerPool:
         records = dict(self._directory.workers(DECODE))
         for name in [n for n in self._refused if n not in records]:
             del self._refused[name]
-        for name, process in list(self._lost.items()):
-            if name not in records or process != process_of(records[name]):
-                del self._lost[name]
-                self._dispatcher.suspects.on_gone(process)
         for name, record in records.items():
             self._follow(name, record)
         for name, connection in list(self._connections.items()):
@@ -201,8 +196,6 @@ class WorkerPool:
             "decode worker %s takes requests (%s)", connection.instance_id, connection.record.data
         )
         self._refused.pop(connection.instance_id, None)
-        if self._lost.get(connection.instance_id) == connection.process:
-            del self._lost[connection.instance_id]
         self._update()
         self.prefixes.follow(connection, connection.heard_at)
         self.on_load(connection)
@@ -227,8 +220,6 @@ class WorkerPool:
             _log.warning("decode worker %s is lost: %s", connection.instance_id, reason)
         self._update()
         self.prefixes.forget(connection, connection.heard_at)
-        if died:
-            self._lost[connection.instance_id] = connection.process
         self._dispatcher.on_lost(connection, reason, died)
         asyncio.get_running_loop().call_later(REOPEN_S, self.refresh)
 

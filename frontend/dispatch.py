@@ -28,9 +28,9 @@ from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.calls import Calls
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.explain import ExplainStore, Trace, key_of, refused_id
-from pullfill.frontend.flight import Flight, Suspect, ids_of, keep_room, needs_turn, rank_of
+from pullfill.frontend.flight import Flight, ids_of, keep_room
 from pullfill.frontend.redirects import Redirects
-from pullfill.frontend.suspects import CONFIRM_S, MAX_DEATHS, Suspects
+from pullfill.frontend.suspects import SURE_S, Suspects, guilty
 from pullfill.frontend.waiting import Waiting
 from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log
@@ -44,8 +44,6 @@ NO_WORKER_WAIT_S = 2.0
 """How long a new request waits for a first decode worker."""
 MAX_MIGRATIONS = 20
 """How many workers one request may leave."""
-LOOK_S = 0.1
-"""How often a suspect that waits for a turn checks whether it still makes sense to wait."""
 NO_WORKER = "no decode worker is ready: start one with `pullfill decode` (or `pullfill up`)"
 REFUSED = "refused"
 """Outcome of a request that cannot be served as it is, or that kills workers."""
@@ -59,7 +57,7 @@ class Dispatcher:
     """Implements `engine.front_client.DecodePort`.
 
     candidates: returns the workers that may take requests.
-    board: what all frontends know about suspects.
+    board: the requests that all frontends refuse.
     never: why no answer can migrate with this configuration. Empty: answers can.
     restart_wait_s: how long a request whose worker was lost waits for one that is being started.
     redirect: returns whether workers may redirect requests.
@@ -93,13 +91,9 @@ class Dispatcher:
         self.balancer = balancer
         self._redirects = Redirects(balancer, redirect)
         self._tasks: tuple[str, ...] | None = None
-        self._patience_s = max(waiting.RESEND_WAIT_MAX_S, restart_wait_s)
         self._restart_wait_s = restart_wait_s
         self._leaving = ""
-        self.suspects = Suspects(
-            self._patience_s, self._on_refused, self._waiting.all_soon, self._recall,
-            board, self.flights.values,
-        )  # fmt: skip
+        self.suspects = Suspects(board, self.flights.values, candidates, self._waiting.all_soon)
 
     def bind(self, sink: DecodeClient) -> None:
         """Set where outputs go. Call it before the first worker is connected."""
@@ -171,7 +165,6 @@ class Dispatcher:
         assert worker.welcome is not None
         self._tasks = self._tasks or tuple(worker.welcome.supported_tasks)
         self._sink.joined(worker.welcome)
-        self.suspects.turns.workers[worker.instance_id] = worker
         self.suspects.on_return(worker.process)
         self._waiting.all_soon()
 
@@ -180,11 +173,11 @@ class Dispatcher:
         flights, worker.flights = list(worker.flights.values()), {}
         self.balancer.lost(worker)
         self._sink.left(worker.instance_id)
-        self.suspects.turns.workers.pop(worker.instance_id, None)
         self._calls.on_lost(worker, reason)
         if died:
-            self.suspects.on_death(worker.process, flights)
-        for flight in sorted(flights, key=rank_of):
+            self.suspects.on_death(worker, flights)
+        # Those without an output first: the others then keep away from them (`Suspects.around`).
+        for flight in sorted(flights, key=lambda flight: flight.proven):
             self._try(flight, self._leave, worker, f"was lost ({reason})", True)
 
     def on_message(self, worker: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
@@ -227,7 +220,7 @@ class Dispatcher:
                 continue  # aborted or migrated meanwhile
             if not flight.proven:
                 self.balancer.first(flight)
-                self.suspects.on_output(flight)
+                flight.proven = True
             tokens = flight.tokens
             if not tokens:
                 flight.trace.first_token_ms = (time.monotonic() - flight.arrived) * 1000.0
@@ -286,20 +279,17 @@ class Dispatcher:
             _log.exception("%s cannot be sent to a worker", flight.trace.key, extra=ids_of(flight))
             self._fail(flight, explained(exc, "the frontend"), OURS)
 
-    def _on_refused(self, suspect: Suspect) -> None:
-        for flight in self._waiting.of(suspect):
-            self._fail(flight, suspect.sentence, REFUSED)
-
-    def _recall(self, flight: Flight) -> None:
-        """Take a request back from its worker's queue. It waits for a turn on probation instead."""
-        assert flight.worker is not None
-        flight.worker.abort([flight.wire_id])
-        self._try(flight, self._leave, flight.worker, "had it queued when a copy was at a death")
+    def on_refused(self, fingerprint: str) -> None:
+        """Frontends refuse these requests from now on: end those that wait for a worker."""
+        for flight in self._waiting.of(fingerprint):
+            if flight.deaths:
+                self._fail(flight, self.suspects.sentence(flight), REFUSED)
+            else:
+                self._fail(flight, self.suspects.meet(flight), REFUSED)
 
     def route(self, flight: Flight, now: float) -> None:
-        """Step 2: send a request to a worker, or let it wait for one or for a turn on probation."""
-        if flight.suspect is not None and flight.suspect.charged:
-            flight.deadline = max(flight.deadline, now + 2 * CONFIRM_S)  # Suspects ends it earlier
+        """Step 2: send a request to a worker, or let it wait for one."""
+        if guilty(flight):  # `suspects` soon ends it, or finds that it is not
             self._waiting.hold(flight)
             return
         ready = self._candidates()
@@ -310,24 +300,11 @@ class Dispatcher:
             if ready:
                 why = f"no other has room for {flight.room} tokens"
                 flight.failure = flight.failure.replace(NO_WORKER, why)
-            if flight.asked_at:  # the last worker was lost during the wait
-                flight.asked_at, flight.deadline = 0.0, now + self._patience_s
             self._waiting.hold(flight)
             return
-        if (worker := self._choose(flight, workers, now)) is None:
-            flight.deadline = now + LOOK_S
-            self._waiting.hold(flight)
-        else:
-            self._waiting.drop(flight.request_id)
-            self._send(flight, worker, now, len(workers) > 1)
-
-    def _choose(
-        self, flight: Flight, workers: Sequence[DecodeConnection], now: float
-    ) -> DecodeConnection | None:
-        if needs_turn(flight):
-            return self.suspects.turns.turn(flight, workers, now)
-        around = self.suspects.turns.around(flight, workers, now)
-        return self.balancer.choose(flight, around, now) if around else None
+        worker = self.balancer.choose(flight, self.suspects.around(flight, workers), now)
+        self._waiting.drop(flight.request_id)
+        self._send(flight, worker, now, len(workers) > 1)
 
     def _send(self, flight: Flight, worker: DecodeConnection, now: float, several: bool) -> None:
         """Send a request to a worker. several: whether other workers could take it."""
@@ -343,7 +320,7 @@ class Dispatcher:
         except (ValueError, OverflowError) as exc:  # e.g. an integer too large for msgpack
             self._fail(flight, f"the request cannot be sent to a decode worker: {exc}", REFUSED)
             return
-        flight.worker, flight.sent_at, flight.asked_at, flight.proven = worker, now, 0.0, False
+        flight.worker, flight.proven = worker, False
         flight.trace.worker = worker.instance_id
         flight.avoid = None  # it may have recovered by the time that this worker is lost
         worker.flights[flight.wire_id] = flight
@@ -377,17 +354,17 @@ class Dispatcher:
                 message = f"{reason}, and another cannot continue it exactly: {why}; send it again"
                 self._fail(flight, message, "not_exact")
                 return
-        suspect = flight.suspect
-        if suspect is not None and suspect.refused_until:
-            self._fail(flight, suspect.sentence, REFUSED)
+        if flight.deaths and self.suspects.refused(flight):
+            self._fail(flight, self.suspects.sentence(flight), REFUSED)
             return
-        deaths = 0 if suspect is None else len(suspect.deaths)
-        if deaths >= MAX_DEATHS or flight.attempt >= MAX_MIGRATIONS or flight.request.resumable:
+        if flight.attempt >= MAX_MIGRATIONS or flight.request.resumable:
             self._fail(flight, f"{reason}; given up after {flight.attempt} attempts", "given_up")
             return
         keep_room(flight, worker)
         now = self._loop.time()
         wait = waiting.patience_s(flight, worker.heard_at, lost, now)
+        if guilty(flight):
+            wait += SURE_S
         flight.deadline = now + max(wait, self._restart_wait_s)
         flight.failure = f"{reason} and {NO_WORKER}"
         self._waiting.hold(flight)

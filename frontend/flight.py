@@ -1,4 +1,4 @@
-"""One engine request of this frontend, and what is known of requests with its fingerprint."""
+"""One engine request of this frontend."""
 
 from __future__ import annotations
 
@@ -20,64 +20,6 @@ if TYPE_CHECKING:
     from pullfill.frontend.decode_connection import DecodeConnection
 
 _log = log.get("frontend.flight")
-
-REFUSE_S = 600.0
-"""How long a fingerprint is refused, and how long a suspicion is remembered."""
-
-
-@dataclass(slots=True, eq=False)
-class Suspect:
-    """What is known about one fingerprint. Times are loop times.
-
-    deaths: the processes that died with it, except those that another request has caused.
-    likely: whether it had no output from the last process that died.
-    seen_at: when the last of them died.
-    not_before: when it may be tried again.
-    left: workers that a request was taken back from, by process. If such a worker dies before the
-    given time, the request counts as in flight there.
-    trying: the request of this frontend with this fingerprint that is on probation.
-    deaths_elsewhere: number of deaths that another frontend counted when it refused the request.
-    """
-
-    fingerprint: str
-    prompt_tokens: int
-    deaths: list[str] = field(default_factory=list)
-    seen_at: float = 0.0
-    not_before: float = 0.0
-    likely: bool = False
-    cleared: bool = False
-    charged: bool = False
-    refused_until: float = 0.0
-    trying: Flight | None = None
-    deaths_elsewhere: int = 0
-    left: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def open(self) -> bool:
-        """Whether it may only be sent on probation."""
-        return bool(self.deaths) and not self.cleared
-
-    @property
-    def grave(self) -> bool:
-        """Whether it is the likely cause: it had no output, or was at several deaths."""
-        return self.likely or len(self.deaths) > 1
-
-    def expired(self, now: float) -> bool:
-        """Whether it is not suspected any more."""
-        old = max(self.refused_until, self.seen_at + REFUSE_S) < now
-        return old and not self.charged and self.trying is None
-
-    @property
-    def sentence(self) -> str:
-        """The message for the user of a refused request."""
-        workers = ", ".join(map(instance_of, self.deaths))
-        count = max(len(self.deaths), self.deaths_elsewhere)
-        return (
-            f"{count} decode workers died while this request was in flight ({workers}), "
-            f"so it is not sent again. Requests with its fingerprint {self.fingerprint} are "
-            f"refused for {REFUSE_S / 60:.0f} minutes; to allow it before: pullfill suspects clear "
-            f"{self.fingerprint}"
-        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -107,10 +49,9 @@ class Flight:
     room: the `max_model_len` that the next worker must have.
     stalled_at: since when none of its workers has shown life. 0: one does.
     fingerprint: "" until it is needed.
-    suspect: what is known of that fingerprint. None: nothing.
+    deaths: the processes that died with it (`suspects`), the last one at the end. 1: it had no
+    output from that worker. 0.5: it had.
     proven: its worker has sent an output of it.
-    sent_at: when it was sent to its worker.
-    asked_at: since when it waits for its turn on probation. 0: it does not wait.
     hashed: the hashes of its prompt. None: they were not needed yet.
     choice: how its next worker was chosen. share: what it adds to the load of its worker.
     counted: number of tokens that were out when it was sent to its worker.
@@ -134,10 +75,8 @@ class Flight:
     deadline: float = 0.0
     stalled_at: float = 0.0
     fingerprint: str = ""
-    suspect: Suspect | None = None
+    deaths: dict[str, float] = field(default_factory=dict)
     proven: bool = False
-    sent_at: float = 0.0
-    asked_at: float = 0.0
     hashed: Hashed | None = None
     choice: Choice | None = None
     share: Share | None = None
@@ -176,21 +115,3 @@ def name_of(flight: Flight) -> str:
 def ids_of(flight: Flight) -> dict[str, Any]:
     """Return `extra` for a log line about the request."""
     return log.ids(request_id=flight.trace.key, attempt=flight.attempt)
-
-
-def needs_turn(flight: Flight) -> bool:
-    """Whether the request may only be sent on probation, or is on probation."""
-    return flight.suspect is not None and flight.suspect.open
-
-
-def rank_of(flight: Flight) -> tuple[int, bool, int]:
-    """Sort key for turns. The least suspicious goes first, then the longest answer under way."""
-    suspect = flight.suspect
-    if suspect is None or not suspect.open:
-        return 0, False, 0
-    return len(suspect.deaths), suspect.likely, -len(flight.tokens)
-
-
-def instance_of(process: str) -> str:
-    """The instance id in the name of a process (`decode_connection.process_of`)."""
-    return process.partition("@")[0]

@@ -43,7 +43,6 @@ from pullfill.frontend.forward import setup as forward_setup
 from pullfill.frontend.forward.setup import Forwarding
 from pullfill.frontend.http_auth import HttpAuth
 from pullfill.frontend.live_view import LiveView
-from pullfill.frontend.peers import Peers
 from pullfill.frontend.routes import Admin
 from pullfill.ids import new_instance_id
 from pullfill.net.security import FrontendSecurity
@@ -264,12 +263,7 @@ class _Frontend:
             )
             pool.refuse_if_incompatible(cluster.namespace)
             explain = ExplainStore()
-            board = SuspectBoard(
-                client,
-                cluster.namespace,
-                self._instance_id,
-                Peers(directory, self._instance_id).count,
-            )
+            board = SuspectBoard(client, cluster.namespace)
             stack.push_async_callback(board.close)
             settings = Settings(client, cluster.namespace, RouterConfig)
             await settings.start(options.connect_timeout_s)
@@ -290,7 +284,7 @@ class _Frontend:
                 restart_wait_s=options.restart_wait_s,
                 redirect=lambda: settings.current.redirect,
             )
-            board.start(dispatcher.suspects)
+            board.start(dispatcher.on_refused)
             adapters = AdapterBoard(client, cluster.namespace)
             stack.push_async_callback(adapters.close)
             front = await front_app.FrontApp.build(prepared, dispatcher, adapters)
@@ -311,14 +305,11 @@ class _Frontend:
                 frontends=lambda: len(directory.workers("frontend")),
             )
             directory.subscribe(live.marks.on_change)
-            suspects = dispatcher.suspects.listed
             stock_key = cluster.security.frontend.stock_key()
             stock = Forwarding.of(options, prepared.names, lambda: settings.current, stock_key)
             front.share_responses(view.response_elsewhere)
             stored = front.stored_response
-            admin = Admin(
-                pool, view, explain, front.settle, suspects, board.listed, stored, live, stock
-            )
+            admin = Admin(pool, view, explain, front.settle, board.listed, stored, live, stock)
             admin.attach(front.app)
             if stock is None:
                 admission = Admission(

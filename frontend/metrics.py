@@ -22,9 +22,8 @@ FAILED = Counter(
 )
 SUSPECTS = Counter(
     "pullfill_suspect",
-    "Requests that may have killed a decode worker: suspected (fingerprints that were in flight at "
-    "a death), cleared, convicted (refused from then on), refused (requests with such a "
-    "fingerprint)",
+    "Requests that may have killed a decode worker: suspected (in flight at a death), convicted "
+    "(such requests are refused from then on), refused (requests with such a fingerprint)",
     ["result"],
 )
 REFUSED = Counter(

@@ -36,8 +36,7 @@ NO_PREFILL = (
 class Admin:
     """Serves the routes. All but `heartbeat` are read-only.
 
-    suspected: returns the entries of `suspects` of this frontend.
-    refused: returns those of all frontends. They replace entries of the same fingerprint.
+    refused: returns the entries of `suspects`.
     settle: enters vLLM's late statistics into the metrics. Called before the metrics are read.
     stored: returns a response that this frontend has stored, for another one.
     page: makes what the live page shows.
@@ -48,7 +47,6 @@ class Admin:
     view: ClusterView
     explain: ExplainStore
     settle: Callable[[], None]
-    suspected: Callable[[], list[dict[str, object]]]
     refused: Callable[[], list[dict[str, object]]]
     stored: Callable[[str], bytes | None]
     page: LiveView
@@ -113,12 +111,11 @@ class Admin:
         return JSONResponse(body, status_code=200 if ok else 503)
 
     async def status(self, _: Request) -> Response:
-        rows = {row["fingerprint"]: row for row in (*self.suspected(), *self.refused())}
         status = await self.view.status()
         self._add_routing(status["workers"])
         if self.stock is not None:
             status["stock"] = self.stock.servers.status()
-        return JSONResponse({**status, "suspects": list(rows.values())})
+        return JSONResponse({**status, "suspects": self.refused()})
 
     def _add_routing(self, workers: list[dict[str, Any]]) -> None:
         """Add what this frontend knows of decode workers when it chooses one."""

@@ -1,8 +1,7 @@
 """Holds requests that are at no decode worker, until each is placed or its time is over.
 
 Owned by the `Dispatcher`, single event loop. A request is added with `hold` and removed with
-`drop`. In between `soon` and `all_soon` call `place` for it. At its deadline `expire` is called, or
-`place` if it waits for a turn on probation.
+`drop`. In between `soon` and `all_soon` call `place` for it. At its deadline `expire` is called.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from pullfill.frontend.flight import Flight, Suspect, rank_of
+from pullfill.frontend.flight import Flight, name_of
 
 RESEND_WAIT_S = 0.8
 """The least time a request waits for another worker after its own was lost."""
@@ -64,9 +63,9 @@ class Waiting:
         """Remove a request. No error if it did not wait."""
         self._held.pop(request_id, None)
 
-    def of(self, suspect: Suspect) -> list[Flight]:
+    def of(self, fingerprint: str) -> list[Flight]:
         """The waiting requests with this fingerprint."""
-        return [f for f in self._held.values() if f.suspect is suspect]
+        return [f for f in self._held.values() if name_of(f) == fingerprint]
 
     def soon(self, flights: Iterable[Flight]) -> None:
         """Place these requests soon. A lost worker may leave hundreds, so in slices of _TURN_S."""
@@ -76,14 +75,14 @@ class Waiting:
             self._loop.call_soon(self._some)
 
     def all_soon(self) -> None:
-        """Place all soon, the least suspicious first. Calls in one turn of the loop are merged."""
+        """Place all soon. Calls in one turn of the loop are merged."""
         if self._held and not self._all:
             self._all = True
             self._loop.call_soon(self._every)
 
     def _every(self) -> None:
         self._all = False
-        self.soon(sorted(self._held.values(), key=rank_of))
+        self.soon(list(self._held.values()))
 
     def _some(self) -> None:
         now, until = self._loop.time(), time.monotonic() + _TURN_S
@@ -112,11 +111,8 @@ class Waiting:
     def _look(self) -> None:
         self._timer = None
         now = self._loop.time()
-        for flight in sorted(self._held.values(), key=rank_of):
+        for flight in list(self._held.values()):
             if flight.deadline <= now and self._held.get(flight.request_id) is flight:
-                if flight.asked_at:
-                    self._place(flight, now)
-                else:
-                    self._expire(flight)
+                self._expire(flight)
         if self._held:
             self._arm(min(flight.deadline for flight in self._held.values()))

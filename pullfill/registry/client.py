@@ -130,35 +130,19 @@ class EtcdClient(EtcdRpc):
 
     async def put_if(self, key: str, value: bytes, *, mod_revision: int) -> bool:
         """Write if the key is still as it was at `mod_revision` (0: absent). True if written."""
-        return await self._put_all([(key, value)], 0, mod_revision)
+        return await self.put_all([(key, value)], 0, mod_revision)
 
     async def put_all(
-        self,
-        items: Sequence[tuple[str, bytes]],
-        lease_id: int,
-        *,
-        absent: bool = False,
-        unless: Sequence[str] = (),
+        self, items: Sequence[tuple[str, bytes]], lease_id: int, mod_revision: int | None = None
     ) -> bool:
         """Write several keys, all or none. True if written.
 
-        absent: write only if none of them exists.
-        unless: other keys. Write only if none of these exists."""
-        return await self._put_all(items, lease_id, 0 if absent else None, unless)
-
-    async def _put_all(
-        self,
-        items: Sequence[tuple[str, bytes]],
-        lease_id: int,
-        mod_revision: int | None,
-        unless: Sequence[str] = (),
-    ) -> bool:
+        mod_revision: write only if they are as they were then. None: write in any case."""
         compare = [
             {"key": key.encode(), "target": "MOD", "mod_revision": mod_revision}
             for key, _ in items
             if mod_revision is not None
         ]
-        compare += [{"key": key.encode(), "target": "MOD", "mod_revision": 0} for key in unless]
         puts = [{"request_put": _put(key, value, lease_id)} for key, value in items]
         done = await self.call("/kv/txn", {"compare": compare, "success": puts}, _Done)
         return done.succeeded
@@ -169,6 +153,10 @@ class EtcdClient(EtcdRpc):
         """(lease id, seconds granted, header). etcd rounds a TTL below 2 s up to 2."""
         lease = await self.call("/lease/grant", {"TTL": ttl_s, "ID": 0}, _Lease)
         return lease.id, lease.ttl, self._dated(lease.header)
+
+    async def lease_left_s(self, lease_id: int) -> int:
+        """Return how many seconds the lease has left, by etcd's clock. Negative: it is gone."""
+        return (await self.call("/lease/timetolive", {"ID": lease_id}, _Lease)).ttl
 
     async def revoke_lease(self, lease_id: int) -> None:
         """End a lease and all keys on it. Raises LeaseNotFound."""

@@ -93,34 +93,3 @@ def suspects_prefix(namespace: str) -> str:
 
 def suspect(namespace: str, fingerprint: str) -> str:
     return f"{suspects_prefix(namespace)}{_checked(fingerprint, 'fingerprint')}"
-
-
-def probations_prefix(namespace: str) -> str:
-    return f"{namespace_prefix(namespace)}probations/"
-
-
-def deaths_prefix(namespace: str, instance_id: str) -> str:
-    instance_id = _checked(instance_id, "instance id")
-    return f"{probations_prefix(namespace)}deaths/{instance_id}/"
-
-
-def death(namespace: str, instance_id: str, frontend: str) -> str:
-    """Key of the requests that one frontend had at a worker that died."""
-    return f"{deaths_prefix(namespace, instance_id)}{_checked(frontend, 'instance id')}"
-
-
-def probation_of(namespace: str, fingerprint: str) -> str:
-    """Key that exists while requests with this fingerprint have a probation."""
-    return f"{probations_prefix(namespace)}of/{_checked(fingerprint, 'fingerprint')}"
-
-
-def probation_at(namespace: str, instance_id: str) -> str:
-    """Key that exists while this worker has a probation."""
-    return f"{probations_prefix(namespace)}at/{_checked(instance_id, 'instance id')}"
-
-
-def probation_clear(namespace: str, instance_id: str, frontend: str) -> str:
-    """Key by which a frontend says that it has no request without an output at this worker."""
-    instance_id = _checked(instance_id, "instance id")
-    prefix = f"{probations_prefix(namespace)}clear/{instance_id}/"
-    return f"{prefix}{_checked(frontend, 'instance id')}"

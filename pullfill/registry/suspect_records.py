@@ -1,22 +1,22 @@
 """Requests that killed decode workers, as all frontends know them.
 
 The key `suspects/{fingerprint}` exists while requests with this fingerprint are refused. It has a
-lease of its own, so it ends by itself. `clear` ends it earlier. `probations` has what frontends
-tell each other before a request is refused.
+lease of its own, so it ends by itself. `clear` ends it earlier.
 
 Lifecycle of a board: `start` → `left_s` is always current → `close`. No call waits for etcd.
-While etcd is away the last known entries stay, and new ones are written again and again until they
-would have ended.
+While etcd is away the last known entries stay. An entry of this frontend is refused at once, and
+written again and again until it would have ended.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from pullfill.errors import BadMessage
-from pullfill.registry import keys, probations
+from pullfill.errors import BadMessage, PullfillError
+from pullfill.registry import keys
 from pullfill.registry.background import Background
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Delete, Put, watch_prefix
@@ -29,107 +29,119 @@ MAX_POSTED = 1000
 """Most fingerprints in etcd. A frontend refuses further ones alone, without telling the others."""
 
 
+@dataclass(slots=True)
+class _Entry:
+    """until: when it ends, by the loop's clock. stored: etcd has the key, so only that counts."""
+
+    record: SuspectRecord
+    until: float
+    stored: bool
+
+
 class SuspectBoard:
-    """See the module.
+    """See the module."""
 
-    frontend: our instance id.
-    frontends: returns the number of frontends."""
-
-    def __init__(
-        self,
-        client: EtcdClient,
-        namespace: str,
-        frontend: str,
-        frontends: Callable[[], int] = lambda: 1,
-    ) -> None:
+    def __init__(self, client: EtcdClient, namespace: str) -> None:
         self._namespace = namespace
         self._client = client
-        self._records: dict[str, SuspectRecord] = {}
+        self._entries: dict[str, _Entry] = {}
         self._background = Background(client)
-        self.probations = probations.Probations(client, namespace, frontend, frontends)
+        self._loop = asyncio.get_running_loop()
+        self._on_refused: Callable[[str], None]
 
-    def start(self, listener: probations.Listener) -> None:
-        """Begin to watch. Entries arrive soon; until then nobody is refused."""
-        self._background.run(self._follow(listener), "suspects")
-        self.probations.start(listener)
+    def start(self, on_refused: Callable[[str], None]) -> None:
+        """Begin to watch. Entries arrive soon; until then nobody is refused.
+
+        on_refused: called with each fingerprint that is refused from now on."""
+        self._on_refused = on_refused
+        self._background.run(self._follow(), "suspects")
 
     async def close(self) -> None:
         """End the watch and what is being written. Idempotent."""
-        await self.probations.close()
         await self._background.close()
 
     def __len__(self) -> int:
-        return len(self._records)
-
-    def records(self) -> list[SuspectRecord]:
-        """All entries, the newest last."""
-        return sorted(self._records.values(), key=lambda record: record.until)
+        return len(self._entries)
 
     def listed(self) -> list[dict[str, object]]:
-        """The entries, for people."""
-        return [row_of(record) for record in self.records()]
+        """The entries, for people: `suspects` in `GET /pullfill/status`."""
+        return _rows((e.record, self.left_s(name)) for name, e in list(self._entries.items()))
 
     def left_s(self, fingerprint: str) -> float:
         """Return how long the fingerprint is refused: 0, or at least 1 s while its key lives."""
-        record = self._records.get(fingerprint)
-        return max(1.0, record.until - time.time()) if record is not None else 0.0
+        if (entry := self._entries.get(fingerprint)) is None:
+            return 0.0
+        left_s = entry.until - self._loop.time()
+        if left_s <= 0 and not entry.stored:
+            del self._entries[fingerprint]
+            return 0.0
+        return max(1.0, left_s)
 
     def post(self, fingerprint: str, deaths: int, prompt_tokens: int, ttl_s: float) -> None:
-        """Refuse the fingerprint at every frontend, for `ttl_s`.
+        """Refuse the fingerprint: here at once, and at every frontend, for `ttl_s`.
 
-        Returns at once. While etcd does not answer, the write is tried again."""
-        if len(self._records) >= MAX_POSTED:
+        While etcd does not answer, the write is tried again."""
+        record = SuspectRecord(fingerprint=fingerprint, deaths=deaths, prompt_tokens=prompt_tokens)
+        full = len(self._entries) >= MAX_POSTED
+        self._entries[fingerprint] = _Entry(record, self._loop.time() + ttl_s, stored=False)
+        self._on_refused(fingerprint)
+        if full:
             _log.warning(
                 "suspect %s is refused by this frontend only: etcd holds %d already",
                 fingerprint,
                 MAX_POSTED,
             )
             return
-        until = time.time() + ttl_s
-        record = SuspectRecord(
-            fingerprint=fingerprint, deaths=deaths, prompt_tokens=prompt_tokens, until=until
-        )
         key = keys.suspect(self._namespace, fingerprint)
         self._background.run(
             self._background.put(key, encode(record), ttl_s), f"suspect-{fingerprint}"
         )
 
-    async def _follow(self, listener: probations.Listener) -> None:
+    async def _follow(self) -> None:
         prefix = keys.suspects_prefix(self._namespace)
         async for event in watch_prefix(self._client, prefix):
             if isinstance(event, Put):
-                try:
-                    record = decode(event.value, SuspectRecord)
-                except BadMessage as exc:
-                    _log.warning("ignoring %s: %s", event.key.decode(errors="replace"), exc)
-                    continue
-                self._records[record.fingerprint] = record
-                name = record.fingerprint
-                listener.on_refused_elsewhere(name, self.left_s(name), record.deaths)
+                await self._put(event)
             elif isinstance(event, Delete):
-                fingerprint = event.key.decode(errors="replace").removeprefix(prefix)
-                if self._records.pop(fingerprint, None) is not None:
-                    listener.forget(fingerprint)
+                self._entries.pop(event.key.decode(errors="replace").removeprefix(prefix), None)
+
+    async def _put(self, event: Put) -> None:
+        try:
+            record = decode(event.value, SuspectRecord)
+        except BadMessage as exc:
+            _log.warning("ignoring %s: %s", event.key.decode(errors="replace"), exc)
+            return
+        # Refused first: to ask etcd for the time takes a moment.
+        entry = self._entries[record.fingerprint] = _Entry(record, 0.0, stored=True)
+        self._on_refused(record.fingerprint)
+        with contextlib.suppress(PullfillError):
+            if (found := await self._client.get(event.key)) is not None:
+                entry.until = self._loop.time() + await self._client.lease_left_s(found.lease)
 
 
-def row_of(record: SuspectRecord) -> dict[str, object]:
-    """One entry of `suspects` in `GET /pullfill/status`."""
-    return {
-        "fingerprint": record.fingerprint,
-        "state": "refused",
-        "deaths": record.deaths,
-        "prompt_tokens": record.prompt_tokens,
-        "left_s": round(max(0.0, record.until - time.time()), 1),
-    }
+def _rows(found: Iterable[tuple[SuspectRecord, float]]) -> list[dict[str, object]]:
+    """What people are shown, those that end last at the end."""
+    return [
+        {
+            "fingerprint": record.fingerprint,
+            "state": "refused",
+            "deaths": record.deaths,
+            "prompt_tokens": record.prompt_tokens,
+            "left_s": round(left_s, 1),
+        }
+        for record, left_s in sorted(found, key=lambda each: each[1])
+    ]
 
 
-async def posted(client: EtcdClient, namespace: str) -> list[SuspectRecord]:
-    """Return what is refused now, for the command line. Unreadable entries are left out."""
+async def posted(client: EtcdClient, namespace: str) -> list[dict[str, object]]:
+    """Return what is refused now, as `listed`, for the command line. Unreadable entries are left
+    out."""
     found = []
     for kv in (await client.get_prefix(keys.suspects_prefix(namespace)))[0]:
         with contextlib.suppress(BadMessage):
-            found.append(decode(kv.value, SuspectRecord))
-    return sorted(found, key=lambda record: record.until)
+            record = decode(kv.value, SuspectRecord)
+            found.append((record, max(0.0, await client.lease_left_s(kv.lease))))
+    return _rows(found)
 
 
 async def clear(client: EtcdClient, namespace: str, fingerprint: str) -> bool:

@@ -101,38 +101,14 @@ class AdapterRecord(Message, frozen=True, kw_only=True):
 
 class SuspectRecord(Message, frozen=True, kw_only=True):
     """`suspects/{fingerprint}`: a request that no frontend sends to a decode worker while the key
-    lives. deaths: decode workers that died with it. until: when the key's lease ends, in seconds
-    since 1970 by the writer's clock; for people only."""
+    lives. deaths: decode workers that died with it. until: nobody reads it. The first builds of
+    wire version 9 want it, and refuse the request as long as the key lives, whatever it is."""
 
     v: Version = WIRE_VERSION
     fingerprint: Id
     deaths: Count
     prompt_tokens: Count
-    until: Finite
-
-
-class DeathRecord(Message, frozen=True, kw_only=True):
-    """`probations/deaths/{instance_id}/{frontend}`: which requests without an output a frontend had
-    at a decode worker that died, by fingerprint.
-
-    process: names the worker's process.
-    suspects: those that had been at a worker that died before.
-    others: all others.
-    """
-
-    v: Version = WIRE_VERSION
-    process: Text
-    suspects: list[Text]
-    others: list[Text]
-
-
-class ProbationRecord(Message, frozen=True, kw_only=True):
-    """`probations/of/{fingerprint}` and `probations/at/{instance_id}`: a request that is tried at a
-    decode worker. lease: of these keys, and of the answers to them."""
-
-    v: Version = WIRE_VERSION
-    frontend: Id
-    lease: int
+    until: Finite = 0.0
 
 
 # --------------------------------------------------------------------------- explain

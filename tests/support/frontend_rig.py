@@ -105,6 +105,7 @@ async def rig(
     )
     pool = WorkerPool(directory, hello, ["m"], prefix_blocks=prefix_blocks)
     explain, sink = ExplainStore(), Sink()
+    board = Alone() if board is None else board
     with pytest.MonkeyPatch.context() as patch:  # to touch 13 MB takes longer than most tests
         patch.setattr(placement, "PREDICTED_BLOCKS", 1 << 10)
         balancer = Balancer(lambda: policy, pool.prefixes)
@@ -113,11 +114,12 @@ async def rig(
         balancer,
         explain,
         pool.candidates,
-        Alone() if board is None else board,
+        board,
         restart_wait_s=restart_wait_s,
         redirect=lambda: redirect,
     )
     dispatcher.bind(sink)
+    board.start(dispatcher.on_refused)
     await pool.start(dispatcher)
     try:
         yield Rig(directory, pool, dispatcher, explain, sink)

@@ -27,10 +27,10 @@ DROPPED = {
     "Claim.delivery", "Commit.parts", "Commit.prefix_read_bytes", "CommitReply.job_id",
     "DecodeWelcome.incarnation", "DecodeWelcome.max_num_batched_tokens",
     "DecodeWelcome.max_num_seqs", "DrainAck.attempt", "DrainAck.incarnation", "DrainAck.job_id",
-    "Hello.host_id", "Hello.transports", "PrefillJob.control", "ProbationRecord.fingerprint",
+    "Hello.host_id", "Hello.transports", "PrefillJob.control",
     "Ready.parts", "Ready.prefix_read_bytes", "Refused.job_id", "RegionDescriptor.block_size",
     "RegionDescriptor.epoch", "Revoke.incarnation", "SelfCheck.checked_at",
-    "StageTimings.queue_ms", "Welcome.incarnation", "WorkerRecord.version",
+    "StageTimings.queue_ms", "SuspectRecord.until", "Welcome.incarnation", "WorkerRecord.version",
     "WorkerRecord.world_size",
 }  # fmt: skip
 """Fields that were sent once and that nobody read."""

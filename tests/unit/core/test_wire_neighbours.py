@@ -16,7 +16,9 @@ from tests.support.wire_examples import RECORDS, STRUCTS, example, required
 OLD = msgspec.json.decode((RECORDS / f"wire-{WIRE_VERSION}.json").read_bytes())
 """What the first builds of this version say, and how they read."""
 KINDS = {kind.__name__: kind for kind in STRUCTS}
-OF_OLD = sorted(OLD["messages"])
+GONE = {"DeathRecord", "ProbationRecord"}
+"""Not said any more. Who waits for them goes on without them."""
+OF_OLD = sorted(OLD["messages"].keys() - GONE)
 
 
 @pytest.mark.parametrize("name", OF_OLD)

@@ -39,7 +39,7 @@ class _View:
 def admin(r: Rig) -> Admin:
     parts: dict[str, Any] = {
         "view": _View(), "explain": SimpleNamespace(), "settle": lambda: None,
-        "suspected": list, "refused": list, "stored": lambda _: None, "page": SimpleNamespace(),
+        "refused": list, "stored": lambda _: None, "page": SimpleNamespace(),
     }  # fmt: skip
     return Admin(r.pool, **parts)
 

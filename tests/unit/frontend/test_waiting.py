@@ -12,7 +12,7 @@ from pullfill.frontend.waiting import Waiting
 
 
 def flight(name: str, deadline: float) -> Any:
-    return SimpleNamespace(request_id=name, deadline=deadline, asked_at=0.0, suspect=None)
+    return SimpleNamespace(request_id=name, deadline=deadline)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
