@@ -46,13 +46,11 @@ class Frontend:
 class Request:
     """One request that the request server has accepted.
 
-    picture: what its frontend believed of this worker. None: it must be taken.
     coming: it is not in the engine yet.
     wanted: it was not aborted since it was accepted."""
 
     id: str
     frontend: Frontend
-    picture: front_wire.Picture | None
     coming: bool = True
     wanted: bool = True
 

@@ -19,13 +19,10 @@ from pullfill.decode_worker import utilities
 from pullfill.decode_worker.curve_auth import CurveAuth
 from pullfill.decode_worker.frontends import Frontend, HeldStats, Request, check_fits, refusal
 from pullfill.decode_worker.intake import Intake, Preparation
-from pullfill.decode_worker.redirects import Redirects
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire, request_limits, requests
 from pullfill.engine import outputs as vllm_outputs
 from pullfill.engine.adapters import Adapters
-from pullfill.engine.front_wire import Picture
-from pullfill.engine.front_wire import RedirectReason as Reason
 from pullfill.errors import BadMessage
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints, log
@@ -42,7 +39,6 @@ class RequestServer:
     """Serves all frontends of one decode worker.
 
     Engine thread only, except for preparations (intake thread) and reads of `draining` (any).
-    redirects: sends new requests to better workers.
     welcome: returns the message for a new frontend. models: names under which the model is served.
     adapters: the LoRA adapters of this worker.
     key: the cluster key. A frontend that does not hold it is refused."""
@@ -51,7 +47,6 @@ class RequestServer:
         self,
         host: EngineHost,
         traces: RequestTraces,
-        redirects: Redirects,
         *,
         welcome: Callable[[], front_wire.DecodeWelcome],
         models: Iterable[str],
@@ -76,7 +71,6 @@ class RequestServer:
         self._key = key
         self._gate: CurveAuth | None = None
         self.intake = Intake(lambda work, wake: host.submit(work, wake=wake), lambda: host.stepping)
-        self.redirects = redirects
         self.on_follow: Callable[[bytes, PrefixFollow], object] = lambda identity, message: None
         self._stats = HeldStats()
         self._owed: dict[int, Any] = {}
@@ -187,9 +181,10 @@ class RequestServer:
             return
         frontend.last_seen = self._clock.monotonic()
         if kind == front_wire.ADD:
-            self._add(frontend, payload, None)
+            self._add(frontend, payload)
         elif kind == front_wire.TRY:
-            self._add(frontend, payload[1:], wire.decode(payload[0].bytes, Picture))
+            # Frontends of the first builds of wire version 9 say first what they believe of us.
+            self._add(frontend, payload[1:])
         elif kind == front_wire.ABRT:
             self._abort(frontend, front_wire.decode_ids(payload[0].bytes))
         elif kind == front_wire.PING:
@@ -221,18 +216,18 @@ class RequestServer:
         if self.draining:
             self._send(frontend, front_wire.DRAIN)
 
-    def _add(self, frontend: Frontend, payload: list[Any], picture: Picture | None) -> None:
+    def _add(self, frontend: Frontend, payload: list[Any]) -> None:
         request_id = front_wire.request_id(payload)
-        taken = Request(request_id, frontend, picture)
         if self.draining:
-            return self._send(frontend, *self.redirects.back(taken, Reason.DRAINING, draining=True))
+            return self._give_back(frontend, request_id)
         if request_id in self._taken:
             return self._refuse(frontend, request_id, RuntimeError("it is here already"))
         here, self._first = self._first, False
+        taken = Request(request_id, frontend)
         preparation = self._prepare(taken, payload, time.time())
         if not self.intake.put(preparation, sum(map(len, payload)), here=here):
             # Too much waits here. Another worker may have room.
-            return self._send(frontend, *self.redirects.back(taken, Reason.INTAKE_FULL))
+            return self._give_back(frontend, request_id)
         frontend.requests.add(request_id)
         self._taken[request_id] = taken
 
@@ -271,9 +266,6 @@ class RequestServer:
         try:
             if failure is not None:
                 raise failure
-            if answer := self.redirects.look(taken, request, self.draining):
-                self._forget(taken.id)
-                return self._send(taken.frontend, *answer)
             self._adapters.admit(core, request)
             if vllm_outputs.bound_grammar(request, core):
                 self._grammars[taken.id] = request
@@ -281,6 +273,10 @@ class RequestServer:
         except Exception as exc:
             self._forget(taken.id)
             self._refuse(taken.frontend, taken.id, exc)
+
+    def _give_back(self, frontend: Frontend, request_id: str) -> None:
+        """This request is not taken. The frontend sends it elsewhere."""
+        self._send(frontend, front_wire.BACK, front_wire.encode_ids([request_id]))
 
     def _refuse(self, frontend: Frontend, request_id: str, why: Exception) -> None:
         self._send_out(frontend, refusal(request_id, why, self._welcome().decode_instance))

@@ -29,7 +29,6 @@ from pullfill.decode_worker.load_reports import LoadReports
 from pullfill.decode_worker.offers import offer
 from pullfill.decode_worker.outlook import Outlook
 from pullfill.decode_worker.publisher import Publisher
-from pullfill.decode_worker.redirects import Redirects
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import checks_for
@@ -87,7 +86,7 @@ class DecodeHooks(EngineHooks):
         self.unproved_blocks: Callable[[], int] = lambda: 0
         self.server = server
         self.reports = LoadReports(
-            server.redirects.load,
+            EngineLoad(engine.core),
             server,
             lambda delay_s: _call_soon(loop, partial(loop.call_later, delay_s, engine.host.wake)),
         )
@@ -184,7 +183,6 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         server = RequestServer(
             engine.host,
             self._traces,
-            Redirects(EngineLoad(engine.core), tiered=kv.tier_of(engine.core) is not None),
             welcome=welcome,
             models=[engine.served_name, self._options.model],
             adapters=engine.context.adapters,

@@ -124,8 +124,6 @@ def _lines(record: ExplainRecord) -> Iterator[Text]:
             f"    chosen by policy {choice.policy} (reason: {choice.reason}): the frontend knew of "
             f"{choice.matched_tokens} cached tokens there{cost}"
         )
-    if record.redirected_from:
-        yield Text(f"    sent there by {record.redirected_from} (reason: {record.redirect_reason})")
     if record.fetch is not None:
         yield Text(f"  prefix held by {record.fetched_from}: {record.fetch}")
     if record.expected_s is not None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pullfill.engine import migration
-from pullfill.engine.front_wire import Picture
 from pullfill.frontend import metrics
 from pullfill.frontend.decode_choice import KNOWN, Candidates, Choice
 from pullfill.frontend.decode_connection import DecodeConnection
@@ -98,8 +97,6 @@ class Balancer:
         if worker.instance_id not in held and len(held) == KNOWN:
             held = self._prefixes.matched(hashes, SLOTS).blocks
         own = held.pop(worker.instance_id, 0)
-        if flight.redirect is not None and flight.redirect[0] == worker.instance_id:
-            own = flight.redirect[1].held_tokens // self._block  # it has just said so itself
         if not held:
             return None
         best = max(held, key=lambda name: held[name])
@@ -126,26 +123,6 @@ class Balancer:
             reason=choice.reason,
         )
         flight.choice = None
-
-    def picture(self, flight: Flight) -> Picture | None:
-        """Return what the worker of a request was chosen on. Call it before `sent`.
-
-        None: it was chosen by nothing that could be wrong, or must go where it goes."""
-        choice = flight.choice
-        if choice is None or choice.score is None or flight.request.resumable:
-            return None
-        if migration.choice_of(flight.request.request_id, flight.request.external_req_id):
-            return None
-        return self._placement.picture(choice)
-
-    def redirected(self, flight: Flight, worker: DecodeConnection, held_tokens: int) -> None:
-        """A worker has not taken a request. It has told its load, and what it holds of it."""
-        if flight.share is not None:
-            hashes = flight.hashed.hashes if flight.hashed is not None else None
-            held = held_tokens // self._block if self._block else 0
-            self._placement.redirected(flight.share, held, hashes)
-            flight.share = None
-        self.report(worker)
 
     def first(self, flight: Flight) -> None:
         """The first output of the request has come: its prompt is computed."""
@@ -208,15 +185,7 @@ class Balancer:
             hashes=hashed.hashes,
             stored=stored,
             warm=self._warm,
-            told=self._told(flight, among),
         )
-
-    def _told(self, flight: Flight, among: Candidates) -> tuple[str, int] | None:
-        """The worker that has redirected the request, and how many leading blocks it holds."""
-        if flight.redirect is None or not self._block:
-            return None
-        name, told = flight.redirect
-        return (name, told.held_tokens // self._block) if name in among.by_id else None
 
     def _look(self, now: float) -> None:
         """Find the block size, whether the index is warm, and the number of frontends."""

@@ -29,7 +29,6 @@ from pullfill.frontend.calls import Calls
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.explain import ExplainStore, Trace, key_of, refused_id
 from pullfill.frontend.flight import Flight, ids_of, keep_room
-from pullfill.frontend.redirects import Redirects
 from pullfill.frontend.suspects import SURE_S, Suspects, guilty
 from pullfill.frontend.waiting import Waiting
 from pullfill.registry.suspect_records import SuspectBoard
@@ -60,7 +59,6 @@ class Dispatcher:
     board: the requests that all frontends refuse.
     never: why no answer can migrate with this configuration. Empty: answers can.
     restart_wait_s: how long a request whose worker was lost waits for one that is being started.
-    redirect: returns whether workers may redirect requests.
     flights: the requests submitted and not ended, by id. Read it only.
     """
 
@@ -74,7 +72,6 @@ class Dispatcher:
         *,
         never: str = "",
         restart_wait_s: float = 0.0,
-        redirect: Callable[[], bool] = lambda: True,
     ) -> None:
         self._codec = codec
         self._explain = explain
@@ -89,7 +86,6 @@ class Dispatcher:
         )
         self._calls = Calls(codec)
         self.balancer = balancer
-        self._redirects = Redirects(balancer, redirect)
         self._tasks: tuple[str, ...] | None = None
         self._restart_wait_s = restart_wait_s
         self._leaving = ""
@@ -191,10 +187,6 @@ class Dispatcher:
             raise BadMessage(f"{kind[:8]!r} with {len(frames)} frames")
         elif kind == front_wire.EXPL:
             self._explain.take(frames[0])
-        elif kind == front_wire.RDIR:
-            now = self._loop.time()
-            if (flight := self._redirects.take(worker, frames[0], now)) is not None:
-                self._try(flight, self.route, now)
         elif kind == front_wire.BACK:
             for wire_id in front_wire.decode_ids(frames[0]):
                 flight = worker.flights.pop(wire_id, None)
@@ -304,10 +296,9 @@ class Dispatcher:
             return
         worker = self.balancer.choose(flight, self.suspects.around(flight, workers), now)
         self._waiting.drop(flight.request_id)
-        self._send(flight, worker, now, len(workers) > 1)
+        self._send(flight, worker, now)
 
-    def _send(self, flight: Flight, worker: DecodeConnection, now: float, several: bool) -> None:
-        """Send a request to a worker. several: whether other workers could take it."""
+    def _send(self, flight: Flight, worker: DecodeConnection, now: float) -> None:
         if flight.tokens:
             request = migration.migration_request(flight.request, flight.tokens)
         else:
@@ -324,14 +315,12 @@ class Dispatcher:
         flight.trace.worker = worker.instance_id
         flight.avoid = None  # it may have recovered by the time that this worker is lost
         worker.flights[flight.wire_id] = flight
-        kind = self._redirects.kind(flight, several)
         self.balancer.sent(flight, worker, now)
         self._explain.open(flight.wire_id, flight.trace)
-        worker.send(*kind, *frames)
-        redirected = self._redirects.sent(flight, worker)
+        worker.send(front_wire.ADD, *frames)
         if flight.tokens:
             metrics.MIGRATED.labels("sent").inc()
-        elif flight.attempt and not redirected:
+        elif flight.attempt:
             metrics.RESENT.inc()
         if flight.trace.route_ms is None:
             flight.trace.route_ms = (time.monotonic() - flight.submitted) * 1000.0

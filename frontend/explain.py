@@ -131,7 +131,6 @@ class Trace:
     migrated_from: the decode workers that it has left.
     migrated_tokens: number of tokens that were out when it left the last one.
     decode_choice: how its last decode worker was chosen.
-    redirected_from, redirect_reason: the worker that has redirected it, and why.
     arrived_at: when it came, in seconds since 1970.
     answer_ms: from then to the end of its answer. None: it has not ended, or was cancelled.
     answer_tokens: length of its answer.
@@ -148,8 +147,6 @@ class Trace:
     migrated_from: list[str] = field(default_factory=list)
     migrated_tokens: int = 0
     decode_choice: DecodeChoice | None = None
-    redirected_from: str | None = None
-    redirect_reason: str | None = None
     arrived_at: float = 0.0
     answer_ms: float | None = None
     answer_tokens: int = 0
@@ -396,8 +393,6 @@ def _of_trace(trace: Trace) -> Explained:
         "migrated_from": tuple(left),
         "migrated_tokens": trace.migrated_tokens,
         "decode_choice": trace.decode_choice,
-        "redirected_from": trace.redirected_from,
-        "redirect_reason": trace.redirect_reason,
     })  # fmt: skip
 
 

@@ -41,11 +41,6 @@ class Share:
         self.view.own_tokens -= self.tokens
         self.tokens = 0.0
 
-    def undo(self) -> None:
-        """The worker has not taken it."""
-        self.view.work -= self.tokens
-        self.end()
-
     def end(self, made: int = 0) -> None:
         """It has left the worker. made: tokens of the answer that the worker has computed."""
         self.first()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.fingerprint import fingerprint
-from pullfill.engine.front_wire import Redirect
 from pullfill.engine.migration import room_for
 from pullfill.frontend.decode_choice import Choice
 from pullfill.frontend.explain import Trace
@@ -43,8 +42,6 @@ class Flight:
     wire_id: its id at the worker.
     tokens: those that the sink has.
     attempt: number of workers that it has left, or that have not taken it.
-    tried: its worker may redirect it.
-    redirect: who has redirected it, and with what facts. None: it was sent since.
     avoid: the last worker that gave it back. That worker may live on.
     room: the `max_model_len` that the next worker must have.
     stalled_at: since when none of its workers has shown life. 0: one does.
@@ -68,8 +65,6 @@ class Flight:
     wire_id: str = ""
     tokens: list[int] = field(default_factory=list)
     attempt: int = 0
-    tried: bool = False
-    redirect: tuple[str, Redirect] | None = None
     avoid: DecodeConnection | None = None
     room: int = 0
     deadline: float = 0.0

@@ -282,7 +282,6 @@ class _Frontend:
                 board,
                 never=prepared.never,
                 restart_wait_s=options.restart_wait_s,
-                redirect=lambda: settings.current.redirect,
             )
             board.start(dispatcher.on_refused)
             adapters = AdapterBoard(client, cluster.namespace)

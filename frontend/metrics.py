@@ -40,13 +40,6 @@ DECODE_CHOICE = Counter(
     "Requests sent to a decode worker, by policy and by why that worker was chosen",
     ["policy", "reason"],
 )
-REDIRECT = Counter(
-    "pullfill_redirect",
-    "Requests that a decode worker has not taken when they came, by reason (draining, intake_full, "
-    "queue_full, prefix_gone) and by what became of them: moved (to another worker), stayed (the "
-    "others were no better)",
-    ["reason", "result"],
-)
 BAD_MESSAGES = Counter(
     "pullfill_frontend_bad_messages", "Messages of decode workers that could not be read"
 )

@@ -13,7 +13,6 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from pullfill.engine.front_wire import Picture
 from pullfill.frontend.decode_choice import HOLDERS, Ask, Candidates, Choice, Chooser, Held
 from pullfill.frontend.fleet import Fleet, Share
 from pullfill.prefix.chain import HashArray
@@ -62,23 +61,16 @@ class Placement:
         hashes: HashArray | None = None,
         stored: Held | None = None,
         warm: bool = True,
-        told: tuple[str, int] | None = None,
     ) -> Choice:
         """Choose a worker for a prompt of `tokens` tokens.
 
         block, hashes: tokens per block and the chain hashes of the prompt's blocks.
         stored: what the workers hold of it. warm: whether that can be relied on.
-        told: a worker, and how many leading blocks it holds. It has just said so itself, so this
-        counts, whatever else is known of it.
         now: monotonic seconds."""
         if hashes is None or not len(hashes) or not block:
             return self.chooser.choose(policy, Ask(tokens, block), among)
         held = stored if stored is not None else Held({})
         known = held.blocks
-        if told is not None:
-            # The worker also counts blocks of images, for which we have no hashes.
-            told = told[0], min(told[1], len(hashes))
-            known[told[0]] = told[1]
         most = max(known.values(), default=0)
         # A hash names all blocks before it, too. So it is enough to look at what comes after those
         # that are stored; and at the last of them, while few workers hold it.
@@ -87,26 +79,8 @@ class Placement:
         for number, blocks in self._predicted.match(hashes[begin:], now).items():
             name = self._names[number]
             known[name] = max(begin + blocks, known.get(name, 0))
-        if told is not None:
-            known[told[0]] = told[1]
         ask = Ask(tokens, block, hashes, known, most, warm, held.more)
         return self.chooser.choose(policy, ask, among)
-
-    def picture(self, choice: Choice) -> Picture:
-        """Return what the choice of a worker was made on. Call it before `send`."""
-        view = choice.view
-        queued = max(0, round(view.others_tokens + view.own_tokens))
-        return Picture(matched_tokens=choice.matched_tokens, queued_tokens=queued)
-
-    def redirected(self, share: Share, held: int, hashes: HashArray | None = None) -> None:
-        """Undo `send`: the worker has not taken the request. It reports its load with that.
-
-        held: how many leading blocks of the prompt it holds, or will when it has computed what it
-        has. hashes: as for `send`."""
-        share.undo()
-        number = self._numbers.get(share.view.instance_id)
-        if number is not None and hashes is not None:
-            self._predicted.remove(number, hashes[held:])
 
     def send(
         self,

@@ -19,7 +19,6 @@ import numpy as np
 
 from benchmarks.sim.requests import Req, Workload, mix
 from benchmarks.sim.worker import Figures, Job, Speed, Worker
-from pullfill.engine.front_wire import Picture
 from pullfill.frontend.decode_choice import KNOWN, Candidates, Held
 from pullfill.frontend.placement import Placement
 from pullfill.prefix.index import PrefixIndex
@@ -46,8 +45,7 @@ class Setup:
 
     blocks: cache of each worker, in KV blocks.
     joins: a worker joins before the request of this number arrives. -1: none joins.
-    cold: the frontends never learn which blocks the workers hold.
-    redirect: workers may redirect requests."""
+    cold: the frontends never learn which blocks the workers hold."""
 
     policy: DecodePolicy
     speed: Speed
@@ -58,7 +56,6 @@ class Setup:
     seed: int = 1
     joins: int = -1
     cold: bool = False
-    redirect: bool = True
 
 
 class Frontend:
@@ -84,16 +81,8 @@ class Frontend:
         self._names = dict(enumerate(names))
         self._among = self.placement.candidates(names)
 
-    def send(
-        self, job: Job, now: float, told: tuple[str, int] | None = None
-    ) -> tuple[str, Picture | None]:
-        """Choose a worker for the request, and count the request there.
-
-        Returns the worker's name and, if the worker may redirect the request, what this frontend
-        believes of the worker.
-
-        told: the worker that has redirected the request, and how many leading blocks that worker
-        holds."""
+    def send(self, job: Job, now: float) -> str:
+        """Choose a worker for the request, and count the request there. Returns its name."""
         req, block, placement = job.req, self._block, self.placement
         hashes = req.packed()
         begun = time.thread_time()
@@ -108,24 +97,11 @@ class Frontend:
             hashes=hashes,
             stored=stored,
             warm=not self._setup.cold,
-            told=told,
         )
         self.times.append(time.thread_time() - begun)
-        may = self._setup.redirect and told is None and choice.score is not None
-        picture = placement.picture(choice) if may else None
         job.share = placement.send(choice, req.tokens, now, block=block, hashes=hashes)
         job.reason = choice.reason
-        return choice.view.instance_id, picture
-
-    def redirected(self, job: Job, held: int, figures: Figures) -> str:
-        """Undo `send` after the worker has refused the request. Returns the worker's name.
-
-        held: number of leading blocks of the prompt that the worker holds.
-        figures: the load of the worker at its refusal."""
-        name: str = job.share.view.instance_id
-        self.placement.redirected(job.share, held, job.req.packed())
-        self.placement.fleet.report(name, *figures)
-        return name
+        return choice.view.instance_id
 
 
 @dataclass(slots=True, eq=False)
@@ -181,27 +157,13 @@ class Cluster:
         # One client's requests come over connections to all frontends.
         job = Job(req, now, frontend=len(self.jobs) % len(self.frontends))
         self.jobs.append(job)
-        self._send(now, job)
+        job.worker = self._by_name[self.frontends[job.frontend].send(job, now)]
+        self._at(now + self.setup.net.send, self._reach, job.worker, job)
 
-    def _send(self, now: float, job: Job, told: tuple[str, int] | None = None) -> None:
-        name, picture = self.frontends[job.frontend].send(job, now, told)
-        job.worker = self._by_name[name]
-        self._at(now + self.setup.net.send, self._reach, job.worker, job, picture)
-
-    def _redirected(self, now: float, job: Job, held: int, figures: Figures) -> None:
-        name = self.frontends[job.frontend].redirected(job, held, figures)
-        self._send(now, job, (name, held))
-
-    def _reach(self, now: float, number: int, job: Job, picture: Picture | None) -> None:
+    def _reach(self, now: float, number: int, job: Job) -> None:
         worker = self.workers[number]
-        held, taken = worker.look(job, picture)
-        if not taken:
-            job.redirects += 1
-            send_s = self.setup.net.send
-            self._at(now + send_s, self._redirected, job, held, worker.figures())
-            return
         before = worker.version
-        worker.add(job, now, held)
+        worker.add(job, now)
         self._follow(now, number, before)
 
     def _step(self, now: float, number: int, version: int) -> None:

@@ -24,7 +24,6 @@ class Outcome:
     excess: work of the busiest worker minus the mean, in tokens.
     stay: the imbalance of a reference choice (function `stay`).
     ttft_p50, ttft_p90: seconds.
-    redirected: share of the requests that the first worker refused.
     decision_us: median time of a decision on this machine, in microseconds.
     """
 
@@ -35,7 +34,6 @@ class Outcome:
     stay: float
     ttft_p50: float
     ttft_p90: float
-    redirected: float
     decision_us: float
     jobs: Sequence[Job]
 
@@ -59,7 +57,6 @@ def run(workload: Workload, setup: Setup) -> Outcome:
         stay=stay(jobs, len(work), block),
         ttft_p50=percentile(waits, 0.5),
         ttft_p90=percentile(waits, 0.9),
-        redirected=sum(job.redirects for job in jobs) / len(jobs),
         decision_us=1e6 * percentile(times, 0.5),
         jobs=jobs,
     )

@@ -5,8 +5,7 @@ come, first served. Its time is linear in what it computes (`Speed`). Steps with
 taken many at a time: their end is known.
 
 The worker prefills its own prompts. Remote prefill changes who computes the rest of a prompt, not
-which decode worker holds its prefix, so it is left out. The decode worker's own code decides
-whether a request is redirected.
+which decode worker holds its prefix, so it is left out.
 
 The cache holds whole blocks by hash. A block that no request uses may be evicted, the one that was
 released longest ago first. Of one request the last blocks count as released first, as in vLLM.
@@ -21,8 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.sim.requests import Req
-from pullfill.decode_worker.redirects import is_full, is_gone
-from pullfill.engine.front_wire import Picture
 
 Figures = tuple[int, int, int]
 """A load report: prompt tokens to compute, KV blocks in use, and blocks that are free."""
@@ -140,7 +137,6 @@ class Job:
     first_at, ended_at: time of the first token and of the end at the worker, in seconds.
     worker, frontend: number of the worker, and of the frontend that sent the request.
     share: what the frontend counted at the worker. reason: of the frontend's choice.
-    redirects: number of workers that have refused the request.
     uncached: prompt tokens left to compute. Before the start: those that the cache lacked.
     computed: prompt tokens computed.
     hit, stored: leading blocks in the cache: at the start, and now.
@@ -154,7 +150,6 @@ class Job:
     share: Any = None
     reason: str = ""
     frontend: int = 0
-    redirects: int = 0
     uncached: int = 0
     computed: int = 0
     hit: int = 0
@@ -205,41 +200,11 @@ class Worker:
         """Return the figures of a load report: prompt tokens queued, blocks in use, blocks free."""
         return self.queued_tokens(), self.cache.active, self.cache.free
 
-    def look(self, job: Job, picture: Picture | None) -> tuple[int, bool]:
-        """Decide whether the worker takes a request, as the decode worker does (redirects.py).
-
-        picture: what the frontend believes of the worker. None: the worker must take the request.
-
-        Returns a number of blocks, and whether the worker takes the request. The worker holds that
-        many leading blocks of the prompt. Where they decide, blocks that are still being computed
-        for other requests count as held.
-        """
-        held = self._hit(job)
-        if picture is None:
-            return held, True
-        if is_gone(picture, held * self.block):
-            held = max(held, self._coming(job))
-        if is_gone(picture, held * self.block) or is_full(picture, self.queued_tokens()):
-            return max(held, self._coming(job)), False
-        return held, True
-
-    def _coming(self, job: Job) -> int:
-        """Return how many leading blocks the prompt shares with the other request of this worker
-        that is most like it."""
-        most = 0
-        for other in (*self.waiting, *self.prompts, *self.answers):
-            theirs = other.req.hashes
-            while most < min(len(theirs), len(job.req.hashes)) and (
-                theirs[most] == job.req.hashes[most]
-            ):
-                most += 1
-        return most
-
     # ---------------------------------------------------------------- work
 
-    def add(self, job: Job, now: float, held: int = 0) -> None:
-        """Take a request. It starts with the next step. held: the number that `look` returned."""
-        job.uncached = job.req.tokens - held * self.block
+    def add(self, job: Job, now: float) -> None:
+        """Take a request. It starts with the next step."""
+        job.uncached = job.req.tokens - self._hit(job) * self.block
         self.waiting.append(job)
         if self.step is None:
             self._begin(now)

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from benchmarks.report import row
@@ -17,7 +16,6 @@ from benchmarks.sim.measures import computed_at, joiner_share, run, speed_for, s
 from benchmarks.sim.requests import Req, Text, Workload
 from benchmarks.sim.trace import load
 from benchmarks.sim.worker import Cache, Job, Speed, Worker
-from pullfill.engine.front_wire import Picture
 from pullfill.wire import DecodePolicy
 
 SPEED = Speed(0.001, step=100.0, stream=10.0, cached=0.0, chunk=1000)
@@ -90,22 +88,6 @@ def test_a_prompt_that_comes_while_answers_run_starts_with_the_next_step() -> No
     assert worker.step.end == pytest.approx(0.11 + 9 * 0.11)
     finished(worker, [long, late])
     assert late.first_at == pytest.approx(0.11 + 9 * 0.11 + 0.12)
-
-
-def test_a_worker_does_not_take_what_was_sent_to_it_in_error() -> None:
-    worker = Worker("a", 1000, 16, SPEED)
-    begun = Job(Req(0, 0.0, 1600, 1, list(range(100))), 0.0)
-    worker.add(begun, 0.0)
-    other = Job(Req(1, 0.0, 1600, 1, [*range(60), *range(200, 240)]), 0.0)
-    believed = Picture(matched_tokens=960, queued_tokens=1600)
-    prefix_gone = msgspec.structs.replace(believed, matched_tokens=1600)
-    queue_full = msgspec.structs.replace(believed, queued_tokens=0)
-    assert worker.look(other, believed) == (60, True), "the other one brings its prefix"
-    assert worker.look(other, prefix_gone) == (60, False)
-    assert worker.look(other, queue_full) == (60, False)
-    assert worker.look(other, None) == (0, True)
-    finished(worker, [begun])
-    assert worker.look(other, queue_full) == (60, True)
 
 
 def write(path: Path, *lines: dict[str, object]) -> Path:
@@ -199,18 +181,6 @@ def test_kv_holds_its_numbers_on_the_trace() -> None:
     eight = run(workload, late)
     assert eight.hit >= 0.97 * kv.hit
     assert eight.ttft_p90 <= 1.4 * kv.ttft_p90
-
-
-def test_redirects_make_up_for_what_eight_frontends_do_not_know() -> None:
-    """All they know is five seconds old."""
-    workload = load(TRACE, grow=GROW)
-    setup = setup_for(workload)
-    one = run(workload, setup)
-    late = replace(setup, frontends=8, net=Net(events=5.0, report=5.0))
-    eight, without = run(workload, late), run(workload, replace(late, redirect=False))
-    assert eight.hit >= 0.97 * one.hit
-    assert eight.ttft_p90 <= 1.4 * one.ttft_p90 < without.ttft_p90
-    assert max(job.redirects for job in eight.jobs) == 1
 
 
 @pytest.mark.parametrize("frontends", [1, 8])

@@ -137,7 +137,6 @@ function record(told_, row, room) {
       ["prompt", `${told_.prompt_tokens} tokens = ${told_.prefix_hit_tokens} cached${fetched} + ${told_.remote_tokens} remotely + ${local} locally`],
       ["answer", row ? `${row.made ?? 0} tokens in ${ms(row.total_ms)}, ${ms(row.itl_ms)} between two` : null],
       ["decode worker", choice ? `${told_.decode_instance} (${choice.policy}: ${choice.reason}, ${choice.matched_tokens} tokens known there)` : told_.decode_instance],
-      ["redirected from", told_.redirected_from ? `${told_.redirected_from}: ${told_.redirect_reason}` : null],
       ["prefill worker", told_.prefill_instance ? `${told_.prefill_instance} (attempts: ${told_.attempts})` : null],
       ["KV written", told_.kv_bytes ? `${count(told_.kv_bytes)} bytes${told_.transport ? ` over ${told_.transport}` : ""}` : null],
       ["not over", (told_.why_not_better ?? []).join("; ")],

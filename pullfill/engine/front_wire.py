@@ -7,7 +7,6 @@ ZMQ DEALER (frontend) → ROUTER (decode worker, bound at `WorkerRecord.data`). 
     HELO  FrontendHello           (first)          HELO  DecodeWelcome, or NOPE text
     ADD   id, prompt as u32, PrefixHolder or       OUT   EngineCoreOutputs frames
           nothing, EngineCoreRequest
-    TRY   Picture, then as ADD                     RDIR  Redirect: a TRY is not taken
     ABRT  list[request id]                         EXPL  list[ExplainRecord]
     UTIL  (call_id, method, args) frames           LAST  EXPL's and OUT's, of requests that end
                                                    BACK  list[request id]: given up, send elsewhere
@@ -24,10 +23,8 @@ messages may be lost. Then the frontend sends its requests elsewhere, to go on f
 it has. The decode worker aborts the requests of a frontend that has said BYE, or nothing for
 SILENCE_S. A request that is sent a second time gets a new id (`attempt_id`).
 
-A redirect: a frontend sends a request as TRY, with what it believes of the worker. If that is far
-from the truth, the worker answers RDIR with the truth, and has nothing of the request from then on.
-The frontend chooses again, this worker included, and sends the request as ADD. A worker takes every
-ADD, unless it drains. So a request is redirected once at most.
+A worker that drains, or whose intake is full, answers an ADD with BACK: it has nothing of the
+request. The first builds of wire version 9 may send TRY: a frame that is ignored, then as ADD.
 
 vLLM's structs travel in vLLM's own msgpack codec. So both ends must run the same vLLM release.
 HELO checks that. The prompt of an ADD travels beside them: msgpack decodes a long list in one go
@@ -37,7 +34,6 @@ and holds the GIL meanwhile, 6 ms for 128k token ids. Only the two codecs import
 from __future__ import annotations
 
 import copy
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,7 +62,6 @@ HELO = b"HELO"
 NOPE = b"NOPE"
 ADD = b"ADD"
 TRY = b"TRY"
-RDIR = b"RDIR"
 ABRT = b"ABRT"
 UTIL = b"UTIL"
 OUT = b"OUT"
@@ -130,41 +125,6 @@ class LoadReport(Message, frozen=True, kw_only=True):
     active_blocks: Count
     free_blocks: Count
     draining: bool = False
-
-
-class Picture(Message, frozen=True, kw_only=True):
-    """What a frontend believed of a decode worker when it chose it for a request.
-
-    matched_tokens: how much of the prompt the worker holds, or will when it has computed what it
-    has. queued_tokens: what it has to compute before, as `LoadReport.uncached_tokens_queued`."""
-
-    matched_tokens: Count
-    queued_tokens: Count
-
-
-class RedirectReason(enum.StrEnum):
-    """Why a decode worker has not taken a request.
-
-    QUEUE_FULL: it has far more to compute than the frontend believed.
-    PREFIX_GONE: it holds far less of the prompt than the frontend believed.
-    DRAINING, INTAKE_FULL: it cannot take the request at all. The intake prepares requests."""
-
-    DRAINING = "draining"
-    INTAKE_FULL = "intake_full"
-    QUEUE_FULL = "queue_full"
-    PREFIX_GONE = "prefix_gone"
-
-
-class Redirect(Message, frozen=True, kw_only=True):
-    """A decode worker has not taken a request, and what is true of it.
-
-    held_tokens: how much of the prompt it holds, or will when it has computed what it has.
-    load: what it has to do, without this request."""
-
-    request_id: Text
-    reason: RedirectReason
-    held_tokens: Count
-    load: LoadReport
 
 
 class DecodeWelcome(Message, frozen=True, kw_only=True):

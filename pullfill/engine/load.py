@@ -19,20 +19,6 @@ class EngineLoad:
         self._pool = manager.block_pool
         self._places = places_of(core.scheduler.kv_cache_config)
         self._cached: dict[str, int] = {}
-        self._queued = 0
-
-    @property
-    def queued(self) -> int:
-        """Tokens to compute, as `LoadReport.uncached_tokens_queued`: those that `read` has found
-        last, and those that `came` since. What was computed since is still in it."""
-        return self._queued
-
-    def came(self, request: Any, held: int) -> None:
-        """A request goes to the scheduler. The next `read` does not look for it in the cache.
-
-        held: number of its leading tokens that are in the prefix cache, or will be."""
-        self._cached[request.request_id] = held
-        self._queued += request.num_tokens - held
 
     def hit(self, request: Any) -> int:
         """Return how many leading tokens of a new request are in the prefix cache.
@@ -53,31 +39,6 @@ class EngineLoad:
                 most = middle - 1
         return least * size
 
-    def coming(self, request: Any, enough: int) -> int:
-        """Return how many leading tokens of a new prompt some request here has, in whole blocks.
-
-        They are in the prefix cache, or will be. Looks at request after request, until one has
-        `enough` tokens of the prompt."""
-        size = self._places.block_size
-        ours, per_block = request.block_hashes, size // self._pool.hash_block_size
-        most = 0
-        # The newest first: prompts that share a prefix often come together.
-        for other in reversed(self._scheduler.requests.values()):
-            if most * size >= enough:
-                break
-            theirs = other.block_hashes
-            upto = min(len(ours), len(theirs)) // per_block
-            following = (most + 1) * per_block - 1
-            if upto <= most or ours[following] != theirs[following]:
-                continue
-            while most < upto:  # a binary search: a hash names all blocks before it, too
-                middle = (most + upto + 1) // 2
-                if ours[middle * per_block - 1] == theirs[middle * per_block - 1]:
-                    most = middle
-                else:
-                    upto = middle - 1
-        return most * size
-
     def mark(self) -> tuple[int, ...]:
         """Return numbers that change with the load, nearly always. Cheap enough for each step."""
         return (*self._scheduler.get_request_counts(), self._pool.get_num_free_blocks())
@@ -96,7 +57,6 @@ class EngineLoad:
             # A request that generates has one more token to compute in each step.
             if (rest := request.num_tokens - computed) > 1:
                 queued += rest
-        self._queued = queued
         free = self._pool.get_num_free_blocks()
         return LoadReport(
             running=running,

@@ -34,11 +34,6 @@ class Predicted:
             found[worker] = max(count, found.get(worker, 0))
         return found
 
-    def remove(self, worker: int, hashes: Hashes) -> None:
-        """The worker will not hold these blocks. Unknown ones are ignored."""
-        self._young.remove(worker, hashes)
-        self._old.remove(worker, hashes)
-
     def forget(self, worker: int) -> None:
         """The worker is gone, or what was sent to it failed."""
         self._young.forget(worker)

@@ -31,7 +31,6 @@ _ROOT: dict[type[Message], str] = {RouterConfig: "router", QueueSettings: "queue
 _ALLOWED = {
     "policy": "one of " + ", ".join(policy.value for policy in RouterPolicy),
     "decode_policy": "one of " + ", ".join(policy.value for policy in DecodePolicy),
-    "redirect": "true or false",
     "max_local_prefill_length": "a whole number of tokens, 0 or more",
     "max_prefill_queue_size": "a whole number of jobs, 0 or more",
     "max_queue_wait_s": "seconds, more than 0 and at most 3600",

@@ -197,8 +197,6 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     migrated_tokens: tokens of the answer that the client had when the last of them was lost. They
     are part of `prompt_tokens`, because `decode_instance` got them as prompt.
     decode_choice: how the frontend has chosen `decode_instance`.
-    redirected_from: the decode worker that has sent the request to `decode_instance` instead, when
-    it came. redirect_reason: why (`RedirectReason` in engine/front_wire.py).
     offloaded_tokens: how much of `prefix_hit_tokens` came from vLLM's own KV offloading.
     fetched_tokens: those after the hit that were read from decode worker `fetched_from`. fetch:
     what came of the hint that it holds them.
@@ -243,8 +241,6 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     outcome_ms: Finite | None = None
     regret_ms: Finite | None = None
     decode_choice: DecodeChoice | None = None
-    redirected_from: str | None = None
-    redirect_reason: str | None = None
     stages: tuple[ForwardStage, ...] = ()
 
 

@@ -33,8 +33,6 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     """`config/router`, JSON in etcd, watched by decode workers and frontends (hot).
 
     decode_policy: how frontends choose the decode worker of a request.
-    redirect: whether a decode worker may send a request to a better one, once, if the frontend was
-    wrong about its prefix or load. With the policies `kv` and `least_loaded`.
     max_local_prefill_length: tokens beyond the prefix hit that are still prefilled locally.
     max_prefill_queue_size: jobs waiting in the queue, those in work not counted, above which
     prefill stays local.
@@ -57,7 +55,6 @@ class RouterConfig(Message, frozen=True, kw_only=True):
 
     policy: RouterPolicy = RouterPolicy.CONDITIONAL
     decode_policy: DecodePolicy = DecodePolicy.KV
-    redirect: bool = True
     max_local_prefill_length: Annotated[int, Meta(ge=0)] = 512
     max_prefill_queue_size: Annotated[int, Meta(ge=0)] = 64
     max_queue_wait_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0

@@ -74,7 +74,7 @@ async def test_choices_and_batches_are_requests_of_their_own(served: Served) -> 
             "decode_instance", "prefill_instance", "attempts", "fallback", "kv_bytes", "timings_ms",
             "migrated_from", "migrated_tokens", "transport", "why_not_better", "outage",
             "expected_s", "offloaded_tokens", "decode_choice", "predicted_ms", "outcome_ms",
-            "choice", "regret_ms", "redirected_from", "redirect_reason", "fetched_tokens",
+            "choice", "regret_ms", "fetched_tokens",
             "fetched_from", "fetch", "stages", "state", "status", "error", "arrived_at", "parts",
             "more_parts", "same_id",
         }  # fmt: skip

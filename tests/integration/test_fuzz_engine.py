@@ -24,7 +24,6 @@ from pullfill.engine import check, front_wire
 from pullfill.engine.requests import prefill_request
 from pullfill.errors import BadMessage
 from tests.support.fuzz import EXAMPLES, explore, little_memory, mutated
-from tests.support.request_server_rig import quiet
 
 KINDS = [value for value in vars(front_wire).values() if isinstance(value, bytes)]
 HELLO = wire.encode(
@@ -142,7 +141,7 @@ def request_server(
         max_model_len=100, num_gpu_blocks=1, block_size=1, supported_tasks=[],
     )  # fmt: skip
     request_server = RequestServer(
-        host, RequestTraces("decode-1"), quiet(), welcome=lambda: welcome, models=["m"]
+        host, RequestTraces("decode-1"), welcome=lambda: welcome, models=["m"]
     )
     request_server._socket = _Sent()
     return request_server

@@ -20,7 +20,6 @@ from pullfill.ids import new_incarnation
 from pullfill.net.this_host import host_id
 from pullfill.prefix import chain
 from pullfill.wire import WorkerRecord, WorkerState, u32
-from tests.support.request_server_rig import quiet
 
 SIZE = 4
 
@@ -63,7 +62,7 @@ class BlockServer:
             num_gpu_blocks=1, block_size=SIZE, supported_tasks=[], prefix_block_size=SIZE,
         )  # fmt: skip
         self.server = RequestServer(
-            host, RequestTraces(name), quiet(), welcome=lambda: welcome, models=["m"]
+            host, RequestTraces(name), welcome=lambda: welcome, models=["m"]
         )
         self.server.bind("127.0.0.1")
         config = SimpleNamespace(

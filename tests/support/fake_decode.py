@@ -53,7 +53,6 @@ class FakeDecode:
     step_s: pause between tokens.
     refuse: text of a NOPE to every HELO.
     migrate: answer ADD with BACK.
-    redirect: answer TRY with this, for the request that came.
     stop_after: no more tokens after so many of an answer. 0: never.
     ahead_s: how far its clock is ahead of ours, as on another host.
     fatal_token: it dies of a prompt with this token.
@@ -72,7 +71,6 @@ class FakeDecode:
     step_s: float = 0.0
     refuse: str = ""
     migrate: bool = False
-    redirect: front_wire.Redirect | None = None
     stop_after: int = 0
     ahead_s: float = 0.0
     fatal_token: int = 0
@@ -84,7 +82,6 @@ class FakeDecode:
     max_model_len: int = 4096
     cached_tokens: int = 0
     added: list[Request] = field(default_factory=list)
-    pictures: list[front_wire.Picture] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     utilities: list[tuple[str, list[Any]]] = field(default_factory=list)
     pings: int = 0
@@ -199,13 +196,6 @@ class FakeDecode:
     def _dispatch(self, identity: bytes, kind: bytes, payload: list[bytes]) -> None:
         if kind == front_wire.HELO:
             self._greet(identity)
-        elif kind == front_wire.TRY:
-            self.pictures.append(wire.decode(payload[0], front_wire.Picture))
-            if self.redirect is None:
-                self._dispatch(identity, front_wire.ADD, payload[1:])
-            else:
-                told = msgspec.structs.replace(self.redirect, request_id=payload[1].decode())
-                self._send(identity, front_wire.RDIR, wire.encode(told))
         elif kind == front_wire.ADD:
             found = msgspec.msgpack.decode(payload[3], type=Request)
             found.prompt_token_ids = u32.unpack(payload[1]) or found.prompt_token_ids

@@ -97,7 +97,6 @@ async def rig(
     board: Any = None,
     prefix_blocks: int = 0,
     policy: DecodePolicy = DecodePolicy.ROUND_ROBIN,
-    redirect: bool = True,
 ) -> AsyncIterator[Rig]:
     directory = FakeDirectory(*(worker.start().record for worker in workers))
     hello = front_wire.FrontendHello(
@@ -116,7 +115,6 @@ async def rig(
         pool.candidates,
         board,
         restart_wait_s=restart_wait_s,
-        redirect=lambda: redirect,
     )
     dispatcher.bind(sink)
     board.start(dispatcher.on_refused)

@@ -10,13 +10,11 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 
 from pullfill import wire
 from pullfill.decode_worker import request_server as request_servers
-from pullfill.decode_worker.redirects import Redirects
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire
@@ -63,41 +61,6 @@ class _Codec:
         return [str(obj).encode()]
 
 
-class QuietLoad:
-    """Stands in for `EngineLoad`.
-
-    cached, comes: tokens of any prompt that are cached, and that some request has.
-    queued: tokens to compute. report: what `read` returns. came_tokens: what was added."""
-
-    cached = comes = queued = 0
-    report = front_wire.LoadReport(
-        running=0, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=9
-    )
-
-    def __init__(self) -> None:
-        self.came_tokens: list[int] = []
-
-    def hit(self, request: Any) -> int:
-        return self.cached
-
-    def coming(self, request: Any, enough: int) -> int:
-        return self.comes
-
-    def came(self, request: Any, held: int) -> None:
-        self.came_tokens.append(request.num_tokens - held)
-
-    def read(self, draining: bool) -> front_wire.LoadReport:
-        return msgspec.structs.replace(
-            self.report, uncached_tokens_queued=self.queued, draining=draining
-        )
-
-
-def quiet() -> Redirects:
-    """Redirects of a worker that has nothing to do."""
-    load: Any = QuietLoad()
-    return Redirects(load)
-
-
 class _Core:
     def __init__(self) -> None:
         self.vllm_config = SimpleNamespace(speculative_config=None)
@@ -139,10 +102,8 @@ class Rig:
             decode_instance="decode-1", vllm_version="0.32.0",
             max_model_len=LIMIT, num_gpu_blocks=1, block_size=1, supported_tasks=[],
         )  # fmt: skip
-        self.load = QuietLoad()
-        load: Any = self.load
         self.request_server = RequestServer(
-            host, RequestTraces("decode-1"), Redirects(load), welcome=lambda: welcome,
+            host, RequestTraces("decode-1"), welcome=lambda: welcome,
             models=["m"], clock=self.clock,
         )  # fmt: skip
         self.request_server.bind("127.0.0.1")

@@ -32,13 +32,3 @@ def test_it_never_keeps_more_than_its_bound() -> None:
     for start in range(0, 1000, 10):
         predicted.add(1, PROMPT + np.uint64(start), now=start / 100)
         assert len(predicted) <= 8
-
-
-def test_blocks_that_will_not_come_are_removed_in_both_generations() -> None:
-    predicted = Predicted(1000, life_s=1.0)
-    predicted.add(3, PROMPT[:6], now=0.0)
-    predicted.add(3, PROMPT, now=1.1)
-    predicted.add(4, PROMPT, now=1.1)
-    predicted.remove(3, PROMPT[2:])
-    predicted.remove(5, PROMPT)
-    assert predicted.match(PROMPT, now=1.2) == {3: 2, 4: 10}

@@ -122,7 +122,6 @@ def test_router_settings_default_to_the_promised() -> None:
     assert msgspec.to_builtins(msgspec.json.decode(b"{}", type=wire.RouterConfig)) == {
         "policy": "conditional",
         "decode_policy": "kv",
-        "redirect": True,
         "max_local_prefill_length": 512,
         "max_prefill_queue_size": 64,
         "max_queue_wait_s": 10.0,
@@ -152,7 +151,7 @@ def test_explain_and_queue_have_the_promised_shape() -> None:
         "transport", "why_not_better", "migrated_from", "migrated_tokens", "outage",
         "expected_s", "offloaded_tokens", "decode_choice", "fetched_tokens", "fetched_from",
         "fetch", "choice", "predicted_ms", "outcome_ms", "regret_ms",
-        "redirected_from", "redirect_reason", "stages",
+        "stages",
     }  # fmt: skip
     assert set(shape["timings_ms"]) == {
         "route", "queue", "claim", "prefix_read", "fetch", "prefill", "kv_write", "tail",

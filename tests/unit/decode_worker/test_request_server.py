@@ -174,6 +174,35 @@ def test_draining_hands_requests_back(rig: Rig) -> None:
     assert (kind, front_wire.decode_ids(ids)) == (front_wire.BACK, ["late"])
 
 
+def test_what_is_prepared_when_a_drain_begins_is_finished_here(rig: Rig) -> None:
+    go = rig.hold_intake()
+    rig.tell(front_wire.ADD, b"a", bytes(40), b"", settle=False)
+    rig.request_server.start_drain()
+    go.set()
+    rig.settle()
+    assert rig.core.added == ["a"]
+
+
+def test_a_full_intake_hands_a_request_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pullfill.decode_worker.intake.MAX_BYTES", 100)
+    go = rig.hold_intake()
+    for name in (b"a", b"b"):
+        rig.tell(front_wire.ADD, name, bytes(80), b"", settle=False)
+    kind, ids = rig.peer.recv_multipart()
+    assert (kind, front_wire.decode_ids(ids)) == (front_wire.BACK, ["b"])
+    go.set()
+    rig.settle()
+    assert rig.core.added == ["a"]
+
+
+def test_a_try_of_an_older_frontend_is_an_add(rig: Rig) -> None:
+    rig.tell(front_wire.TRY, b"what it believes", b"a", bytes(40), b"")
+    assert rig.core.added == ["a"]
+    rig.tell(front_wire.TRY, b"what it believes")
+    assert rig.peer.poll(5000)
+    assert rig.peer.recv_multipart() == [front_wire.GONE]
+
+
 def test_a_worker_that_changes_its_role_ends_all_connections_and_then_takes_new_ones(
     rig: Rig,
 ) -> None:

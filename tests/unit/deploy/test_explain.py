@@ -104,14 +104,6 @@ def test_the_trace_of_an_answer_that_changed_its_decode_worker() -> None:
     assert "continued after: decode-x, decode-y, from 17 tokens on" in text
 
 
-def test_the_trace_of_a_request_that_was_redirected() -> None:
-    moved = msgspec.structs.replace(
-        REMOTE, redirected_from="decode-x", redirect_reason="prefix_gone"
-    )
-    assert "sent there by decode-x (reason: prefix_gone)" in _text(moved)
-    assert "sent there by" not in _text(REMOTE)
-
-
 def test_the_trace_of_a_request_names_its_transport() -> None:
     told = Explained(
         request_id="r", path="remote", reason="long_prompt", prompt_tokens=9, prefix_hit_tokens=0,

@@ -112,41 +112,6 @@ def test_a_waiting_request_is_looked_up_once(
     assert scheduler.pool.looked_up == 2 * asked
 
 
-def test_a_new_request_is_looked_up_once_and_counts_at_once(
-    scheduler: _Scheduler, engine_load: EngineLoad
-) -> None:
-    scheduler.add("old", 50)
-    engine_load.read(draining=False)
-    request = scheduler.add("new", 41)
-    scheduler.pool.cached = set(request.block_hashes[:6])
-    asked = scheduler.pool.looked_up
-    assert engine_load.hit(request) == 3 * BLOCK
-    assert scheduler.pool.looked_up > asked
-    asked = scheduler.pool.looked_up
-    assert engine_load.queued == 50
-    engine_load.came(request, 3 * BLOCK)
-    assert engine_load.queued == 50 + 41 - 3 * BLOCK
-    assert engine_load.read(draining=False).uncached_tokens_queued == engine_load.queued
-    assert scheduler.pool.looked_up == asked
-    del scheduler.requests["old"]
-    engine_load.read(draining=False)
-    assert engine_load.queued == 41 - 3 * BLOCK
-
-
-@pytest.mark.parametrize("shared", range(7))
-def test_what_other_requests_bring_of_a_prompt(
-    scheduler: _Scheduler, engine_load: EngineLoad, shared: int
-) -> None:
-    scheduler.add("other", 90)
-    longer, shorter = scheduler.add("longer", 70), scheduler.add("shorter", 2 * BLOCK)
-    request = scheduler.add("new", 6 * BLOCK)
-    del scheduler.requests["new"]
-    longer.block_hashes[: 2 * shared] = request.block_hashes[: 2 * shared]
-    shorter.block_hashes[:2] = request.block_hashes[:2]
-    assert engine_load.coming(request, 6 * BLOCK) == max(1, shared) * BLOCK
-    assert engine_load.coming(request, 0) == 0
-
-
 def test_a_request_that_may_not_hit_is_not_looked_up(
     scheduler: _Scheduler, engine_load: EngineLoad
 ) -> None:

@@ -283,23 +283,3 @@ async def test_a_worker_that_is_lost_is_not_named(rig: Rig) -> None:
     rig.holds(b=request("x", PROMPT))
     rig.prefixes.forget(rig.workers[1], 0.0)
     assert holder(rig, request("r", PROMPT), 0) is None
-
-
-async def test_a_worker_that_has_said_what_it_holds_is_told_who_holds_more(rig: Rig) -> None:
-    """The frontend believes that it holds all of the prompt."""
-    asked = request("x", PROMPT)
-    rig.min_fetch = 2 * BLOCK
-    rig.holds(a=asked, b=asked)
-    flight = rig.choose(asked)
-    assert rig.balancer.holder(flight, rig.workers[0]) is None
-    load = front_wire.LoadReport(
-        running=0, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=9
-    )
-    told = front_wire.Redirect(
-        request_id="x", reason=front_wire.RedirectReason.PREFIX_GONE, held_tokens=32, load=load
-    )
-    flight.redirect = "a", told
-    hint = rig.balancer.holder(flight, rig.workers[0])
-    assert hint is not None
-    assert hint.instance_id == "b"
-    assert rig.balancer.holder(flight, rig.workers[1]) is None

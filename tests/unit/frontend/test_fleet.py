@@ -28,14 +28,6 @@ def test_a_report_from_before_a_request_came_hides_nothing_of_it() -> None:
     assert (view.own_tokens, view.others_tokens, view.others_blocks) == (300.0, 0.0, 0.0)
 
 
-def test_nothing_is_left_of_a_request_that_was_not_taken() -> None:
-    fleet = Fleet()
-    view = fleet.join("a")
-    fleet.send(view, 100.0, 7.0)
-    fleet.send(view, 300.0, 20.0).undo()
-    assert (view.own_tokens, view.own_blocks, view.work) == (100.0, 7.0, 100.0)
-
-
 def test_a_share_ends_once() -> None:
     fleet = Fleet()
     view = fleet.join("a")
