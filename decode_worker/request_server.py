@@ -182,9 +182,6 @@ class RequestServer:
         frontend.last_seen = self._clock.monotonic()
         if kind == front_wire.ADD:
             self._add(frontend, payload)
-        elif kind == front_wire.TRY:
-            # Frontends of the first builds of wire version 9 say first what they believe of us.
-            self._add(frontend, payload[1:])
         elif kind == front_wire.ABRT:
             self._abort(frontend, front_wire.decode_ids(payload[0].bytes))
         elif kind == front_wire.PING:

@@ -28,7 +28,7 @@ from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.calls import Calls
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.explain import ExplainStore, Trace, key_of, refused_id
-from pullfill.frontend.flight import Flight, ids_of, keep_room
+from pullfill.frontend.flight import Flight, ids_of, keep_room, likely
 from pullfill.frontend.suspects import SURE_S, Suspects, guilty
 from pullfill.frontend.waiting import Waiting
 from pullfill.registry.suspect_records import SuspectBoard
@@ -43,6 +43,8 @@ NO_WORKER_WAIT_S = 2.0
 """How long a new request waits for a first decode worker."""
 MAX_MIGRATIONS = 20
 """How many workers one request may leave."""
+LOOK_S = 0.05
+"""How often a request that may end its worker looks for one where it ends nobody else."""
 NO_WORKER = "no decode worker is ready: start one with `pullfill decode` (or `pullfill up`)"
 REFUSED = "refused"
 """Outcome of a request that cannot be served as it is, or that kills workers."""
@@ -172,8 +174,7 @@ class Dispatcher:
         self._calls.on_lost(worker, reason)
         if died:
             self.suspects.on_death(worker, flights)
-        # Those without an output first: the others then keep away from them (`Suspects.around`).
-        for flight in sorted(flights, key=lambda flight: flight.proven):
+        for flight in sorted(flights, key=likely):  # the innocent first
             self._try(flight, self._leave, worker, f"was lost ({reason})", True)
 
     def on_message(self, worker: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
@@ -294,9 +295,14 @@ class Dispatcher:
                 flight.failure = flight.failure.replace(NO_WORKER, why)
             self._waiting.hold(flight)
             return
-        worker = self.balancer.choose(flight, self.suspects.around(flight, workers), now)
+        around = self.suspects.around(flight, workers, now)
+        if not around:
+            flight.deadline = max(flight.deadline, now + NO_WORKER_WAIT_S)
+            self._waiting.hold(flight)
+            self._loop.call_later(LOOK_S, self._waiting.soon, (flight,))
+            return
         self._waiting.drop(flight.request_id)
-        self._send(flight, worker, now)
+        self._send(flight, self.balancer.choose(flight, around, now), now)
 
     def _send(self, flight: Flight, worker: DecodeConnection, now: float) -> None:
         if flight.tokens:
@@ -311,7 +317,7 @@ class Dispatcher:
         except (ValueError, OverflowError) as exc:  # e.g. an integer too large for msgpack
             self._fail(flight, f"the request cannot be sent to a decode worker: {exc}", REFUSED)
             return
-        flight.worker, flight.proven = worker, False
+        flight.worker, flight.proven, flight.waits_since = worker, False, 0.0
         flight.trace.worker = worker.instance_id
         flight.avoid = None  # it may have recovered by the time that this worker is lost
         worker.flights[flight.wire_id] = flight

@@ -46,9 +46,9 @@ class Flight:
     room: the `max_model_len` that the next worker must have.
     stalled_at: since when none of its workers has shown life. 0: one does.
     fingerprint: "" until it is needed.
-    deaths: the processes that died with it (`suspects`), the last one at the end. 1: it had no
-    output from that worker. 0.5: it had.
+    deaths: the processes that died with it, and how much each counts (`suspects`).
     proven: its worker has sent an output of it.
+    waits_since: since when it waits for a worker where it ends nobody else (`suspects`). 0: never.
     hashed: the hashes of its prompt. None: they were not needed yet.
     choice: how its next worker was chosen. share: what it adds to the load of its worker.
     counted: number of tokens that were out when it was sent to its worker.
@@ -70,8 +70,9 @@ class Flight:
     deadline: float = 0.0
     stalled_at: float = 0.0
     fingerprint: str = ""
-    deaths: dict[str, float] = field(default_factory=dict)
+    deaths: dict[str, int] = field(default_factory=dict)
     proven: bool = False
+    waits_since: float = 0.0
     hashed: Hashed | None = None
     choice: Choice | None = None
     share: Share | None = None
@@ -110,3 +111,8 @@ def name_of(flight: Flight) -> str:
 def ids_of(flight: Flight) -> dict[str, Any]:
     """Return `extra` for a log line about the request."""
     return log.ids(request_id=flight.trace.key, attempt=flight.attempt)
+
+
+def likely(flight: Flight) -> bool:
+    """Whether a request may well end its worker: it was at a death, and has no tokens."""
+    return bool(flight.deaths) and not flight.tokens

@@ -2,11 +2,15 @@
 
 - A worker has died if its connection is lost and its process does not connect again. A worker that
   drains gives back what it does not finish, so nothing is in flight when it ends.
-- A request counts the deaths at which it was in flight. A death counts half if that worker had sent
-  an output of the request. A request that its user sends again goes on counting.
-- From its first death on, it goes to the worker with the fewest other such requests.
-- At MOST deaths it ends with an error. For REFUSE_S all frontends refuse its fingerprint
-  (`registry.suspect_records`), and the requests like it that wait for a worker end too.
+- A request counts the deaths at which it was in flight. A request that its user sends again goes
+  on counting.
+- From its first death on, it goes to the worker with the fewest other such requests. If it has no
+  tokens, it waits up to APART_S for one where each other request has had an output since it was
+  sent there.
+- At two deaths it ends with an error. A death after its first token counts a third: it is seldom
+  the cause, and streams beside a deadly request would end. For REFUSE_S all frontends refuse its
+  fingerprint (`registry.suspect_records`), and the requests like it that wait for a worker end too.
+- The two deaths of a request without a token are explained: they do not count for streams.
 - If a host is gone, its deaths count for nobody: all its workers were lost within TOGETHER_S, two
   or more, and workers of other hosts live.
 
@@ -22,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from pullfill.engine import front_wire
 from pullfill.frontend import metrics
-from pullfill.frontend.flight import Flight, name_of
+from pullfill.frontend.flight import Flight, likely, name_of
 from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log
 
@@ -31,11 +35,15 @@ if TYPE_CHECKING:
 
 _log = log.get("frontend.suspects")
 
-MOST = 2.0
+SILENT, STARTED, MOST = 3, 1, 6
+"""How much a death counts, without and with tokens of the request, and when it is refused."""
 # Long enough to tell people, short enough that a repaired cluster does not refuse for hours.
 REFUSE_S = 600.0
 # A process whose connection broke connects again after REOPEN_S, or ZMQ's longest retry (2 s).
 SURE_S = 3.0
+# Long enough for the first outputs of requests that were just sent. Not a turn for each: of an
+# innocent crash with 100 waiting prompts all go on after it.
+APART_S = 1.0
 # Each connection sends its own heartbeats, so their ends are noticed up to two intervals apart.
 TOGETHER_S = 2 * front_wire.HEARTBEAT_IVL_MS / 1000.0
 # A lost worker may leave thousands, and each of them looks at each worker.
@@ -65,7 +73,7 @@ class Suspects:
         self._on_excused = on_excused
         self._loop = asyncio.get_running_loop()
         self._died: dict[str, tuple[str, float]] = {}
-        self._unanswered: dict[str, tuple[dict[str, float], float]] = {}
+        self._unanswered: dict[str, tuple[dict[str, int], float]] = {}
 
     def meet(self, flight: Flight) -> str:
         """Check a new request. Returns why it is refused. Empty: it is not."""
@@ -94,9 +102,12 @@ class Suspects:
         for flight in flights:
             if not flight.deaths:
                 metrics.SUSPECTS.labels("suspected").inc()
-            flight.deaths[worker.process] = 0.5 if flight.proven else 1.0
-            if guilty(flight):
-                self._loop.call_later(SURE_S, self._judge, flight)
+            flight.deaths[worker.process] = STARTED if flight.tokens else SILENT
+        for flight in filter(guilty, flights):
+            self._loop.call_later(SURE_S, self._judge, flight)
+            if likely(flight):
+                streams = [f for f in self._flights() if f.tokens and not guilty(f)]
+                _forget(flight.deaths, [stream.deaths for stream in streams])
         ready = {other.record.host_id for other in self._ready()}
         gone = [p for p, (h, at) in self._died.items() if h == host and at >= now - TOGETHER_S]
         if len(gone) > 1 and ready and host not in ready:
@@ -109,12 +120,24 @@ class Suspects:
             self._excuse([process])
 
     def around(
-        self, flight: Flight, workers: Sequence[DecodeConnection]
+        self, flight: Flight, workers: Sequence[DecodeConnection], now: float
     ) -> Sequence[DecodeConnection]:
-        """Return the workers, of at least one, at which a request may be sent."""
-        if not flight.deaths or len(workers) < 2:
+        """Return the workers, of at least one, to which a request may be sent. None: not now."""
+        if not flight.deaths:
             return workers
         name = name_of(flight)
+        if likely(flight):
+            flight.waits_since = flight.waits_since or now
+            quiet = [
+                worker
+                for worker in workers
+                if all(f.proven or name_of(f) == name for f in worker.flights.values())
+            ]
+            if not quiet and now < flight.waits_since + APART_S:
+                return ()
+            workers = workers if len(quiet) in (0, len(workers)) else quiet
+        if len(workers) < 2:
+            return workers
 
         def others(worker: DecodeConnection) -> tuple[int, int]:
             latest = reversed(worker.flights.values())
@@ -137,7 +160,7 @@ class Suspects:
             _keep(self._unanswered, name_of(flight), (flight.deaths, self._loop.time()))
 
     def sentence(self, flight: Flight) -> str:
-        """Return the message for the user of a request that has reached MOST deaths."""
+        """Return the message for the user of a request that has to be refused."""
         workers = ", ".join(process.partition("@")[0] for process in flight.deaths)
         name = name_of(flight)
         return (
@@ -169,20 +192,19 @@ class Suspects:
         counts += [deaths for deaths, _ in self._unanswered.values()]
         for process in processes:
             del self._died[process]
-            for deaths in counts:
-                deaths.pop(process, None)
+        _forget(processes, counts)
         self._on_excused()
 
 
 def guilty(flight: Flight) -> bool:
-    """Whether a request has reached MOST deaths."""
+    """Whether a request has to be refused."""
     return sum(flight.deaths.values()) >= MOST
 
 
-def likely(flight: Flight) -> bool:
-    """Whether a request may well end its worker: it had no output from the last one that died, and
-    has none from this one."""
-    return not flight.proven and bool(flight.deaths) and [*flight.deaths.values()][-1] == 1.0
+def _forget(processes: Iterable[str], counts: Iterable[dict[str, int]]) -> None:
+    for process in list(processes):
+        for deaths in counts:
+            deaths.pop(process, None)
 
 
 def _keep(table: dict[str, Any], key: str, value: object) -> None:

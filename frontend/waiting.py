@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from pullfill.frontend.flight import Flight, name_of
+from pullfill.frontend.flight import Flight, likely, name_of
 
 RESEND_WAIT_S = 0.8
 """The least time a request waits for another worker after its own was lost."""
@@ -75,14 +75,14 @@ class Waiting:
             self._loop.call_soon(self._some)
 
     def all_soon(self) -> None:
-        """Place all soon. Calls in one turn of the loop are merged."""
+        """Place all soon, the innocent first. Calls in one turn of the loop are merged."""
         if self._held and not self._all:
             self._all = True
             self._loop.call_soon(self._every)
 
     def _every(self) -> None:
         self._all = False
-        self.soon(list(self._held.values()))
+        self.soon(sorted(self._held.values(), key=likely))
 
     def _some(self) -> None:
         now, until = self._loop.time(), time.monotonic() + _TURN_S

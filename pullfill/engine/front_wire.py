@@ -24,7 +24,7 @@ it has. The decode worker aborts the requests of a frontend that has said BYE, o
 SILENCE_S. A request that is sent a second time gets a new id (`attempt_id`).
 
 A worker that drains, or whose intake is full, answers an ADD with BACK: it has nothing of the
-request. The first builds of wire version 9 may send TRY: a frame that is ignored, then as ADD.
+request.
 
 vLLM's structs travel in vLLM's own msgpack codec. So both ends must run the same vLLM release.
 HELO checks that. The prompt of an ADD travels beside them: msgpack decodes a long list in one go
@@ -61,7 +61,6 @@ from pullfill.wire import (
 HELO = b"HELO"
 NOPE = b"NOPE"
 ADD = b"ADD"
-TRY = b"TRY"
 ABRT = b"ABRT"
 UTIL = b"UTIL"
 OUT = b"OUT"

@@ -101,14 +101,12 @@ class AdapterRecord(Message, frozen=True, kw_only=True):
 
 class SuspectRecord(Message, frozen=True, kw_only=True):
     """`suspects/{fingerprint}`: a request that no frontend sends to a decode worker while the key
-    lives. deaths: decode workers that died with it. until: nobody reads it. The first builds of
-    wire version 9 want it, and refuse the request as long as the key lives, whatever it is."""
+    lives. deaths: decode workers that died with it."""
 
     v: Version = WIRE_VERSION
     fingerprint: Id
     deaths: Count
     prompt_tokens: Count
-    until: Finite = 0.0
 
 
 # --------------------------------------------------------------------------- explain

@@ -30,7 +30,7 @@ DROPPED = {
     "Hello.host_id", "Hello.transports", "PrefillJob.control",
     "Ready.parts", "Ready.prefix_read_bytes", "Refused.job_id", "RegionDescriptor.block_size",
     "RegionDescriptor.epoch", "Revoke.incarnation", "SelfCheck.checked_at",
-    "StageTimings.queue_ms", "SuspectRecord.until", "Welcome.incarnation", "WorkerRecord.version",
+    "StageTimings.queue_ms", "Welcome.incarnation", "WorkerRecord.version",
     "WorkerRecord.world_size",
 }  # fmt: skip
 """Fields that were sent once and that nobody read."""

@@ -195,14 +195,6 @@ def test_a_full_intake_hands_a_request_back(rig: Rig, monkeypatch: pytest.Monkey
     assert rig.core.added == ["a"]
 
 
-def test_a_try_of_an_older_frontend_is_an_add(rig: Rig) -> None:
-    rig.tell(front_wire.TRY, b"what it believes", b"a", bytes(40), b"")
-    assert rig.core.added == ["a"]
-    rig.tell(front_wire.TRY, b"what it believes")
-    assert rig.peer.poll(5000)
-    assert rig.peer.recv_multipart() == [front_wire.GONE]
-
-
 def test_a_worker_that_changes_its_role_ends_all_connections_and_then_takes_new_ones(
     rig: Rig,
 ) -> None:

@@ -328,8 +328,8 @@ async def test_no_token_is_lost_or_repeated_whatever_goes_when(seed: int) -> Non
             r.add(started[-1])
             victim = workers.pop(rng.randrange(len(workers)))
             workers.append(started[-1])
-            # Of two deaths without an output in between a request is guilty.
-            await until(lambda: all(f.proven for f in r.dispatcher.flights.values()))
+            # At two deaths without a token a request is refused.
+            await until(lambda: all(f.tokens for f in r.dispatcher.flights.values()))
             (victim.die if i < 5 else victim.leave)()
             if i < 5:  # its requests are suspects once its death is known
                 await until(lambda name=victim.instance_id: name in r.sink.gone)  # type: ignore[misc]

@@ -60,6 +60,8 @@ async def test_one_deadly_request_leaves_a_fleet_of_three_alive() -> None:
             r.dispatcher.submit(request(f"s{i}", [i], max_tokens=80))
         await until(lambda: len(r.sink.tokens) == 9)
         r.dispatcher.submit(request("d", [FATAL]))
+        await until(lambda: "d" in r.sink.failures)
+        assert not any(f.deaths for f in r.dispatcher.flights.values()), "they are explained"
         await until(lambda: r.dispatcher.in_flight == 0)
         assert fleet.deaths == 2
         assert all(r.sink.tokens[f"s{i}"] == answer([i], 80) for i in range(9))
@@ -104,13 +106,13 @@ async def test_a_second_try_of_a_user_who_went_away_is_a_second_try() -> None:
         assert "other" not in r.sink.failures, "of one death"
 
 
-async def test_an_answer_that_kills_half_way_kills_four() -> None:
-    async with fleet_of(5, fatal_length=20) as (r, fleet):
+async def test_an_answer_that_kills_half_way_kills_six() -> None:
+    async with fleet_of(7, fatal_length=20) as (r, fleet):
         for i in range(6):
             r.dispatcher.submit(request(f"s{i}", [i], max_tokens=60))
         r.dispatcher.submit(request("d", [FATAL] * 10, max_tokens=60))
         await until(lambda: r.dispatcher.in_flight == 0)
-        assert 2 <= fleet.deaths <= 4
+        assert fleet.deaths == 6
         assert set(r.sink.failures) == {"d"}
 
 
@@ -171,7 +173,7 @@ async def test_copies_of_a_deadly_request_end_two_workers_each_at_most() -> None
 
 @pytest.mark.parametrize("others", [True, False], ids=["another host lives", "no other host"])
 async def test_deaths_of_a_whole_host_count_for_nobody(others: bool) -> None:
-    """Both its workers are lost at once. If no other host lives, they count."""
+    """Both its workers are lost at once. If no other host lives, their deaths count."""
     board = Alone()
     host = [FakeDecode(f"decode-{i}", hold=True) for i in range(2)]
     last = FakeDecode("decode-9", hold=True, ahead_s=0.001 if others else 0.0)
@@ -186,7 +188,7 @@ async def test_deaths_of_a_whole_host_count_for_nobody(others: bool) -> None:
         last.die()
         await until(lambda: len(r.sink.gone) == 3)
         counted = sorted(sum(f.deaths.values()) for f in r.dispatcher.flights.values())
-        assert counted == ([1.0] * 3 if others else [1.0, 2.0, 2.0])
+        assert counted == ([3] * 3 if others else [3, 6, 6])
 
 
 async def test_what_was_at_a_death_goes_where_nothing_else_like_it_is() -> None:
@@ -204,3 +206,21 @@ async def test_what_was_at_a_death_goes_where_nothing_else_like_it_is() -> None:
         assert [len(fake.added) for fake in rest] == [1, 1, 1]
     for fake in rest:
         fake.die()
+
+
+async def test_what_may_be_deadly_waits_for_outputs_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(suspects, "APART_S", 60.0)
+    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
+    async with rig(one, two) as r:
+        await r.ready(2)
+        for name in ("a", "b"):
+            r.dispatcher.submit(request(name, [ord(name)]))
+        await until(lambda: bool(one.added and two.added))
+        await asyncio.to_thread(one.die)
+        await until(lambda: any(f.waits_since for f in r.dispatcher.flights.values()))
+        await asyncio.sleep(0.1)
+        assert len(two.added) == 1
+        two.hold = False
+        await until(lambda: len(r.sink.finished) == 2)
