@@ -275,10 +275,7 @@ class Dispatcher:
     def on_refused(self, fingerprint: str) -> None:
         """Frontends refuse these requests from now on: end those that wait for a worker."""
         for flight in self._waiting.of(fingerprint):
-            if flight.deaths:
-                self._fail(flight, self.suspects.sentence(flight), REFUSED)
-            else:
-                self._fail(flight, self.suspects.meet(flight), REFUSED)
+            self._fail(flight, self.suspects.sentence(flight), REFUSED)
 
     def route(self, flight: Flight, now: float) -> None:
         """Step 2: send a request to a worker, or let it wait for one."""

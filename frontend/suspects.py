@@ -122,7 +122,7 @@ class Suspects:
     def around(
         self, flight: Flight, workers: Sequence[DecodeConnection], now: float
     ) -> Sequence[DecodeConnection]:
-        """Return the workers, of at least one, to which a request may be sent. None: not now."""
+        """Return the workers, of at least one, to which a request may be sent. Empty: not now."""
         if not flight.deaths:
             return workers
         name = name_of(flight)
@@ -160,7 +160,9 @@ class Suspects:
             _keep(self._unanswered, name_of(flight), (flight.deaths, self._loop.time()))
 
     def sentence(self, flight: Flight) -> str:
-        """Return the message for the user of a request that has to be refused."""
+        """Return the message for the user of a request that is refused."""
+        if not guilty(flight):
+            return self.meet(flight)  # one like it is
         workers = ", ".join(process.partition("@")[0] for process in flight.deaths)
         name = name_of(flight)
         return (
