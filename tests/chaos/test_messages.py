@@ -65,7 +65,6 @@ class Target:
             "token_ids": u32.pack(tokens),
             "hit_tokens": 0,
             "block_ids": u32.pack(range(-(-len(tokens) // BLOCK))),
-            "block_size": BLOCK,
             "timeout_s": 30.0,
         }
         return PrefillJob(**(fields | changes))

@@ -22,6 +22,8 @@ import pytest
 from pullfill.cluster_status import NOT_CLAIMED
 from pullfill.config import ClusterRef
 from pullfill.deploy import status
+from pullfill.queue.names import consumer_of
+from pullfill.queue.urgency import Urgency
 from tests.support import web
 from tests.support.cluster import MODEL, Cluster, Worker, until
 from tests.support.etcd import free_ports
@@ -152,8 +154,10 @@ def pause_deliveries(cluster: Cluster, seconds: float) -> None:
             (stream,) = [str(n) for n in names if not str(n).endswith("-dead")]
             until_when = datetime.now(UTC) + timedelta(seconds=seconds)
             body = msgspec.json.encode({"pause_until": until_when.isoformat()})
-            reply = await client.request(f"$JS.API.CONSUMER.PAUSE.{stream}.prefill", body)
-            assert msgspec.json.decode(reply.data)["paused"] is (seconds > 0), reply.data
+            for urgency in Urgency:
+                name = consumer_of(urgency)
+                reply = await client.request(f"$JS.API.CONSUMER.PAUSE.{stream}.{name}", body)
+                assert msgspec.json.decode(reply.data)["paused"] is (seconds > 0), reply.data
         finally:
             await client.close()
 
@@ -166,18 +170,13 @@ def test_row_28_claims_that_time_out_stop_the_queueing(wires: Wires) -> None:
     wait for the claim timeout. After that one prompt at a time is a trial, and waits far less."""
     wires.cluster.set_router(claim_timeout_s=3)
 
-    def ask() -> tuple[float, dict[str, Any]]:
-        """While another job is in the queue, a prompt would go into a lane, which is not paused."""
-        until(lambda: not wires.cluster.status()["queue"]["depth_jobs"], NEVER_S, "no job is left")
-        return wires.ask()
-
     pause_deliveries(wires.cluster, 600)
     try:
-        paid = [ask() for _ in range(3)]
+        paid = [wires.ask() for _ in range(3)]
         assert [trace["fallback"] for _, trace in paid] == ["claim_timeout"] * 3
         line = f"{wires.decode.instance_id}: {NOT_CLAIMED}"
-        until(lambda: ask() and line in wires.ready()["reasons"], NEVER_S, "/ready says it")
-        later = [ask() for _ in range(20)]
+        until(lambda: wires.ask() and line in wires.ready()["reasons"], NEVER_S, "/ready says it")
+        later = [wires.ask() for _ in range(20)]
     finally:
         pause_deliveries(wires.cluster, -1)
     least = min(seconds for seconds, _ in paid)
