@@ -37,7 +37,6 @@ from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.queue.contract import JobConsumer
 from pullfill.runtime import log, timer_grid
 from pullfill.runtime.lifecycle import end
-from pullfill.runtime.waits import Bell
 from pullfill.wire import SILENT_S
 
 logger = log.get("prefill_worker.puller")
@@ -88,7 +87,7 @@ class Puller:
         self._by_prompt = concurrency > 0
         self._budget = concurrency + 1 if concurrency else budget_tokens
         self._max_jobs = max_jobs
-        self._room = Bell()
+        self._room = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._paused = False
         self._pulling: asyncio.Timeout | None = None
@@ -101,7 +100,7 @@ class Puller:
 
     def changed(self) -> None:
         """Pull soon: a job has ended, there is credit again, or NATS answers again."""
-        self._room.ring()
+        self._room.set()
 
     def pause(self, paused: bool) -> None:
         """Stop or continue pulling. A pull that waits ends now.
@@ -110,7 +109,7 @@ class Puller:
         self._paused = paused
         if paused:
             self._end_pull()
-        self._room.ring()
+        self._room.set()
 
     def not_cleared(self) -> None:
         """Leave the jobs to others for a while: a self-check does not let this worker bring KV."""
@@ -155,12 +154,13 @@ class Puller:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience_s
         while self._credits.gone and (left := until - loop.time()) > 0:
-            self._room.clear()
-            await self._room.wait(left)
+            await self._wait_for_room(left)
 
     async def _wait_for_room(self, at_most_s: float) -> None:
         self._room.clear()
-        await self._room.wait(at_most_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                await self._room.wait()
 
     def _free(self) -> int:
         """Return how much of the budget is left: tokens, or prompts with `--concurrency`."""
