@@ -29,6 +29,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tests.support.recorder import RECORD
+from tests.support.recorder import start as start_recording
+
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 _MS_REC_PRIVATE = 0x4000 | 1 << 18
@@ -210,6 +213,8 @@ def _become_worker(order: dict[str, Any]) -> None:
         real = time.time
         time.time = lambda: real() + shift
     sys.argv[:] = ["pullfill", *order["arguments"]]
+    if record := os.environ.get(RECORD):
+        start_recording(Path(record), order["arguments"][0])
 
 
 def _fill_numba() -> None:

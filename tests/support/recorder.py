@@ -1,0 +1,103 @@
+"""Records which functions of pullfill a worker calls, and when it first does.
+
+Every process of a cluster writes to one file. A byte that all of them map is the number of the
+window that is open, 0: none. In each window a process writes a line when it calls a function for
+the first time. So a line costs nothing once it is there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+RECORD = "PULLFILL_TESTS_RECORD"
+"""Environment variable: the file. The window's byte is in a file beside it."""
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("pullfill", "frontend", "decode_worker", "prefill_worker", "queue", "transfer")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Call:
+    """The first call of a function in a window. at: in seconds; one clock for all processes."""
+
+    at: float
+    window: int
+    role: str
+    thread: str
+    file: str
+    function: str
+
+
+class Window:
+    """The byte that says which window is open."""
+
+    def __init__(self, record: Path) -> None:
+        path = record.with_suffix(".window")
+        if not path.exists():
+            path.write_bytes(b"\0")
+        with path.open("r+b") as file:
+            self._byte = mmap.mmap(file.fileno(), 1)
+
+    def open(self, number: int) -> None:
+        self._byte[0] = number
+
+    @property
+    def number(self) -> int:
+        return self._byte[0]
+
+
+def start(record: Path, role: str) -> None:
+    """Record the calls of this process: of this thread and of those that start later."""
+    byte = Window(record)._byte
+    out = os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    ours: dict[CodeType, str] = {}
+    seen: set[tuple[int, CodeType]] = set()
+
+    def place(code: CodeType) -> str:
+        """`file function` of one of our functions, else nothing."""
+        path = os.path.realpath(code.co_filename)
+        if not path.startswith(f"{ROOT}/") or code.co_name.startswith("<"):
+            return ""
+        file = os.path.relpath(path, ROOT)
+        return f"{file} {code.co_qualname}" if file.split("/")[0] in ROOMS else ""
+
+    def on_event(frame: FrameType, event: str, _: Any) -> None:
+        window = byte[0]
+        if not window or event != "call" or (window, frame.f_code) in seen:
+            return
+        code = frame.f_code
+        seen.add((window, code))
+        if (where := ours.get(code)) is None:
+            where = ours[code] = place(code)
+        if where:
+            thread = threading.current_thread().name.split("_")[0]
+            line = f"{time.monotonic():.6f} {window} {role} {thread.replace(' ', '-')} {where}\n"
+            os.write(out, line.encode())
+
+    threading.setprofile(on_event)
+    sys.setprofile(on_event)
+
+
+def read(record: Path) -> list[Call]:
+    """All calls, in the order of time."""
+    found = []
+    for line in record.read_text().splitlines():
+        at, window, role, thread, file, function = line.split(" ", 5)
+        found.append(Call(float(at), int(window), role, thread, file, function))
+    return sorted(found)
+
+
+def path_of(calls: Iterable[Call], window: int, idle: int) -> list[Call]:
+    """The calls of a window, without the functions that the same role also calls when idle."""
+    calls = list(calls)
+    quiet = {(c.role, c.file, c.function) for c in calls if c.window == idle}
+    return [c for c in calls if c.window == window and (c.role, c.file, c.function) not in quiet]
