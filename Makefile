@@ -13,7 +13,7 @@ N ?= 10
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-nixl install-bench up down status test test-vllm test-fast zoo screenshots flaky lint format chaos chaos-report soak sim bench bench-quick clean
+.PHONY: help install install-nixl install-bench up down status test test-vllm test-fast spine zoo screenshots flaky lint format chaos chaos-report soak sim bench bench-quick clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ test-vllm: ## make test on another release of vLLM, in a venv of its own: make t
 
 test-fast: install ## Unit and contract tests, in eight forked processes
 	$(BIN)/pytest -q --forks 8 tests/unit tests/contract $(PYTEST_ARGS)
+
+spine: install ## Record one remote prefill in a real cluster: its files and functions, in order
+	$(BIN)/python -m tests.spine $(ARGS)
 
 zoo: install ## Tiny models of each architecture: a cluster answers as one engine (minutes)
 	$(BIN)/python -m tests.zoo $(ARGS)

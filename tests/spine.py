@@ -118,8 +118,8 @@ def shown(path: Sequence[Call]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make spine", description=__doc__)
-    parser.add_argument("--case", choices=CASES, action="append")
-    parser.add_argument("--transports", default="shm", help="shm or tcp")
+    parser.add_argument("--case", choices=CASES, action="append", help="default: all")
+    parser.add_argument("--transports", default="shm", help="shm (default) or tcp")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pullfill-spine-") as directory:
         names = chosen.case or list(CASES)
