@@ -60,7 +60,8 @@ def killed(cluster: Cluster) -> None:
 CASES: dict[str, Callable[[Cluster], None]] = {
     case.__name__: case for case in (plain, hit, chunks, cancel, killed)
 }
-FILES, FUNCTIONS = 200, 400
+# Two runs differ by a few functions: a regular task may come by in one and not in the other.
+FILES, FUNCTIONS = 121, 512
 """The budget of the case `plain` over shm."""
 
 
