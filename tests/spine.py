@@ -100,9 +100,7 @@ def record_cases(directory: Path, names: Sequence[str], *flags: str) -> dict[str
             time.sleep(0.3)  # the ack and what is told afterwards
             window.open(0)
         calls = read(record)
-        return {
-            name: path_of(calls, number, IDLE) for number, name in enumerate(names, IDLE + 1)
-        }
+        return {name: path_of(calls, number, IDLE) for number, name in enumerate(names, IDLE + 1)}
 
 
 def sizes(path: Sequence[Call]) -> tuple[int, int]:
