@@ -249,9 +249,9 @@ class Job:
             "job %s: a prompt of %d tokens is longer than this worker takes (%d); left to others",
             self.job_id, len(self._token_ids), self._runner.max_prompt_tokens,
         )  # fmt: skip
-        self._runner.on_unreachable()
-        delay_s = _AGAIN_RENEWED_S * (self.message.first.number - 1)
-        await self.message.settle("nak", delay_s=delay_s or AGAIN_S)
+        delay_s = _AGAIN_RENEWED_S * (self.message.first.number - 1) or AGAIN_S
+        self._runner.on_unreachable(delay_s)
+        await self.message.settle("nak", delay_s=delay_s)
 
     async def _check_grant(self) -> None:
         """Check that the job is the one that was granted, and that it fits here.
@@ -395,7 +395,7 @@ class Job:
                 # Do not settle the message: it was deleted, or another worker has a newer delivery.
                 logger.info("job %s attempt %d: %s", self.job_id, attempt, why)
             case OutOfReach() if retry:
-                self._runner.on_unreachable()
+                self._runner.on_unreachable(_AGAIN_RENEWED_S)
                 await self.message.settle("nak", delay_s=_AGAIN_RENEWED_S)
             case OutOfReach():
                 logger.warning("job %s attempt %d: %s", self.job_id, attempt, why)
@@ -413,7 +413,7 @@ class Job:
         delay_s = patience(job.timeout_s, number, self._runner.max_deliver())
         # _lost: the connection broke under our claim. It may drain, connected to others.
         if self._lost or self._runner.connections.knows(job.decode_instance):
-            self._runner.on_unreachable()
+            self._runner.on_unreachable(delay_s or 0.0)
         elif delay_s is not None:
             # It may be gone. Or it is not listed yet, or it drains. So others get the first chance.
             delay_s = max(delay_s, _AGAIN_RENEWED_S) if number == 1 else None

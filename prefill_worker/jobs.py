@@ -47,6 +47,7 @@ class JobRunner:
     for _GRANTED_S. Some decode workers may grant what others refuse.
     on_unreachable: called for each job whose decode worker is in the directory, but to which this
     worker cannot bring KV, or not that of a prompt so long. Other prefill workers may be able to.
+    It gets the seconds until the queue delivers the job again.
     take_back: takes a delivery whose job this process has asked for itself. Returns False for any
     other. Raises ClaimRefused if another prefill worker has the job."""
 
@@ -72,7 +73,7 @@ class JobRunner:
         self._on_change = on_change
         self._take_back = take_back
         self.on_not_cleared: Callable[[], None] = lambda: None
-        self.on_unreachable: Callable[[], None] = lambda: None
+        self.on_unreachable: Callable[[float], None] = lambda _again_s: None
         self._jobs: dict[str, Job] = {}
         self._kept: set[asyncio.Task[None]] = set()
         self._sends_heartbeats = False

@@ -14,10 +14,10 @@ second prompt: it goes past that one in the engine. Otherwise nothing is gained,
 may be free sooner. A worker without room only asks every _LOOK_S whether one is there: a worker
 with room waits for it, and gets it first.
 
-After a job of a decode worker that this worker cannot reach, it leaves jobs to idle prefill workers
-for _LEAVE_S: it does not wait at the queue, and only asks every _LOOK_S for a job that is there. A
-new job goes to a worker that waits. If none waits, this worker takes it, because it may be of a
-decode worker that this one reaches.
+After a job that this worker cannot serve, it leaves jobs to idle prefill workers until _LEAVE_S
+after the queue has delivered that job again. Until then it does not wait at the queue. It only asks
+every _LOOK_S for a job that is there. A new job goes to a worker that waits. If none waits, this
+worker takes it, because it may be of a decode worker that this one reaches.
 
 While a decode worker has no KV credit left (credits.py), nothing is pulled, because the next job
 may be of that decode worker. After `patience_s` there is one more pull all the same. So a slow
@@ -122,12 +122,14 @@ class Puller:
         logger.info("not cleared by the self-check: no jobs for %.0f s", self._uncleared_s)
         self._end_pull()
 
-    def leave_to_others(self) -> None:
-        """Take only jobs that no other worker waits for, for _LEAVE_S from now."""
+    def leave_to_others(self, again_s: float = 0.0) -> None:
+        """Take only jobs that no other worker waits for, until _LEAVE_S after a job comes again.
+
+        again_s: in how many seconds it does."""
         now = asyncio.get_running_loop().time()
         if now >= self._leave_until:
             self._end_pull()
-        self._leave_until = now + _LEAVE_S
+        self._leave_until = max(self._leave_until, now + again_s + _LEAVE_S)
 
     def _end_pull(self) -> None:
         if self._pulling is not None and not self._pulling.expired():

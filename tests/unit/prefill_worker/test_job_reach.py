@@ -18,7 +18,7 @@ from tests.unit.prefill_worker.test_job import (
 
 async def test_memory_out_of_reach_is_left_to_another_worker_for_a_while() -> None:
     worker, delivery, told = Worker(out_of_reach()), Delivered(), list[str]()
-    worker.runner.on_unreachable = lambda: told.append("leave jobs to others")
+    worker.runner.on_unreachable = lambda _again_s: told.append("leave jobs to others")
     worker.runner.start(delivery)  # type: ignore[arg-type]
     await worker.over()
     assert delivery.verbs == ["nak"]
