@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import stat
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
+from pullfill.transfer.shm.files import PREFIX, shm_dir
 from tests.support.checkpoint import TINY, tiny_checkpoint
 from tests.support.cluster import BLOCK, Cluster
 from tests.support.oracle import Oracle
@@ -83,6 +86,23 @@ def test_a_prompt_that_leaves_few_tokens_of_the_context(
     assert answer.tokens == truth(oracle, [prompt], left)[0][0]
     told = cluster.explain(answer.request_id)
     assert (told["path"], told["fallback"], told["remote_tokens"]) == ("remote", None, 4095 - left)
+
+
+@pytest.mark.essential
+def test_every_process_listens_on_loopback_only(cluster: Cluster) -> None:
+    """Nobody has given `--host`."""
+    for worker in cluster.workers:
+        sockets = psutil.Process(worker.pid).net_connections("tcp")
+        heard = {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
+        assert heard == {"127.0.0.1"}, worker.role
+
+
+@pytest.mark.essential
+def test_only_the_user_reads_shared_kv_memory(cluster: Cluster) -> None:
+    for worker in cluster.of("decode"):
+        files = list(shm_dir().glob(f"{PREFIX}{worker.instance_id}*"))
+        assert {file.suffix for file in files} == {".kv", ".fence"}
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
 
 
 def test_workers_publish_how_their_kv_is_stored(cluster: Cluster) -> None:

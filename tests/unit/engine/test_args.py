@@ -48,7 +48,7 @@ def test_not_refused(env: dict[str, str]) -> None:
 
 
 class Wrapped(ValueError):
-    """As pydantic's: the error of vLLM's own check is inside."""
+    """Stands in for an error of pydantic, which holds the error of vLLM's own check."""
 
     def errors(self) -> list[dict[str, Any]]:
         return [{"msg": "refused", "ctx": {"error": self.args[0]}}]
