@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 
+from pullfill.backoff import Backoff
 from pullfill.clock import Clock
 
 STALLS = 3
@@ -32,7 +33,7 @@ class ClaimBreaker:
         self._clock = clock
         self._stalls = 0
         self._claimed_at = -math.inf
-        self._pause_s = PAUSE_S[0]
+        self._backoff = Backoff(*PAUSE_S)
         self._open_until: float | None = None
         self._trial = ""
 
@@ -52,7 +53,7 @@ class ClaimBreaker:
     def claimed(self) -> None:
         """A job of this decode worker was claimed. Closes the breaker."""
         self._claimed_at, self._stalls = self._clock.monotonic(), 0
-        self._pause_s = PAUSE_S[0]
+        self._backoff.reset()
         self._open_until, self._trial = None, ""
 
     def timed_out(self, job_id: str, queued_at: float) -> bool:
@@ -61,7 +62,6 @@ class ClaimBreaker:
         Returns True if this opens the breaker. Then the caller serves all queued jobs locally."""
         if self._open_until is not None:
             if job_id == self._trial:
-                self._pause_s = min(2 * self._pause_s, PAUSE_S[1])
                 self._open()
             return False
         if queued_at < self._claimed_at:
@@ -84,4 +84,4 @@ class ClaimBreaker:
 
     def _open(self) -> None:
         self._trial = ""
-        self._open_until = self._clock.monotonic() + self._pause_s
+        self._open_until = self._clock.monotonic() + self._backoff.next()

@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pullfill.backoff import Backoff
 from pullfill.decode_worker.kv_reader import KvReader, Reach
 from pullfill.errors import BadMessage, HandoffError, PeerUnavailable, PullfillError
 from pullfill.net import frames
@@ -178,14 +179,14 @@ class _Place:
     holder: the connection. None: there has been none yet.
     connecting: held while the connection is made, so that it is made once.
     not_before: when the holder may be asked again, by the loop's clock.
-    pause: how long it is not asked after its next failure, in seconds.
+    backoff: how long it is not asked after its next failure.
     idle: closes the connection after IDLE_S without use."""
 
     def __init__(self, rest: Callable[[_Place], bool]) -> None:
         self.holder: Holder | None = None
         self.connecting = asyncio.Lock()
         self.not_before = 0.0
-        self.pause = AGAIN_S
+        self.backoff = Backoff(AGAIN_S, AGAIN_MOST_S)
         self.idle = IdleTimer(lambda: rest(self), IDLE_S)
 
 
@@ -241,7 +242,8 @@ class Holders:
     def worked(self, instance_id: str) -> None:
         """Note that a read from this holder has succeeded."""
         if (place := self._places.get(instance_id)) is not None:
-            place.pause, place.not_before = AGAIN_S, 0.0
+            place.backoff.reset()
+            place.not_before = 0.0
 
     def slow(self, instance_id: str) -> None:
         """Note that this holder has not answered in time, as in a long step of its engine.
@@ -255,8 +257,7 @@ class Holders:
         if (place := self._places.get(instance_id)) is None:
             return
         if (now := self._loop.time()) >= place.not_before:  # else others have failed with it
-            place.not_before = now + place.pause
-            place.pause = min(2 * place.pause, AGAIN_MOST_S)
+            place.not_before = now + place.backoff.next()
         if place.holder is not None:
             place.holder.drop()
 

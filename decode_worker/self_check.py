@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from pullfill.backoff import Backoff
 from pullfill.decode_worker import difference
 from pullfill.decode_worker.conditional_router import SELF_CHECK_FAILED as FAILED
 from pullfill.decode_worker.conditional_router import SELF_CHECK_PENDING as PENDING
@@ -259,7 +260,7 @@ class Checks:
         """Compare until there is a result, or no prefill worker of this pair is connected.
 
         Each try is with another worker of the pair: one may be out of reach, or stand still."""
-        pause, tries = _PAUSES_S[0], Counter[str]()
+        backoff, tries = Backoff(*_PAUSES_S), Counter[str]()
         try:
             while pair not in self._results:
                 peers = [peer for peer, other in self._peers.values() if other == pair]
@@ -284,11 +285,11 @@ class Checks:
                     self._say(peer, result, took_s, local_s)
                     break
                 metrics.SELF_CHECK.labels("incomplete").inc()
+                pause = backoff.next()
                 for _ in range(round(pause / (look_s := min(pause, _LOOK_S)))):
                     await asyncio.sleep(look_s)
                     if not self._peers.keys() <= seen:
                         break
-                pause = min(2 * pause, _PAUSES_S[1])
         except Exception:
             logger.exception("the self-check failed; prompts are prefilled here")
         finally:

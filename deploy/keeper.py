@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from pullfill.backoff import Backoff
 from pullfill.deploy import disk, plan
 from pullfill.deploy.children import Children
 from pullfill.deploy.down import SERVERS, remove_shared_memory
@@ -24,8 +25,6 @@ from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import PullfillError
 from pullfill.runtime.lifecycle import STEP_FAILED
 
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
 MAX_DEATHS = 5
 """A process that dies this often within WINDOW_S is given up."""
 WINDOW_S = 60.0
@@ -36,10 +35,10 @@ _LOCK_POLL_S = 0.1
 class Deaths:
     """The deaths of one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_pause_s: float = 0.5) -> None:
         self._at: deque[float] = deque(maxlen=MAX_DEATHS)
-        self._last = -math.inf
-        self._pause = 0.0
+        self._backoff = Backoff(first_pause_s, longest_s=30.0)
+        self._ran_from = -math.inf
 
     def pause(self, now: float, *, blameless: bool = False) -> float | None:
         """Note a death at `now`. Return the seconds to wait before the process is started again.
@@ -47,30 +46,38 @@ class Deaths:
         Pauses double until the process has run for WINDOW_S. None: give it up.
 
         blameless: a request may have caused the death. Such deaths alone end in no giving up."""
-        if now - self._last - self._pause > WINDOW_S:
-            self._pause = 0.0
-        self._last = now
+        if now - self._ran_from > WINDOW_S:
+            self._backoff.reset()
+        self._ran_from = now
         if not blameless:
             self._at.append(now)
             if len(self._at) == MAX_DEATHS and now - self._at[0] <= WINDOW_S:
                 return None
-        self._pause = min(2 * self._pause or FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        return self._pause
+        pause_s = self._backoff.next()
+        self._ran_from += pause_s
+        return pause_s
 
 
 class Keeper:
     """Watches the children of one `up`.
 
-    stop: set by a signal. Nothing is started after that."""
+    stop: set by a signal. Nothing is started after that.
+    first_pause_s: before a process that died is started again."""
 
     def __init__(
-        self, options: UpOptions, children: Children, stop: asyncio.Event, cluster_id: str
+        self,
+        options: UpOptions,
+        children: Children,
+        stop: asyncio.Event,
+        cluster_id: str,
+        first_pause_s: float = 0.5,
     ) -> None:
         self._options = options
         self._children = children
         self._state = children.state
         self._stop = stop
         self._cluster_id = cluster_id
+        self._first_pause_s = first_pause_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ended = asyncio.Event()
 
@@ -115,7 +122,7 @@ class Keeper:
 
     async def keep(self, name: str) -> None:
         """Restart the process whenever it dies. Returns when it is not started again."""
-        deaths = Deaths()
+        deaths = Deaths(self._first_pause_s)
         while True:
             code = await wait_exit(self._children[name])
             if self.stopped():

@@ -18,6 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from pullfill.backoff import Backoff
 from pullfill.errors import AuthFailed, BadMessage, ClaimRefused, PeerUnavailable, PullfillError
 from pullfill.net import frames, heartbeat
 from pullfill.net.channel import Channel, introduce
@@ -55,7 +56,6 @@ from pullfill.wire import (
 logger = log.get("prefill_worker.control_connection")
 
 REPLY_S = 10.0
-_RECONNECT_S = 0.05
 
 
 class ConnectionLost(PeerUnavailable):
@@ -248,7 +248,7 @@ class ControlConnection:
     # ------------------------------------------------------------------ connection
 
     async def _run(self) -> None:
-        delay = _RECONNECT_S
+        backoff = Backoff(0.05)
         try:
             while True:
                 try:
@@ -269,11 +269,11 @@ class ControlConnection:
                     self._on_idle(self)
                     return
                 if self._welcomed:
-                    delay, self._welcomed = _RECONNECT_S, False
+                    backoff.reset()
+                    self._welcomed = False
                 else:
                     self._known.set()
-                await asyncio.sleep(delay)
-                delay = min(delay * 2, 2.0)
+                await asyncio.sleep(backoff.next())
         finally:
             self._known.set()
             self.transfer.close()

@@ -31,6 +31,7 @@ import asyncio
 import contextlib
 import math
 
+from pullfill.backoff import Backoff
 from pullfill.errors import PullfillError
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.jobs import JobRunner
@@ -44,9 +45,6 @@ logger = log.get("prefill_worker.puller")
 MAX_WAITING = 64
 """Stop pulling at this many deliveries without a grant."""
 _WAIT_S = 2.0
-_PAUSE_SOONEST_S, _PAUSE_LATEST_S = 0.1, 2.0
-_UNCLEARED_S = (1.0, 30.0)
-"""Pause after a claim that the self-check refuses, and the longest one. It doubles each time."""
 _LEAVE_S, _LOOK_S = 0.25, 0.05
 _LEAST_TOKENS = 4096
 
@@ -91,8 +89,8 @@ class Puller:
         self._task: asyncio.Task[None] | None = None
         self._paused = False
         self._pulling: asyncio.Timeout | None = None
-        self._pause_s = _PAUSE_SOONEST_S
-        self._uncleared_s, self._uncleared_until = 0.0, -math.inf
+        self._backoff = Backoff()
+        self._uncleared, self._uncleared_until = Backoff(1.0, longest_s=30.0), -math.inf
         self._leave_until = -math.inf
 
     def start(self) -> None:
@@ -113,13 +111,14 @@ class Puller:
 
     def not_cleared(self) -> None:
         """Leave the jobs to others for a while: a self-check does not let this worker bring KV."""
-        now, (first, longest) = asyncio.get_running_loop().time(), _UNCLEARED_S
+        now = asyncio.get_running_loop().time()
         if now < self._uncleared_until:
             return
-        again = now < self._uncleared_until + 2 * self._uncleared_s
-        self._uncleared_s = min(2 * self._uncleared_s, longest) if again else first
-        self._uncleared_until = now + self._uncleared_s
-        logger.info("not cleared by the self-check: no jobs for %.0f s", self._uncleared_s)
+        if now >= self._uncleared_until + self._uncleared.pause_s:  # that was long ago
+            self._uncleared.reset()
+        pause_s = self._uncleared.next()
+        self._uncleared_until = now + pause_s
+        logger.info("not cleared by the self-check: no jobs for %.0f s", pause_s)
         self._end_pull()
 
     def leave_to_others(self, again_s: float = 0.0) -> None:
@@ -210,10 +209,9 @@ class Puller:
                 return  # `_end_pull` has ended it
             level = logger.debug if isinstance(exc, PullfillError) else logger.exception
             level("no jobs now: %s", exc)
-            await self._wait_for_room(self._pause_s)
-            self._pause_s = min(self._pause_s * 2, _PAUSE_LATEST_S)
+            await self._wait_for_room(self._backoff.next())
             return
-        self._pause_s = _PAUSE_SOONEST_S
+        self._backoff.reset()
         if not deliveries and full:
             await self._wait_for_room(_LOOK_S)
         elif not deliveries and leaves:

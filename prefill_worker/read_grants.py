@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 
+from pullfill.backoff import Backoff
 from pullfill.errors import ConfigError, HandoffError
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
@@ -19,9 +20,6 @@ from pullfill.transfer.contract import OwnerFences
 from pullfill.wire import FenceToken
 
 logger = log.get("prefill_worker.read_grants")
-
-_PROOF_SOONEST_S = 0.002
-_PROOF_LATEST_S = 0.05
 
 
 class ReadGrants:
@@ -54,11 +52,11 @@ class ReadGrants:
         """Revoke the fence, wait for the proof, then let the engine free the blocks.
 
         Call it only for a cancelled task."""
-        pause = _PROOF_SOONEST_S
+        backoff = Backoff(0.002, 0.05)
         try:
             while not self._proved(task):
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _PROOF_LATEST_S)
+                pause_s = backoff.next()
+                await asyncio.sleep(pause_s)
         except ConfigError as exc:
             logger.debug("job %s keeps its blocks: %s", task.job_id, exc)  # we are leaving
             return

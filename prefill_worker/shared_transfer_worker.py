@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 
+from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import PeerUnavailable, PullfillError
 from pullfill.prefill_worker.transfer_worker import TransferWorker
@@ -21,9 +22,6 @@ from pullfill.runtime import log
 from pullfill.runtime.idle import IDLE_S, IdleTimer
 
 logger = log.get("prefill_worker.transfer_worker")
-
-_REST_S = 2.0
-_LONGEST_REST_S = 30.0
 
 
 class OutOfReach(PeerUnavailable):
@@ -49,7 +47,7 @@ class SharedTransferWorker:
         self._transfer_worker: TransferWorker | None = None
         self._attempt: asyncio.Task[None] | None = None
         self._why = ""
-        self._rest_s = _REST_S
+        self._backoff = Backoff(2.0, longest_s=30.0)
         self._again_at = 0.0
         self._closed = False
         self._idle = IdleTimer(self._rest, idle_s)
@@ -101,7 +99,8 @@ class SharedTransferWorker:
 
     def forgive(self) -> None:
         """Let the next `get` try to connect at once, because something has changed."""
-        self._rest_s, self._again_at = _REST_S, 0.0
+        self._backoff.reset()
+        self._again_at = 0.0
 
     def drop(self) -> None:
         """Close the current transfer worker. The next `get` makes a new one."""
@@ -141,8 +140,7 @@ class SharedTransferWorker:
                 logger.exception("connecting to %s failed", self._name)
             if not self._closed:
                 self._why = str(exc) or repr(exc)
-            self._again_at = self._clock.monotonic() + self._rest_s
-            self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
+            self._again_at = self._clock.monotonic() + self._backoff.next()
         else:
             if self._closed:
                 transfer_worker.close()

@@ -22,6 +22,7 @@ import nats.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue import streams
@@ -62,8 +63,6 @@ STEADY_REFRESH_S = 1.0
 """The same while jobs wait, or if some were published lately. Own changes count in between."""
 IDLE_REFRESH_S = 2.0
 BUSY_FOR_S = 2.0
-LONGEST_HOLD_S = 30.0
-"""Longest pause after publishes that got no answer (see `_hold`)."""
 MAX_HOLES = 20_000
 """Messages that are gone from the middle of the stream. 100,000 cost 17 ms of the loop."""
 JETSTREAM, STORAGE = "jetstream", "storage"
@@ -91,7 +90,7 @@ class JetStreamProducer:
         self.streams = Streams(connection, self._names, config, settings)
         self._depth = DepthCache()
         self._answering = False
-        self._hold_s, self._held_until = 0.0, -math.inf
+        self._holds, self._held_until = Backoff(BUSY_REFRESH_S, longest_s=30.0), -math.inf
         self._asked_at = self._used_at = SYSTEM_CLOCK.monotonic()
         self._refused_at = -math.inf
         self._holes = 0
@@ -166,8 +165,8 @@ class JetStreamProducer:
                 self._hold()
             self._trip(exc)
             raise
-        if self._hold_s:
-            self._hold_s = 0.0
+        if self._holds.begun:
+            self._holds.reset()
             self.health.ok(STORAGE)
         seq, duplicate = int(answer["seq"]), bool(answer.get("duplicate", False))
         if not duplicate:
@@ -247,9 +246,9 @@ class JetStreamProducer:
 
         A server whose disk is full answers counts, and stores no job, until somebody restarts it.
         So the pause doubles until a publish is answered."""
-        self._hold_s = min(LONGEST_HOLD_S, 2 * self._hold_s or BUSY_REFRESH_S)
-        self._held_until = SYSTEM_CLOCK.monotonic() + self._hold_s
-        if self._hold_s > 2 * BUSY_REFRESH_S and not self.health.fails(STORAGE):
+        hold_s = self._holds.next()
+        self._held_until = SYSTEM_CLOCK.monotonic() + hold_s
+        if hold_s > 2 * BUSY_REFRESH_S and not self.health.fails(STORAGE):
             logger.warning("NATS at %s %s", self.connection.shown_url, _STORES_NOTHING)
             self.health.failed(_STORES_NOTHING, STORAGE)
 

@@ -29,6 +29,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from pullfill import redact
+from pullfill.backoff import Backoff
 from pullfill.config import split_urls
 from pullfill.errors import ConfigError, NotNow, PullfillError, QueueFull, QueueUnavailable
 from pullfill.runtime import log
@@ -39,7 +40,6 @@ logger = log.get("queue")
 
 DIAL_TIMEOUT_S = 2.0
 API_TIMEOUT_S = 2.0
-_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _CANCEL_S = 0.5
 _NEVER_S = 10**6
 PING_EVERY_S = 0.5
@@ -236,7 +236,7 @@ class NatsConnection:
     # ------------------------------------------------------------------ the dialling task
 
     async def _run(self) -> None:
-        failures, down_since, quiet = 0, time.monotonic(), True
+        backoff, down_since, quiet = Backoff(0.05, 1.0), time.monotonic(), True
         try:
             while True:
                 try:
@@ -251,15 +251,15 @@ class NatsConnection:
                     if not quiet:
                         seconds = time.monotonic() - down_since
                         logger.info("NATS at %s is back after %.1f s", self.shown_url, seconds)
-                    failures, quiet, self._fatal = 0, False, None
+                    backoff.reset()
+                    quiet, self._fatal = False, None
                     await self._until_ended()
                     down_since, self._said = time.monotonic(), self._cause
                     logger.warning(
                         "lost NATS at %s (%s); reconnecting", self.shown_url, self._cause
                     )
                 self._drop()
-                await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
-                failures += 1
+                await asyncio.sleep(backoff.next())
         finally:
             self._drop()
 

@@ -33,6 +33,7 @@ from etcd3.aio_client import AioClient
 from etcd3.baseclient import sem
 
 from pullfill import redact
+from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import ConfigError, NotNow, RegistryUnavailable
 from pullfill.net.security import OPEN, ServerSecurity
@@ -152,7 +153,7 @@ class EtcdRpc:
             raise ConfigError(
                 f"[etcd] has certificates, but {redact.url(url)} is not encrypted: use https://"
             )
-        give_up, pause = time.monotonic() + wait_s, 0.1
+        give_up, backoff = time.monotonic() + wait_s, Backoff(longest_s=1.0)
         while True:
             session = aiohttp.ClientSession(connector=EtcdConnector(tls))
             try:
@@ -184,8 +185,7 @@ class EtcdRpc:
                 on_retry(f"etcd at {redact.url(url)} does not answer yet ({why}); "
                          f"trying for another {left:.0f} s")  # fmt: skip
             endpoints = endpoints[1:] + endpoints[:1]
-            await asyncio.sleep(min(pause, max(left, 0.0)))
-            pause = min(pause * 2, 1.0)
+            await asyncio.sleep(min(backoff.next(), left))
 
     async def call(
         self, path: str, request: Any, kind: type[T], timeout_s: float | None = None

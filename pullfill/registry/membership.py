@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from pullfill.backoff import Backoff
 from pullfill.clock import BOOT_CLOCK, Clock
 from pullfill.errors import (
     ConfigError,
@@ -37,7 +38,6 @@ from pullfill.runtime.lifecycle import end
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState, encode
 
 Make = Callable[[str], tuple[WorkerRecord, list[RegionDescriptor]]]
-RETRY_S = (0.1, 1.0)
 _log = log.get("registry.membership")
 
 
@@ -92,7 +92,7 @@ class Membership:
                 if self._clock.monotonic() >= give_up:
                     raise
                 _log.warning("not registered yet: %s", exc)
-                await asyncio.sleep(RETRY_S[1])
+                await asyncio.sleep(1.0)
 
     async def _join(self) -> None:
         incarnation = new_incarnation()
@@ -247,11 +247,11 @@ class Membership:
 
     async def _rewrite(self, lease: Lease) -> None:
         """Write our keys again each time `_stale` is set and etcd does not hold them."""
-        pause = RETRY_S[0]
+        backoff = Backoff(longest_s=1.0)
         while True:
             await self._stale.wait()
             # Our own writes come back through the watch, maybe an old one late. So look first.
-            await asyncio.sleep(pause)
+            await asyncio.sleep(backoff.pause_s)
             self._stale.clear()
             try:
                 expected = self._expected()
@@ -261,17 +261,17 @@ class Membership:
                         _log.info("writing %s again", key.decode())
                         await self._write(lease)
                         break
-                pause = RETRY_S[0]
+                backoff.reset()
             except LeaseNotFound:
                 lease.check_now()
             except PullfillError as exc:
                 _log.debug("not written yet: %s", exc)
                 self._stale.set()
-                pause = min(pause * 2, RETRY_S[1])
+                backoff.next()
 
     async def _reregister(self) -> None:
         """Register until it works. Each outage makes one new incarnation, once etcd answers."""
-        pause, made, last = RETRY_S[0], None, ""
+        backoff, made, last = Backoff(longest_s=1.0), None, ""
         while True:
             try:
                 if made is None:
@@ -288,8 +288,7 @@ class Membership:
                 _log.debug("not registered again yet: %s", exc)
             except Exception:
                 _log.exception("registering again failed; retrying")
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, RETRY_S[1])
+            await asyncio.sleep(backoff.next())
         if self._on_reregistered is not None:
             try:
                 self._on_reregistered(self.incarnation)

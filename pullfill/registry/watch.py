@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pullfill.backoff import Backoff
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry.client import EtcdClient, Header, KeyValue, RevisionLost, as_key, prefix_end
 from pullfill.registry.failures import Failure
@@ -29,8 +30,6 @@ from pullfill.runtime.lifecycle import end
 
 IDLE_S = 60.0
 """A watch that brought nothing for this long is opened anew."""
-RETRY_S = (0.05, 0.5)
-"""First and longest pause before a broken watch is opened again."""
 REFUSED_S = 10.0
 """Pause after etcd has refused it. To check a password takes etcd tens of milliseconds of CPU."""
 _log = log.get("registry.watch")
@@ -132,10 +131,12 @@ async def watch_prefix(
     *,
     on_break: Callable[[], None] | None = None,
     idle_s: float = IDLE_S,
+    pause_s: float = 0.05,
 ) -> AsyncGenerator[WatchEvent, None]:
     """Yield events of all keys with `prefix`, for ever.
 
     on_break: called each time a stream breaks or cannot be opened.
+    pause_s: the first pause before a broken stream is opened again.
 
     Raises ConfigError if etcd does not let us read there at first. A later refusal counts as an
     outage: an operator may take back what caused it. Then `client.health` says why."""
@@ -143,7 +144,7 @@ async def watch_prefix(
     shown = start.decode(errors="replace")
     part = f"watch of {shown}"
     known = _Known({})
-    pause = RETRY_S[0]
+    backoff = Backoff(pause_s, 0.5)
     try:
         while True:
             try:
@@ -157,7 +158,7 @@ async def watch_prefix(
                 # Closed by hand: a consumer that stops must not leave the connection open.
                 async with contextlib.aclosing(_changes(client, start, known, idle_s)) as batches:
                     async for batch in batches:
-                        pause = RETRY_S[0]
+                        backoff.reset()
                         for event in batch:
                             yield event
             except TimeoutError:
@@ -177,8 +178,7 @@ async def watch_prefix(
                     _log.debug("watch of %s broke: %s", shown, exc)
                 if on_break is not None:
                     on_break()
-                await asyncio.sleep(REFUSED_S if isinstance(exc, ConfigError) else pause)
-                pause = min(pause * 2, RETRY_S[1])
+                await asyncio.sleep(REFUSED_S if isinstance(exc, ConfigError) else backoff.next())
     finally:
         client.health.ok(part)  # nobody looks there any more
 

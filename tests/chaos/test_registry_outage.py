@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from pullfill.errors import ConfigError, RegistryUnavailable
-from pullfill.registry import watch as watch_module
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.membership import Membership
@@ -255,16 +254,15 @@ async def write(client: EtcdClient, numbers: range, *, stop: asyncio.Event) -> N
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
 async def test_watch_misses_nothing_over_restarts(
-    etcd: EtcdServer, client: EtcdClient, how: str, monkeypatch: pytest.MonkeyPatch
+    etcd: EtcdServer, client: EtcdClient, how: str
 ) -> None:
     """The watch comes back later than the writer: keys written and deleted meanwhile count too."""
-    monkeypatch.setattr(watch_module, "RETRY_S", (2.0, 2.0))
     count = 500
     events: list[WatchEvent] = []
     stop = asyncio.Event()
 
     async def watch() -> None:
-        async for event in watch_prefix(client, "n/"):
+        async for event in watch_prefix(client, "n/", pause_s=2.0):
             events.append(event)
 
     writer_client = await EtcdClient.connect(etcd.url, wait_s=10)
@@ -297,14 +295,13 @@ async def test_watch_misses_nothing_over_restarts(
 
 
 async def test_watch_notices_a_store_that_was_replaced_and_outgrew_it(
-    etcd: EtcdServer, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+    etcd: EtcdServer, client: EtcdClient
 ) -> None:
     """The new store's revision is past ours when we look again, so its number proves nothing."""
-    monkeypatch.setattr(watch_module, "RETRY_S", (3.0, 3.0))
     state: dict[bytes, bytes] = {}
 
     async def watch() -> None:
-        async for event in watch_prefix(client, "n/"):
+        async for event in watch_prefix(client, "n/", pause_s=3.0):
             if isinstance(event, Put):
                 state[event.key] = event.value
             elif isinstance(event, Delete):

@@ -348,7 +348,9 @@ async def test_an_address_where_nobody_answers(pair: Pair) -> None:
     _, told = await pair.asker.ask(tokens, hint)
     assert told.fetch == "unreachable"
     assert pair.asker.holders.away("holder")
-    assert pair.asker.holders._places["holder"].pause == 2 * holders.AGAIN_S, "counted once"
+    assert pair.asker.holders._places["holder"].backoff.pause_s == 2 * holders.AGAIN_S, (
+        "counted once"
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -84,7 +84,7 @@ async def test_a_holder_that_fails_is_left_alone_longer_each_time(made: Holders)
     place = made._places["holder"]
     pauses = []
     for _ in range(8):
-        pauses.append(place.pause)
+        pauses.append(place.backoff.pause_s)
         place.not_before = 0.0
         for _ in range(3):  # of several prompts, for the same fault
             made.failed("holder")
@@ -92,7 +92,7 @@ async def test_a_holder_that_fails_is_left_alone_longer_each_time(made: Holders)
     assert pauses[-1] == holders.AGAIN_MOST_S
     made.worked("holder")
     assert not made.away("holder")
-    assert place.pause == holders.AGAIN_S
+    assert place.backoff.pause_s == holders.AGAIN_S
     await made.close()
     await server.stop()
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from pullfill.config import RESTARTS_ENV, ClusterFile
-from pullfill.deploy import disk, keeper, plan
+from pullfill.deploy import disk, plan
 from pullfill.deploy.children import Children
 from pullfill.deploy.disk import DiskWatch
 from pullfill.deploy.keeper import MAX_DEATHS, Keeper
@@ -31,7 +31,7 @@ class Rig:
         self.output = io.StringIO()
         self.children = Children(cluster, self.state, ProcessView(Console(file=self.output), ""))
         self.stop = asyncio.Event()
-        self.keeper = Keeper(plan.UpOptions(), self.children, self.stop, "id")
+        self.keeper = Keeper(plan.UpOptions(), self.children, self.stop, "id", first_pause_s=0.001)
         self.watch = DiskWatch(self.children, restart=True)
 
     def launch(self, name: str, script: str) -> None:
@@ -59,8 +59,6 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(keeper, "LONGEST_PAUSE_S", 0.001)
     monkeypatch.setattr(disk, "LOOK_S", 0.01)
     with small_disk(tmp_path / "disk", 40) as directory:
         rig = Rig(directory)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from pullfill.config import RESTARTS_ENV, STATE_DIR_ENV, ClusterFile, ClusterRef, ProcessEntry
-from pullfill.deploy import doctor, keeper, plan, status
+from pullfill.deploy import doctor, plan, status
 from pullfill.deploy.children import Children
 from pullfill.deploy.keeper import MAX_DEATHS, WINDOW_S, Deaths, Keeper
 from pullfill.deploy.machine import OK
@@ -73,7 +73,7 @@ class Rig:
         self.stop = asyncio.Event()
         self.children = Children(cluster, self.state, view)
         self.options = plan.UpOptions()
-        self.keeper = Keeper(self.options, self.children, self.stop, "id")
+        self.keeper = Keeper(self.options, self.children, self.stop, "id", first_pause_s=0.001)
 
     def launch(self, name: str, script: str) -> None:
         role = name.split("-")[0]
@@ -107,8 +107,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.001)
+def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
 
 
@@ -138,10 +137,7 @@ async def test_a_dead_worker_is_another_instance_and_counted(rig: Rig) -> None:
 
 
 @pytest.mark.essential
-async def test_a_worker_whose_engine_fails_on_requests_is_not_given_up(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeper, "LONGEST_PAUSE_S", 0.001)
+async def test_a_worker_whose_engine_fails_on_requests_is_not_given_up(rig: Rig) -> None:
     rig.launch("decode-0", f"exit {STEP_FAILED}")
     async with rig.keeping("decode-0"):
         await until(lambda: rig.entry("decode-0").restarts > MAX_DEATHS)
