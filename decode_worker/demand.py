@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.cluster_status import Demand
 from pullfill.decode_worker.conditional_router import (
     CLAIMS_STALLED,
     NO_PREFILL_WORKER,
@@ -34,6 +33,7 @@ from pullfill.decode_worker.conditional_router import (
     by_length,
 )
 from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
+from pullfill.snapshot import Demand
 from pullfill.wire import RouterConfig, RouterPolicy
 
 WINDOW_S = 30.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pullfill.cluster_status import Demand
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
@@ -12,8 +11,8 @@ from pullfill.decode_worker.ledger_types import UNDER_WAY, JobState
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.engine import kv
-from pullfill.live_view import FLOWS, OpenJob
 from pullfill.runtime import metrics
+from pullfill.snapshot import FLOWS, Demand, OpenJob
 from pullfill.worker.process import Engine
 
 _REMOTE = (JobState.QUEUED, *UNDER_WAY)

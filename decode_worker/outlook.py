@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from pullfill.cluster_status import NOT_CLAIMED
 from pullfill.decode_worker.conditional_router import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import Ledger
@@ -21,6 +20,7 @@ from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.queue.nats_connection import RAISE_PAYLOAD
 from pullfill.runtime import log, metrics
 from pullfill.runtime.health import Health, servers_json
+from pullfill.snapshot import NOT_CLAIMED
 from pullfill.wire import u32
 
 logger = log.get("decode_worker.outlook")

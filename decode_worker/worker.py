@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from pullfill.cluster_status import Demand
 from pullfill.config import ClusterRef
 from pullfill.decode_worker import descriptors, fetching, leave
 from pullfill.decode_worker.context import DecodeContext
@@ -49,6 +48,7 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.self_checks import SelfChecks
 from pullfill.registry.settings import Settings
 from pullfill.runtime import log
+from pullfill.snapshot import Demand
 from pullfill.transfer.contract import OwnerFences
 from pullfill.transfer.gpu import copies
 from pullfill.transfer.shm.files import RegionFiles

@@ -15,8 +15,8 @@ from rich.text import Text
 from pullfill.config import ClusterRef
 from pullfill.deploy.members import ask_frontend, frontend_urls
 from pullfill.errors import ConfigError, UnavailableError
-from pullfill.live_view import Explained
 from pullfill.net import http_proof
+from pullfill.snapshot import Explained
 from pullfill.wire import Expected, ExplainRecord, PredictedMs
 
 _BAR = 40

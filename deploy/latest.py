@@ -15,7 +15,7 @@ from pullfill.config import ClusterRef
 from pullfill.deploy import top
 from pullfill.deploy.top_view import count, ms
 from pullfill.deploy.view import plain
-from pullfill.live_view import Ended
+from pullfill.snapshot import Ended
 
 
 def show(ref: ClusterRef, url: str | None, most: int, as_json: bool) -> int:

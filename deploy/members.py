@@ -17,13 +17,13 @@ from http.client import HTTPException
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from pullfill.cluster_status import Report, read_report
 from pullfill.config import ClusterRef, read_cluster_file
 from pullfill.deploy.servers import reason_of
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.net import http_proof
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.orders import live_workers
+from pullfill.snapshot import Report, read_report
 from pullfill.wire import WorkerRecord
 
 T = TypeVar("T")

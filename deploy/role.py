@@ -8,12 +8,12 @@ import time
 import typer
 from rich.console import Console
 
-from pullfill.cluster_status import Report
 from pullfill.config import ClusterRef
 from pullfill.deploy.members import ask_worker, etcd_of, workers
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.orders import order_role
+from pullfill.snapshot import Report
 from pullfill.wire import WorkerRecord, WorkerRole, WorkerState
 
 _POLL_S = 0.1

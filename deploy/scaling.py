@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from pullfill.cluster_status import Demand
+from pullfill.snapshot import Demand
 
 PREFILL, DECODE = "prefill", "decode"
 _TRACE = 0.01

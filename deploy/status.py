@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,14 +17,14 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from pullfill import cluster_status
 from pullfill.config import ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import disk, suspects
 from pullfill.deploy.members import ask_etcd, ask_frontend, ask_worker, frontend_urls, workers
 from pullfill.deploy.procs import is_alive
 from pullfill.deploy.state import StateDir, identity
+from pullfill.deploy.top_view import percent
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
-from pullfill.runtime.health import outage_of
+from pullfill.snapshot import Cluster, WorkerRow, cluster_of
 from pullfill.wire import ServerStatus
 
 _IN_COLUMNS = ("kv_blocks", "kv_free_blocks", "running", "waiting", "jobs", "unclaimed")
@@ -43,16 +43,17 @@ def status(ref: ClusterRef, url: str | None, as_json: bool) -> int:
         print(json.dumps(state | here))
         return 0
     console = Console()
-    console.print(workers_table(state["workers"]))
-    for text in state_lines(state):
+    cluster = msgspec.convert(state, Cluster)
+    console.print(workers_table(cluster.workers))
+    for text in state_lines(cluster):
         console.print(text, highlight=False, soft_wrap=True)
     full = not url and ref.state_dir and disk.in_words(ref.state_dir)
     for line in [*process_lines(here), *filter(None, [full])]:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
-    if rows := state.get("stock"):
-        console.print(stock_table(rows))
-    if rows := state.get("suspects"):
-        console.print(suspects.table(rows))
+    if cluster.stock:
+        console.print(stock_table(cluster.stock))
+    if cluster.suspects:
+        console.print(suspects.table(cluster.suspects))
     if told is None:
         console.print("as told by etcd (no frontend answers)", style="yellow")
     return 0
@@ -90,17 +91,18 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
             "unknown: name its state directory with --state-dir, or try `pullfill doctor`"
         ) from exc
     reports = [(record, ask_worker(record)) for record in records]
-    found = cluster_status.status_of(reports, ServerStatus(up=True, since_s=0.0), 0.0)
-    return found | {"suspects": suspects.posted(ref)}
+    cluster = cluster_of(reports, ServerStatus(up=True, since_s=0.0))
+    told: dict[str, Any] = msgspec.to_builtins(cluster)
+    return told | {"suspects": suspects.posted(ref)}
 
 
-def workers_table(rows: list[dict[str, Any]]) -> Group:
+def workers_table(rows: Sequence[WorkerRow]) -> Group:
     """Return a table with a row for each worker, then what else is not 0 in their load.
 
     Fits 80 columns. Instance ids are never shortened."""
     table, loads = Table(box=None, padding=(0, 1, 0, 0)), list[Text]()
     table.add_column(
-        "instance", no_wrap=True, min_width=max((len(r["instance_id"]) for r in rows), default=0)
+        "instance", no_wrap=True, min_width=max((len(r.instance_id) for r in rows), default=0)
     )
     for column in ("role", "state"):
         table.add_column(column, no_wrap=True)
@@ -109,22 +111,20 @@ def workers_table(rows: list[dict[str, Any]]) -> Group:
     table.add_column("host", no_wrap=True, overflow="ellipsis", max_width=15)
     table.add_column("pid", justify="right", no_wrap=True)
     for row in rows:
-        state = Text(row["state"], style=_STATE_STYLES.get(row["state"], ""))
-        load = row.get("load") or {}
-        figures = (_kv(load), *_work(row["role"], load))
-        table.add_row(
-            row["instance_id"], row["role"], state, *figures, row["host"], str(row["pid"])
-        )
+        state = Text(row.state, style=_STATE_STYLES.get(row.state, ""))
+        kv = "" if row.kv is None else percent(row.kv)
+        work = ("" if jobs is None else str(jobs) for jobs in (row.running, row.waiting))
+        table.add_row(row.instance_id, row.role, state, kv, *work, row.host, str(row.pid))
         more = [
-            f"{name}={_short(value)}"
-            for name, value in [("restarts", row.get("restarts", 0)), *load.items()]
+            f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in [("restarts", row.restarts), *row.load.items()]
             if isinstance(value, int | float | str) and value and name not in _IN_COLUMNS
         ]
         if more:
-            loads.append(Text(f"{row['instance_id']}: {' '.join(more)}"))
+            loads.append(Text(f"{row.instance_id}: {' '.join(more)}"))
     if not rows:
         return Group(Text("(no workers)"))
-    models = ", ".join(sorted({row["model"] for row in rows}))
+    models = ", ".join(sorted({row.model for row in rows}))
     return Group(Text(f"model {models}"), table, *loads)
 
 
@@ -145,48 +145,24 @@ def stock_table(rows: list[dict[str, Any]]) -> Group:
     return Group(table, *(Text(f"{r['url']}: {r['why']}") for r in rows if r.get("why")))
 
 
-def _kv(load: dict[str, Any]) -> str:
-    blocks, free = load.get("kv_blocks"), load.get("kv_free_blocks")
-    return f"{100 * (1 - free / blocks):.0f} %" if blocks and free is not None else ""
-
-
-def _work(role: str, load: dict[str, Any]) -> tuple[str, str]:
-    """Return how many requests (of a prefill worker: jobs) run and wait."""
-    if role == "prefill" and "jobs" in load:
-        waiting = load.get("unclaimed", 0)
-        return str(max(0, load["jobs"] - waiting)), str(waiting)
-    return str(load.get("running", "")), str(load.get("waiting", ""))
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def state_lines(state: dict[str, Any]) -> Iterator[Text]:
+def state_lines(cluster: Cluster) -> Iterator[Text]:
     """Yield lines about servers, the queue, and workers in trouble."""
-    servers = msgspec.convert(state.get("servers", {}), dict[str, ServerStatus])
-    away = {name: server for name, server in servers.items() if not server.up}
-    for name, server in away.items():
-        yield Text(outage_of(name, server), style="bold red")
-    if "etcd" in away:
-        age = state.get("workers_age_s", 0.0)
-        yield Text(f"the list of workers is {age:.0f} s old", style="red")
-    if servers and not away:
+    outages, etcd = cluster.outages(), cluster.servers.get("etcd")
+    for outage in outages:
+        yield Text(outage, style="bold red")
+    if etcd is not None and not etcd.up:
+        yield Text(f"the list of workers is {cluster.workers_age_s:.0f} s old", style="red")
+    if cluster.servers and not outages:
         yield Text("NATS and etcd answer")
-    yield Text(_queue_line(state.get("queue")))
-    for row in state["workers"]:
-        for trouble in row.get("troubles", ()):
-            yield Text(f"{row['instance_id']}: {trouble}", style="yellow")
-
-
-def _queue_line(queue: dict[str, Any] | None) -> str:
-    if not queue:
-        return "queue: unknown"
-    return (
-        f"queue: {queue['depth_jobs']} jobs ({queue['depth_tokens']} tokens), "
-        f"{queue['in_flight']} in flight, oldest {queue['oldest_age_s']:.1f} s "
-        f"(counted {queue['age_s']:.1f} s ago)"
-    )
+    queue = cluster.queue
+    yield Text("queue: unknown" if queue is None else (
+        f"queue: {queue.depth_jobs} jobs ({queue.depth_tokens} tokens), "
+        f"{queue.in_flight} in flight, oldest {queue.oldest_age_s:.1f} s "
+        f"(counted {queue.age_s:.1f} s ago)"
+    ))  # fmt: skip
+    for row in cluster.workers:
+        for trouble in row.troubles:
+            yield Text(f"{row.instance_id}: {trouble}", style="yellow")
 
 
 # --------------------------------------------------------------------------- this machine

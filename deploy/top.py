@@ -30,8 +30,8 @@ from pullfill.deploy import top_worker
 from pullfill.deploy.members import frontend_urls, local_urls
 from pullfill.deploy.top_view import Seen, screen
 from pullfill.errors import ConfigError, UnavailableError
-from pullfill.live_view import Snapshot
 from pullfill.net import http_proof
+from pullfill.snapshot import Snapshot
 
 AGAIN_S = 1.0
 PATH = "/pullfill/ui/events"

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pullfill.deploy.view import plain
-from pullfill.live_view import HISTORY_S, STEP_S, Flow, Mark, Point, Snapshot, Stage, WorkerRow
+from pullfill.snapshot import HISTORY_S, STEP_S, Flow, Mark, Point, Snapshot, Stage, WorkerRow
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _SPARK = 45
@@ -140,7 +140,7 @@ def head(snapshot: Snapshot, trouble: str) -> Text:
     text.append(time.strftime("  %H:%M:%S", time.localtime(snapshot.at)), style="dim")
     if trouble:
         text.append(f"\n{trouble}", style="bold yellow")
-    for why in filter(None, snapshot.servers.values()):
+    for why in snapshot.outages():
         text.append(f"\n▲ {plain(why)}", style="bold red")
     return text
 
@@ -154,8 +154,8 @@ def _figures(snapshot: Snapshot) -> Iterator[RenderableType]:
     good = f"{100 * now.good_per_s / now.done_per_s:.0f} %" if now.done_per_s else "–"
     queue = "unknown"
     if snapshot.queue is not None:
-        jobs, tokens = snapshot.queue
-        queue = f"{seconds(now.backlog_s)} of work ({jobs} jobs, {count(tokens)} tokens)"
+        jobs, tokens = snapshot.queue.depth_jobs, count(snapshot.queue.depth_tokens)
+        queue = f"{seconds(now.backlog_s)} of work ({jobs} jobs, {tokens} tokens)"
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("TTFT", f"{pair(now.ttft_ms)}", "tokens/s", count(now.tokens_per_s))
     table.add_row("ITL", f"{pair(now.itl_ms)}", "requests/s", count(now.done_per_s))

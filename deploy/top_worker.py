@@ -21,7 +21,7 @@ from pullfill.deploy.top_view import (
 )
 from pullfill.deploy.view import plain
 from pullfill.errors import ConfigError
-from pullfill.live_view import Snapshot, WorkerPoint, WorkerRow
+from pullfill.snapshot import Snapshot, WorkerPoint, WorkerRow
 
 
 def check(snapshot: Snapshot, instance_id: str) -> None:
@@ -84,5 +84,6 @@ def _load(row: WorkerRow) -> Text:
     told = (
         f"{name}={count(value) if isinstance(value, int | float) else value}"
         for name, value in row.load.items()
+        if isinstance(value, int | float | str)
     )
     return Text(plain("load: " + " ".join(told)), style="dim")

@@ -12,20 +12,19 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 from urllib.parse import quote
 
 import aiohttp
 
-from pullfill import cluster_status
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.net import http_proof
 from pullfill.net.this_host import open_files
 from pullfill.registry.directory import Directory
 from pullfill.runtime import exposition
 from pullfill.runtime.health import Health
-from pullfill.wire import WorkerRecord, WorkerState
+from pullfill.snapshot import Cluster, Report, Reports, cluster_of, read_report
+from pullfill.wire import WorkerRecord
 
 FETCH_TIMEOUT_S = 1.0
 AGAIN_S = 0.3
@@ -66,8 +65,8 @@ class ClusterView:
         self.with_jobs = False
         self._own_id = own_id
         self._session: aiohttp.ClientSession | None = None
-        self._looking: asyncio.Task[dict[str, cluster_status.Report | None]] | None = None
-        self._last: dict[str, cluster_status.Report] = {}
+        self._looking: asyncio.Task[dict[str, Report | None]] | None = None
+        self._last: dict[str, Report] = {}
         self._asked_at = -math.inf
         self._asked = set[str]()
 
@@ -84,12 +83,15 @@ class ClusterView:
             record for role in ROLES for _, record in sorted(self._directory.workers(role).items())
         ]
 
-    async def status(self) -> dict[str, Any]:
-        """The object of `GET /pullfill/status` (docs/wire.md)."""
-        told = await self.reports()
-        return cluster_status.status_of(told, self.etcd.status(), self._directory.age_s)
+    async def status(self) -> Cluster:
+        """Return the cluster as it is now."""
+        return self.cluster(await self.reports())
 
-    async def reports(self) -> list[tuple[WorkerRecord, cluster_status.Report | None]]:
+    def cluster(self, reports: Reports, tokens_per_s: Mapping[str, float] | None = None) -> Cluster:
+        """Return the cluster of these reports (`cluster_of`)."""
+        return cluster_of(reports, self.etcd.status(), self._directory.age_s, tokens_per_s)
+
+    async def reports(self) -> list[tuple[WorkerRecord, Report | None]]:
         """Return the record and the report of every worker. None: it does not answer.
 
         A worker that joined after the others were asked is left out: it is not lost."""
@@ -110,7 +112,7 @@ class ClusterView:
         told = [(record, self._last.get(record.instance_id)) for record in asked]
         old_s = FRESH_S + pause_s - AGAIN_S
         fresh = [(r, s if s is not None and s.age_s < old_s else None) for r, s in told]
-        return cluster_status.reasons_of(fresh, self.etcd.status())
+        return cluster_of(fresh, self.etcd.status()).reasons()
 
     async def metrics(self, own: str, accept: str = "") -> str:
         """`own` (the page of this process) and every worker's metrics as one text.
@@ -164,13 +166,13 @@ class ClusterView:
                 task.cancel()
         return None
 
-    def _look(self) -> asyncio.Task[dict[str, cluster_status.Report | None]]:
+    def _look(self) -> asyncio.Task[dict[str, Report | None]]:
         """Return a task that fetches all reports. Calls during a fetch share it."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._ask_all())
         return self._looking
 
-    async def _ask_all(self) -> dict[str, cluster_status.Report | None]:
+    async def _ask_all(self) -> dict[str, Report | None]:
         self._asked_at = SYSTEM_CLOCK.monotonic()
         records = {record.instance_id: record for record in self.records()}
         self._last = {i: last for i, last in self._last.items() if i in records}
@@ -178,10 +180,10 @@ class ClusterView:
         found = await asyncio.gather(*(self._ask(record) for record in records.values()))
         return dict(zip(records, found, strict=True))
 
-    async def _ask(self, record: WorkerRecord) -> cluster_status.Report | None:
+    async def _ask(self, record: WorkerRecord) -> Report | None:
         path = "/status?jobs" if self.with_jobs else "/status"
         body = await self._fetch(record.http + path) if record.http else None
-        report = cluster_status.read_report(body or b"")
+        report = read_report(body or b"")
         self._asked.add(record.instance_id)
         if report is not None:
             self._last[record.instance_id] = report
@@ -208,14 +210,6 @@ class ClusterView:
 
 
 # ------------------------------------------------------------------------------- metrics as text
-
-
-def merge_metrics(parts: Iterable[tuple[Mapping[str, str], str]]) -> str:
-    """`MergedMetrics` of (labels, text) parts at once."""
-    merged = MergedMetrics()
-    for labels, text in parts:
-        merged.add(labels, text)
-    return merged.text()
 
 
 class MergedMetrics:
@@ -287,12 +281,3 @@ def _labelled(line: str, name: str, extra: str) -> str:
 
 def _escape(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-
-
-def reasons_of(records: Sequence[WorkerRecord]) -> list[str]:
-    """For /ready: listed workers that take no new work."""
-    return [
-        f"{record.instance_id} is {record.state}"
-        for record in records
-        if record.state is not WorkerState.READY
-    ]

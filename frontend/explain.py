@@ -24,7 +24,7 @@ import msgspec
 
 from pullfill.engine import front_app, front_wire, request_targets
 from pullfill.engine.migration import choice_of
-from pullfill.live_view import Explained
+from pullfill.snapshot import Explained
 from pullfill.wire import MAX_TEXT, DecodeChoice, ExplainRecord
 
 MAX_RECORDS = 10_000

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pullfill.cluster_status import Reports
 from pullfill.frontend.flight import Flight
-from pullfill.live_view import FLOWS, Flow, HeldJob, OpenJob, Stage
+from pullfill.snapshot import FLOWS, Flow, HeldJob, OpenJob, Reports, Stage
 
 _QUEUED = frozenset({"queued", "quarantined"})
 _READING = "reading"

@@ -2,7 +2,7 @@
 
     /pullfill/ui               the page
     /pullfill/ui/NAME          its style, scripts and icon
-    /pullfill/ui/events        server-sent events: each is a `Snapshot` (pullfill/live_view.py)
+    /pullfill/ui/events        server-sent events: each is a `Snapshot` (pullfill/snapshot.py)
     /pullfill/ui/requests/ID   as /pullfill/requests/ID
 
 All paths are relative to the page, so a proxy may serve it below a prefix. `http_auth` decides who

@@ -1,14 +1,10 @@
-"""The rows of the live page: workers as they are now, and requests that have ended. Pure."""
+"""The rows of the live page for requests that have ended. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from pullfill.cluster_status import Report, Reports, troubles_of
 from pullfill.frontend.explain import Trace
-from pullfill.live_view import FAILED, Ended, WorkerPoint, WorkerRow
-from pullfill.wire import ExplainRecord, WorkerRecord, WorkerState
+from pullfill.snapshot import FAILED, Ended
+from pullfill.wire import ExplainRecord
 
 _MAX_ERROR = 200
 _STAGES = ("fetch", "queue", "prefix_read", "prefill", "tail")
@@ -59,72 +55,3 @@ def predicted_of(record: ExplainRecord) -> float | None:
     if choice == "local_chunked" and predicted.local_chunked is not None:
         return predicted.local_chunked
     return predicted.local
-
-
-def workers_of(reports: Reports, own_tokens_per_s: Mapping[str, float]) -> tuple[WorkerRow, ...]:
-    """Return the workers. own_tokens_per_s: what this frontend gets from each decode worker."""
-    troubles = troubles_of(reports)
-    return tuple(
-        _worker(record, report, troubles.get(record.instance_id, []), own_tokens_per_s)
-        for record, report in reports
-    )
-
-
-def _worker(
-    record: WorkerRecord,
-    report: Report | None,
-    troubles: list[str],
-    own_tokens_per_s: Mapping[str, float],
-) -> WorkerRow:
-    load = report.load if report is not None else {}
-    demand = load.get("demand") if isinstance(load.get("demand"), dict) else None
-    decode = record.role == "decode"
-    running, waiting = _count(load.get("running")), _count(load.get("waiting"))
-    rate = own_tokens_per_s.get(record.instance_id, 0.0) if decode and report else None
-    if not decode:
-        waiting, jobs = _count(load.get("unclaimed")), _count(load.get("jobs"))
-        running = None if jobs is None else max(0, jobs - (waiting or 0))
-        rate = _number(load.get("tokens_per_s"))
-    return WorkerRow(
-        instance_id=record.instance_id,
-        role=record.role,
-        state=str(WorkerState.LOST if report is None else record.state),
-        model=record.model,
-        host=record.host,
-        pid=record.pid,
-        restarts=record.restarts,
-        kv=_kv(load),
-        running=running,
-        waiting=waiting,
-        tokens_per_s=rate,
-        backlog_s=_number(demand.get("backlog_s")) if demand and decode else None,
-        pressure=_number(demand.get("pressure")) if demand and decode else None,
-        troubles=tuple(troubles),
-        load={k: v for k, v in load.items() if isinstance(v, int | float | str)},
-    )
-
-
-def point_of(row: WorkerRow) -> WorkerPoint:
-    """Return what the history keeps of a worker."""
-    return WorkerPoint(row.kv, row.running, row.waiting, row.tokens_per_s)
-
-
-def backlog_of(rows: tuple[WorkerRow, ...]) -> float | None:
-    """Return the seconds of work in the queue. None: no decode worker tells."""
-    told = [row.backlog_s for row in rows if row.backlog_s is not None]
-    return sum(told) if told else None
-
-
-def _kv(load: Mapping[str, Any]) -> float | None:
-    blocks, free = _count(load.get("kv_blocks")), _count(load.get("kv_free_blocks"))
-    if not blocks or free is None:
-        return None
-    return min(1.0, max(0.0, 1.0 - free / blocks))
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and value == value else None

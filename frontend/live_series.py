@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pullfill.live_view import FAILED, HISTORY_S, STEP_S, Ended, Now, Point, WorkerPoint
+from pullfill.snapshot import FAILED, HISTORY_S, STEP_S, Ended, Now, Point, WorkerPoint
 
 MINUTE_S = 60.0
 MAX_VALUES = 512

@@ -22,7 +22,6 @@ from functools import cache
 
 import msgspec
 
-from pullfill.cluster_status import nats_of, queue_of
 from pullfill.errors import OverloadedError
 from pullfill.frontend import metrics
 from pullfill.frontend.cluster import ClusterView
@@ -30,11 +29,10 @@ from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.flight import Flight
 from pullfill.frontend.live_flows import flows_of
 from pullfill.frontend.live_marks import Marks
-from pullfill.frontend.live_rows import backlog_of, ended_of, point_of, workers_of
+from pullfill.frontend.live_rows import ended_of
 from pullfill.frontend.live_series import Series, TokenMeter
-from pullfill.live_view import HISTORY_S, RECENT, Ended, Snapshot
 from pullfill.runtime import log
-from pullfill.runtime.health import outage_of
+from pullfill.snapshot import HISTORY_S, RECENT, Ended, Snapshot, WorkerPoint
 
 PERIOD_S = 1.0
 QUIET_S = 5.0
@@ -92,7 +90,7 @@ class LiveView:
         self._targets_ms = targets_ms
         self._frontends = frontends
         self._frontend, self._model, self._since = frontend, model, since
-        self.marks = Marks(since)
+        self.marks = Marks()
         self._series = Series()
         self._viewers: set[_Viewer] = set()
         self._task: asyncio.Task[None] | None = None
@@ -173,15 +171,14 @@ class LiveView:
         answers = ((f.worker.instance_id, len(f.tokens)) for f in flights if f.worker is not None)
         seconds, tokens = self._meter.look(time.monotonic(), answers, ended)
         rates = {name: count / seconds for name, count in tokens.items()}
-        rows = workers_of(reports, rates)
-        servers = {"nats": nats_of(reports), "etcd": self._view.etcd.status()}
-        known = {name: status for name, status in servers.items() if status is not None}
-        self.marks.seen(reports, known)
-        points = {row.instance_id: point_of(row) for row in rows}
-        backlog_s = backlog_of(rows)
+        cluster = self._view.cluster(reports, rates)
+        self.marks.seen(cluster)
+        points = {
+            row.instance_id: WorkerPoint(row.kv, row.running, row.waiting, row.tokens_per_s)
+            for row in cluster.workers
+        }
         if seconds:
-            self._series.sampled(now, seconds, sum(tokens.values()), backlog_s, points)
-        queue = queue_of(reports)
+            self._series.sampled(now, seconds, sum(tokens.values()), cluster.backlog_s, points)
         flows, hidden = flows_of(flights, reports, time.monotonic())
         figures = self._series.now(now, sum(rates.values()))
         snapshot = Snapshot(
@@ -191,15 +188,13 @@ class LiveView:
             since=self._since,
             frontends=max(1, self._frontends()),
             targets_ms=self._targets_ms(),
-            servers={name: outage_of(name, status) for name, status in known.items()},
-            queue=(queue.depth_jobs, queue.depth_tokens) if queue is not None else None,
+            **msgspec.structs.asdict(cluster),
             now=msgspec.structs.replace(
                 figures,
-                backlog_s=backlog_s,
+                backlog_s=cluster.backlog_s,
                 in_flight=len(flights),
                 failed=int(next(iter(metrics.FAILED.collect())).samples[0].value),
             ),
-            workers=rows,
             flows=flows,
             hidden=hidden,
             ended=tuple(ended[-RECENT:]),

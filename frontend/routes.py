@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from pullfill.frontend import live_page
-from pullfill.frontend.cluster import ASKED_BY, ClusterView, reasons_of
+from pullfill.frontend.cluster import ASKED_BY, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.explain import MAX_RECORDS, ExplainStore, to_json
@@ -25,6 +26,7 @@ from pullfill.frontend.forward.entries import ROLES
 from pullfill.frontend.forward.setup import Forwarding
 from pullfill.frontend.live_view import LiveView
 from pullfill.runtime import exposition
+from pullfill.snapshot import WorkerRow
 from pullfill.wire import WorkerState
 
 NO_PREFILL = (
@@ -47,7 +49,7 @@ class Admin:
     view: ClusterView
     explain: ExplainStore
     settle: Callable[[], None]
-    refused: Callable[[], list[dict[str, object]]]
+    refused: Callable[[], list[dict[str, Any]]]
     stored: Callable[[str], bytes | None]
     page: LiveView
     stock: Forwarding | None = None
@@ -98,7 +100,8 @@ class Admin:
         away = await self.view.reasons()
         unknown = self.pool.prefixes.troubles(asyncio.get_running_loop().time())
         away += [f"{name}: {trouble}" for name, trouble in unknown.items()]
-        reasons += away + self.pool.refusals() + reasons_of(records)
+        reasons += away + self.pool.refusals()
+        reasons += [f"{r.instance_id} is {r.state}" for r in records if r.state != "ready"]
         body = {
             "ready": ok,
             "degraded": (prefill == 0 and not (by_stock and not decode)) or bool(away or troubles),
@@ -111,28 +114,32 @@ class Admin:
         return JSONResponse(body, status_code=200 if ok else 503)
 
     async def status(self, _: Request) -> Response:
-        status = await self.view.status()
-        self._add_routing(status["workers"])
-        if self.stock is not None:
-            status["stock"] = self.stock.servers.status()
-        return JSONResponse({**status, "suspects": self.refused()})
-
-    def _add_routing(self, workers: list[dict[str, Any]]) -> None:
-        """Add what this frontend knows of decode workers when it chooses one."""
+        cluster = await self.view.status()
         now = asyncio.get_running_loop().time()
-        troubles = self.pool.prefixes.troubles(now)
-        for row in workers:
-            if row["role"] != "decode":
-                continue
-            name = row["instance_id"]
-            load, load_at = self.pool.load_of(name)
-            row["routing"] = {
+        told = msgspec.structs.replace(
+            cluster,
+            workers=tuple(self._with_routing(row, now) for row in cluster.workers),
+            stock=UNSET if self.stock is None else self.stock.servers.status(),
+            suspects=self.refused(),
+        )
+        return Response(msgspec.json.encode(told), media_type="application/json")
+
+    def _with_routing(self, row: WorkerRow, now: float) -> WorkerRow:
+        """Add what this frontend knows of a decode worker when it chooses one."""
+        if row.role != "decode":
+            return row
+        prefixes, name = self.pool.prefixes, row.instance_id
+        load, load_at = self.pool.load_of(name)
+        trouble = prefixes.troubles(now).get(name)
+        return msgspec.structs.replace(
+            row,
+            troubles=(*row.troubles, trouble) if trouble else row.troubles,
+            routing={
                 "load": msgspec.to_builtins(load),
                 "load_age_s": now - load_at if load else None,
-                "prefix": self.pool.prefixes.status(name, now),
-            }
-            if name in troubles:
-                row["troubles"].append(troubles[name])
+                "prefix": prefixes.status(name, now),
+            },
+        )
 
     async def request(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]

@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from pullfill.errors import ClaimRefused, PullfillError
-from pullfill.live_view import FLOWS, HeldJob
 from pullfill.prefill_worker import job_spans
 from pullfill.prefill_worker.budget import Budget
 from pullfill.prefill_worker.control_connection import ControlConnection
@@ -25,6 +24,7 @@ from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.self_check_job import TrialDelivery
 from pullfill.queue.contract import Delivery
 from pullfill.runtime import log
+from pullfill.snapshot import FLOWS, HeldJob
 from pullfill.wire import RefuseReason, Revoke
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from benchmarks.sim.local_engine import (
     Speed,
 )
 from benchmarks.sim.world import World
-from pullfill.cluster_status import Demand
 from pullfill.deploy.scaling import DECODE, PREFILL, Member, Observation, Settings, State, plan
+from pullfill.snapshot import Demand
 from pullfill.wire import RouterPolicy
 
 WORKERS = 4

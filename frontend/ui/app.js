@@ -1,7 +1,7 @@
 // The live page of a pullfill frontend.
 //
 // State: the last snapshot, and the history that this page has seen. The frontend sends a snapshot a
-// second (pullfill/live_view.py). When it goes away the page keeps what it has, and connects again. A
+// second (pullfill/snapshot.py). When it goes away the page keeps what it has, and connects again. A
 // frontend that has restarted knows less than this page, so its history is merged into ours.
 // A hidden page disconnects: nobody looks at it.
 
@@ -14,6 +14,7 @@ import * as tables from "./tables.js";
 
 const AGAIN_MS = 1000;
 const HIDDEN_MS = 30_000;
+const SERVERS = { nats: "NATS" };
 const byId = (id) => document.getElementById(id);
 
 class Page {
@@ -124,8 +125,8 @@ class Page {
     document.title = `pullfill: ${snapshot.model}`;
     const others = (snapshot.frontends ?? 1) > 1 ? ` (one of ${snapshot.frontends} frontends)` : "";
     byId("model").textContent = `${snapshot.model} at ${snapshot.frontend}${others}`;
-    const away = Object.entries(snapshot.servers ?? {}).filter(([, why]) => why);
-    const servers = away.length ? away.map(([, why]) => h("span", { class: "bad" }, `▲ ${why} `)) : [h("span", { class: "muted" }, "NATS and etcd answer")];
+    const away = Object.entries(snapshot.servers ?? {}).filter(([, told]) => !told.up);
+    const servers = away.length ? away.map(([name, told]) => h("span", { class: "bad" }, `▲ ${SERVERS[name] ?? name} unreachable for ${seconds(told.since_s)}: ${told.error} `)) : [h("span", { class: "muted" }, "NATS and etcd answer")];
     byId("servers").replaceChildren(...servers);
     byId("figures").replaceChildren(...tables.figures(snapshot));
     this.flow.show(snapshot, ended);

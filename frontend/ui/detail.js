@@ -87,7 +87,7 @@ export class Detail {
       const row = (snapshot.workers ?? []).find((one) => one.instance_id === id);
       const marks = this.page.marks().filter((mark) => mark.who === id);
       about.replaceChildren(...aboutWorker(row));
-      load.replaceChildren(facts(Object.entries(row?.load ?? {}).map(([name, value]) => [name, typeof value === "number" ? count(value) : value])));
+      load.replaceChildren(facts(Object.entries(row?.load ?? {}).filter(([, value]) => typeof value !== "object").map(([name, value]) => [name, typeof value === "number" ? count(value) : value])));
       for (const chart of charts) chart.show(this.page.points(), marks, snapshot.at);
       events.replaceChildren(...marks.map((mark) => h("p", {}, `${clock(mark.at)} ${told(mark)}`)));
     };
@@ -158,8 +158,8 @@ function aboutWorker(row) {
     facts([
       ["role", row.role], ["state", state(row.state)], ["model", row.model], ["host", `${row.host}, pid ${row.pid}`],
       ["restarts", String(row.restarts ?? 0)],
-      ["pressure", row.pressure === undefined ? null : `${percent(row.pressure)} full`],
-      ["its jobs in the queue", row.backlog_s === undefined ? null : `${seconds(row.backlog_s)} of work`],
+      ["pressure", row.pressure === null ? null : `${percent(row.pressure)} full`],
+      ["its jobs in the queue", row.backlog_s === null ? null : `${seconds(row.backlog_s)} of work`],
     ]),
   ];
 }

@@ -19,7 +19,7 @@ export function figures(snapshot) {
     [done > 0 ? percent((now.good_per_s ?? 0) / done) : "–", "goodput", "requests within both targets, last minute"],
     [count(done), "requests/s", "that ended, last minute"],
     [String(now.in_flight ?? 0), "under way", "requests of this frontend"],
-    [seconds(now.backlog_s), "queue", queue ? `${queue[0]} jobs, ${count(queue[1])} tokens` : "unknown"],
+    [seconds(now.backlog_s), "queue", queue ? `${queue.depth_jobs} jobs, ${count(queue.depth_tokens)} tokens` : "unknown"],
   ];
   if (now.failed) parts.push([count(now.failed), "failed", "since the frontend started"]);
   return parts.map(([value, name, more]) => h("div", { class: "figure", title: more }, h("b", {}, value), h("span", {}, name)));
@@ -37,7 +37,7 @@ export function state(name) {
 export function workers(snapshot, points, open) {
   const rows = (snapshot.workers ?? []).map((row) => {
     const trouble = (row.troubles ?? []).join("; ");
-    const kv = row.kv === undefined ? "–" : [bar(row.kv, row.kv > 0.9 ? "meter high" : "meter"), percent(row.kv)];
+    const kv = row.kv === null ? "–" : [bar(row.kv, row.kv > 0.9 ? "meter high" : "meter"), percent(row.kv)];
     return h("tr", {},
       h("td", {}, h("button", { type: "button", class: "link", onclick: () => open(row.instance_id) }, row.instance_id)),
       h("td", {}, row.role),

@@ -80,7 +80,7 @@ class Service(Protocol):
         """Further entries of /status."""
 
     def jobs(self) -> dict[str, Any]:
-        """Further entries of /status?jobs: `jobs`, `held` (pullfill/live_view.py)."""
+        """Further entries of /status?jobs: `jobs`, `held` (pullfill/snapshot.py)."""
 
     def refresh_metrics(self) -> None:
         """Set the gauges that nothing else sets."""

@@ -19,11 +19,11 @@ import msgspec
 import nats
 import pytest
 
-from pullfill.cluster_status import NOT_CLAIMED
 from pullfill.config import ClusterRef
 from pullfill.deploy import status
 from pullfill.queue.names import consumer_of
 from pullfill.queue.urgency import Urgency
+from pullfill.snapshot import NOT_CLAIMED
 from tests.support import web
 from tests.support.cluster import MODEL, Cluster, Worker, until
 from tests.support.etcd import free_ports

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pullfill.cluster_status import UNTOLD
 from pullfill.frontend import cluster
 from pullfill.frontend.cluster import ClusterView
 from pullfill.net import http_proof
 from pullfill.runtime import exposition
 from pullfill.runtime.health import Health
 from pullfill.runtime.probe import ProbeServer
+from pullfill.snapshot import UNTOLD
 from pullfill.wire import WorkerRecord
 from tests.support.control_rig import until
 from tests.support.http_stub import serving
@@ -140,15 +140,15 @@ async def test_a_worker_that_hangs_does_not_hold_up_ready(monkeypatch: pytest.Mo
             assert not stopped.given_up.is_set()
             assert reasons == ["NATS unreachable for 5 s: nats://h:1: refused"]
             stopped.end()
-            rows = (await looking)["workers"]
-            assert [row["state"] for row in rows] == ["lost", "ready"]
+            rows = (await looking).workers
+            assert [row.state for row in rows] == ["lost", "ready"]
 
 
 async def test_a_worker_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "FETCH_TIMEOUT_S", 0.1)
     async with hanging() as stopped, viewed(stopped.url) as view:
-        (row,) = (await view.status())["workers"]
-        assert row["state"] == "lost"
+        (row,) = (await view.status()).workers
+        assert row.state == "lost"
         await asyncio.wait_for(stopped.given_up.wait(), 10)
 
 
@@ -161,10 +161,10 @@ async def test_a_worker_that_joins_while_others_are_asked_is_not_lost() -> None:
             await asyncio.wait_for(stopped.asked.wait(), 10)
             known.records += (record("decode-1", http=url),)
             stopped.end()
-            states = {r["instance_id"]: r["state"] for r in (await looking)["workers"]}
+            states = {r.instance_id: r.state for r in (await looking).workers}
             assert states == {"decode-0": "lost"}
-            rows = (await view.status())["workers"]
-            assert [row["state"] for row in rows] == ["lost", "ready"]
+            rows = (await view.status()).workers
+            assert [row.state for row in rows] == ["lost", "ready"]
 
 
 @pytest.mark.usefixtures("patient")
@@ -207,8 +207,8 @@ async def test_workers_that_hang_hide_no_other() -> None:
             looking = asyncio.create_task(view.status())
             await until(lambda: "decode-99" in view._last)
             stopped.end()
-            rows = (await looking)["workers"]
-            assert [row["state"] for row in rows if row["http"] == url] == ["ready"]
+            rows = (await looking).workers
+            assert [row.state for row in rows if row.http == url] == ["ready"]
 
 
 async def test_a_frontend_that_etcd_names_gets_the_proof_of_the_clients_key_only() -> None:

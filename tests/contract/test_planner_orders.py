@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.cluster_status import Report
 from pullfill.config import ClusterRef
 from pullfill.deploy import planner, role
 from pullfill.deploy.scaling import Move, Plan, Settings, State
@@ -16,6 +15,7 @@ from pullfill.errors import UnavailableError
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.orders import last_move
+from pullfill.snapshot import Report
 from pullfill.wire import RoleOrder, WorkerRole, decode
 from tests.support.etcd import EtcdServer
 from tests.support.workers import member

@@ -17,7 +17,7 @@ from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.explain import ExplainStore
-from pullfill.live_view import Explained
+from pullfill.snapshot import Explained
 from pullfill.wire import DecodePolicy
 from tests.support.fake_board import Alone
 from tests.support.fake_decode import FakeDecode, FakeDirectory

@@ -28,7 +28,7 @@ from starlette.responses import Response
 from pullfill.frontend import live_page
 from pullfill.frontend.http_auth import HttpAuth
 from pullfill.frontend.live_series import Series
-from pullfill.live_view import (
+from pullfill.snapshot import (
     HISTORY_S,
     RECENT,
     STEP_S,
@@ -40,7 +40,15 @@ from pullfill.live_view import (
     WorkerPoint,
     WorkerRow,
 )
-from pullfill.wire import DecodeChoice, Expected, ExplainRecord, PredictedMs, Timings
+from pullfill.wire import (
+    DecodeChoice,
+    Expected,
+    ExplainRecord,
+    PredictedMs,
+    QueueStatus,
+    ServerStatus,
+    Timings,
+)
 
 DECODE = [f"decode-{n}-{tag}" for n, tag in enumerate(("7f3a", "91c2", "d05e", "44b8", "e1f6"))]
 PREFILL = [f"prefill-{n}-{tag}" for n, tag in enumerate(("a2d9", "6c1b", "f870"))]
@@ -194,8 +202,8 @@ class ScriptedLive:
             since=began - 1,
             whole=whole,
             targets_ms=(1500.0, 40.0),
-            servers={"nats": "", "etcd": ""},
-            queue=(6, 23_480),
+            servers={name: ServerStatus(up=True, since_s=900.0) for name in ("nats", "etcd")},
+            queue=QueueStatus(depth_jobs=6, depth_tokens=23_480),
             now=msgspec.structs.replace(figures, backlog_s=backlog, in_flight=26),
             workers=workers,
             flows=tuple(self._flows(now, busy)),

@@ -30,8 +30,8 @@ RECORDS = Path(__file__).resolve().parents[1] / "unit" / "core"
 
 def _subclasses(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
     for one in kind.__subclasses__():
-        # What live_view.py makes of records is JSON for browsers.
-        if one.__module__.startswith("pullfill.") and one.__module__ != "pullfill.live_view":
+        # What snapshot.py makes of records is JSON for browsers.
+        if one.__module__.startswith("pullfill.") and one.__module__ != "pullfill.snapshot":
             yield one
             yield from _subclasses(one)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pullfill.cluster_status import Demand
 from pullfill.decode_worker.conditional_router import Decision, Situation
 from pullfill.decode_worker.demand import WINDOW_S, DemandMeter
 from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
+from pullfill.snapshot import Demand
 from pullfill.wire import RouterConfig, RouterPolicy
 from tests.support.fakes import FakeClock
 

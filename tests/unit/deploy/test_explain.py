@@ -16,7 +16,7 @@ from pullfill.config import ClusterRef
 from pullfill.deploy.explain import explain, trace
 from pullfill.deploy.servers import free_port
 from pullfill.errors import ConfigError, UnavailableError
-from pullfill.live_view import Explained
+from pullfill.snapshot import Explained
 from tests.support.http_stub import serving
 
 REMOTE = Explained(

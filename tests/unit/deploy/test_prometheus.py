@@ -11,8 +11,8 @@ import yaml
 from prometheus_client import generate_latest
 
 from pullfill import wire
-from pullfill.cluster_status import Demand
 from pullfill.deploy import scaling
+from pullfill.snapshot import Demand
 from tests.support.chart import of_kind, render
 from tests.support.metrics import EVERYWHERE, labels_of_metrics
 from tests.support.prometheus import missing, promtool

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pullfill.cluster_status import Report
 from pullfill.deploy.role import check
 from pullfill.errors import ConfigError, UnavailableError
+from pullfill.snapshot import Report
 from pullfill.wire import WorkerRole, WorkerState
 from tests.support.workers import record
 

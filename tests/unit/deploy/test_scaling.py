@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from pullfill.cluster_status import Demand
 from pullfill.deploy.scaling import (
     DECODE,
     PREFILL,
@@ -21,6 +20,7 @@ from pullfill.deploy.scaling import (
     observe,
     plan,
 )
+from pullfill.snapshot import Demand
 
 NOW = Settings(settle_s=0.0)
 ENOUGH = "each role has enough workers"

@@ -6,12 +6,14 @@ import io
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from pullfill.deploy.status import state_lines, status, stock_table, workers_table
 from pullfill.errors import UnavailableError
 from pullfill.options import ClusterOptions
+from pullfill.snapshot import Cluster, WorkerRow
 from tests.support.http_stub import serving
 
 
@@ -25,7 +27,7 @@ def test_status_says_what_is_away_and_how_old_the_rest_is() -> None:
 
     def said(nats: dict[str, Any], etcd: dict[str, Any], **more: Any) -> list[str]:
         whole = state | {"servers": {"nats": nats, "etcd": etcd}} | more
-        return [text.plain for text in state_lines(whole)]
+        return [text.plain for text in state_lines(msgspec.convert(whole, Cluster))]
 
     counted = "queue: 7 jobs (90 tokens), 5 in flight, oldest 2.0 s (counted 0.3 s ago)"
     assert said(up, up) == ["NATS and etcd answer", counted]
@@ -38,8 +40,10 @@ def test_status_says_what_is_away_and_how_old_the_rest_is() -> None:
         "the list of workers is 40 s old",
         counted,
     ]
-    rows = [{"instance_id": "prefill-1", "troubles": ["no decode worker is connected to it"]}]
-    assert said(up, up, workers=rows)[-1] == "prefill-1: no decode worker is connected to it"
+    rows = [
+        {"instance_id": "p", "role": "prefill", "state": "ready", "troubles": ["no decode worker"]}
+    ]
+    assert said(up, up, workers=rows)[-1] == "p: no decode worker"
 
 
 def test_status_asks_only_the_frontend_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,18 +65,20 @@ def test_status_asks_only_the_frontend_that_is_named(capsys: pytest.CaptureFixtu
 def test_status_fits_80_columns_and_shortens_no_instance_id() -> None:
     row: dict[str, Any] = {"state": "ready", "model": "demo", "host": "10.0.0.12", "pid": 4194304}
     decode = {
-        "running": 3, "waiting": 12, "kv_blocks": 200, "kv_free_blocks": 150, "open_jobs": 0,
-        "quarantined_blocks": 12, "steps_s": 0.12345, "prefix": {"blocks": 9},
+        "running": 3, "kv_blocks": 200, "open_jobs": 0, "quarantined_blocks": 12,
+        "steps_s": 0.12345, "prefix": {"blocks": 9},
     }  # fmt: skip
-    prefill = {"jobs": 5, "unclaimed": 2, "tokens": 4096, "kv_blocks": 0, "kv_free_blocks": 0}
+    prefill = {"jobs": 5, "unclaimed": 2, "tokens": 4096}
     rows = [
-        row | {"role": "decode", "instance_id": "decode-40f1a16d", "load": decode, "restarts": 2},
-        row | {"role": "prefill", "instance_id": "prefill-41f1a16d", "load": prefill},
+        row | {"role": "decode", "instance_id": "decode-40f1a16d", "load": decode, "restarts": 2,
+               "kv": 0.25, "running": 3, "waiting": 12},
+        row | {"role": "prefill", "instance_id": "prefill-41f1a16d", "load": prefill,
+               "running": 3, "waiting": 2},
         row | {"role": "prefill", "instance_id": "prefill-42f1a16d", "state": "draining",
                "host": "a-host-with-a-name-that-is-far-too-long.example.com"},
     ]  # fmt: skip
     stream = io.StringIO()
-    Console(file=stream, width=80).print(workers_table(rows))
+    Console(file=stream, width=80).print(workers_table(msgspec.convert(rows, list[WorkerRow])))
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0] == "model demo"

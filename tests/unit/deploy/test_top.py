@@ -24,8 +24,8 @@ from pullfill.deploy import cli, latest
 from pullfill.deploy import top as command
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.frontend.live_view import QUIET_S
-from pullfill.live_view import Ended, Snapshot
 from pullfill.net.security import FrontendSecurity, Security
+from pullfill.snapshot import Ended, Snapshot
 from tests.support.live_script import DECODE, DRAINING, serving
 
 ADMIN = "admin-key-0123456789"

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from pullfill.deploy.top_view import Seen, screen, spark
 from pullfill.deploy.view import plain
-from pullfill.live_view import HISTORY_S, Flow, Mark, Point, Snapshot, Stage, WorkerRow
+from pullfill.snapshot import HISTORY_S, Flow, Mark, Point, Snapshot, Stage, WorkerRow
+from pullfill.wire import ServerStatus
 from tests.support.live_script import DECODE, DRAINING, PREFILL, ScriptedLive
 
 
@@ -68,9 +69,8 @@ def test_names_are_text_and_no_markup(whole: Snapshot) -> None:
 
 
 def test_a_server_that_is_away_and_a_lost_frontend_are_said(whole: Snapshot) -> None:
-    away = msgspec.structs.replace(
-        whole, servers={"nats": "NATS unreachable for 3 s: h:1: refused"}
-    )
+    nats = ServerStatus(up=False, since_s=3.0, error="h:1: refused")
+    away = msgspec.structs.replace(whole, servers={"nats": nats})
     assert "▲ NATS unreachable for 3 s" in shown(away)
     assert "connecting again" in shown(away, trouble="connecting again: http://h:2")
     assert "waiting for the first snapshot" in shown(None)

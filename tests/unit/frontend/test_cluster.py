@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from pullfill.frontend.cluster import merge_metrics
+from pullfill.frontend.cluster import MergedMetrics
 
 OWN = """# HELP up_total Things
 # TYPE up_total counter
@@ -30,6 +30,13 @@ pullfill_h_sum 0.25
 # TYPE pullfill_queue_depth_jobs gauge
 pullfill_queue_depth_jobs 4.0
 """
+
+
+def merge_metrics(parts: list[tuple[dict[str, str], str]]) -> str:
+    merged = MergedMetrics()
+    for labels, text in parts:
+        merged.add(labels, text)
+    return merged.text()
 
 
 @pytest.mark.essential

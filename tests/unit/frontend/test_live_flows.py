@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from pullfill.cluster_status import Report
 from pullfill.frontend.explain import Trace
 from pullfill.frontend.live_flows import flows_of
-from pullfill.live_view import Flow, HeldJob, OpenJob, Stage
+from pullfill.snapshot import Flow, HeldJob, OpenJob, Report, Stage
 from tests.support.workers import record
 
 NOW = 100.0

@@ -7,13 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.cluster_status import Report
 from pullfill.frontend.explain import Trace
-from pullfill.frontend.live_rows import backlog_of, ended_of, point_of, predicted_of, workers_of
+from pullfill.frontend.live_rows import ended_of, predicted_of
 from pullfill.frontend.live_series import Series
-from pullfill.live_view import FAILED
+from pullfill.snapshot import FAILED
 from pullfill.wire import ExplainRecord, PredictedMs, Timings
-from tests.support.workers import record
 
 RECORD = ExplainRecord(
     request_id="w",
@@ -84,37 +82,3 @@ def test_the_prediction_is_that_of_the_choice(choice: str | None, expected: floa
     found = msgspec.structs.replace(RECORD, choice=choice, predicted_ms=predicted)
     assert predicted_of(found) == expected
     assert predicted_of(RECORD) is None
-
-
-def test_workers_show_what_they_have_and_what_waits() -> None:
-    decode = {
-        "running": 3, "waiting": 1, "kv_blocks": 100, "kv_free_blocks": 25,
-        "demand": {"backlog_s": 1.5, "pressure": 0.5}, "prefill_workers": ["p"],
-    }  # fmt: skip
-    prefill = {"jobs": 5, "unclaimed": 2, "tokens_per_s": 900.0, "kv_blocks": 0}
-    rows = workers_of(
-        [
-            (record("d", role="decode"), Report(load=decode)),
-            (record("p", role="prefill"), Report(load=prefill)),
-            (record("gone", role="decode"), None),
-        ],
-        {"d": 42.0},
-    )
-    one, two, gone = rows
-    assert (one.kv, one.running, one.waiting, one.tokens_per_s) == (0.75, 3, 1, 42.0)
-    assert (one.backlog_s, one.pressure) == (1.5, 0.5)
-    assert "prefill_workers" not in one.load, "only numbers and texts"
-    assert (two.kv, two.running, two.waiting, two.tokens_per_s) == (None, 3, 2, 900.0)
-    assert (gone.state, gone.kv, gone.running, gone.tokens_per_s) == ("lost", None, None, None)
-    assert msgspec.to_builtins(point_of(one)) == [0.75, 3, 1, 42.0]
-    assert backlog_of(rows) == 1.5
-    assert backlog_of(rows[1:]) is None
-
-
-@pytest.mark.parametrize(
-    "load", [{"kv_blocks": "9"}, {"demand": 3}, {"running": None}, {"jobs": True}]
-)
-def test_odd_reports_do_no_harm(load: dict[str, Any]) -> None:
-    for role in ("decode", "prefill"):
-        (row,) = workers_of([(record("x", role=role), Report(load=load))], {})
-        assert (row.kv, row.running, row.backlog_s) == (None, None, None)

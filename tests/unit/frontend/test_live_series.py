@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pullfill.frontend.live_series import MAX_VALUES, Series, TokenMeter, percentiles
-from pullfill.live_view import HISTORY_S, STEP_S, Ended, WorkerPoint
+from pullfill.snapshot import HISTORY_S, STEP_S, Ended, WorkerPoint
 
 NOW = 10_000.0
 

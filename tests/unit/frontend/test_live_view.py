@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.cluster_status import Report
 from pullfill.errors import OverloadedError
 from pullfill.frontend import live_view
 from pullfill.frontend.explain import ExplainStore, Trace
 from pullfill.frontend.live_view import LiveView
-from pullfill.live_view import Snapshot
+from pullfill.snapshot import Cluster, Report, Snapshot, cluster_of
 from pullfill.wire import ExplainRecord, ServerStatus
 from tests.support.workers import record
 
@@ -43,6 +42,9 @@ class View:
         if self.fails:
             raise RuntimeError("a report that cannot be read")
         return self._reports
+
+    def cluster(self, reports: Any, rates: Any) -> Cluster:
+        return cluster_of(reports, self.status(), 0.0, rates)
 
 
 @pytest.fixture

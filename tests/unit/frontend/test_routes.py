@@ -13,6 +13,7 @@ import pytest
 from pullfill.engine import front_wire
 from pullfill.frontend import prefixes
 from pullfill.frontend.routes import Admin
+from pullfill.snapshot import Cluster, WorkerRow
 from tests.support.fake_decode import FakeDecode
 from tests.support.frontend_rig import Rig, rig, until
 
@@ -30,10 +31,13 @@ class _View:
     async def reasons(self) -> list[str]:
         return []
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> Cluster:
         roles = {"decode-1": "decode", "decode-2": "decode", "prefill-1": "prefill"}
-        rows = [{"instance_id": i, "role": role, "troubles": ["old"]} for i, role in roles.items()]
-        return {"workers": rows}
+        rows = (
+            WorkerRow(instance_id=name, role=role, state="ready", troubles=("old",))
+            for name, role in roles.items()
+        )
+        return Cluster(workers=tuple(rows))
 
 
 def admin(r: Rig) -> Admin:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
-from pullfill import cluster_status
-from pullfill.cluster_status import LOST, NOT_CLAIMED, NOT_LINKED, Report, read_report
 from pullfill.frontend import cluster
 from pullfill.queue import nats_connection
 from pullfill.registry import directory
 from pullfill.runtime.health import Health, outage_of
+from pullfill.snapshot import LOST, NOT_CLAIMED, NOT_LINKED, UNTOLD, Report, cluster_of, read_report
 from pullfill.wire import ServerStatus, WorkerRecord
 from tests.support.fakes import FakeClock
 from tests.support.workers import record
@@ -43,64 +43,64 @@ QUEUE = {"depth_jobs": 7, "depth_tokens": 9, "in_flight": 5, "oldest_age_s": 2.0
 
 def test_a_whole_cluster_has_no_reasons() -> None:
     reports = [decode(said(load=LINKED, queue=QUEUE)), prefill(said())]
-    assert cluster_status.reasons_of(reports, ETCD) == []
-    status = cluster_status.status_of(reports, ETCD, 0.2)
+    assert cluster_of(reports, ETCD).reasons() == []
+    status = msgspec.to_builtins(cluster_of(reports, ETCD))
     assert status["queue"] == QUEUE
     assert status["servers"]["nats"] == UP
-    assert [row["troubles"] for row in status["workers"]] == [[], []]
+    assert [row["troubles"] for row in status["workers"]] == [(), ()]
 
 
 @pytest.mark.essential
 def test_nats_that_no_worker_reaches_is_named_once_and_no_figure_is_repeated() -> None:
     reports = [decode(said(AWAY, load=LINKED, queue=None)), prefill(said(AWAY | {"since_s": 11.0}))]
-    assert cluster_status.reasons_of(reports, ETCD) == [
+    assert cluster_of(reports, ETCD).reasons() == [
         "NATS unreachable for 12 s: nats://h:1: refused"
     ], "the worker that noticed first tells the time"
-    assert cluster_status.status_of(reports, ETCD, 0.0)["queue"] is None
+    assert cluster_of(reports, ETCD).queue is None
 
 
 def test_one_worker_that_does_not_reach_nats_is_named_with_it() -> None:
     reports = [decode(said(load=LINKED)), prefill(said(AWAY))]
-    (reason,) = cluster_status.reasons_of(reports, ETCD)
+    (reason,) = cluster_of(reports, ETCD).reasons()
     assert reason == "prefill-1: NATS unreachable for 12 s: nats://h:1: refused"
-    assert cluster_status.status_of(reports, ETCD, 0.0)["servers"]["nats"]["up"] is True
+    assert cluster_of(reports, ETCD).servers["nats"].up is True
 
 
 def test_a_prefill_worker_without_a_link_is_named() -> None:
     reports = [decode(said(load={"prefill_workers": []})), prefill(said())]
-    assert cluster_status.reasons_of(reports, ETCD) == [f"prefill-1: {NOT_LINKED}"]
+    assert cluster_of(reports, ETCD).reasons() == [f"prefill-1: {NOT_LINKED}"]
     silent = [decode(said(load={"prefill_workers": []})), prefill(None)]
-    assert cluster_status.reasons_of(silent, ETCD) == [f"prefill-1: {LOST}"], "cut off from us, too"
+    assert cluster_of(silent, ETCD).reasons() == [f"prefill-1: {LOST}"], "cut off from us, too"
     stopped = [decode(said(load=LINKED)), prefill(None)]
-    assert cluster_status.reasons_of(stopped, ETCD) == [], "a decode worker reaches it"
+    assert cluster_of(stopped, ETCD).reasons() == [], "a decode worker reaches it"
     nobody_tells = [decode(None), prefill(said())]
-    assert cluster_status.reasons_of(nobody_tells, ETCD) == [], "nobody knows"
+    assert cluster_of(nobody_tells, ETCD).reasons() == [], "nobody knows"
 
 
 def test_a_decode_worker_whose_jobs_nobody_claims_is_named() -> None:
     stalled = {"prefill_workers": ["prefill-1"], "claims_stalled": True}
     reports = [decode(said(load=stalled)), prefill(said())]
-    assert cluster_status.reasons_of(reports, ETCD) == [f"decode-1: {NOT_CLAIMED}"]
+    assert cluster_of(reports, ETCD).reasons() == [f"decode-1: {NOT_CLAIMED}"]
     reports = [decode(said(load=stalled | {"claims_stalled": False})), prefill(said())]
-    assert cluster_status.reasons_of(reports, ETCD) == []
+    assert cluster_of(reports, ETCD).reasons() == []
 
 
 def test_a_worker_that_is_both_has_a_row_for_each_role_and_all_its_troubles_in_each() -> None:
     checks = [{"prefill_instance": "p", "result": "failed", "advice": "wrong KV"}]
     both = said(AWAY, load={"elastic": "both", "self_checks": checks, "prefill_workers": []})
     reports = [(record("w-1", role=role), both) for role in ("decode", "prefill")]
-    rows = cluster_status.status_of(reports, ETCD, 0.0)["workers"]
-    assert [(row["instance_id"], row["role"]) for row in rows] == [
+    rows = cluster_of(reports, ETCD).workers
+    assert [(row.instance_id, row.role) for row in rows] == [
         ("w-1", "decode"),
         ("w-1", "prefill"),
     ]
     outage = "NATS unreachable for 12 s: nats://h:1: refused"
-    assert [row["troubles"] for row in rows] == [[outage, "wrong KV"]] * 2
+    assert [row.troubles for row in rows] == [(outage, "wrong KV")] * 2
 
 
 def test_etcd_is_what_the_frontend_sees() -> None:
     away = ServerStatus(up=False, since_s=3.0, error="http://h:2: refused")
-    assert cluster_status.reasons_of([], away) == ["etcd unreachable for 3 s: http://h:2: refused"]
+    assert cluster_of([], away).reasons() == ["etcd unreachable for 3 s: http://h:2: refused"]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff"])
@@ -109,10 +109,38 @@ def test_what_is_no_report_is_none(body: bytes) -> None:
 
 
 def test_without_a_report_the_servers_are_unknown_not_up() -> None:
-    status = cluster_status.status_of([decode(None)], ETCD, 0.0)
-    assert status["servers"]["nats"]["up"] is False
-    assert status["servers"]["nats"]["error"].startswith("unknown")
-    assert (status["workers"][0]["state"], status["workers"][0]["age_s"]) == ("lost", None)
+    cluster = cluster_of([decode(None)], ETCD)
+    assert cluster.servers["nats"].up is False
+    assert cluster.outages() == [f"NATS {UNTOLD}"]
+    assert (cluster.workers[0].state, cluster.workers[0].age_s) == ("lost", None)
+
+
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        ({"kv_blocks": 200, "kv_free_blocks": 150, "running": 3, "waiting": 2}, (0.25, 3, 2)),
+        ({"kv_blocks": 0, "running": True, "waiting": "x"}, (None, None, None)),
+        ({}, (None, None, None)),
+    ],
+)
+def test_a_row_has_what_its_worker_tells(load: dict[str, Any], expected: Any) -> None:
+    (row,) = cluster_of([decode(said(load=load))], ETCD).workers
+    assert (row.kv, row.running, row.waiting) == expected
+
+
+def test_jobs_of_a_prefill_worker_run_once_they_are_claimed() -> None:
+    load = {"jobs": 5, "unclaimed": 2, "tokens_per_s": 900, "demand": {"backlog_s": 3.0}}
+    (row,) = cluster_of([prefill(said(load=load))], ETCD).workers
+    assert (row.running, row.waiting, row.tokens_per_s, row.backlog_s) == (3, 2, 900.0, None)
+
+
+def test_backlogs_of_decode_workers_are_added_and_their_rates_are_the_callers() -> None:
+    load = {"demand": {"backlog_s": 1.5, "pressure": 0.5}}
+    reports = [(record(name, role="decode"), said(load=load)) for name in ("a", "b")]
+    cluster = cluster_of(reports, ETCD, tokens_per_s={"a": 7.0})
+    assert cluster.backlog_s == 3.0
+    assert [row.tokens_per_s for row in cluster.workers] == [7.0, 0.0]
+    assert cluster_of([], ETCD).backlog_s is None
 
 
 class TestHealth:
