@@ -8,8 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from pullfill.deploy.command import command, flags_of
-from pullfill.deploy.up_options import UpOptions
-from pullfill.options import ClusterOptions, FrontendOptions, StateDirOptions, WorkerOptions
+from pullfill.options import (
+    ClusterOptions,
+    FrontendOptions,
+    StateDirOptions,
+    UpOptions,
+    WorkerOptions,
+)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pullfill.deploy import accelerator, defaults
-from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError
+from pullfill.options import UpOptions
 
 ROLES = ("decode", "prefill")
 

@@ -21,8 +21,8 @@ from pullfill.deploy.down import SERVERS, remove_shared_memory
 from pullfill.deploy.procs import exit_words, tail, wait_exit
 from pullfill.deploy.readiness import keep_frontends_off
 from pullfill.deploy.state import Locked
-from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import PullfillError
+from pullfill.options import UpOptions
 from pullfill.runtime.lifecycle import STEP_FAILED
 
 MAX_DEATHS = 5

@@ -18,11 +18,17 @@ import pullfill
 from pullfill.config import ClusterRef, check_namespace, ranks_of
 from pullfill.deploy import accelerator, defaults, devices, machine, servers, vllm_flags
 from pullfill.deploy.procs import CLUSTER_ENV, spawn
-from pullfill.deploy.up_options import UpOptions, frontend_url
 from pullfill.errors import ConfigError, NotNow
 from pullfill.ids import new_instance_id
 from pullfill.net.security import OPEN
-from pullfill.options import ClusterOptions, RoleOptions, WorkerOptions, arguments
+from pullfill.options import (
+    ClusterOptions,
+    RoleOptions,
+    UpOptions,
+    WorkerOptions,
+    arguments,
+    frontend_url,
+)
 from pullfill.registry import settings
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")

@@ -10,8 +10,8 @@ from pullfill.config import ClusterRef
 from pullfill.deploy import members, plan
 from pullfill.deploy.children import Children, StartFailed
 from pullfill.deploy.procs import confine
-from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import RegistryUnavailable
+from pullfill.options import UpOptions
 from pullfill.registry.client import EtcdClient
 from pullfill.wire import WorkerState
 

@@ -26,10 +26,10 @@ from pullfill.deploy.keeper import Keeper
 from pullfill.deploy.procs import CLUSTER_ENV, is_alive, start_time, tail, wait_exit
 from pullfill.deploy.readiness import keep_frontends_off, wait_ready
 from pullfill.deploy.state import Launch, Locked, StateDir, identity, new_cluster_id
-from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.net.this_host import pid_space
+from pullfill.options import UpOptions
 from pullfill.registry.settings import store as store_setting
 
 START_FAILED_DRAIN_S = 5.0

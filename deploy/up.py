@@ -24,9 +24,9 @@ from pullfill.deploy import members, plan
 from pullfill.deploy.procs import exit_words
 from pullfill.deploy.state import StateDir
 from pullfill.deploy.supervisor import Interrupted, Supervisor
-from pullfill.deploy.up_options import UpOptions
 from pullfill.deploy.view import ProcessView, SteadyConsole
 from pullfill.errors import UnavailableError
+from pullfill.options import UpOptions
 
 SUPERVISOR_LOG = "supervisor"
 _LOG_WIDTH = 200

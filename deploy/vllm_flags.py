@@ -9,9 +9,8 @@ from difflib import get_close_matches
 
 from pullfill.config import NO_DATA_PARALLEL
 from pullfill.deploy import known_flags
-from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError
-from pullfill.options import ClusterOptions, FrontendOptions, WorkerOptions, declared
+from pullfill.options import ClusterOptions, FrontendOptions, UpOptions, WorkerOptions, declared
 
 _DATA_PARALLEL = re.compile(r"data-parallel\b|dp[a-z]?\Z|dp-supervisor\b")
 _SIZE = ("data-parallel-size", "dp")

@@ -1,26 +1,23 @@
 """The options of every process, each declared once: a field of a class here that is a `flag`.
 
-The fields give the command's flags and their defaults (`deploy/command.py`), and the command lines
+The fields give the command's flags and their defaults (`deploy/cli.py`), and the command lines
 of the processes that `pullfill up` starts (`arguments`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum, StrEnum
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Any, TypeVar, get_type_hints
+from urllib.parse import urlsplit
 
-from pullfill.config import STANDING_LINKS, STATE_DIR_ENV, ClusterRef, OtherCluster
+from pullfill import redact
+from pullfill.config import STANDING_LINKS, STATE_DIR_ENV, TRANSPORTS, ClusterRef, OtherCluster
 from pullfill.errors import ConfigError
-from pullfill.net.security import SECURITY_ENV
-from pullfill.option_values import (
-    Network,
-    check_address,
-    check_url,
-    parse_cores,
-    parse_listen,
-    parse_networks,
-    parse_transports,
-)
+from pullfill.net.security import OPEN, SECURITY_ENV, Security
 from pullfill.wire import KvMode
 
 T = TypeVar("T")
@@ -121,6 +118,76 @@ def arguments(options: Any, role: str = "") -> Iterator[str]:
             yield from (one.name, value.value if isinstance(value, Enum) else one.text(value))
 
 
+# --------------------------------------------------------------------------- values of flags
+
+
+def parse_transports(text: str | None) -> frozenset[str] | None:
+    """Return the transports that are named. None: whatever works. Raises ConfigError."""
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    wrong = [name for name in names if name not in TRANSPORTS]
+    if wrong or not names:
+        what = f"no transport is called {wrong[0]!r}" if wrong else "--transports names none"
+        raise ConfigError(f"{what}: use one or more of {', '.join(TRANSPORTS)}")
+    return frozenset(names)
+
+
+def check_address(flag: str, address: str | None) -> str | None:
+    """Return the address to publish as `tcp://HOST:PORT`. Raises ConfigError."""
+    if address is None:
+        return None
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536 or "#" in host:
+        raise ConfigError(f"{flag} {address!r}: give tcp://HOST:PORT")
+    return f"tcp://{host}:{port}"
+
+
+def parse_listen(flag: str, text: str | None) -> str | None:
+    """Return `tcp://HOST:PORT` of `[HOST:]PORT`. HOST is loopback at first. Raises ConfigError."""
+    if text is None or text.removeprefix("tcp://").rpartition(":")[0]:
+        return check_address(flag, text)
+    return check_address(flag, f"127.0.0.1:{text}")
+
+
+Network = IPv4Network | IPv6Network
+
+
+def parse_networks(text: str | None) -> tuple[Network, ...]:
+    """Return the networks of `10.0.0.0/24,fd00::/64`. None: (). Raises ConfigError."""
+    try:
+        return tuple(ip_network(part.strip()) for part in text.split(",")) if text else ()
+    except ValueError as exc:
+        raise ConfigError(f"--heartbeats-from: {exc}; give networks, e.g. 10.0.0.0/24") from None
+
+
+def check_url(flag: str, url: str | None) -> str | None:
+    """Return the address to publish as `http[s]://HOST[:PORT]`. Raises ConfigError."""
+    if url is None:
+        return None
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        plain = not (parts.query or parts.fragment or parts.username)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and plain:
+            return url.rstrip("/")
+    raise ConfigError(f"{flag} {redact.url(url)!r}: give http://HOST:PORT or https://HOST:PORT")
+
+
+def parse_numbers(flag: str, text: str | None) -> tuple[int, ...]:
+    """Return the numbers of `3` or `0-3,8`, each once. None: (). Raises ConfigError."""
+    found: list[int] = []
+    for part in text.split(",") if text is not None else ():
+        low, dash, high = part.strip().partition("-")
+        try:
+            first, last = int(low), int(high) if dash else int(low)
+        except ValueError:
+            first, last = 0, -1
+        if last < first:
+            raise ConfigError(f"{flag} {text!r}: give numbers, e.g. 1 or 0-3")
+        found.extend(range(first, last + 1))
+    return tuple(dict.fromkeys(found))
+
+
 # --------------------------------------------------------------------------- options
 
 
@@ -212,7 +279,7 @@ class WorkerOptions(RoleOptions):
         name="--cpu",
         metavar="N",
         given=str | None,
-        parse=parse_cores,
+        parse=lambda text: parse_numbers("--cpu", text),
         text=lambda cores: ",".join(map(str, cores)),
     )
     pin: bool = flag(
@@ -416,3 +483,84 @@ class FrontendOptions(RoleOptions):
         least=1,
         up=True,
     )
+
+
+# --------------------------------------------------------------------------- pullfill up
+
+_DEVICES = "Only these GPUs for {} workers, e.g. 0-3; on CPU, these cores"
+
+
+def _devices(role: str) -> dict[str, Any]:
+    """Return how the flag for the devices of a role is parsed."""
+    return {
+        "metavar": "N",
+        "given": str | None,
+        "parse": lambda text: parse_numbers(f"--{role}-devices", text),
+    }
+
+
+@dataclass(slots=True, kw_only=True)
+class UpOptions:
+    """The command line of `up`.
+
+    workers, frontend: what every worker and every frontend is started with.
+    etcd_url, nats_url: servers to use. None: start one.
+    settings: `KEY=VALUE`, stored in etcd before workers start.
+    vllm_args: vLLM flags of every process.
+    role_args: vLLM flags by role. They come after the flags for all roles.
+    """
+
+    model: str = flag("demo", "Checkpoint directory, hub name, or demo", metavar="PATH|demo")
+    decode: int = flag(1, "Decode workers", metavar="N", least=0)
+    prefill: int = flag(1, "Prefill workers", metavar="N", least=0)
+    frontends: int = flag(1, "HTTP frontends", metavar="N", least=0)
+    decode_devices: tuple[int, ...] = flag((), _DEVICES.format("decode"), **_devices("decode"))
+    prefill_devices: tuple[int, ...] = flag((), _DEVICES.format("prefill"), **_devices("prefill"))
+    host: str = flag("127.0.0.1", "Where frontends listen", metavar="H")
+    port: int = flag(
+        8000,
+        "Port of all frontends. Several also listen at the next ports, one each. 0: any free one",
+        **PORT,
+    )
+    ready_timeout_s: float = flag(600.0, "Longest start, in seconds", metavar="S", least=1)
+    restart: bool = flag(True, "Restart processes that die", name="--restart/--no-restart")
+    namespace: str = "default"
+    etcd_url: str | None = None
+    nats_url: str | None = None
+    security: Security = OPEN
+    workers: WorkerOptions = field(default_factory=WorkerOptions)
+    frontend: FrontendOptions = field(default_factory=FrontendOptions)
+    settings: list[str] = field(default_factory=list)
+    vllm_args: list[str] = field(default_factory=list)
+    role_args: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def by_stock(self) -> bool:
+        """Whether frontends can serve without a decode worker: by stock vLLM servers."""
+        return self.frontend.forwarder is not ForwarderName.PULL
+
+    def drain_s(self, role: str) -> float:
+        """Return how long a process of this role may take to leave."""
+        if role == "frontend":
+            return self.frontend.drain_timeout_s + self.frontend.ready_grace_s
+        return self.workers.drain_timeout_s
+
+    @property
+    def frontend_url(self) -> str:
+        """Where clients reach the frontends. Empty: there is none."""
+        return frontend_url(self.host, self.port) if self.frontends else ""
+
+    @property
+    def own_ports(self) -> list[int]:
+        """The port that reaches each frontend alone. 0: any free one, for the only frontend.
+
+        Every frontend has one, so that its successor can share `port` with it."""
+        if self.frontends == 1:
+            return [0]
+        return [self.port + 1 + index for index in range(self.frontends)]
+
+
+def frontend_url(host: str, port: int) -> str:
+    """Return a URL that reaches a server bound to `host`. For a wildcard: the loopback address."""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

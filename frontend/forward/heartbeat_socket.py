@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from pullfill.errors import ConfigError, NotNow, PullfillError
 from pullfill.frontend.forward.heartbeats import MAX_BYTES, MSGPACK, Heartbeats
-from pullfill.option_values import Network
+from pullfill.options import Network
 from pullfill.runtime import log
 
 _log = log.get("frontend.forward")

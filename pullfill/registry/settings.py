@@ -14,13 +14,14 @@ from difflib import get_close_matches
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
-from pullfill.wire import DecodePolicy, Message, QueueSettings, RouterConfig, RouterPolicy
+from pullfill.wire import Message, QueueSettings, RouterConfig
 
 T = TypeVar("T", bound=Message)
 
@@ -28,29 +29,6 @@ _log = log.get("registry.settings")
 UNSET = "unset"
 """A value that sets a setting back to its default."""
 _ROOT: dict[type[Message], str] = {RouterConfig: "router", QueueSettings: "queue"}
-_ALLOWED = {
-    "policy": "one of " + ", ".join(policy.value for policy in RouterPolicy),
-    "decode_policy": "one of " + ", ".join(policy.value for policy in DecodePolicy),
-    "max_local_prefill_length": "a whole number of tokens, 0 or more",
-    "max_prefill_queue_size": "a whole number of jobs, 0 or more",
-    "max_queue_wait_s": "seconds, more than 0 and at most 3600",
-    "max_remote_kv_fraction": "more than 0 and at most 1",
-    "remote_timeout_s": "seconds, more than 0 and at most 3600",
-    "ttft_ms": "milliseconds, more than 0 and at most 3600000",
-    "itl_ms": "milliseconds, more than 0 and at most 3600000",
-    "hedge": "true or false",
-    "tight_ttft_ms": "milliseconds, more than 0 and at most 3600000",
-    "loose_ttft_ms": "milliseconds, more than 0 and at most 3600000",
-    "claim_timeout_s": "seconds, more than 0 and at most 3600",
-    "min_fetch_tokens": "a whole number of tokens, 0 or more",
-    "stock_share": "0 to 1",
-    "replicas": "a whole number, 1 to 5",
-    "max_bytes": "a whole number of bytes, 1 or more",
-    "max_jobs": "a whole number of jobs, 1 or more",
-    "ack_wait_s": "seconds, 1 to 3600",
-    "max_deliver": "a whole number of deliveries, 1 to 100",
-    "publish_timeout_s": "seconds, 0.05 to 60",
-}
 
 
 def parse(value: bytes, kind: type[T]) -> T:
@@ -58,12 +36,36 @@ def parse(value: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(value, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{_ROOT[kind]} settings: {exc}{_advice(str(exc))}") from exc
+        raise ConfigError(f"{_ROOT[kind]} settings: {exc}{_advice(kind, str(exc))}") from exc
 
 
-def _advice(text: str) -> str:
+def _advice(kind: type[Message], text: str) -> str:
     """What the field that msgspec names (`$.field`) may be."""
-    return next((f" (must be {a})" for f, a in _ALLOWED.items() if f"$.{f}" in text), "")
+    named = (f for f in kind.__struct_fields__ if text.endswith(f"`$.{f}`"))
+    return next((f" (must be {_allowed(kind, f)})" for f in named), "")
+
+
+def _allowed(kind: type[Message], name: str) -> str:
+    """Say what a setting may be, by the type of its field."""
+    info = next(f.type for f in _fields(kind) if f.name == name)
+    if isinstance(info, inspect.UnionType):  # with None, for "not set"
+        info = next(t for t in info.types if not isinstance(t, inspect.NoneType))
+    if isinstance(info, inspect.EnumType):
+        return "one of " + ", ".join(value.value for value in info.cls)
+    if not isinstance(info, inspect.IntType | inspect.FloatType):
+        return "true or false"
+    unit = {"s": "seconds", "ms": "milliseconds"}.get(name.rpartition("_")[2], "a number")
+    bounds = {"at least": info.ge, "more than": info.gt, "at most": info.le}
+    told = [f"{words} {bound:.10g}" for words, bound in bounds.items() if bound is not None]
+    what = "a whole number" if isinstance(info, inspect.IntType) else unit
+    return f"{what}, {' and '.join(told)}"
+
+
+def _fields(kind: type[Message]) -> tuple[inspect.Field, ...]:
+    """Return the fields of a struct with the bounds of their types."""
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    return info.fields
 
 
 def find(key: str) -> tuple[type[Message], str]:
@@ -196,7 +198,7 @@ def _from_text(kind: type[T], name: str, text: str) -> Any:
         pass
     if value is None:
         raise ConfigError(
-            f"{_ROOT[kind]}.{name}: {text!r} is not allowed: must be {_ALLOWED[name]}, "
+            f"{_ROOT[kind]}.{name}: {text!r} is not allowed: must be {_allowed(kind, name)}, "
             f"or {UNSET} for the default"
         )
     return msgspec.to_builtins(value)

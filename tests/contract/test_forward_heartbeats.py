@@ -25,7 +25,7 @@ from pullfill.frontend.forward import heartbeats, servers
 from pullfill.frontend.forward.heartbeat_socket import HeartbeatSocket
 from pullfill.frontend.forward.heartbeats import Heartbeats
 from pullfill.frontend.http_auth import HttpAuth
-from pullfill.option_values import parse_networks
+from pullfill.options import parse_networks
 from tests.support.forward_rig import ForwardRig, forwarding, until
 
 KEY = {"authorization": "Bearer admin"}

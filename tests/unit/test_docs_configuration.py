@@ -12,9 +12,8 @@ import typer.testing
 from pullfill import wire
 from pullfill.deploy import defaults
 from pullfill.deploy.cli import app
-from pullfill.deploy.up_options import UpOptions
 from pullfill.frontend import metrics as frontend_metrics
-from pullfill.options import FrontendOptions, WorkerOptions, declared
+from pullfill.options import FrontendOptions, UpOptions, WorkerOptions, declared
 from pullfill.queue.contract import QueueConfig
 from pullfill.runtime import metrics
 from tests.support.docs import (

@@ -11,9 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from pullfill.deploy import cli, roles, up
-from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError
-from pullfill.option_values import check_address, parse_listen, parse_networks, parse_transports
 from pullfill.options import (
     ClusterOptions,
     Dispatch,
@@ -21,9 +19,14 @@ from pullfill.options import (
     FrontendOptions,
     LogFormat,
     RoleOptions,
+    UpOptions,
     WorkerOptions,
     arguments,
+    check_address,
     declared,
+    parse_listen,
+    parse_networks,
+    parse_transports,
 )
 from pullfill.wire import KvMode
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pullfill import redact
 from pullfill.errors import ConfigError
-from pullfill.option_values import check_url
+from pullfill.options import check_url
 
 SECRET = "s3cr3t"
 

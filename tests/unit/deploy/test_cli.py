@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pullfill.deploy import cli
-from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError, UnavailableError
+from pullfill.options import UpOptions
 from pullfill.runtime.log import DEBUG_ENV
 
 COMMANDS = ("up", "down", "decode", "prefill", "frontend", "status", "drain", "explain", "doctor")

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pullfill.deploy import cli
-from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError
+from pullfill.options import UpOptions
 from pullfill.wire import KvMode
 from tests.support.docs import COMMANDS
 

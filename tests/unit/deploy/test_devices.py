@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pullfill.deploy import accelerator, defaults, plan
-from pullfill.deploy.up_options import UpOptions
 from pullfill.errors import ConfigError
+from pullfill.options import UpOptions
 
 
 def here(monkeypatch: pytest.MonkeyPatch, *, gpus: int, cores: int = 8) -> None:

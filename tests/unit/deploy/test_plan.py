@@ -14,8 +14,7 @@ from pullfill.config import ClusterRef
 from pullfill.deploy import accelerator, cli, defaults, plan, vllm_flags
 from pullfill.deploy.procs import CLUSTER_ENV
 from pullfill.errors import ConfigError
-from pullfill.option_values import parse_cores
-from pullfill.options import FrontendOptions, WorkerOptions
+from pullfill.options import FrontendOptions, WorkerOptions, parse_numbers
 from pullfill.wire import KvMode
 
 ELASTIC = WorkerOptions(elastic=True)
@@ -154,12 +153,12 @@ class TestPlacement:
         ("text", "cores"), [("1", (1,)), ("0-3", (0, 1, 2, 3)), ("4,0-1,4", (4, 0, 1))]
     )
     def test_core_lists(self, text: str, cores: tuple[int, ...]) -> None:
-        assert parse_cores(text) == cores
+        assert parse_numbers("--cpu", text) == cores
 
     @pytest.mark.parametrize("text", ["", "a", "3-1", "1-", "-1", "1;2"])
     def test_bad_core_lists(self, text: str) -> None:
-        with pytest.raises(ConfigError, match=r"--cpu .*: give core numbers"):
-            parse_cores(text)
+        with pytest.raises(ConfigError, match=r"--cpu .*: give numbers"):
+            parse_numbers("--cpu", text)
 
 
 class TestModel:

@@ -10,14 +10,14 @@ import pytest
 from pullfill.config import STATE_DIR_ENV
 from pullfill.deploy import up
 from pullfill.deploy.state import StateDir
-from pullfill.deploy.up_options import UpOptions
+from pullfill.options import UpOptions
 from tests.support import programs
 from tests.support.waiting import eventually
 
 CODE = """
 import asyncio, os, signal, sys, time
 from pullfill.deploy import up
-from pullfill.deploy.up_options import UpOptions
+from pullfill.options import UpOptions
 
 class Supervisor:
     def __init__(self, options, state, view):

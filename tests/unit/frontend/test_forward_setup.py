@@ -11,8 +11,7 @@ import pytest
 from pullfill.errors import ConfigError
 from pullfill.frontend.forward.heartbeats import JSON
 from pullfill.frontend.forward.setup import Forwarding, check
-from pullfill.option_values import parse_networks
-from pullfill.options import Dispatch, ForwarderName, FrontendOptions
+from pullfill.options import Dispatch, ForwarderName, FrontendOptions, parse_networks
 from tests.support.forward_rig import until
 
 STAGED = FrontendOptions(forwarder=ForwarderName.STAGED)
