@@ -6,7 +6,7 @@ way synchronised with the device:
   copies   a fenced cuda_ipc write into another process's memory, against one device-to-device copy
            of all bytes and against one queued copy per run; how long a batch holds the fence
   cross    the run length at which the copy engines overtake the kernel (`small_run` in
-           transfer/gpu/interconnect.py)
+           transfer/gpu/copies.py)
   gather   scattered runs into one dense buffer by the kernel alone, against one copy of as many
            bytes, both by the GPU's clock
   slices   how long a kernel waits while another process computes on the GPU (gpu_serving.py)
@@ -37,9 +37,8 @@ from benchmarks import gpu_serving
 from benchmarks.live import BenchError, end_in_order
 from benchmarks.machine import OtherLoad
 from benchmarks.report import RESULTS, Row, finish, missing, row, versus
-from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of
+from pullfill.transfer.gpu.copies import BATCH_RUNS, GpuCopier, Interconnect, Lane, lane_of, link_to
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
-from pullfill.transfer.gpu.interconnect import BATCH_RUNS, Interconnect, link_to
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Batch, plan
 
@@ -156,7 +155,7 @@ def payload_target(moved: int, page: int) -> float | None:
 def copy_rows(device: Device, moved: int, rounds: int, directory: Path) -> Iterator[Row]:
     import torch
 
-    from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
+    from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport
     from tests.support.gpu_programs import GpuMemory, Program
 
     for page in PAGES:
@@ -252,7 +251,7 @@ def gather_rows(device: Device, moved: int, rounds: int, there: int, here: int) 
 
 
 def nccl_rows(device: Device, moved: int, rounds: int, there: int, here: int) -> Iterator[Row]:
-    from pullfill.transfer.nccl.nccl_cuda import CudaGpus
+    from pullfill.transfer.nccl.nccl_backend import CudaGpus
     from tests.support.gpu_programs import NcclToItself
 
     gpus = CudaGpus()

@@ -38,9 +38,9 @@ from benchmarks.report import Row, missing, versus
 from pullfill.transfer.contract import PeerSession, PeerTransport
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.session import MappedSession
-from pullfill.transfer.shm.peer import ShmTransport
-from pullfill.transfer.stream.peer import StreamTransport
-from pullfill.transfer.tcp.backend import TcpKind
+from pullfill.transfer.shm.shm_transport import ShmTransport
+from pullfill.transfer.stream.stream_peer import StreamTransport
+from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import FenceToken, RegionDescriptor, decode, encode
 from tests.support.transfer_rigs import Local, Region, extent, memory_over, random_bytes, shm_rig
 from tests.support.transfer_rigs import tcp_rig as make_tcp_rig

@@ -23,7 +23,7 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.transfer.contract import PeerSession
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.shm.peer import ShmTransport
+from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.wire import u32
 from tests.support.transfer_rigs import extent, memory_over
 

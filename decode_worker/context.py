@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pullfill.decode_worker.request_trace import RequestTraces
     from pullfill.decode_worker.self_check_requests import Trials
     from pullfill.transfer.contract import LocalMemory, Owner, OwnerFences
-    from pullfill.transfer.shm.owner import FenceOwner
+    from pullfill.transfer.shm.shm_transport import FenceOwner
     from pullfill.wire import Adapter, RouterConfig
 
 

@@ -31,8 +31,7 @@ from pullfill.options import WorkerOptions
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.idle import IDLE_S, IdleTimer
 from pullfill.runtime.lanes import Lane
-from pullfill.transfer import catalogue
-from pullfill.transfer.connect import choose, connect, pulled_over
+from pullfill.transfer.connect import choose, connect, peer_transports, pulled_over, survey
 from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
 from pullfill.wire import FenceToken, KvMode, Ready, RegionDescriptor, u32
 
@@ -249,9 +248,9 @@ def reach_any(
         return None
     names = pulled_over(memories[0], options.transports)
     if options.transports is None:  # what does not work here was not asked for
-        found = catalogue.survey(memories[0].device, names)
+        found = survey(memories[0].device, names)
         names = frozenset(name for name, why_not in found.items() if why_not is None)
-    transports = catalogue.peers(names, memories, key)
+    transports = peer_transports(names, memories, key)
 
     def reach(regions: Sequence[RegionDescriptor]) -> Open:
         if not regions:

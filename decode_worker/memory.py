@@ -12,7 +12,7 @@ from pullfill.decode_worker.context import DecodeContext
 from pullfill.engine.attention import NO_MODEL, Attention
 from pullfill.errors import OverloadedError
 from pullfill.runtime import log
-from pullfill.transfer.shm import ranks
+from pullfill.transfer.owners import base_owner
 from pullfill.wire import FenceToken
 from pullfill.worker import memory
 
@@ -29,7 +29,7 @@ def attach(
     told: what each rank has told of its memory."""
     first = memory.attach(context, told, kv_heads, attention)
     if context.ranks and context.files is not None:
-        base = ranks.base_owner(context.files, context.ranks, context.incarnation)
+        base = base_owner(context.files, context.ranks, context.incarnation)
         context.owner = context.offer(base, context.memories)
     if context.owner is None:
         logger.warning(

@@ -8,10 +8,10 @@ from pullfill.errors import ConfigError
 from pullfill.net.security import ClusterKey
 from pullfill.options import WorkerOptions
 from pullfill.runtime import log
-from pullfill.transfer import catalogue
-from pullfill.transfer.combined_owner import CombinedOwner
+from pullfill.transfer.connect import backends
 from pullfill.transfer.contract import LocalMemory, Owner
-from pullfill.transfer.shm.owner import FenceOwner
+from pullfill.transfer.owners import CombinedOwner
+from pullfill.transfer.shm.shm_transport import FenceOwner
 
 logger = log.get("decode_worker.offers")
 
@@ -36,7 +36,7 @@ def offer(
         base,
         memories,
         instance_id=instance_id,
-        kinds=catalogue.backends(options.transports, memories[0], options.host),
+        kinds=backends(options.transports, memories[0], options.host),
         key=key,
         offered=options.transports,
     )

@@ -23,7 +23,7 @@ from pullfill.engine.compat import logprobs_are_cheap
 from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.ids import new_job_id
 from pullfill.runtime import log
-from pullfill.transfer.block_reader import BlockReader, copies_of
+from pullfill.transfer.copying import BlockReader, copies_of
 
 if TYPE_CHECKING:
     from pullfill.decode_worker.context import OpenedJob

@@ -190,7 +190,7 @@ def _leads_to(link: Path, path: Path) -> bool:
 def transports() -> Iterator[Finding]:
     """Tell over which transports KV can move on this machine."""
     # A process of its own finds out: it opens devices and imports what is installed.
-    command = [sys.executable, "-m", "pullfill.transfer.catalogue"]
+    command = [sys.executable, "-m", "pullfill.transfer.connect"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         survey: dict[str, str | None] = json.loads(done.stdout)

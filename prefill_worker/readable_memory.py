@@ -13,11 +13,9 @@ from pullfill.ids import new_incarnation
 from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.runtime import log
-from pullfill.transfer import catalogue
-from pullfill.transfer.combined_owner import CombinedOwner
-from pullfill.transfer.connect import pulled_over
+from pullfill.transfer.connect import backends, pulled_over
 from pullfill.transfer.layout import describe_ranks
-from pullfill.transfer.shm import ranks
+from pullfill.transfer.owners import CombinedOwner, base_owner
 from pullfill.wire import Compat, RegionDescriptor
 
 logger = log.get("prefill_worker.readable_memory")
@@ -45,10 +43,10 @@ def open_region(
     memories = context.memories
     names = pulled_over(memories[0], transports)
     owner = CombinedOwner(
-        ranks.base_owner(context.files, context.ranks, incarnation),
+        base_owner(context.files, context.ranks, incarnation),
         memories,
         instance_id=context.instance_id,
-        kinds=catalogue.backends(names, memories[0]),
+        kinds=backends(names, memories[0]),
         key=key,
         offered=names,
     )

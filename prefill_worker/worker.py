@@ -42,7 +42,7 @@ from pullfill.registry.settings import Settings
 from pullfill.runtime import log
 from pullfill.runtime.health import Health, servers_json
 from pullfill.runtime.lifecycle import until
-from pullfill.transfer import catalogue
+from pullfill.transfer.connect import peer_transports, why_absent
 from pullfill.transfer.contract import PeerTransport
 from pullfill.transfer.gpu import copies
 from pullfill.transfer.shm.files import RegionFiles
@@ -170,8 +170,8 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         options, config, context = self._options, engine.config, engine.context
         if memories := context.memories:
             names = options.transports
-            self._transports = catalogue.peers(names, memories, self._key, options.host)
-            self._absent = catalogue.absent(names, memories[0])
+            self._transports = peer_transports(names, memories, self._key, options.host)
+            self._absent = why_absent(names, memories[0])
         self._hello = Hello(
             prefill_instance=self.instance_id,
             compat=engine.compat.hash(),

@@ -1,24 +1,35 @@
-"""Connects two workers over the best transport, however each of them splits the model over ranks.
+"""Which transports work on this machine, which is best for a peer, and how to connect over it.
 
-For each rank of the other worker, `choose` takes the best transport that reaches it. For each part
-that goes between two ranks (`topology.plan`), `connect` opens a session. `GroupSession` makes one
-session of them.
+`peer_transports` and `backends` make the transports of a worker. For each rank of another worker,
+`choose` takes the best one that reaches it. For each part that goes between two ranks
+(`layout.plan_routes`), `connect` opens a session. `GroupSession` makes one session of them.
 
 Prefill workers write to decode workers and read from them this way. Decode workers that pull read
-from prefill workers this way.
+from prefill workers this way. `device` is the CUDA device of this worker's KV memory; None: the CPU
+can touch it. `python -m pullfill.transfer.connect` prints the survey of this machine as JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from pullfill.config import TRANSPORTS
-from pullfill.errors import IncompatibleError
-from pullfill.transfer import topology
+from pullfill.errors import ConfigError, IncompatibleError, PullfillError
+from pullfill.net.security import ClusterKey
 from pullfill.transfer.contract import LocalMemory, PeerSession, PeerTransport, Rect
-from pullfill.transfer.group import GroupSession, Member
+from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport
+from pullfill.transfer.cuda_ipc.writers import why_no_proof
+from pullfill.transfer.gpu import cuda
+from pullfill.transfer.layout import plan_routes, rects_described
+from pullfill.transfer.nixl.agent import confine
+from pullfill.transfer.session import GroupSession, Member
+from pullfill.transfer.shm.shm_transport import ShmTransport
+from pullfill.transfer.stream.backends import BackendKind
+from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.wire import RegionDescriptor
 
 logger = logging.getLogger(__name__)
@@ -120,7 +131,127 @@ def _parts(
     memories: Sequence[LocalMemory], descriptors: Sequence[RegionDescriptor]
 ) -> dict[tuple[int, int, Rect], tuple[bool, bool]]:
     """(rank here, rank there, part) → whether it is needed for writing, for reading."""
-    ours, theirs = [m.rect for m in memories], topology.rects_described(descriptors)
-    writes = [(r.source, r.target, r.part) for r in topology.plan(ours, theirs)]
-    reads = [(r.target, r.source, r.part) for r in topology.plan(theirs, ours)]
+    ours, theirs = [m.rect for m in memories], rects_described(descriptors)
+    writes = [(r.source, r.target, r.part) for r in plan_routes(ours, theirs)]
+    reads = [(r.target, r.source, r.part) for r in plan_routes(theirs, ours)]
     return {key: (key in writes, key in reads) for key in [*writes, *reads]}
+
+
+_BACKENDS = {  # imported only when asked for: a backend may need a package or a device
+    "nccl": ("pullfill.transfer.nccl.nccl_backend", "make_kind"),
+    "nixl": ("pullfill.transfer.nixl.nixl_backend", "NixlKind"),
+    "tcp": ("pullfill.transfer.stream.tcp_backend", "TcpKind"),
+}
+BY_NAME = frozenset({"nixl"})
+"""Used and offered only where `--transports` names them."""
+_ONLY_BY_NAME = "only with --transports nixl: its UCX listens outside pullfill's login"
+_NO_MEMORY = "it does not move memory of this kind"
+
+
+def backends(
+    chosen: Collection[str] | None, memory: LocalMemory, host: str = "127.0.0.1"
+) -> dict[str, BackendKind]:
+    """The stream protocol's backends that work here, by name. The caller closes them.
+
+    chosen: names that `--transports` allows. None: all but those in BY_NAME.
+    memory: what they shall move.
+    host: the address that this worker binds. A backend that opens ports itself opens them there, if
+        it can.
+
+    Raises ConfigError when a name was chosen and does not work."""
+    found: dict[str, BackendKind] = {}
+    for name in _BACKENDS:
+        if name not in (set(_BACKENDS) - BY_NAME if chosen is None else chosen):
+            continue
+        if name == "nixl":
+            confine(host)
+        kind, why = _backend(name)
+        if kind is not None and why is None and kind.detail(memory) is None:
+            why = _NO_MEMORY
+        if kind is not None and why is None:
+            found[name] = kind
+            continue
+        if kind is not None:
+            kind.close()
+        if chosen is not None:
+            for other in found.values():
+                other.close()
+            raise ConfigError(f"--transports {name}: {why}")
+    return found
+
+
+def peer_transports(
+    chosen: Collection[str] | None,
+    memories: Sequence[LocalMemory],
+    key: ClusterKey | None,
+    host: str = "127.0.0.1",
+) -> list[PeerTransport]:
+    """Return the transports by which a worker with such memory reaches others, best first.
+
+    memories: of its ranks. For the other parameters and for ConfigError see `backends`."""
+    memory = memories[0]
+    gpus = [rank.device for rank in memories if rank.device is not None]
+    mapped: dict[str, PeerTransport] = {
+        "cuda_ipc": CudaIpcTransport(memory.device, others=gpus),
+        "shm": ShmTransport(),
+    }
+    transports: list[PeerTransport] = []
+    for name, transport in mapped.items():
+        if chosen is not None and name not in chosen:
+            continue
+        why = _why_not_mapped(name, memory.device)
+        if why is None:
+            transports.append(transport)
+        elif chosen is not None:
+            raise ConfigError(f"--transports {name}: {why}")
+    kinds = backends(chosen, memory, host)
+    return transports + [StreamTransport(kind, key) for kind in kinds.values()]
+
+
+def why_absent(chosen: Collection[str] | None, memory: LocalMemory) -> dict[str, str]:
+    """For people: why `peer_transports` does not have the other transports, by name."""
+    if chosen is not None:  # those are there, or `peer_transports` raised
+        why = "not among this worker's --transports"
+        return dict.fromkeys(sorted(set(TRANSPORTS) - set(chosen)), why)
+    found = survey(memory.device, [name for name in TRANSPORTS if name not in BY_NAME])
+    reasons = {name: why for name, why in found.items() if why is not None}
+    return reasons | dict.fromkeys(BY_NAME, _ONLY_BY_NAME)
+
+
+def survey(device: int | None, names: Iterable[str] = TRANSPORTS) -> Mapping[str, str | None]:
+    """For people: each transport, best first, and why it does not work here. None: it works."""
+    answers: dict[str, str | None] = {}
+    for name in names:
+        if name not in _BACKENDS:
+            answers[name] = _why_not_mapped(name, device)
+            continue
+        kind, answers[name] = _backend(name)
+        if kind is not None:
+            kind.close()
+        if name == "tcp" and device is not None:
+            answers[name] = _NO_MEMORY
+    return answers
+
+
+def _backend(name: str) -> tuple[BackendKind | None, str | None]:
+    module, made = _BACKENDS[name]
+    try:
+        kind: BackendKind = getattr(importlib.import_module(module), made)()
+        return kind, kind.why_not()
+    except (ImportError, AttributeError, PullfillError) as exc:
+        return None, f"not installed ({exc})"
+
+
+def _why_not_mapped(name: str, device: int | None) -> str | None:
+    if name == "shm":
+        return None if device is None else "this worker's KV memory is on a GPU"
+    if device is None:
+        return "this worker's KV memory is not on a GPU"
+    try:
+        return why_no_proof(cuda.load(), device)
+    except PullfillError as exc:
+        return str(exc)
+
+
+if __name__ == "__main__":
+    print(json.dumps(survey(0 if cuda.why_no_cuda() is None else None)))

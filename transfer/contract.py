@@ -262,7 +262,7 @@ class PeerTransport(Protocol):
     ) -> PeerSession:
         """Map or dial the region.
 
-        part: what the session moves of each block; both sides hold it (`topology.py`). None: whole
+        part: what the session moves of each block; both sides hold it (`layout.py`). None: whole
         blocks; both sides hold the same number of layers and heads.
 
         Raises IncompatibleError (it names the field), PeerUnavailable (the region is gone, or of

@@ -3,30 +3,32 @@
 A *run* is contiguous in the source and in the target. `plan` turns pairs of (source block, target
 block) into a `CopyPlan`. Heads of a block, layers of a block and neighbouring blocks become one run
 where both layouts are dense. What does not merge, layers above all, lies at constant distances on
-both sides. The plan keeps it as `Rows`.
+both sides. The plan keeps it as `Rows`. `CopyPlan.batches` cuts a plan into bounded `Batch`es.
 
-`CopyPlan.batches` cuts a plan into bounded `Batch`es. A batch keeps a run and its rows together, so
-that one call can copy them (a block over all layers).
+A `ByteStream` is for transports where each side knows only its own memory: the order of the bytes
+is the same on both sides, whatever their layouts.
 """
-
-# Copying empties the CPU's caches, and then each numpy call costs 5 us. So they are counted here:
-# a single run is planned without any, and so is the cutting of every plan into batches.
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pullfill.errors import BadMessage
-from pullfill.transfer.contract import KvLayout
+from pullfill.transfer.contract import KvLayout, LocalMemory
+from pullfill.transfer.layout import dense_layout
 
 Offsets = NDArray[np.int64]
+Iovec: TypeAlias = NDArray[np.uint64]
+"""[n, 2], C-contiguous: address, bytes (a `struct iovec[n]`)."""
 
 BATCH_BYTES = 32 << 20
 """A fence is held for one batch. At 4-10 GB/s a batch takes 3-8 ms, so a revoke waits that long
@@ -215,6 +217,9 @@ class Planner:
     """Plans copies between one pair of layouts. Computes once what does not depend on the blocks.
     Any number of threads."""
 
+    # Copying empties the CPU's caches, and then each numpy call costs 5 us. So a single run is
+    # planned without any, and so is the cutting of every plan into batches.
+
     def __init__(self, source: KvLayout, target: KvLayout) -> None:
         """Both have as many layers and heads, and pages of the same size (`layout.check_pair`)."""
         self._source, self._target = source, target
@@ -328,3 +333,112 @@ def _fold(a: KvLayout, b: KvLayout) -> tuple[int, Rows]:
         else:
             rows = Rows((count, *rows.counts), (a_stride, *rows.source), (b_stride, *rows.target))
     return unit, rows
+
+
+_EXPAND = 1 << 15
+"""Runs made at a time: layers are expanded in groups of about so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """A part of a stream as it lies in one side's memory, in the order of the stream.
+
+    iovec: the runs. The other side has the same bytes, but cut into other runs.
+    total: bytes of all runs. The same on both sides.
+    """
+
+    iovec: Iovec
+    total: int
+
+
+class ByteStream:
+    """Some blocks of one memory as a stream: for each layer, for each block (as the operation lists
+    them: ascending ids of the owner), for each head, one page.
+
+    Each side merges what is contiguous in its own memory. Both sides cut the stream every
+    `batch_bytes` bytes, so they cut at the same places."""
+
+    def __init__(self, memory: LocalMemory, blocks: Offsets) -> None:
+        """blocks: ids in the order of the stream. The caller has checked them."""
+        layout = memory.layout
+        flat = _into_stream(layout).flat(blocks, np.arange(len(blocks), dtype=np.int64))
+        self._layer = np.empty((len(flat), 2), np.uint64)
+        self._layer[:, 0] = flat.source
+        self._layer[:, 0] += np.uint64(memory.address)
+        self._layer[:, 1] = flat.nbytes
+        self._layers = layout.num_layers
+        self._stride = layout.layer_stride
+        self.total = flat.total * self._layers
+        self.runs = len(flat) * self._layers
+
+    def batches(self, batch_bytes: int) -> Iterator[Runs]:
+        """Batches of `batch_bytes` each; the last one has what is left."""
+        if not self.total:
+            return
+        group = max(1, _EXPAND // len(self._layer))
+        left = self._layer[:0]
+        for start in range(0, self._layers, group):
+            count = min(group, self._layers - start)
+            iovec = np.concatenate((left, self._expand(start, count)))
+            left = iovec[:0]
+            for batch in pieces(iovec, batch_bytes):
+                if batch.total < batch_bytes and start + count < self._layers:
+                    left = batch.iovec
+                else:
+                    yield batch
+
+    def _expand(self, start: int, count: int) -> Iovec:
+        iovec = np.tile(self._layer, (count, 1))
+        shift = (np.arange(start, start + count) * self._stride).astype(np.uint64)
+        iovec[:, 0] += np.repeat(shift, len(self._layer))
+        return iovec
+
+
+@lru_cache(maxsize=64)
+def _into_stream(layout: KvLayout) -> Planner:
+    """Plans one layer of any blocks."""
+    # A stream is like a dense region, so `Planner` plans a copy into it. Only the source of that
+    # plan is used. The stream has one block here; more blocks would change none of its strides.
+    stream = dense_layout(1, 1, layout.num_kv_heads, layout.page_bytes)
+    return Planner(replace(layout, num_layers=1), stream)
+
+
+def pieces(iovec: Iovec, step: int) -> Iterator[Runs]:
+    """Cut a list of runs every `step` bytes; the last piece has what is left.
+
+    Both sides that cut the same bytes get pieces of the same lengths."""
+    lengths = iovec[:, 1].astype(np.int64)
+    ends = np.cumsum(lengths)
+    starts = np.arange(0, ends[-1], step)
+    stops = np.minimum(starts + step, ends[-1])
+    firsts = np.searchsorted(ends, starts, side="right")
+    lasts = np.searchsorted(ends, stops, side="left")
+    skipped = starts - (ends - lengths)[firsts]
+    beyond = ends[lasts] - stops
+    columns = (firsts, lasts + 1, skipped, beyond, stops - starts)
+    for first, last, before, after, total in zip(*(c.tolist() for c in columns), strict=True):
+        piece = iovec[first:last].copy()
+        piece[-1, 1] -= after
+        piece[0, 0] += before
+        piece[0, 1] -= before
+        yield Runs(piece, total)
+
+
+def pairs(ours: Iovec, theirs: Iovec) -> tuple[Iovec, Iovec]:
+    """Cut both lists into runs of pairwise equal lengths. They have no empty runs and as many bytes
+    in all."""
+    both = [(iovec, np.cumsum(iovec[:, 1].astype(np.int64))) for iovec in (ours, theirs)]
+    ends = np.union1d(both[0][1], both[1][1])
+    left, right = (_cut_at(iovec, own_ends, ends) for iovec, own_ends in both)
+    return left, right
+
+
+def _cut_at(iovec: Iovec, own_ends: Offsets, ends: Offsets) -> Iovec:
+    """`iovec` cut at `ends`, its own among them."""
+    starts = np.concatenate((np.zeros(1, np.int64), ends[:-1]))
+    run = np.searchsorted(own_ends, starts, side="right")
+    run_starts = own_ends - iovec[:, 1].astype(np.int64)
+    cut = np.empty((len(ends), 2), np.uint64)
+    cut[:, 0] = iovec[run, 0] + (starts - run_starts[run]).astype(np.uint64)
+    cut[:, 1] = (ends - starts).astype(np.uint64)
+    return cut

@@ -1,20 +1,24 @@
-"""The peer session of every transport that maps the owner's memory: shm, cuda_ipc, loopback.
+"""The peer sessions that need no port: over mapped memory, and over several sessions at once.
 
-The transport brings the address, a `FenceHold` and a copier. Planning, batching, fencing and
-accounting are here.
+`MappedSession` serves every transport that maps the owner's memory: shm, cuda_ipc, loopback. The
+transport brings the address, a `FenceHold` and a copier. Each batch: take the fence (a dead one is
+refused), copy, let go of the fence. Nothing is copied without the fence.
 
-Each batch: take the fence (a dead one is refused) → copy → let go of it. Nothing is copied without
-the fence. `close` waits for a batch under way: to let go of the lock or of the mapping under a
-running copy would break the owner's proof.
+`GroupSession` makes one session of those between several ranks here and several ranks there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 
-from pullfill.errors import TransferFailed
+from pullfill.errors import Fenced, TransferFailed
+from pullfill.runtime.lanes import POOL
 from pullfill.transfer.contract import (
     Direction,
     FenceHold,
@@ -104,6 +108,7 @@ class MappedSession(PeerSession):
 
     def close(self) -> None:
         """Wait for a batch under way, then let go of the region. Idempotent."""
+        # To let go of the lock or the mapping under a running copy would break the owner's proof.
         with self._busy:
             if not self._closed:
                 self._closed = True
@@ -147,3 +152,88 @@ def _result(todo: CopyPlan, started: float) -> MoveResult:
         seconds=time.perf_counter() - started,
         runs=todo.runs,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A session between one rank here and one there, and whether it takes part in writes and in
+    reads."""
+
+    # Every replica of a KV head must be written, but only one of them must be read.
+
+    session: PeerSession
+    writes: bool
+    reads: bool
+
+
+class GroupSession(PeerSession):
+    """Owns its members and closes them. One move at a time.
+
+    In a move all members copy at the same time, under the same fence, which covers all ranks of its
+    owner. A move returns or raises only after every member has ended its part. `move_now` moves
+    nothing, because it would be one move per member."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = list(members)
+
+    @property
+    def transport(self) -> str:
+        """The name they share, or all names joined by `+`."""
+        return "+".join(dict.fromkeys(m.session.transport for m in self._members))
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(member.session.moved_bytes for member in self._members)
+
+    def move(
+        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult:
+        """See PeerSession. If a member fails, the move fails once the others have ended. They may
+        have written."""
+        started = time.perf_counter()
+        needed = [m.session for m in self._members if (m.writes if verb == "write" else m.reads)]
+        results = _side_by_side([partial(s.move, verb, fence, source, target) for s in needed])
+        return MoveResult(
+            blocks=len(source),
+            nbytes=sum(r.nbytes for r in results),
+            seconds=time.perf_counter() - started,
+            runs=sum(r.runs for r in results),
+        )
+
+    def interrupt(self) -> None:
+        for member in self._members:
+            member.session.interrupt()
+
+    def close(self) -> None:
+        """Close every member, also when one of them fails to close. Idempotent."""
+        with contextlib.ExitStack() as members:
+            for member in self._members:
+                members.callback(member.session.close)
+
+
+def _side_by_side(parts: Sequence[Callable[[], MoveResult]]) -> list[MoveResult]:
+    """Run all parts at the same time, the first on this thread, and wait for all of them.
+
+    Raises the error of a part that failed. Fenced goes first, because only it tells that the grant
+    is gone. The other parts are not interrupted, because a session cannot be used after an
+    interrupt, and the next job needs it. Each part has a time limit of its own.
+    """
+    ends: list[Future[MoveResult]] = [Future() for _ in parts]
+
+    def run(number: int) -> None:
+        try:
+            ends[number].set_result(parts[number]())
+        except BaseException as exc:
+            ends[number].set_exception(exc)
+
+    for number in range(1, len(parts)):
+        try:
+            POOL.run(partial(run, number))
+        except RuntimeError:  # no thread can be started
+            run(number)
+    if parts:
+        run(0)
+    failures = [exc for end in ends if (exc := end.exception()) is not None]  # waits
+    if failures:
+        raise next((exc for exc in failures if isinstance(exc, Fenced)), failures[0])
+    return [end.result() for end in ends]

@@ -6,7 +6,7 @@
     AuthProof      its proof           →
     every frame from here on carries a seal, in both directions
 
-The control channel (`channel.py`) and the KV port (`transfer/stream/hello.py`) drive it. A proof
+The control channel (`channel.py`) and the KV port (`stream/kv_protocol.py`) drive it. A proof
 covers both nonces, the prover's role and the purpose of the connection. A seal covers the frame and
 its number, with a key for each direction. So nobody on the path can forge, change, repeat, drop or
 reflect a frame. Frames are not encrypted.

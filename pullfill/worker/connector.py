@@ -27,8 +27,8 @@ from pullfill.engine import attention, groups, kv, speculation
 from pullfill.engine.attention import Attention, RankAttention
 from pullfill.engine.rank_processes import bind_to_parent
 from pullfill.runtime import pages
+from pullfill.transfer.owners import RankRegion
 from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
-from pullfill.transfer.shm.ranks import RankRegion
 from pullfill.worker.memory import Told
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from pullfill.errors import ConfigError
 if TYPE_CHECKING:
     from pullfill.engine.kv import Geometry
     from pullfill.transfer.contract import LocalMemory, Owner
+    from pullfill.transfer.owners import MappedRank
     from pullfill.transfer.shm.files import RegionFiles
-    from pullfill.transfer.shm.ranks import MappedRank
 
 LATER: Any = None
 """The value of a field until the part that fills it is made."""

@@ -16,8 +16,7 @@ from pullfill.engine.attention import NO_MODEL, Attention
 from pullfill.engine.kv import Geometry
 from pullfill.engine.thread import EngineThread
 from pullfill.runtime import log
-from pullfill.transfer.shm import ranks
-from pullfill.transfer.shm.ranks import RankRegion
+from pullfill.transfer.owners import RankRegion, attach_ranks, total_layers
 from pullfill.worker.context import WorkerContext
 
 logger = log.get("worker.memory")
@@ -33,9 +32,9 @@ def attach(
 ) -> RankRegion:
     """Map every rank's memory. Returns what the first one told. Raises IncompatibleError."""
     first = next(iter(told.values()))
-    layers = ranks.total_layers(told)
+    layers = total_layers(told)
     context.geometry = Geometry(layers, first.page_bytes, first.device, attention)
-    context.ranks = ranks.attach(told, kv_heads)
+    context.ranks = attach_ranks(told, kv_heads)
     return first
 
 

@@ -123,9 +123,9 @@ import sys
 import numpy as np
 from pathlib import Path
 from pullfill.transfer.layout import layout_of
-from pullfill.transfer.shm.peer import ShmTransport
-from pullfill.transfer.stream.peer import StreamTransport
-from pullfill.transfer.tcp.backend import TcpKind
+from pullfill.transfer.shm.shm_transport import ShmTransport
+from pullfill.transfer.stream.stream_peer import StreamTransport
+from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import FenceToken, RegionDescriptor, decode
 from tests.support.leaks import grown, usage
 from tests.support.transfer_rigs import memory_over

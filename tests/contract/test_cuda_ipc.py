@@ -14,12 +14,16 @@ import numpy as np
 import pytest
 
 from pullfill.errors import BadMessage, ConfigError, IncompatibleError, PeerUnavailable
-from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner, IpcEndpoint
-from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
-from pullfill.transfer.gpu import region as regions
-from pullfill.transfer.gpu.region import GpuMapping, export
+from pullfill.transfer import owners
+from pullfill.transfer.cuda_ipc import ipc_transport
+from pullfill.transfer.cuda_ipc.ipc_transport import (
+    CudaIpcOwner,
+    CudaIpcTransport,
+    GpuMapping,
+    IpcEndpoint,
+    export,
+)
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.shm import ranks
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import FenceToken, encode
 from tests.support.fake_gpu import FakeDriver
@@ -290,17 +294,17 @@ def test_ranks_tell_their_gpu_memory_and_the_main_process_offers_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, layout = FakeDriver(), dense_layout(2, 4, 1, 64)
-    monkeypatch.setattr(regions, "load", lambda: driver)
+    monkeypatch.setattr(ipc_transport, "load", lambda: driver)
     blocks = [driver.allocate(extent(layout), device) for device in (0, 1)]
     memories = [replace(memory_over(b.data, layout), device=b.device) for b in blocks]
-    told = {(0, tp): regions.tell_gpu(memory) for tp, memory in enumerate(memories)}
+    told = {(0, tp): owners.tell_gpu(memory) for tp, memory in enumerate(memories)}
     # Rank 0 lives in the main process, rank 1 in one of its own.
     told[0, 1] = replace(told[0, 1], pid=1)
-    mapped = ranks.attach(told, kv_heads=2)
+    mapped = owners.attach_ranks(told, kv_heads=2)
     assert mapped[0].memory.address == memories[0].address
     assert mapped[1].memory.address != memories[1].address
     assert [rank.memory.first_head for rank in mapped] == [0, 1]
-    owner = ranks.base_owner(RegionFiles("decode-1", tmp_path), mapped, "i1")
+    owner = owners.base_owner(RegionFiles("decode-1", tmp_path), mapped, "i1")
     for rank, block in enumerate(blocks):
         endpoint = IpcEndpoint.decode(owner.endpoints(rank)["cuda_ipc"])
         assert endpoint.memory.handle == driver.export(rank, block.base)
@@ -316,8 +320,10 @@ def test_a_rank_whose_memory_has_no_handle(
 ) -> None:
     driver, layout = FakeDriver(), dense_layout(2, 4, 1, 64)
     pages = driver.allocate(extent(layout), exportable=False)
-    told = regions.tell_gpu(replace(memory_over(pages.data, layout), device=0), driver)
+    told = owners.tell_gpu(replace(memory_over(pages.data, layout), device=0), driver)
     assert "expandable_segments" in told.why_not
     assert "expandable_segments" in caplog.text
-    assert len(ranks.attach({(0, 0): told}, 1)) == 1, "still there for copies made by this process"
-    assert ranks.attach({(0, 0): replace(told, pid=1)}, 1) == []
+    assert len(owners.attach_ranks({(0, 0): told}, 1)) == 1, (
+        "still there for copies made by this process"
+    )
+    assert owners.attach_ranks({(0, 0): replace(told, pid=1)}, 1) == []

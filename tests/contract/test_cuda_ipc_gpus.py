@@ -12,11 +12,10 @@ import pytest
 from pullfill.errors import BadMessage, PeerUnavailable, TransferFailed
 from pullfill.runtime import failpoints
 from pullfill.runtime.failpoints import FailpointError
-from pullfill.transfer.block_reader import BlockReader
-from pullfill.transfer.cuda_ipc.owner import IpcEndpoint
+from pullfill.transfer.copying import BlockReader
+from pullfill.transfer.cuda_ipc.ipc_transport import IpcEndpoint, export
 from pullfill.transfer.gpu import copies
-from pullfill.transfer.gpu.interconnect import NVLINK, PCIE, SAME, Interconnect, link_to
-from pullfill.transfer.gpu.region import export
+from pullfill.transfer.gpu.copies import NVLINK, PCIE, SAME, Interconnect, link_to
 from pullfill.transfer.layout import dense_layout
 from tests.support.fake_gpu import FakeDriver
 from tests.support.transfer_rigs import (

@@ -15,17 +15,14 @@ import pytest
 from pullfill.decode_worker.offers import offer
 from pullfill.errors import ConfigError, Fenced
 from pullfill.net.this_host import host_id
-from pullfill.transfer import catalogue
-from pullfill.transfer.combined_owner import CombinedOwner
-from pullfill.transfer.connect import connect
+from pullfill.transfer import owners
+from pullfill.transfer.connect import connect, peer_transports
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner
-from pullfill.transfer.cuda_ipc import peer
-from pullfill.transfer.cuda_ipc.owner import IpcEndpoint
-from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
+from pullfill.transfer.cuda_ipc import ipc_transport
+from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport, IpcEndpoint
 from pullfill.transfer.gpu import cuda
-from pullfill.transfer.gpu import region as gpu_region
 from pullfill.transfer.layout import dense_layout, describe_region
-from pullfill.transfer.shm import ranks
+from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import RegionDescriptor
 from tests.support.fake_gpu import FakeDriver
@@ -45,7 +42,7 @@ OPTIONS = SimpleNamespace(transports=None, host="127.0.0.1", kv_port=0, advertis
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     made = FakeDriver()
-    monkeypatch.setattr(gpu_region, "load", lambda: made)
+    monkeypatch.setattr(ipc_transport, "load", lambda: made)
     return made
 
 
@@ -61,9 +58,9 @@ class GpuRanks:
             block.data[:] = random_bytes(len(block.data), seed + rank)
             self.data.append(block.data)
             memory = replace(memory_over(block.data, self.layout), device=block.device)
-            region = gpu_region.tell_gpu(memory)
+            region = owners.tell_gpu(memory)
             told[0, rank] = replace(region, pid=1) if rank else region
-        self.mapped = ranks.attach(told, HEADS)
+        self.mapped = owners.attach_ranks(told, HEADS)
 
     @property
     def memories(self) -> list[LocalMemory]:
@@ -105,7 +102,7 @@ def test_every_head_gets_where_it_belongs(
     tmp_path: Path, driver: FakeDriver, mine: int, theirs: int
 ) -> None:
     decode, prefill = GpuRanks(driver, theirs, 1), GpuRanks(driver, mine, 50)
-    base = ranks.base_owner(RegionFiles("decode-1", tmp_path), decode.mapped, "i1")
+    base = owners.base_owner(RegionFiles("decode-1", tmp_path), decode.mapped, "i1")
     owner = offer(base, decode.memories, instance_id="decode-1", options=OPTIONS, key=None)  # type: ignore[arg-type]
     transport = CudaIpcTransport(0, lambda: driver, driver.lane)
     openings = sum(driver.openings.values())
@@ -133,14 +130,14 @@ def test_every_head_gets_where_it_belongs(
 def test_a_gpu_worker_reaches_others_over_cuda_ipc(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (peer, cuda):
+    for module in (ipc_transport, cuda):
         monkeypatch.setattr(module, "load", lambda: driver)
     prefill = GpuRanks(driver, 1, 1)
-    names = [t.name for t in catalogue.peers(None, prefill.memories, None)]
+    names = [t.name for t in peer_transports(None, prefill.memories, None)]
     assert names[0] == "cuda_ipc"
     assert not {"shm", "tcp"} & set(names), "they would touch GPU memory with the CPU"
     with pytest.raises(ConfigError, match="on a GPU"):
-        catalogue.peers(["shm"], prefill.memories, None)
+        peer_transports(["shm"], prefill.memories, None)
     prefill.close()
 
 
@@ -149,7 +146,7 @@ def test_memory_that_one_of_our_ranks_cannot_reach_is_out_of_reach(
 ) -> None:
     """Another transport is taken then. Rank 0 alone would say that this one works."""
     decode, prefill = GpuRanks(driver, 1, 1), GpuRanks(driver, 2, 50)
-    base = ranks.base_owner(RegionFiles("decode-1", tmp_path), decode.mapped, "i1")
+    base = owners.base_owner(RegionFiles("decode-1", tmp_path), decode.mapped, "i1")
     owner = offer(base, decode.memories, instance_id="decode-1", options=OPTIONS, key=None)  # type: ignore[arg-type]
     (descriptor,) = described(owner, decode.memories)
     gpus = [memory.device for memory in prefill.memories if memory.device is not None]
@@ -167,7 +164,7 @@ def test_what_misses_one_rank_is_not_offered(
     tmp_path: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = GpuRanks(driver, 2, 1)
-    base = ranks.base_owner(RegionFiles("decode-1", tmp_path), decode.mapped, "i1")
+    base = owners.base_owner(RegionFiles("decode-1", tmp_path), decode.mapped, "i1")
     whole = CombinedOwner.endpoints
     monkeypatch.setattr(
         CombinedOwner, "endpoints", lambda owner, rank: {} if rank else whole(owner, rank)

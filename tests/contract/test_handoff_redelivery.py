@@ -22,8 +22,7 @@ from pullfill.errors import BadMessage
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.queue.contract import Delivery
 from pullfill.queue.jetstream import JetStreamDelivery
-from pullfill.transfer.stream.messages import Answer, Operation
-from pullfill.transfer.stream.socket_connection import SocketConnection
+from pullfill.transfer.stream.kv_protocol import Answer, Operation, SocketConnection
 from pullfill.wire import decode as decode_as
 from tests.support.handoff_decode import DecodeHalf, Served
 from tests.support.handoff_rig import (

@@ -15,11 +15,11 @@ from msgspec.structs import replace
 from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker import reach
 from pullfill.prefill_worker.context import PrefillContext
-from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.contract import KvLayout
-from pullfill.transfer.shm.owner import ShmOwner
-from pullfill.transfer.stream.peer import StreamTransport
-from pullfill.transfer.tcp.backend import TcpKind
+from pullfill.transfer.owners import CombinedOwner
+from pullfill.transfer.shm.shm_transport import ShmOwner
+from pullfill.transfer.stream.stream_peer import StreamTransport
+from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState
 from tests.support.handoff_decode import COMPATIBLE
 from tests.support.transfer_rigs import DENSE, shm_rig

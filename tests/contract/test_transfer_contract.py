@@ -21,7 +21,7 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
-from pullfill.transfer.block_reader import BlockReader
+from pullfill.transfer.copying import BlockReader
 from pullfill.transfer.layout import dense_layout
 from pullfill.wire import FenceToken
 from tests.support.fuzz import MANY

@@ -16,9 +16,9 @@ from pullfill.net import frames
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.shm import owner
-from pullfill.transfer.stream import hello
-from pullfill.transfer.tcp.backend import TcpKind
+from pullfill.transfer.shm import shm_transport
+from pullfill.transfer.stream import kv_protocol
+from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import KvMode
 from tests.support.fake_nccl import World
 from tests.support.nccl_gpus import PairKind
@@ -41,7 +41,7 @@ class Stuck:
             self.reached.set()
             self.go_on.wait(60)
 
-        monkeypatch.setattr(owner.ReceiverHold, "inside_batch", inside)
+        monkeypatch.setattr(shm_transport.ReceiverHold, "inside_batch", inside)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_move_that_waits_for_its_owner(
 
 def test_a_connection_being_made(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """To an owner that accepts (its kernel does) and says nothing."""
-    monkeypatch.setattr(hello, "HELLO_S", FOREVER_S)
+    monkeypatch.setattr(kv_protocol, "HELLO_S", FOREVER_S)
     region, mine = rig.region(DENSE), rig.local(DENSE)
     address, _, detail = region.descriptor.endpoints[rig.name].partition("#")
     with Proxy(frames.split_address(address)) as proxy, ThreadPoolExecutor(1) as thread:

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from pullfill.errors import ConfigError, Fenced, PeerUnavailable, TransferFailed
-from pullfill.transfer.nccl.backend import PEER, NcclKind
-from pullfill.transfer.nccl.nccl_cuda import CudaGpus
-from pullfill.transfer.nccl.staging import TURNS
+from pullfill.transfer.nccl.gpu_turns import TURNS
+from pullfill.transfer.nccl.nccl_backend import PEER, CudaGpus, NcclKind
 from tests.support.fake_nccl import World
 from tests.support.nccl_gpus import FakeGpus
 from tests.support.nccl_places import Make, Writing, hanging, places

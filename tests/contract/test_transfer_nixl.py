@@ -22,8 +22,7 @@ from pullfill.runtime.failpoints import ENV
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent
-from pullfill.transfer.nixl.backend import NixlKind, _checked
-from pullfill.transfer.nixl.messages import NixlRuns
+from pullfill.transfer.nixl.nixl_backend import NixlKind, NixlRuns, _checked
 from pullfill.wire import FenceToken, encode
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, assert_same, stream_rig
 from tests.support.waiting import eventually

@@ -13,17 +13,14 @@ from msgspec.structs import replace
 from pullfill.decode_worker.offers import offer
 from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
-from pullfill.transfer.catalogue import backends
-from pullfill.transfer.combined_owner import CombinedOwner
-from pullfill.transfer.connect import choose, why_not_better
+from pullfill.transfer.connect import backends, choose, why_not_better
 from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
-from pullfill.transfer.shm.peer import ShmTransport
-from pullfill.transfer.stream.peer import StreamTransport
-from pullfill.transfer.stream.server import StreamServer
-from pullfill.transfer.stream.serving import Offer
-from pullfill.transfer.tcp.backend import TcpKind
+from pullfill.transfer.shm.shm_transport import FenceOwner, ShmOwner, ShmTransport
+from pullfill.transfer.stream.stream_peer import StreamTransport
+from pullfill.transfer.stream.stream_server import Offer, StreamServer
+from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import Commit, RegionDescriptor, StageTimings, decode, encode
 from tests.support.transfer_rigs import DENSE, extent, shm_rig
 

@@ -12,7 +12,7 @@ import pytest
 
 from pullfill.errors import Fenced, PeerUnavailable
 from pullfill.runtime import metrics
-from pullfill.transfer.stream import server
+from pullfill.transfer.stream import stream_server as server
 from tests.contract.test_transfer_stream import Make, dial, start
 from tests.contract.test_transfer_stream import make as make
 from tests.support.stream_held import wait_for

@@ -26,9 +26,9 @@ from pullfill.net import frames
 from pullfill.net.security import ClusterKey
 from pullfill.transfer.contract import Rect
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.stream import hello, server
-from pullfill.transfer.stream.peer import StreamSession, StreamTransport
-from pullfill.transfer.tcp.backend import TcpKind
+from pullfill.transfer.stream import kv_protocol, stream_server
+from pullfill.transfer.stream.stream_peer import StreamSession, StreamTransport
+from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import FenceToken
 from tests.support.proxy import Proxy
 from tests.support.stream_held import Held, revoke, wait_for
@@ -51,7 +51,7 @@ class SmallBatches(TcpKind):
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Rigs whose owners are closed; at the end no thread of theirs is left. A connection keeps its
     thread."""
-    monkeypatch.setattr(server, "REST_S", 60.0)
+    monkeypatch.setattr(stream_server, "REST_S", 60.0)
     before = set(threading.enumerate())
     regions: list[Region] = []
 
@@ -137,7 +137,7 @@ def test_a_writer_between_batches_is_refused_early_and_the_connection_stays(make
 def test_a_batch_that_is_under_way_is_let_to_its_end(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(stream_server, "PATIENCE_S", 60.0)
     _, region, _, session, token = start(make)
     before = connections()
     held = Held(session, "write_blocks", token)
@@ -259,7 +259,7 @@ def dial(region: Region) -> socket.socket:
 
 
 def test_who_says_nothing_is_soon_gone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hello, "HELLO_S", 0.05)
+    monkeypatch.setattr(kv_protocol, "HELLO_S", 0.05)
     region = make().region(DENSE)
     with dial(region) as silent:
         while silent.recv(4096):  # the reason
@@ -277,7 +277,7 @@ def is_gone(dripping: socket.socket) -> bool:
 
 def test_who_drips_is_gone_as_soon(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """However steadily the opening comes, it is one time for all of it."""
-    monkeypatch.setattr(hello, "HELLO_S", 0.05)
+    monkeypatch.setattr(kv_protocol, "HELLO_S", 0.05)
     with dial(make().region(DENSE)) as dripping:
         dripping.sendall(struct.pack("<I", 200))
         wait_for(lambda: is_gone(dripping))
@@ -285,7 +285,7 @@ def test_who_drips_is_gone_as_soon(make: Make, monkeypatch: pytest.MonkeyPatch) 
 
 def test_after_the_opening_its_limit_is_lifted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     for hello_s in (0.25, 1.0, 4.0, 16.0):  # a busy machine needs longer for an opening
-        monkeypatch.setattr(hello, "HELLO_S", hello_s)
+        monkeypatch.setattr(kv_protocol, "HELLO_S", hello_s)
         try:
             _, region, mine, session, token = start(make)
             break

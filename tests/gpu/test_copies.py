@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of
+from pullfill.transfer.gpu.copies import BATCH_RUNS, PCIE, SAME, GpuCopier, Lane, lane_of
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
-from pullfill.transfer.gpu.interconnect import BATCH_RUNS, PCIE, SAME
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Batch
 

@@ -26,7 +26,7 @@ from pullfill.errors import (
 )
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import PeerSession, Rect
-from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
+from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport
 from pullfill.transfer.cuda_ipc.writers import why_no_proof
 from pullfill.transfer.gpu.cuda import load
 from pullfill.transfer.layout import dense_layout
@@ -212,7 +212,7 @@ def test_expandable_segments_are_refused_with_what_to_do(tmp_path: Path) -> None
 def test_memory_of_sleep_mode_is_refused() -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    from pullfill.transfer.gpu.region import tell_gpu
+    from pullfill.transfer.owners import tell_gpu
 
     with CuMemAllocator.get_instance().use_memory_pool(tag="kv_cache"):
         pages = GpuMemory(LAYOUT)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pullfill.transfer.nccl.nccl_cuda import CudaGpus
+from pullfill.transfer.nccl.nccl_backend import CudaGpus
 from tests.support.gpu_programs import NcclToItself
 
 pytestmark = pytest.mark.gpu

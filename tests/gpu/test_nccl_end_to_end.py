@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pullfill.deploy.accelerator import gpu_count
-from pullfill.transfer.nccl.nccl_cuda import CudaGpus
+from pullfill.transfer.nccl.nccl_backend import CudaGpus
 from tests.support.checked import checked
 from tests.support.cluster import BLOCK, until
 from tests.support.gpu_pairs import STEPS, GpuPair, gpu_pair, plain_engine

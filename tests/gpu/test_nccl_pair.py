@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from pullfill.net.this_host import host_id
-from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.layout import dense_layout, describe_region
-from pullfill.transfer.nccl.nccl_cuda import make_kind
+from pullfill.transfer.nccl.nccl_backend import make_kind
+from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.transfer.shm.owner import FenceOwner
+from pullfill.transfer.shm.shm_transport import FenceOwner
 from pullfill.wire import FenceToken
 from tests.support.gpu_programs import GpuMemory
 from tests.support.transfer_rigs import COMPAT

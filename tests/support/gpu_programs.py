@@ -33,14 +33,13 @@ import torch
 
 from pullfill.errors import Fenced, PullfillError
 from pullfill.net.this_host import host_id
-from pullfill.transfer.block_reader import BlockReader
 from pullfill.transfer.contract import KvLayout, LocalMemory
-from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner
-from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
-from pullfill.transfer.gpu.region import tell_gpu
+from pullfill.transfer.copying import BlockReader
+from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcOwner, CudaIpcTransport
 from pullfill.transfer.layout import dense_layout, describe_region, layout_of
-from pullfill.transfer.nccl.gpu import CudaGpu
-from pullfill.transfer.nccl.library import Message, Nccl
+from pullfill.transfer.nccl.gpu_turns import CudaGpu
+from pullfill.transfer.nccl.library import Nccl, NcclMove
+from pullfill.transfer.owners import tell_gpu
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.kv_pool import describe
 from pullfill.wire import FenceToken, RegionDescriptor
@@ -88,7 +87,7 @@ class NcclToItself:
 
     def move(self, source: int, target: int, nbytes: int) -> None:
         """Returns when done."""
-        messages = [Message(True, source, nbytes), Message(False, target, nbytes)]
+        messages = [NcclMove(True, source, nbytes), NcclMove(False, target, nbytes)]
         self._nccl.issue(self._comm, messages, 0, self.stream.handle)
         self._settle()
         while not self.stream.done:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pullfill.errors import Fenced, PullfillError
 from pullfill.transfer.contract import PeerSession
-from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport, IpcHold
+from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport, IpcHold
 from pullfill.transfer.layout import layout_of
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm import lock

@@ -11,7 +11,7 @@ import numpy as np
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.nccl.device import Communicator, Device
-from pullfill.transfer.nccl.library import Message
+from pullfill.transfer.nccl.library import NcclMove
 from tests.support.fake_nccl import World
 from tests.support.nccl_gpus import FakeGpu
 from tests.support.waiting import eventually
@@ -111,7 +111,7 @@ class Running(Calling):
     def __init__(self, comm: Communicator, send: bool, *arrays: np.ndarray) -> None:
         super().__init__(daemon=True)
         self.comm, self.arrays = comm, arrays
-        self.messages = [Message(send, a.ctypes.data, a.nbytes) for a in arrays]
+        self.messages = [NcclMove(send, a.ctypes.data, a.nbytes) for a in arrays]
         self.stop = threading.Event()
         self.start()
 

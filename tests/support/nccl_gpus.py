@@ -10,9 +10,9 @@ import numpy as np
 
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu.cuda import Addresses
-from pullfill.transfer.nccl.backend import NcclKind
 from pullfill.transfer.nccl.device import Device
-from pullfill.transfer.stream.backend_contract import Backend
+from pullfill.transfer.nccl.nccl_backend import NcclKind
+from pullfill.transfer.stream.backends import Backend
 from tests.support.fake_kernels import FakeStream
 from tests.support.fake_nccl import World
 

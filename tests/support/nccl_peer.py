@@ -18,8 +18,8 @@ import torch
 from pullfill.errors import Fenced, PullfillError
 from pullfill.transfer.contract import PeerSession
 from pullfill.transfer.layout import layout_of
-from pullfill.transfer.nccl.nccl_cuda import make_kind
-from pullfill.transfer.stream.peer import StreamTransport
+from pullfill.transfer.nccl.nccl_backend import make_kind
+from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.wire import FenceToken, RegionDescriptor
 from tests.support.gpu_programs import GpuMemory
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pullfill.transfer.stream.batches import Runs
+from pullfill.transfer.runs import Runs
 from pullfill.wire import FenceToken
 from tests.support.transfer_rigs import Region
 

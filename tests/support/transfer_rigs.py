@@ -15,19 +15,21 @@ from numpy.typing import NDArray
 from pullfill.net.security import ClusterKey
 from pullfill.net.this_host import host_id
 from pullfill.testing.loopback import LoopbackOwner, LoopbackTransport
-from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, PeerSession, PeerTransport
-from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner, IpcEndpoint
-from pullfill.transfer.cuda_ipc.peer import CudaIpcTransport
-from pullfill.transfer.gpu.region import export
+from pullfill.transfer.cuda_ipc.ipc_transport import (
+    CudaIpcOwner,
+    CudaIpcTransport,
+    IpcEndpoint,
+    export,
+)
 from pullfill.transfer.layout import check_bounds, dense_layout, describe_region
-from pullfill.transfer.nixl.backend import NixlKind
+from pullfill.transfer.nixl.nixl_backend import NixlKind
+from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.files import RegionFiles, create_kv
-from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
-from pullfill.transfer.shm.peer import ShmTransport
-from pullfill.transfer.stream.backend_contract import BackendKind
-from pullfill.transfer.stream.peer import StreamTransport
-from pullfill.transfer.tcp.backend import TcpKind
+from pullfill.transfer.shm.shm_transport import FenceOwner, ShmOwner, ShmTransport
+from pullfill.transfer.stream.backends import BackendKind
+from pullfill.transfer.stream.stream_peer import StreamTransport
+from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import Compat, RegionDescriptor
 from tests.support.fake_gpu import FakeDriver
 from tests.support.fake_nccl import World

@@ -16,10 +16,10 @@ import numpy as np
 from pullfill.errors import Fenced, PullfillError
 from pullfill.transfer.contract import PeerTransport
 from pullfill.transfer.layout import layout_of
-from pullfill.transfer.nixl.backend import NixlKind
-from pullfill.transfer.shm.peer import ShmTransport
-from pullfill.transfer.stream.peer import StreamTransport
-from pullfill.transfer.tcp.backend import TcpKind
+from pullfill.transfer.nixl.nixl_backend import NixlKind
+from pullfill.transfer.shm.shm_transport import ShmTransport
+from pullfill.transfer.stream.stream_peer import StreamTransport
+from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import FenceToken, RegionDescriptor, decode
 from tests.support.transfer_rigs import memory_over
 

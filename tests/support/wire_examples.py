@@ -18,11 +18,11 @@ import msgspec
 from pullfill import wire
 from pullfill.engine import front_wire
 from pullfill.queue.names import Names
-from pullfill.transfer.cuda_ipc.owner import Exported
-from pullfill.transfer.nccl import messages as nccl
-from pullfill.transfer.nixl import messages as nixl
+from pullfill.transfer.cuda_ipc.ipc_transport import Exported
+from pullfill.transfer.nccl import nccl_backend as nccl
+from pullfill.transfer.nixl import nixl_backend as nixl
 from pullfill.transfer.shm.files import Endpoint
-from pullfill.transfer.stream import messages as stream
+from pullfill.transfer.stream import kv_protocol as stream
 
 _MODULES = (front_wire, nccl, nixl, stream)  # their structs are subclasses, once imported
 RECORDS = Path(__file__).resolve().parents[1] / "unit" / "core"

@@ -29,7 +29,7 @@ from pullfill.registry.orders import decode_worker_record
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.layout import dense_layout, layout_of
 from pullfill.transfer.shm.files import ShmEndpoint
-from pullfill.transfer.shm.peer import ShmTransport
+from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, u32
 from pullfill.wire.codec import encode
 from tests.support.fuzz import EXAMPLES, explore, mutated

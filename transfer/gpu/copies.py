@@ -1,8 +1,8 @@
-"""Copies many runs on one GPU, and returns when they are done.
+"""Copies many runs on one GPU, or between two, and returns when they are done.
 
 Each GPU of a process has one `Lane`: a stream, a kernel and buffers. All sessions take turns on it,
 because one batch uses the whole link anyway. Each session has a `GpuCopier`. It knows the link that
-it copies over, and so whether the kernel or the copy engines move a batch (`interconnect.py`).
+it copies over (`Interconnect`), and so whether the kernel or the copy engines move a batch.
 
 A fence depends on `GpuCopier.settled`. It is False from the moment when something may be queued
 until the stream is synchronised. If that fails, it stays False: nobody knows whether the device
@@ -12,11 +12,14 @@ is of no use, so it ends (`when_broken`).
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import numpy as np
 
@@ -24,12 +27,98 @@ from pullfill.errors import TransferFailed
 from pullfill.runtime import log
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu.cuda import Addresses, CudaDriver, load
-from pullfill.transfer.gpu.interconnect import BATCH_RUNS, SAME, Interconnect
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Batch, plan
 
 if TYPE_CHECKING:
     from pullfill.transfer.gpu.kernel import RunKernel
+
+
+BATCH_RUNS = 32768
+"""Runs of a batch at most: 2 GiB of 64 KiB runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interconnect:
+    """See the module.
+
+    small_run: if a batch's runs have fewer bytes than this on average, the kernel moves them.
+        Otherwise the copy engines do.
+    batch_bytes: of one batch at most.
+    """
+
+    name: str
+    small_run: int
+    batch_bytes: int
+
+    @property
+    def limits(self) -> tuple[int, int, int]:
+        """For `CopyPlan.batches`."""
+        # No run is cut to make batches even.
+        return self.batch_bytes, BATCH_RUNS, self.batch_bytes
+
+
+# Within one GPU, the engines take the copies of a batch one after the other. So the kernel was
+# faster on an H100 whatever the runs (up to 1 MiB; see results/gpu-h100-80gb-hbm3.md).
+SAME = Interconnect("one GPU", small_run=1 << 62, batch_bytes=2 << 30)
+# Between GPUs, engines reach the link's speed (354 GiB/s over NVLink, same place) and leave the
+# multiprocessors to the model. They cost about 1 us for each copy.
+NVLINK = Interconnect("NVLink", small_run=256 << 10, batch_bytes=512 << 20)
+PCIE = Interconnect("PCIe", small_run=32 << 10, batch_bytes=64 << 20)
+
+
+def visible(driver: CudaDriver) -> dict[str, int]:
+    """This process's numbers of the GPUs that it sees, by UUID."""
+    return {driver.uuid(number): number for number in range(driver.count())}
+
+
+def link_to(driver: CudaDriver, device: int, uuid: str) -> Interconnect:
+    """The link from `device` to the GPU with this UUID. CUDA_VISIBLE_DEVICES may hide that GPU."""
+    other = visible(driver).get(uuid)
+    if other == device:
+        return SAME
+    if other is None:
+        fast = nvlink(driver.uuid(device), uuid)
+    else:
+        fast = driver.fast_link(device, other)
+    return NVLINK if fast else PCIE
+
+
+_NVML = "libnvidia-ml.so.1"
+_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
+_OK = 0  # NVML_SUCCESS, and NVML_P2P_STATUS_OK
+
+
+@cache
+def _nvml() -> Any:
+    """The library, ready for calls. None: there is none."""
+    try:
+        library = ctypes.CDLL(_NVML)
+        return library if library.nvmlInit_v2() == _OK else None
+    except (OSError, AttributeError):
+        return None
+
+
+def nvlink(uuid: str, other: str) -> bool:
+    """Whether NVLink joins two GPUs. False, too, if NVML cannot say.
+
+    uuid, other: in hexadecimal, as `CudaDriver.uuid` gives them."""
+    if (library := _nvml()) is None:
+        return False
+    handles = []
+    for each in (uuid, other):
+        try:
+            name = ctypes.c_char_p(f"GPU-{UUID(each)}".encode())
+        except ValueError:
+            return False
+        handle = ctypes.c_void_p()
+        if library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) != _OK:
+            return False
+        handles.append(handle)
+    status = ctypes.c_int(-1)
+    code = library.nvmlDeviceGetP2PStatus(*handles, ctypes.c_int(_NVLINK), ctypes.byref(status))
+    return bool(code == _OK and status.value == _OK)
+
 
 logger = log.get("transfer.gpu")
 

@@ -37,9 +37,8 @@ from collections.abc import Callable, Sequence
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu.cuda import CudaStream
-from pullfill.transfer.nccl.gpu import CudaGpu
-from pullfill.transfer.nccl.library import RANKS, Message, Nccl
-from pullfill.transfer.nccl.staging import TICK_S, Turns
+from pullfill.transfer.nccl.gpu_turns import TICK_S, CudaGpu, Turns
+from pullfill.transfer.nccl.library import RANKS, Nccl, NcclMove
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Communicator:
         # What follows belongs to the owner thread; `run` hands it `messages` while it is idle.
         self.unsure = False
         self.state = State.MAKING
-        self.messages: Sequence[Message] | None = None
+        self.messages: Sequence[NcclMove] | None = None
         self.comm: int | None = None
         self.stream: CudaStream | None = None
 
@@ -95,7 +94,7 @@ class Communicator:
         if self.error is not None:
             raise TransferFailed(f"no NCCL communicator: {self.error}")
 
-    def run(self, messages: Sequence[Message], watch: Callable[[], None]) -> None:
+    def run(self, messages: Sequence[NcclMove], watch: Callable[[], None]) -> None:
         """Send and receive all messages, in order, as one group. Returns when they have arrived.
 
         watch: called every TICK_S. It raises to give up.
@@ -140,7 +139,7 @@ class Device:
     def __init__(self, gpu: CudaGpu) -> None:
         self.gpu = gpu
         self.turns = tuple(Turns(gpu) for _ in range(RANKS))
-        """By rank: see staging.py."""
+        """By rank: see gpu_turns.py."""
         self.nccl = Nccl(gpu.library())
         self._changed = threading.Condition()
         self._asked: list[Callable[[], None]] = []

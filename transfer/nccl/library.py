@@ -12,14 +12,14 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-from collections.abc import Sequence
+import pwd
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.nccl.nccl_settings import setting
 
 RANKS = 2
 MAX_CTAS = 8
@@ -89,7 +89,7 @@ _TYPES: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class NcclMove:
     """One send or receive of NCCL: `nbytes` at `address`."""
 
     send: bool
@@ -203,7 +203,7 @@ class Nccl:
         self._check("NCCL", state.value)
         return state.value == IN_PROGRESS
 
-    def issue(self, comm: int, messages: Sequence[Message], peer: int, stream: int) -> None:
+    def issue(self, comm: int, messages: Sequence[NcclMove], peer: int, stream: int) -> None:
         """Begin to queue all messages as one group. They are on the stream when the communicator is
         not `busy` any more. Until then the stream says nothing about them."""
         library, handle, on = self._library, ctypes.c_void_p(comm), ctypes.c_void_p(stream)
@@ -245,3 +245,40 @@ class Nccl:
         text = self._library.ncclGetErrorString(code).decode(errors="replace")
         last = (self._library.ncclGetLastError(None) or b"").decode(errors="replace").strip()
         raise TransferFailed(f"{what}: {text}" + (f" ({last})" if last else ""))
+
+
+SYSTEM = Path("/etc/nccl.conf")
+
+
+def setting(name: str) -> tuple[str, str]:
+    """The value of a setting, and where it is set, for people. Both are empty if it is not set."""
+    if (value := os.environ.get(name)) is not None:
+        return value.strip(), "the environment"
+    for path in _files():
+        try:
+            lines = path.read_text(errors="replace").split("\n")
+        except OSError:  # NCCL too goes on without it
+            continue
+        for line in lines:
+            key, equals, value = line.partition("=")
+            if equals and key == name:
+                return value.strip(), str(path)
+    return "", ""
+
+
+def _files() -> Iterator[Path]:
+    if named := os.environ.get("NCCL_CONF_FILE"):
+        yield Path(named)
+    else:
+        # NCCL 2.30 asks HOME, older releases the user database.
+        for home in dict.fromkeys((os.environ.get("HOME"), _home_of_user())):
+            if home:
+                yield Path(home, ".nccl.conf")
+    yield SYSTEM
+
+
+def _home_of_user() -> str | None:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a container's user without an entry
+        return None

@@ -98,7 +98,7 @@ class ShmFences:
         """Asked with the slot locked: whether nobody copies under it any more. For writers whose
         bytes move on after they lost their lock (cuda_ipc/writers.py)."""
         self.on_unproved: Callable[[FenceToken], None] = lambda token: None
-        """Called after a revoke that proved nothing (stream/server.py)."""
+        """Called after a revoke that proved nothing (stream/stream_server.py)."""
         for slot in range(slots):
             self._words[_slot_at(slot) // _WORD] = secrets.randbits(61)
         self.renew(incarnation)

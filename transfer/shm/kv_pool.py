@@ -6,7 +6,7 @@ allocation would be, and nothing is copied. (pullfill/runtime/pages.py makes its
 vLLM allocated in another way, `share` moves the storage into shared memory. All views stay valid.
 
 This runs in the process of each rank. The worker's main process owns the files (`RegionFiles`),
-maps them (`ranks.py`) and removes them. Memory that was described once stays allocated until the
+maps them (`owners.py`) and removes them. Memory that was described once stays allocated until the
 process ends, whatever vLLM does with its tensors: our threads copy by address.
 """
 
@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from pullfill.errors import IncompatibleError
 from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.layout import check_bounds
+from pullfill.transfer.owners import RankRegion, region_of, tell_gpu
 from pullfill.transfer.shm.files import create_kv, kv_path
-from pullfill.transfer.shm.ranks import RankRegion, region_of
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +97,6 @@ def tell(
     if not tensors:
         raise IncompatibleError("the engine has no KV cache", field="num_layers")
     if tensors[0].device.type == "cuda":
-        from pullfill.transfer.gpu.region import tell_gpu
-
         return tell_gpu(describe(kv_caches, num_blocks, "cuda"))
     rows, width = tensors[0].shape[-2:]
     return RankRegion(

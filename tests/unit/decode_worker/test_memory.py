@@ -20,8 +20,8 @@ from pullfill.prefill_worker import memory as prefill_memory
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.owners import RankRegion, region_of
 from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv
-from pullfill.transfer.shm.ranks import RankRegion, region_of
 from pullfill.wire import RouterConfig
 from pullfill.worker import memory
 from tests.support.transfer_rigs import COMPAT

@@ -15,9 +15,9 @@ from pullfill.errors import ConfigError, Fenced, IncompatibleError
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.context import PrefillContext
 from pullfill.prefill_worker.readable_memory import open_region
-from pullfill.transfer import catalogue
+from pullfill.transfer import connect
+from pullfill.transfer.owners import MappedRank
 from pullfill.transfer.shm.files import RegionFiles, create_kv
-from pullfill.transfer.shm.ranks import MappedRank
 from pullfill.wire import KvMode
 from pullfill.worker import memory
 from tests.support.transfer_rigs import COMPAT, DENSE, extent, memory_over, pages, random_bytes
@@ -68,7 +68,7 @@ def test_a_decode_worker_reads_what_the_fence_lets_it(name: str, tmp_path: Path)
 def test_a_transport_that_does_not_work_here_keeps_nobody_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalogue, "_why_not_mapped", lambda *_: "MPS runs here")
+    monkeypatch.setattr(connect, "_why_not_mapped", lambda *_: "MPS runs here")
     prefill = Prefill(tmp_path, frozenset({"tcp"}))
     ours = [memory_over(random_bytes(extent(DENSE), seed=6), DENSE)]
     reach = reach_for(ours, PULL, None)

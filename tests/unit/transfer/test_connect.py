@@ -15,18 +15,16 @@ import pytest
 
 from pullfill.errors import BadMessage, Fenced, IncompatibleError, PeerUnavailable
 from pullfill.net.this_host import host_id
-from pullfill.transfer.block_reader import BlockReader, copies_of
-from pullfill.transfer.combined_owner import CombinedOwner
 from pullfill.transfer.connect import choose, connect
 from pullfill.transfer.contract import LocalMemory, PeerSession, PeerTransport, Rect
-from pullfill.transfer.group import GroupSession
+from pullfill.transfer.copying import BlockReader, copies_of
 from pullfill.transfer.layout import dense_layout, describe_region
-from pullfill.transfer.session import MappedSession
+from pullfill.transfer.owners import CombinedOwner
+from pullfill.transfer.session import GroupSession, MappedSession
 from pullfill.transfer.shm.files import RegionFiles, create_kv
-from pullfill.transfer.shm.owner import ShmOwner
-from pullfill.transfer.shm.peer import ShmTransport
-from pullfill.transfer.stream.peer import StreamTransport
-from pullfill.transfer.tcp.backend import TcpKind
+from pullfill.transfer.shm.shm_transport import ShmOwner, ShmTransport
+from pullfill.transfer.stream.stream_peer import StreamTransport
+from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import RegionDescriptor
 from tests.support.ranked import BLOCKS, HALVES, PAGE, REPLICAS, STAGES, WHOLE, RankedWorker
 from tests.support.transfer_rigs import COMPAT, shm_rig

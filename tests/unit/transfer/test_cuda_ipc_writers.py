@@ -14,8 +14,15 @@ from pathlib import Path
 import pytest
 
 from pullfill.errors import PeerUnavailable
-from pullfill.transfer.cuda_ipc.processes import has_ended, pid_namespace, process_word
-from pullfill.transfer.cuda_ipc.writers import RECORDS, WriterRecord, WriterTable, why_no_proof
+from pullfill.transfer.cuda_ipc.writers import (
+    RECORDS,
+    WriterRecord,
+    WriterTable,
+    has_ended,
+    pid_namespace,
+    process_word,
+    why_no_proof,
+)
 from pullfill.transfer.shm import lock
 from tests.support.fake_gpu import FakeDriver
 

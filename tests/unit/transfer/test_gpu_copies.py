@@ -11,8 +11,7 @@ import pytest
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu import copies
-from pullfill.transfer.gpu.copies import GpuCopier, Lane
-from pullfill.transfer.gpu.interconnect import SAME, Interconnect
+from pullfill.transfer.gpu.copies import SAME, GpuCopier, Interconnect, Lane
 from pullfill.transfer.runs import Batch, Rows
 from tests.support.fake_gpu import FakeDriver
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.transfer.gpu import nvml
-from pullfill.transfer.gpu.interconnect import NVLINK, PCIE, link_to
+from pullfill.transfer.gpu import copies
+from pullfill.transfer.gpu.copies import NVLINK, PCIE, link_to
 from tests.support.fake_gpu import FakeDriver
 
 A, B, C = ("aa" * 16, "bb" * 16, "cc" * 16)
@@ -43,17 +43,17 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     made = Library()
-    nvml._load.cache_clear()
+    copies._nvml.cache_clear()
     monkeypatch.setattr(ctypes, "CDLL", lambda _: made)
     yield made
-    nvml._load.cache_clear()
+    copies._nvml.cache_clear()
 
 
 def test_nvlink_joins_some_gpus(library: Library) -> None:
-    assert nvml.nvlink(A, B)
-    assert not nvml.nvlink(A, C)
-    assert not nvml.nvlink(A, "dd" * 16)
-    assert not nvml.nvlink("gpu-a", B)
+    assert copies.nvlink(A, B)
+    assert not copies.nvlink(A, C)
+    assert not copies.nvlink(A, "dd" * 16)
+    assert not copies.nvlink("gpu-a", B)
 
 
 def test_a_gpu_that_is_hidden_may_be_on_nvlink(library: Library) -> None:
@@ -64,4 +64,4 @@ def test_a_gpu_that_is_hidden_may_be_on_nvlink(library: Library) -> None:
 
 def test_without_nvml_no_link_is_known(library: Library) -> None:
     library.started = 9  # NVML_ERROR_DRIVER_NOT_LOADED
-    assert not nvml.nvlink(A, B)
+    assert not copies.nvlink(A, B)

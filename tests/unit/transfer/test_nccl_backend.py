@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pullfill.errors import AuthFailed, BadMessage, TransferFailed
-from pullfill.transfer.nccl.messages import NcclStart, NcclUse
-from pullfill.transfer.nccl.staging import Laid, Turn
-from pullfill.transfer.stream.backend_contract import Backend, Interjected
-from pullfill.transfer.stream.batches import Runs
+from pullfill.transfer.nccl.gpu_turns import Laid, Turn
+from pullfill.transfer.nccl.nccl_backend import NcclStart, NcclUse
+from pullfill.transfer.runs import Runs
+from pullfill.transfer.stream.backends import Backend, Interjected
 from pullfill.wire.codec import Message, decode, encode
 from tests.support.fake_nccl import World
 from tests.support.nccl_gpus import PairKind

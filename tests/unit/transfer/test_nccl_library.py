@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.nccl import library, nccl_settings
+from pullfill.transfer.nccl import library
 from pullfill.transfer.nccl.library import nonblocking
-from pullfill.transfer.nccl.nccl_cuda import CudaGpus
+from pullfill.transfer.nccl.nccl_backend import CudaGpus
 
 
 class Found:
@@ -119,7 +119,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(pwd, "getpwuid", no_entry)
-    monkeypatch.setattr(nccl_settings, "SYSTEM", tmp_path / "etc")
+    monkeypatch.setattr(library, "SYSTEM", tmp_path / "etc")
     return tmp_path
 
 

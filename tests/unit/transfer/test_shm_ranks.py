@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from pullfill.errors import IncompatibleError, PeerUnavailable
+from pullfill.transfer import owners
 from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.shm import ranks
 from pullfill.transfer.shm.files import RegionFiles, create_kv
 from tests.support.late import Late
 from tests.support.transfer_rigs import pages
@@ -84,7 +84,7 @@ def test_pool_that_did_not_fire_moves_the_storage(
     told = pool.share(caches)
     assert "moving" in caplog.text
     # As another process would: by the path and the inode.
-    (rank,) = ranks.attach({(0, 0): replace(told, pid=1)}, HEADS)
+    (rank,) = owners.attach_ranks({(0, 0): replace(told, pid=1)}, HEADS)
     seen = pages(view_of(rank.memory), rank.memory.layout)
     assert set(seen[2, 5, 0].view(np.float32)) == {3.25}
     caches["layers.0"][1, 1] = 2.0  # old views write into the shared pages
@@ -100,7 +100,7 @@ def test_memory_of_another_device_is_told_by_its_shape(tmp_path: Path) -> None:
         told = shm_pool.tell(pool, caches, BLOCKS)
         assert (told.memory, told.device) == (None, "meta")
         assert (told.num_layers, told.page_bytes) == (LAYERS, ROWS * WIDTH * 4)
-        assert ranks.attach({(0, 0): told}, HEADS) == []
+        assert owners.attach_ranks({(0, 0): told}, HEADS) == []
     with pytest.raises(IncompatibleError):
         shm_pool.tell(None, {}, BLOCKS)
 
@@ -114,13 +114,13 @@ def view_of(memory: LocalMemory) -> np.ndarray:
 
 def region(
     directory: Path, rank: int, heads: int = 1, layers: int = 2, **changes: object
-) -> ranks.RankRegion:
+) -> owners.RankRegion:
     """As the process of a rank tells it: its address means nothing here."""
     layout = dense_layout(layers, int(changes.get("blocks", BLOCKS)), heads, 64)  # type: ignore[call-overload]
     nbytes = layout.num_layers * layout.layer_stride
     path = create_kv(directory, "decode-a", rank, nbytes)
     path.write_bytes(bytes([rank + 1]) * nbytes)
-    told = ranks.region_of(LocalMemory(0xDEAD0000, nbytes, layout), str(path))
+    told = owners.region_of(LocalMemory(0xDEAD0000, nbytes, layout), str(path))
     return replace(told, pid=1)
 
 
@@ -130,8 +130,8 @@ def test_ranks_of_tensor_and_pipeline_parallel_engines_find_their_place(tmp_path
     told = {
         (pp, tp): region(tmp_path, pp * 2 + tp, layers=layers[pp]) for tp in (1, 0) for pp in (1, 0)
     }
-    assert ranks.total_layers(told) == 5
-    mapped = ranks.attach(told, kv_heads=2)
+    assert owners.total_layers(told) == 5
+    mapped = owners.attach_ranks(told, kv_heads=2)
     places = [(r.memory.first_head, r.memory.first_layer) for r in mapped]
     assert places == [(0, 0), (1, 0), (0, 2), (1, 2)]
     for number, rank in enumerate(mapped):
@@ -146,21 +146,21 @@ def test_ranks_of_tensor_and_pipeline_parallel_engines_find_their_place(tmp_path
 
 def test_more_ranks_than_heads_hold_copies(tmp_path: Path) -> None:
     told = {(0, tp): region(tmp_path, tp) for tp in range(4)}
-    mapped = ranks.attach(told, kv_heads=2)
+    mapped = owners.attach_ranks(told, kv_heads=2)
     assert [r.memory.first_head for r in mapped] == [0, 0, 1, 1]
     for rank in mapped:
         rank.close()
 
 
 def test_one_rank_alone_has_all_there_is(tmp_path: Path) -> None:
-    (rank,) = ranks.attach({(0, 0): region(tmp_path, 0, heads=3)}, kv_heads=8)
+    (rank,) = owners.attach_ranks({(0, 0): region(tmp_path, 0, heads=3)}, kv_heads=8)
     assert (rank.memory.first_head, rank.memory.layout.num_kv_heads) == (0, 3)
     rank.close()
 
 
 def test_one_rank_in_this_process_is_not_mapped_twice(tmp_path: Path) -> None:
     told = replace(region(tmp_path, 0), pid=os.getpid())
-    (rank,) = ranks.attach({(0, 0): told}, kv_heads=1)
+    (rank,) = owners.attach_ranks({(0, 0): told}, kv_heads=1)
     assert rank.mapping is None
     assert rank.memory == told.memory
     rank.close()
@@ -172,16 +172,16 @@ def test_ranks_that_do_not_fit_are_refused_and_nothing_stays_mapped(tmp_path: Pa
 
     told = {(0, 0): region(tmp_path, 0), (0, 1): region(tmp_path, 1, heads=2)}
     with pytest.raises(IncompatibleError, match="2 KV heads where 1"):
-        ranks.attach(told, kv_heads=2)
+        owners.attach_ranks(told, kv_heads=2)
     told[0, 1] = region(tmp_path, 2, blocks=BLOCKS + 1)
     with pytest.raises(IncompatibleError, match="KV blocks"):
-        ranks.attach(told, kv_heads=2)
+        owners.attach_ranks(told, kv_heads=2)
     with pytest.raises(FileNotFoundError):
-        ranks.attach({(0, 0): replace(region(tmp_path, 3), inode=(1, 1))}, kv_heads=1)
+        owners.attach_ranks({(0, 0): replace(region(tmp_path, 3), inode=(1, 1))}, kv_heads=1)
     short = region(tmp_path, 4)
     os.truncate(short.path, 10)
     with pytest.raises(PeerUnavailable, match="shorter"):
-        ranks.attach({(0, 0): short}, kv_heads=1)
+        owners.attach_ranks({(0, 0): short}, kv_heads=1)
     assert maps() == 0
 
 
@@ -205,9 +205,9 @@ def test_what_a_rank_tells_survives_the_way_to_the_main_process(tmp_path: Path) 
     """vLLM pickles it between its own processes."""
     told = region(tmp_path, 0)
     code = (
-        "import pickle, sys; from pullfill.transfer.shm import ranks\n"
+        "import pickle, sys; from pullfill.transfer import owners\n"
         "told = pickle.loads(sys.stdin.buffer.read())\n"
-        "(rank,) = ranks.attach({(0, 0): told}, 1)\n"
+        "(rank,) = owners.attach_ranks({(0, 0): told}, 1)\n"
         "import ctypes; sys.stdout.write(str(ctypes.string_at(rank.memory.address, 1)[0]))"
     )
     done = subprocess.run(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pullfill.transfer.contract import KvLayout, LocalMemory, Rect
 from pullfill.transfer.layout import crop, dense_layout, part_of
-from pullfill.transfer.stream.batches import ByteStream, Runs
+from pullfill.transfer.runs import ByteStream, Runs
 from tests.support.transfer_rigs import LAYOUTS, PAGE, extent, memory_over, pages, random_bytes
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.transfer.stream.batches import Iovec, pairs, pieces
+from pullfill.transfer.runs import Iovec, pairs, pieces
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=20)
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pullfill.transfer.stream.lazy_backend import Reaper
+from pullfill.transfer.stream.backends import Reaper
 from tests.support.waiting import eventually
 
 

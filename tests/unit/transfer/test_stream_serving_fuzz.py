@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pullfill.net import frames
 from pullfill.net.security import ClusterKey
 from pullfill.transfer.contract import Direction
-from pullfill.transfer.stream.messages import BATCH, STOP, Operation, StreamHello
-from pullfill.transfer.tcp.backend import TcpKind
+from pullfill.transfer.stream.kv_protocol import BATCH, STOP, Operation, StreamHello
+from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import AuthHello, AuthProof, FenceToken, encode
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.support.transfer_rigs import DENSE, Region, stream_rig, tcp_rig

@@ -16,9 +16,9 @@ import pytest
 from pullfill.errors import AuthFailed, BadMessage, TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.stream.batches import Runs
-from pullfill.transfer.stream.socket_connection import DEAD_AFTER_S, SocketConnection
-from pullfill.transfer.tcp.backend import TcpBackend, TcpKind, _after
+from pullfill.transfer.runs import Runs
+from pullfill.transfer.stream.kv_protocol import DEAD_AFTER_S, SocketConnection
+from pullfill.transfer.stream.tcp_backend import TcpBackend, TcpKind, _after
 from tests.support.transfer_rigs import random_bytes
 
 Pair = tuple[SocketConnection, SocketConnection]

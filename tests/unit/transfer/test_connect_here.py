@@ -15,24 +15,24 @@ import pytest
 
 from pullfill.config import TRANSPORTS
 from pullfill.errors import ConfigError
-from pullfill.transfer import catalogue
+from pullfill.transfer import connect
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu import cuda
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.nixl import backend, devices
-from pullfill.transfer.tcp.backend import TcpKind
+from pullfill.transfer.nixl import agent, nixl_backend
+from pullfill.transfer.stream.tcp_backend import TcpKind
 from tests.support.fake_gpu import FakeDriver
 
 ON_CPU = LocalMemory(0, 64, dense_layout(1, 1, 1, 64))
 
 
 def test_a_worker_on_a_cpu_gets_what_works_without_a_device() -> None:
-    found = catalogue.backends(None, ON_CPU)
+    found = connect.backends(None, ON_CPU)
     assert "tcp" in found
     assert "nccl" not in found
     for kind in found.values():
         kind.close()
-    names = [transport.name for transport in catalogue.peers(None, [ON_CPU], None)]
+    names = [each.name for each in connect.peer_transports(None, [ON_CPU], None)]
     assert names[0] == "shm"
     assert "cuda_ipc" not in names
 
@@ -42,27 +42,29 @@ class _Nixl(TcpKind):
 
 
 def test_nixl_is_used_and_offered_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "NixlKind", _Nixl)
-    monkeypatch.setenv(devices.ENV, "eth9")
-    assert "nixl" not in [transport.name for transport in catalogue.peers(None, [ON_CPU], None)]
-    assert "nixl" not in catalogue.backends(None, ON_CPU)
-    assert "--transports nixl" in catalogue.absent(None, ON_CPU)["nixl"]
-    asked = catalogue.peers(["nixl"], [ON_CPU], None)
+    monkeypatch.setattr(nixl_backend, "NixlKind", _Nixl)
+    monkeypatch.setenv(agent.ENV, "eth9")
+    assert "nixl" not in [
+        transport.name for transport in connect.peer_transports(None, [ON_CPU], None)
+    ]
+    assert "nixl" not in connect.backends(None, ON_CPU)
+    assert "--transports nixl" in connect.why_absent(None, ON_CPU)["nixl"]
+    asked = connect.peer_transports(["nixl"], [ON_CPU], None)
     assert [transport.name for transport in asked] == ["nixl"]
-    assert list(catalogue.backends(["nixl"], ON_CPU)) == ["nixl"]
-    assert os.environ[devices.ENV] == "eth9", "who runs it has the last word"
+    assert list(connect.backends(["nixl"], ON_CPU)) == ["nixl"]
+    assert os.environ[agent.ENV] == "eth9", "who runs it has the last word"
 
 
 def test_nixl_listens_where_the_worker_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backend, "NixlKind", _Nixl)
-    monkeypatch.setenv(devices.ENV, "")
-    catalogue.backends(["nixl"], ON_CPU, "127.0.0.1")
-    assert os.environ[devices.ENV] == "lo"
-    monkeypatch.setenv(devices.ENV, "")
-    catalogue.backends(["nixl"], ON_CPU, "0.0.0.0")
-    assert not os.environ[devices.ENV]
+    monkeypatch.setattr(nixl_backend, "NixlKind", _Nixl)
+    monkeypatch.setenv(agent.ENV, "")
+    connect.backends(["nixl"], ON_CPU, "127.0.0.1")
+    assert os.environ[agent.ENV] == "lo"
+    monkeypatch.setenv(agent.ENV, "")
+    connect.backends(["nixl"], ON_CPU, "0.0.0.0")
+    assert not os.environ[agent.ENV]
     assert "every network device" in caplog.text
 
 
@@ -83,36 +85,36 @@ def test_the_devices_of_an_address_and_every_rdma_card(
     }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
     (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
-    assert devices.devices_for("10.9.9.9", tmp_path) == "eth0,mlx5_0:1"
-    assert devices.devices_for("10.9.9.7", tmp_path) == "eth0,mlx5_0:1"
-    assert devices.devices_for("[fe80::1]", tmp_path) == "eth1,mlx5_0:1"
-    assert devices.devices_for("10.9.9.8", tmp_path) is None
-    assert devices.devices_for("a-name", tmp_path) is None
+    assert agent.devices_for("10.9.9.9", tmp_path) == "eth0,mlx5_0:1"
+    assert agent.devices_for("10.9.9.7", tmp_path) == "eth0,mlx5_0:1"
+    assert agent.devices_for("[fe80::1]", tmp_path) == "eth1,mlx5_0:1"
+    assert agent.devices_for("10.9.9.8", tmp_path) is None
+    assert agent.devices_for("a-name", tmp_path) is None
 
 
 def test_what_was_not_chosen_is_not_even_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def missing(module: str) -> None:
-        asked.append(module.split(".")[2])
+        asked.append(module.split(".")[-1])
         raise ImportError(module)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    absent = catalogue.absent(["shm"], ON_CPU)
+    absent = connect.why_absent(["shm"], ON_CPU)
     assert set(absent) == set(TRANSPORTS) - {"shm"}
     assert asked == []
-    assert "not installed" in catalogue.absent(None, ON_CPU)["tcp"]
-    assert asked == ["nccl", "tcp"]
+    assert "not installed" in connect.why_absent(None, ON_CPU)["tcp"]
+    assert asked == ["nccl_backend", "tcp_backend"]
 
 
 @pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
 def test_what_was_asked_for_by_name_and_does_not_work_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--transports {name}"):
-        catalogue.peers([name], [ON_CPU], None)
+        connect.peer_transports([name], [ON_CPU], None)
 
 
 def test_every_transport_says_whether_it_works() -> None:
-    answers = catalogue.survey(None)
+    answers = connect.survey(None)
     assert set(answers) == set(TRANSPORTS)
     assert answers["shm"] is None
     assert answers["tcp"] is None
@@ -125,19 +127,19 @@ def test_gpu_memory_is_mapped_only_where_deaths_can_be_proved(
 ) -> None:
     driver = FakeDriver()
     monkeypatch.setattr(cuda, "load", lambda: driver)
-    assert catalogue.survey(0)["cuda_ipc"] is None
-    assert catalogue.survey(0)["shm"]
+    assert connect.survey(0)["cuda_ipc"] is None
+    assert connect.survey(0)["shm"]
     driver.mps = True
-    assert "MPS runs here" in (catalogue.survey(0)["cuda_ipc"] or "")
+    assert "MPS runs here" in (connect.survey(0)["cuda_ipc"] or "")
     monkeypatch.undo()
     cuda.load.cache_clear()
     if cuda.why_no_cuda() is not None:
-        assert "no CUDA driver" in (catalogue.survey(0)["cuda_ipc"] or "")
+        assert "no CUDA driver" in (connect.survey(0)["cuda_ipc"] or "")
 
 
 def test_the_survey_of_this_machine_is_json() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pullfill.transfer.catalogue"],
+        [sys.executable, "-m", "pullfill.transfer.connect"],
         capture_output=True,
         text=True,
         check=True,

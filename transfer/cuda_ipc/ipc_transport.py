@@ -1,40 +1,182 @@
-"""The peer's side of cuda_ipc: maps the owner's GPU memory and copies under its fence.
+"""Same host, GPU memory: both sides of cuda_ipc, and what lets another process map GPU memory.
 
-A session owns one opening of the handle and one open file description of the fence file. It copies
-on the stream that all sessions of the process share (gpu/copies.py). It waits for its batch before
-it lets go of the fence, so the fence covers every byte in flight.
+The owner publishes its fence file and a handle on each rank's GPU memory (`IpcEndpoint`). A peer's
+session owns one opening of the handle and one open file description of the fence file. It copies on
+the stream that all sessions of the process share (gpu/copies.py). It waits for its batch before it
+lets go of the fence, so the fence covers every byte in flight.
 
 After a GPU error nobody knows what is in flight. Then the session never lets go of the fence, and
 only the end of this process is a proof (writers.py).
-
-The end of the owner frees its GPU memory. To use it after that through a mapping is undefined (CUDA
-Driver API, cuIpcOpenMemHandle), and may be a GPU error, which ends our engine too. So each batch
-first checks that the owner lives. A batch under way when the owner dies is not covered.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from typing import Annotated
 
-from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, TransferFailed
+import msgspec
+from msgspec import Meta
+
+from pullfill.errors import (
+    BadMessage,
+    ConfigError,
+    IncompatibleError,
+    PeerUnavailable,
+    TransferFailed,
+)
 from pullfill.net.this_host import host_id
 from pullfill.runtime import failpoints, log
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
-from pullfill.transfer.cuda_ipc.owner import IpcEndpoint
-from pullfill.transfer.cuda_ipc.processes import Process, pid_namespace
-from pullfill.transfer.cuda_ipc.writers import WriterRecord, why_no_proof
-from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of
-from pullfill.transfer.gpu.cuda import CudaDriver, load
-from pullfill.transfer.gpu.interconnect import link_to, visible
-from pullfill.transfer.layout import both_sides
+from pullfill.transfer.cuda_ipc.writers import (
+    Process,
+    WriterRecord,
+    WriterTable,
+    pid_namespace,
+    why_no_proof,
+)
+from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of, link_to, visible
+from pullfill.transfer.gpu.cuda import HANDLE_BYTES, CudaDriver, load
+from pullfill.transfer.layout import both_sides, check_bounds
 from pullfill.transfer.session import MappedSession
-from pullfill.transfer.shm.fence import ShmHold
-from pullfill.transfer.shm.files import open_same
+from pullfill.transfer.shm.fence import SLOTS, ShmHold
+from pullfill.transfer.shm.files import Endpoint, RegionFiles, inode, open_same
+from pullfill.transfer.shm.shm_transport import FenceOwner
 from pullfill.wire import FenceToken, RegionDescriptor
 
 logger = log.get("transfer.cuda_ipc")
+
+_Size = Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """GPU memory of one process, as any other process of this host can map it.
+
+    handle: the IPC handle of the whole allocation.
+    offset, nbytes: the part of the allocation that is meant.
+    device: the UUID.
+    pid, pid_space: the process that exported it.
+    """
+
+    handle: Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+    offset: _Size
+    nbytes: _Size
+    device: Annotated[str, Meta(max_length=64)]
+    pid: Annotated[int, Meta(ge=1)]
+    pid_space: Annotated[str, Meta(max_length=64)]
+
+
+def export(memory: LocalMemory, driver: CudaDriver | None = None) -> Exported:
+    """What lets other processes of this host map `memory`, which is this process's own.
+
+    Raises ConfigError, which says what to change, when the memory cannot be exported. Raises
+    TransferFailed when CUDA fails.
+    """
+    driver = driver or load()
+    if memory.device is None:
+        raise ConfigError("memory of the CPU has no CUDA handle")
+    whole = driver.allocation(memory.device, memory.address)
+    if not whole.exportable:
+        raise ConfigError(
+            "CUDA IPC cannot share the KV cache: it is made of mapped physical pages (VMM) or is "
+            "from a memory pool. Remove expandable_segments and cudaMallocAsync from "
+            "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, and do not use --enable-sleep-mode"
+        )
+    offset = memory.address - whole.base
+    if offset + memory.nbytes > whole.nbytes:
+        raise ConfigError("the KV cache is not one allocation of CUDA")
+    return Exported(
+        handle=driver.export(memory.device, whole.base),
+        offset=offset,
+        nbytes=memory.nbytes,
+        device=driver.uuid(memory.device),
+        pid=os.getpid(),
+        pid_space=pid_namespace(),
+    )
+
+
+class GpuMapping:
+    """Another process's exported memory, mapped here until `close`. For the main process of a
+    worker and its own ranks. Peers map through `CudaIpcTransport`."""
+
+    # To map takes a CUDA context on the rank's device.
+
+    def __init__(
+        self, exported: Exported, theirs: LocalMemory, driver: CudaDriver | None = None
+    ) -> None:
+        """
+        theirs: the memory as its process sees it.
+
+        Raises PeerUnavailable when this process does not see the device, or cannot map the memory.
+        """
+        self._driver = driver or load()
+        device = visible(self._driver).get(exported.device)
+        if device is None:
+            raise PeerUnavailable("a rank's GPU is not visible to the worker's main process")
+        try:
+            self._base: int | None = self._driver.open(device, exported.handle)
+        except TransferFailed as exc:
+            raise PeerUnavailable(f"a rank's GPU memory cannot be mapped: {exc}") from exc
+        self._device = device
+        self.memory = replace(theirs, address=self._base + exported.offset, device=device)
+
+    def close(self) -> None:
+        """Nothing may copy there any more. Idempotent."""
+        if self._base is not None:
+            self._driver.close(self._device, self._base)
+            self._base = None
+
+
+class IpcEndpoint(Endpoint, frozen=True, kw_only=True):
+    """The GPU memory of one rank."""
+
+    transport = "cuda_ipc"
+    memory: Exported
+
+
+class CudaIpcOwner(FenceOwner):
+    """Offers the GPU memory of each rank to peers that map it."""
+
+    # The memory belongs to vLLM. To free it while another process maps it is undefined (CUDA). So
+    # a worker frees its KV cache only by ending.
+
+    def __init__(
+        self,
+        files: RegionFiles,
+        memories: Sequence[LocalMemory],
+        exported: Sequence[Exported | None],
+        incarnation: str,
+        slots: int = SLOTS,
+    ) -> None:
+        """
+        files: only its fence file is used.
+        memories: by rank.
+        exported: by rank. None: the rank has no handle, so only transports through a port reach it.
+
+        Raises BadMessage.
+        """
+        fence = str(files.fence_path), inode(files.fence_fd)
+        self._endpoints: list[dict[str, str]] = []
+        for memory, handle in zip(memories, exported, strict=True):
+            check_bounds(memory.layout, memory.nbytes)
+            offers = {}
+            if handle is not None:
+                endpoint = IpcEndpoint(memory=handle, fence=fence[0], fence_inode=fence[1])
+                offers["cuda_ipc"] = endpoint.encode()
+            self._endpoints.append(offers)
+        super().__init__(files, incarnation, slots=slots)
+        self._writers = WriterTable(files.fence_fd)
+        self.fences.quiet = self._writers.quiet
+
+    def endpoints(self, rank: int = 0) -> dict[str, str]:
+        return self._endpoints[rank]
+
+    def close(self) -> None:
+        """See Owner. Idempotent."""
+        super().close()
+        self._writers.close()
 
 
 class IpcHold(ShmHold):
@@ -60,6 +202,9 @@ class IpcHold(ShmHold):
         be in flight: the record names one slot, and must go on naming that one."""
         if not self._settled():
             raise TransferFailed("an earlier copy failed on the GPU; restart this worker")
+        # The end of the owner frees its GPU memory. To use it after that through a mapping is
+        # undefined (CUDA Driver API, cuIpcOpenMemHandle), and may be a GPU error, which ends our
+        # engine too. A batch under way when the owner dies is not covered.
         if self._owner.ended:
             raise TransferFailed("the process that owned the GPU memory has ended")
         if not super().enter(token, wait):

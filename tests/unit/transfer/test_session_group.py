@@ -10,12 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pullfill.errors import Fenced, TransferFailed
-from pullfill.transfer import group as group_module
+from pullfill.transfer import session as session_module
 from pullfill.transfer.contract import Direction, MoveResult, Rect
-from pullfill.transfer.group import GroupSession, Member
-from pullfill.transfer.layout import part_of
-from pullfill.transfer.session import MappedSession
-from pullfill.transfer.topology import plan
+from pullfill.transfer.layout import part_of, plan_routes
+from pullfill.transfer.session import GroupSession, MappedSession, Member
 from pullfill.wire import FenceToken
 from tests.support.ranked import HALVES, PAGE, REPLICAS, STAGES, WHOLE, RankedWorker
 
@@ -54,9 +52,9 @@ def group(ours: RankedWorker, theirs: RankedWorker) -> tuple[GroupSession, list[
         local, remote = part_of(ours.memories[here], part), part_of(theirs.memories[there], part)
         return MappedSession("test", local, remote.layout, remote.address, hold)
 
-    for route in plan(ours.rects, theirs.rects):
+    for route in plan_routes(ours.rects, theirs.rects):
         members.append(Member(session(route.source, route.target, route.part), True, False))
-    for route in plan(theirs.rects, ours.rects):
+    for route in plan_routes(theirs.rects, ours.rects):
         members.append(Member(session(route.target, route.source, route.part), False, True))
     return GroupSession(members), holds
 
@@ -227,7 +225,7 @@ def test_without_more_threads_the_parts_are_copied_one_after_the_other(
     def refuse(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(group_module.POOL, "run", refuse)
+    monkeypatch.setattr(session_module.POOL, "run", refuse)
     members = [_Scripted() for _ in range(3)]
     whole = GroupSession([Member(s, True, True) for s in members])
     assert whole.write_blocks(TOKEN, [1], [2]).nbytes == 30

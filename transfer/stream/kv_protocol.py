@@ -1,19 +1,19 @@
-"""One TCP connection of the stream protocol: frames, marks, seals, timeouts. Blocking.
+"""What a peer and the owner's thread say to each other on a stream connection (docs/wire.md).
 
-One thread at a time uses a connection, and the last one closes it. `interrupt` may come from any
-thread.
-Every call ends with TransferFailed when the peer makes no progress for `stall_s`. An idle
-connection waits without a limit of its own: the kernel ends it within `DEAD_AFTER_S` if the other
-host is gone.
+A frame is a u32 length and a body. Frames are sealed where there is a cluster key. After the hello,
+each operation is: an `Operation` from the peer; then batches, each after one mark byte, through the
+backend; then one `Answer` from the owner.
 
-Beside a busy engine thread, each call that released the GIL may wait half a millisecond for it. So
-marks, which are small and usually there already, are first looked for without releasing it.
+    write   peer: BATCH payload BATCH payload ...          owner: Answer (early if it refuses; the
+            peer then sends STOP in place of its next batch, and what was sent is thrown away)
+    read    owner: BATCH payload BATCH payload ... ANSWER Answer
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import errno
 import os
 import select
@@ -21,9 +21,103 @@ import socket
 import struct
 import threading
 import time
+from typing import Annotated, Any, cast
 
-from pullfill.errors import BadMessage, TransferFailed
-from pullfill.net.handshake import Seal
+from msgspec import Meta
+
+from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, TransferFailed
+from pullfill.net.channel import FIRST_FRAME
+from pullfill.net.handshake import KV_PORT, Acceptance, Introduction, Seal
+from pullfill.net.security import ClusterKey
+from pullfill.transfer.contract import Direction
+from pullfill.wire import AuthChallenge, AuthHello, AuthProof, FenceToken, decode, encode
+from pullfill.wire.codec import WIRE_VERSION, Count, Id, Message, Text, Version
+
+BATCH, STOP, ANSWER = b"B", b"S", b"A"
+
+MIN_BATCH, MAX_BATCH = 64 << 10, 64 << 20
+MAX_SETUP = 64 << 10
+MAX_OPERATION = 16 << 20
+"""Bytes of an operation's frame: four million block ids."""
+
+Setup = Annotated[bytes, Meta(max_length=MAX_SETUP)]
+
+
+class StreamHello(Message, tag="stream_hello", frozen=True, kw_only=True):
+    """The first frame of a peer (after the proofs, where there is a cluster key).
+
+    instance_id, incarnation, rank, nbytes, page_bytes: the memory that it wants to reach.
+    backend: the name of the transport.
+    head, heads, layer, layers: the part of that memory that its operations move, counted from the
+    memory's own first head and layer.
+    """
+
+    v: Version = WIRE_VERSION
+    instance_id: Id
+    incarnation: Id
+    rank: Count
+    backend: Id
+    nbytes: Count
+    page_bytes: Count
+    head: Count
+    heads: Count
+    layer: Count
+    layers: Count
+    batch_bytes: Annotated[int, Meta(ge=MIN_BATCH, le=MAX_BATCH)]
+    setup: Setup = b""
+
+
+class StreamWelcome(Message, tag="stream_welcome", frozen=True, kw_only=True):
+    """The owner accepts; `setup` is its backend's."""
+
+    setup: Setup = b""
+
+
+class Why(enum.StrEnum):
+    """Why the owner refuses a connection."""
+
+    UNAVAILABLE = "unavailable"
+    """Another instance or incarnation answers here, or it is full or leaving."""
+    INCOMPATIBLE = "incompatible"
+    WRONG = "wrong"
+    """The hello names a memory that is not like ours: its descriptor is wrong."""
+
+
+class StreamGoodbye(Message, tag="stream_goodbye", frozen=True, kw_only=True):
+    """The owner refuses the connection.
+
+    reason: for people.
+    stale: the instance or incarnation is gone, so none of its grants is valid.
+    """
+
+    why: Why
+    reason: Text
+    stale: bool = False
+
+
+class Operation(Message, tag="operation", frozen=True, kw_only=True):
+    """Move some blocks. No blocks at all is a question: is the token still valid?
+
+    blocks: the owner's ids as raw little-endian u32, ascending (of a write: strictly)."""
+
+    verb: Direction
+    fence: FenceToken
+    blocks: bytes
+
+
+class Status(enum.StrEnum):
+    DONE = "done"
+    FENCED = "fenced"
+    REFUSED = "refused"
+    """The operation itself is wrong; the owner closes the connection after saying so."""
+
+
+class Answer(Message, tag="answer", frozen=True, kw_only=True):
+    """How an operation ended. After `fenced` the session can go on with another one."""
+
+    status: Status
+    reason: Text = ""
+
 
 STALL_S = 30.0
 """How long an operation waits for the other end without progress."""
@@ -191,3 +285,70 @@ def reason(code: int) -> str:
     if code == errno.EAGAIN:
         return "the peer makes no progress"
     return f"the connection broke: {os.strerror(code)}"
+
+
+HELLO_S = 5.0
+"""A frame of the opening may take so long, and all of it twice that: whoever connects and says
+nothing, or next to nothing, is soon gone."""
+
+
+class StalePeer(PeerUnavailable):
+    """The instance or incarnation is not there any more: none of its grants is valid."""
+
+
+def accept(link: SocketConnection, key: ClusterKey | None) -> StreamHello:
+    """The owner's end. Returns the peer's hello, once the peer has proved that it holds `key`.
+
+    Raises AuthFailed (its text may be told to the peer), BadMessage, TransferFailed."""
+    link.set_stall(HELLO_S)
+    link.limit(2 * HELLO_S)
+    first: Any = decode(link.receive(2 * FIRST_FRAME), AuthHello | StreamHello)  # type: ignore[arg-type]
+    shake = Acceptance(key, KV_PORT)
+    if (challenge := shake.challenge(first)) is None:
+        return cast(StreamHello, first)
+    link.send(encode(challenge))
+    incoming, outgoing = shake.check(decode(link.receive(FIRST_FRAME), AuthProof))
+    link.seal(incoming=incoming, outgoing=outgoing)
+    return decode(link.receive(2 * FIRST_FRAME), StreamHello)
+
+
+def introduce(link: SocketConnection, key: ClusterKey | None, hello: StreamHello) -> StreamWelcome:
+    """The peer's end. Returns the owner's welcome. Never falls back to a plain connection.
+
+    Raises AuthFailed, PeerUnavailable (StalePeer), IncompatibleError, BadMessage and
+    TransferFailed."""
+    link.set_stall(HELLO_S)
+    link.limit(2 * HELLO_S)
+    if key is not None:
+        shake = Introduction(key, KV_PORT)
+        link.send(encode(shake.hello))
+        proof, incoming, outgoing = shake.answer(_hear(link, AuthChallenge))
+        link.send(encode(proof))
+        link.seal(incoming=incoming, outgoing=outgoing)
+    link.send(encode(hello))
+    return cast(StreamWelcome, _hear(link, StreamWelcome))
+
+
+def _hear(link: SocketConnection, kind: Any) -> Any:
+    message: Any = decode(link.receive(2 * FIRST_FRAME), kind | StreamGoodbye)
+    if not isinstance(message, StreamGoodbye):
+        return message
+    if message.why is Why.INCOMPATIBLE:
+        raise IncompatibleError(f"refused: {message.reason}", field="endpoints")
+    if message.why is Why.WRONG:
+        raise BadMessage(f"refused: {message.reason}")
+    raise (StalePeer if message.stale else PeerUnavailable)(f"refused: {message.reason}")
+
+
+def refuse(link: SocketConnection, exc: Exception) -> None:
+    """Tell the peer why it is not let in, if it still listens. Never raises."""
+    why = Why.UNAVAILABLE
+    if isinstance(exc, IncompatibleError):
+        why = Why.INCOMPATIBLE
+    elif isinstance(exc, BadMessage):
+        why = Why.WRONG
+    goodbye = StreamGoodbye(why=why, reason=str(exc)[:512], stale=isinstance(exc, StalePeer))
+    try:
+        link.send(encode(goodbye))
+    except (TransferFailed, BadMessage):
+        pass

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.stream.backend_contract import Backend, BackendKind
-from pullfill.transfer.stream.batches import Iovec, Runs
-from pullfill.transfer.stream.socket_connection import SocketConnection, reason
+from pullfill.transfer.runs import Iovec, Runs
+from pullfill.transfer.stream.backends import Backend, BackendKind
+from pullfill.transfer.stream.kv_protocol import SocketConnection, reason
 
 _IOV_MAX = 1024
 _SCRATCH = 256 << 10

@@ -1,7 +1,7 @@
 """The payload through NIXL. The owner always starts the transfer: it reads the peer's memory for a
 write operation, and writes into it for a read. So the owner knows when nothing moves any more.
 
-For each batch the peer says where its bytes are (`messages.py`). Then it lets UCX make progress
+For each batch the peer says where its bytes are (`NixlRuns`). Then it lets UCX make progress
 until the owner says that the bytes have moved. Nothing runs between batches.
 
 An agent is made at the first batch, dropped when idle or after any fault, and made again when
@@ -14,24 +14,57 @@ from __future__ import annotations
 
 import select
 import time
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 
 from pullfill.errors import BadMessage
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent, Pauses
-from pullfill.transfer.nixl.messages import MAX_FRAME, NixlMoved, NixlRuns
-from pullfill.transfer.stream.backend_contract import Backend, BackendKind, Interjected
-from pullfill.transfer.stream.batches import Iovec, Runs, pairs
-from pullfill.transfer.stream.lazy_backend import IDLE_S, LazyBackend, Reaper
-from pullfill.wire.codec import decode, encode
+from pullfill.transfer.runs import Iovec, Runs, pairs
+from pullfill.transfer.stream.backends import (
+    IDLE_S,
+    Backend,
+    BackendKind,
+    Interjected,
+    LazyBackend,
+    Reaper,
+)
+from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version, decode, encode
 
+MAX_METADATA = 1 << 20
+MAX_RUNS = 8 << 20
+"""Bytes of a run list: half a million runs."""
+MAX_FRAME = MAX_METADATA + MAX_RUNS + 4096
 _LOOK_EVERY = 64
 """Pauses between two looks at the connection while waiting."""
 
 
-class OwnerBackend(LazyBackend[Agent]):
+class NixlRuns(Message, tag="nixl_runs", frozen=True, kw_only=True):
+    """Where the peer's bytes of a batch are.
+
+    generation: the number of the peer's agent.
+    metadata: of that agent, with its first batch on this connection.
+    device: that holds the peer's memory. -1: the CPU.
+    iovec: pairs of little-endian u64, address and bytes.
+    """
+
+    v: Version = WIRE_VERSION
+    generation: Count
+    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA)] = b""
+    device: Annotated[int, Meta(ge=-1, le=1023)] = -1
+    iovec: Annotated[bytes, Meta(max_length=MAX_RUNS)]
+
+
+class NixlMoved(Message, tag="nixl_moved", frozen=True, kw_only=True):
+    """The owner is done with the batch."""
+
+    v: Version = WIRE_VERSION
+
+
+class NixlOwner(LazyBackend[Agent]):
     """The owner's side: starts every transfer."""
 
     def __init__(self, memory: LocalMemory, reaper: Reaper, idle_s: float) -> None:
@@ -80,7 +113,7 @@ class OwnerBackend(LazyBackend[Agent]):
         self._generation, self._metadata = said.generation, said.metadata
 
 
-class PeerBackend(LazyBackend[Agent]):
+class NixlPeer(LazyBackend[Agent]):
     """The peer's side: names its memory, and lets UCX make progress until the owner is done."""
 
     def __init__(self, memory: LocalMemory, reaper: Reaper, idle_s: float) -> None:
@@ -171,4 +204,4 @@ class NixlKind(BackendKind):
         return None
 
     def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
-        return (OwnerBackend if owner else PeerBackend)(memory, self._reaper, self._idle_s)
+        return (NixlOwner if owner else NixlPeer)(memory, self._reaper, self._idle_s)

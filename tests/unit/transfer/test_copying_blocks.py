@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pullfill.errors import BadMessage
-from pullfill.transfer import block_reader
-from pullfill.transfer.block_reader import BlockReader
+from pullfill.transfer import copying
 from pullfill.transfer.contract import KvLayout
+from pullfill.transfer.copying import BlockReader
 from pullfill.transfer.layout import dense_layout
 from tests.support.transfer_rigs import (
     LAYOUTS,
@@ -42,7 +42,7 @@ def test_each_block_is_read_in_any_company(
     layout: KvLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when the blocks do not fit the buffer at once."""
-    monkeypatch.setattr(block_reader, "_STAGE_BYTES", 3 * layout.block_bytes)
+    monkeypatch.setattr(copying, "_STAGE_BYTES", 3 * layout.block_bytes)
     data = random_bytes(extent(layout), 5)
     reader = BlockReader(memory_over(data, layout))
     ids = scattered(1, 8)

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.transfer.contract import LocalMemory, Rect
-from pullfill.transfer.layout import dense_layout, describe_region
-from pullfill.transfer.topology import (
+from pullfill.transfer.layout import (
     Route,
+    dense_layout,
+    describe_region,
     head_range,
-    plan,
+    plan_routes,
     rects_described,
 )
 from pullfill.wire import Compat, RegionDescriptor
@@ -73,7 +74,7 @@ def carry_out(
 
 
 def check(sources: list[Rect], targets: list[Rect]) -> list[Route]:
-    routes = plan(sources, targets)
+    routes = plan_routes(sources, targets)
     found, times = carry_out(routes, sources, targets)
     assert found == contents(targets)
     assert set(times.values()) == {1}
@@ -140,9 +141,9 @@ def test_equal_workers_need_one_route_for_each_rank() -> None:
 
 def test_what_nobody_holds_is_named() -> None:
     with pytest.raises(IncompatibleError, match=r"KV head 2 of layers 0\.\.3"):
-        plan(worker(2, 1), worker(4, 1))
+        plan_routes(worker(2, 1), worker(4, 1))
     with pytest.raises(IncompatibleError, match=r"layers 4\.\.5"):
-        plan(worker(2, 1), worker(2, 1, (6,)))
+        plan_routes(worker(2, 1), worker(2, 1, (6,)))
 
 
 @pytest.mark.parametrize(("heads", "tp"), [(3, 2), (8, 3), (2, 3), (6, 4)])

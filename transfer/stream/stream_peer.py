@@ -28,20 +28,21 @@ from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import Direction, LocalMemory, MoveResult, PeerSession, Rect
 from pullfill.transfer.layout import both_sides, rect_of
-from pullfill.transfer.runs import Offsets, checked_ids
-from pullfill.transfer.stream import hello
-from pullfill.transfer.stream.backend_contract import Backend, BackendKind, Interjected
-from pullfill.transfer.stream.batches import ByteStream
-from pullfill.transfer.stream.messages import (
+from pullfill.transfer.runs import ByteStream, Offsets, checked_ids
+from pullfill.transfer.stream.backends import Backend, BackendKind, Interjected
+from pullfill.transfer.stream.kv_protocol import (
     ANSWER,
     BATCH,
+    STALL_S,
     STOP,
     Answer,
     Operation,
+    SocketConnection,
+    StalePeer,
     Status,
     StreamHello,
+    introduce,
 )
-from pullfill.transfer.stream.socket_connection import STALL_S, SocketConnection
 from pullfill.wire import FenceToken, RegionDescriptor, decode, encode
 
 CONNECT_S = 5.0
@@ -129,7 +130,7 @@ class StreamSession(PeerSession):
     def open(self) -> None:
         """Connect. Raises what `PeerTransport.connect` raises."""
         with contextlib.ExitStack() as undo:
-            connection = SocketConnection(self._dial(), hello.HELLO_S)
+            connection = SocketConnection(self._dial())
             undo.callback(connection.close)
             backend = self._kind.make(self._local, owner=False)
             undo.callback(backend.close)
@@ -137,7 +138,7 @@ class StreamSession(PeerSession):
             try:
                 if self._interrupted:
                     raise TransferFailed(_INTERRUPTED)
-                welcome = hello.introduce(connection, self._key, self._hello(backend.setup))
+                welcome = introduce(connection, self._key, self._hello(backend.setup))
                 connection.set_stall(self._stall_s)
                 backend.start(connection, welcome.setup)
                 self._connection, self._backend = connection, backend
@@ -224,7 +225,7 @@ class StreamSession(PeerSession):
         if self._connection is None:
             try:
                 self.open()
-            except hello.StalePeer as exc:
+            except StalePeer as exc:
                 raise Fenced(str(exc)) from exc
             except (PeerUnavailable, IncompatibleError, AuthFailed, BadMessage) as exc:
                 raise TransferFailed(str(exc)) from exc

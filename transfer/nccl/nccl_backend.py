@@ -2,13 +2,13 @@
 
 Both sides cut a batch into messages of `MESSAGE_BYTES`, at the same places. A message that is
 contiguous in a side's memory goes straight from or into its KV blocks. The others go through memory
-of that side's turn (staging.py): one kernel gathers or scatters them there.
+of that side's turn (gpu_turns.py): one kernel gathers or scatters them there.
 
 Both sides queue their half only when each has a turn and the bytes to send are in place. So a
 kernel waits for a message on the link, and for nothing else.
 
 A communicator takes time to make and some 50 MB. It is made with the first batch, kept while
-batches come, and given up when idle or after any fault. The peer decides (`messages.py`). An idle
+batches come, and given up when idle or after any fault. The peer decides (`NcclUse`). An idle
 owner keeps its side twice as long as a peer does, so that the peer lets go first. A peer whose
 owner has let go already is told by an error.
 """
@@ -17,32 +17,72 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeVar
+from functools import cache
+from typing import Annotated, TypeVar
+
+from msgspec import Meta
 
 from pullfill.errors import BadMessage, ConfigError, PullfillError, TransferFailed
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.gpu.cuda import load, why_no_cuda
+from pullfill.transfer.nccl import library
 from pullfill.transfer.nccl.device import Communicator, Device
-from pullfill.transfer.nccl.library import Message
-from pullfill.transfer.nccl.messages import NcclReady, NcclStart, NcclUse
-from pullfill.transfer.nccl.staging import Laid
-from pullfill.transfer.stream.backend_contract import Backend, BackendKind, Interjected
-from pullfill.transfer.stream.batches import Runs
-from pullfill.transfer.stream.lazy_backend import IDLE_S, LazyBackend, Reaper
-from pullfill.transfer.stream.socket_connection import SocketConnection
-from pullfill.wire.codec import decode, encode
-
-if TYPE_CHECKING:
-    from pullfill.transfer.nccl.nccl_cuda import CudaGpus
+from pullfill.transfer.nccl.gpu_turns import CudaGpu, Laid, nccl
+from pullfill.transfer.nccl.library import NcclMove, setting
+from pullfill.transfer.runs import Runs
+from pullfill.transfer.stream.backends import (
+    IDLE_S,
+    Backend,
+    BackendKind,
+    Interjected,
+    LazyBackend,
+    Reaper,
+)
+from pullfill.transfer.stream.kv_protocol import SocketConnection
+from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version, decode, encode
 
 log = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 4 << 20
 BATCH_BYTES = 32 << 20
 OWNER, PEER = 0, 1
-M = TypeVar("M", NcclStart, NcclReady)
+_SHARING_FROM = 23000
+SHARING = "NCCL 2.30 allows it with NCCL_MULTI_RANK_GPU_ENABLE=1 on both, older ones never"
+
+
+class NcclUse(Message, tag="nccl_use", frozen=True, kw_only=True):
+    """Announces the next batch.
+
+    generation: the number of the peer's communicator that the batch goes through.
+    fresh: make this communicator now. The earlier one is over. When the new one is there, the peer
+        announces the batch again.
+    message_bytes: of each message. The last one has what is left.
+    """
+
+    v: Version = WIRE_VERSION
+    generation: Count
+    fresh: bool = False
+    message_bytes: Annotated[int, Meta(ge=4 << 10, le=64 << 20)]
+
+
+class NcclStart(Message, tag="nccl_start", frozen=True, kw_only=True):
+    """The id under which both sides make the communicator now. The owner is rank 0."""
+
+    v: Version = WIRE_VERSION
+    unique_id: Annotated[bytes, Meta(min_length=1, max_length=256)]
+
+
+class NcclReady(Message, tag="nccl_ready", frozen=True, kw_only=True):
+    """The owner queues its half of the batch now. So does the peer, when it hears this."""
+
+    v: Version = WIRE_VERSION
+
+
+T = TypeVar("T", NcclStart, NcclReady)
 
 
 class _NcclBackend(LazyBackend[Communicator]):
@@ -70,14 +110,14 @@ class _NcclBackend(LazyBackend[Communicator]):
             laid = Laid(runs, self._step, turn)
             turn.copy(laid.ring, laid.blocks)
             self._meet()
-            comm.run([Message(True, *place) for place in laid.places], self._watch())
+            comm.run([NcclMove(True, *place) for place in laid.places], self._watch())
 
     def receive(self, runs: Runs) -> None:
         """See Backend. However it ends, no kernel writes into `runs` any more: device.py."""
         with self._call() as comm, self._turns.take(self._watch()) as turn:
             laid = Laid(runs, self._step, turn)
             self._meet()
-            comm.run([Message(False, *place) for place in laid.places], self._watch())
+            comm.run([NcclMove(False, *place) for place in laid.places], self._watch())
             turn.copy(laid.blocks, laid.ring)
 
     def interrupt(self) -> None:
@@ -114,7 +154,7 @@ class _NcclBackend(LazyBackend[Communicator]):
         return self._keep(self.resource)
 
 
-class OwnerBackend(_NcclBackend):
+class NcclOwner(_NcclBackend):
     """The decode worker's side: makes the id, and posts what the peer announces."""
 
     rank = OWNER
@@ -157,7 +197,7 @@ class OwnerBackend(_NcclBackend):
         self._connection.send(encode(NcclReady()))
 
 
-class PeerBackend(_NcclBackend):
+class NcclPeer(_NcclBackend):
     """The prefill worker's side: says which communicator, and when there must be a new one."""
 
     rank = PEER
@@ -173,7 +213,7 @@ class PeerBackend(_NcclBackend):
         self._ask(NcclReady, fresh=False)
         failpoints.hit("nccl.ready")
 
-    def _ask(self, wanted: type[M], *, fresh: bool) -> M:
+    def _ask(self, wanted: type[T], *, fresh: bool) -> T:
         assert self._connection is not None
         use = NcclUse(generation=self._generation, fresh=fresh, message_bytes=self._step)
         self._connection.send(encode(use))
@@ -184,7 +224,48 @@ class PeerBackend(_NcclBackend):
             raise Interjected(answer) from None
 
 
-SHARING = "NCCL 2.30 allows it with NCCL_MULTI_RANK_GPU_ENABLE=1 on both, older ones never"
+class CudaGpus:
+    """One for the process, because a GPU has one `Device`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._devices: dict[int, Device] = {}
+        self._mutex = threading.Lock()
+
+    def why_not(self) -> str | None:
+        """Why this process cannot use NCCL, for people."""
+        if (reason := why_no_cuda() or library.blocking_forced()) is not None:
+            return reason
+        try:
+            nccl()
+        except TransferFailed as exc:
+            return str(exc)
+        return None
+
+    def version(self) -> int:
+        """NCCL's, as NCCL writes it: 22903 is 2.29.3."""
+        return library.Nccl(nccl()).version()
+
+    def shared(self) -> bool:
+        """Whether two ranks may be on one GPU."""
+        value, _ = setting("NCCL_MULTI_RANK_GPU_ENABLE")
+        return value == "1" and self.version() >= _SHARING_FROM
+
+    def uuids(self) -> list[str]:
+        driver = load()
+        return [driver.uuid(device) for device in range(driver.count())]
+
+    def of(self, memory: LocalMemory) -> Device | None:
+        """The GPU that holds `memory`, the same object each time. None: it is not on a GPU."""
+        number = memory.device
+        if number is None:
+            return None
+        with self._mutex:
+            if number not in self._devices:
+                self._devices[number] = Device(CudaGpu(number))
+            return self._devices[number]
+
+
+_gpus = cache(CudaGpus)
 
 
 class NcclKind(BackendKind):
@@ -253,8 +334,13 @@ class NcclKind(BackendKind):
         if device is None:
             raise ConfigError("nccl moves GPU memory only")
         device.turns[OWNER if owner else PEER].make(self.batch_bytes)
-        return (OwnerBackend if owner else PeerBackend)(device, self)
+        return (NcclOwner if owner else NcclPeer)(device, self)
 
 
 def _dotted(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def make_kind() -> NcclKind:
+    """The transport on this process's GPUs. Its `why_not` says what is missing."""
+    return NcclKind(_gpus())

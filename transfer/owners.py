@@ -1,29 +1,39 @@
-"""The KV memory of every rank of a worker, as its main process sees it.
+"""The owner's side of a worker: the KV memory of its ranks, and all that it offers to peers.
 
 With tensor or pipeline parallelism each rank is a process of its own (vLLM's). It only computes;
-the main process makes all copies. So each rank says where its memory is (`RankRegion`, sent over
-vLLM's handshake between its processes), and the main process maps it (`attach`).
+the worker's main process makes all copies. So each rank says where its memory is (`RankRegion`,
+sent over vLLM's handshake between its processes), and the main process maps it (`attach_ranks`).
 
-Life: `attach` once the engine has registered its KV caches; `MappedRank.close` after the last copy.
+`CombinedOwner` has one fence file for all: a peer that maps the memory (shm, cuda_ipc) holds the
+fence itself; for what comes through the port (stream/), our receiving thread holds it.
+
+Life: the engine registers its memory -> `attach_ranks` -> `CombinedOwner` -> `listen` -> the
+endpoints are published -> `close` -> `MappedRank.close`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from pullfill.errors import IncompatibleError
-from pullfill.transfer.contract import KvLayout, LocalMemory
-from pullfill.transfer.cuda_ipc.owner import CudaIpcOwner, Exported
-from pullfill.transfer.shm import files
-from pullfill.transfer.shm.owner import FenceOwner, ShmOwner
-from pullfill.transfer.topology import head_range
+from pullfill.errors import ConfigError, IncompatibleError, TransferFailed
+from pullfill.net.security import ClusterKey
+from pullfill.runtime import log
+from pullfill.transfer.contract import KvLayout, LocalMemory, OwnerFences
+from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcOwner, Exported, GpuMapping, export
+from pullfill.transfer.gpu.cuda import CudaDriver
+from pullfill.transfer.layout import head_range
+from pullfill.transfer.shm.files import Mapping, RegionFiles
+from pullfill.transfer.shm.shm_transport import FenceOwner, ShmOwner
+from pullfill.transfer.stream.backends import BackendKind
+from pullfill.transfer.stream.kv_protocol import STALL_S
+from pullfill.transfer.stream.stream_peer import endpoint_of
+from pullfill.transfer.stream.stream_server import Offer, StreamServer
 
-if TYPE_CHECKING:
-    from pullfill.transfer.gpu.region import GpuMapping
+logger = log.get("transfer.gpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,18 @@ def region_of(
     )
 
 
+def tell_gpu(memory: LocalMemory, driver: CudaDriver | None = None) -> RankRegion:
+    """Describe a rank's GPU memory for the main process. If it cannot be exported, only transports
+    that copy in the rank's own process reach it. `kv_pool.tell` keeps it allocated."""
+    exported, why_not = None, ""
+    try:
+        exported = export(memory, driver)
+    except (ConfigError, TransferFailed) as exc:
+        why_not = str(exc)
+        logger.warning("other processes cannot map this KV cache: %s", why_not)
+    return region_of(memory, exported=exported, why_not=why_not)
+
+
 @dataclass(slots=True)
 class MappedRank:
     """One rank's memory, mapped in this process.
@@ -82,7 +104,7 @@ class MappedRank:
 
     memory: LocalMemory
     path: str
-    mapping: files.Mapping | GpuMapping | None
+    mapping: Mapping | GpuMapping | None
     exported: Exported | None = None
 
     def close(self) -> None:
@@ -91,7 +113,9 @@ class MappedRank:
             self.mapping.close()
 
 
-def attach(regions: Mapping[tuple[int, int], RankRegion], kv_heads: int) -> list[MappedRank]:
+def attach_ranks(
+    regions: abc.Mapping[tuple[int, int], RankRegion], kv_heads: int
+) -> list[MappedRank]:
     """Map every rank. Returns them in order of the keys, or nothing when one is out of reach.
 
     regions: by (pipeline rank, tensor-parallel rank).
@@ -121,13 +145,13 @@ def attach(regions: Mapping[tuple[int, int], RankRegion], kv_heads: int) -> list
     return ranks
 
 
-def total_layers(regions: Mapping[tuple[int, int], RankRegion]) -> int:
+def total_layers(regions: abc.Mapping[tuple[int, int], RankRegion]) -> int:
     """Layers of the whole model: the sum over the pipeline stages."""
     return sum(region.num_layers for (_, tp), region in regions.items() if tp == 0)
 
 
 def base_owner(
-    region_files: files.RegionFiles, ranks: Sequence[MappedRank], incarnation: str
+    region_files: RegionFiles, ranks: Sequence[MappedRank], incarnation: str
 ) -> FenceOwner:
     """The fence over the memory of all ranks, and what peers of this host can map of it. Owns
     `region_files`. Raises ConfigError."""
@@ -141,12 +165,10 @@ def _attach(region: RankRegion, memory: LocalMemory) -> MappedRank:
     if region.pid == os.getpid():  # mapped here already, by the engine
         return MappedRank(memory, region.path, None, region.exported)
     if memory.device is not None:
-        from pullfill.transfer.gpu.region import GpuMapping
-
         assert region.exported is not None
         there = GpuMapping(region.exported, memory)
         return MappedRank(there.memory, "", there, region.exported)
-    mapping = files.Mapping(region.path, region.inode, memory.nbytes)
+    mapping = Mapping(region.path, region.inode, memory.nbytes)
     return MappedRank(replace(memory, address=mapping.address), region.path, mapping)
 
 
@@ -161,3 +183,73 @@ def _check(layout: KvLayout, heads: int, before: list[MappedRank]) -> None:
             f"ranks have {layout.num_blocks} and {before[0].memory.layout.num_blocks} KV blocks",
             field="num_blocks",
         )
+
+
+class CombinedOwner:
+    """Owner over `base` and a server for streams. It owns both, and the backends' kinds.
+    Thread-safe once it listens."""
+
+    def __init__(
+        self,
+        base: FenceOwner,
+        memories: Sequence[LocalMemory],
+        *,
+        instance_id: str,
+        kinds: abc.Mapping[str, BackendKind],
+        key: ClusterKey | None = None,
+        offered: frozenset[str] | None = None,
+        stall_s: float = STALL_S,
+    ) -> None:
+        """
+        memories: by rank, each as this process maps it.
+        kinds: the backends to serve, by name.
+        offered: which ways to map the memory are published. None: all.
+        """
+        self._base = base
+        self._memories = list(memories)
+        self._kinds = dict(kinds)
+        self._offered = offered
+        self._advertised = ""
+        offer = Offer(instance_id, self._memories, self._kinds, base)
+        self._server = StreamServer(offer, key=key, stall_s=stall_s)
+        base.fences.on_unproved = self._server.interrupt
+
+    def listen(self, host: str, port: int = 0, advertise: str | None = None) -> None:
+        """Serve the backends, if there are any. Raises ConfigError.
+
+        advertise: published instead of the bound address (a forwarded port)."""
+        if self._kinds:
+            self._server.start(host, port)
+            self._advertised = advertise or self._server.address
+
+    def endpoints(self, rank: int = 0) -> dict[str, str]:
+        offers = {
+            name: endpoint
+            for name, endpoint in self._base.endpoints(rank).items()
+            if self._offered is None or name in self._offered
+        }
+        for name, kind in self._kinds.items():
+            detail = kind.detail(self._memories[rank])
+            if detail is not None and self._advertised:
+                offers[name] = endpoint_of(self._advertised, detail)
+        return offers
+
+    @property
+    def fences(self) -> OwnerFences:
+        return self._base.fences
+
+    @property
+    def connections(self) -> int:
+        """How many peers are connected to the port."""
+        return self._server.connections
+
+    def renew(self, incarnation: str) -> None:
+        self._base.renew(incarnation)
+
+    def close(self) -> None:
+        # The fences first, so that nothing new begins.
+        self._base.fences.close()
+        self._server.close()
+        for kind in self._kinds.values():
+            kind.close()
+        self._base.close()

@@ -1,1 +1,0 @@
-"""KV blocks over plain TCP: any two hosts, CPU memory, received straight into KV memory."""
