@@ -1,25 +1,12 @@
 """What carries the payload of the stream protocol: a socket, a communicator, an RDMA agent.
 
-The protocol (`kv_protocol.py`) runs on one TCP connection between a peer and a thread of the owner. It
-says which blocks move and in which batches. The owner's thread takes the fence, moves one batch and
-lets go of the fence. Only the batches go through a `Backend`. So a backend knows nothing of blocks,
-tokens or fences.
+The protocol (`kv_protocol.py`) runs on one TCP connection between a peer and a thread of the owner.
+It says which blocks move and in which batches. The owner's thread takes the fence, moves one batch
+and lets go of the fence. Only the batches go through a `Backend`, which knows nothing of fences.
 
-Pairing. Each call on one side meets exactly one call on the other side, in the same order and with
-the same number of bytes: `send` meets `receive`, or `discard` when the owner refuses the batch. How
-the bytes are cut into runs differs between the sides. Within a pair the two backends may also talk
-over the connection (say, to name addresses). Nobody else uses the connection meanwhile.
-
-Life of a backend: `BackendKind.make` on both sides → hello and welcome exchange the two `setup`s →
-`start` on both sides (it may wait for the other side) → moves → `close`. After any exception the
-session is closed and never used again.
-
-Threads: one thread at a time makes the calls. `interrupt` comes from any thread, at any time after
-`make`. It must not block. It makes a call under way end soon with TransferFailed. After it, or
-after the peer's death, no call may hang.
-
-Proof: that nothing lands any more is proved when the owner's call has *returned*. So a backend must
-not return, and not raise, while the machine may still write into the runs of a `receive`.
+Life: `BackendKind.make` on both sides -> hello and welcome exchange the two `setup`s -> `start` on
+both sides (it may wait for the other side) -> moves -> `close`. After any exception but
+`Interjected` the session is closed and never used again.
 """
 
 from __future__ import annotations
@@ -53,7 +40,20 @@ class Interjected(TransferFailed):
 class Backend(Protocol):
     """What one side of one connection moves its batches with.
 
-    setup: what the other side's `start` gets. At most 64 KiB."""
+    setup: what the other side's `start` gets. At most 64 KiB.
+
+    Pairing: each call on one side meets exactly one call on the other side, in the same order and
+    with the same number of bytes: `send` meets `receive`, or `discard` when the owner refuses the
+    batch. How the bytes are cut into runs differs between the sides. Within a pair the two backends
+    may also talk over the connection. Nobody else uses the connection meanwhile.
+
+    Threads: one thread at a time makes the calls. `interrupt` comes from any thread, at any time
+    after `make`. It must not block. It makes a call under way end soon with TransferFailed. After
+    it, or after the peer's death, no call may hang.
+
+    Proof: that nothing lands any more is proved when the owner's call has *returned*. So a backend
+    must not return, and not raise, while the machine may still write into the runs of a `receive`.
+    """
 
     setup: bytes
 
