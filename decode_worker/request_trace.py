@@ -1,8 +1,9 @@
-"""What happened to each request, for `pullfill explain` and the counters.
+"""What happened to each request at this decode worker: one record, of which `pullfill explain` and
+the spans are views.
 
 Written from the engine thread (decision, settlement, finish) and the asyncio thread (claim,
 commit); every record is touched under one lock for microseconds. A record lives from decision to
-`finish`, which hands it to the frontend.
+`finish`, which hands it to the frontend and sends its spans (`_send_spans`).
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker import request_spans
 from pullfill.decode_worker.conditional_router import (
     CLAIMS_STALLED,
     NO_PREFILL_WORKER,
@@ -26,9 +26,9 @@ from pullfill.decode_worker.conditional_router import (
     Situation,
 )
 from pullfill.decode_worker.prefix_fetch import Fetch, FetchOutcome
-from pullfill.decode_worker.request_spans import RequestSpans
 from pullfill.errors import Outcome
-from pullfill.runtime import metrics
+from pullfill.runtime import metrics, tracing
+from pullfill.runtime.tracing import PARENT, Context
 from pullfill.wire import Expected, ExplainRecord, PredictedMs, StageTimings, Timings
 
 _BY_OUTAGE = frozenset(
@@ -48,6 +48,11 @@ _AFTER_OUTAGE = frozenset(Outcome) - {
 }
 
 _OUTAGE_FRESH_S = 0.05
+_IN_SPAN = (
+    "path", "reason", "prefix_hit_tokens", "fetched_tokens", "remote_tokens", "prefill_instance",
+    "transport", "kv_bytes", "fallback", "outage",
+)  # fmt: skip
+"""Fields of the record that are attributes of its span."""
 
 _observe = metrics.HANDOFF_STAGE.observe
 """Stages `claim` to `tail` are observed on the asyncio thread, `commit` on the engine thread."""
@@ -71,23 +76,50 @@ class Measured:
     at: float
 
 
+@dataclass(slots=True, frozen=True)
+class _Spans:
+    """Names of the spans of one request. Those who work for it get `remote` in the job.
+
+    above: the frontend's span. request, remote: `decode.request`, `decode.remote_prefill`."""
+
+    above: Context
+    request: Context
+    remote: Context
+
+    @classmethod
+    def below(cls, headers: Mapping[str, str] | None) -> _Spans | None:
+        """headers: trace headers, which the frontend has set. None: it is not traced."""
+        above = tracing.read(headers.get(PARENT)) if headers else None
+        if above is None:
+            return None
+        request = above.child()
+        return cls(above, request, request.child())
+
+
 @dataclass(slots=True)
 class _RequestTrace:
+    """Times (`_at`) are those of the traces' clock.
+
+    claims: attempt, prefill worker and time of each claim.
+    ended_at: when vLLM was told how the remote prefill had ended. outcome: how. Empty: not yet.
+    again: its fetch has failed, so it will be decided about once more."""
+
     situation: Situation
     decision: Decision
     expected: Expected | None = None
     offloaded: int = 0
-    attempts: int = 0
     fallback: str | None = None
     outage: str | None = None
     loaded: bool = False
-    prefill_instance: str | None = None
+    decided_at: float = 0.0
+    claims: list[tuple[int, str, float]] = field(default_factory=list)
     kv_bytes: int = 0
     transport: str | None = None
     why_not_better: tuple[str, ...] = ()
     queue_ms: float | None = None
-    commit_ms: float | None = None
     committed_at: float | None = None
+    ended_at: float = 0.0
+    outcome: str = ""
     stages: StageTimings | None = None
     choice: str | None = None
     predicted: PredictedMs | None = None
@@ -98,32 +130,55 @@ class _RequestTrace:
     fetched_from: str | None = None
     fetch: str | None = None
     fetch_ms: float | None = None
+    fetch_bytes: int = 0
+    fetched_at: float = math.inf
     again: bool = False
-    spans: RequestSpans | None = None
+    spans: _Spans | None = None
 
     @property
     def trace_id(self) -> str:
         """For exemplars. Empty: the request is not traced."""
         return "" if self.spans is None else self.spans.request.trace
 
+    @property
+    def prefill_instance(self) -> str | None:
+        return self.claims[-1][1] if self.claims else None
+
+    @property
+    def attempts(self) -> int:
+        return self.claims[-1][0] if self.claims else 0
+
+    @property
+    def commit_ms(self) -> float | None:
+        """From the commit until vLLM schedules the request."""
+        if not self.loaded or self.committed_at is None:
+            return None
+        return (self.ended_at - self.committed_at) * 1e3
+
 
 class RequestTraces:
     """All requests of this worker that were decided and are not finished.
 
-    outage: returns what is unreachable now, for people. Empty: nothing. Set by the process.
+    outage: returns what is unreachable now, for people. Empty: nothing.
     measured: is told of each commit, for later predictions. asyncio thread.
     apart: requests of the self-check. They are not recorded and not counted. By request id: a
     function that is called when the remote prefill is settled, with whether the KV was loaded.
     """
 
-    def __init__(self, instance_id: str, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        instance_id: str,
+        clock: Clock = SYSTEM_CLOCK,
+        outage: Callable[[], str] = lambda: "",
+        measured: Callable[[Measured], None] = lambda _: None,
+    ) -> None:
         self._instance_id = instance_id
         self._clock = clock
         self._lock = threading.Lock()
         self._open: dict[str, _RequestTrace] = {}
-        self.outage: Callable[[], str] = lambda: ""
+        self.outage = outage
         self._outages: dict[str, tuple[str, float]] = {}
-        self.measured: Callable[[Measured], None] = lambda _: None
+        self.measured = measured
         self.apart: dict[str, Callable[[bool], None]] = {}
 
     def decided(
@@ -147,12 +202,13 @@ class RequestTraces:
             if request_id in self.apart or (before is not None and not before.again):
                 return
             self._open[request_id] = trace = _RequestTrace(situation, decision, expected, offloaded)
-            trace.planned_fetch = fetched
+            trace.planned_fetch, trace.decided_at = fetched, self._clock.monotonic()
             if before is not None:  # counted already
                 trace.fetched_from, trace.fetch = before.fetched_from, before.fetch
-                trace.fetch_ms, trace.spans = before.fetch_ms, before.spans
+                trace.fetch_ms, trace.fetched_at = before.fetch_ms, before.fetched_at
+                trace.fetch_bytes, trace.spans = before.fetch_bytes, before.spans
             else:
-                trace.spans = request_spans.begin(headers, request_id)
+                trace.spans = _Spans.below(headers)
             if decision.reason in _BY_OUTAGE:
                 trace.outage = self._outage_now(decision.reason) or None
         if before is None:
@@ -165,10 +221,8 @@ class RequestTraces:
             return
         with self._lock:
             if (trace := self._open.get(request_id)) is not None:
-                trace.attempts, trace.prefill_instance = attempt, instance
+                trace.claims.append((attempt, instance, self._clock.monotonic()))
                 trace.queue_ms = queued_s * 1e3
-                if trace.spans is not None:
-                    trace.spans.claimed(attempt, instance)
         _observe("queue", queued_s, trace.trace_id if trace is not None else "")
 
     def committed(
@@ -187,8 +241,6 @@ class RequestTraces:
                 trace.stages, trace.kv_bytes = stages, kv_bytes
                 trace.transport, trace.why_not_better = transport or None, why_not_better
                 trace.committed_at = self._clock.monotonic()
-                if trace.spans is not None:
-                    trace.spans.committed()
         trace_id = trace.trace_id if trace is not None else ""
         _observe("claim", stages.claim_ms / 1e3, trace_id)
         _observe("prefix_read", stages.prefix_read_ms / 1e3, trace_id)
@@ -205,13 +257,12 @@ class RequestTraces:
             if (trace := self._open.get(fetch.request_id)) is None:
                 return
             trace.fetched_from, trace.fetch = fetch.at.instance_id, fetch.outcome.value
-            trace.fetch_ms = fetch.seconds * 1e3
+            trace.fetch_ms, trace.fetched_at = fetch.seconds * 1e3, self._clock.monotonic()
+            trace.fetch_bytes = fetch.kv_bytes
             trace.again = fetch.outcome is not FetchOutcome.FETCHED
             if not trace.again:
                 trace.fetched, trace.kv_bytes = trace.planned_fetch, fetch.kv_bytes
                 trace.transport = fetch.transport
-            if trace.spans is not None:
-                trace.spans.fetched(fetch)
 
     def not_fetched(self, request_id: str, instance_id: str, outcome: FetchOutcome) -> None:
         """Note why a hint that another worker holds more led to no fetch. Engine thread."""
@@ -249,17 +300,16 @@ class RequestTraces:
             return
         with self._lock:
             trace = self._open.get(request_id)
+            if trace is not None:
+                trace.loaded |= loaded
+                trace.outcome, trace.ended_at = outcome.value, self._clock.monotonic()
             if trace is not None and loaded:
-                trace.loaded = True
-                if trace.committed_at is not None:
-                    trace.commit_ms = (self._clock.monotonic() - trace.committed_at) * 1e3
-                    _observe("commit", trace.commit_ms / 1e3, trace.trace_id)
+                if (commit_ms := trace.commit_ms) is not None:
+                    _observe("commit", commit_ms / 1e3, trace.trace_id)
             elif trace is not None and outcome is not Outcome.CANCELLED:
                 trace.fallback = outcome.value
                 if outcome in _AFTER_OUTAGE:
                     trace.outage = self._outage_now(outcome.value) or None
-            if trace is not None and trace.spans is not None:
-                trace.spans.settled(loaded, outcome.value, trace.attempts)
         if not loaded and outcome is not Outcome.CANCELLED:
             seen = trace is not None and trace.trace_id
             metrics.FALLBACK.labels(outcome.value).inc(1, {"trace_id": seen} if seen else None)
@@ -290,10 +340,7 @@ class RequestTraces:
             return None
         record = self._record(request_id, trace)
         if trace.spans is not None:
-            if trace.decision.remote and not trace.spans.remote_ended:
-                # Its client has left. Spans of the remote prefill name this one above them.
-                trace.spans.settled(False, Outcome.CANCELLED.value, trace.attempts)
-            trace.spans.finished(record)
+            _send_spans(trace, trace.spans, record, self._clock.monotonic())
         return record
 
     def _record(self, request_id: str, trace: _RequestTrace) -> ExplainRecord:
@@ -334,3 +381,68 @@ class RequestTraces:
                 tail=stages.tail_ms if stages else None,
             ),
         )
+
+
+def _send_spans(trace: _RequestTrace, spans: _Spans, record: ExplainRecord, now: float) -> None:
+    """Send the spans of a request that is over here.
+
+    decode.request            from the decision, or the read before it, to the last token
+      decode.prefix_fetch     the read of a prefix from another decode worker
+      decode.remote_prefill   from the decision until vLLM knows how the remote prefill has ended
+        queue.wait            one for each attempt: from the decision to its claim
+        prefill.attempt       the prefill worker's
+        decode.commit         from the commit until vLLM schedules the request"""
+    send, decided = tracing.record, trace.decided_at
+    fetch_began = trace.fetched_at - (trace.fetch_ms or 0.0) / 1e3
+    if trace.fetched_at < math.inf:
+        send(
+            "decode.prefix_fetch",
+            spans.request.child(),
+            spans.request,
+            fetch_began,
+            trace.fetched_at,
+            {
+                "pullfill.fetched_from": record.fetched_from,
+                "pullfill.outcome": record.fetch,
+                "pullfill.kv_bytes": trace.fetch_bytes,
+            },
+            error="" if record.fetch == FetchOutcome.FETCHED.value else record.fetch or "",
+            kind="CLIENT",
+        )
+    for attempt, instance, at in trace.claims:
+        told: dict[str, Any] = {"pullfill.attempt": attempt, "pullfill.prefill_instance": instance}
+        send("queue.wait", spans.remote.child(), spans.remote, decided, at, told, kind="PRODUCER")
+    if trace.loaded and trace.committed_at is not None:
+        send(
+            "decode.commit",
+            spans.remote.child(),
+            spans.remote,
+            trace.committed_at,
+            trace.ended_at,
+            {},
+        )
+    if trace.decision.remote or trace.outcome:
+        # Without an outcome its client has left. The prefill worker's spans name this one.
+        outcome = trace.outcome or Outcome.CANCELLED.value
+        send(
+            "decode.remote_prefill",
+            spans.remote,
+            spans.request,
+            decided,
+            trace.ended_at or now,
+            {"pullfill.outcome": outcome, "pullfill.attempts": trace.attempts},
+            error="" if trace.loaded else outcome,
+        )
+    send(
+        "decode.request",
+        spans.request,
+        spans.above,
+        min(decided, fetch_began),
+        now,
+        {
+            "gen_ai.request.id": record.request_id,
+            "gen_ai.usage.prompt_tokens": record.prompt_tokens,
+            **{f"pullfill.{name}": getattr(record, name) for name in _IN_SPAN},
+        },
+        kind="SERVER",
+    )

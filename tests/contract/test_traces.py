@@ -91,6 +91,7 @@ async def test_a_second_attempt_is_linked_to_the_first(tmp_path: Path, receiver:
         first.engine.gate.set()
         await settled(served)
         assert decode.right(served)
+        decode.traces.finish(served.request.request_id)
     tracing.close()
     one, two = receiver.named("prefill.attempt")
     assert (one.attributes["pullfill.attempt"], two.attributes["pullfill.attempt"]) == (1, 2)

@@ -1,4 +1,4 @@
-"""The span of a remote prefill, which other spans name as the one above them."""
+"""What the record of a request tells: the outage beside it, and its spans."""
 
 from __future__ import annotations
 
@@ -12,9 +12,33 @@ from pullfill.decode_worker.prefix_fetch import FetchOutcome
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import Outcome
 from pullfill.runtime import tracing
+from tests.support.fakes import FakeClock
 
 HEADERS = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
 REMOTE = "decode.remote_prefill"
+
+
+def test_an_outage_is_asked_once_for_many_prompts_of_one_reason_and_again_for_another() -> None:
+    clock, asked, said = FakeClock(), 0, ""
+
+    def outage() -> str:
+        nonlocal asked
+        asked += 1
+        return said
+
+    traces = RequestTraces("d", clock, outage)
+    for name in "abcdef":
+        traces.decided(name, Situation(100, 0), Decision(True, "long_prompt"))
+    for name in "abc":
+        traces.settled(name, False, Outcome.CLAIM_TIMEOUT)
+    said = "no prefill worker claims jobs"
+    for name in "de":
+        traces.settled(name, False, Outcome.CLAIMS_STALLED)
+    assert asked == 2
+    clock.advance(1.0)
+    traces.settled("f", False, Outcome.CLAIM_TIMEOUT)
+    told = [traces.finish(name) for name in "abcdef"]
+    assert [one and one.outage for one in told] == [None] * 3 + [said] * 3
 
 
 @pytest.fixture
@@ -44,24 +68,11 @@ def test_a_client_that_leaves_during_a_remote_prefill_ends_its_span(spans: Any) 
     traces.claimed("r", 1, "prefill-1", 0.1)
     traces.finish("r")
     traces.settled("r", False, Outcome.CANCELLED)  # the ledger tells it only now
-    assert [name for name, *_ in spans] == ["queue.wait", REMOTE, "decode.request"]
     wait, remote, request = spans
+    assert [name for name, *_ in spans] == ["queue.wait", REMOTE, "decode.request"]
     assert wait[2] == remote[1], "no span names one that is not there"
     assert remote[2] == request[1]
     assert remote[3] == "cancelled"
-
-
-@pytest.mark.parametrize("loaded", [True, False])
-def test_a_remote_prefill_that_has_ended_is_recorded_once(spans: Any, loaded: bool) -> None:
-    traces = decided(remote=True)
-    traces.settled("r", loaded, Outcome.COMMITTED if loaded else Outcome.CLAIM_TIMEOUT)
-    traces.finish("r")
-    assert [name for name, *_ in spans].count(REMOTE) == 1
-
-
-def test_a_prompt_that_is_computed_here_has_no_remote_prefill(spans: Any) -> None:
-    decided(remote=False).finish("r")
-    assert [name for name, *_ in spans] == ["decode.request"]
 
 
 def test_a_request_is_around_the_prefix_that_was_read_for_it(spans: Any) -> None:
@@ -74,4 +85,5 @@ def test_a_request_is_around_the_prefix_that_was_read_for_it(spans: Any) -> None
     traces.fetched(fetch)
     traces.finish("r")
     fetched, request = spans
+    assert [name for name, *_ in spans] == ["decode.prefix_fetch", "decode.request"]
     assert request[4] <= fetched[4] < fetched[5] <= request[5]
