@@ -19,19 +19,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pullfill.decode_worker import conditional_router, eligibility
-from pullfill.decode_worker.conditional_router import (
-    QUEUE_FULL,
-    QUEUE_WAIT,
-    Decision,
-    Situation,
-    expected,
-    timeouts,
-)
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.hit_blocks import HitBlocks
 from pullfill.decode_worker.ledger_types import Hold, Release, Settle
 from pullfill.decode_worker.prefix_fetch import FetchOutcome
+from pullfill.decode_worker.rules import (
+    ENOUGH,
+    PREFIX_HIT,
+    Decision,
+    Situation,
+    decide,
+    expected,
+    timeouts,
+)
 from pullfill.engine import request_targets
 from pullfill.engine.groups import BlockOrder
 from pullfill.engine.outputs import count_as_computed
@@ -39,7 +39,6 @@ from pullfill.engine.seats import Seats
 from pullfill.ids import new_job_id
 from pullfill.queue.urgency import urgency_of
 from pullfill.runtime import failpoints, log
-from pullfill.wire import Adapter
 
 if TYPE_CHECKING:
     from pullfill.decode_worker.fetch_choice import FetchChoice
@@ -79,7 +78,7 @@ class ConnectorScheduler:
         self._never = never
         self._pool: Any = None
         self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
-        self._decisions: dict[str, tuple[Situation, Decision, Adapter | None, int, int]] = {}
+        self._decisions: dict[str, tuple[Situation, Decision, int, int]] = {}
         self._waiting: set[str] = set()
         self._held: dict[str, list[Any]] = {}
         self._hit_blocks = HitBlocks(block_size)
@@ -165,19 +164,15 @@ class ConnectorScheduler:
             if looked is None:
                 return None, False
             fetched = looked
-        adapter = eligibility.adapter_of(context, request)
-        why_not = eligibility.ineligible(context, request, adapter, self.local_tokens, self._never)
-        hit = hit_tokens + offloaded + fetched
-        situation = context.situation(request.num_prompt_tokens, hit, why_not)
+        situation = context.situation(request, hit_tokens + offloaded + fetched)
         own = context.trials and context.trials.decision(request.request_id)
-        config = context.router_config()
-        decision = own or conditional_router.decide(situation, config)
+        decision = own or decide(request, situation)
         if fetched:
-            decision = Decision(False, conditional_router.PREFIX_HIT)
+            decision = Decision(False, PREFIX_HIT)
         if self.meter is not None and not own:
-            decision = self.meter.place(request, decision, situation, config)
-        self._decisions[request.request_id] = (situation, decision, adapter, offloaded, fetched)
-        if decision.reason in (QUEUE_FULL, QUEUE_WAIT):
+            decision = self.meter.place(request, decision, situation)
+        self._decisions[request.request_id] = (situation, decision, offloaded, fetched)
+        if decision.reason in ENOUGH:
             context.queue_full()
         if fetched:
             return fetched, True
@@ -197,14 +192,14 @@ class ConnectorScheduler:
         made = self._decisions.pop(request.request_id, None)
         if made is None:
             return  # vLLM calls again after the load
-        situation, decision, adapter, offloaded, fetched = made
+        situation, decision, offloaded, fetched = made
         if decision.remote and not external_tokens:
             decision, offloaded = Decision(False, "engine_declined"), 0
         if external_tokens:
             self.seats.take(request.request_id)
         if external_tokens > offloaded:
             count_as_computed(request, external_tokens - offloaded)
-        shown = expected(situation, decision, self._context.router_config())
+        shown = expected(situation, decision)
         traces = self._context.traces
         traces.decided(
             request.request_id, situation, decision, shown, offloaded, fetched,
@@ -222,7 +217,7 @@ class ConnectorScheduler:
         if not external_tokens:
             return
         later = bool(situation.hit_tokens or self._scheduled or self.tier is not None)
-        job = self._open(request, tables, situation, adapter, external_tokens - offloaded, later)
+        job = self._open(request, tables, situation, external_tokens - offloaded, later)
         failpoints.hit("decode.before_publish")
         if self.tier is not None and offloaded:
             self.tier.load(request, offloaded)
@@ -242,14 +237,13 @@ class ConnectorScheduler:
         request: Any,
         tables: Sequence[Sequence[int]],
         situation: Situation,
-        adapter: Adapter | None,
         external_tokens: int,
         later: bool,
     ) -> OpenedJob:
         """Open the job in the ledger. From now on its request waits."""
         hit_tokens = situation.hit_tokens
         tokens = hit_tokens + external_tokens
-        config = self._context.router_config()
+        config = situation.config
         timeout_s, claim_timeout_s = timeouts(situation.forecast, config)
         hit, end = hit_tokens // self._block_size, -(-tokens // self._block_size)
         kept_from = self._kept_from(tokens)
@@ -267,7 +261,7 @@ class ConnectorScheduler:
             read_from=read_from,
             kept_from=kept_from,
             cache_salt=request.cache_salt,
-            adapter=adapter,
+            adapter=situation.adapter,
             features=request.mm_features,
             priority=request.priority,
             trace=self._context.traces.header(request.request_id),

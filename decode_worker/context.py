@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pullfill.decode_worker.conditional_router import Situation
+from pullfill.decode_worker.rules import Situation
 from pullfill.queue.urgency import Urgency
 from pullfill.worker.context import LATER, WorkerContext
 
@@ -49,16 +49,13 @@ class DecodeContext(WorkerContext):
     """What the connector needs from the rest of the process.
 
     The engine is built before the parts that talk to others. These replace `situation`, `publish`,
-    `queue_full`, `wake_control`, `adapters_elsewhere` and `features_elsewhere`
-    before the first request comes.
+    `queue_full` and `wake_control` before the first request comes.
 
-    situation: takes (prompt tokens, hit tokens, ineligible) and adds what the process knows about
-    workers and queue.
+    situation: takes vLLM's Request and the tokens of its local prefix hit, and adds what the
+    process knows about workers and queue.
     publish: hands an opened job to the asyncio thread. Must not block.
     queue_full: called when a prompt stays local because of the queue's depth. Must not block.
     wake_control: called when the ledger asks something of the network. Must not block.
-    adapters_elsewhere: whether a prefill worker can load LoRA adapters.
-    features_elsewhere: whether a prefill worker takes multimodal inputs.
     offer: opens the fences and the memories to peers.
     ledger, scheduler: made when vLLM registers the KV cache, and constructs the connector.
     trials: requests of the self-check. None if nothing can be compared.
@@ -66,14 +63,12 @@ class DecodeContext(WorkerContext):
 
     incarnation: str
     router_config: Callable[[], RouterConfig]
-    situation: Callable[[int, int, str], Situation] = Situation
+    situation: Callable[[Any, int], Situation] = LATER
     publish: Callable[[OpenedJob], None] = lambda job: None
     traces: RequestTraces
     make_ledger: Callable[[OwnerFences], Ledger]
     queue_full: Callable[[], None] = lambda: None
     wake_control: Callable[[], None] = lambda: None
-    adapters_elsewhere: Callable[[], bool] = lambda: False
-    features_elsewhere: Callable[[], bool] = lambda: False
     offer: Callable[[FenceOwner, Sequence[LocalMemory]], Owner | None] = lambda base, _: base
     trials: Trials | None = None
     ledger: Ledger = LATER

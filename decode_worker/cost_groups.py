@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from pullfill.decode_worker.conditional_router import Situation
 from pullfill.decode_worker.cost_choice import Streams
 from pullfill.decode_worker.cost_rates import LocalRates, Queue, span
 from pullfill.decode_worker.cost_requests import Placed
+from pullfill.decode_worker.rules import Situation
 
 
 class Here:

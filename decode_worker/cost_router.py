@@ -20,7 +20,6 @@ from itertools import count
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker import cost_choice
-from pullfill.decode_worker.conditional_router import Decision, Situation, by_length
 from pullfill.decode_worker.cost_choice import Choice, Expectation, Last, Prompt, Streams
 from pullfill.decode_worker.cost_groups import Away, Here, change
 from pullfill.decode_worker.cost_rates import (
@@ -33,8 +32,9 @@ from pullfill.decode_worker.cost_rates import (
 )
 from pullfill.decode_worker.cost_requests import Outcome, Placed, Step, Targets
 from pullfill.decode_worker.request_trace import Measured
+from pullfill.decode_worker.rules import Decision, Situation, by_length
 from pullfill.runtime import metrics
-from pullfill.wire import PredictedMs, RouterConfig, RouterPolicy
+from pullfill.wire import PredictedMs, RouterPolicy
 
 REMOTE_REASON, LOCAL_REASON = "cost_remote", "cost_local"
 CHUNKED_REASON, PROBE_REASON = "cost_chunked", "cost_probe"
@@ -93,12 +93,11 @@ class CostRouter:
         able: Decision,
         now: Situation,
         targets: Targets,
-        config: RouterConfig,
         waited_s: float = 0.0,
     ) -> Decision:
         """Decide about one prompt.
 
-        able: what `conditional_router.decide` says: remote if nothing prevents that.
+        able: what `rules.decide` says: remote if nothing prevents that.
         waited_s: how long the prompt has waited already."""
         self._learn()
         clock = self._clock.monotonic()
@@ -123,7 +122,7 @@ class CostRouter:
         # A prompt that fits into one chunk is the same either way.
         if len(options) > 1 and raw[Choice.AT_ONCE] == raw[Choice.CHUNKED]:
             options.pop()
-        decision, choice = self._decide(able, now, options, there, queue, config, clock)
+        decision, choice = self._decide(able, now, options, there, queue, clock)
         known = (*options, there) if self.remote.known(queue.instances) else tuple(options)
         request = Placed(
             targets, clock, choice, tokens, now.hit_tokens, known, raw[choice], queue,
@@ -142,10 +141,9 @@ class CostRouter:
         options: list[Expectation],
         there: Expectation,
         queue: Queue,
-        config: RouterConfig,
         clock: float,
     ) -> tuple[Decision, Choice]:
-        if config.policy is not RouterPolicy.COST:
+        if now.config.policy is not RouterPolicy.COST:
             return able, Choice.REMOTE if able.remote else Choice.AT_ONCE
         here = min(options, key=lambda option: option.cost)
         if not able.remote:
@@ -155,7 +153,7 @@ class CostRouter:
             if now.remote_tokens >= PROBE_TOKENS:
                 return Decision(True, PROBE_REASON), Choice.REMOTE
         if not self.remote.known(queue.instances):
-            decision = by_length(now, config)
+            decision = by_length(now)
             return decision, Choice.REMOTE if decision.remote else here.choice
         key = (now.prompt_tokens - now.hit_tokens).bit_length()
         best = cost_choice.choose([*options, there], self._last.get(key), clock)

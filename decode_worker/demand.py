@@ -22,24 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.conditional_router import (
-    CLAIMS_STALLED,
-    NO_PREFILL_WORKER,
-    QUEUE_FULL,
-    QUEUE_WAIT,
-    SELF_CHECK_PENDING,
-    Decision,
-    Situation,
-    by_length,
-)
 from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
+from pullfill.decode_worker.rules import LACK, Decision, Situation
 from pullfill.snapshot import Demand
-from pullfill.wire import RouterConfig, RouterPolicy
+from pullfill.wire import RouterPolicy
 
 WINDOW_S = 30.0
 _BUCKET_S = 1.0
-_LACK = frozenset({NO_PREFILL_WORKER, SELF_CHECK_PENDING, CLAIMS_STALLED, QUEUE_FULL, QUEUE_WAIT})
-"""Reasons for a local prefill that more prefill workers would remove."""
 _BY_COST = frozenset({"cost_local", "cost_chunked"})
 """Reasons for a local prefill that was cheaper than a remote one."""
 _FULL = 0.9
@@ -77,17 +66,15 @@ class DemandMeter:
 
     # ------------------------------------------------------------------ engine thread
 
-    def decided(
-        self, now: Situation, decision: Decision, config: RouterConfig, here_s: float
-    ) -> None:
+    def decided(self, now: Situation, decision: Decision, here_s: float) -> None:
         """Note a decision that counts.
 
         here_s: expected seconds of computation, if the prompt is computed here."""
-        lacks = decision.reason in _LACK
+        lacks = decision.reason in LACK
         tokens = now.remote_tokens
         with self._lock:
             bucket = self._now()
-            if decision.remote or ((lacks or decision.reason in _BY_COST) and _long(now, config)):
+            if decision.remote or ((lacks or decision.reason in _BY_COST) and _long(now)):
                 bucket.tokens += tokens
                 bucket.prompts += 1
                 bucket.missed += lacks
@@ -164,5 +151,5 @@ class DemandMeter:
         )
 
 
-def _long(now: Situation, config: RouterConfig) -> bool:
-    return config.policy is RouterPolicy.ALWAYS_REMOTE or by_length(now, config).remote
+def _long(now: Situation) -> bool:
+    return now.config.policy is RouterPolicy.ALWAYS_REMOTE or now.long

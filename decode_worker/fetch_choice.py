@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pullfill.decode_worker import conditional_router
+from msgspec.structs import replace
+
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.decode_worker.eligibility import ineligible, own_adapter
 from pullfill.decode_worker.fetch_rates import computed_s
 from pullfill.decode_worker.prefix_fetch import Answer, Fetch, PrefixFetches, Turn
+from pullfill.decode_worker.rules import OF_THE_REQUEST, decide, first
 from pullfill.engine.groups import hash_at
 from pullfill.engine.request_limits import PREFIX_HOLDER
-from pullfill.wire import PrefixHolder, RouterPolicy
+from pullfill.wire import Adapter, PrefixHolder, RouterPolicy
 
 
 class FetchChoice:
@@ -25,7 +26,6 @@ class FetchChoice:
 
     block_size: tokens of a block. pool: vLLM's BlockPool.
     local_tokens: see `Situation`.
-    never: why this engine never exchanges KV. Empty: it does.
     prefill_s: takes (start, tokens) and returns how long it takes to compute them here. 0: unknown.
     """
 
@@ -37,7 +37,6 @@ class FetchChoice:
         block_size: int,
         pool: Any,
         local_tokens: int,
-        never: str,
         prefill_s: Callable[[int, int], float],
     ) -> None:
         self.fetches = fetches
@@ -45,7 +44,6 @@ class FetchChoice:
         self._block_size = block_size
         self._pool = pool
         self._local_tokens = local_tokens
-        self._never = never
         self._prefill_s = prefill_s
         # Prompts that wait until another prompt's prefix is fetched: the key of that prefix, and
         # the longest hit with which it is worth waiting. vLLM asks about each of them in each step.
@@ -69,7 +67,7 @@ class FetchChoice:
             return None
         if fetch.answer is Answer.LEASED and hit >= fetch.start:
             tokens = fetch.leased - hit
-            if tokens >= fetch.least and self._stays(request, fetch.leased):
+            if tokens >= fetch.least and self._stays(request, fetch.leased, fetch.adapter):
                 return tokens
         self.fetches.drop(fetch)
         return 0
@@ -104,7 +102,12 @@ class FetchChoice:
         if hint is None or not least or hint.instance_id == self._context.instance_id:
             return 0
         end = min(hint.tokens, request.num_prompt_tokens - self._local_tokens) // size * size
-        if end - hit < least or not self._able(request) or not self._stays(request, end):
+        if end - hit < least or request.mm_features:
+            return 0
+        # No prefill worker is asked. So it does not matter whether one may load adapters.
+        asked = request.lora_request
+        adapter = None if asked is None else self._context.adapters.for_others(asked)
+        if not self._stays(request, end, adapter):
             return 0
         key = hash_at(self._pool, size, request, end // size - 1)
         if self.fetches.waits(key):
@@ -119,23 +122,16 @@ class FetchChoice:
             least=least,
             key=key,
             cache_salt=request.cache_salt,
-            adapter=own_adapter(self._context, request),
+            adapter=adapter,
         )
         compute_s = computed_s(self._prefill_s(hit, end - hit), end - hit)
         return None if self.fetches.ask(fetch, compute_s) else 0
 
-    def _able(self, request: Any) -> bool:
-        adapter = own_adapter(self._context, request)
-        return not request.mm_features and not ineligible(
-            self._context, request, adapter, self._local_tokens, self._never
-        )
-
-    def _stays(self, request: Any, hit: int) -> bool:
-        """Whether the rest of the prompt would be computed here, with this hit."""
-        config = self._context.router_config()
-        if config.policy is RouterPolicy.ALWAYS_REMOTE:
+    def _stays(self, request: Any, hit: int, adapter: Adapter | None) -> bool:
+        """Whether others can have the KV, and the rest would be computed here, with this hit."""
+        now = replace(self._context.situation(request, hit), adapter=adapter)
+        if first(OF_THE_REQUEST, request, now) or now.config.policy is RouterPolicy.ALWAYS_REMOTE:
             return False
-        situation = self._context.situation(request.num_prompt_tokens, hit, "")
-        if config.policy is RouterPolicy.COST:
-            return not conditional_router.by_length(situation, config).remote
-        return not conditional_router.decide(situation, config).remote
+        if now.config.policy is RouterPolicy.COST:
+            return not now.long
+        return not decide(request, now).remote

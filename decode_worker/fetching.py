@@ -54,7 +54,7 @@ def attach(
         wake=engine.host.wake,
     )
     scheduler.fetching = FetchChoice(
-        context, fetches, block_size=size, pool=scheduler.pool, never=scheduler.never,
+        context, fetches, block_size=size, pool=scheduler.pool,
         local_tokens=scheduler.local_tokens, prefill_s=meter.prefill_s,
     )  # fmt: skip
     return fetches

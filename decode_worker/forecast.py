@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.conditional_router import Forecast
+from pullfill.decode_worker.rules import Forecast
 from pullfill.wire import Load
 
 MARGIN = 2.0

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from pullfill.decode_worker.conditional_router import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
+from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.peers import Peer
+from pullfill.decode_worker.rules import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.queue.nats_connection import RAISE_PAYLOAD
 from pullfill.runtime import log, metrics
@@ -36,27 +36,28 @@ class Outlook:
 
     cache: vLLM's cache configuration.
     kv_bytes: bytes of all its blocks.
-    within_reach: whether any transport reaches the KV memory.
+    engine: see `Situation`.
     target_blocks: `ConnectorScheduler.target_blocks`. None: the model has one KV cache group that
     keeps all blocks.
     local_tokens: see `Situation`.
     draining: whether this worker refuses new requests."""
 
-    ledger: Ledger
+    context: DecodeContext
     producer: JetStreamProducer
     control: ControlServer
     etcd: Health
     cache: Any
     kv_bytes: int
-    within_reach: bool
+    engine: str = ""
     target_blocks: Callable[[int, int], int] | None = None
     local_tokens: int = 1
     draining: bool = False
     _said: set[tuple[str, int]] = field(default_factory=set)
 
-    def situation(self, prompt_tokens: int, hit_tokens: int, ineligible: str) -> Situation:
-        """Return everything that `decide` may look at."""
-        ledger, blocks = self.ledger, self.cache.num_gpu_blocks
+    def situation(self, request: Any, hit_tokens: int) -> Situation:
+        """Return everything that a rule may look at. request: vLLM's Request."""
+        context, ledger, blocks = self.context, self.context.ledger, self.cache.num_gpu_blocks
+        prompt_tokens: int = request.num_prompt_tokens
         tokens = max(0, prompt_tokens - self.local_tokens - hit_tokens)
         more = -(-tokens // self.cache.block_size)
         if self.target_blocks is not None:
@@ -68,6 +69,10 @@ class Outlook:
         connected = self.control.peers.pulling
         pulling = [peer for peer in connected if peer.cleared]
         pullers = tuple(peer.instance_id for peer in pulling)
+        adapter = request.lora_request
+        if adapter is not None:
+            takes = any(peer.adapters for peer in pulling)
+            adapter = context.adapters.for_others(adapter) if takes else None
         forecast = self.control.forecaster.forecast(
             tokens,
             more,
@@ -83,8 +88,12 @@ class Outlook:
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,
-            ineligible=ineligible or ("" if self.within_reach else "no_transport"),
             local_tokens=self.local_tokens,
+            config=context.router_config(),
+            engine=self.engine,
+            fell_back=context.traces.fallback_of(request.request_id) is not None,
+            adapter=adapter,
+            takes_features=any(peer.features for peer in pulling),
             prefill_workers=self.control.prefill_workers,
             self_check=self_check,
             oversize=self._oversize(prompt_tokens, pulling),
@@ -139,7 +148,7 @@ class Outlook:
         """Why prompts cannot be prefilled remotely now, for people. Empty: no reason is known."""
         not_pulling = self.control.peers.not_pulling
         said = [self.producer.health.outage(), *not_pulling, *self._failed_checks]
-        if self.ledger.claims.stalled:
+        if self.context.ledger.claims.stalled:
             said.append(NOT_CLAIMED)
         # A prefill worker needs etcd when it first connects to a decode worker.
         return "; ".join(filter(None, [*said, self.etcd.outage()]))
@@ -149,7 +158,7 @@ class Outlook:
         not_pulling = self.control.peers.not_pulling
         reasons = [self.producer.health.outage(), self.etcd.outage(), *not_pulling]
         reasons += self._failed_checks
-        if self.ledger.claims.stalled:
+        if self.context.ledger.claims.stalled:
             reasons.append(NOT_CLAIMED)
         if not self.control.prefill_workers:
             checked = self.control.checks.reason if self.control.checks else ""
@@ -168,7 +177,7 @@ class Outlook:
 
     def refresh_metrics(self) -> None:
         """Set the gauges. Those of the queue are NaN while NATS does not answer."""
-        metrics.QUARANTINED_BLOCKS.set(self.ledger.quarantined_blocks)
+        metrics.QUARANTINED_BLOCKS.set(self.context.ledger.quarantined_blocks)
         depth = self.producer.depth()
         known = self.producer.available
         metrics.QUEUE_DEPTH_JOBS.set(depth.depth_jobs if known else math.nan)

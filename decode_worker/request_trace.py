@@ -16,30 +16,13 @@ from functools import cache
 from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.conditional_router import (
-    CLAIMS_STALLED,
-    NO_PREFILL_WORKER,
-    QUEUE_UNAVAILABLE,
-    SELF_CHECK_FAILED,
-    SELF_CHECK_PENDING,
-    Decision,
-    Situation,
-)
 from pullfill.decode_worker.prefix_fetch import Fetch, FetchOutcome
+from pullfill.decode_worker.rules import BY_OUTAGE, Decision, Situation
 from pullfill.errors import Outcome
 from pullfill.runtime import metrics, tracing
 from pullfill.runtime.tracing import PARENT, Context
 from pullfill.wire import Expected, ExplainRecord, PredictedMs, StageTimings, Timings
 
-_BY_OUTAGE = frozenset(
-    {
-        CLAIMS_STALLED,
-        NO_PREFILL_WORKER,
-        QUEUE_UNAVAILABLE,
-        SELF_CHECK_FAILED,
-        SELF_CHECK_PENDING,
-    }
-)
 _AFTER_OUTAGE = frozenset(Outcome) - {
     Outcome.COMMITTED,
     Outcome.CANCELLED,
@@ -209,7 +192,7 @@ class RequestTraces:
                 trace.fetch_bytes, trace.spans = before.fetch_bytes, before.spans
             else:
                 trace.spans = _Spans.below(headers)
-            if decision.reason in _BY_OUTAGE:
+            if decision.reason in BY_OUTAGE:
                 trace.outage = self._outage_now(decision.reason) or None
         if before is None:
             path = "remote" if decision.remote else "local"

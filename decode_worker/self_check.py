@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from pullfill.backoff import Backoff
 from pullfill.decode_worker import difference
-from pullfill.decode_worker.conditional_router import SELF_CHECK_FAILED as FAILED
-from pullfill.decode_worker.conditional_router import SELF_CHECK_PENDING as PENDING
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import UNDER_WAY, JobState
 from pullfill.decode_worker.peers import Peer
+from pullfill.decode_worker.rules import SELF_CHECK_FAILED as FAILED
+from pullfill.decode_worker.rules import SELF_CHECK_PENDING as PENDING
 from pullfill.decode_worker.self_check_requests import (
     Incomplete,
     Trial,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pullfill.decode_worker import difference
-from pullfill.decode_worker.conditional_router import Decision
 from pullfill.decode_worker.ledger_types import TRIAL
+from pullfill.decode_worker.rules import Decision
 from pullfill.engine import requests
 from pullfill.engine.compat import logprobs_are_cheap
 from pullfill.engine.groups import ONE_GROUP, Groups

@@ -11,17 +11,17 @@ from collections import deque
 from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.conditional_router import Decision, Situation
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.cost_rates import span
 from pullfill.decode_worker.cost_requests import Step, Targets
 from pullfill.decode_worker.cost_router import CostRouter
 from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.request_trace import Measured
+from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import request_targets
 from pullfill.engine.chunks import PrefillChunks
 from pullfill.errors import Outcome
-from pullfill.wire import RouterConfig, RouterPolicy
+from pullfill.wire import RouterPolicy
 
 _BREAK_S = 0.002
 """A longer pause between two steps is not part of the next one: the engine was idle."""
@@ -86,16 +86,17 @@ class StepMeter:
 
     # ------------------------------------------------------------------ one request
 
-    def place(self, request: Any, able: Decision, now: Situation, config: RouterConfig) -> Decision:
+    def place(self, request: Any, able: Decision, now: Situation) -> Decision:
         """Decide about a request, if the policy is `cost`. Otherwise only predict.
 
         request: vLLM's Request. able: what the other policies say."""
+        config = now.config
         ttft_ms, itl_ms = request_targets.targets(request.sampling_params)
         targets = Targets(
             (ttft_ms or config.ttft_ms) / 1e3, round((itl_ms or config.itl_ms) / 1e3, 3) or 0.001
         )
         waited_s = max(0.0, time.time() - request.arrival_time)
-        decided = self.router.place(request.request_id, able, now, targets, config, waited_s)
+        decided = self.router.place(request.request_id, able, now, targets, waited_s)
         return decided if config.policy is RouterPolicy.COST else able
 
     def admitted(self, request_id: str, now: Situation, decision: Decision) -> None:
@@ -104,7 +105,7 @@ class StepMeter:
         if choice:  # neither preempted before, nor of the self-check
             self._context.traces.predicted(request_id, choice, predicted)
             here_s = self.router.rates.work(span(now.hit_tokens, now.remote_tokens))
-            self.demand.decided(now, decision, self._context.router_config(), here_s)
+            self.demand.decided(now, decision, here_s)
 
     def prefill_s(self, start: int, tokens: int) -> float:
         """Return how long it takes to compute `tokens` after `start` others. 0: unknown."""

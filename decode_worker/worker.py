@@ -239,13 +239,13 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         )  # fmt: skip
         control.grants.claimed, control.grants.committed = producer.claimed, producer.committed
         outlook = Outlook(
-            context.ledger,
+            context,
             producer,
             control,
             self._etcd.health,
             engine.config.cache_config,
             sum(memory.nbytes for memory in context.memories),
-            within_reach=context.owner is not None,
+            engine=context.scheduler.never or ("" if context.owner else "no_transport"),
             target_blocks=context.scheduler.target_blocks,
             local_tokens=context.scheduler.local_tokens,
         )
@@ -253,12 +253,6 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         context.situation = outlook.situation
         context.publish = lambda job: None if context.of_a_trial(job) else publisher.submit(job)
         context.queue_full = producer.look_again
-        context.adapters_elsewhere = lambda: any(
-            peer.adapters and peer.cleared for peer in control.peers.pulling
-        )
-        context.features_elsewhere = lambda: any(
-            peer.features and peer.cleared for peer in control.peers.pulling
-        )
         context.wake_control = partial(_call_soon, self._loop, control.wake)
         parts.push_async_callback(hooks.blocks.close)
         return DecodeService(engine, hooks, control, outlook, address, thread)

@@ -84,15 +84,13 @@ class Half:
             compat_hash=_COMPAT.hash(),
         )  # fmt: skip
         cache = SimpleNamespace(block_size=BLOCK, num_gpu_blocks=10**6)
-        outlook = Outlook(
-            self.ledger, producer, self.control, producer.health, cache, 64, within_reach=True
-        )
         self.context: Any = DecodeContext(
             instance_id=name, incarnation="i", router_config=lambda: config,
-            situation=outlook.situation,
+            situation=lambda *asked: outlook.situation(*asked),
             publish=self.publisher.submit, traces=self.traces,
             make_ledger=lambda _: self.ledger, offer=lambda *_: None,
         )  # fmt: skip
+        outlook = Outlook(self.context, producer, self.control, producer.health, cache, 64)
         self.context.ledger = self.ledger
         self.side = ConnectorScheduler(self.context, BLOCK)
         # Predictions are made under each policy. No step is taken here, so no chunk is sized.

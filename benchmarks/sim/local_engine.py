@@ -2,7 +2,7 @@
 
 `DecodeEngine` schedules as vLLM does: running requests first, in order, then waiting ones while the
 step has tokens left. The production code decides where a prompt is computed
-(`conditional_router.decide`, `CostRouter`), sizes the chunks (`PrefillChunks`), and measures the
+(`rules.decide`, `CostRouter`), sizes the chunks (`PrefillChunks`), and measures the
 demand for the planner (`DemandMeter`). Only the times are made up: `Speed` and WAY_S.
 """
 
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from benchmarks.sim.world import World
-from pullfill.decode_worker.conditional_router import Decision, Situation, decide
 from pullfill.decode_worker.cost_rates import span
 from pullfill.decode_worker.cost_requests import Targets
 from pullfill.decode_worker.cost_router import CostRouter
 from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.request_trace import Measured
+from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, decide
 from pullfill.engine.chunks import PrefillChunks
 from pullfill.wire import RouterConfig, RouterPolicy, StageTimings
 
@@ -286,6 +286,7 @@ class DecodeEngine:
         now = Situation(
             request.prompt,
             request.hit,
+            config=self._config,
             prefill_workers=len(pool.workers),
             queue_available=bool(pool.workers),
             queue_jobs=0,
@@ -295,17 +296,15 @@ class DecodeEngine:
             ahead_tokens=pool.tokens,
             kv_bytes=(request.prompt - request.hit) * 4096.0,
         )
-        decision: Decision = decide(now, self._config)
+        decision: Decision = decide(request, now, OF_THE_CLUSTER)
         targets = Targets(request.ttft_s, request.itl_s)
-        placed = router.place(
-            request.name, decision, now, targets, self._config, world.now - request.at
-        )
+        placed = router.place(request.name, decision, now, targets, world.now - request.at)
         if self._config.policy is RouterPolicy.COST:
             decision = placed
         self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
         request.choice, _ = router.admitted(request.name, decision.remote)
         here_s = router.rates.work(span(now.hit_tokens, now.remote_tokens))
-        self.demand.decided(now, decision, self._config, here_s)
+        self.demand.decided(now, decision, here_s)
         if decision.remote:
             self.open_tokens += now.remote_tokens
             pool.put(request, lambda done: self._committed(request, done))

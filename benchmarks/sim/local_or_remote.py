@@ -29,10 +29,10 @@ from benchmarks.sim.local_engine import (
     Speed,
 )
 from benchmarks.sim.world import World
-from pullfill.decode_worker.conditional_router import Decision, Situation
 from pullfill.decode_worker.cost_rates import FORGET_S
 from pullfill.decode_worker.cost_requests import Targets
 from pullfill.decode_worker.cost_router import CostRouter
+from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.wire import RouterConfig, RouterPolicy
 
 THRESHOLDS = (0, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -201,11 +201,12 @@ def decision_us() -> float:
     targets, took = Targets(1.0, ITL_S), list[float]()
     for number in range(2000):
         now = Situation(
-            500 + number, 0, prefill_workers=1, queue_available=True, pullers=("p",), pool=1,
+            500 + number, 0, config=config, prefill_workers=1, queue_available=True,
+            pullers=("p",), pool=1,
             ahead_jobs=8, ahead_tokens=8000,
         )  # fmt: skip
         begin = time.perf_counter()
-        decision = router.place(f"r{number}", able, now, targets, config)
+        decision = router.place(f"r{number}", able, now, targets)
         took.append(time.perf_counter() - begin)
         if number >= 48:
             continue

@@ -23,12 +23,13 @@ def looking(decode: DecodeHalf, max_body: int = 0) -> None:
     """Make the decode worker decide on its real state, not on the rig's."""
     cache = SimpleNamespace(num_gpu_blocks=1_000_000, block_size=BLOCK)
     unused: Any = None
+    context = decode.side._context
     producer: Any = SimpleNamespace(available=True, depth=decode.producer.depth, max_body=max_body)
     outlook = Outlook(
-        decode.ledger, producer, decode.control, unused, cache, 1,
-        within_reach=True, target_blocks=decode.side.target_blocks,
+        context, producer, decode.control, unused, cache, 1,
+        target_blocks=decode.side.target_blocks,
     )  # fmt: skip
-    decode.side._context.situation = outlook.situation
+    context.situation = outlook.situation
 
 
 async def reported(decode: DecodeHalf, prefill: PrefillHalf, load: Load) -> None:

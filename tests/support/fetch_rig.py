@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker import read_leases
-from pullfill.decode_worker.conditional_router import Situation
 from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
@@ -34,7 +33,7 @@ from pullfill.wire import (
     RouterPolicy,
     u32,
 )
-from tests.support.fakes import FakePool, FakeRequest
+from tests.support.fakes import FakePool, FakeRequest, situation
 from tests.support.handoff_decode import COMPATIBLE, Served
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, compute, holds
 from tests.support.transfer_rigs import Rig
@@ -126,7 +125,7 @@ class FetchWorker:
             instance_id=name,
             incarnation=f"{name}-i0",
             router_config=lambda: self.config,
-            situation=lambda p, h, i: Situation(p, h, i),
+            situation=lambda r, h: situation(r, h, self.context, prefill_workers=0),
             traces=self.traces,
             make_ledger=lambda _: self.ledger,
             ledger=self.ledger,
@@ -155,7 +154,7 @@ class FetchWorker:
         self.side.bind_pool(self.pool)
         self.side.fetching = FetchChoice(
             self.context, self.fetches, block_size=BLOCK, pool=self.pool, local_tokens=1,
-            never="", prefill_s=lambda start, tokens: self.prefill_s,
+            prefill_s=lambda start, tokens: self.prefill_s,
         )  # fmt: skip
 
     async def start(self) -> None:

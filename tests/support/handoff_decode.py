@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.conditional_router import Situation
 from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
@@ -28,7 +27,7 @@ from pullfill.wire import (
     WorkerRecord,
     WorkerState,
 )
-from tests.support.fakes import FakePool, FakeRequest
+from tests.support.fakes import FakePool, FakeRequest, situation
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, compute, holds
 from tests.support.transfer_rigs import COMPAT, Region, Rig
 
@@ -92,9 +91,7 @@ class DecodeHalf:
                 instance_id=name,
                 incarnation=f"{name}-i0",
                 router_config=lambda: config,
-                situation=lambda p, h, i: Situation(
-                    p, h, i, prefill_workers=1, queue_available=True
-                ),
+                situation=lambda r, h: situation(r, h, self.side._context),
                 publish=lambda job: self.publisher.submit(job),
                 traces=self.traces,
                 make_ledger=lambda _: self.ledger,

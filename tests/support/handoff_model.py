@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-from pullfill.decode_worker.conditional_router import Situation
 from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.ledger import Ledger
@@ -26,7 +25,7 @@ from pullfill.errors import Fenced, Outcome
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import RefuseReason, RouterConfig, RouterPolicy
 from tests.support import handoff_invariants
-from tests.support.fakes import FakeClock, FakePool, FakeRequest
+from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation
 from tests.support.handoff_jobs import (
     BLOCK,
     CLAIM_S,
@@ -85,7 +84,7 @@ class HandoffModel:
                 remote_timeout_s=TIMEOUT_S,
                 claim_timeout_s=CLAIM_S,
             ),
-            situation=lambda p, h, i: Situation(p, h, i, prefill_workers=1, queue_available=True),
+            situation=lambda r, h: situation(r, h, self.context),
             publish=self._opened.append,
             traces=traces,
             make_ledger=lambda _: self.ledger,

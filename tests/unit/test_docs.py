@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from pullfill import wire
+from pullfill.decode_worker import rules
 from pullfill.engine import front_wire
 from pullfill.errors import Outcome
 from tests.support.docs import (
@@ -175,15 +176,12 @@ def test_every_kind_of_message_and_reason_is_described() -> None:
 def test_every_reason_of_the_router_is_described() -> None:
     text = section("## Life of a request", "## Words")
     reasons: set[str] = set()
-    rooms = ("conditional_router", "connector_scheduler", "cost_router", "eligibility")
-    for path in (f"decode_worker/{name}.py" for name in rooms):
-        source = text_of(path)
+    reasons = {rule.__name__ for rule in rules.RULES} - {"engine", "oversize"}
+    for path in ("rules", "connector_scheduler", "cost_router"):
+        source = text_of(f"decode_worker/{path}.py")
         reasons |= set(re.findall(r"Decision\([^)]*?\"(\w+)\"", source))
-        reasons |= set(re.findall(r"else \"(\w+)\"\)?$", source, re.M))
         reasons |= set(re.findall(r"\"(cost_\w+)\"", source))
         reasons |= set(re.findall(r"^[A-Z_]+ = \"([a-z_]+)\"$", source, re.M))
-        if path.endswith("eligibility.py"):
-            reasons |= set(re.findall(r"^ +return \"(\w+)\"", source, re.M))
     assert {"long_prompt", "short_prompt", "multimodal", "engine_declined"} <= reasons
     assert {"cost_remote", "cost_local", "cost_chunked", "cost_probe"} <= reasons
     assert sorted(r for r in reasons if f"`{r}`" not in text) == []

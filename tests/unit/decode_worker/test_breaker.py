@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pullfill.decode_worker.breaker import PAUSE_S, STALLS, TRIAL_SHARE
-from pullfill.decode_worker.conditional_router import Situation, decide
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.ledger_types import TRIAL, Settle
+from pullfill.decode_worker.rules import Situation, decide
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
-from pullfill.wire import RouterConfig
-from tests.support.fakes import FakeClock
+from tests.support.fakes import FakeClock, FakeRequest
 
 CLAIM_S = 10.0
 
@@ -32,7 +31,7 @@ class Decode:
     def decide(self) -> str:
         stalled = self.ledger.claims.stalled
         now = Situation(1000, 0, prefill_workers=1, queue_available=True, claims_stalled=stalled)
-        return decide(now, RouterConfig()).reason
+        return decide(FakeRequest("r", [1]), now).reason
 
     def prompt(self, *, later: bool = False) -> str | None:
         """Let the router decide about a prompt. If it is to be prefilled remotely, open a job for

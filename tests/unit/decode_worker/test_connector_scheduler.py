@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pullfill.decode_worker.conditional_router import Forecast, Situation
 from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
-from pullfill.decode_worker.eligibility import ineligible
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.decode_worker.rules import Forecast
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
-from pullfill.wire import MAX_TEXT, Adapter, Expected, RouterConfig, RouterPolicy
-from tests.support.fakes import FakeClock, FakePool, FakeRequest
+from pullfill.wire import Adapter, Expected, RouterConfig, RouterPolicy
+from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation
 from tests.support.features import stand_in
 from tests.support.handoff_model import BLOCK, HandoffModel
 
@@ -28,6 +27,7 @@ class Rig:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.published: list[OpenedJob] = []
+        self.told: dict[str, Any] = {}
         self.config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE)
         self.ledger = Ledger(LoopbackFences(64, 8), incarnation="i", clock=self.clock)
         self.traces = RequestTraces("decode-1", self.clock)
@@ -37,9 +37,7 @@ class Rig:
                 instance_id="decode-1",
                 incarnation="i",
                 router_config=lambda: self.config,
-                situation=lambda p, h, i: Situation(
-                    p, h, i, prefill_workers=1, queue_available=True
-                ),
+                situation=lambda r, h: situation(r, h, self.side._context, **self.told),
                 publish=self.published.append,
                 traces=self.traces,
                 make_ledger=lambda _: self.ledger,
@@ -61,16 +59,13 @@ class Rig:
 
 
 def test_a_prompt_that_stays_for_the_depth_of_the_queue_asks_for_a_new_count() -> None:
-    rig, told, depth = Rig(), [], [0]
+    rig, told = Rig(), list[int]()
     context = rig.side._context
     context.queue_full = lambda: told.append(1)
-    context.situation = lambda p, h, i: Situation(
-        p, h, i, prefill_workers=1, queue_available=True, queue_jobs=depth[0]
-    )
     request = FakeRequest("r", list(range(100)))
     assert rig.side.decide(request, 0)[1]
     assert not told
-    depth[0] = rig.config.max_prefill_queue_size
+    rig.told["queue_jobs"] = rig.config.max_prefill_queue_size
     assert not rig.side.decide(request, 0)[1]
     assert told
 
@@ -101,9 +96,7 @@ def test_a_worker_that_speculates_computes_the_last_two_tokens(tokens: int) -> N
     """With one token left vLLM would add drafts that are always rejected."""
     rig = Rig()
     rig.side.local_tokens = 2
-    rig.side._context.situation = lambda p, h, i: Situation(
-        p, h, i, local_tokens=2, prefill_workers=1, queue_available=True
-    )
+    rig.told["local_tokens"] = 2
     blocks = -(-(tokens - 2) // BLOCK)
     assert rig.side.target_blocks(tokens, 0) == blocks
     if tokens == 2:
@@ -117,9 +110,8 @@ def test_a_worker_that_speculates_computes_the_last_two_tokens(tokens: int) -> N
 
 def test_drafts_whose_kv_is_not_moved_keep_prompts_local() -> None:
     rig = Rig()
-    rig.side._never = "speculation"
-    request = FakeRequest("r", list(range(99)))
-    assert ineligible(rig.side._context, request, None, 1, rig.side._never) == "speculation"
+    rig.told["engine"] = "speculation"
+    assert rig.side.decide(FakeRequest("r", list(range(99))), 0) == (0, False)
 
 
 def test_more_blocks_than_needed_are_not_granted() -> None:
@@ -200,34 +192,10 @@ def test_vllm_may_overrule() -> None:
     assert (record.path, record.reason) == ("local", "engine_declined")
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"num_output_tokens": 1}, "resumed"),
-        ({"num_preemptions": 1}, "resumed"),
-        ({"skip_reading_prefix_cache": True}, "prompt_logprobs"),
-        ({"mm_features": [object()]}, "multimodal"),
-        ({"prompt_embeds": object()}, "prompt_embeds"),
-        ({"lora_request": object()}, "lora"),
-        ({"pooling_params": object()}, "pooling"),
-        ({"cache_salt": "x" * (MAX_TEXT + 1)}, "cache_salt"),
-    ],
-)
-def test_what_cannot_go_remote(fields: dict[str, Any], reason: str) -> None:
-    rig = Rig()
-    request = FakeRequest("r", list(range(20)), **fields)
-    assert rig.side.decide(request, 0) == (0, False)
-    rig.side.enqueue(request, [list(range(5))], 0)
-    record = rig.traces.finish("r")
-    assert record is not None
-    assert record.reason == reason
-
-
 def test_a_job_carries_the_adapter_if_it_can_be_told() -> None:
     rig, told = Rig(), list[Adapter | None]([None])
     context = rig.side._context
     context.adapters = SimpleNamespace(for_others=lambda _: told[0])  # type: ignore[assignment]
-    context.adapters_elsewhere = lambda: True
     request = FakeRequest("first", list(range(20)), lora_request=object())
     assert rig.side.decide(request, 0) == (0, False)
     told[0] = Adapter(name="red", path="/red", content="c")
@@ -239,12 +207,11 @@ def test_a_job_names_the_features_that_a_prefill_worker_takes() -> None:
     rig = Rig()
     made = [stand_in(2, 5)]
     assert rig.side.decide(FakeRequest("r", list(range(20)), mm_features=made), 0) == (0, False)
-    rig.side._context.features_elsewhere = lambda: True
+    rig.told["takes_features"] = True
     rig.send(20, mm_features=made)
     assert rig.published[0].features == made
     late = [stand_in(16, 4)]  # the last token is computed here, and belongs to it
     assert rig.side.decide(FakeRequest("l", list(range(20)), mm_features=late), 0) == (0, False)
-    rig.side._context.adapters_elsewhere = lambda: True
     told = Adapter(name="red", path="/red", content="c")
     rig.side._context.adapters = SimpleNamespace(for_others=lambda _: told)  # type: ignore[assignment]
     both = FakeRequest("b", list(range(20)), mm_features=made, lora_request=object())
@@ -254,25 +221,20 @@ def test_a_job_names_the_features_that_a_prefill_worker_takes() -> None:
 def test_explain_shows_what_the_decision_was_made_on() -> None:
     rig = Rig()
     told = Forecast(wait_s=4.0, prefill_s=2.0, write_s=3.0, commit_within_s=50.0)
-    now = Situation(0, 0, prefill_workers=1, queue_available=True)
-
-    def situation(prompt: int, hit: int, ineligible: str) -> Situation:
-        return replace(
-            now, prompt_tokens=prompt, hit_tokens=hit, ineligible=ineligible, forecast=told
-        )
-
-    rig.side._context.situation = situation
+    rig.told["forecast"] = told
     rig.send(20)
     record = rig.traces.finish("r")
     assert record is not None
     expected = Expected(queue=4.0, prefill=2.0, kv_write=3.0, claim_timeout=10.0, timeout=50.0)
     assert record.expected_s == expected
     for request_id, changes, shown in (
-        ("waits", {"wait_s": 11.0}, True), ("links", {"write_s": 7.0}, True), ("lora", {}, False),
+        ("waits", {"wait_s": 11.0}, True),
+        ("links", {"write_s": 7.0}, True),
+        ("pooling", {}, False),
     ):  # fmt: skip
-        told = replace(told, **changes)
+        rig.told["forecast"] = told = replace(told, **changes)
         request = FakeRequest(request_id, list(range(20)))
-        request.lora_request = None if shown else object()
+        request.pooling_params = None if shown else object()
         assert rig.side.decide(request, 0) == (0, False)
         rig.side.enqueue(request, [list(range(5))], 0)
         record = rig.traces.finish(request_id)

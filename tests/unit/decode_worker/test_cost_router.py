@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.conditional_router import Decision, Situation
 from pullfill.decode_worker.cost_choice import Choice
 from pullfill.decode_worker.cost_groups import Away
 from pullfill.decode_worker.cost_rates import FORGET_S, Queue, span
 from pullfill.decode_worker.cost_requests import Outcome, Placed, Targets
 from pullfill.decode_worker.cost_router import PROBE_REASON, PROBE_TOKENS, CostRouter
 from pullfill.decode_worker.request_trace import Measured
+from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.wire import RouterConfig, RouterPolicy, StageTimings
 from tests.support.fakes import FakeClock
 
@@ -32,7 +32,7 @@ class Rig:
         self.serial = 0
 
     def situation(self, tokens: int, **fields: Any) -> Situation:
-        told = {"pullers": ("p",), "pool": 1, **fields}
+        told = {"pullers": ("p",), "pool": 1, "config": CONFIG, **fields}
         return Situation(tokens, 0, prefill_workers=1, queue_available=True, **told)
 
     def ask(
@@ -41,7 +41,7 @@ class Rig:
         self.serial += 1
         name = f"r{self.serial}"
         decision = self.router.place(
-            name, able, self.situation(tokens, **fields), Targets(ttft_s, 0.05), CONFIG
+            name, able, self.situation(tokens, **fields), Targets(ttft_s, 0.05)
         )
         choice, _ = self.router.admitted(name, decision.remote)
         return name, decision, choice
@@ -143,7 +143,7 @@ def test_other_policies_decide_themselves() -> None:
     rig.teach()
     config = RouterConfig()
     for able in (REMOTE, Decision(False, "short_prompt")):
-        told = rig.router.place("x", able, rig.situation(300), Targets(1, 0.05), config)
+        told = rig.router.place("x", able, rig.situation(300, config=config), Targets(1, 0.05))
         assert told == able
 
 
@@ -312,7 +312,7 @@ def test_a_decision_does_not_look_at_every_stream(rig: Rig) -> None:
         times = []
         for _ in range(50):
             begin = time.perf_counter()
-            rig.router.place("x", REMOTE, rig.situation(500), Targets(1, 0.05), CONFIG)
+            rig.router.place("x", REMOTE, rig.situation(500), Targets(1, 0.05))
             times.append(time.perf_counter() - begin)
         return min(times)
 
@@ -341,7 +341,7 @@ def test_nor_at_every_prompt_that_is_away_or_here(
         return span(start, tokens)
 
     monkeypatch.setattr("pullfill.decode_worker.cost_groups.span", looked)
-    router.place("x", REMOTE, rig.situation(500), Targets(1, 0.05), CONFIG)
+    router.place("x", REMOTE, rig.situation(500), Targets(1, 0.05))
     router.scheduled({names[-1]: 256, "stream": 1}, 257)
     assert len(looks) < 8
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.conditional_router import Decision, Situation
 from pullfill.decode_worker.demand import WINDOW_S, DemandMeter
 from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
+from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.snapshot import Demand
 from pullfill.wire import RouterConfig, RouterPolicy
 from tests.support.fakes import FakeClock
@@ -32,8 +32,8 @@ class Rig:
         config: RouterConfig = CONFIG,
         here_s: float = 0.0,
     ) -> None:
-        now = Situation(tokens, 0, prefill_workers=workers)
-        self.meter.decided(now, Decision(remote, reason), config, here_s)
+        now = Situation(tokens, 0, prefill_workers=workers, config=config)
+        self.meter.decided(now, Decision(remote, reason), here_s)
 
     def figures(self, **told: Any) -> Demand:
         asked = {"open_tokens": 0, "rates": [], "pool": 0, "own_rate": 0.0, "kv": 0.0, "seats": 0.0}

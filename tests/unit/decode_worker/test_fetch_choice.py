@@ -10,10 +10,11 @@ import msgspec
 import pytest
 
 from pullfill.decode_worker import prefix_fetch
-from pullfill.decode_worker.conditional_router import Situation
 from pullfill.decode_worker.fetch_rates import SURE
 from pullfill.decode_worker.prefix_fetch import FetchOutcome
+from pullfill.decode_worker.rules import Situation
 from pullfill.wire import RouterPolicy
+from tests.support.fakes import situation
 from tests.support.fetch_rig import LEAST, FetchWorker
 from tests.support.kv_engine import BLOCK
 from tests.support.transfer_rigs import RIGS
@@ -94,9 +95,7 @@ async def test_the_setting_turns_it_off(worker: FetchWorker, asked: list[Any]) -
 async def test_a_prompt_whose_rest_goes_to_a_prefill_worker_is_not_fetched(
     worker: FetchWorker, asked: list[Any]
 ) -> None:
-    worker.context.situation = lambda p, h, i: Situation(
-        p, h, i, prefill_workers=1, queue_available=True
-    )
+    worker.context.situation = lambda r, h: situation(r, h, worker.context)
     worker.config = msgspec.structs.replace(worker.config, policy=RouterPolicy.ALWAYS_REMOTE)
     assert (await look(worker, hint(worker, 10 * BLOCK)))[1]
     assert asked == []
@@ -167,12 +166,12 @@ async def test_prompts_that_wait_for_the_fetch_of_another_cost_a_step_little(
     assert worker.side.decide(first, 0) == (None, False)
     looks, real = 0, worker.context.situation
 
-    def situation(*args: Any) -> Situation:
+    def looked(*args: Any) -> Situation:
         nonlocal looks
         looks += 1
         return real(*args)
 
-    worker.context.situation = situation
+    worker.context.situation = looked
     for _ in range(5):
         assert worker.side.decide(second, 0) == (None, False)
     assert looks == 1

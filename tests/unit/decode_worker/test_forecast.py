@@ -6,28 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from pullfill.decode_worker import forecast as forecasts
-from pullfill.decode_worker.conditional_router import (
-    MAX_TIMEOUT_S,
-    Decision,
-    Forecast,
-    Situation,
-    decide,
-    expected,
-    timeouts,
-)
 from pullfill.decode_worker.forecast import ASSUMED_BYTES_PER_S, ASSUMED_TOKENS_PER_S, Forecaster
+from pullfill.decode_worker.rules import Forecast, timeouts
 from pullfill.prefill_worker.meter import Meter
-from pullfill.wire import Expected, Load, RouterConfig
+from pullfill.wire import Load, RouterConfig
 from tests.support.fakes import FakeClock
 
 BLOCK, BLOCK_BYTES = 16, 1e6
 CONFIG = RouterConfig()
-LONG = Situation(128_000, 0, prefill_workers=1, queue_available=True)
 
 
 def forecaster() -> tuple[Forecaster, FakeClock]:
@@ -104,7 +92,6 @@ def test_with_nothing_measured_prompts_go_out_and_have_time() -> None:
     made, _ = forecaster()
     told = of(made, 128_000, [load(0)], depth=200_000)
     assert (told.wait_s, told.prefill_s, told.write_s) == (0, 0, 0)
-    assert decide(replace(LONG, forecast=told), CONFIG).remote
     seconds = (200_000 + 128_000) / ASSUMED_TOKENS_PER_S
     seconds += 128_000 / BLOCK * BLOCK_BYTES / ASSUMED_BYTES_PER_S
     remote, claim = timeouts(told, CONFIG)
@@ -158,81 +145,6 @@ def test_what_measures_nothing_changes_nothing(blocks: int, seconds: float) -> N
     made, _ = forecaster()
     made.wrote("p", blocks, seconds)
     assert of(made, 16_000, [load(1000)]).write_s == 0
-
-
-# ------------------------------------------------------------------ what the router makes of it
-
-
-@pytest.mark.parametrize(
-    ("forecast", "reason"),
-    [
-        (Forecast(wait_s=10.0), "long_prompt"),
-        (Forecast(wait_s=10.1), "queue_wait"),
-        (Forecast(prefill_s=12.0, write_s=35.0), "long_prompt"),  # 42 GB over 10 Gbit/s
-        (Forecast(prefill_s=12.0, write_s=336.0), "slow_link"),  # over 1 Gbit/s
-        (Forecast(prefill_s=0.1, write_s=2.0), "slow_link"),  # fits in the usual timeout
-        (Forecast(prefill_s=0.1, write_s=0.9), "long_prompt"),  # short ones go on measuring
-        (Forecast(prefill_s=100.0, write_s=20.0), "long_prompt"),  # the computation is slow
-        (Forecast(commit_within_s=MAX_TIMEOUT_S + 1), "slow_link"),
-    ],
-)
-def test_expected_waits_and_slow_links_keep_prompts_here(forecast: Forecast, reason: str) -> None:
-    assert decide(replace(LONG, forecast=forecast), CONFIG).reason == reason
-
-
-def test_the_wait_that_is_accepted_is_a_setting() -> None:
-    now = replace(LONG, forecast=Forecast(wait_s=5.0))
-    assert decide(now, RouterConfig(max_queue_wait_s=4.0)).reason == "queue_wait"
-
-
-@settings(deadline=None)
-@given(
-    st.builds(
-        Forecast,
-        wait_s=st.floats(0, 1e4),
-        prefill_s=st.floats(0, 1e4),
-        write_s=st.floats(0, 1e4),
-        claim_within_s=st.floats(0, 1e5),
-        commit_within_s=st.floats(0, 1e5),
-    ),
-    st.floats(0.1, 3600),
-    st.floats(0.1, 3600),
-)
-def test_deadlines_are_never_below_the_settings(
-    forecast: Forecast, remote_s: float, claim_s: float
-) -> None:
-    config = RouterConfig(remote_timeout_s=remote_s, claim_timeout_s=claim_s)
-    remote, claim = timeouts(forecast, config)
-    assert remote_s <= remote <= MAX_TIMEOUT_S
-    assert claim >= claim_s
-    if decide(replace(LONG, forecast=forecast), config).remote:
-        assert remote >= forecast.commit_within_s, "it has the time that it needs"
-
-
-@pytest.mark.parametrize(
-    "decision",
-    [
-        Decision(True, "long_prompt"),
-        *(Decision(False, r) for r in ("queue_wait", "slow_link", "queue_full", "remote_full")),
-    ],
-    ids=lambda d: d.reason,
-)
-def test_what_a_decision_was_made_on_can_be_shown(decision: Decision) -> None:
-    made = Forecast(
-        wait_s=4.0, prefill_s=2.0, write_s=3.0, claim_within_s=8.0, commit_within_s=40.0
-    )
-    assert expected(replace(LONG, forecast=made), decision, CONFIG) == Expected(
-        queue=4.0, prefill=2.0, kv_write=3.0, claim_timeout=10.0, timeout=40.0
-    )
-    unknown = expected(LONG, decision, CONFIG)
-    assert unknown == Expected(claim_timeout=10.0, timeout=30.0), "not measured, so not 0"
-
-
-@pytest.mark.parametrize("reason", ["short_prompt", "draining", "no_prefill_worker", "lora"])
-def test_other_decisions_were_made_on_no_forecast(reason: str) -> None:
-    assert (
-        expected(replace(LONG, forecast=Forecast(1, 1, 1)), Decision(False, reason), CONFIG) is None
-    )
 
 
 def test_a_small_prompt_keeps_the_timeouts_of_the_settings() -> None:

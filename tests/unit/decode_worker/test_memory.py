@@ -10,10 +10,10 @@ import pytest
 
 from pullfill.decode_worker import descriptors
 from pullfill.decode_worker import memory as decode_memory
-from pullfill.decode_worker.conditional_router import Situation, decide
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.decode_worker.rules import Decision, Situation, decide
 from pullfill.engine.kv import Geometry, total_heads
 from pullfill.errors import IncompatibleError, OverloadedError
 from pullfill.prefill_worker import memory as prefill_memory
@@ -24,6 +24,7 @@ from pullfill.transfer.owners import RankRegion, region_of
 from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv
 from pullfill.wire import RouterConfig
 from pullfill.worker import memory
+from tests.support.fakes import FakeRequest
 from tests.support.transfer_rigs import COMPAT
 
 BLOCKS, HEADS, LAYERS, PAGE = 6, 2, 3, 4096
@@ -47,7 +48,6 @@ def decode_context() -> DecodeContext:
         instance_id="decode-x",
         incarnation="i0",
         router_config=RouterConfig,
-        situation=Situation,
         publish=lambda job: None,
         traces=RequestTraces("decode-x"),
         make_ledger=lambda fences: Ledger(fences, incarnation="i0"),
@@ -61,11 +61,8 @@ def test_decode_worker_with_memory_out_of_reach_prefills_everything_itself() -> 
     assert context.memories == []
     assert context.geometry == Geometry(LAYERS, PAGE, "cuda")
     assert context.ledger is not None
-    now = Situation(5000, 0, "no_transport", prefill_workers=3, queue_available=True)
-    assert (decide(now, RouterConfig()).remote, decide(now, RouterConfig()).reason) == (
-        False,
-        "no_transport",
-    )
+    now = Situation(5000, 0, engine="no_transport", prefill_workers=3, queue_available=True)
+    assert decide(FakeRequest("r", [1]), now) == Decision(False, "no_transport")
     context.ledger.open("j", "r", (1, 2), first_target=0, timeout_s=1)
     assert context.ledger.grant("j", "i0", "writer").grant is None
 

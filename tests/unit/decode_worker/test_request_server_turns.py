@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker import request_server
-from pullfill.decode_worker.conditional_router import Decision, Situation
 from pullfill.decode_worker.frontends import Frontend
+from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import front_wire
 from tests.support.fake_vllm import STOP, Output, Outputs
 from tests.support.request_server_rig import Rig, rigged
@@ -59,7 +59,7 @@ def test_a_large_message_is_never_prepared_on_the_engine_thread(rig: Rig) -> Non
 
 
 def test_the_end_of_a_request_brings_its_trace_in_the_same_message(rig: Rig) -> None:
-    situation = Situation(10, 0, "")
+    situation = Situation(10, 0)
     rig.request_server._traces.decided("r", situation, Decision(False, "short"))
     end = Output("r", [7], finish_reason=STOP)
     rig.request_server.send_outputs({0: Outputs(outputs=[end])})

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.conditional_router import Decision, Situation
 from pullfill.decode_worker.prefix_fetch import FetchOutcome
 from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.errors import Outcome
 from pullfill.runtime import tracing
 from tests.support.fakes import FakeClock

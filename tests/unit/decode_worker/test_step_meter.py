@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.conditional_router import Decision, Situation
 from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.wire import RouterConfig, RouterPolicy
 from tests.support.fakes import FakeClock, FakeRequest
@@ -49,8 +49,8 @@ class Rig:
 
     def local(self, name: str, tokens: int, **fields: Any) -> None:
         request = FakeRequest(name, list(range(tokens)), **fields)
-        now, stays = Situation(tokens, 0), Decision(False, "queue_full")
-        decision = self.meter.place(request, stays, now, self.config)
+        now, stays = Situation(tokens, 0, config=self.config), Decision(False, "queue_full")
+        decision = self.meter.place(request, stays, now)
         self.traces.decided(name, now, decision)
         self.meter.admitted(name, now, stays)
 

@@ -1,0 +1,356 @@
+"""Where a prompt is prefilled, and why.
+
+`decide` walks RULES in order. The first rule that answers has decided, and its name is the reason
+that `pullfill explain` shows. A policy is a rule too. So a new reason is a new function here, and a
+line in RULES.
+
+A rule is a pure function of vLLM's Request and the `Situation`. It answers None if it does not
+mind. Rules run on the engine thread. Arguments and results are msgspec structs, because a frozen
+dataclass takes ten times as long to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import msgspec
+
+from pullfill.engine import features
+from pullfill.wire import MAX_TEXT, Adapter, Expected, RouterConfig, RouterPolicy
+
+PREFIX_HIT = "prefix_hit"
+SELF_CHECK_PENDING = "self_check_pending"
+SELF_CHECK_FAILED = "self_check_failed"
+JOB_TOO_LARGE = "job_too_large"
+PROMPT_TOO_LONG = "prompt_too_long"
+ENOUGH = frozenset({"queue_full", "queue_wait"})
+"""Reasons for a local prefill that a shorter queue would remove."""
+BY_FORECAST = ENOUGH | {"slow_link", "remote_full"}
+"""Reasons for a local prefill although a prefill worker could have taken the job."""
+BY_OUTAGE = frozenset(
+    {
+        "claims_stalled", "no_prefill_worker", "queue_unavailable", SELF_CHECK_FAILED,
+        SELF_CHECK_PENDING,
+    }
+)  # fmt: skip
+"""Reasons for a local prefill that may come from a server that is away."""
+LACK = ENOUGH | {"no_prefill_worker", SELF_CHECK_PENDING, "claims_stalled"}
+"""Reasons for a local prefill that more prefill workers would remove."""
+
+SLOW_TIMES = 3.0
+"""If writing the KV takes this many times as long as computing the prompt, the prefill stays local.
+A local prefill computes as long as a remote one, but delays the streams that run here."""
+SLOW_S = 1.0
+"""A remote prefill whose KV is written within this time is not kept local for a slow link. So short
+prompts measure the link again and again."""
+MAX_TIMEOUT_S = 3600.0
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """How long one remote prefill is expected to take (forecast.py), in seconds. 0: unknown.
+
+    wait_s: in the queue.
+    prefill_s: the computation by a prefill worker.
+    write_s: the writing of the KV, which happens during the computation.
+    claim_within_s, commit_within_s: the least time, from the moment it is queued, that the
+    deadlines for its claim and its commit must allow.
+    """
+
+    wait_s: float = 0.0
+    prefill_s: float = 0.0
+    write_s: float = 0.0
+    claim_within_s: float = 0.0
+    commit_within_s: float = 0.0
+
+
+class Situation(msgspec.Struct, frozen=True):
+    """What this worker knows when it decides about one prompt.
+
+    prompt_tokens: all tokens of the prompt.
+    hit_tokens: its leading tokens that are in the local prefix cache.
+    local_tokens: its last tokens, which this worker always computes itself.
+    config: the router's settings.
+    engine: why this engine exchanges no KV with others. Empty: it does.
+    fell_back: a remote prefill of this request was given up.
+    adapter: the request's LoRA adapter as other workers find it. None: it has none, or none can.
+    takes_features: a prefill worker that pulls takes multimodal inputs.
+    queue_jobs: jobs that wait, without those in work.
+    remote_kv: share of the KV cache that open remote prefills would hold, this one included.
+    claims_stalled: jobs were queued and nobody claimed them (breaker.py).
+    prefill_workers: number of prefill workers that pull and may bring KV.
+    oversize: why no prefill worker can get a prompt of this length. Empty: one can.
+    self_check: why the self-check lets no prefill worker bring KV. Empty: there is no such reason.
+    pullers: instance ids of the prefill workers that pull and are connected.
+    pool: number of prefill workers that pull.
+    ahead_jobs, ahead_tokens: jobs in front of a new one, those in work included, and their tokens
+    that are not computed yet.
+    kv_bytes: bytes of KV that a prefill worker would write.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    local_tokens: int = 1
+    config: RouterConfig = RouterConfig()
+    engine: str = ""
+    fell_back: bool = False
+    adapter: Adapter | None = None
+    takes_features: bool = False
+    prefill_workers: int = 0
+    self_check: str = ""
+    oversize: str = ""
+    queue_available: bool = False
+    claims_stalled: bool = False
+    queue_jobs: int = 0
+    quarantine_full: bool = False
+    remote_kv: float = 0.0
+    draining: bool = False
+    forecast: Forecast = Forecast()
+    pullers: tuple[str, ...] = ()
+    pool: int = 0
+    ahead_jobs: int = 0
+    ahead_tokens: int = 0
+    kv_bytes: float = 0.0
+
+    @property
+    def remote_tokens(self) -> int:
+        """Tokens a prefill worker would compute: all between the hit and `local_tokens`."""
+        return max(0, self.prompt_tokens - self.local_tokens - self.hit_tokens)
+
+    @property
+    def long(self) -> bool:
+        """Whether the prompt is longer beyond the hit than what always stays here."""
+        return self.prompt_tokens - self.hit_tokens > self.config.max_local_prefill_length
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """remote False: prefill here. `reason` is a metric label: a small fixed set of words."""
+
+    remote: bool
+    reason: str
+
+
+Rule = Callable[[Any, Situation], Decision | None]
+
+
+def stays(applies: Callable[[Any, Situation], object]) -> Rule:
+    """Make a rule of a condition: where it holds, the prompt stays, for the condition's name."""
+    here = Decision(False, applies.__name__)
+
+    @wraps(applies)
+    def rule(request: Any, now: Situation) -> Decision | None:
+        return here if applies(request, now) else None
+
+    return rule
+
+
+def decide(request: Any, now: Situation, rules: Sequence[Rule] | None = None) -> Decision:
+    """Where to prefill. request: vLLM's Request. rules: RULES if not given. Pure."""
+    return first(RULES if rules is None else rules, request, now) or Decision(True, "long_prompt")
+
+
+def first(rules: Sequence[Rule], request: Any, now: Situation) -> Decision | None:
+    """Return what the first of these rules says that answers."""
+    for rule in rules:
+        if (decision := rule(request, now)) is not None:
+            return decision
+    return None
+
+
+# ---------------------------------------------------------------- what a request needs
+# A job holds token ids, a LoRA adapter and multimodal inputs. A prompt whose KV depends on more is
+# prefilled here.
+
+
+@stays
+def resumed(request: Any, now: Situation) -> object:
+    return request.num_output_tokens or request.num_preemptions
+
+
+@stays
+def fallback(request: Any, now: Situation) -> object:
+    return now.fell_back
+
+
+@stays
+def prompt_logprobs(request: Any, now: Situation) -> object:
+    # vLLM wants the logits of each token then, and a prefill worker brings KV only.
+    return request.skip_reading_prefix_cache
+
+
+@stays
+def multimodal(request: Any, now: Situation) -> object:
+    if not request.mm_features:
+        return False
+    # vLLM may compute features with an adapter. Nothing shows yet that prefill workers do the same.
+    return (
+        request.lora_request is not None
+        or not now.takes_features
+        or not features.may_go(request.mm_features, now.prompt_tokens - now.local_tokens)
+    )
+
+
+@stays
+def prompt_embeds(request: Any, now: Situation) -> object:
+    return request.prompt_embeds is not None or request.prompt_token_ids is None
+
+
+@stays
+def lora(request: Any, now: Situation) -> object:
+    return request.lora_request is not None and now.adapter is None
+
+
+@stays
+def pooling(request: Any, now: Situation) -> object:
+    return request.pooling_params is not None
+
+
+@stays
+def cache_salt(request: Any, now: Situation) -> object:
+    # The salt is the user's. A job with a longer one would be refused as poison.
+    return request.cache_salt is not None and len(request.cache_salt) > MAX_TEXT
+
+
+def engine(request: Any, now: Situation) -> Decision | None:
+    """Reasons: speculation, kv_groups, no_transport."""
+    return Decision(False, now.engine) if now.engine else None
+
+
+# ---------------------------------------------------------------- length and policy
+
+
+@stays
+def policy_always_local(request: Any, now: Situation) -> object:
+    return now.config.policy is RouterPolicy.ALWAYS_LOCAL
+
+
+@stays
+def prefix_hit(request: Any, now: Situation) -> object:
+    return now.hit_tokens and _short(now)
+
+
+@stays
+def short_prompt(request: Any, now: Situation) -> object:
+    return _short(now)
+
+
+def _short(now: Situation) -> bool:
+    # Length is the policy `conditional`. The others send what has one token for a prefill worker.
+    conditional = now.config.policy is RouterPolicy.CONDITIONAL
+    return now.remote_tokens == 0 or (conditional and not now.long)
+
+
+# ---------------------------------------------------------------- what a remote prefill needs
+
+
+@stays
+def draining(request: Any, now: Situation) -> object:
+    return now.draining
+
+
+@stays
+def queue_unavailable(request: Any, now: Situation) -> object:
+    # It comes before the prefill workers, because while NATS is away nobody pulls either.
+    return not now.queue_available
+
+
+def no_prefill_worker(request: Any, now: Situation) -> Decision | None:
+    """Reasons: its name, self_check_pending, self_check_failed."""
+    if now.prefill_workers:
+        return None
+    return Decision(False, now.self_check or "no_prefill_worker")
+
+
+def oversize(request: Any, now: Situation) -> Decision | None:
+    """Reasons: prompt_too_long, job_too_large."""
+    return Decision(False, now.oversize) if now.oversize else None
+
+
+@stays
+def claims_stalled(request: Any, now: Situation) -> object:
+    return now.claims_stalled
+
+
+@stays
+def quarantine_full(request: Any, now: Situation) -> object:
+    return now.quarantine_full
+
+
+@stays
+def queue_full(request: Any, now: Situation) -> object:
+    return now.queue_jobs >= now.config.max_prefill_queue_size
+
+
+@stays
+def queue_wait(request: Any, now: Situation) -> object:
+    return now.forecast.wait_s > now.config.max_queue_wait_s
+
+
+@stays
+def slow_link(request: Any, now: Situation) -> object:
+    told = now.forecast
+    if told.commit_within_s > MAX_TIMEOUT_S:
+        return True
+    # With the policy `cost` the time of writing is part of a prediction, so it does not decide.
+    slow = 0 < SLOW_TIMES * told.prefill_s < told.write_s
+    return slow and told.write_s > SLOW_S and now.config.policy is not RouterPolicy.COST
+
+
+@stays
+def remote_full(request: Any, now: Situation) -> object:
+    return now.remote_kv > now.config.max_remote_kv_fraction
+
+
+def policy_always_remote(request: Any, now: Situation) -> Decision | None:
+    if now.config.policy is not RouterPolicy.ALWAYS_REMOTE:
+        return None
+    return Decision(True, "policy_always_remote")
+
+
+OF_THE_REQUEST: tuple[Rule, ...] = (
+    resumed, fallback, prompt_logprobs, multimodal, prompt_embeds, lora, pooling, cache_salt,
+    engine,
+)  # fmt: skip
+"""Prompts whose KV no other worker can compute or have. First, as nothing changes that."""
+OF_THE_CLUSTER: tuple[Rule, ...] = (
+    policy_always_local, prefix_hit, short_prompt, draining, queue_unavailable, no_prefill_worker,
+    oversize, claims_stalled, quarantine_full, queue_full, queue_wait, slow_link, remote_full,
+    policy_always_remote,
+)  # fmt: skip
+"""What a prefill worker can take, and is worth it: the policy, then length, then load."""
+RULES = OF_THE_REQUEST + OF_THE_CLUSTER
+
+
+# ---------------------------------------------------------------- what follows from a decision
+
+
+def by_length(now: Situation) -> Decision:
+    """Where to prefill by the length beyond the hit alone. Pure."""
+    if now.long:
+        return Decision(True, "long_prompt")
+    return Decision(False, PREFIX_HIT if now.hit_tokens else "short_prompt")
+
+
+def timeouts(forecast: Forecast, config: RouterConfig) -> tuple[float, float]:
+    """Return (remote, claim): how long a job may take until its commit, and until its claim.
+
+    It gets at least what the settings say, and more if the forecast is longer. Pure."""
+    remote = max(config.remote_timeout_s, forecast.commit_within_s)
+    return min(remote, MAX_TIMEOUT_S), max(config.claim_timeout_s, forecast.claim_within_s)
+
+
+def expected(now: Situation, decision: Decision) -> Expected | None:
+    """Return what `pullfill explain` shows of the forecast. Pure.
+
+    None if the decision did not depend on it."""
+    if not decision.remote and decision.reason not in BY_FORECAST:
+        return None
+    forecast, (remote, claim) = now.forecast, timeouts(now.forecast, now.config)
+    return Expected(
+        queue=forecast.wait_s if forecast.wait_s or forecast.prefill_s else None,
+        prefill=forecast.prefill_s or None,
+        kv_write=forecast.write_s or None,
+        claim_timeout=claim,
+        timeout=remote,
+    )
