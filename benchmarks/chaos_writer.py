@@ -16,7 +16,7 @@ import numpy as np
 
 from pullfill import wire
 from pullfill.errors import ClaimRefused, Fenced, PeerUnavailable, QueueUnavailable
-from pullfill.prefill_worker.control_connections import ControlConnections
+from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.registry.client import EtcdClient
@@ -64,7 +64,7 @@ async def main(etcd_url: str, nats_url: str, namespace: str, name: str) -> None:
     async def nothing(_: wire.WorkerRecord) -> object:
         raise PeerUnavailable("it copies by itself")
 
-    links = ControlConnections(directory, hello, compat, nothing, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
+    links = DecodeLinks(directory, hello, compat, nothing, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
     links.start()
     while True:
         try:

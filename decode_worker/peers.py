@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.ledger_types import GrantView
-from pullfill.net import heartbeat
 from pullfill.net.channel import Channel
+from pullfill.net.peer_link import ping_patience
 from pullfill.wire import Claim, Grant, KvMode, Load
 
 
@@ -51,7 +51,7 @@ class Peer:
         """Return for how many seconds it may say nothing.
 
         silent_s: the same while it asks for things."""
-        return heartbeat.patience(now - self.asked_at, silent_s)
+        return ping_patience(now - self.asked_at, silent_s)
 
     def grant(self, claim: Claim, incarnation: str, grant: GrantView) -> Grant:
         """Make the answer to a claim of this worker."""

@@ -30,8 +30,9 @@ from pullfill.errors import (
     PeerUnavailable,
     PullfillError,
 )
+from pullfill.net.peer_link import ConnectionLost
 from pullfill.prefill_worker import job_spans
-from pullfill.prefill_worker.control_connection import REPLY_S, ConnectionLost, ControlConnection
+from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.job_message import JobMessage, patience
 from pullfill.prefill_worker.pace import Pace
 from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
@@ -68,12 +69,11 @@ class Job:
 
     asyncio_task: runs `run`. The owner sets it.
     succeeded: whether the job was committed. None: it still runs, or others do the rest.
-    connection: the one that brought the grant.
+    connection: the one over which it is claimed, and that brought the grant. None: none yet.
     task: what the engine and the transfer worker do for the attempt, while they do it."""
 
     asyncio_task: asyncio.Task[None]
     job: PrefillJob
-    connection: ControlConnection
     grant: Grant
     _pace: Pace
     _done: asyncio.Future[None]
@@ -84,6 +84,7 @@ class Job:
         self.message = JobMessage(delivery)
         self.succeeded: bool | None = None
         self.task: PrefillTask | None = None
+        self.connection: DecodeLink = None  # type: ignore[assignment]
         self._token_ids: list[int] = []
         self._claim_ms = 0.0
         # Set from the grant until the decode worker is told that the attempt is over.
@@ -144,15 +145,15 @@ class Job:
             runner.budget.claims(self.job_id, job.decode_instance)
         else:
             runner.budget.waits(self.job_id)
-        connection = await runner.connections.find(job.decode_instance)
+        self.connection = await runner.connections.find(job.decode_instance)
         asked = time.monotonic()
         while True:
             self._lost = False
             try:
-                grant = await connection.claim(self.job_id, job.incarnation, delivery.ack_subject)
+                grant = await self.connection.claim(self.job_id, job.incarnation, delivery.ack_subject)
                 break
             except ConnectionLost:
-                connection = await runner.connections.find(job.decode_instance)
+                self.connection = await runner.connections.find(job.decode_instance)
             except ClaimRefused as exc:
                 wait_s = exc.retry_after_s
                 if exc.reason != RefuseReason.HELD.value or wait_s is None:
@@ -168,7 +169,7 @@ class Job:
         self._claim_ms = (time.monotonic() - asked) * 1e3
         _GRANTED.inc()
         failpoints.hit("prefill.after_claim")
-        self.connection, self.grant, self._holds_grant = connection, grant, True
+        self.grant, self._holds_grant = grant, True
         log.about(attempt=grant.attempt)
         job_spans.claimed(self, asked)
 
@@ -212,12 +213,10 @@ class Job:
         if task.mode is KvMode.PULL:
             fence = self._runner.read_grants.open(task)
             reply = await self.connection.commit(
-                lambda rid: task.ready(rid, incarnation, timings, fence), _READ_S
+                lambda rid: task.ready(rid, incarnation, timings, fence), within_s=_READ_S
             )
         else:
-            reply = await self.connection.commit(
-                lambda rid: task.commit(rid, incarnation, timings), REPLY_S
-            )
+            reply = await self.connection.commit(lambda rid: task.commit(rid, incarnation, timings))
         failpoints.hit("prefill.before_ack")
         self.succeeded = reply.ok
         if not reply.ok:
@@ -315,7 +314,7 @@ class Job:
 
     # ------------------------------------------------------------------ what ends it early
 
-    def revoke(self, connection: ControlConnection, revoke: Revoke) -> None:
+    def revoke(self, connection: DecodeLink, revoke: Revoke) -> None:
         """Stop an attempt that the decode worker revokes. Answer once no copy runs."""
         task = self.task
         if self._opening:
@@ -330,17 +329,17 @@ class Job:
             self._runner.read_grants.stop(task)
             self._runner.keep(self._drain(connection, task))
 
-    def connection_lost(self, decode_instance: str) -> None:
-        """A decode worker's connection is lost: end the attempt if it is for this one."""
+    def connection_lost(self, connection: DecodeLink) -> None:
+        """End the attempt if it was granted, or is being claimed, over this connection."""
         under_way = self._opening or self.task is not None
-        if not under_way or self.job.decode_instance != decode_instance:
+        if not under_way or self.connection is not connection:
             return
         if self.task is None:
             self._lost = True
             self._stop_connecting()
         else:
             self.task.cancel()
-            self.task.end(ConnectionLost(f"lost decode worker {decode_instance}"))
+            self.task.end(ConnectionLost(f"lost decode worker {connection.name}"))
 
     def _stop_connecting(self) -> None:
         if self._connecting is not None and not self._connecting.expired():
@@ -426,7 +425,7 @@ class Job:
             self._holds_grant = self._opening = False  # so a late revoke finds nothing
             self.connection.give_up(self.grant, cause, retry=retry)
 
-    async def _drain(self, connection: ControlConnection, task: PrefillTask) -> None:
+    async def _drain(self, connection: DecodeLink, task: PrefillTask) -> None:
         """Answer a revoke as soon as no copy of the task runs."""
         if await task.drained(_QUIET_S):
             connection.send(DrainAck())

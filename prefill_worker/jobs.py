@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pullfill.errors import ClaimRefused, PullfillError
 from pullfill.prefill_worker import job_spans
 from pullfill.prefill_worker.budget import Budget
-from pullfill.prefill_worker.control_connection import ControlConnection
+from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.job import Job
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.self_check_job import TrialDelivery
@@ -28,7 +28,7 @@ from pullfill.snapshot import FLOWS, HeldJob
 from pullfill.wire import RefuseReason, Revoke
 
 if TYPE_CHECKING:
-    from pullfill.prefill_worker.control_connections import ControlConnections
+    from pullfill.prefill_worker.decode_links import DecodeLinks
     from pullfill.prefill_worker.engine import PrefillEngine
 
 _GRANTED_S = 60.0
@@ -53,7 +53,7 @@ class JobRunner:
 
     def __init__(
         self,
-        connections: ControlConnections,
+        connections: DecodeLinks,
         engine: PrefillEngine,
         *,
         heartbeat_s: Callable[[], float],
@@ -158,15 +158,15 @@ class JobRunner:
                 if job.asyncio_task.done():
                     self._ended(job)  # it was cancelled before it began
 
-    def revoked(self, connection: ControlConnection, revoke: Revoke) -> None:
+    def revoked(self, connection: DecodeLink, revoke: Revoke) -> None:
         """Stop an attempt that the decode worker revokes. Answer once no copy runs."""
         if (job := self._jobs.get(revoke.job_id)) is not None:
             job.revoke(connection, revoke)
 
-    def connection_lost(self, connection: ControlConnection) -> None:
+    def connection_lost(self, connection: DecodeLink) -> None:
         """End every attempt that was granted over this connection."""
         for job in self._jobs.values():
-            job.connection_lost(connection.record.instance_id)
+            job.connection_lost(connection)
 
     async def _run(self, job: Job) -> None:
         began = time.monotonic()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pullfill.prefill_worker.control_connection import ControlConnection
+from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import Grant, Progress
 
@@ -25,7 +25,7 @@ class Pace:
 
     timeout_s: how long the attempt may go on without progress after it has made some."""
 
-    def __init__(self, connection: ControlConnection, grant: Grant, timeout_s: float) -> None:
+    def __init__(self, connection: DecodeLink, grant: Grant, timeout_s: float) -> None:
         self._connection, self._grant = connection, grant
         self._still_s = max(grant.deadline_s, timeout_s)
         self._every_s = min(_EVERY_S, grant.deadline_s / _LOOKS)

@@ -22,7 +22,7 @@ worker takes it, because it may be of a decode worker that this one reaches.
 While a decode worker has no KV credit left (credits.py), nothing is pulled, because the next job
 may be of that decode worker. After `patience_s` there is one more pull all the same. So a slow
 decode worker delays the jobs of others by `patience_s` each time. A stopped one does so only once:
-its connection ends after that time of silence (control_connection.py). That writes its credits off.
+its connection ends after that time of silence (decode_links.py). That writes its credits off.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ takes. asyncio thread only.
 
 from __future__ import annotations
 
-from pullfill.prefill_worker.control_connections import ControlConnections
+from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.puller import Puller
 from pullfill.runtime import log
 from pullfill.runtime.health import Health
@@ -17,7 +17,7 @@ logger = log.get("prefill_worker")
 class Pulling:
     """Watches NATS and the engine. Lives as long as the worker."""
 
-    def __init__(self, connections: ControlConnections, puller: Puller, nats: Health) -> None:
+    def __init__(self, connections: DecodeLinks, puller: Puller, nats: Health) -> None:
         self._connections = connections
         self._puller = puller
         self._nats = nats

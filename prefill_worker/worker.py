@@ -25,8 +25,8 @@ from pullfill.ids import new_instance_id
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker import reach, readable_memory
 from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.credits import Credits
+from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.prefill_worker.puller import Puller, budget_of
@@ -216,7 +216,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             self.copiers.add(made)
             return made
 
-        connections = ControlConnections(
+        connections = DecodeLinks(
             self._directory,
             self._hello,
             engine.compat,
@@ -240,7 +240,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         )
         parts.push_async_callback(runner.abandon)
         connections.activity = lambda: (runner.completed, runner.in_flight - runner.waiting)
-        connections.load = lambda: context.meter.load(list(context.tasks.values()))
+        connections.report = lambda: context.meter.load(list(context.tasks.values()))
         if context.concurrency:
             loop = asyncio.get_running_loop()
             context.on_computed = lambda job_id: loop.call_soon_threadsafe(
@@ -269,7 +269,7 @@ class PrefillService(Service):
         self,
         engine: Engine[PrefillContext],
         thread: EngineThread[Any],
-        connections: ControlConnections,
+        connections: DecodeLinks,
         runner: JobRunner,
         puller: Puller,
         credits: Credits,

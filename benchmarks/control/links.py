@@ -1,6 +1,6 @@
 """Measures the control connections of n idle decode workers and n idle prefill workers.
 
-Each worker is only its real `ControlServer` or `ControlConnections`, over TCP. All of one size
+Each worker is only its real `ControlServer` or `DecodeLinks`, over TCP. All of one size
 share one process and one event loop, because 512 worker processes did not fit into memory. The
 figures are shares of that process. The part `idle` measures whole workers.
 """
@@ -25,8 +25,7 @@ from msgspec.structs import replace
 from benchmarks import machine
 from benchmarks.report import Row, row
 from pullfill.config import STANDING_LINKS
-from pullfill.prefill_worker.control_connections import ControlConnections
-from pullfill.prefill_worker.standing import LEAST
+from pullfill.prefill_worker.decode_links import LEAST, DecodeLinks
 from pullfill.wire import Hello
 from tests.support.control_rig import Decode, until
 from tests.support.handoff_directory import FakeDirectory
@@ -67,7 +66,7 @@ async def keep(workers: int, rest_s: float, idle_s: float) -> Kept:
         for links in prefill:
             stack.push_async_callback(links.close)
             links.start()
-        wanted = sum(len(links._standing.wanted()) for links in prefill)
+        wanted = sum(len(links.standing) for links in prefill)
         peers = [server.server.peers for server in decode]
         await until(lambda: sum(map(len, peers)) == wanted, START_S)
         await asyncio.sleep(rest_s)
@@ -84,12 +83,12 @@ async def keep(workers: int, rest_s: float, idle_s: float) -> Kept:
         )
 
 
-def _links(directory: Any, name: str) -> ControlConnections:
+def _links(directory: Any, name: str) -> DecodeLinks:
     async def nothing(_: Any) -> Any:
         raise AssertionError("nothing is moved")
 
     hello = Hello(prefill_instance=name, compat=COMPAT.hash())
-    return ControlConnections(directory, hello, COMPAT, nothing, lambda *_: None, lambda *_: None)
+    return DecodeLinks(directory, hello, COMPAT, nothing, lambda *_: None, lambda *_: None)
 
 
 def _sockets() -> int:
@@ -139,7 +138,7 @@ def run(sizes: Sequence[int], options: argparse.Namespace, quiet: machine.OtherL
     for size in sizes:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, context) as pool, quiet.window([os.getpid()]):
-            # After this time unused links send Heartbeat less often (alive.py).
+            # After this time unused links send Heartbeat less often (peer_link.py).
             kept = pool.submit(measure, size, 15.0, options.idle).result()
         found += rows_of(size, kept)
     return found

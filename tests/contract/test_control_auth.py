@@ -69,7 +69,7 @@ async def test_large_messages_are_sealed_in_order_and_not_on_the_loop(
 
     monkeypatch.setattr(Seal, "of_next", of_next)
     prefill = Prefill(locked, key=KEY)
-    prefill.link._on_trial = told.append
+    prefill.links.on_trial = told.append
     try:
         await prefill.link.wait_up(10)
         for job_id, inputs in (("j", bytes(8 << 20)), ("k", b"")):

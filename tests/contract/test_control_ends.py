@@ -12,7 +12,7 @@ import pytest
 
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.errors import Outcome, PeerUnavailable
-from pullfill.prefill_worker.control_connection import ControlConnection
+from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.runtime.lanes import Pool
 from pullfill.wire import Claim, Grant, Hello, Welcome
 from tests.support import framing
@@ -95,15 +95,8 @@ async def test_an_unanswered_claim_fails_when_the_connection_breaks(decode: Deco
         writer.close()
 
     prefill = Prefill(decode)
-    await prefill.link.close()
     async with listening(silent) as (host, port):
-        prefill.link = ControlConnection(
-            decode.record(f"tcp://{host}:{port}"),
-            hello(),
-            prefill._no_transfer_worker,
-            lambda *_: None,
-            prefill._lost,
-        )
+        prefill.link = prefill.move(decode.record(f"tcp://{host}:{port}"))
         await prefill.link.wait_up(10)
         with pytest.raises(PeerUnavailable, match="lost"):
             await asyncio.wait_for(prefill.claim(), 10)
@@ -130,14 +123,14 @@ async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any) -> None
 async def test_a_grant_that_comes_with_the_cancellation_is_handed_back(
     decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dispatch = ControlConnection._dispatch
+    dispatch = DecodeLink._on_message
     asking: list[asyncio.Future[Grant]] = []
 
-    def dispatch_and_cancel(link: ControlConnection, message: Any) -> None:
+    def dispatch_and_cancel(link: DecodeLink, message: Any) -> None:
         dispatch(link, message)
         asking[0].cancel()
 
-    monkeypatch.setattr(ControlConnection, "_dispatch", dispatch_and_cancel)
+    monkeypatch.setattr(DecodeLink, "_on_message", dispatch_and_cancel)
     prefill = await connect()
     decode.open()
     asking.append(asyncio.ensure_future(prefill.claim()))

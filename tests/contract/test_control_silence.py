@@ -8,13 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pullfill.decode_worker.breaker import STALLS
 from pullfill.errors import ClaimRefused, Outcome, PeerUnavailable
-from pullfill.net import frames, heartbeat
-from pullfill.runtime import timer_grid
+from pullfill.net import frames, peer_link
 from pullfill.wire import Claim, GiveUp, Grant
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, hello, raw_decode, until
@@ -43,7 +40,7 @@ async def test_a_silent_worker_is_gone_and_its_job_served_here() -> None:
 
 
 async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.1)
+    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.1)
     decode = Decode(silent_s=0.5)
     await decode.server.start("127.0.0.1")
     prefill = Prefill(decode)
@@ -57,39 +54,11 @@ async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -
         await decode.server.stop()
 
 
-async def test_a_link_that_nobody_uses_says_less_often_that_it_lives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Half as often. A busy machine wakes it late, so it may say it less often still."""
-    every_s, real, pauses = 0.06, heartbeat.due, set[float]()
-    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", every_s)
-
-    def due(said: float, asked: float, pause_s: float) -> float:
-        pauses.add(pause_s)
-        return real(said, asked, pause_s)
-
-    monkeypatch.setattr("pullfill.net.heartbeat.due", due)
-    for unused_s, pause_s in ((0.0, 2 * every_s), (1e9, every_s)):
-        monkeypatch.setattr("pullfill.net.heartbeat.UNUSED_S", unused_s)
-        pauses.clear()
-        async with raw_decode() as decode:
-            prefill = Prefill(Decode(), address=decode.address)
-            began = asyncio.get_running_loop().time()
-            await prefill.link.wait_up(5.0)
-            await until(lambda: decode.beats[0] > 6)
-            took = asyncio.get_running_loop().time() - began
-            assert pauses == {pause_s}
-            # The first comes at once and the second at any time, then one each pause.
-            assert took > 4.9 * pause_s
-            assert prefill.lost == 0
-            await prefill.link.close()
-
-
 async def test_a_link_that_is_used_all_the_time_need_not_say_that_it_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Questions and answers say it; when they end, it is said again."""
-    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.1)
+    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.1)
     async with raw_decode() as decode:
         prefill = Prefill(Decode(), address=decode.address)
         await prefill.link.wait_up(5.0)
@@ -106,7 +75,7 @@ async def test_a_link_that_is_used_all_the_time_need_not_say_that_it_lives(
 async def test_who_asks_all_the_time_is_not_taken_for_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.1)
+    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.1)
     decode = Decode(silent_s=0.5)
     await decode.server.start("127.0.0.1")
     prefill = Prefill(decode)
@@ -131,7 +100,7 @@ async def test_a_worker_that_asks_for_nothing_may_miss_as_many_beats(
 ) -> None:
     """Both fall silent at once; the one that says it lives every other time only is let go of
     later, and is let go of."""
-    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.4)
+    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.4)
     decode = Decode(silent_s=0.3)
     await decode.server.start("127.0.0.1")
     raws = [
@@ -154,48 +123,14 @@ async def test_a_worker_that_asks_for_nothing_may_miss_as_many_beats(
         await decode.server.stop()
 
 
-async def test_so_may_a_decode_worker_that_is_asked_for_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first beat that is not answered does not end the link; a later one does."""
-    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.15)
-    monkeypatch.setattr("pullfill.net.heartbeat.UNUSED_S", 0.0)
-    async with raw_decode(answers=False) as decode:
-        prefill = Prefill(Decode(), address=decode.address, silent_s=1.95 * 0.15)
-        await until(lambda: prefill.lost)
-        assert decode.beats[0] > 1
-        await prefill.link.close()
-
-
 @pytest.mark.parametrize(
     ("unasked_s", "pause", "patience"), [(2.9, 1, 5), (3.0, 2, 6), (9.9, 2, 6), (10.0, 4, 8)]
 )
 def test_a_stall_of_four_seconds_is_forgiven(
     unasked_s: float, pause: float, patience: float
 ) -> None:
-    assert heartbeat.pause(unasked_s) == pause
-    assert heartbeat.patience(unasked_s) == patience
-
-
-@given(
-    st.floats(0.0, 1e6),
-    st.floats(-30.0, 30.0),
-    st.sampled_from([heartbeat.pause(0), heartbeat.pause(5), heartbeat.pause(1e9)]),
-)
-def test_it_is_said_again_never_later_than_a_pause(said: float, since: float, pause: float) -> None:
-    asked = max(0.0, said + since)
-    due = heartbeat.due(said, asked, pause)
-    assert said < due <= max(said, asked) + pause
-    if pause == heartbeat.pause(0):
-        assert due >= max(said, asked) + 0.7 * pause, "a question stands for it"
-
-
-def test_over_unused_links_it_is_said_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timer_grid, "_phase", 0.0)
-    pause = heartbeat.pause(1e9)
-    assert (
-        len({heartbeat.due(100 * pause + said, 0.0, pause) for said in (0.01, 0.5, 1.1, 1.9)}) == 1
-    )
+    assert peer_link.ping_pause(unasked_s) == pause
+    assert peer_link.ping_patience(unasked_s) == patience
 
 
 async def test_a_fresh_link_is_used() -> None:
@@ -210,7 +145,7 @@ async def test_a_fresh_link_is_used() -> None:
             await until(lambda: decode.server.prefill_workers == 1)
             now = asyncio.get_running_loop().time()
             (peer,) = decode.server.peers.values()
-            assert heartbeat.pause(now - prefill.link._asked_at) == heartbeat.pause(0.0)
+            assert peer_link.ping_pause(now - prefill.link._asked_at) == peer_link.ping_pause(0.0)
             assert peer.patience(now, 5.0) == 5.0
             prefill.link._asked_at = -1e9
             peer.channel.abort()
@@ -224,7 +159,7 @@ async def test_a_silent_decode_worker_is_let_go_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stopped decode worker keeps its connection too: what waits for it would wait for ever."""
-    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.05)
     closed: list[int] = []
 
     async def opened(_: object) -> Any:
@@ -260,14 +195,14 @@ async def test_a_worker_that_pulls_nothing_for_now_is_not_counted() -> None:
     try:
         await prefill.link.wait_up(5.0)
         decode.open()
-        prefill.link.pause("its engine takes no steps")
+        prefill.links.pause("its engine takes no steps")
         await until(lambda: decode.server.prefill_workers == 0)
         await until(lambda: decode.ledger.open_jobs == 0)
         (settled,) = decode.settled()
         assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
         said = "prefill-1 pulls no jobs: its engine takes no steps"
         assert decode.server.peers.not_pulling == [said]
-        prefill.link.pause("")
+        prefill.links.pause("")
         await until(lambda: decode.server.prefill_workers == 1)
         assert prefill.lost == 0
     finally:
@@ -281,7 +216,7 @@ async def test_claims_that_time_out_beside_a_busy_prefill_worker(
 ) -> None:
     """Two prefill workers are busy for others. So this decode worker queues nothing more for now,
     and one more job as soon as one of them says that it is not busy any more."""
-    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 0.03)
+    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.03)
     monkeypatch.setattr("pullfill.decode_worker.breaker.PAUSE_S", (3600.0, 3600.0))
     decode = Decode()
     await decode.server.start("127.0.0.1")
@@ -290,13 +225,13 @@ async def test_claims_that_time_out_beside_a_busy_prefill_worker(
     try:
         for prefill in prefills:
             await prefill.link.wait_up(5.0)
-            prefill.link.activity = lambda: (next(completed), int(how == "computes"))
+            prefill.links.activity = lambda: (next(completed), int(how == "computes"))
         await until(lambda: all(peer.busy for peer in decode.server.peers.values()))
         for number in range(STALLS):
             decode.open(f"j{number}", timeout_s=0.15)
             await until(lambda: decode.ledger.open_jobs == 0)
         assert decode.ledger.claims.stalled
-        prefills[0].link.activity = lambda: (0, 0)
+        prefills[0].links.activity = lambda: (0, 0)
         await until(lambda: not decode.ledger.claims.stalled)
     finally:
         for prefill in prefills:
@@ -329,7 +264,7 @@ async def test_a_job_the_last_worker_hands_back_while_it_leaves_is_served_here(
         decode.open()
         slot = decode.fences.valid((await prefill.claim()).fence)
         slot.holders += writing
-        prefill.link.leave()
+        prefill.links.leave()
         await until(lambda: decode.server.prefill_workers == 0)
         assert decode.settled() == [], "what was granted may end"
         prefill.link.send(GiveUp(job_id="j", attempt=1, incarnation="i0", cause="x", retry=True))

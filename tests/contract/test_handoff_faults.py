@@ -174,7 +174,7 @@ async def test_a_draining_decode_worker_gets_what_was_granted(tmp_path: Path) ->
         assert decode.right(late)
         await cluster.check_clean()
         await decode.control.stop()
-        await until(lambda: not prefill.links._connections)
+        await until(lambda: not prefill.links.links)
 
 
 async def test_a_draining_prefill_worker_is_waited_for_only_with_what_it_was_granted(

@@ -18,7 +18,7 @@ from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, unt
 
 
 def idle_after(prefill: PrefillHalf, decode: DecodeHalf, seconds: float) -> Any:
-    shared = prefill.links._connections[decode.name].transfer
+    shared = prefill.links.links[decode.name].transfer
     shared._idle._after_s = seconds
     return shared
 
@@ -117,7 +117,7 @@ async def test_a_fleet_keeps_no_connection_or_thread_for_pairs(
             for prefill in prefills:
                 for decode in decodes:
                     idle_after(prefill, decode, 0.02)
-                    link = prefill.links._connections[decode.name]
+                    link = prefill.links.links[decode.name]
                     jobs.enter_context(link.transfer.held())
                     await link.transfer.get()
             assert [owner.connections for owner in owners] == [3, 3, 3]

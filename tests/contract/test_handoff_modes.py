@@ -171,7 +171,7 @@ async def test_pull_from_a_worker_that_dies_is_read_to_the_end(tmp_path: Path) -
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         served, faults = await reading(decode, prefill)
         await prefill.puller.stop()
-        for link in prefill.links._connections.values():
+        for link in prefill.links.links.values():
             link.retired = True
             assert link._channel is not None
             link._channel.abort()

@@ -12,7 +12,7 @@ import pytest
 
 from pullfill.errors import BadMessage
 from pullfill.net import frames
-from pullfill.prefill_worker import control_connections, job_message
+from pullfill.prefill_worker import job_message
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.wire import PrefillJob, WorkerRecord, encode, u32
@@ -31,7 +31,7 @@ class SlowMover:
 
     def __init__(self, prefill: PrefillHalf) -> None:
         self.asked, self.go = asyncio.Event(), asyncio.Event()
-        (link,) = prefill.links._connections.values()
+        (link,) = prefill.links.links.values()
         self._real = link.transfer._open
         link.transfer._open = self._open  # type: ignore[method-assign]
 
@@ -88,7 +88,7 @@ async def cut_off(
     record: WorkerRecord | None = None,
 ) -> PrefillHalf:
     """A prefill worker that knows a decode worker which it cannot reach."""
-    monkeypatch.setattr(control_connections, "_APPEAR_S", 0.01)
+    cluster.links["appear_s"] = 0.01
     record = record or cluster.directory.members["decode-1"]
     cluster.directory.put(msgspec.structs.replace(record, control=nowhere))
     url = cluster.server and cluster.server.url
@@ -178,7 +178,7 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
     async with Cluster(tmp_path, timeout_s=2.0) as cluster:
         cut, fine = await cluster.decode("decode-1"), await cluster.decode("decode-2")
         prefill = await cluster.prefill()
-        prefill.links._connections["decode-1"].transfer._open = nonsense  # type: ignore[method-assign]
+        prefill.links.links["decode-1"].transfer._open = nonsense  # type: ignore[method-assign]
         lost = [cut.send(prompt(20 + i)) for i in range(6)]
         served = fine.send(prompt(30))
         await settled(*lost, served)

@@ -138,7 +138,7 @@ async def test_a_link_that_goes_silent_under_a_claim_leaves_the_job_to_another_w
         decode, holder = await cluster.decode(), await cluster.prefill(pull=False)
         other = await cluster.prefill(pull=False)
         cut_off(decode, holder, granted)
-        (link,) = holder.links._connections.values()
+        (link,) = holder.links.links.values()
         link._silent_s = 1.0
         served = decode.send(prompt(30))
         holder.puller.start()
@@ -184,7 +184,7 @@ async def test_a_job_that_comes_back_to_the_worker_that_lost_its_link_runs_again
         asyncio.get_running_loop().call_later(0.2, real, link)
         lost.set()
 
-    holder.links._connections[decode.name]._on_lost = late
+    holder.links.on_lost = late
     (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
     peer.channel.abort()
     await asyncio.wait_for(lost.wait(), 10)
@@ -262,7 +262,7 @@ async def test_an_unreadable_frame_ends_the_control_connection(
     decode, holder, other, served, faults = await a_writer_at_work(cluster)
     await holder.puller.stop()
     (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
-    (link,) = holder.links._connections.values()
+    (link,) = holder.links.links.values()
     channel = link._channel if to == "decode" else peer.channel
     assert channel is not None
     channel._transport.write(struct.pack("<I", sealed_length) + b"\xc1" * sealed_length)

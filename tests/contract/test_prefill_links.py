@@ -16,12 +16,10 @@ from msgspec.structs import replace
 from pullfill.errors import PeerUnavailable
 from pullfill.net.channel import FIRST_FRAME, HELLO_FRAME
 from pullfill.net.security import ClusterKey
-from pullfill.prefill_worker import control_connections as links_module
-from pullfill.prefill_worker.control_connection import ControlConnection
-from pullfill.prefill_worker.control_connections import ControlConnections
+from pullfill.prefill_worker.decode_links import DecodeLink, DecodeLinks
 from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
 from pullfill.transfer.shm.files import ShmEndpoint
-from pullfill.wire import Hello, encode
+from pullfill.wire import Hello, WorkerRecord, encode
 from tests.support.control_rig import Decode, until
 from tests.support.handoff_directory import FakeDirectory
 from tests.support.listening import listening
@@ -50,10 +48,17 @@ async def no_transfer_worker(_: Any) -> Any:
     raise AssertionError("nothing is moved")
 
 
-def link_to(decode: Decode, hello: Hello, key: ClusterKey | None) -> ControlConnection:
-    return ControlConnection(
-        decode.record(), hello, no_transfer_worker, lambda *_: None, lambda *_: None, key
-    )
+def link_to(record: WorkerRecord, hello: Hello, **more: Any) -> DecodeLink:
+    directory: Any = FakeDirectory()
+    directory.put(replace(record, compat=COMPAT))
+    more = {
+        "open_transfer_worker": no_transfer_worker,
+        "on_revoke": lambda *_: None,
+        "on_lost": lambda *_: None,
+    } | more
+    links = DecodeLinks(directory, hello, COMPAT, **more)
+    links.start()
+    return links.links[record.instance_id]
 
 
 @pytest.mark.parametrize("key", [None, ClusterKey(b"k" * 32)], ids=["plain", "sealed"])
@@ -64,7 +69,7 @@ async def test_the_memory_of_many_ranks_fits_a_greeting(
     assert len(encode(hello)) > 2 * FIRST_FRAME
     decode = Decode(key=key)
     await decode.server.start("127.0.0.1")
-    link = link_to(decode, hello, key)
+    link = link_to(decode.record(), hello, key=key)
     try:
         await link.wait_up(10)
     finally:
@@ -78,7 +83,7 @@ async def test_a_greeting_that_nobody_takes_is_told_to_people(
     hello = replace(greeting(tmp_path, 1), computes="x" * HELLO_FRAME)
     decode = Decode()
     await decode.server.start("127.0.0.1")
-    link = link_to(decode, hello, None)
+    link = link_to(decode.record(), hello)
     try:
         await until(lambda: "our Hello has" in caplog.text)
         assert caplog.records[-1].levelno == logging.WARNING
@@ -97,9 +102,7 @@ async def test_a_greeting_without_an_answer_is_told_to_people(
 
     async with listening(hang_up) as (host, port):
         record = Decode().record(f"tcp://{host}:{port}")
-        link = ControlConnection(
-            record, greeting(tmp_path, 1), no_transfer_worker, lambda *_: None, lambda *_: None
-        )
+        link = link_to(record, greeting(tmp_path, 1))
         try:
             await until(lambda: "without a welcome" in caplog.text)
             assert caplog.records[-1].levelno == logging.WARNING
@@ -119,8 +122,8 @@ async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path:
     decode = Decode()
     await decode.server.start("127.0.0.1")
     lost: list[object] = []
-    link = ControlConnection(
-        decode.record(), greeting(tmp_path, 1), opened, lambda *_: None, lost.append
+    link = link_to(
+        decode.record(), greeting(tmp_path, 1), open_transfer_worker=opened, on_lost=lost.append
     )
     try:
         await link.wait_up(10)
@@ -142,15 +145,16 @@ async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path:
 
 @asynccontextmanager
 async def following(
-    tmp_path: Path,
-) -> AsyncIterator[tuple[ControlConnections, FakeDirectory, Decode]]:
-    """ControlConnections that follow a directory, and a decode worker that listens."""
+    tmp_path: Path, **more: float
+) -> AsyncIterator[tuple[DecodeLinks, FakeDirectory, Decode]]:
+    """DecodeLinks that follow a directory, and a decode worker that listens."""
     decode, directory = Decode(), FakeDirectory()
     await decode.server.start("127.0.0.1")
     seen: Any = directory
-    links = ControlConnections(
-        seen, greeting(tmp_path, 1), COMPAT, no_transfer_worker, lambda *_: None, lambda *_: None
-    )
+    links = DecodeLinks(
+        seen, greeting(tmp_path, 1), COMPAT, no_transfer_worker, lambda *_: None,
+        lambda *_: None, **more,  # type: ignore[arg-type]
+    )  # fmt: skip
     links.start()
     try:
         yield links, directory, decode
@@ -195,7 +199,7 @@ async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one(tmp_pat
         await until(lambda: links.connected == ["decode-1"])
         directory.remove("decode-1")
         decode.server.dismiss()
-        await until(lambda: not decode.server.peers and not links._connections)
+        await until(lambda: not decode.server.peers and not links.links)
         directory.put(replace(record, incarnation="i1"))
         await until(lambda: links.connected == ["decode-1"])
 
@@ -215,7 +219,7 @@ async def test_a_key_that_goes_and_comes_back_at_once_has_its_link(tmp_path: Pat
         directory.remove("decode-1")
         for peer in list(decode.server.peers.values()):
             peer.channel.close()
-        await until(lambda: not links._connections)
+        await until(lambda: not links.links)
 
 
 async def test_a_link_whose_key_came_back_ends_with_us(tmp_path: Path) -> None:
@@ -229,16 +233,12 @@ async def test_a_link_whose_key_came_back_ends_with_us(tmp_path: Path) -> None:
         assert links.connected == ["decode-1"], "what was granted over it goes on"
         await links.close()
         await asyncio.sleep(0.05)
-        assert not links._connections
+        assert not links.links
 
 
-async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for(tmp_path: Path) -> None:
     """In doubt, when etcd does not answer, it may still be there; back again, it is found."""
-    for name in ("_APPEAR_S", "_UNKNOWN_S"):
-        monkeypatch.setattr(links_module, name, 3600.0)
-    async with following(tmp_path) as (links, directory, decode):
+    async with following(tmp_path, appear_s=3600.0, unknown_s=3600.0) as (links, directory, decode):
         nobody = replace(decode.record("tcp://127.0.0.1:1"), compat=COMPAT)
         directory.put(nobody)
         async with asyncio.timeout(10):
@@ -247,7 +247,7 @@ async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for(
             directory.remove("decode-1")
             with pytest.raises(PeerUnavailable, match=r"left|does not answer"):
                 await links.find("decode-1")
-            await until(lambda: not links._connections)
+            await until(lambda: not links.links)
             with pytest.raises(PeerUnavailable, match="left the directory"):
                 await links.find("decode-1")
             assert not links.knows("decode-1")

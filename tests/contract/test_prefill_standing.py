@@ -12,12 +12,10 @@ import pytest
 from msgspec.structs import replace
 
 from pullfill.errors import PeerUnavailable
-from pullfill.net import heartbeat
+from pullfill.net import peer_link
 from pullfill.prefill_worker import budget
-from pullfill.prefill_worker import control_connection as link_module
-from pullfill.prefill_worker.control_connection import ControlConnection
-from pullfill.prefill_worker.control_connections import ControlConnections
-from pullfill.prefill_worker.standing import LEAST
+from pullfill.prefill_worker import decode_links as links_module
+from pullfill.prefill_worker.decode_links import LEAST, DecodeLink, DecodeLinks
 from pullfill.wire import Hello, WorkerRecord, WorkerState
 from tests.support.control_rig import Decode, until
 from tests.support.handoff_decode import COMPATIBLE, DecodeHalf
@@ -30,8 +28,8 @@ SOON_S = 0.05
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ControlConnections check every 20 ms whether they are idle, not every second."""
-    monkeypatch.setattr(heartbeat, "pause", lambda unasked_s: 0.02)
+    """DecodeLinks check every 20 ms whether they are idle, not every second."""
+    monkeypatch.setattr(peer_link, "ping_pause", lambda unasked_s: 0.02)
 
 
 def prefill_record(name: str, state: WorkerState = WorkerState.READY) -> WorkerRecord:
@@ -44,9 +42,7 @@ def prefill_record(name: str, state: WorkerState = WorkerState.READY) -> WorkerR
 class Fleet:
     """Decode workers that listen, and the links of prefill workers."""
 
-    def __init__(
-        self, decode: list[Decode], prefill: dict[str, ControlConnections], seen: FakeDirectory
-    ):
+    def __init__(self, decode: list[Decode], prefill: dict[str, DecodeLinks], seen: FakeDirectory):
         self.decode, self.prefill, self.directory = decode, prefill, seen
 
     @property
@@ -56,7 +52,7 @@ class Fleet:
     @property
     def settled(self) -> bool:
         """Whether both ends have exactly the standing connections."""
-        wanted = {name: links._standing.wanted() for name, links in self.prefill.items()}
+        wanted = {name: links.standing for name, links in self.prefill.items()}
         return self.sockets == sum(map(len, wanted.values())) and all(
             links.connected == sorted(wanted[name]) for name, links in self.prefill.items()
         )
@@ -78,7 +74,7 @@ async def fleet(decode: int, prefill: int, most: int, idle_s: float = 60.0) -> A
         for name in [f"prefill-{n}" for n in range(prefill)]:
             directory.put(prefill_record(name))
             hello = Hello(prefill_instance=name, compat=COMPAT.hash())
-            found[name] = ControlConnections(
+            found[name] = DecodeLinks(
                 directory, hello, COMPAT, no_transfer_worker, lambda *_: None, lambda *_: None,
                 most=most, idle_s=idle_s,
             )  # fmt: skip
@@ -148,8 +144,8 @@ async def test_a_decode_worker_that_left_is_tried_once(monkeypatch: pytest.Monke
         workers.directory.remove(dead.name)
         with pytest.raises(PeerUnavailable, match="does not answer"):
             await links.find(dead.name)
-        await until(lambda: dead.name not in links._connections)
-        monkeypatch.setattr(link_module, "ControlConnection", None)
+        await until(lambda: dead.name not in links.links)
+        monkeypatch.setattr(links_module, "DecodeLink", None)
         with pytest.raises(PeerUnavailable, match="left the directory"):
             await links.find(dead.name)
 
@@ -160,10 +156,10 @@ async def test_an_unreachable_decode_worker_is_forgotten_when_idle(quick: None) 
         for number in range(8):
             nobody = Decode(name=f"decode-{number}").record("tcp://127.0.0.1:1")
             workers.directory.put(replace(nobody, compat=COMPAT))
-        far = next(f"decode-{n}" for n in range(8) if f"decode-{n}" not in links._connections)
+        far = next(f"decode-{n}" for n in range(8) if f"decode-{n}" not in links.links)
         with pytest.raises(PeerUnavailable, match="does not answer"):
             await links.find(far)
-        await until(lambda: far not in links._connections)
+        await until(lambda: far not in links.links)
         with pytest.raises(PeerUnavailable, match="does not answer"):
             await links.find(far)
 
@@ -199,7 +195,7 @@ async def test_a_job_brings_its_connection_and_leaves_none(tmp_path: Path, quick
             await serve(decode, seed)
             assert decode.name in prefill.links.connected
             await until(lambda: len(decode.control.peers) == 1)
-            await until(lambda: decode.name not in prefill.links._connections)
+            await until(lambda: decode.name not in prefill.links.links)
         assert (prefill.runner.completed, prefill.runner.failed) == (3, 0)
         await cluster.check_clean()
 
@@ -207,10 +203,10 @@ async def test_a_job_brings_its_connection_and_leaves_none(tmp_path: Path, quick
 async def test_no_job_fails_though_links_are_closed_all_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "pause", lambda unasked_s: 0.001)
+    monkeypatch.setattr(peer_link, "ping_pause", lambda unasked_s: 0.001)
     async with far_apart(tmp_path) as (cluster, decode, prefill):
-        prefill.links._idle_s = 0.0
-        made: list[ControlConnection] = []
+        prefill.links.idle_s = 0.0
+        made: list[DecodeLink] = []
         connect = prefill.links._open
         monkeypatch.setattr(
             prefill.links, "_open", lambda *args: made.append(connect(*args)) or made[-1]
@@ -240,7 +236,7 @@ async def test_a_link_stays_while_its_job_runs(tmp_path: Path, quick: None) -> N
         await asyncio.sleep(10 * SOON_S)
         assert prefill.links.is_up(decode.name), "its copy is not proved quiet"
         faults.resume()
-        await until(lambda: decode.name not in prefill.links._connections)
+        await until(lambda: decode.name not in prefill.links.links)
         await cluster.check_clean()
 
 

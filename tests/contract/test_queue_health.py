@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from nats.aio.client import Client
 
 from pullfill.errors import PeerUnavailable, PullfillError, QueueUnavailable
-from pullfill.prefill_worker.control_connections import ControlConnections
+from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.pulling import Pulling
 from pullfill.queue import nats_connection, streams
 from pullfill.queue.contract import QueueConfig
@@ -174,7 +174,7 @@ async def test_a_prefill_worker_that_cannot_pull_says_so_at_once(
     ends: Ends, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not with the next Heartbeat, which never comes here. Back again, it counts again."""
-    monkeypatch.setattr("pullfill.net.heartbeat.ALIVE_INTERVAL_S", 3600.0)
+    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 3600.0)
     decode, directory = Decode(silent_s=3600.0), FakeDirectory()
     await decode.server.start("127.0.0.1")
     seen: Any = directory
@@ -182,7 +182,7 @@ async def test_a_prefill_worker_that_cannot_pull_says_so_at_once(
     async def no_transfer_worker(_: Any) -> Any:
         raise PeerUnavailable("this test moves nothing")
 
-    links = ControlConnections(
+    links = DecodeLinks(
         seen, hello("prefill-1"), COMPAT, no_transfer_worker, lambda *_: None, lambda *_: None
     )
     links.start()

@@ -15,7 +15,7 @@ from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.net.security import ClusterKey
-from pullfill.prefill_worker.control_connection import ControlConnection
+from pullfill.prefill_worker.decode_links import DecodeLink, DecodeLinks
 from pullfill.runtime.lifecycle import end
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import (
@@ -36,6 +36,7 @@ from pullfill.wire import (
     WorkerState,
 )
 from tests.support import framing
+from tests.support.handoff_directory import FakeDirectory
 from tests.support.transfer_rigs import COMPAT
 
 BLOCKS = (0, 5, 6)
@@ -116,20 +117,29 @@ class Prefill:
     ) -> None:
         self.revokes: list[Revoke] = []
         self.lost = 0
-        self.link = ControlConnection(
-            decode.record(address),
+        self.directory = FakeDirectory()
+        self.links = DecodeLinks(
+            self.directory,  # type: ignore[arg-type]
             hello(name, compat),
+            COMPAT,
             open_transfer_worker or self._no_transfer_worker,
             lambda _, revoke: self.revokes.append(revoke),
             self._lost,
             key,
-            silent_s,
+            silent_s=silent_s,
         )
+        self.links.start()
+        self.link = self.move(decode.record(address))
+
+    def move(self, record: WorkerRecord) -> DecodeLink:
+        """The directory says where the decode worker is now."""
+        self.directory.put(msgspec.structs.replace(record, compat=COMPAT))
+        return self.links.links[record.instance_id]
 
     async def _no_transfer_worker(self, record: WorkerRecord) -> Any:
         raise PeerUnavailable("this test moves nothing")
 
-    def _lost(self, link: ControlConnection) -> None:
+    def _lost(self, link: DecodeLink) -> None:
         self.lost += 1
 
     async def claim(self, job_id: str = "j", incarnation: str = "i0") -> Grant:

@@ -1,7 +1,7 @@
 """Decode and prefill workers without vLLM: every part of the handoff but the engines is real.
 
 The queue (in memory or on NATS), Ledger, ControlServer, Publisher, both scheduler halves,
-JobRunner, Puller, ControlConnections, TransferWorker and a transport. `KvEngine` computes for the
+JobRunner, Puller, DecodeLinks, TransferWorker and a transport. `KvEngine` computes for the
 prefill side; `DecodeHalf` stands for vLLM on the other.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.prefill_worker.control_connections import ControlConnections
 from pullfill.prefill_worker.credits import Credits
+from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.prefill_worker.puller import Puller
 from pullfill.prefill_worker.read_grants import ReadGrants
@@ -61,7 +61,7 @@ class PrefillHalf:
             on_room=lambda: loop.call_soon_threadsafe(self.puller.changed),
         )
         self.engine = KvEngine(self.local.pages, chunk=chunk, compat_hash=COMPATIBLE.hash())
-        self.links = ControlConnections(
+        self.links = DecodeLinks(
             cluster.directory,  # type: ignore[arg-type]
             Hello(
                 prefill_instance=name,
@@ -123,7 +123,7 @@ class Cluster:
 
     wrap: puts something between the decode workers and the queue (to corrupt what is published).
     server: the queue is on this NATS server, and not in the process. links: arguments of
-    `ControlConnections`.
+    `DecodeLinks`.
     """
 
     directory_path: Path
@@ -187,7 +187,7 @@ class Cluster:
         name = f"prefill-{len(self.prefills) + 1}"
         prefill = PrefillHalf(self, name, chunk=chunk, consumer=consumer, longest=longest)
         self.prefills.append(prefill)
-        await until(lambda: prefill.links.connected == sorted(prefill.links._standing.wanted()))
+        await until(lambda: prefill.links.connected == sorted(prefill.links.standing))
         if pull:
             prefill.puller.start()
         return prefill

@@ -16,7 +16,7 @@ import pytest
 from pullfill.errors import BadMessage, ClaimRefused, PeerUnavailable
 from pullfill.ids import job_digest
 from pullfill.prefill_worker.budget import CLAIM_S
-from pullfill.prefill_worker.control_connection import ControlConnection
+from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.prefill_worker.self_check_job import TrialDelivery
 from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
@@ -86,7 +86,7 @@ class Worker:
             transfer=SimpleNamespace(get=self._reach, current=None, held=nullcontext),
             commit=self._commit, send=self.sent.append,
         )  # fmt: skip
-        self.link.give_up = partial(ControlConnection.give_up, self.link)
+        self.link.give_up = partial(DecodeLink.give_up, self.link)
         self.known = True
         links: Any = SimpleNamespace(
             find=self._find, knows=lambda _: self.known, is_up=lambda _: self.known
@@ -111,7 +111,7 @@ class Worker:
         self.asked.set()
         return await self._transfer_worker()
 
-    async def _commit(self, make: Any, within_s: float) -> CommitReply:
+    async def _commit(self, make: Any, **_: float) -> CommitReply:
         return CommitReply(rid=1, ok=not self.reason, reason=self.reason)
 
     def revoke(self, attempt: int = 1) -> None:

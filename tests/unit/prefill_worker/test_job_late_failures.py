@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from pullfill.prefill_worker.control_connection import ControlConnection
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.puller import Puller
 from pullfill.queue.nats_connection import NotSent
-from pullfill.wire import Claim, FenceToken, Grant, Hello
+from pullfill.wire import FenceToken, Grant
 
 GRANT = Grant(
     rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=30, job_digest=b"",
     fence=FenceToken(slot=0, epoch=0),
 )  # fmt: skip
-
-
-async def test_an_answer_that_comes_with_the_timeout_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def run(_: ControlConnection) -> None:
-        await asyncio.sleep(100)
-
-    monkeypatch.setattr(ControlConnection, "_run", run)
-    unused: Any = None
-    record: Any = SimpleNamespace(instance_id="decode-1", max_model_len=0)
-    hello = Hello(prefill_instance="prefill-1", compat="c")
-    link = ControlConnection(record, hello, unused, unused, unused)
-    monkeypatch.setattr(link, "_channel", SimpleNamespace(write=lambda _, now: None))
-    loop = asyncio.get_running_loop()
-
-    def block() -> None:
-        """Until the timeout is over; the answer is read in the same turn of the loop."""
-        time.sleep(0.15)
-        loop.call_soon(link._dispatch, GRANT)
-
-    loop.call_later(0.01, block)
-    claim = Claim(rid=1, job_id="j", incarnation="i")
-    try:
-        assert await link._ask(1, claim, 0.1) is GRANT
-    finally:
-        await link.close()
 
 
 async def test_what_cannot_be_given_back_does_not_end_the_pulling() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.prefill_worker.control_connection import ConnectionLost
+from pullfill.net.peer_link import ConnectionLost
 from tests.unit.prefill_worker.test_job import (
     Delivered,
     Worker,

@@ -7,14 +7,14 @@ from collections import Counter
 import pytest
 
 from pullfill.decode_worker.peers import Peer, Peers
-from pullfill.prefill_worker.standing import LEAST, Standing
+from pullfill.prefill_worker.decode_links import LEAST, Ranking
 from pullfill.wire import Load
 
 
-def fleet(decode: int, prefill: int, most: int) -> dict[str, Standing]:
+def fleet(decode: int, prefill: int, most: int) -> dict[str, Ranking]:
     """The choice of each prefill worker, each of which heard of the others in another order."""
     names = [f"prefill-{n}" for n in range(prefill)]
-    chosen = {name: Standing(name, most) for name in names}
+    chosen = {name: Ranking(name, most) for name in names}
     for number, standing in enumerate(chosen.values()):
         others = names[number:] + names[:number]
         for other in others[: prefill // 2]:
@@ -26,7 +26,7 @@ def fleet(decode: int, prefill: int, most: int) -> dict[str, Standing]:
     return chosen
 
 
-def seen(chosen: dict[str, Standing]) -> dict[str, set[str]]:
+def seen(chosen: dict[str, Ranking]) -> dict[str, set[str]]:
     """The prefill workers of each decode worker."""
     found: dict[str, set[str]] = {}
     for name, standing in chosen.items():
@@ -85,7 +85,7 @@ def test_a_worker_that_leaves_moves_only_its_own_links() -> None:
 
 
 def test_decode_workers_come_and_go() -> None:
-    standing = Standing("prefill-1", 4)
+    standing = Ranking("prefill-1", 4)
     for _ in range(2):
         standing.decode("decode-1", True)
         standing.prefill("prefill-1", True)

@@ -1,0 +1,489 @@
+"""The connections to the decode workers of our model, and which of them stay without a job.
+
+A connection is made when it is *standing*, or when a job of its decode worker was pulled. If it is
+needed for neither for a minute, it is closed.
+
+With 256 workers of each kind a connection for each pair would be 65,536 connections. So each decode
+worker stays connected to the `most` prefill workers that rank highest for it, and each prefill
+worker to the LEAST decode workers that rank highest for it. The rank of a pair is a hash of the two
+names (rendezvous hashing): all prefill workers compute the same ranks without talking to each
+other, and a worker that comes or goes changes only its own connections and those in its place.
+
+asyncio thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from msgspec.structs import replace
+
+from pullfill.config import STANDING_LINKS
+from pullfill.errors import ClaimRefused, PeerUnavailable
+from pullfill.net.peer_link import PeerLink
+from pullfill.net.security import ClusterKey
+from pullfill.prefill_worker.shared_transfer_worker import SharedTransferWorker
+from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.registry.directory import Directory
+from pullfill.runtime import log
+from pullfill.runtime.idle import IDLE_S
+from pullfill.wire import (
+    MAX_TEXT,
+    SILENT_S,
+    Claim,
+    Commit,
+    CommitReply,
+    Compat,
+    Draining,
+    GiveUp,
+    Grant,
+    Heartbeat,
+    Hello,
+    Load,
+    Ready,
+    Refused,
+    Revoke,
+    ToPrefill,
+    Trial,
+    Welcome,
+    WorkerRecord,
+    WorkerState,
+)
+
+logger = log.get("prefill_worker.decode_links")
+
+LEAST = 4
+"""How many decode workers a prefill worker stays connected to at least. So a prefill worker that no
+decode worker can reach is noticed, also if there are far more prefill than decode workers."""
+
+
+class DecodeLink(PeerLink):
+    """The connection to one decode worker, and the transfer worker into its memory.
+
+    If it breaks, every attempt granted over it ends, and the decode worker revokes their grants."""
+
+    heard, welcome = ToPrefill, Welcome
+
+    def __init__(self, links: DecodeLinks, record: WorkerRecord) -> None:
+        self.record = record
+        self._links = links
+        self._completed = 0
+        self.transfer = SharedTransferWorker(
+            lambda: links.open_transfer_worker(record), record.instance_id
+        )
+        hello = replace(links.hello, max_prompt_tokens=0)
+        if (most := links.hello.max_prompt_tokens or math.inf) < record.max_model_len - 1:
+            hello = links.hello
+            logger.info(
+                "decode worker %s takes prompts of up to %d tokens, and this worker up to %d (its "
+                "--max-model-len): longer ones are left to other prefill workers",
+                record.instance_id, record.max_model_len - 1, most,
+            )  # fmt: skip
+        super().__init__(
+            record.instance_id, record.control, hello, links.key,
+            silent_s=links.silent_s, idle_s=links.idle_s,
+        )  # fmt: skip
+        self.when_ended(self.transfer.close)
+
+    # ------------------------------------------------------------------ what a job says
+
+    async def claim(
+        self, job_id: str, incarnation: str, ack: str, *, within_s: float = 10.0
+    ) -> Grant:
+        """Raises ClaimRefused with the decode worker's reason, PeerUnavailable."""
+        load = self._links.load()
+        reply = await self.ask(
+            lambda rid: Claim(
+                rid=rid, job_id=job_id, incarnation=incarnation, ack_subject=ack, load=load
+            ),
+            within_s,
+        )
+        if isinstance(reply, Refused):
+            raise ClaimRefused(
+                f"job {job_id}: {reply.reason.value}",
+                reason=reply.reason.value,
+                retry_after_s=reply.retry_after_s,
+            )
+        assert isinstance(reply, Grant)
+        return reply
+
+    async def commit(
+        self, make: Callable[[int], Commit | Ready], *, within_s: float = 10.0
+    ) -> CommitReply:
+        """Send a commit, or in pull mode a `Ready`, and return the answer.
+
+        make: makes the message with a given request id.
+        within_s: raise PeerUnavailable after this time."""
+        reply = await self.ask(make, within_s)
+        assert isinstance(reply, CommitReply)
+        return reply
+
+    def give_up(self, grant: Grant, cause: str, *, retry: bool) -> None:
+        """Tell the decode worker that the attempt is over here.
+
+        retry: whether another attempt may succeed."""
+        self.send(
+            GiveUp(
+                job_id=grant.job_id, attempt=grant.attempt, incarnation=grant.incarnation,
+                cause=cause[:500], retry=retry,
+            )
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ as a PeerLink
+
+    def on_welcome(self, welcome: Any) -> None:
+        self.transfer.forgive()
+        if self._links.leaving:
+            self.send(Draining())
+        logger.info("connected to decode worker %s", self.name)
+
+    def on_message(self, message: Any) -> None:
+        if isinstance(message, Revoke):
+            self._links.on_revoke(self, message)
+        elif isinstance(message, Trial):
+            self._links.on_trial(message)
+
+    def on_unwanted(self, answer: Any) -> None:
+        if isinstance(answer, Grant):
+            self.give_up(answer, "answer came too late", retry=True)
+
+    def on_silent(self) -> None:
+        self.transfer.drop()  # with its credits. It is made anew
+
+    def on_lost(self) -> None:
+        self._links.on_lost(self)
+
+    def on_over(self) -> None:
+        self._links.forget(self)
+
+    def again(self) -> bool:
+        return self._links.lists(self.record)
+
+    def needed(self) -> bool:
+        return self.name in self._links.standing or self.transfer.in_use
+
+    def ping(self) -> Heartbeat:
+        before, (self._completed, granted) = self._completed, self._links.activity()
+        busy = granted > 0 or self._completed != before
+        why = self._links.why_not
+        return Heartbeat(pulls=not why, why=why, busy=busy, load=self._links.load())
+
+
+class DecodeLinks:
+    """See the module.
+
+    hello: what this worker says of itself.
+    compat: decode workers with another one are never connected.
+    open_transfer_worker: connects to a decode worker's KV memory, on a thread.
+    on_revoke: called with each Revoke. on_lost: called when a connection ends.
+    on_trial: called with each job of a self-check.
+    key: the cluster key. Decode workers must hold the same one.
+    most: number of prefill workers that stay connected to one decode worker.
+    idle_s: a connection that nothing needs is closed after this long.
+    appear_s: how long a job waits for the connection to its decode worker.
+    unknown_s: how long a job waits for a decode worker that the directory never listed. The
+    directory may learn of it a little later than the job comes.
+    links: the connections, by name of the decode worker.
+    standing: names of the decode workers to stay connected to.
+    why_not: why this worker pulls no jobs. Empty: it pulls."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        hello: Hello,
+        compat: Compat,
+        open_transfer_worker: Callable[[WorkerRecord], Awaitable[TransferWorker]],
+        on_revoke: Callable[[DecodeLink, Revoke], None],
+        on_lost: Callable[[DecodeLink], None],
+        key: ClusterKey | None = None,
+        on_trial: Callable[[Trial], None] = lambda _trial: None,
+        most: int = STANDING_LINKS,
+        idle_s: float = IDLE_S,
+        silent_s: float = SILENT_S,
+        appear_s: float = 2.0,
+        unknown_s: float = 0.1,
+    ) -> None:
+        self._directory = directory
+        self._appear_s = appear_s
+        self._unknown_s = unknown_s
+        self.hello = hello
+        self._compat = compat
+        self.open_transfer_worker = open_transfer_worker
+        self.on_revoke = on_revoke
+        self.on_lost = on_lost
+        self.key = key
+        self.on_trial = on_trial
+        self.idle_s = idle_s
+        self.silent_s = silent_s
+        self._ranking = Ranking(hello.prefill_instance, most)
+        self._records: dict[str, WorkerRecord] = {}
+        self.links: dict[str, DecodeLink] = {}
+        # Those that have not ended, with those that nobody finds any more.
+        self._all: set[DecodeLink] = set()
+        # Decode workers that left the directory. With a record: it may still drain, so one attempt
+        # to connect is made. None: that was tried.
+        self._gone: dict[str, WorkerRecord | None] = {}
+        self._changed = asyncio.Event()
+        self._started = self._closed = False
+        self._unsubscribe: Callable[[], None] = lambda: None
+        self.standing: set[str] = set()
+        self.leaving = False
+        self.why_not = ""
+        self._loaded, self._loaded_at = Load(), -math.inf
+        self.activity: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """How many jobs this worker has completed, and how many it has a grant for."""
+        self.report: Callable[[], Load] = Load
+        """The load of this worker. Set both before `start`."""
+
+    def start(self) -> None:
+        """Connect to the decode workers in the directory, and follow its changes."""
+        self._unsubscribe = self._directory.subscribe(self._on_change)
+        for role in ("prefill", "decode"):
+            for record in self._directory.workers(role).values():
+                self._on_change(None, record)
+        self._started = True
+        self._refresh()
+
+    def leave(self) -> None:
+        """Tell every decode worker that this worker drains: it pulls no more jobs.
+
+        A decode worker that knows no other prefill worker then prefills locally."""
+        self.leaving = True
+        for link in self.links.values():
+            link.send(Draining())
+
+    def pause(self, why: str) -> None:
+        """Tell every decode worker why this worker pulls no jobs, now and with every Heartbeat.
+
+        why: empty if it pulls again."""
+        self.why_not = why[:MAX_TEXT]
+        for link in self.links.values():
+            link.send(link.ping())
+
+    async def close(self) -> None:
+        self._closed = True
+        self._unsubscribe()
+        await asyncio.gather(*(link.close() for link in list(self._all)))
+
+    @property
+    def connected(self) -> list[str]:
+        return sorted(name for name, link in self.links.items() if link.connected)
+
+    @property
+    def routes(self) -> dict[str, dict[str, object]]:
+        """The transport that is used to each decode worker that was written to."""
+        routes = {name: link.transfer.route for name, link in self.links.items()}
+        return {name: route for name, route in routes.items() if route is not None}
+
+    # ------------------------------------------------------------------ for jobs
+
+    def knows(self, instance_id: str) -> bool:
+        """Whether the decode worker is in the directory, as far as etcd tells."""
+        return instance_id in self._records or not self._directory.reachable
+
+    def is_up(self, instance_id: str) -> bool:
+        """Whether `find` may succeed at once: it is connected, or nobody has tried yet."""
+        link = self.links.get(instance_id)
+        return instance_id in self._records if link is None else link.connected
+
+    async def find(self, instance_id: str) -> DecodeLink:
+        """Return the connected link to a decode worker. Makes it if there is none.
+
+        Waits for a decode worker that the directory does not list yet, but not for one that has
+        left it. Raises PeerUnavailable."""
+        until = asyncio.get_running_loop().time() + self._unknown_s
+        while (link := self._link_to(instance_id)) is None:
+            if instance_id in self._gone:
+                raise PeerUnavailable(f"decode worker {instance_id} left the directory")
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise PeerUnavailable(f"decode worker {instance_id} is not known") from None
+        await link.wait_up(self._appear_s)
+        return link
+
+    def _link_to(self, instance_id: str) -> DecodeLink | None:
+        """Return the link, or make one."""
+        if (link := self.links.get(instance_id)) is not None or self._closed:
+            return link
+        if (record := self._records.get(instance_id)) is not None:
+            return self._open(record)
+        if (record := self._gone.get(instance_id)) is not None:
+            # It is dead, or it drains and still has jobs. One attempt to connect tells which.
+            self._gone[instance_id] = None
+            return self._open(record)
+        return None
+
+    # ------------------------------------------------------------------ for links
+
+    def load(self, for_s: float = 0.1) -> Load:
+        """Return this worker's load, at most `for_s` old. Each claim carries it."""
+        now = asyncio.get_running_loop().time()
+        if now - self._loaded_at >= for_s:
+            self._loaded, self._loaded_at = replace(self.report(), pool=self._ranking.pool), now
+        return self._loaded
+
+    def lists(self, record: WorkerRecord) -> bool:
+        """Whether a decode worker is still in the directory, at this address."""
+        now = self._records.get(record.instance_id)
+        return now is not None and _same(now, record)
+
+    def forget(self, link: DecodeLink) -> None:
+        """Nobody finds this link any more. Granted jobs go on until it ends."""
+        if self.links.get(link.name) is link:
+            del self.links[link.name]
+
+    def _open(self, record: WorkerRecord) -> DecodeLink:
+        link = self.links[record.instance_id] = DecodeLink(self, record)
+        self._all.add(link)
+        link.when_ended(lambda: self._all.discard(link))
+        return link
+
+    def _refresh(self) -> None:
+        """Make the standing connections. Those that are not standing any more end when idle."""
+        if self._started and not self._closed:
+            self.standing = self._ranking.wanted()
+            for name in self.standing - self.links.keys():
+                self._open(self._records[name])
+
+    # ------------------------------------------------------------------ the directory
+
+    def _on_change(self, old: WorkerRecord | None, new: WorkerRecord | None) -> None:
+        record = new or old
+        if record is None:
+            return
+        if record.role == "prefill":
+            pulls = new is not None and new.state is WorkerState.READY and self._fits(new)
+            self._ranking.prefill(record.instance_id, pulls)
+        elif record.role == "decode" and record.instance_id != self.hello.prefill_instance:
+            if new is None:
+                self._left(record.instance_id)
+            else:
+                self._came(new)
+            self._ranking.decode(record.instance_id, record.instance_id in self._records)
+        self._refresh()
+        self._changed.set()
+
+    def _fits(self, record: WorkerRecord) -> bool:
+        return record.compat is not None and not self._compat.differs_from(record.compat)
+
+    def _left(self, name: str, remembered: int = 10_000) -> None:
+        """A decode worker drains or is dead. Jobs that it has granted to us go on."""
+        record, link = self._records.pop(name, None), self.links.get(name)
+        self._gone[name] = record if link is None else None
+        while len(self._gone) > remembered:
+            del self._gone[next(iter(self._gone))]
+        if link is not None and not link.connected:
+            link.end()
+
+    def _came(self, new: WorkerRecord) -> None:
+        """A decode worker is new, or its record has changed."""
+        name = new.instance_id
+        self._gone.pop(name, None)
+        if self._fits(new) and new.control:
+            self._records[name] = new
+        else:
+            self._records.pop(name, None)
+            self._warn(new)
+        if (link := self.links.get(name)) is not None and not _same(link.record, new):
+            link.end()
+
+    def _warn(self, record: WorkerRecord) -> None:
+        """Warn about a decode worker that serves our model but is not compatible."""
+        theirs = record.compat
+        if theirs is None or theirs.model != self._compat.model:
+            return
+        if differences := self._compat.differs_from(theirs):
+            field, our_value, their_value = differences[0]
+            logger.warning(
+                "not connecting to %s: its %s is %r, ours is %r",
+                record.instance_id, field, their_value, our_value,
+            )  # fmt: skip
+
+
+def _same(one: WorkerRecord, other: WorkerRecord) -> bool:
+    """Whether a connection that was made to the one is a connection to the other."""
+    return (one.incarnation, one.control) == (other.incarnation, other.control)
+
+
+# --------------------------------------------------------------------------- which are standing
+
+
+def key(name: str) -> int:
+    """64 bits that look random."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
+
+
+def rank(decode: int, prefill: int) -> int:
+    """Return the rank of a pair, from both keys. Pairs of a higher rank are connected first."""
+    # A product with an odd number, because a fleet of 256 + 256 workers makes 65,536 of these in
+    # each prefill worker when it starts. Its high bits depend on all bits of both keys.
+    return (decode ^ prefill) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(slots=True)
+class _Place:
+    """Our rank at one decode worker.
+
+    key: of the decode worker's name.
+    ahead: number of prefill workers that rank higher there."""
+
+    key: int
+    rank: int
+    ahead: int
+
+
+class Ranking:
+    """Which decode workers the prefill worker `me` stays connected to. See the module."""
+
+    def __init__(self, me: str, most: int = STANDING_LINKS) -> None:
+        self._me = me
+        self._key = key(me)
+        self._most = most
+        self._others: dict[str, int] = {}
+        self._places: dict[str, _Place] = {}
+
+    def prefill(self, name: str, pulls: bool) -> None:
+        """Note whether another prefill worker is in the cluster and pulls jobs."""
+        if pulls == (name in self._others) or name == self._me:
+            return
+        if not pulls:
+            theirs = self._others.pop(name)
+            for place in self._places.values():
+                place.ahead -= rank(place.key, theirs) > place.rank
+            return
+        theirs = self._others[name] = key(name)
+        for place in self._places.values():
+            place.ahead += rank(place.key, theirs) > place.rank
+
+    def decode(self, name: str, here: bool) -> None:
+        """Note whether a decode worker can be connected."""
+        if not here:
+            self._places.pop(name, None)
+        elif name not in self._places:
+            decode = key(name)
+            ours = rank(decode, self._key)
+            ahead = sum(rank(decode, theirs) > ours for theirs in self._others.values())
+            self._places[name] = _Place(decode, ours, ahead)
+
+    @property
+    def pool(self) -> int:
+        """Number of prefill workers that pull jobs, this one included.
+
+        0 while each decode worker is connected to all of them, and can count them itself."""
+        workers = len(self._others) + 1
+        return workers if workers > self._most else 0
+
+    def wanted(self) -> set[str]:
+        """The decode workers to stay connected to."""
+        places = self._places
+        best = heapq.nlargest(min(LEAST, self._most), places, key=lambda d: places[d].rank)
+        return {d for d, place in places.items() if place.ahead < self._most} | set(best)

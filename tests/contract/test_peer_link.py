@@ -1,0 +1,212 @@
+"""`PeerLink` against a peer that says what the test lets it: answers, pings, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from pullfill.errors import PeerUnavailable
+from pullfill.net import peer_link
+from pullfill.net.peer_link import ConnectionLost, NotInTime, PeerLink
+from pullfill.wire import (
+    Claim,
+    Heartbeat,
+    Refused,
+    RefuseReason,
+    Revoke,
+    ToDecode,
+    ToPrefill,
+    Welcome,
+)
+from tests.support import framing
+from tests.support.control_rig import hello, raw_decode, until
+from tests.support.listening import listening
+
+
+class Link(PeerLink):
+    """Notes what it is told."""
+
+    heard, welcome = ToPrefill, Welcome
+
+    def __init__(self, address: str, **more: Any) -> None:
+        self.unwanted: list[Any] = []
+        self.messages: list[Any] = []
+        self.ends: list[str] = []
+        self.dials, self.pings = True, True
+        super().__init__("decode-1", address, hello(), None, **more)
+
+    def on_unwanted(self, answer: Any) -> None:
+        self.unwanted.append(answer)
+
+    def on_message(self, message: Any) -> None:
+        self.messages.append(message)
+
+    def on_silent(self) -> None:
+        self.ends.append("silent")
+
+    def on_lost(self) -> None:
+        self.ends.append("lost")
+
+    def on_over(self) -> None:
+        self.ends.append("over")
+
+    def again(self) -> bool:
+        return self.dials
+
+    def ping(self) -> Heartbeat | None:
+        return Heartbeat() if self.pings else None
+
+    async def claim(self, job_id: str, within_s: float = 10.0, **more: float) -> Any:
+        return await self.ask(
+            lambda rid: Claim(rid=rid, job_id=job_id, incarnation="i"), within_s, **more
+        )
+
+
+class Peer:
+    """Welcomes a link, and keeps its questions."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, int] = {}
+        self.writer: asyncio.StreamWriter
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writer = writer
+        try:
+            while True:
+                message: Any = await framing.read(reader, ToDecode)  # type: ignore[arg-type]
+                if isinstance(message, Claim):
+                    self.asked[message.job_id] = message.rid
+                elif not isinstance(message, Heartbeat):
+                    self.say(Welcome(decode_instance="decode-1"))
+        except (EOFError, ConnectionError):
+            writer.close()
+
+    def say(self, message: Any) -> None:
+        framing.write(self.writer, message)
+
+    def answer(self, job_id: str) -> Refused:
+        answer = Refused(rid=self.asked[job_id], reason=RefuseReason.CLOSED)
+        self.say(answer)
+        return answer
+
+
+@asynccontextmanager
+async def connected(**more: Any) -> AsyncIterator[tuple[Link, Peer]]:
+    peer = Peer()
+    async with listening(peer.serve) as (host, port):
+        link = Link(f"tcp://{host}:{port}", **more)
+        try:
+            await link.wait_up(10)
+            yield link, peer
+        finally:
+            await link.close()
+
+
+async def test_each_question_gets_its_own_answer_and_the_rest_is_told() -> None:
+    async with connected() as (link, peer):
+        both = [asyncio.create_task(link.claim(name)) for name in ("a", "b")]
+        await until(lambda: len(peer.asked) == 2)
+        second, first = peer.answer("b"), peer.answer("a")
+        assert await asyncio.gather(*both) == [first, second]
+        again, revoke = peer.answer("a"), Revoke(job_id="j", attempt=1, reason="x")
+        peer.say(revoke)
+        await until(lambda: link.messages == [revoke])
+        assert link.unwanted == [again], "nobody waits for a second answer"
+
+
+async def test_what_comes_late_or_with_a_cancellation_is_not_lost() -> None:
+    async with connected() as (link, peer):
+        with pytest.raises(NotInTime):
+            await link.claim("late", 0.01)
+        await until(lambda: peer.asked)
+        late = peer.answer("late")
+        await until(lambda: link.unwanted == [late])
+        asked = asyncio.create_task(link.claim("cancelled"))
+        await until(lambda: "cancelled" in peer.asked)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        answer = peer.answer("cancelled")
+        await until(lambda: link.unwanted == [late, answer])
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_an_answer_that_came_while_the_loop_stood_still_is_in_time(answered: bool) -> None:
+    async with connected() as (link, peer):
+        loop = asyncio.get_running_loop()
+        asked = asyncio.create_task(link.claim("a", 0.05, stood_s=0.3))
+        await until(lambda: peer.asked)
+        loop.call_soon(time.sleep, 0.5)
+        if answered:
+            loop.call_soon(peer.answer, "a")
+            assert isinstance(await asked, Refused)
+        else:
+            with pytest.raises(NotInTime):
+                await asked
+
+
+async def test_a_lost_connection_ends_all_questions_and_is_made_again() -> None:
+    async with connected() as (link, peer):
+        asked = asyncio.create_task(link.claim("a"))
+        await until(lambda: peer.asked)
+        peer.writer.close()
+        with pytest.raises(ConnectionLost):
+            await asked
+        await link.wait_up(10)
+        assert link.ends == ["lost"]
+    assert link.ends == ["lost", "over", "lost"]
+    with pytest.raises(PeerUnavailable, match="not connected"):
+        await link.claim("b")
+
+
+async def test_who_is_not_dialled_again_is_not_waited_for() -> None:
+    async with connected() as (link, peer):
+        link.dials = False
+        peer.writer.close()
+        await until(lambda: link.ends == ["lost", "over"])
+        with pytest.raises(PeerUnavailable, match="does not answer"):
+            await link.wait_up(3600)
+
+
+async def test_a_link_that_nothing_needs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_link, "ping_pause", lambda unasked_s: 0.01)
+    async with connected(idle_s=0.05) as (link, _):
+        link.pings = False
+        await until(lambda: link.ends == ["over", "lost"])
+
+
+async def test_an_unused_link_is_pinged_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine wakes it late, so it may ping less often still."""
+    real = peer_link.ping_pause
+    monkeypatch.setattr(peer_link, "ALIVE_INTERVAL_S", 0.06)
+    for unused_s, pause_s in ((0.0, 0.12), (1e9, 0.06)):
+        monkeypatch.setattr(
+            peer_link,
+            "ping_pause",
+            lambda unasked_s: real(unasked_s, unused_s),  # noqa: B023
+        )
+        async with raw_decode() as decode:
+            link = Link(decode.address)
+            began = time.monotonic()
+            await until(lambda: decode.beats and decode.beats[0] > 6)
+            assert time.monotonic() - began > 5.9 * pause_s
+            assert link.ends == []
+            await link.close()
+
+
+async def test_a_peer_that_is_silent_for_one_ping_is_forgiven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = peer_link.ping_pause
+    monkeypatch.setattr(peer_link, "ALIVE_INTERVAL_S", 0.15)
+    monkeypatch.setattr(peer_link, "ping_pause", lambda unasked_s: real(unasked_s, 0.0))
+    async with raw_decode(answers=False) as decode:
+        link = Link(decode.address, silent_s=1.95 * 0.15)
+        await until(lambda: link.ends[:2] == ["silent", "lost"])
+        assert decode.beats[0] > 1
+        await link.close()
