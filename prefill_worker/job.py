@@ -150,7 +150,9 @@ class Job:
         while True:
             self._lost = False
             try:
-                grant = await self.connection.claim(self.job_id, job.incarnation, delivery.ack_subject)
+                grant = await self.connection.claim(
+                    self.job_id, job.incarnation, delivery.ack_subject
+                )
                 break
             except ConnectionLost:
                 self.connection = await runner.connections.find(job.decode_instance)
