@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -32,6 +32,7 @@ from pullfill.transfer.stream.backends import BackendKind
 from pullfill.transfer.stream.kv_protocol import STALL_S
 from pullfill.transfer.stream.stream_peer import endpoint_of
 from pullfill.transfer.stream.stream_server import Offer, StreamServer
+from pullfill.wire import FenceToken
 
 logger = log.get("transfer.gpu")
 
@@ -185,6 +186,30 @@ def _check(layout: KvLayout, heads: int, before: list[MappedRank]) -> None:
         )
 
 
+class _HurriedFences(OwnerFences):
+    """The fences of `base`. After a revoke that proved nothing, `hurry` is called: one of our own
+    threads may hold the fence and wait for a peer."""
+
+    def __init__(self, base: OwnerFences, hurry: Callable[[FenceToken], None]) -> None:
+        self._base, self._hurry = base, hurry
+
+    def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
+        return self._base.open(block_ids, first_target)
+
+    def try_revoke(self, token: FenceToken) -> bool:
+        proved = self._base.try_revoke(token)
+        if not proved:
+            self._hurry(token)
+        return proved
+
+    @property
+    def in_use(self) -> int:
+        return self._base.in_use
+
+    def close(self) -> None:
+        self._base.close()
+
+
 class CombinedOwner:
     """Owner over `base` and a server for streams. It owns both, and the backends' kinds.
     Thread-safe once it listens."""
@@ -212,7 +237,7 @@ class CombinedOwner:
         self._advertised = ""
         offer = Offer(instance_id, self._memories, self._kinds, base)
         self._server = StreamServer(offer, key=key, stall_s=stall_s)
-        base.fences.on_unproved = self._server.interrupt
+        self._fences = _HurriedFences(base.fences, self._server.interrupt)
 
     def listen(self, host: str, port: int = 0, advertise: str | None = None) -> None:
         """Serve the backends, if there are any. Raises ConfigError.
@@ -236,7 +261,7 @@ class CombinedOwner:
 
     @property
     def fences(self) -> OwnerFences:
-        return self._base.fences
+        return self._fences
 
     @property
     def connections(self) -> int:

@@ -34,9 +34,8 @@ BATCH_BYTES = 32 << 20
 """A fence is held for one batch. At 4-10 GB/s a batch takes 3-8 ms, so a revoke waits that long
 for a running writer. The work between two batches costs 1 % of the copy."""
 BATCH_RUNS = 1024
-"""Also the kernel's limit of one vectored copy (IOV_MAX)."""
 RUN_BYTES = 1 << 20
-"""Runs are not cut into shorter pieces: libc moves less than about 1 MiB at a time more slowly."""
+"""Longer runs are cut. (libc moves less than about 1 MiB at a time more slowly.)"""
 LIMITS = BATCH_BYTES, BATCH_RUNS, RUN_BYTES
 
 
@@ -130,13 +129,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    def flat(self, first: int = 0) -> Flat:
-        """The copies of run `first` and of those after it, spelled out."""
-        source = np.array(self.source[first:], np.int64)
-        target = np.array(self.target[first:], np.int64)
-        nbytes = np.array(self.nbytes[first:], np.int64)
-        source, target, nbytes = _in_all_rows(source, target, nbytes, self.rows)
-        return Flat(source, target, nbytes, int(nbytes.sum()) if first else self.total)
+    def flat(self) -> Flat:
+        """All copies, spelled out."""
+        source, target, nbytes = np.array((self.source, self.target, self.nbytes), np.int64)
+        return Flat(*_in_all_rows(source, target, nbytes, self.rows), self.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,53 +168,43 @@ class CopyPlan:
         """Bounded batches, in order.
 
         max_bytes, max_runs: of a batch at most, rows counted.
-        run_bytes: at most max_bytes. No run is cut into pieces shorter than this.
-
-        A run is cut when a batch could not hold it in all its rows. When that would make the pieces
-        too short, the rows are split instead."""
+        run_bytes: at most max_bytes. Longer runs are cut. Rows are split when a batch could not
+        hold a run in all of them."""
         if not self.nbytes:
             return
-        limit = max(run_bytes, max_bytes // self.rows.count)
-        source, target, nbytes, longest = self._cut(limit)
-        alike = nbytes.count(longest) == len(nbytes)  # as they mostly are
-        ends = [] if alike else [*accumulate(nbytes)]
-        for s_step, t_step, rows in self.rows.split(min(max_runs, max_bytes // longest)):
-            count = rows.count
-            sources = [at + s_step for at in source] if s_step else source
-            targets = [at + t_step for at in target] if t_step else target
-            most, at_once = max_bytes // count, max_runs // count
+        source, target, nbytes = self._cut(run_bytes)
+        ends = [*accumulate(nbytes)]
+        for s_step, t_step, rows in self.rows.split(min(max_runs, max_bytes // max(nbytes))):
+            most, at_once = max_bytes // rows.count, max_runs // rows.count
             first = done = 0
             while first < len(nbytes):
-                if alike:
-                    last = min(first + min(at_once, most // longest), len(nbytes))
-                    total = (last - first) * longest
-                else:
-                    last = min(first + at_once, bisect_right(ends, done + most))
-                    total = ends[last - 1] - done
+                last = min(first + at_once, bisect_right(ends, done + most))
                 cut = slice(first, last)
-                yield Batch(sources[cut], targets[cut], nbytes[cut], total * count, rows)
-                first, done = last, done + total
+                yield Batch(
+                    [at + s_step for at in source[cut]],
+                    [at + t_step for at in target[cut]],
+                    nbytes[cut],
+                    (ends[last - 1] - done) * rows.count,
+                    rows,
+                )
+                first, done = last, ends[last - 1]
 
-    def _cut(self, limit: int) -> tuple[list[int], list[int], list[int], int]:
-        """The runs, with those longer than `limit` cut; and the length of the longest."""
-        longest = max(self.nbytes)
-        if longest <= limit:
-            return self.source, self.target, self.nbytes, longest
-        source, target, lengths = [], [], []
-        for s, t, nbytes in zip(self.source, self.target, self.nbytes, strict=True):
-            for done in range(0, nbytes, limit):
-                source.append(s + done)
-                target.append(t + done)
-                lengths.append(min(limit, nbytes - done))
-        return source, target, lengths, limit
+    def _cut(self, limit: int) -> tuple[list[int], list[int], list[int]]:
+        """The runs, with those longer than `limit` cut."""
+        if max(self.nbytes) <= limit:
+            return self.source, self.target, self.nbytes
+        pieces = [
+            (s + done, t + done, min(limit, nbytes - done))
+            for s, t, nbytes in zip(self.source, self.target, self.nbytes, strict=True)
+            for done in range(0, nbytes, limit)
+        ]
+        source, target, lengths = (list(column) for column in zip(*pieces, strict=True))
+        return source, target, lengths
 
 
 class Planner:
     """Plans copies between one pair of layouts. Computes once what does not depend on the blocks.
     Any number of threads."""
-
-    # Copying empties the CPU's caches, and then each numpy call costs 5 us. So a single run is
-    # planned without any, and so is the cutting of every plan into batches.
 
     def __init__(self, source: KvLayout, target: KvLayout) -> None:
         """Both have as many layers and heads, and pages of the same size (`layout.check_pair`)."""
@@ -233,19 +219,10 @@ class Planner:
             raise BadMessage(
                 f"{len(source_blocks)} source blocks for {len(target_blocks)} target blocks"
             )
-        count, unit, source, target = len(source_blocks), self._unit, self._source, self._target
-        if (
-            self._mergeable
-            and is_run(source_blocks, source.num_blocks)
-            and is_run(target_blocks, target.num_blocks)
-        ):
-            from_ = [source_blocks[0] * source.block_stride + source.base_offset]
-            to = [target_blocks[0] * target.block_stride + target.base_offset]
-            return CopyPlan(count, from_, to, [count * unit], self._rows)
-        from_ids = checked_ids(source_blocks, source.num_blocks, "source")
-        to_ids = checked_ids(target_blocks, target.num_blocks, "target")
-        from_, to, nbytes = (column.tolist() for column in self._runs(from_ids, to_ids))
-        return CopyPlan(count, from_, to, nbytes, self._rows)
+        from_ids = checked_ids(source_blocks, self._source.num_blocks, "source")
+        to_ids = checked_ids(target_blocks, self._target.num_blocks, "target")
+        source, target, nbytes = (column.tolist() for column in self._runs(from_ids, to_ids))
+        return CopyPlan(len(source_blocks), source, target, nbytes, self._rows)
 
     def flat(self, source_ids: Offsets, target_ids: Offsets) -> Flat:
         """The same plan as arrays: each run in all its rows. The ids were checked already."""
@@ -292,16 +269,6 @@ def merge_pairs(
             lengths = starts[1:] - starts[:-1]
             return source[starts[:-1]], target[starts[:-1]], lengths
     return source, target, np.ones(len(source), np.int64)
-
-
-def is_run(ids: Sequence[int], num_blocks: int) -> bool:
-    """True: `ids` are neighbouring ids in [0, num_blocks), ascending. False: nothing is known."""
-    if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
-        return False
-    first, last = ids[0], ids[0] + len(ids) - 1
-    if first < 0 or last >= num_blocks or ids[-1] != last:
-        return False
-    return ids == [*range(first, last + 1)]
 
 
 def checked_ids(ids: Sequence[int], num_blocks: int, what: str) -> Offsets:

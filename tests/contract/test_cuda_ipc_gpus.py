@@ -12,9 +12,9 @@ import pytest
 from pullfill.errors import BadMessage, PeerUnavailable, TransferFailed
 from pullfill.runtime import failpoints
 from pullfill.runtime.failpoints import FailpointError
+from pullfill.transfer import copying
 from pullfill.transfer.copying import BlockReader
 from pullfill.transfer.cuda_ipc.ipc_transport import IpcEndpoint, export
-from pullfill.transfer.gpu import copies
 from pullfill.transfer.gpu.copies import NVLINK, PCIE, SAME, Interconnect, link_to
 from pullfill.transfer.layout import dense_layout
 from tests.support.fake_gpu import FakeDriver
@@ -77,7 +77,7 @@ def test_within_one_gpu_the_kernel_moves_long_runs_too(gpu_rig: Rig, gpu_region:
 
 def test_blocks_of_gpu_memory_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
-    monkeypatch.setattr(copies, "lane_of", driver.lane)
+    monkeypatch.setattr(copying, "lane_of", driver.lane)
     data = driver.allocate(extent(DENSE)).data
     data[:] = random_bytes(len(data), 3)
     memory = memory_over(data, DENSE)
@@ -92,7 +92,7 @@ def test_blocks_of_gpu_memory_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blocks_of_several_ranks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, layout = FakeDriver(), dense_layout(3, 40, 1, 512)
-    monkeypatch.setattr(copies, "lane_of", driver.lane)
+    monkeypatch.setattr(copying, "lane_of", driver.lane)
     data = [driver.allocate(extent(layout), device).data for device in (0, 1)]
     memories = []
     for rank, bytes_ in enumerate(data):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.transfer.stream import stream_server
 from pullfill.wire import KvMode
 from tests.support.handoff_decode import DecodeHalf
 from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
@@ -98,13 +97,10 @@ async def test_a_reader_closes_an_idle_session_and_opens_it_again(tmp_path: Path
 
 
 async def test_a_fleet_keeps_no_connection_or_thread_for_pairs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Once each pair has shared a job, each decode worker has three connections and three threads.
     Later it has none."""
-    monkeypatch.setattr(
-        stream_server, "REST_S", 3600.0
-    )  # so that threads end with their connections only
     async with Cluster(tmp_path, "tcp") as cluster:
         decodes = [await cluster.decode(f"decode-{number}") for number in range(3)]
         prefills = [await cluster.prefill(chunk=5, pull=False) for _ in range(3)]

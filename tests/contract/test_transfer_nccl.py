@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pullfill.errors import ConfigError, Fenced, PeerUnavailable, TransferFailed
+from pullfill.errors import ConfigError, PeerUnavailable
 from pullfill.transfer.nccl.gpu_turns import TURNS
 from pullfill.transfer.nccl.nccl_backend import PEER, CudaGpus, NcclKind
 from tests.support.fake_nccl import World
 from tests.support.nccl_gpus import FakeGpus
-from tests.support.nccl_places import Make, Writing, hanging, places
+from tests.support.nccl_places import Make, Writing, places
 from tests.support.transfer_rigs import DENSE, assert_same, stream_rig
 from tests.support.waiting import eventually
 
@@ -40,48 +40,6 @@ def test_no_communicator_before_the_first_batch_and_one_for_all_later_ones(make:
     assert place.moved(range(40))
     session.close()
     eventually(lambda: not place.world.comms, "not given up with the connection")
-
-
-def test_an_idle_communicator_is_released_and_made_again_at_use(make: Make) -> None:
-    place = make(idle_s=0.02)
-    session, token = place.connect(), place.token()
-    session.write_blocks(token, range(20), range(20))
-    eventually(lambda: not place.world.comms, "kept though idle")
-    session.write_blocks(token, range(20, 40), range(20, 40))
-    assert place.moved(range(40))
-    assert place.world.constructed >= 4
-    session.close()
-
-
-def test_an_owner_that_let_go_first_says_so_and_the_next_operation_works(make: Make) -> None:
-    """Only when the peer was held up between its decision and its batch."""
-    place = make()
-    session, token = place.connect(), place.token()
-    session.write_blocks(token, [0], [0])
-    server = place.region.owner._server  # type: ignore[attr-defined]
-    (peer,) = server._peers
-    peer._backend.release_if_idle(float("inf"))
-    eventually(lambda: len(place.world.comms) == 1, "not freed")
-    with pytest.raises(TransferFailed):
-        session.write_blocks(token, range(40), range(40))
-    session.write_blocks(token, range(40), range(40))
-    assert place.moved(range(40))
-    session.close()
-
-
-def test_what_is_in_use_is_not_released(make: Make) -> None:
-    place = make()
-    session, token = place.connect(), place.token()
-    writing = hanging(place, session, token)
-    for peer in list(place.region.owner._server._peers):  # type: ignore[attr-defined]
-        peer._backend.release_if_idle(float("inf"))
-    assert len(place.world.comms) == 2
-    session._backend.release_if_idle(float("inf"))  # type: ignore[attr-defined]
-    assert len(place.world.comms) == 2
-    while not place.region.owner.fences.try_revoke(token):
-        pass
-    assert isinstance(writing.end(), Fenced)
-    session.close()
 
 
 def test_two_peers_at_once_have_a_communicator_each(make: Make) -> None:

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pullfill.errors import Fenced, PeerUnavailable
+from pullfill.errors import PeerUnavailable
 from pullfill.runtime import metrics
 from pullfill.transfer.stream import stream_server as server
-from tests.contract.test_transfer_stream import Make, dial, start
+from tests.contract.test_transfer_stream import Make, dial
 from tests.contract.test_transfer_stream import make as make
 from tests.support.stream_held import wait_for
 from tests.support.transfer_rigs import DENSE
@@ -48,27 +48,6 @@ def test_connections_are_bounded_by_open_files(
     for session in sessions:
         session.close()
     wait_for(lambda: metrics.KV_CONNECTIONS._value.get() == connected)
-
-
-def test_connections_that_rest_use_no_thread(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode worker had a thread for each prefill worker that wrote in the last minute."""
-    monkeypatch.setattr(server, "REST_S", 0.01)
-    rig, region, mine, session, token = start(make)
-    others = [rig.connect(mine, region) for _ in range(20)]
-    session.write_blocks(token, range(64), range(64))
-    wait_for(lambda: not served())
-    assert region.owner.connections == 21
-    region.data[:] = 0
-    for each in (*others, session):
-        each.write_blocks(token, [1], [2])
-    assert (region.pages[0, 2] == mine.pages[0, 1]).all()
-    others[0].close()
-    wait_for(lambda: region.owner.connections == 20 and not served())
-    region.owner.close()
-    for each in (*others[1:], session):
-        with pytest.raises((Fenced, PeerUnavailable)):
-            each.write_blocks(token, [1], [2])
-        each.close()
 
 
 def test_only_strangers_are_few(make: Make, caplog: pytest.LogCaptureFixture) -> None:

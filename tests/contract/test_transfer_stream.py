@@ -39,7 +39,7 @@ Make = Callable[..., Rig]
 
 
 def connections() -> set[threading.Thread]:
-    """The owner's threads: each serves one connection that does not rest."""
+    """The owner's threads: each serves one connection."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("kv-127")}
 
 
@@ -49,9 +49,7 @@ class SmallBatches(TcpKind):
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Rigs whose owners are closed; at the end no thread of theirs is left. A connection keeps its
-    thread."""
-    monkeypatch.setattr(stream_server, "REST_S", 60.0)
+    """Rigs whose owners are closed; at the end no thread of theirs is left."""
     before = set(threading.enumerate())
     regions: list[Region] = []
 

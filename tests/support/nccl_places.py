@@ -16,7 +16,6 @@ from tests.support.nccl_gpus import PairKind
 from tests.support.transfer_rigs import DENSE, LAYOUTS, Local, Region, Rig, stream_rig
 from tests.support.waiting import eventually
 
-LONG_S = 1000.0
 HURRY_S = 0.5
 """Longer than a thread stands still on a busy machine."""
 
@@ -59,9 +58,9 @@ def places(directory: Path) -> Iterator[Make]:
     before = set(threading.enumerate())
     made: list[Place] = []
 
-    def build(*, idle_s: float = LONG_S, layout: str = "dense") -> Place:
+    def build(*, layout: str = "dense") -> Place:
         world = World()
-        kind = PairKind(world, message_bytes=8 << 10, batch_bytes=64 << 10, idle_s=idle_s)
+        kind = PairKind(world, message_bytes=8 << 10, batch_bytes=64 << 10)
         rig = stream_rig(directory, kind)
         place = Place(world, kind, rig, rig.region(LAYOUTS[layout]), rig.local(DENSE))
         made.append(place)

@@ -166,9 +166,8 @@ class CudaIpcOwner(FenceOwner):
                 endpoint = IpcEndpoint(memory=handle, fence=fence[0], fence_inode=fence[1])
                 offers["cuda_ipc"] = endpoint.encode()
             self._endpoints.append(offers)
-        super().__init__(files, incarnation, slots=slots)
         self._writers = WriterTable(files.fence_fd)
-        self.fences.quiet = self._writers.quiet
+        super().__init__(files, incarnation, slots=slots, quiet=self._writers.quiet)
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
         return self._endpoints[rank]

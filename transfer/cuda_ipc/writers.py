@@ -66,9 +66,10 @@ def why_no_proof(driver: CudaDriver, device: int) -> str | None:
 
 
 class WriterTable:
-    """The owner's side. `ShmFences.quiet` calls its `quiet`. It uses `fd` only to map the file."""
+    """The owner's side. The fences ask `quiet`. It uses `fd` only to map the file."""
 
     def __init__(self, fd: int) -> None:
+        os.ftruncate(fd, max(4096, os.fstat(fd).st_size))  # the fences make it longer
         self._map = mmap.mmap(fd, 4096)
         words = np.frombuffer(self._map, np.uint64, RECORDS * 2, _AT).reshape(RECORDS, 2)
         self._words: NDArray[np.uint64] | None = words

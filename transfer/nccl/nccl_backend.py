@@ -7,10 +7,9 @@ of that side's turn (gpu_turns.py): one kernel gathers or scatters them there.
 Both sides queue their half only when each has a turn and the bytes to send are in place. So a
 kernel waits for a message on the link, and for nothing else.
 
-A communicator takes time to make and some 50 MB. It is made with the first batch, kept while
-batches come, and given up when idle or after any fault. The peer decides (`NcclUse`). An idle
-owner keeps its side twice as long as a peer does, so that the peer lets go first. A peer whose
-owner has let go already is told by an error.
+A communicator takes time to make and some 50 MB. It is made with the first batch, and given up at
+the end of the session or after any fault. The peer decides (`NcclUse`). A peer whose owner has let
+go already is told by an error.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, TypeVar
@@ -35,12 +33,10 @@ from pullfill.transfer.nccl.gpu_turns import CudaGpu, Laid, nccl
 from pullfill.transfer.nccl.library import NcclMove, setting
 from pullfill.transfer.runs import Runs
 from pullfill.transfer.stream.backends import (
-    IDLE_S,
     Backend,
     BackendKind,
     Interjected,
     LazyBackend,
-    Reaper,
 )
 from pullfill.transfer.stream.kv_protocol import SocketConnection
 from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version, decode, encode
@@ -89,11 +85,10 @@ class _NcclBackend(LazyBackend[Communicator]):
     """What both sides share."""
 
     rank: int
-    patience = 1
 
     def __init__(self, device: Device, kind: NcclKind) -> None:
         # The other side learns which GPU this side is on.
-        super().__init__(kind.reaper, kind.idle_s * self.patience, device.gpu.uuid.encode())
+        super().__init__(device.gpu.uuid.encode())
         self._device = device
         self._turns = device.turns[self.rank]
         self._kind = kind
@@ -127,18 +122,16 @@ class _NcclBackend(LazyBackend[Communicator]):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Communicator]:
-        with self._held:
-            try:
-                yield self._agree()
-                self._used = time.monotonic()
-            except Interjected:
-                raise
-            except PullfillError:  # also a wrong seal
-                self._drop()
-                raise
-            except Exception as exc:  # of CUDA
-                self._drop()
-                raise TransferFailed(f"the GPU failed: {exc}") from exc
+        try:
+            yield self._agree()
+        except Interjected:
+            raise
+        except PullfillError:  # also a wrong seal
+            self._drop()
+            raise
+        except Exception as exc:  # of CUDA
+            self._drop()
+            raise TransferFailed(f"the GPU failed: {exc}") from exc
 
     def _agree(self) -> Communicator:
         """The communicator of this call, the same on both sides."""
@@ -151,25 +144,23 @@ class _NcclBackend(LazyBackend[Communicator]):
     def _make(self, unique_id: bytes) -> Communicator:
         self.resource = self._device.communicator(unique_id, self.rank)
         self.resource.wait_ready(self._watch())
-        return self._keep(self.resource)
+        return self.resource
 
 
 class NcclOwner(_NcclBackend):
     """The decode worker's side: makes the id, and posts what the peer announces."""
 
     rank = OWNER
-    patience = 2
 
     def discard(self, nbytes: int) -> None:
         """See Backend. The peer has sent nothing yet. It waits for our word, and hears the refusal
         instead."""
-        with self._held:
-            try:
-                if self._hear().fresh:
-                    self._drop()
-            except BaseException:
+        try:
+            if self._hear().fresh:
                 self._drop()
-                raise
+        except BaseException:
+            self._drop()
+            raise
 
     def _agree(self) -> Communicator:
         assert self._connection is not None
@@ -279,17 +270,11 @@ class NcclKind(BackendKind):
         *,
         batch_bytes: int = BATCH_BYTES,
         message_bytes: int = MESSAGE_BYTES,
-        idle_s: float = IDLE_S,
     ) -> None:
-        """
-        batch_bytes, message_bytes: what a peer asks for.
-        idle_s: how long a peer keeps an idle communicator. An owner keeps it twice as long.
-        """
+        """batch_bytes, message_bytes: what a peer asks for."""
         self._gpus = gpus
         self.batch_bytes = batch_bytes
         self.message_bytes = message_bytes
-        self.idle_s = idle_s
-        self.reaper = Reaper(idle_s / 2)
 
     @property
     def shared(self) -> bool:

@@ -4,8 +4,8 @@ write operation, and writes into it for a read. So the owner knows when nothing 
 For each batch the peer says where its bytes are (`NixlRuns`). Then it lets UCX make progress
 until the owner says that the bytes have moved. Nothing runs between batches.
 
-An agent is made at the first batch, dropped when idle or after any fault, and made again when
-needed. The peer counts its agents (`generation`), and sends an agent's metadata with the agent's
+An agent is made at the first batch, dropped after any fault, and made again when needed. The peer
+counts its agents (`generation`), and sends an agent's metadata with the agent's
 first batch. When the owner meets a new agent of the peer it drops its own too, so that no NIXL
 connection outlives the agent at its other end.
 """
@@ -13,7 +13,6 @@ connection outlives the agent at its other end.
 from __future__ import annotations
 
 import select
-import time
 from typing import Annotated
 
 import numpy as np
@@ -24,14 +23,7 @@ from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent, Pauses
 from pullfill.transfer.runs import Iovec, Runs, pairs
-from pullfill.transfer.stream.backends import (
-    IDLE_S,
-    Backend,
-    BackendKind,
-    Interjected,
-    LazyBackend,
-    Reaper,
-)
+from pullfill.transfer.stream.backends import Backend, BackendKind, Interjected, LazyBackend
 from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version, decode, encode
 
 MAX_METADATA = 1 << 20
@@ -67,8 +59,8 @@ class NixlMoved(Message, tag="nixl_moved", frozen=True, kw_only=True):
 class NixlOwner(LazyBackend[Agent]):
     """The owner's side: starts every transfer."""
 
-    def __init__(self, memory: LocalMemory, reaper: Reaper, idle_s: float) -> None:
-        super().__init__(reaper, idle_s)
+    def __init__(self, memory: LocalMemory) -> None:
+        super().__init__()
         self._memory = memory
         self._generation: int | None = None
         self._metadata = b""
@@ -83,25 +75,22 @@ class NixlOwner(LazyBackend[Agent]):
     def discard(self, nbytes: int) -> None:
         """See Backend. The peer's bytes stay where they are. Next it hears the owner's answer."""
         assert self._connection is not None
-        with self._held:
-            self._meet(decode(self._connection.receive(MAX_FRAME), NixlRuns))
+        self._meet(decode(self._connection.receive(MAX_FRAME), NixlRuns))
 
     def _move(self, verb: str, runs: Runs) -> None:
         assert self._connection is not None
         said = decode(self._connection.receive(MAX_FRAME), NixlRuns)
         theirs = _checked(said, runs.total)
-        with self._held:
-            try:
-                self._meet(said)
-                if self.resource is None:
-                    self._keep(Agent(self._memory)).connect(self._metadata)
-                assert self.resource is not None
-                ours, there = pairs(runs.iovec, theirs)
-                self.resource.move(verb, ours, there, said.device, self._watch(_LOOK_EVERY))
-                self._used = time.monotonic()
-            except BaseException:
-                self._drop()
-                raise
+        try:
+            self._meet(said)
+            if self.resource is None:
+                self.resource = Agent(self._memory)
+                self.resource.connect(self._metadata)
+            ours, there = pairs(runs.iovec, theirs)
+            self.resource.move(verb, ours, there, said.device, self._watch(_LOOK_EVERY))
+        except BaseException:
+            self._drop()
+            raise
         self._connection.send(encode(NixlMoved()))
 
     def _meet(self, said: NixlRuns) -> None:
@@ -116,40 +105,38 @@ class NixlOwner(LazyBackend[Agent]):
 class NixlPeer(LazyBackend[Agent]):
     """The peer's side: names its memory, and lets UCX make progress until the owner is done."""
 
-    def __init__(self, memory: LocalMemory, reaper: Reaper, idle_s: float) -> None:
-        super().__init__(reaper, idle_s)
+    def __init__(self, memory: LocalMemory) -> None:
+        super().__init__()
         self._memory = memory
         self._generation = 0
 
     def send(self, runs: Runs) -> None:
         """Name the bytes of a batch, and wait until the owner has moved them."""
         assert self._connection is not None
-        with self._held:
+        try:
+            metadata = b""
+            if self.resource is None:
+                self.resource = Agent(self._memory)
+                self._generation += 1
+                metadata = self.resource.metadata
+            said = NixlRuns(
+                generation=self._generation,
+                metadata=metadata,
+                device=-1 if self._memory.device is None else self._memory.device,
+                iovec=runs.iovec.astype("<u8").tobytes(),
+            )
+            self._connection.send(encode(said))
+            self._help(self.resource)
+            answer = self._connection.receive()
             try:
-                metadata = b""
-                if self.resource is None:
-                    metadata = self._keep(Agent(self._memory)).metadata
-                    self._generation += 1
-                assert self.resource is not None
-                said = NixlRuns(
-                    generation=self._generation,
-                    metadata=metadata,
-                    device=-1 if self._memory.device is None else self._memory.device,
-                    iovec=runs.iovec.astype("<u8").tobytes(),
-                )
-                self._connection.send(encode(said))
-                self._help(self.resource)
-                answer = self._connection.receive()
-                self._used = time.monotonic()
-                try:
-                    decode(answer, NixlMoved)
-                except BadMessage:
-                    raise Interjected(answer) from None
-            except Interjected:
-                raise
-            except BaseException:
-                self._drop()
-                raise
+                decode(answer, NixlMoved)
+            except BadMessage:
+                raise Interjected(answer) from None
+        except Interjected:
+            raise
+        except BaseException:
+            self._drop()
+            raise
 
     # The owner does the same to receive. After a fault, dropping the agent takes the memory away
     # from it.
@@ -180,15 +167,11 @@ def _checked(said: NixlRuns, total: int) -> Iovec:
 
 
 class NixlKind(BackendKind):
-    """Backends of one process share only the thread that drops idle agents."""
+    """Backends of one process share nothing."""
 
     name = "nixl"
     batch_bytes = 4 << 20
     """Small, because over shared memory NIXL copies a batch itself, and holds the GIL meanwhile."""
-
-    def __init__(self, *, idle_s: float = IDLE_S) -> None:
-        self._idle_s = idle_s
-        self._reaper = Reaper(idle_s / 2)
 
     def why_not(self) -> str | None:
         return nixl.why_not()
@@ -204,4 +187,4 @@ class NixlKind(BackendKind):
         return None
 
     def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
-        return (NixlOwner if owner else NixlPeer)(memory, self._reaper, self._idle_s)
+        return (NixlOwner if owner else NixlPeer)(memory)

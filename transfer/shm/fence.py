@@ -83,7 +83,15 @@ class ShmFences:
     never fits a slot that is used again.
     """
 
-    def __init__(self, fd: int, incarnation: str, slots: int = SLOTS) -> None:
+    def __init__(
+        self,
+        fd: int,
+        incarnation: str,
+        slots: int = SLOTS,
+        quiet: Callable[[int], bool] = lambda slot: True,
+    ) -> None:
+        """quiet: asked with the slot locked, whether nobody copies under it any more. For writers
+        whose bytes move on after they lost their lock (cuda_ipc/writers.py)."""
         os.ftruncate(fd, _slot_at(slots))
         self._fd = fd
         self._slots = slots
@@ -93,12 +101,7 @@ class ShmFences:
         self._mutex = threading.Lock()
         self._closed = False
         self._granted: dict[int, _Granted] = {}  # by slot
-        # Both are set before the first `open`.
-        self.quiet: Callable[[int], bool] = lambda slot: True
-        """Asked with the slot locked: whether nobody copies under it any more. For writers whose
-        bytes move on after they lost their lock (cuda_ipc/writers.py)."""
-        self.on_unproved: Callable[[FenceToken], None] = lambda token: None
-        """Called after a revoke that proved nothing (stream/stream_server.py)."""
+        self._quiet = quiet
         for slot in range(slots):
             self._words[_slot_at(slot) // _WORD] = secrets.randbits(61)
         self.renew(incarnation)
@@ -144,12 +147,6 @@ class ShmFences:
 
     def try_revoke(self, token: FenceToken) -> bool:
         """See OwnerFences. Two system calls, never blocks."""
-        proved = self._try_revoke(token)
-        if not proved:
-            self.on_unproved(token)
-        return proved
-
-    def _try_revoke(self, token: FenceToken) -> bool:
         if token.slot >= self._slots:
             raise ConfigError(f"no fence slot {token.slot}")
         start = _slot_at(token.slot)
@@ -163,7 +160,7 @@ class ShmFences:
             if not lock.try_exclusive(self._fd, start, _SLOT_BYTES):
                 return False
             try:
-                if not self.quiet(token.slot):
+                if not self._quiet(token.slot):
                     return False
                 self._words[word] = token.epoch + 1
             finally:

@@ -9,7 +9,7 @@ Neither survives a fork: connect after forking.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
 from pullfill.net.this_host import host_id
@@ -40,9 +40,17 @@ class FenceOwner:
     It owns `files`. The KV memory belongs to the engine. After `close` the memory stays mapped
     there, but nobody new can open it."""
 
-    def __init__(self, files: RegionFiles, incarnation: str, *, slots: int = SLOTS) -> None:
+    def __init__(
+        self,
+        files: RegionFiles,
+        incarnation: str,
+        *,
+        slots: int = SLOTS,
+        quiet: Callable[[int], bool] = lambda slot: True,
+    ) -> None:
+        """quiet: see ShmFences."""
         self._files = files
-        self._fences = ShmFences(files.fence_fd, incarnation, slots=slots)
+        self._fences = ShmFences(files.fence_fd, incarnation, slots, quiet)
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
         return {}

@@ -231,11 +231,12 @@ class SocketConnection:
         """Whether there is something to read. Also when the peer left."""
         return self._peek(socket.MSG_PEEK) is not None
 
-    def wait_for_input(self, within_s: float) -> bool | None:
-        """Wait until the peer says something. False: it left, or `interrupt`. None: silence."""
+    def wait_for_input(self) -> bool:
+        """Wait until the peer says something. False: it left, or `interrupt`."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
-        return bool(self._peek(socket.MSG_PEEK)) if poll.poll(within_s * 1e3) else None
+        poll.poll()
+        return bool(self._peek(socket.MSG_PEEK))
 
     def _peek(self, flags: int) -> bytes | None:
         """One byte. b"": the peer left. None: there is nothing yet."""

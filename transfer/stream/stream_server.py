@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import select
 import socket
 import threading
 import time
@@ -110,19 +108,16 @@ class ServedPeer:
         self._connection.send(encode(StreamWelcome(setup=self._backend.setup)))
         self._backend.start(self._connection, self._theirs)
 
-    def run(self, rest_s: float) -> bool:
-        """Serve until the peer leaves, or asks for nothing in `rest_s`. Returns whether it rests.
+    def run(self) -> None:
+        """Serve until the peer leaves, or `end`.
 
         Raises TransferFailed (the connection broke), BadMessage, AuthFailed."""
-        rests = False
         try:
-            while said := self._connection.wait_for_input(rest_s):
+            while self._connection.wait_for_input():
                 self._operate(decode(self._connection.receive(MAX_OPERATION), Operation))
-            rests = said is None
         finally:
-            if self._ending and not rests:
+            if self._ending:
                 self._say_goodbye()
-        return rests
 
     def hurry(self, token: FenceToken, now: float, patience_s: float) -> None:
         """A revoke of `token` waits for this thread's batch: interrupt the batch if it still runs
@@ -282,8 +277,6 @@ STRANGERS_S = 1.0
 """A further connection waits until one of them has sent its hello, or has been silent for so long.
 A silent one is ended, so it keeps nobody out. A fleet that connects at the same time is served one
 after the other."""
-REST_S = 1.0
-"""A peer that asks for nothing in this time gives its thread back until it asks again."""
 PATIENCE_S = 0.02
 """A batch of a peer that is alive ends within this time. A revoke interrupts one that takes longer.
 This decides when a connection is given up. It proves nothing."""
@@ -303,10 +296,6 @@ class StreamServer:
         self._peers: set[ServedPeer] = set()
         self._strangers: dict[SocketConnection, float] = {}  # and when each came, in this order
         self._threads: set[threading.Thread] = set()
-        self._resting: dict[int, tuple[ServedPeer, SocketConnection, str]] = {}
-        self._epoll: select.epoll
-        self._bell = -1
-        self._watching: threading.Thread | None = None
         self._closed = False
         self._accepting: threading.Thread | None = None
         self._listening: socket.socket | None = None
@@ -320,13 +309,9 @@ class StreamServer:
             self._listening = socket.create_server((host, port), family=family, backlog=4096)
         except (OSError, OverflowError) as exc:
             raise NotNow(f"cannot listen for KV on {host}:{port}: {exc}") from exc
-        self._epoll, self._bell = select.epoll(), os.eventfd(0, os.EFD_CLOEXEC)
-        self._epoll.register(self._bell, select.EPOLLIN)
         self.address = f"tcp://{host}:{self._listening.getsockname()[1]}"
         self._accepting = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
-        self._watching = threading.Thread(target=self._watch, name="kv-resting", daemon=True)
         self._accepting.start()
-        self._watching.start()
 
     @property
     def connections(self) -> int:
@@ -361,11 +346,6 @@ class StreamServer:
             peer.end()
         for connection in strangers:
             connection.interrupt()
-        if self._watching is not None:
-            os.eventfd_write(self._bell, 1)
-            self._watching.join(5.0)  # those that rest have a thread again: it says goodbye
-            self._epoll.close()
-            os.close(self._bell)
         with self._mutex:
             threads = list(self._threads)
         for thread in threads:
@@ -397,57 +377,22 @@ class StreamServer:
             self._complain(f"refused a KV connection from {host}: {exc}")
             sock.close()
             return
+        thread = threading.Thread(
+            target=self._serve, args=(connection, host), name=f"kv-{host}", daemon=True
+        )
         try:
             with self._mutex:
                 self._check_room()
                 self._strangers[connection] = time.monotonic()
+                self._threads.add(thread)
+            thread.start()  # waits until it runs, so not under the mutex
         except TransferFailed as exc:
             self._complain(f"refused a KV connection from {host}: {exc}")
-            connection.close()
-        else:
-            self._give_thread(None, connection, host)
-
-    def _give_thread(
-        self, peer: ServedPeer | None, connection: SocketConnection, host: str
-    ) -> None:
-        thread = threading.Thread(
-            target=self._serve, args=(peer, connection, host), name=f"kv-{host}", daemon=True
-        )
-        with self._mutex:
-            self._threads.add(thread)
-        try:
-            thread.start()  # waits until it runs, so not under the mutex
+            self._end(None, connection, thread)
         except RuntimeError as exc:
             KV_REFUSED.labels("threads").inc()
             self._complain(f"ended a KV connection from {host}: {exc}")
-            try:
-                self._end(peer, connection, thread)
-            except Exception:
-                log.exception("a KV connection from %s could not be closed", host)
-
-    def _watch(self) -> None:
-        """Watch the peers that rest. One that sends something, or closes, gets a thread again."""
-        while True:
-            for fd, _ in self._epoll.poll():
-                if fd != self._bell:
-                    with self._mutex:
-                        self._epoll.unregister(fd)
-                        resting = self._resting.pop(fd)
-                    self._give_thread(*resting)
-            with self._mutex:
-                if self._closed and not self._resting:
-                    return
-
-    def _rest(self, peer: ServedPeer, connection: SocketConnection, host: str) -> bool:
-        """Let the thread of `_watch` wait for the peer's next message, so that the caller can end.
-
-        Returns False if the server is closing. Then the caller must wait for the message itself."""
-        with self._mutex:
-            if not self._closed:
-                self._epoll.register(connection.fd, select.EPOLLIN)
-                self._resting[connection.fd] = peer, connection, host
-                self._threads.discard(threading.current_thread())
-            return not self._closed
+            self._end(None, connection, thread)
 
     def _check_room(self) -> None:
         """Raise TransferFailed if there is no room for another connection. The caller holds the
@@ -490,15 +435,13 @@ class StreamServer:
                 KV_CONNECTIONS.dec()
             self._threads.discard(thread)
 
-    def _serve(self, peer: ServedPeer | None, connection: SocketConnection, host: str) -> None:
-        """Serve a peer, or a stranger who becomes one, until it leaves or rests."""
+    def _serve(self, connection: SocketConnection, host: str) -> None:
+        """Serve a stranger who becomes a peer, until it leaves."""
+        peer = None
         try:
-            if peer is None:
-                peer = self._admit(connection)
-                peer.start()
-            while peer.run(REST_S):
-                if self._rest(peer, connection, host):
-                    return
+            peer = self._admit(connection)
+            peer.start()
+            peer.run()
         except AuthFailed as exc:
             AUTH_REFUSED.labels("kv").inc()
             self._complain(f"refused a KV connection from {host}: {exc}")

@@ -63,7 +63,7 @@ class Sides:
             for data, cuts in zip(self.datas, [(5000, 5001), (8 << 10, 16 << 10)], strict=True)
         ]
         memory = memory_over(random_bytes(1 << 20, 3), DENSE)
-        self.kind = PairKind(self.world, message_bytes=STEP, idle_s=1000.0)
+        self.kind = PairKind(self.world, message_bytes=STEP)
         self.backends: list[Backend] = [
             self.kind.make(memory, owner=owner) for owner in (True, False)
         ]
@@ -235,8 +235,6 @@ def test_device_memory_is_taken_once_and_never_given_back(sides: Sides) -> None:
     taken = dict(sides.world.memory)
     assert len(taken) == 2
     sides.both("receive", "send")
-    for backend in sides.backends:
-        backend.release_if_idle(float("inf"))  # type: ignore[attr-defined]
     sides.both("send", "receive")
     assert sides.kind.gpus.gpu.copies > 0
     assert sides.world.memory.keys() == taken.keys()
