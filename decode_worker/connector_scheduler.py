@@ -15,13 +15,14 @@ have the attributes that are used here.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.hit_blocks import HitBlocks
-from pullfill.decode_worker.ledger_types import Hold, Release, Settle
+from pullfill.decode_worker.ledger import Entry, Hold, Release, Settle
 from pullfill.decode_worker.prefix_fetch import FetchOutcome
 from pullfill.decode_worker.rules import (
     ENOUGH,
@@ -280,18 +281,18 @@ class ConnectorScheduler:
         if self._context.trials is not None:
             self._context.trials.opened(job.request_id)
         self._context.ledger.open(
-            job.job_id,
-            job.request_id,
-            job.blocks,
-            first_target=len(prefix),
-            order=BlockOrder(kept_from),
-            hit_tokens=hit_tokens,
-            tokens=external_tokens,
-            timeout_s=timeout_s,
-            claim_timeout_s=claim_timeout_s,
-            hedge_s=hedge_s,
-            stall_s=config.remote_timeout_s,
-            later=later,
+            Entry(
+                job.job_id,
+                job.request_id,
+                job.blocks,
+                first_target=len(prefix),
+                timeout_s=timeout_s,
+                tokens=external_tokens,
+                claim_timeout_s=claim_timeout_s,
+                hedge_s=math.inf if hedge_s is None else hedge_s,
+                stall_s=config.remote_timeout_s,
+                later=later,
+            )
         )
         return job
 
@@ -352,7 +353,8 @@ class ConnectorScheduler:
                 case Settle(request_id) if request_id in self._loading:
                     # Its report would make vLLM free blocks that the tier still writes.
                     self._loading[request_id] = event
-                case Settle(request_id, was_loaded, outcome):
+                case Settle(request_id, outcome):
+                    was_loaded = event.loaded
                     if request_id not in self._waiting:
                         about = log.ids(request_id=request_id)
                         logger.error("dropped a second report for %s", request_id, extra=about)

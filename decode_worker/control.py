@@ -19,8 +19,7 @@ from typing import Any
 from pullfill.decode_worker.forecast import Forecaster
 from pullfill.decode_worker.grants import Grants
 from pullfill.decode_worker.kv_reader import KvReader, Reach
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import CancelMessage, NakDelivery, SendRevoke
+from pullfill.decode_worker.ledger import CancelMessage, Ledger, NakDelivery, SendRevoke
 from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.read_leases import ReadLeases
 from pullfill.decode_worker.request_trace import RequestTraces

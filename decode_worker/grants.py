@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 
 from pullfill.decode_worker.forecast import Forecaster
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import Claimed, Entry, JobState, Read
+from pullfill.decode_worker.ledger import Entry, JobState, Ledger
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import BadMessage, Fenced, PullfillError
@@ -33,7 +32,6 @@ from pullfill.wire import (
     Ready,
     Refused,
     RefuseReason,
-    u32,
 )
 
 logger = log.get("decode_worker.control")
@@ -77,41 +75,37 @@ class Grants:
         failpoints.hit("decode.before_grant")
         entry = self._ledger.find(claim.job_id)
         if entry is not None and entry.features and peer.channel.backlog > _BUSY:
-            held = Claimed(refused=RefuseReason.HELD, retry_after_s=_BUSY_RETRY_S)
-            self._refuse(peer, claim, held)
+            self._refuse(
+                peer,
+                Refused(rid=claim.rid, reason=RefuseReason.HELD, retry_after_s=_BUSY_RETRY_S),
+            )
             return
-        claimed = self._ledger.grant(claim.job_id, claim.incarnation, peer.name, claim.ack_subject)
-        if (grant := claimed.grant) is None:
-            self._refuse(peer, claim, claimed)
+        answer = self._ledger.grant(claim, peer.name)
+        if isinstance(answer, Refused):
+            self._refuse(peer, answer)
             return
+        assert entry is not None
         _GRANTED.inc()
-        if entry is not None:
-            self._traces.claimed(entry.request_id, grant.attempt, peer.instance_id, grant.queued_s)
-        peer.channel.write(peer.grant(claim, self._ledger.incarnation, grant))
-        if entry is not None and entry.receipt is not None:
+        queued_s = entry.granted_at - entry.opened_at
+        self._traces.claimed(entry.request_id, answer.attempt, peer.instance_id, queued_s)
+        peer.channel.write(peer.in_reach(answer))
+        if entry.receipt is not None:
             self.claimed(entry.receipt)
 
-    def _refuse(self, peer: Peer, claim: Claim, claimed: Claimed) -> None:
-        reason = claimed.refused
-        assert reason is not None
-        metrics.CLAIM.labels(reason.value).inc()
-        if reason not in (RefuseReason.HELD, RefuseReason.IN_PROGRESS):
+    def _refuse(self, peer: Peer, refused: Refused) -> None:
+        metrics.CLAIM.labels(refused.reason.value).inc()
+        if refused.reason not in (RefuseReason.HELD, RefuseReason.IN_PROGRESS):
             metrics.STALE_REFUSED.labels("claim").inc()
-        after = claimed.retry_after_s
-        peer.channel.write(Refused(rid=claim.rid, reason=reason, retry_after_s=after))
+        peer.channel.write(refused)
 
     def progress(self, peer: Peer, progress: Progress) -> None:
         """Note what has been written since the last report."""
         self._forecaster.wrote(peer.instance_id, progress.blocks, progress.write_s)
-        self._ledger.progress(
-            progress.job_id, progress.attempt, progress.incarnation, peer.name, progress.blocks
-        )
+        self._ledger.progress(progress, peer.name)
 
     def gave_up(self, peer: Peer, said: GiveUp) -> None:
         """Handle a prefill worker that gives a job up."""
-        self._ledger.gave_up(
-            said.job_id, said.attempt, said.incarnation, peer.name, said.cause, said.retry
-        )
+        self._ledger.gave_up(said, peer.name)
 
     # ------------------------------------------------------------------ step 8: commit
 
@@ -131,13 +125,7 @@ class Grants:
             self._forecaster.wrote(
                 peer.instance_id, commit.blocks, commit.timings.kv_write_ms / 1e3
             )
-        answer = self._ledger.commit(
-            commit.job_id,
-            commit.attempt,
-            commit.incarnation,
-            peer.name,
-            commit.blocks,
-        )
+        answer = self._ledger.commit(commit, peer.name)
         self._answer(peer, commit, answer, entry)
 
     def ready(self, peer: Peer, ready: Ready) -> None:
@@ -146,24 +134,20 @@ class Grants:
         Raises BadMessage if no grant said pull."""
         if peer.reader is None:
             raise BadMessage("ready, where no grant said pull")
-        blocks = len(u32.unpack(ready.block_ids))
-        answer = self._ledger.ready(
-            ready.job_id, ready.attempt, ready.incarnation, peer.name, blocks
-        )
-        if isinstance(answer, Read):
-            self._spawn(self._read(peer, ready, answer))
+        entry = self._ledger.ready(ready, peer.name)
+        if isinstance(entry, str):
+            self._answer(peer, ready, entry, None)
         else:
-            self._answer(peer, ready, answer, None)
+            self._spawn(self._read(peer, ready, entry))
 
-    async def _read(self, peer: Peer, ready: Ready, read: Read) -> None:
+    async def _read(self, peer: Peer, ready: Ready, entry: Entry) -> None:
         assert peer.reader is not None
-        entry = self._ledger.find(read.job_id)
-        assert entry is not None, "a job that is read stays open"
+        blocks = entry.blocks[entry.first_target :]
         began, good = time.monotonic(), False
         watch = asyncio.create_task(self._watch(peer, ready, entry.stall_s))
         try:
             moved, transport = await peer.reader.fetch(
-                ready, read.blocks, lambda: entry.state is JobState.READING
+                ready, blocks, lambda: entry.state is JobState.READING
             )
             took_ms = (time.monotonic() - began) * 1e3
             timings = msgspec.structs.replace(
@@ -173,7 +157,7 @@ class Grants:
             )
             failpoints.hit("decode.before_commit")
             self._traces.committed(entry.request_id, timings, moved.nbytes, transport)
-            self._forecaster.wrote(peer.instance_id, len(read.blocks), moved.seconds)
+            self._forecaster.wrote(peer.instance_id, len(blocks), moved.seconds)
             good = True
         except Fenced:
             metrics.STALE_REFUSED.labels("read").inc()
@@ -190,7 +174,7 @@ class Grants:
             )
         finally:
             watch.cancel()
-        answer = self._ledger.read_over(read.job_id, read.attempt, good=good)
+        answer = self._ledger.read_over(entry, good=good)
         self._answer(peer, ready, answer, entry)
         self._act()
 
@@ -202,7 +186,7 @@ class Grants:
             await asyncio.sleep(min(1.0, stall_s / 4))
             before, moved = moved, peer.reader.moved_bytes
             if moved != before:
-                self._ledger.progress(ready.job_id, ready.attempt, ready.incarnation, peer.name)
+                self._ledger.progress(ready, peer.name)
 
     def _answer(
         self, peer: Peer, asked: Commit | Ready, why: str | None, entry: Entry | None

@@ -1,124 +1,460 @@
 """The ledger: the state machine of every remote prefill of one decode worker.
 
-    open ──▶ QUEUED ──grant──▶ GRANTED(n) ──commit(n)──▶ COMMITTED
-               │                 │
-               │                 │ revoke: given up, cancelled, deadline, writer lost
-               │                 ▼
-               │            fence proved dead at once? ──no──▶ QUARANTINED(n)
-               │                 │ yes                            │ proof
-               └──cancel/─▶ CLOSED ◀──────── or back to QUEUED ◀──┘
-                  deadline
-
-    --kv-mode pull:  GRANTED(n) ──ready(n)──▶ READING(n) ──read_over──▶ COMMITTED, or CLOSED
-
-n is the attempt: it counts the grants of a job.
-
-What always holds:
-
-- A request is settled exactly once: either its KV is loaded, or its prompt is computed here.
-- The blocks of a job are free only when its writer is proved quiet (transfer/contract.py). Time is
-  no proof. If the request is settled before that, the engine is told to hold the blocks first.
-- A request waits for that proof for NO_PROOF_S at most.
-- One writer holds a job at a time. No claim takes a job from its holder.
-- The writer of a READING job is our own reader. `read_over` is the proof that it is quiet.
-
-Locks: the engine thread and the asyncio thread both call the ledger. One lock guards all of it, for
-microseconds: nothing here does I/O or knows vLLM. Methods that begin with an underscore, and
-`on_outcome`, are called with the lock held; `on_event` and `on_action` without it. What other
-threads must do is queued: `take_events` for the engine thread, `take_actions` for the asyncio one.
+It decides who may write to which blocks, when a request goes on, and when blocks are free. The
+engine thread opens jobs and takes events. The asyncio thread grants, commits and takes actions.
+Nothing here does I/O or knows vLLM. `Ledger` lives as long as the worker's KV memory.
 """
 
 from __future__ import annotations
 
+import enum
+import heapq
+import itertools
 import math
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from pullfill.decode_worker.breaker import TRIAL_SHARE
-from pullfill.decode_worker.ledger_jobs import OpenJobs, locked
-from pullfill.decode_worker.ledger_types import (
-    UNDER_WAY,
-    CancelMessage,
-    Claimed,
-    Entry,
-    GrantView,
-    JobState,
-    NakDelivery,
-    Read,
-)
-from pullfill.engine.groups import ONE_TABLE, BlockOrder
+from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import Outcome, OverloadedError
-from pullfill.wire import RefuseReason
+from pullfill.runtime import log
+from pullfill.transfer.contract import OwnerFences
+from pullfill.wire import (
+    Claim,
+    Commit,
+    FenceToken,
+    GiveUp,
+    Grant,
+    KvMode,
+    Progress,
+    Ready,
+    Refused,
+    RefuseReason,
+)
 
-_HELD_RETRY_S = 0.05
-_NO_SLOT_RETRY_S = 1.0
+logger = log.get("decode_worker.ledger")
+
+# How long a request waits for the proof that its revoked writer is quiet. A running batch ends
+# within milliseconds. A writer whose process is stopped in a batch may never end it.
+NO_PROOF_S = 0.1
+TRIAL = "self-check-"
+"""Request ids of the self-check begin with this."""
+_REMEMBERED = 16_384
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class Ledger(OpenJobs):
+# ---------------------------------------------------------------------- states
+#
+#   open ──▶ QUEUED ──grant──▶ GRANTED(n) ──commit(n)──▶ COMMITTED
+#              │                 │
+#              │                 │ revoke: given up, cancelled, deadline, writer lost
+#              │                 ▼
+#              │            fence proved dead at once? ──no──▶ QUARANTINED(n)
+#              │                 │ yes                            │ proof
+#              └──cancel/─▶ CLOSED ◀──────── or back to QUEUED ◀──┘
+#                 deadline
+#
+#   --kv-mode pull:  GRANTED(n) ──ready(n)──▶ READING(n) ──read_over──▶ COMMITTED, or CLOSED
+#
+# n is the attempt: it counts the grants of a job.
+
+
+class JobState(enum.StrEnum):
+    QUEUED = "queued"
+    GRANTED = "granted"
+    READING = "reading"
+    QUARANTINED = "quarantined"
+    COMMITTED = "committed"
+    CLOSED = "closed"
+
+
+UNDER_WAY = frozenset({JobState.GRANTED, JobState.READING})
+"""A prefill worker computes the job, or has computed it."""
+# The states that may follow each state of an open job.
+_NEXT = {
+    JobState.QUEUED: {JobState.GRANTED, JobState.CLOSED},
+    JobState.GRANTED: {JobState.READING, JobState.QUARANTINED, JobState.COMMITTED},
+    JobState.READING: {JobState.QUARANTINED, JobState.COMMITTED, JobState.CLOSED},
+    # Only the proof leads out of quarantine.
+    JobState.QUARANTINED: {JobState.QUEUED},
+}
+
+
+@dataclass(slots=True)
+class Sums:
+    """Of the open jobs in one state: their number, the tokens to compute, the blocks to write."""
+
+    jobs: int = 0
+    tokens: int = 0
+    blocks: int = 0
+
+
+@dataclass(slots=True)
+class Entry:
+    """One open job. Only the ledger changes it, with its lock held.
+
+    blocks: all blocks of the prompt on this worker, hit blocks first. The writer may touch only
+    `blocks[first_target:]`.
+    timeout_s: most seconds for the whole job.
+    tokens: number of tokens that a prefill worker must compute.
+    claim_timeout_s: most seconds for each wait for a claim.
+    hedge_s: if nobody claims the job within so many seconds, the prompt is computed here, even if
+    claim_timeout_s is longer.
+    stall_s: an attempt that makes progress may go on beyond timeout_s. It ends after this many
+    seconds without progress.
+    later: the job waits for something before it is published. claim_timeout_s counts only from
+    `set_digest` on."""
+
+    job_id: str
+    request_id: str
+    blocks: tuple[int, ...]
+    first_target: int
+    timeout_s: float
+    tokens: int = 0
+    claim_timeout_s: float = math.inf
+    hedge_s: float = math.inf
+    stall_s: float = 0.0
+    later: bool = False
+
+    # Times by the ledger's clock. queued_at is infinite for a job that is not published yet.
+    opened_at: float = field(init=False)
+    queued_at: float = field(init=False)
+    granted_at: float = field(init=False, default=0.0)
+    quarantined_at: float = field(init=False, default=0.0)
+    deadline: float = field(init=False)
+
+    state: JobState = field(init=False, default=JobState.QUEUED)
+    digest: bytes = field(init=False, default=b"")
+    # Encoded multimodal inputs, which the grant brings. Empty once the job is settled.
+    features: bytes = field(init=False, default=b"")
+    # Of the queue, once the job is stored there and as long as it may have to be deleted.
+    receipt: Any = field(init=False, default=None)
+    # Number of grants so far, and how many of their writers were lost.
+    attempt: int = field(init=False, default=0)
+    losses: int = field(init=False, default=0)
+    # Control connection, delivery and fence of the current grant.
+    writer: str = field(init=False, default="")
+    ack_subject: str = field(init=False, default="")
+    fence: FenceToken | None = field(init=False, default=None)
+    # Number of target blocks that the current attempt has reported as written.
+    written: int = field(init=False, default=0)
+    # Whether our own reader copies into the blocks, or will.
+    reading: bool = field(init=False, default=False)
+    # Whether the request was told how its remote prefill ended.
+    settled: bool = field(init=False, default=False)
+    # Whether the engine was told to hold the blocks.
+    held: bool = field(init=False, default=False)
+    # The state, tokens and blocks that the job has added to the ledger's sums.
+    counted: tuple[JobState | None, int, int] = field(init=False, default=(None, 0, 0))
+
+    def begin(self, now: float) -> None:
+        """The ledger takes the job in."""
+        self.opened_at, self.deadline = now, now + self.timeout_s
+        self.queued_at = math.inf if self.later else now
+
+    @property
+    def self_check(self) -> bool:
+        """Whether the self-check made this job. Such a job does not pass the queue."""
+        return self.request_id.startswith(TRIAL)
+
+    @property
+    def published(self) -> bool:
+        """Whether the job went to the queue, or is just on its way there."""
+        return self.queued_at < math.inf
+
+    @property
+    def targets(self) -> int:
+        """Number of blocks that the writer may touch."""
+        return len(self.blocks) - self.first_target
+
+    @property
+    def unwritten(self) -> int:
+        """Number of blocks that the prefill worker that holds the job has still to write."""
+        return max(0, self.targets - self.written) if self.state is JobState.GRANTED else 0
+
+    @property
+    def uncomputed(self) -> int:
+        """Number of tokens that a prefill worker has still to compute, judged by its blocks."""
+        if self.state is JobState.QUEUED:
+            return self.tokens
+        return round(self.tokens * self.unwritten / max(1, self.targets))
+
+    @property
+    def since(self) -> float:
+        """When the job came into its state. Of one under way: when it was granted."""
+        if self.state is JobState.QUEUED:
+            return self.queued_at if self.published else self.opened_at
+        return self.quarantined_at if self.state is JobState.QUARANTINED else self.granted_at
+
+    @property
+    def due(self) -> float:
+        """When the job has been in its state for too long."""
+        if self.state is JobState.QUEUED:
+            claim_by = self.queued_at + self.claim_timeout_s
+            return min(self.deadline, claim_by, self.opened_at + self.hedge_s)
+        if self.state is JobState.QUARANTINED:
+            return min(self.deadline, self.quarantined_at + NO_PROOF_S)
+        return self.deadline
+
+
+# ---------------------------------------------------------------------- events: the engine thread
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Take one more reference to these blocks, so that vLLM cannot reuse what it frees."""
+
+    job_id: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Drop the references that were taken for this job: its writer is proved quiet."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Tell vLLM that the request's remote prefill has ended."""
+
+    request_id: str
+    outcome: Outcome
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the KV is there. Otherwise vLLM computes the prompt here."""
+        return self.outcome is Outcome.COMMITTED
+
+
+EngineEvent = Hold | Release | Settle
+
+
+# ---------------------------------------------------------------------- actions: the asyncio thread
+
+
+@dataclass(frozen=True, slots=True)
+class CancelMessage:
+    """Delete this job from the queue. The receipt is the queue's."""
+
+    receipt: object
+
+
+@dataclass(frozen=True, slots=True)
+class NakDelivery:
+    """Nak the delivery of a lost prefill worker, so that the queue delivers the job again.
+
+    receipt: of the queue. None if the queue has not confirmed the job yet."""
+
+    ack_subject: str
+    receipt: object | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendRevoke:
+    """Tell the writer to stop."""
+
+    writer: str
+    job_id: str
+    attempt: int
+    reason: str
+
+
+Action = CancelMessage | NakDelivery | SendRevoke
+
+
+Said = Progress | Commit | Ready | GiveUp
+
+
+# ---------------------------------------------------------------------- the breaker of claims
+
+
+class ClaimBreaker:
+    """Stops queueing while claims time out one after another. Then one job is tried at a time.
+
+    A claim timeout counts as a stall if no job of this decode worker was claimed while the job
+    waited, even while prefill workers compute other jobs: the next prompts would wait as long.
+    Called under the ledger's lock; `stalled` may be read from any thread.
+
+    stalls: number of stalls that open the breaker.
+    pause_s: the first and the longest pause before a trial. Each trial that nobody claims doubles
+    the pause. A prefill worker that becomes idle ends it.
+    trial_share: the trial waits for this share of the claim timeout only."""
+
+    #   CLOSED ──stalls──▶ OPEN ──pause──▶ HALF-OPEN ──next prompt is queued──▶ TRIAL
+    #      ▲                ▲                  ▲                                  │
+    #      │                └──not claimed─────┼──────────────────────────────────┤
+    #      │                                   └──cancelled, not published────────┤
+    #      └──any claim───────────────────────────────────────────────────────────┘
+
+    def __init__(
+        self,
+        clock: Clock,
+        pause_s: tuple[float, float],
+        *,
+        stalls: int = 3,
+        trial_share: float = 0.2,
+    ) -> None:
+        self._clock = clock
+        self._most_stalls = stalls
+        self._pauses = pause_s
+        self.trial_share = trial_share
+        self._claimed_at = -math.inf
+        self.claimed()
+
+    def claimed(self) -> None:
+        """A job of this decode worker was claimed. Closes the breaker."""
+        self._claimed_at, self._stalls = self._clock.monotonic(), 0
+        self._pause_s = self._pauses[0]
+        self._open_until: float | None = None
+        self._trial = ""
+
+    @property
+    def stalled(self) -> bool:
+        """Whether prompts are prefilled here: the breaker is open, or a trial is under way."""
+        until = self._open_until
+        return until is not None and (bool(self._trial) or self._clock.monotonic() < until)
+
+    def queued(self, job_id: str) -> bool:
+        """Note that a job is queued. Returns True if it is the trial."""
+        if self._open_until is None or self.stalled:
+            return False
+        self._trial = job_id
+        return True
+
+    def timed_out(self, job_id: str, queued_at: float) -> bool:
+        """Note that nobody claimed the job in time.
+
+        Returns True if this opens the breaker. Then the caller serves all queued jobs locally."""
+        if self._open_until is not None:
+            if job_id == self._trial:
+                self._pause_s = min(2 * self._pause_s, self._pauses[1])
+                self._open()
+            return False
+        if queued_at < self._claimed_at:
+            return False
+        self._stalls += 1
+        if self._stalls < self._most_stalls:
+            return False
+        self._open()
+        return True
+
+    def ended(self, job_id: str) -> None:
+        """Note that the job is over. After a trial without a result the next job is the trial."""
+        if job_id == self._trial:
+            self._trial = ""
+
+    def retry(self) -> None:
+        """End the pause, so the next prompt is the trial: a prefill worker has become free."""
+        if self._open_until is not None:
+            self._open_until = self._clock.monotonic()
+
+    def _open(self) -> None:
+        self._trial = ""
+        self._open_until = self._clock.monotonic() + self._pause_s
+
+
+def locked(
+    method: Callable[Concatenate[Ledger, P], T],
+) -> Callable[Concatenate[Ledger, P], T]:
+    """Call the method with the lock held. Then wake the threads that have something to take."""
+
+    @wraps(method)
+    def call(self: Ledger, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            with self._lock:
+                return method(self, *args, **kwargs)
+        finally:
+            self._wake()
+
+    return call
+
+
+class Ledger:
     """All remote prefills of one decode worker.
 
     kv_mode: how the KV gets into the blocks. Grants tell it to the prefill worker.
     on_event: called after an event was queued for the engine thread. It must only wake that thread.
     on_action: the same for actions and the asyncio thread.
     on_outcome: called each time that a request is settled.
+    claim_pauses_s: see `ClaimBreaker`.
     tell_opens: wake the asyncio thread on every open, not only when the next deadline moves
     earlier. Set while no prefill worker pulls.
     target_blocks: number of blocks that open jobs bind. Prefill workers write to them, or they are
     held.
     """
 
-    # ------------------------------------------------------------------ open
+    # What always holds:
+    #
+    # - A request is settled exactly once: either its KV is loaded, or its prompt is computed here.
+    # - The blocks of a job are free only when its writer is proved quiet (transfer/contract.py).
+    #   Time is no proof. If the request is settled before that, the engine is told to hold the
+    #   blocks first.
+    # - A request waits for that proof for NO_PROOF_S at most.
+    # - One writer holds a job at a time. No claim takes a job from its holder.
+    # - The writer of a READING job is our own reader. `read_over` is the proof that it is quiet.
+    #
+    # One lock guards all of it, for microseconds. Methods that begin with an underscore, and
+    # `on_outcome`, are called with the lock held; `on_event` and `on_action` without it.
 
-    def open(
+    def __init__(
         self,
-        job_id: str,
-        request_id: str,
-        blocks: tuple[int, ...],
+        fences: OwnerFences,
         *,
-        first_target: int,
-        timeout_s: float,
-        order: BlockOrder = ONE_TABLE,
-        hit_tokens: int = 0,
-        tokens: int = 0,
-        claim_timeout_s: float | None = None,
-        hedge_s: float | None = None,
-        stall_s: float | None = None,
-        later: bool = False,
+        incarnation: str,
+        max_attempts: int = 3,
+        kv_mode: KvMode = KvMode.PUSH_ASYNC,
+        clock: Clock = SYSTEM_CLOCK,
+        on_event: Callable[[], None] = lambda: None,
+        on_action: Callable[[], None] = lambda: None,
+        on_outcome: Callable[[Entry, Outcome], None] = lambda _e, _o: None,
+        claim_pauses_s: tuple[float, float] = (1.0, 30.0),
     ) -> None:
-        """Register a job before it is published. Its request waits until the job is settled.
+        self._fences = fences
+        self._clock = clock
+        self._max_attempts = max_attempts
+        self.kv_mode = kv_mode
+        self.incarnation = incarnation
+        self.tell_opens = True
+        self.claims = ClaimBreaker(clock, claim_pauses_s)
+        self._lock = threading.Lock()
+        self._jobs: dict[str, Entry] = {}
+        self._by_request: dict[str, str] = {}
+        self._ended: OrderedDict[str, JobState] = OrderedDict()
+        # Kept beside `_jobs`, so that a decision and a tick cost the same however many jobs wait.
+        self._quarantined: dict[str, Entry] = {}
+        self._sums = {state: Sums() for state in JobState}
+        self.target_blocks = 0
+        # (due time, serial, job), soonest first. A job may be due later than its item says:
+        # `_soonest` corrects that once the item is the first.
+        self._dues: list[tuple[float, int, Entry]] = []
+        self._serial = itertools.count()
+        self._next_look = math.inf  # when the timer looks at the jobs next
+        self._events: deque[EngineEvent] = deque()
+        self._actions: deque[Action] = deque()
+        self._on_event = on_event
+        self._on_action = on_action
+        self._on_outcome = on_outcome
 
-        timeout_s: most seconds for the whole job.
-        order, hit_tokens: see `Entry`.
-        tokens: number of tokens to compute.
-        claim_timeout_s: most seconds for each wait for a claim. None: as timeout_s.
-        hedge_s: if nobody claims the job within so many seconds, the prompt is computed here, even
-        if claim_timeout_s is longer. None: claim_timeout_s alone counts.
-        stall_s: an attempt that makes progress goes on beyond timeout_s, and ends after this many
-        seconds without progress. None: as timeout_s.
-        later: the job waits for something before it is published. claim_timeout_s counts only from
-        `set_digest` on."""
-        now = self._clock.monotonic()
-        entry = Entry(
-            job_id,
-            request_id,
-            blocks,
-            first_target,
-            opened_at=now,
-            queued_at=math.inf if later else now,
-            deadline=now + timeout_s,
-            claim_timeout_s=timeout_s if claim_timeout_s is None else claim_timeout_s,
-            stall_s=timeout_s if stall_s is None else stall_s,
-            hedge_at=math.inf if hedge_s is None else now + hedge_s,
-            order=order,
-            hit_tokens=hit_tokens,
-            tokens=tokens,
-        )
+    # ------------------------------------------------------------------ open, publish
+
+    def open(self, entry: Entry) -> None:
+        """Register a job before it is published. Its request waits until the job is settled."""
         with self._lock:
-            if not entry.self_check and self.claims.queued(job_id):
-                entry.claim_timeout_s *= TRIAL_SHARE
-            self._jobs[job_id] = entry
-            self._by_request[request_id] = job_id
+            entry.begin(self._clock.monotonic())
+            if not entry.self_check and self.claims.queued(entry.job_id):
+                entry.claim_timeout_s *= self.claims.trial_share
+            self._jobs[entry.job_id] = entry
+            self._by_request[entry.request_id] = entry.job_id
             self.target_blocks += entry.targets
-            self._totals.count(entry)
-            earlier = self._dues.watch(entry)
+            self._count(entry)
+            earlier = self._watch(entry)
         if earlier or self.tell_opens:
             self._on_action()
 
@@ -134,170 +470,137 @@ class Ledger(OpenJobs):
             if entry.published:
                 return
             entry.queued_at = self._clock.monotonic()
-            earlier = self._dues.watch(entry)
+            earlier = self._watch(entry)
         if earlier:
             self._on_action()
 
     @locked
-    def published(self, job_id: str, receipt: object, digest: bytes) -> None:
+    def published(self, job_id: str, receipt: object) -> None:
         """Note that the queue has stored the job. If the job has ended, its message is deleted."""
         entry = self._jobs.get(job_id)
         if entry is not None and not entry.settled:
-            entry.receipt, entry.digest = receipt, digest
+            entry.receipt = receipt
         elif not self.was_committed(job_id):
             self._actions.append(CancelMessage(receipt))
-
-    @locked
-    def publish_failed(self, job_id: str, outcome: Outcome) -> None:
-        """Serve the request locally: the queue has refused the job, or did not answer."""
-        entry = self._jobs.get(job_id)
-        if entry is not None and not entry.settled:
-            self._give_up(entry, outcome)
-
-    @locked
-    def take_back(self, job_id: str) -> bool:
-        """Serve the request of a queued job locally: our own prefill side has pulled the job.
-
-        Returns False if a prefill worker has the job, or may still write to its blocks. Then the
-        request still waits for the job."""
-        entry = self._jobs.get(job_id)
-        if entry is None or entry.settled:
-            return True
-        if entry.state is JobState.QUEUED:
-            self._give_up(entry, Outcome.OWN_JOB)
-        return entry.settled
 
     # ------------------------------------------------------------------ grant
 
     @locked
-    def grant(self, job_id: str, incarnation: str, writer: str, ack_subject: str = "") -> Claimed:
+    def grant(self, claim: Claim, writer: str) -> Grant | Refused:
         """Answer a claim: grant the job to the writer, or refuse.
 
-        writer: name of the control connection that claims.
-        ack_subject: of the delivery that brought the job. Empty: of none."""
-        if incarnation != self.incarnation:
-            return Claimed(refused=RefuseReason.STALE_INCARNATION)
-        entry = self._jobs.get(job_id)
-        if entry is None:
-            ended = self._ended.get(job_id)
-            reason = RefuseReason(ended.value) if ended else RefuseReason.UNKNOWN_JOB
-            return Claimed(refused=reason)
-        if (refusal := self._refuse(entry, writer)) is not None:
-            return refusal
+        writer: name of the control connection that claims."""
+        entry = self._jobs.get(claim.job_id)
+        if (why := self._why_not(entry, claim, writer)) is not None:
+            return Refused(rid=claim.rid, reason=why[0], retry_after_s=why[1])
+        assert entry is not None
         try:
             fence = self._fences.open(entry.blocks, entry.first_target)
-        except OverloadedError:
-            return Claimed(refused=RefuseReason.HELD, retry_after_s=_NO_SLOT_RETRY_S)
+        except OverloadedError:  # another job must end first
+            return Refused(rid=claim.rid, reason=RefuseReason.HELD, retry_after_s=1.0)
         if not entry.self_check:
             self.claims.claimed()
         entry.attempt += 1
         entry.written = 0
-        entry.writer, entry.fence, entry.ack_subject = writer, fence, ack_subject
+        entry.writer, entry.fence, entry.ack_subject = writer, fence, claim.ack_subject
         self._enter(entry, JobState.GRANTED)
-        entry.granted_at = now = self._clock.monotonic()
-        return Claimed(
-            GrantView(
-                entry.attempt,
-                entry.deadline - now,
-                entry.digest,
-                fence,
-                now - entry.opened_at,
-                self.kv_mode,
-                entry.features,
-            )
+        entry.granted_at = self._clock.monotonic()
+        return Grant(
+            rid=claim.rid,
+            job_id=entry.job_id,
+            attempt=entry.attempt,
+            incarnation=self.incarnation,
+            deadline_s=entry.deadline - entry.granted_at,
+            job_digest=entry.digest,
+            fence=fence,
+            mode=self.kv_mode,
+            features=entry.features,
         )
 
-    def _refuse(self, entry: Entry, writer: str) -> Claimed | None:
-        """Why the writer cannot have this open job now. None: it can."""
+    def _why_not(
+        self, entry: Entry | None, claim: Claim, writer: str
+    ) -> tuple[RefuseReason, float | None] | None:
+        """Why the writer cannot have the job now, and after how many seconds it may ask again.
+
+        None: it can have the job."""
+        if claim.incarnation != self.incarnation:
+            return RefuseReason.STALE_INCARNATION, None
+        if entry is None:
+            ended = self._ended.get(claim.job_id)
+            return RefuseReason(ended.value) if ended else RefuseReason.UNKNOWN_JOB, None
         if entry.settled:
-            return Claimed(refused=RefuseReason.CLOSED)
+            return RefuseReason.CLOSED, None
         if entry.state is JobState.GRANTED and entry.writer == writer:
-            return Claimed(refused=RefuseReason.HELD, retry_after_s=_NO_SLOT_RETRY_S)
+            return RefuseReason.HELD, 1.0
         if entry.state in UNDER_WAY:
             # A holder that is gone or silent loses its connection. Then `writer_lost` takes the
             # job from it.
-            return Claimed(refused=RefuseReason.IN_PROGRESS)
+            return RefuseReason.IN_PROGRESS, None
         if entry.state is JobState.QUARANTINED:
-            return Claimed(refused=RefuseReason.HELD, retry_after_s=_HELD_RETRY_S)
+            return RefuseReason.HELD, 0.05  # a running batch ends within milliseconds
         if self._clock.monotonic() >= entry.due:
             self._expire(entry)
-            return Claimed(refused=RefuseReason.CLOSED)
+            return RefuseReason.CLOSED, None
         return None
 
-    def _current(self, job_id: str, attempt: int, incarnation: str, writer: str) -> Entry | None:
-        """The job, if the writer speaks of the attempt that it was granted last."""
-        entry = self._jobs.get(job_id)
-        if entry is None or incarnation != self.incarnation:
+    def _held(self, said: Said, writer: str, *states: JobState) -> Entry | None:
+        """The job, if the writer speaks of the attempt that it was granted last, and if the job is
+        in one of these states."""
+        entry = self._jobs.get(said.job_id)
+        if entry is None or said.incarnation != self.incarnation:
             return None
-        return entry if (entry.attempt, entry.writer) == (attempt, writer) else None
+        current = (entry.attempt, entry.writer) == (said.attempt, writer)
+        return entry if current and entry.state in states else None
 
-    # ------------------------------------------------------------------ progress
-
-    def progress(
-        self, job_id: str, attempt: int, incarnation: str, writer: str, blocks: int = 0
-    ) -> None:
+    def progress(self, said: Progress | Ready, writer: str) -> None:
         """Note that the current attempt has made progress. Its job gets `stall_s` from now.
 
         So a deadline that was estimated too short does not end an attempt that makes progress.
 
-        blocks: number of blocks written since the last report."""
+        said: `Ready` if our reader has read a part of the blocks."""
         with self._lock:
-            entry = self._current(job_id, attempt, incarnation, writer)
-            if entry is not None and entry.state in (JobState.GRANTED, JobState.READING):
-                entry.written += blocks
-                self._totals.count(entry)
-                entry.deadline = max(entry.deadline, self._clock.monotonic() + entry.stall_s)
+            if (entry := self._held(said, writer, *UNDER_WAY)) is None:
+                return
+            if isinstance(said, Progress):
+                entry.written += said.blocks
+                self._count(entry)
+            entry.deadline = max(entry.deadline, self._clock.monotonic() + entry.stall_s)
 
     # ------------------------------------------------------------------ commit, or ready and read
 
     @locked
-    def commit(
-        self,
-        job_id: str,
-        attempt: int,
-        incarnation: str,
-        writer: str,
-        blocks: int,
-    ) -> str | None:
+    def commit(self, said: Commit, writer: str) -> str | None:
         """Accept the bytes of the current attempt.
 
         Returns None if they are accepted: the request is settled as loaded. Otherwise returns the
-        reason for the refusal. A stale commit changes nothing.
-
-        blocks: number of blocks that were written."""
-        entry = self._current(job_id, attempt, incarnation, writer)
-        if entry is None or entry.state is not JobState.GRANTED:
+        reason for the refusal. A stale commit changes nothing."""
+        if (entry := self._held(said, writer, JobState.GRANTED)) is None:
             return "stale"
-        if (why := self._take_over(entry, blocks)) is None:
+        if (why := self._take_over(entry, said.blocks)) is None:
             self._loaded(entry)
         return why
 
     @locked
-    def ready(
-        self, job_id: str, attempt: int, incarnation: str, writer: str, blocks: int
-    ) -> Read | str:
+    def ready(self, said: Ready, writer: str) -> Entry | str:
         """Let our reader read what the current attempt has computed.
 
-        Returns a `Read`, or the reason for the refusal, as `commit` does."""
-        entry = self._current(job_id, attempt, incarnation, writer)
-        if entry is None or entry.state is not JobState.GRANTED:
+        Returns the job, or the reason for the refusal, as `commit` does. From now on the reader may
+        copy into the job's target blocks. However that ends, `read_over` must be told."""
+        if (entry := self._held(said, writer, JobState.GRANTED)) is None:
             return "stale"
-        if (why := self._take_over(entry, blocks)) is not None:
+        if (why := self._take_over(entry, len(said.block_ids) // 4)) is not None:
             return why
         entry.reading = True
         self._enter(entry, JobState.READING)
-        return Read(job_id, attempt, entry.blocks[entry.first_target :])
+        return entry
 
     @locked
-    def read_over(self, job_id: str, attempt: int, *, good: bool) -> str | None:
+    def read_over(self, entry: Entry, *, good: bool) -> str | None:
         """Note that our reader has ended. It never touches the blocks again. Answers as `commit`.
 
         good: whether it has read all blocks. If not, the prompt is computed here: no other prefill
         worker has the KV."""
-        entry = self._jobs.get(job_id)
-        assert entry is not None, "a job that is read stays open"
         assert entry.reading, "read twice"
-        assert entry.attempt == attempt, "nobody can claim a job that is read"
         entry.reading = False
         if entry.state is JobState.QUARANTINED:  # the job ended meanwhile
             self._ask_proof(entry)
@@ -331,17 +634,61 @@ class Ledger(OpenJobs):
     # ------------------------------------------------------------------ give up
 
     @locked
-    def gave_up(
-        self, job_id: str, attempt: int, incarnation: str, writer: str, cause: str, retry: bool
-    ) -> None:
-        """Handle a writer that gives its attempt up and is quiet.
+    def give_up(self, job_id: str, outcome: Outcome, *, if_queued: bool = False) -> bool:
+        """Serve the request of a job locally.
 
-        retry: let another prefill worker try. Otherwise the request is served locally."""
-        entry = self._current(job_id, attempt, incarnation, writer)
-        if entry is None or entry.state is not JobState.GRANTED:
+        Returns whether the request does not wait for the job any more.
+
+        if_queued: not if a prefill worker has the job, or may still write to its blocks."""
+        entry = self._jobs.get(job_id)
+        if entry is None:
+            return True
+        if not entry.settled and (entry.state is JobState.QUEUED or not if_queued):
+            self._give_up(entry, outcome)
+        return entry.settled
+
+    @locked
+    def cancel(self, request_id: str) -> None:
+        """Close the job of a request that is over in vLLM, if one is open.
+
+        The request is settled all the same, so that vLLM frees its blocks."""
+        entry = self._jobs.get(self._by_request.get(request_id, ""))
+        if entry is not None and not entry.settled:
+            self._give_up(entry, Outcome.CANCELLED)
+
+    @locked
+    def give_up_all(
+        self, outcome: Outcome, *, but_granted: bool = False, but_trials: bool = False
+    ) -> None:
+        """Serve every open job locally.
+
+        but_granted: let those end that a prefill worker computes or has computed.
+        but_trials: leave those of the self-check. They do not come from the queue."""
+        for entry in list(self._jobs.values()):
+            under_way = but_granted and entry.state in UNDER_WAY
+            if not (entry.settled or under_way or (but_trials and entry.self_check)):
+                self._give_up(entry, outcome)
+
+    @locked
+    def distrust(self, writer: str) -> None:
+        """Serve locally what this prefill worker computes, and what of it is not loaded yet."""
+        for entry in list(self._jobs.values()):
+            if entry.writer == writer and entry.state in UNDER_WAY and not entry.settled:
+                self._give_up(entry, Outcome.SELF_CHECK)
+
+    def new_incarnation(self, incarnation: str) -> None:
+        """Refuse every claim and commit of the old incarnation. Open jobs are served locally."""
+        self.give_up_all(Outcome.PREFILL_LOST)
+        with self._lock:
+            self.incarnation = incarnation
+
+    @locked
+    def gave_up(self, said: GiveUp, writer: str) -> None:
+        """Handle a writer that gives its attempt up and is quiet."""
+        if (entry := self._held(said, writer, JobState.GRANTED)) is None:
             return
-        if retry:
-            self._revoke(entry, cause, requeue=True)
+        if said.retry:
+            self._revoke(entry, said.cause, requeue=True)
         else:
             self._give_up(entry, Outcome.PREFILL_FAILED)
 
@@ -367,3 +714,290 @@ class Ledger(OpenJobs):
                 if not entry.settled and ack_subject:
                     # The lost worker may be dead, so we nak its delivery.
                     self._actions.append(NakDelivery(ack_subject, entry.receipt))
+
+    def _give_up(self, entry: Entry, outcome: Outcome) -> None:
+        """Settle the request without the remote result, and close the job."""
+        if entry.state is JobState.GRANTED or entry.reading:
+            self._revoke(entry, outcome, requeue=False)
+        if not entry.settled:
+            if entry.state is JobState.QUARANTINED:
+                entry.held = True
+                self._events.append(Hold(entry.job_id, entry.blocks))
+            self._settle(entry, outcome)
+        self._forget_message(entry)
+        if entry.state in (JobState.QUEUED, JobState.READING):
+            self._close(entry, JobState.CLOSED)  # nobody can write to its blocks
+
+    def _forget_message(self, entry: Entry) -> None:
+        """Take the job out of the queue: no prefill worker is needed any more."""
+        if entry.receipt is not None:
+            self._actions.append(CancelMessage(entry.receipt))
+            entry.receipt = None
+
+    # ------------------------------------------------------------------ revoke, quarantine
+
+    def _revoke(self, entry: Entry, reason: str, *, requeue: bool) -> None:
+        """Take the grant back. The job is QUEUED if its writer is proved quiet, else QUARANTINED.
+
+        requeue: the request waits for the proof and another claim. It is served locally after the
+        last attempt, if nobody can deliver its job again, and once two of its writers were lost:
+        it may have killed them."""
+        self._enter(entry, JobState.QUARANTINED)
+        self._quarantined[entry.job_id] = entry
+        entry.quarantined_at = self._clock.monotonic()
+        self._actions.append(SendRevoke(entry.writer, entry.job_id, entry.attempt, str(reason)))
+        self._ask_proof(entry)
+        last = entry.attempt >= self._max_attempts or entry.losses > 1 or entry.self_check
+        if requeue and last and not entry.settled:
+            lost = reason == Outcome.PREFILL_LOST
+            self._give_up(entry, Outcome.PREFILL_LOST if lost else Outcome.PREFILL_FAILED)
+        elif requeue and entry.state is JobState.QUARANTINED:
+            self._watch(entry)
+
+    def _proved(self, fence: FenceToken) -> bool:
+        """Whether nobody can write under this fence any more."""
+        try:
+            return self._fences.try_revoke(fence)
+        except OSError:  # the kernel has no memory for a lock
+            logger.exception("cannot ask for the proof that a writer is quiet; asking again soon")
+            return False
+
+    def _ask_proof(self, entry: Entry) -> bool:
+        """Whether nobody can write to the blocks any more. Then the job is QUEUED, or closed."""
+        if entry.reading:
+            return False
+        if entry.fence is not None and not self._proved(entry.fence):
+            return False
+        entry.fence, entry.writer = None, ""
+        entry.queued_at = self._clock.monotonic()
+        self._enter(entry, JobState.QUEUED)
+        self._quarantined.pop(entry.job_id, None)
+        if entry.held:
+            entry.held = False
+            self._events.append(Release(entry.job_id))
+        if entry.settled:
+            self._close(entry, JobState.CLOSED)
+        else:
+            self._watch(entry)
+        return True
+
+    # ------------------------------------------------------------------ settle, close
+
+    def _settle(self, entry: Entry, outcome: Outcome) -> None:
+        assert not entry.settled, "a request is settled once"
+        entry.settled = True
+        entry.features = b""  # nobody is granted the job any more, and `_dues` keeps it for a while
+        self.claims.ended(entry.job_id)
+        self._events.append(Settle(entry.request_id, outcome))
+        self._on_outcome(entry, outcome)
+
+    def _close(self, entry: Entry, state: JobState) -> None:
+        self._enter(entry, state)
+        if self._jobs.pop(entry.job_id, None) is not None:
+            self.target_blocks -= entry.targets
+        if self._by_request.get(entry.request_id) == entry.job_id:
+            del self._by_request[entry.request_id]
+        self._ended[entry.job_id] = state
+        while len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _enter(self, entry: Entry, state: JobState) -> None:
+        """Change the state of a job."""
+        assert state in _NEXT[entry.state], f"{entry.state} -> {state}"
+        entry.state = state
+        self._count(entry)
+
+    def _count(self, entry: Entry) -> None:
+        """Bring the sums up to date, after the state or the written blocks of a job changed."""
+        before = entry.counted
+        entry.counted = (
+            entry.state if entry.state in _NEXT else None,
+            entry.uncomputed,
+            entry.unwritten,
+        )
+        for (state, tokens, blocks), sign in ((before, -1), (entry.counted, 1)):
+            if state is not None:
+                sums = self._sums[state]
+                sums.jobs += sign
+                sums.tokens += sign * tokens
+                sums.blocks += sign * blocks
+
+    # ------------------------------------------------------------------ time
+
+    @locked
+    def tick(self) -> float | None:
+        """Give up what is past its deadline, and ask again for proofs.
+
+        Returns the seconds until the next call is useful. None: nothing is open."""
+        now = self._clock.monotonic()
+        while self._soonest() <= now:
+            self._expire(heapq.heappop(self._dues)[2])
+        for entry in list(self._quarantined.values()):
+            if entry.state is JobState.QUARANTINED:
+                self._ask_proof(entry)
+        soonest = self._soonest() - now
+        for entry in self._quarantined.values():
+            # A running batch ends within milliseconds, a stopped writer maybe never. So the
+            # ledger asks every 2 ms at first, and later every 50 ms.
+            waited = (now - entry.quarantined_at) / 8
+            soonest = min(soonest, max(waited, 0.002), 0.05)
+        self._next_look = now + soonest
+        return None if soonest == math.inf else soonest
+
+    def tick_overdue(self, late_s: float = 1.0) -> None:
+        """Call `tick` if its own thread should have done so `late_s` seconds ago: that one hangs
+        (docs/failure-modes.md). An error is logged, and the next call tries again."""
+        if self._clock.monotonic() > self._next_look + late_s:
+            try:
+                self.tick()
+            except Exception:
+                logger.exception("a tick of the ledger failed; the next one tries again")
+
+    def _watch(self, entry: Entry) -> bool:
+        """Have the timer look at a job. Call it for each new job, and when a job is due earlier.
+
+        Returns whether the timer must be woken, because it would sleep beyond the due time."""
+        heapq.heappush(self._dues, (entry.due, next(self._serial), entry))
+        # Jobs that have ended stay until they would have been due, unless they are too many.
+        if len(self._dues) > 1024 + 8 * len(self._jobs):
+            self._dues = [item for item in self._dues if not item[2].settled]
+            heapq.heapify(self._dues)
+        earlier = entry.due < self._next_look
+        self._next_look = min(self._next_look, entry.due)
+        return earlier
+
+    def _soonest(self) -> float:
+        """When the first job is due. Its item is the first then. Infinite: no request waits."""
+        while self._dues:
+            due, _, entry = self._dues[0]
+            if entry.settled:
+                heapq.heappop(self._dues)
+            elif entry.due > due:
+                heapq.heapreplace(self._dues, (entry.due, next(self._serial), entry))
+            else:
+                return due
+        return math.inf
+
+    def _expire(self, entry: Entry) -> None:
+        """The job has been in its state for too long. The outcome tells which state that was."""
+        if entry.state is JobState.QUEUED:
+            if entry.due == entry.opened_at + entry.hedge_s:
+                self._give_up(entry, Outcome.HEDGED)
+            else:
+                self._nobody_claimed(entry)
+            return
+        outcome = Outcome.TIMEOUT
+        if entry.state is JobState.QUARANTINED:
+            if self._ask_proof(entry):
+                return  # proved in the last moment: the job waits for another claim
+            if self._clock.monotonic() < entry.deadline:
+                outcome = Outcome.QUARANTINED
+        self._give_up(entry, outcome)
+
+    def _nobody_claimed(self, entry: Entry) -> None:
+        """Serve the job locally. If that opens the breaker, do so with every queued job. Jobs whose
+        deadline comes before their claim timeout do not count."""
+        counts = not entry.self_check and entry.queued_at + entry.claim_timeout_s <= entry.deadline
+        opens = counts and self.claims.timed_out(entry.job_id, entry.queued_at)
+        self._give_up(entry, Outcome.CLAIM_TIMEOUT if entry.published else Outcome.TIMEOUT)
+        for other in list(self._jobs.values()) if opens else ():
+            if other.state is JobState.QUEUED and not other.settled:
+                self._give_up(other, Outcome.CLAIMS_STALLED)
+
+    # ------------------------------------------------------------------ other threads
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def take_events(self) -> list[EngineEvent]:
+        """What the engine thread must do now, in this order. Empties the queue."""
+        if not self._events:
+            return []
+        with self._lock:
+            events = list(self._events)
+            self._events.clear()
+        return events
+
+    def take_actions(self) -> list[Action]:
+        """What the asyncio thread must send. Empties the queue."""
+        if not self._actions:
+            return []
+        with self._lock:
+            actions = list(self._actions)
+            self._actions.clear()
+        return actions
+
+    def _wake(self) -> None:
+        """Wake the threads for which something is queued. Called without the lock."""
+        if self._events:
+            self._on_event()
+        if self._actions:
+            self._on_action()
+
+    def prefill_free(self) -> None:
+        """Note that a prefill worker has connected, pulls again, or has no more jobs.
+
+        Ends the breaker's pause."""
+        with self._lock:
+            self.claims.retry()
+
+    # ------------------------------------------------------------------ views
+
+    def find(self, job_id: str) -> Entry | None:
+        return self._jobs.get(job_id)
+
+    def was_committed(self, job_id: str) -> bool:
+        """Whether a job that is no longer open was committed."""
+        return self._ended.get(job_id) is JobState.COMMITTED
+
+    def unclaimed(self) -> list[Any]:
+        """Return the queue's receipts of the jobs that wait for a claim."""
+        with self._lock:
+            entries = list(self._jobs.values())
+        # Without the lock, for which the engine thread waits. `give_up` looks again.
+        return [e.receipt for e in entries if e.state is JobState.QUEUED and e.receipt is not None]
+
+    @property
+    def open_jobs(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def waiting_requests(self) -> int:
+        """Number of requests that wait for a job. A settled job may be open for its blocks only."""
+        with self._lock:
+            return sum(not entry.settled for entry in self._jobs.values())
+
+    def oldest(self, limit: int) -> tuple[float, list[Entry]]:
+        """Return the time, and the first jobs that were opened. Read them at once."""
+        with self._lock:
+            return self._clock.monotonic(), list(itertools.islice(self._jobs.values(), limit))
+
+    def counts(self) -> dict[JobState, int]:
+        """Number of open jobs in each state."""
+        with self._lock:
+            return {state: sums.jobs for state, sums in self._sums.items()}
+
+    def queued(self) -> tuple[int, int]:
+        """Number of jobs that nobody has claimed, and of the tokens to compute for them."""
+        with self._lock:
+            sums = self._sums[JobState.QUEUED]
+            return sums.jobs, sums.tokens
+
+    def uncomputed(self) -> int:
+        """Number of tokens that prefill workers have still to compute, over all open jobs."""
+        with self._lock:
+            return sum(sums.tokens for sums in self._sums.values())
+
+    def unwritten(self) -> int:
+        """Number of blocks that are not written yet, over all jobs that prefill workers hold."""
+        with self._lock:
+            return self._sums[JobState.GRANTED].blocks
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Number of blocks whose writer was told to stop and is not proved quiet."""
+        if not self._quarantined:
+            return 0
+        with self._lock:
+            return sum(len(entry.blocks) for entry in self._quarantined.values())

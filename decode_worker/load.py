@@ -6,8 +6,7 @@ from typing import Any
 
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import UNDER_WAY, JobState
+from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.engine import kv

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pullfill.decode_worker.kv_reader import KvReader
-from pullfill.decode_worker.ledger_types import GrantView
 from pullfill.net.channel import Channel
 from pullfill.net.peer_link import ping_patience
-from pullfill.wire import Claim, Grant, KvMode, Load
+from pullfill.wire import Grant, KvMode, Load
 
 
 @dataclass(slots=True, eq=False)
@@ -53,22 +54,12 @@ class Peer:
         silent_s: the same while it asks for things."""
         return ping_patience(now - self.asked_at, silent_s)
 
-    def grant(self, claim: Claim, incarnation: str, grant: GrantView) -> Grant:
-        """Make the answer to a claim of this worker."""
-        mode = grant.mode
-        if mode is KvMode.PULL and (self.reader is None or not self.reader.within_reach()):
-            mode = KvMode.PUSH_ASYNC
-        return Grant(
-            rid=claim.rid,
-            job_id=claim.job_id,
-            attempt=grant.attempt,
-            incarnation=incarnation,
-            deadline_s=grant.deadline_s,
-            job_digest=grant.digest,
-            fence=grant.fence,
-            mode=mode,
-            features=grant.features,
-        )
+    def in_reach(self, grant: Grant) -> Grant:
+        """Return the grant, without `pull` if we cannot read this worker's memory."""
+        reads = self.reader is not None and self.reader.within_reach()
+        if grant.mode is KvMode.PULL and not reads:
+            return msgspec.structs.replace(grant, mode=KvMode.PUSH_ASYNC)
+        return grant
 
 
 class Peers(dict[str, Peer]):

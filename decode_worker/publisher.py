@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 
 from pullfill.decode_worker.context import OpenedJob
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import JobState
+from pullfill.decode_worker.ledger import JobState, Ledger
 from pullfill.engine import features
 from pullfill.errors import Outcome, PullfillError, QueueFull
 from pullfill.ids import job_digest
@@ -78,7 +78,9 @@ class Publisher:
             except Exception:  # without this task such jobs would wait for the claim timeout
                 logger.exception("an answer of the job queue could not be handled")
                 continue
-            if ours := [r for receipt in gone if (r := self._ledger.message_gone(receipt.job_id))]:
+            lost = [e for receipt in gone if (e := self._ledger.find(receipt.job_id)) is not None]
+            give_up = partial(self._ledger.give_up, outcome=Outcome.JOB_GONE, if_queued=True)
+            if ours := [entry.request_id for entry in lost if give_up(entry.job_id)]:
                 logger.warning(
                     "%d jobs are gone from the queue, deleted or dead (`pullfill doctor`). "
                     "Their prompts are prefilled here. Requests: %s",
@@ -121,8 +123,7 @@ class Publisher:
             if self._ledger.find(job.job_id) is None:
                 return  # the job ended before it was published
             body = self.encode(job, brings)
-            digest = job_digest(body)
-            self._ledger.set_digest(job.job_id, digest, brought)
+            self._ledger.set_digest(job.job_id, job_digest(body), brought)
             failpoints.hit("decode.publish")
             tokens = len(job.token_ids) - job.hit_tokens
             receipt = await self._queue.publish(job.job_id, body, tokens, job.urgency)
@@ -131,12 +132,12 @@ class Publisher:
             if not full:
                 logger.warning("serving %s locally: %s", job.request_id, exc)
             outcome = Outcome.QUEUE_FULL if full else Outcome.PUBLISH_FAILED
-            self._ledger.publish_failed(job.job_id, outcome)
+            self._ledger.give_up(job.job_id, outcome)
         except Exception:
             logger.exception("publishing %s failed; serving it locally", job.request_id)
-            self._ledger.publish_failed(job.job_id, Outcome.PUBLISH_FAILED)
+            self._ledger.give_up(job.job_id, Outcome.PUBLISH_FAILED)
         else:
-            self._ledger.published(job.job_id, receipt, digest)
+            self._ledger.published(job.job_id, receipt)
             entry = self._ledger.find(job.job_id)
             if entry is None or entry.state is not JobState.QUEUED:
                 self._queue.claimed(receipt)  # the claim came before the answer of the queue

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 from pullfill.backoff import Backoff
 from pullfill.decode_worker import difference
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import UNDER_WAY, JobState
+from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.rules import SELF_CHECK_FAILED as FAILED
 from pullfill.decode_worker.rules import SELF_CHECK_PENDING as PENDING
@@ -138,7 +137,7 @@ class Checks:
         self._peers.pop(peer.name, None)
         for job_id, writer in self._jobs.items():
             if writer == peer.name:
-                self._ledger.publish_failed(job_id, Outcome.PREFILL_LOST)
+                self._ledger.give_up(job_id, Outcome.PREFILL_LOST)
 
     def may_claim(self, peer: Peer, claim: Claim) -> bool:
         """Whether the prefill worker may have the job.
@@ -154,7 +153,7 @@ class Checks:
         elif entry is not None and not entry.settled and self._left_to_others(claim):
             reason = RefuseReason.NOT_CLEARED
         elif entry is not None and entry.state is JobState.QUEUED:
-            self._ledger.publish_failed(claim.job_id, Outcome.SELF_CHECK)
+            self._ledger.give_up(claim.job_id, Outcome.SELF_CHECK)
         metrics.CLAIM.labels(reason.value).inc()
         peer.channel.write(Refused(rid=claim.rid, reason=reason))
         return False
@@ -249,7 +248,7 @@ class Checks:
     def _send(self, job: OpenedJob, writer: str) -> None:
         found = self._peers.get(writer)
         if found is None:
-            self._ledger.publish_failed(job.job_id, Outcome.PREFILL_LOST)
+            self._ledger.give_up(job.job_id, Outcome.PREFILL_LOST)
             return
         body = self._encode(job)
         self._ledger.set_digest(job.job_id, job_digest(body))

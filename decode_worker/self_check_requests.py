@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pullfill.decode_worker import difference
-from pullfill.decode_worker.ledger_types import TRIAL
+from pullfill.decode_worker.ledger import TRIAL
 from pullfill.decode_worker.rules import Decision
 from pullfill.engine import requests
 from pullfill.engine.compat import logprobs_are_cheap

@@ -13,8 +13,7 @@ from typing import Any
 
 from pullfill import wire
 from pullfill.config import ClusterRef, ranks_of
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import JobState
+from pullfill.decode_worker.ledger import JobState, Ledger
 from pullfill.decode_worker.worker import DecodeRole
 from pullfill.elastic.context import ElasticContext
 from pullfill.elastic.hooks import ElasticHooks
@@ -25,7 +24,7 @@ from pullfill.elastic.switch import Switch
 from pullfill.engine import kv_offloading
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
-from pullfill.errors import BadMessage, ClaimRefused, ConfigError
+from pullfill.errors import BadMessage, ClaimRefused, ConfigError, Outcome
 from pullfill.ids import new_instance_id
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.worker import PrefillRole, PrefillService
@@ -160,7 +159,7 @@ def take_back(delivery: Delivery, instance_id: str, ledger: Ledger) -> bool:
         return False
     if job.decode_instance != instance_id:
         return False
-    if not ledger.take_back(job.job_id):
+    if not ledger.give_up(job.job_id, Outcome.OWN_JOB, if_queued=True):
         entry = ledger.find(job.job_id)
         waits = entry is not None and entry.state is JobState.QUARANTINED
         reason = RefuseReason.HELD if waits else RefuseReason.IN_PROGRESS

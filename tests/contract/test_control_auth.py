@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from pullfill.decode_worker.ledger_types import JobState
+from pullfill.decode_worker.ledger import JobState
 from pullfill.errors import AuthFailed, PeerUnavailable
 from pullfill.net import frames
 from pullfill.net.channel import Channel, accept, introduce

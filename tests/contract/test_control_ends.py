@@ -39,7 +39,7 @@ async def test_the_last_lost_connection_serves_everything_locally(
     prefill = await connect()
     decode.open("claimed")
     decode.open("queued")
-    decode.ledger.published("queued", "receipt", b"digest")
+    decode.ledger.published("queued", "receipt")
     await prefill.claim("claimed")
     await prefill.link.close()
     await until(lambda: decode.ledger.open_jobs == 0)
@@ -151,7 +151,7 @@ async def test_stop_settles_what_hangs_on_the_connections(decode: Decode, connec
     """The fences are closed after `stop`, so nothing may ask them for a proof any more."""
     prefill = await connect()
     decode.open()
-    decode.ledger.published("j", "receipt", b"digest")
+    decode.ledger.published("j", "receipt")
     await prefill.claim()
     await decode.server.stop()
     assert decode.ledger.open_jobs == 0

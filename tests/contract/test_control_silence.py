@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.breaker import STALLS
 from pullfill.errors import ClaimRefused, Outcome, PeerUnavailable
 from pullfill.net import frames, peer_link
 from pullfill.wire import Claim, GiveUp, Grant
@@ -217,8 +216,7 @@ async def test_claims_that_time_out_beside_a_busy_prefill_worker(
     """Two prefill workers are busy for others. So this decode worker queues nothing more for now,
     and one more job as soon as one of them says that it is not busy any more."""
     monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.03)
-    monkeypatch.setattr("pullfill.decode_worker.breaker.PAUSE_S", (3600.0, 3600.0))
-    decode = Decode()
+    decode = Decode(claim_pauses_s=(3600.0, 3600.0))
     await decode.server.start("127.0.0.1")
     prefills = [Prefill(decode), Prefill(decode, "prefill-2")]
     completed = count()
@@ -227,7 +225,7 @@ async def test_claims_that_time_out_beside_a_busy_prefill_worker(
             await prefill.link.wait_up(5.0)
             prefill.links.activity = lambda: (next(completed), int(how == "computes"))
         await until(lambda: all(peer.busy for peer in decode.server.peers.values()))
-        for number in range(STALLS):
+        for number in range(3):
             decode.open(f"j{number}", timeout_s=0.15)
             await until(lambda: decode.ledger.open_jobs == 0)
         assert decode.ledger.claims.stalled

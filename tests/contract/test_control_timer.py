@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.ledger_types import TRIAL, JobState, Settle
+from pullfill.decode_worker.ledger import TRIAL, Entry, JobState, Settle
 from pullfill.errors import Outcome
 from pullfill.net import frames
 from pullfill.wire import Claim, Draining, GiveUp, Grant, Heartbeat, Revoke
@@ -65,7 +65,8 @@ async def test_proof_is_asked_for_when_another_message_took_the_revoke(decode: R
 
     def woken() -> None:
         loop.call_soon_threadsafe(cancelled.set)
-        assert sent.wait(10)
+        if threading.current_thread() is not threading.main_thread():
+            assert sent.wait(10)
 
     decode.ledger._on_event = woken
     cancel = asyncio.create_task(asyncio.to_thread(decode.ledger.cancel, "r-j"))
@@ -110,7 +111,7 @@ async def test_what_is_proved_quiet_while_nobody_pulls_is_not_held_first(decode:
     last.say(GiveUp(job_id="j", attempt=1, incarnation="i0", cause="x", retry=True))
     await until(lambda: decode.ledger.open_jobs == 0)
     assert asked == [False, True]
-    assert decode.settled() == [Settle("r-j", False, Outcome.PREFILL_LOST)]
+    assert decode.settled() == [Settle("r-j", Outcome.PREFILL_LOST)]
 
 
 async def test_jobs_do_not_wait_for_a_worker_that_may_not_bring_kv(decode: Rig) -> None:
@@ -121,10 +122,10 @@ async def test_jobs_do_not_wait_for_a_worker_that_may_not_bring_kv(decode: Rig) 
     first.cleared = False
     decode.server.recount()
     decode.open()
-    decode.ledger.open("t", f"{TRIAL}1", (7, 8), first_target=0, timeout_s=30.0)
+    decode.ledger.open(Entry("t", f"{TRIAL}1", (7, 8), first_target=0, timeout_s=30.0))
     cleared.say(Draining())
     await until(lambda: decode.ledger.find("j") is None)
-    assert decode.settled() == [Settle("r-j", False, Outcome.PREFILL_LOST)]
+    assert decode.settled() == [Settle("r-j", Outcome.PREFILL_LOST)]
     trial = decode.ledger.find("t")
     assert trial is not None
     assert trial.state is JobState.QUEUED

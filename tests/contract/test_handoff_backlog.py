@@ -16,11 +16,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.decode_worker.ledger_types import Claimed
 from pullfill.prefill_worker import budget as budgets
 from pullfill.prefill_worker.budget import CLAIM_S, SILENT_CLAIM_S, Budget
 from pullfill.prefill_worker.puller import MAX_WAITING
-from pullfill.wire import PrefillJob, RefuseReason, encode, u32
+from pullfill.wire import Claim, Grant, PrefillJob, Refused, RefuseReason, encode, u32
 from tests.support.handoff_decode import COMPATIBLE
 from tests.support.handoff_rig import Cluster, hold, prompt, settled, until
 from tests.support.nats import NatsServer
@@ -183,10 +182,10 @@ async def test_a_job_whose_blocks_are_still_held_uses_no_budget(
     live = await cluster.decode()
     grant, held = live.ledger.grant, [True]
 
-    def refusing(*args: Any) -> Claimed:
+    def refusing(claim: Claim, writer: str) -> Grant | Refused:
         if held[0]:
-            return Claimed(refused=RefuseReason.HELD, retry_after_s=0.05)
-        return grant(*args)
+            return Refused(rid=claim.rid, reason=RefuseReason.HELD, retry_after_s=0.05)
+        return grant(claim, writer)
 
     monkeypatch.setattr(live.ledger, "grant", refusing)
     prefill = await cluster.prefill()

@@ -73,14 +73,14 @@ async def test_a_worker_that_can_be_reached_again_is_read_again(
         reader = reader_of(decode)
         clock = reader._clock = FakeClock()
         modes: list[KvMode] = []
-        grant = Peer.grant
+        grant = Peer.in_reach
 
         def granting(*args: Any) -> Any:
             granted = grant(*args)
             modes.append(granted.mode)
             return granted
 
-        monkeypatch.setattr(Peer, "grant", granting)
+        monkeypatch.setattr(Peer, "in_reach", granting)
         first = decode.send(prompt(30))
         await settled(first)
         assert first.loaded is False

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker import ledger_types
+from pullfill.decode_worker import ledger
 from pullfill.errors import BadMessage
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.queue.contract import Delivery
@@ -46,7 +46,7 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     # After 0.1 s a request whose writer is stopped goes on locally, and its message is deleted. A
     # busy machine may take longer than that to deliver the message again.
-    monkeypatch.setattr(ledger_types, "NO_PROOF_S", 20.0)
+    monkeypatch.setattr(ledger, "NO_PROOF_S", 20.0)
     async with Cluster(tmp_path, server=server, ack_wait_s=NEVER_S) as cluster:
         yield cluster
         server.resume_if_paused()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.ledger import Entry, Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.net.security import ClusterKey
@@ -46,7 +46,11 @@ class Decode:
     """One decode worker's control server over a real ledger."""
 
     def __init__(
-        self, silent_s: float = SILENT_S, key: ClusterKey | None = None, name: str = "decode-1"
+        self,
+        silent_s: float = SILENT_S,
+        key: ClusterKey | None = None,
+        name: str = "decode-1",
+        claim_pauses_s: tuple[float, float] = (1.0, 30.0),
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.name = name
@@ -57,6 +61,7 @@ class Decode:
             self.fences,
             incarnation="i0",
             on_action=self._wake,
+            claim_pauses_s=claim_pauses_s,
         )
         self.server = ControlServer(
             instance_id=name,
@@ -81,7 +86,9 @@ class Decode:
         self.nakked.append(subject)
 
     def open(self, job_id: str = "j", timeout_s: float = 30.0) -> None:
-        self.ledger.open(job_id, f"r-{job_id}", BLOCKS, first_target=1, timeout_s=timeout_s)
+        self.ledger.open(
+            Entry(job_id, f"r-{job_id}", BLOCKS, 1, timeout_s=timeout_s, claim_timeout_s=timeout_s)
+        )
         self.ledger.set_digest(job_id, b"digest")
 
     def record(self, address: str | None = None) -> WorkerRecord:

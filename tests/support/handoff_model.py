@@ -10,21 +10,20 @@ import math
 
 from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import (
+from pullfill.decode_worker.ledger import (
     UNDER_WAY,
     CancelMessage,
-    Claimed,
+    Entry,
     JobState,
+    Ledger,
     NakDelivery,
-    Read,
     SendRevoke,
 )
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import Fenced, Outcome
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import RefuseReason, RouterConfig, RouterPolicy
-from tests.support import handoff_invariants
+from tests.support import handoff_invariants, said
 from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation
 from tests.support.handoff_jobs import (
     BLOCK,
@@ -69,7 +68,7 @@ class HandoffModel:
         self.grants: list[Grant] = []
         self.naks: list[str] = []
         self.revokes: list[SendRevoke] = []
-        self.reads: list[Read] = []
+        self.reads: list[Entry] = []
         """Under way: our reader writes into these blocks, whatever the ledger believes."""
         self.seen: set[str] = set()
         """What happened here at least once: says whether an exploration reached it."""
@@ -155,9 +154,9 @@ class HandoffModel:
         if outcome is None:
             job.stored = True
             self.ledger.set_digest(job.job.job_id, b"digest")
-            self.ledger.published(job.job.job_id, job.job.job_id, b"digest")
+            self.ledger.published(job.job.job_id, job.job.job_id)
         else:
-            self.ledger.publish_failed(job.job.job_id, outcome)
+            self.ledger.give_up(job.job.job_id, outcome)
         self.act()
 
     def act(self) -> None:
@@ -174,11 +173,11 @@ class HandoffModel:
 
     # ------------------------------------------------------------------ writers
 
-    def claim(self, job: Job, writer: str, incarnation: str | None = None) -> Claimed:
+    def claim(self, job: Job, writer: str, incarnation: str | None = None) -> said.Claimed:
         incarnation = incarnation or self.ledger.incarnation
         before = self.ledger.find(job.job.job_id)
         holder = (before.writer, before.attempt) if before and before.state in UNDER_WAY else None
-        claimed = self.ledger.grant(job.job.job_id, incarnation, writer, f"ack.{writer}")
+        claimed = said.grant(self.ledger, job.job.job_id, incarnation, writer, f"ack.{writer}")
         self.seen.add(f"claim {claimed.refused or 'granted'}")
         if before is not None and holder is not None:
             assert before.state in UNDER_WAY, "a claim took the job from its holder"
@@ -225,7 +224,7 @@ class HandoffModel:
 
     def commit(self, grant: Grant, *, wrong_by: int = 0, writer: str | None = None) -> str | None:
         job = self.jobs[grant.job_id]
-        why = self.ledger.commit(
+        why = said.commit(self.ledger, 
             grant.job_id, grant.attempt, grant.incarnation, writer or grant.writer,
             job.targets + wrong_by,
         )  # fmt: skip
@@ -250,30 +249,30 @@ class HandoffModel:
     def ready(self, grant: Grant, *, wrong_by: int = 0, writer: str | None = None) -> str | None:
         """Pull: the writer says that we may read. None: our reader has begun."""
         job = self.jobs[grant.job_id]
-        answer = self.ledger.ready(
+        answer = said.ready(self.ledger, 
             grant.job_id, grant.attempt, grant.incarnation, writer or grant.writer,
             job.targets + wrong_by,
         )  # fmt: skip
         self.seen.add(f"ready {answer if isinstance(answer, str) else 'accepted'}")
-        if isinstance(answer, Read):
+        if isinstance(answer, Entry):
             self._check_accepted(grant, wrong_by)
-            assert set(answer.blocks) == grant.targets
+            assert set(answer.blocks[answer.first_target :]) == grant.targets
             self.reads.append(answer)
         self.act()
         return answer if isinstance(answer, str) else None
 
-    def end_read(self, read: Read, *, good: bool) -> str | None:
+    def end_read(self, read: Entry, *, good: bool) -> str | None:
         """Our reader is done, however late."""
         self.reads.remove(read)
-        why = self.ledger.read_over(read.job_id, read.attempt, good=good)
+        why = self.ledger.read_over(read, good=good)
         self.seen.add(f"read {why if isinstance(why, str) else 'accepted'}")
         if why is None:
             assert good, "bytes that could not be read are used"
         return self._arrived(self.jobs[read.job_id], why)
 
     def gave_up(self, grant: Grant, *, retry: bool) -> None:
-        self.ledger.gave_up(
-            grant.job_id, grant.attempt, grant.incarnation, grant.writer, "why", retry
+        said.gave_up(
+            self.ledger, grant.job_id, grant.attempt, grant.incarnation, grant.writer, "why", retry
         )
         self.act()
 

@@ -19,8 +19,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pullfill.decode_worker.ledger_types import JobState
+from pullfill.decode_worker.ledger import JobState
 from pullfill.errors import Outcome
+from tests.support import said
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, Grant, HandoffModel, Job
 
 WRITERS = ("a", "b", "c")
@@ -127,7 +128,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """Its writer says that it moved: it may take longer than it had."""
         grant, ledger = self.grant(pick), self.model.ledger
         writer = "mallory" if forged else grant.writer
-        ledger.progress(grant.job_id, grant.attempt, grant.incarnation, writer, 1)
+        said.progress(ledger, grant.job_id, grant.attempt, grant.incarnation, writer, 1)
         entry = ledger.find(grant.job_id)
         if entry is not None and not forged and self.model._newest(grant):
             if entry.state in (JobState.GRANTED, JobState.READING):

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_totals import Totals
-from pullfill.decode_worker.ledger_types import CancelMessage, Entry, Hold, JobState, Release
+from pullfill.decode_worker.ledger import (
+    CancelMessage,
+    Entry,
+    Hold,
+    JobState,
+    Ledger,
+    Release,
+    Said,
+)
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
+from pullfill.wire import Claim, Commit, Ready
 
 Patch = pytest.MonkeyPatch
 
@@ -30,10 +38,10 @@ def skips_the_fence_proof(patch: Patch) -> None:
 def commits_without_a_proof(patch: Patch) -> None:
     real = Ledger.commit
 
-    def commit(self: Ledger, *args: Any) -> Any:
+    def commit(self: Ledger, said: Commit, writer: str) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(LoopbackFences, "try_revoke", lambda *_: True)
-            return real(self, *args)
+            return real(self, said, writer)
 
     patch.setattr(Ledger, "commit", commit)
 
@@ -94,17 +102,18 @@ def forget_release(patch: Patch) -> None:
 
 
 def accepts_a_stale_attempt(patch: Patch) -> None:
-    def current(self: Ledger, job_id: str, attempt: int, incarnation: str, writer: str) -> Any:
-        return self._jobs.get(job_id)
+    def held(self: Ledger, said: Said, writer: str, *states: JobState) -> Any:
+        entry = self._jobs.get(said.job_id)
+        return entry if entry is not None and entry.state in states else None
 
-    patch.setattr(Ledger, "_current", current)
+    patch.setattr(Ledger, "_held", held)
 
 
 def accepts_an_old_incarnation(patch: Patch) -> None:
     real = Ledger.grant
 
-    def grant(self: Ledger, job_id: str, incarnation: str, writer: str, ack: str) -> Any:
-        return real(self, job_id, self.incarnation, writer, ack)
+    def grant(self: Ledger, claim: Claim, writer: str) -> Any:
+        return real(self, msgspec.structs.replace(claim, incarnation=self.incarnation), writer)
 
     patch.setattr(Ledger, "grant", grant)
 
@@ -112,10 +121,10 @@ def accepts_an_old_incarnation(patch: Patch) -> None:
 def before_grant(change: Callable[[Entry], None]) -> Callable[[Patch], None]:
     real = Ledger.grant
 
-    def grant(self: Ledger, job_id: str, incarnation: str, writer: str, ack: str) -> Any:
-        if (entry := self._jobs.get(job_id)) is not None:
+    def grant(self: Ledger, claim: Claim, writer: str) -> Any:
+        if (entry := self._jobs.get(claim.job_id)) is not None:
             change(entry)
-        return real(self, job_id, incarnation, writer, ack)
+        return real(self, claim, writer)
 
     return lambda patch: patch.setattr(Ledger, "grant", grant)
 
@@ -129,11 +138,11 @@ def steals(patch: Patch) -> None:
     """A claim takes the job from a holder that is alive."""
     real = Ledger.grant
 
-    def grant(self: Ledger, job_id: str, incarnation: str, writer: str, ack: str) -> Any:
-        entry = self._jobs.get(job_id)
+    def grant(self: Ledger, claim: Claim, writer: str) -> Any:
+        entry = self._jobs.get(claim.job_id)
         if entry is not None and entry.state is JobState.GRANTED and entry.writer != writer:
             self._revoke(entry, "claimed_by_another", requeue=True)
-        return real(self, job_id, incarnation, writer, ack)
+        return real(self, claim, writer)
 
     patch.setattr(Ledger, "grant", grant)
 
@@ -162,8 +171,8 @@ def takes_a_reader_for_quiet(patch: Patch) -> None:
 
 
 def _forgiving(real: Callable[..., Any]) -> Callable[..., Any]:
-    def read_over(self: Ledger, job_id: str, attempt: int, **rest: Any) -> Any:
-        return real(self, job_id, attempt, **rest) if job_id in self._jobs else "stale"
+    def read_over(self: Ledger, entry: Entry, **rest: Any) -> Any:
+        return real(self, entry, **rest) if entry.job_id in self._jobs else "stale"
 
     return read_over
 
@@ -173,7 +182,7 @@ def uses_what_was_not_read(patch: Patch) -> None:
     patch.setattr(
         Ledger,
         "read_over",
-        lambda self, job, attempt, *, good: real(self, job, attempt, good=True),
+        lambda self, entry, *, good: real(self, entry, good=True),
     )
 
 
@@ -181,10 +190,10 @@ def reads_beside_the_writer(patch: Patch) -> None:
     """The grant's fence stays open while we read."""
     real = Ledger.ready
 
-    def ready(self: Ledger, job_id: str, *args: Any) -> Any:
+    def ready(self: Ledger, said: Ready, writer: str) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(LoopbackFences, "try_revoke", lambda *_: True)
-            return real(self, job_id, *args)
+            return real(self, said, writer)
 
     patch.setattr(Ledger, "ready", ready)
 
@@ -192,10 +201,10 @@ def reads_beside_the_writer(patch: Patch) -> None:
 def any_block_count(patch: Patch) -> None:
     real = Ledger.commit
 
-    def commit(self: Ledger, job_id: str, *args: Any) -> Any:
-        if (entry := self._jobs.get(job_id)) is not None:
-            args = (*args[:3], entry.targets, *args[4:])
-        return real(self, job_id, *args)
+    def commit(self: Ledger, said: Commit, writer: str) -> Any:
+        if (entry := self._jobs.get(said.job_id)) is not None:
+            said = msgspec.structs.replace(said, blocks=entry.targets)
+        return real(self, said, writer)
 
     patch.setattr(Ledger, "commit", commit)
 
@@ -283,7 +292,7 @@ def miscounts(patch: Patch) -> None:
 
     def progress(self: Ledger, *args: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Totals, "count", lambda *_: None)
+            inner.setattr(Ledger, "_count", lambda *_: None)
             real(self, *args)
 
     patch.setattr(Ledger, "progress", progress)

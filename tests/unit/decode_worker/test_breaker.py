@@ -9,15 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.decode_worker.breaker import PAUSE_S, STALLS, TRIAL_SHARE
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import TRIAL, Settle
+from pullfill.decode_worker.ledger import TRIAL, Entry, Ledger, Settle
 from pullfill.decode_worker.rules import Situation, decide
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
+from tests.support import said
 from tests.support.fakes import FakeClock, FakeRequest
 
 CLAIM_S = 10.0
+PAUSE_S = (1.0, 30.0)
+STALLS = 3
+TRIAL_SHARE = 0.2
 
 
 class Decode:
@@ -42,16 +44,18 @@ class Decode:
             return None
         job = f"j{next(self._jobs)}"
         self.ledger.open(
-            job, f"r-{job}", (1, 2), first_target=0, timeout_s=3 * CLAIM_S,
-            claim_timeout_s=CLAIM_S, later=later,
+            Entry(
+                job, f"r-{job}", (1, 2), 0, timeout_s=3 * CLAIM_S, claim_timeout_s=CLAIM_S,
+                stall_s=3 * CLAIM_S, later=later,
+            )
         )  # fmt: skip
         return job
 
     def claims(self, job: str) -> bool:
-        return self.ledger.grant(job, "i", "prefill-1").grant is not None
+        return said.grant(self.ledger, job, "i", "prefill-1").grant is not None
 
     def commits(self, job: str) -> None:
-        assert self.ledger.commit(job, 1, "i", "prefill-1", 2) is None
+        assert said.commit(self.ledger, job, 1, "i", "prefill-1", 2) is None
 
     def waited(self, job: str) -> float:
         """Return the seconds until a request ends whose job no worker claims."""
@@ -107,9 +111,7 @@ def test_a_job_of_the_self_check_says_nothing_about_the_queue() -> None:
     names = (f"{TRIAL}{number}" for number in count())
     for granted in (False, True):
         job = next(names)
-        decode.ledger.open(
-            job, job, (1, 2), first_target=0, timeout_s=CLAIM_S, claim_timeout_s=CLAIM_S
-        )
+        decode.ledger.open(Entry(job, job, (1, 2), 0, timeout_s=CLAIM_S, claim_timeout_s=CLAIM_S))
         if granted:
             assert decode.claims(job)
             decode.commits(job)
@@ -196,7 +198,7 @@ def test_prompts_do_not_wait_because_a_job_that_was_claimed_before_is_computed()
     for _ in range(STALLS):
         job = decode.prompt()
         assert job is not None
-        decode.ledger.progress(long, 1, "i", "prefill-1")  # it gets more time
+        said.progress(decode.ledger, long, 1, "i", "prefill-1")  # it gets more time
         decode.waited(job)
     assert decode.ledger.find(long) is not None, "it is not given up"
     assert decode.decide() == "claims_stalled"
@@ -218,7 +220,7 @@ def test_a_trial_without_a_verdict_leaves_its_place_to_the_next(how: str) -> Non
     if how == "cancelled":
         decode.ledger.cancel(f"r-{trial}")
     else:
-        decode.ledger.publish_failed(trial, Outcome.PUBLISH_FAILED)
+        decode.ledger.give_up(trial, Outcome.PUBLISH_FAILED)
     assert decode.prompt() is not None
 
 

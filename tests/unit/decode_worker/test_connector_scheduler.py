@@ -16,6 +16,7 @@ from pullfill.decode_worker.rules import Forecast
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import Adapter, Expected, RouterConfig, RouterPolicy
+from tests.support import said
 from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation
 from tests.support.features import stand_in
 from tests.support.handoff_model import BLOCK, HandoffModel
@@ -248,7 +249,7 @@ def test_explain_shows_what_the_decision_was_made_on() -> None:
 def test_a_fallback_is_local_when_vllm_asks_again() -> None:
     rig = Rig()
     request = rig.send(20)
-    rig.ledger.publish_failed(rig.published[0].job_id, Outcome.PUBLISH_FAILED)
+    rig.ledger.give_up(rig.published[0].job_id, Outcome.PUBLISH_FAILED)
     assert rig.side.has_work
     assert rig.side.collect() == ([], ["r"])
     assert not rig.side.has_work
@@ -311,9 +312,9 @@ def test_finished_after_it_was_settled_but_before_the_step() -> None:
     rig = Rig()
     rig.send(20)
     job = rig.published[0]
-    grant = rig.ledger.grant(job.job_id, "i", "a").grant
+    grant = said.grant(rig.ledger, job.job_id, "i", "a").grant
     assert grant is not None
-    assert rig.ledger.commit(job.job_id, 1, "i", "a", 5) is None
+    assert said.commit(rig.ledger, job.job_id, 1, "i", "a", 5) is None
     rig.side.request_finished("r")
     assert rig.side.collect() == (["r"], [])
 
@@ -323,9 +324,9 @@ def test_what_came_before_a_step_is_told_before_it_and_what_failed_with_it() -> 
     for name in ("good", "bad"):
         rig.send(20, name=name)
         job = rig.published[-1]
-        rig.ledger.grant(job.job_id, "i", "a")
-    rig.ledger.commit(rig.published[0].job_id, 1, "i", "a", 5)
-    rig.ledger.gave_up(rig.published[1].job_id, 1, "i", "a", "no", retry=False)
+        said.grant(rig.ledger, job.job_id, "i", "a")
+    said.commit(rig.ledger, rig.published[0].job_id, 1, "i", "a", 5)
+    said.gave_up(rig.ledger, rig.published[1].job_id, 1, "i", "a", "no", retry=False)
     assert rig.side.finish() == ["good"]
     assert rig.side.has_work, "the other one waits for a step"
     assert rig.side.finish() == []
@@ -348,8 +349,8 @@ def test_a_loaded_request_tells_its_trace() -> None:
     rig.send(20, hit=8)
     rig.side.step_done()
     job = rig.published[0]
-    rig.ledger.grant(job.job_id, "i", "a")
-    rig.ledger.commit(job.job_id, 1, "i", "a", 3)
+    said.grant(rig.ledger, job.job_id, "i", "a")
+    said.commit(rig.ledger, job.job_id, 1, "i", "a", 3)
     assert rig.side.collect() == (["r"], [])
     record = rig.traces.finish("r")
     assert record is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.ledger_types import Settle
+from pullfill.decode_worker.ledger import Settle
 from pullfill.errors import Outcome
 from pullfill.wire import RouterPolicy
 from tests.support.fakes import FakeRequest

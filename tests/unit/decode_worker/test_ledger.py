@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import (
+from pullfill.decode_worker.ledger import (
     CancelMessage,
+    Entry,
     Hold,
     JobState,
+    Ledger,
     NakDelivery,
     Release,
     Settle,
@@ -20,6 +21,7 @@ from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.transfer.shm.fence import ShmFences
 from pullfill.wire import RefuseReason
+from tests.support import said
 from tests.support.fakes import FakeClock
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, HandoffModel, Job, granted
 
@@ -47,10 +49,9 @@ def test_queued_claim_grants() -> None:
     model.clock.advance(1.0)
     grant = model.claim(job, "a").grant
     assert grant is not None
-    assert (grant.attempt, grant.digest) == (1, b"d")
+    assert (grant.attempt, grant.job_digest) == (1, b"d")
     assert model.fences.valid(grant.fence) is not None
     assert grant.deadline_s == pytest.approx(TIMEOUT_S - 1.0)
-    assert grant.queued_s == pytest.approx(1.0)
     assert state(model, job) is JobState.GRANTED
     model.drain()
 
@@ -64,7 +65,7 @@ def test_a_queued_job_is_taken_back_and_a_granted_one_is_not() -> None:
     model.publish(under_way)
     assert model.claim(under_way, "a").grant is not None
     for job in (queued, under_way):
-        model.ledger.take_back(job.job.job_id)
+        model.ledger.give_up(job.job.job_id, Outcome.OWN_JOB, if_queued=True)
     assert (state(model, queued), state(model, under_way)) == (None, JobState.GRANTED)
     settled = [event for event in told(model) if isinstance(event, Settle)]
     assert [event.outcome for event in settled] == [Outcome.OWN_JOB]
@@ -99,7 +100,7 @@ def test_queued_closes_without_a_hold(how: str) -> None:
         "incarnation": Outcome.PREFILL_LOST,
         "nobody": Outcome.PREFILL_LOST,
     }[how]
-    assert told(model) == [Settle(job.request.request_id, False, outcome)]
+    assert told(model) == [Settle(job.request.request_id, outcome)]
     assert state(model, job) is None
     assert job.freed
     assert job.cancelled_in_queue == (how != "publish_failed")
@@ -117,7 +118,7 @@ def test_a_claim_after_the_deadline_closes_the_job_even_before_a_tick() -> None:
     assert job is not None
     model.clock.advance(CLAIM_S)
     assert model.claim(job, "a").refused is RefuseReason.CLOSED
-    assert told(model) == [Settle(job.request.request_id, False, Outcome.CLAIM_TIMEOUT)]
+    assert told(model) == [Settle(job.request.request_id, Outcome.CLAIM_TIMEOUT)]
 
 
 def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
@@ -132,13 +133,13 @@ def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
     assert second is not None
     assert second.deadline_s == pytest.approx(TIMEOUT_S - 2 * CLAIM_S - 1)
     model.tick(second.deadline_s)
-    assert told(model) == [Settle(job.request.request_id, False, Outcome.TIMEOUT)]
+    assert told(model) == [Settle(job.request.request_id, Outcome.TIMEOUT)]
 
 
 def test_unknown_job() -> None:
     model = HandoffModel()
-    assert model.ledger.grant("nope", "i0", "a").refused is RefuseReason.UNKNOWN_JOB
-    assert model.ledger.commit("nope", 1, "i0", "a", 1) == "stale"
+    assert said.grant(model.ledger, "nope", "i0", "a").refused is RefuseReason.UNKNOWN_JOB
+    assert said.commit(model.ledger, "nope", 1, "i0", "a", 1) == "stale"
 
 
 # ------------------------------------------------------------------ granted
@@ -148,7 +149,7 @@ def test_granted_commit() -> None:
     model = HandoffModel()
     job, grant = granted(model)
     assert model.commit(grant) is None
-    assert told(model) == [Settle(job.request.request_id, True, Outcome.COMMITTED)]
+    assert told(model) == [Settle(job.request.request_id, Outcome.COMMITTED)]
     assert not job.freed, "the request goes on with its blocks"
     assert not model.begin_batch(grant)
     assert model.commit(grant) == "stale"
@@ -184,7 +185,7 @@ def test_granted_given_up(how: str, outcome: Outcome, busy: bool) -> None:
         assert model.commit(grant, wrong_by=-1) == "wrong_block_count"
     elif how == "alone_lost":
         model.lose("a", others_alive=False)
-    settle = Settle(job.request.request_id, False, outcome)
+    settle = Settle(job.request.request_id, outcome)
     events = told(model)
     hold = Hold(job.job.job_id, job.job.blocks)
     assert events == ([hold, settle] if busy else [settle]), "the hold comes before the report"
@@ -211,7 +212,7 @@ def test_commit_of_a_writer_that_still_writes_is_not_believed() -> None:
     job, grant = granted(model)
     assert model.begin_batch(grant)
     assert model.commit(grant) == "writer_not_quiet"
-    settle = Settle(job.request.request_id, False, Outcome.REJECTED)
+    settle = Settle(job.request.request_id, Outcome.REJECTED)
     assert told(model) == [Hold(job.job.job_id, job.job.blocks), settle]
     model.drain()
 
@@ -220,10 +221,10 @@ def test_wrong_writer_attempt_or_incarnation_changes_nothing() -> None:
     model = HandoffModel()
     job, grant = granted(model)
     ledger, job_id = model.ledger, job.job.job_id
-    assert ledger.commit(job_id, 1, "i0", "b", job.targets) == "stale"
-    assert ledger.commit(job_id, 2, "i0", "a", job.targets) == "stale"
-    assert ledger.commit(job_id, 1, "i9", "a", job.targets) == "stale"
-    ledger.gave_up(job_id, 1, "i0", "b", "x", False)
+    assert said.commit(ledger, job_id, 1, "i0", "b", job.targets) == "stale"
+    assert said.commit(ledger, job_id, 2, "i0", "a", job.targets) == "stale"
+    assert said.commit(ledger, job_id, 1, "i9", "a", job.targets) == "stale"
+    said.gave_up(ledger, job_id, 1, "i0", "b", "x", False)
     ledger.writer_lost("b", others_alive=True)
     assert state(model, job) is JobState.GRANTED
     assert not ledger.has_events
@@ -276,7 +277,7 @@ def test_a_claim_takes_nothing_from_a_holder_that_is_alive(under_way: str) -> No
         assert model.commit(grant) is None
     else:
         assert model.end_read(model.reads[0], good=True) is None
-    assert told(model) == [Settle(job.request.request_id, True, Outcome.COMMITTED)]
+    assert told(model) == [Settle(job.request.request_id, Outcome.COMMITTED)]
     assert model.revokes == []
     assert model.claim(job, "b").refused is RefuseReason.COMMITTED
     model.drain()
@@ -294,7 +295,7 @@ def test_out_of_attempts_is_served_locally(busy: bool) -> None:
     model.lose("b", others_alive=True)
     assert model.naks == [], "nobody needs the delivery any more"
     assert job.cancelled_in_queue
-    assert told(model)[-1] == Settle(job.request.request_id, False, Outcome.PREFILL_LOST)
+    assert told(model)[-1] == Settle(job.request.request_id, Outcome.PREFILL_LOST)
     model.drain()
 
 
@@ -334,7 +335,7 @@ def test_a_request_waits_for_a_stopped_writer_a_tenth_of_a_second(how: str) -> N
     model.tick(0.011)
     hold, settle = told(model)
     assert hold == Hold(job.job.job_id, job.job.blocks), "the hold comes first"
-    assert settle == Settle(job.request.request_id, False, Outcome.QUARANTINED)
+    assert settle == Settle(job.request.request_id, Outcome.QUARANTINED)
     assert job.cancelled_in_queue
     assert model.claim(job, "b").refused is RefuseReason.CLOSED, "nobody polls for it"
     assert state(model, job) is JobState.QUARANTINED, "its blocks are held until the proof"
@@ -374,10 +375,10 @@ def test_a_publish_that_ends_after_its_job_was_given_up_is_cancelled() -> None:
 
 def test_actions_name_what_the_queue_needs() -> None:
     ledger = Ledger(LoopbackFences(8, 2), incarnation="i0", clock=FakeClock())
-    ledger.open("j", "r", (1, 2), first_target=0, timeout_s=5.0)
+    ledger.open(Entry("j", "r", (1, 2), first_target=0, timeout_s=5.0))
     receipt = object()
-    ledger.published("j", receipt, b"d")
-    ledger.grant("j", "i0", "a", "ack.1")
+    ledger.published("j", receipt)
+    said.grant(ledger, "j", "i0", "a", "ack.1")
     ledger.writer_lost("a", others_alive=True)
     revoke, nak = ledger.take_actions()
     assert nak == NakDelivery("ack.1", receipt)
@@ -402,12 +403,12 @@ def test_a_grant_reads_no_block() -> None:
 
     fences = ShmFences(os.memfd_create("fence"), "i0")
     ledger = Ledger(fences, incarnation="i0")
-    ledger.open("j", "r", Blocks((7, 1, 2)), first_target=1, timeout_s=5.0)
-    grant = ledger.grant("j", "i0", "w").grant
+    ledger.open(Entry("j", "r", Blocks((7, 1, 2)), first_target=1, timeout_s=5.0))
+    grant = said.grant(ledger, "j", "i0", "w").grant
     assert grant is not None
     assert not read
     assert fences.granted(grant.fence, writes=False) == {7, 1, 2}
     assert fences.granted(grant.fence, writes=True) == {1, 2}
-    assert ledger.commit("j", 1, "i0", "w", 2) is None
+    assert said.commit(ledger, "j", 1, "i0", "w", 2) is None
     assert fences.granted(grant.fence, writes=True) is None
     fences.close()

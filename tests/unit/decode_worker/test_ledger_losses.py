@@ -6,11 +6,11 @@ import errno
 
 import pytest
 
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import NakDelivery, Settle
+from pullfill.decode_worker.ledger import Entry, Ledger, NakDelivery, Settle
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import FenceToken
+from tests.support import said
 from tests.support.fakes import FakeClock
 from tests.support.handoff_model import HandoffModel, granted
 
@@ -77,9 +77,9 @@ def without_locks() -> tuple[Ledger, NoLocks, FakeClock]:
     fences, clock = NoLocks(16, 4), FakeClock()
     ledger = Ledger(fences, incarnation="i0", clock=clock)
     for number, name in enumerate(("j1", "j2")):
-        ledger.open(name, f"r-{name}", (2 * number, 2 * number + 1), first_target=0, timeout_s=5.0)
-        ledger.published(name, object(), b"d")
-        ledger.grant(name, "i0", "a", f"ack.{number}")
+        ledger.open(Entry(name, f"r-{name}", (2 * number, 2 * number + 1), 0, timeout_s=5.0))
+        ledger.published(name, object())
+        said.grant(ledger, name, "i0", "a", f"ack.{number}")
     return ledger, fences, clock
 
 
@@ -101,4 +101,4 @@ def test_a_proof_that_cannot_be_asked_for_leaves_no_other_job_with_a_lost_writer
     ledger.writer_lost("a", others_alive=True)
     naks = [action for action in ledger.take_actions() if isinstance(action, NakDelivery)]
     assert len(naks) == 2
-    assert ledger.grant("j2", "i0", "b", "ack.3").grant is not None
+    assert said.grant(ledger, "j2", "i0", "b", "ack.3").grant is not None

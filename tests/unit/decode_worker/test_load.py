@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pullfill.decode_worker.load import jobs_of
+from tests.support import said
 from tests.support.handoff_model import HandoffModel
 
 
@@ -16,7 +17,7 @@ def test_open_jobs_have_their_state_and_their_times() -> None:
     model.clock.advance(1.5)
     model.claim(first, "a")
     ledger = model.ledger
-    ledger.progress(first.job.job_id, 1, ledger.incarnation, "a", blocks=1)
+    said.progress(ledger, first.job.job_id, 1, ledger.incarnation, "a", blocks=1)
     model.clock.advance(0.25)
     granted, queued = jobs_of(ledger)
     assert (granted.job_id, granted.state, granted.attempt) == (first.job.job_id, "granted", 1)

@@ -11,7 +11,7 @@ import pytest
 from pullfill.decode_worker import descriptors
 from pullfill.decode_worker import memory as decode_memory
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.ledger import Entry, Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation, decide
 from pullfill.engine.kv import Geometry, total_heads
@@ -24,6 +24,7 @@ from pullfill.transfer.owners import RankRegion, region_of
 from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv
 from pullfill.wire import RouterConfig
 from pullfill.worker import memory
+from tests.support import said
 from tests.support.fakes import FakeRequest
 from tests.support.transfer_rigs import COMPAT
 
@@ -63,8 +64,8 @@ def test_decode_worker_with_memory_out_of_reach_prefills_everything_itself() -> 
     assert context.ledger is not None
     now = Situation(5000, 0, engine="no_transport", prefill_workers=3, queue_available=True)
     assert decide(FakeRequest("r", [1]), now) == Decision(False, "no_transport")
-    context.ledger.open("j", "r", (1, 2), first_target=0, timeout_s=1)
-    assert context.ledger.grant("j", "i0", "writer").grant is None
+    context.ledger.open(Entry("j", "r", (1, 2), first_target=0, timeout_s=1))
+    assert said.grant(context.ledger, "j", "i0", "writer").grant is None
 
 
 def test_no_fence_grants_nothing() -> None:

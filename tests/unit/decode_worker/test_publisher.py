@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker.context import OpenedJob
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.ledger_types import Settle
+from pullfill.decode_worker.ledger import Entry, Ledger, Settle
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.engine import features
 from pullfill.errors import Outcome, QueueFull
 from pullfill.queue.contract import Receipt
 from pullfill.queue.urgency import Urgency
 from pullfill.testing.loopback import LoopbackFences
+from tests.support import said
 
 
 class Queue:
@@ -69,10 +69,7 @@ async def test_jobs_of_one_step_wake_the_loop_once_and_are_all_published() -> No
 
     def step(jobs: list[OpenedJob]) -> None:
         for job in jobs:
-            ledger.open(
-                job.job_id, job.request_id, job.blocks,
-                first_target=0, timeout_s=5.0,
-            )  # fmt: skip
+            ledger.open(Entry(job.job_id, job.request_id, job.blocks, 0, timeout_s=5.0))
             publisher.submit(job)
 
     for number in range(2):
@@ -93,9 +90,9 @@ async def test_a_job_is_published_with_its_urgency_and_claimed_if_the_claim_came
     ledger = Ledger(LoopbackFences(8, 8), incarnation="i")
     publisher = publisher_of(loop, queue, ledger)
     for name, urgency in (("waits", Urgency.LOOSE), ("taken", Urgency.TIGHT)):
-        ledger.open(name, f"r-{name}", (1,), first_target=0, timeout_s=5.0)
+        ledger.open(Entry(name, f"r-{name}", (1,), first_target=0, timeout_s=5.0))
         publisher.submit(replace(opened(name), urgency=urgency))
-    ledger.grant("taken", "i", "writer")
+    said.grant(ledger, "taken", "i", "writer")
     async with asyncio.timeout(5.0):
         while len(queue.claims) < 1:  # noqa: ASYNC110 - nothing to wait on
             await asyncio.sleep(0)
@@ -111,15 +108,15 @@ async def test_a_job_that_was_committed_before_the_queue_has_answered_is_not_cou
 
     async def publish(job_id: str, *args: Any) -> Receipt:
         receipt = await real(job_id, *args)
-        granted = ledger.grant(job_id, "i", "writer").grant
+        granted = said.grant(ledger, job_id, "i", "writer").grant
         assert granted is not None
         if job_id == "done":
-            assert ledger.commit(job_id, granted.attempt, "i", "writer", 1) is None
+            assert said.commit(ledger, job_id, granted.attempt, "i", "writer", 1) is None
         return receipt
 
     queue.publish = publish  # type: ignore[method-assign]
     for name in ("done", "claimed"):
-        ledger.open(name, f"r-{name}", (1,), first_target=0, timeout_s=9.0)
+        ledger.open(Entry(name, f"r-{name}", (1,), first_target=0, timeout_s=9.0))
         publisher.submit(opened(name))
     async with asyncio.timeout(5.0):
         while len(queue.claims) < 2:  # noqa: ASYNC110 - nothing to wait on
@@ -142,7 +139,7 @@ async def test_a_job_that_nats_does_not_take_is_told_but_for_a_full_queue(
         raise refusal
 
     queue.publish = refuse  # type: ignore[method-assign]
-    ledger.open("j", "r-j", (1,), first_target=0, timeout_s=60.0)
+    ledger.open(Entry("j", "r-j", (1,), first_target=0, timeout_s=60.0))
     publisher_of(asyncio.get_running_loop(), queue, ledger).submit(opened("j"))
     async with asyncio.timeout(5.0):
         while not ledger.has_events:  # noqa: ASYNC110 - nothing to wait on
@@ -165,14 +162,14 @@ async def test_inputs_are_encoded_once_and_not_on_the_loop(monkeypatch: pytest.M
     monkeypatch.setattr(features, "digest", seen("digest", "of inputs"))
     queue, ledger = Queue(), Ledger(LoopbackFences(8, 8), incarnation="i")
     publisher = publisher_of(asyncio.get_running_loop(), queue, ledger)
-    ledger.open("j", "r-j", (1,), first_target=0, timeout_s=60.0)
+    ledger.open(Entry("j", "r-j", (1,), first_target=0, timeout_s=60.0))
     publisher.submit(replace(opened("j"), features=["an image"]))
     async with asyncio.timeout(5.0):
         while not queue.stored or publisher._tasks:  # noqa: ASYNC110 - nothing to wait on
             await asyncio.sleep(0)
     for writer in "ab":
-        grant = ledger.grant("j", "i", writer).grant
+        grant = said.grant(ledger, "j", "i", writer).grant
         assert grant is not None
         assert grant.features == b"inputs"
-        ledger.gave_up("j", grant.attempt, "i", writer, "cause", retry=True)
+        said.gave_up(ledger, "j", grant.attempt, "i", writer, "cause", retry=True)
     assert calls == [("encode", False), ("digest", False)]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pullfill.decode_worker import self_check, self_check_requests
-from pullfill.decode_worker.ledger_types import JobState
+from pullfill.decode_worker.ledger import JobState
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.self_check import Checks, Ours
 from pullfill.decode_worker.self_check_requests import Incomplete, logprobs_to_ask
@@ -84,7 +84,7 @@ class Books:
     def find(self, job_id: str) -> Job:
         return Job(job_id, self.state)
 
-    def publish_failed(self, job_id: str, outcome: Outcome) -> None:
+    def give_up(self, job_id: str, outcome: Outcome) -> None:
         self.given_up.append((job_id, outcome))
 
     def distrust(self, writer: str) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.decode_worker.ledger_types import JobState
+from pullfill.decode_worker.ledger import JobState
 from pullfill.elastic.context import ElasticContext
 from pullfill.elastic.worker import ElasticRole, take_back
 from pullfill.errors import ClaimRefused, ConfigError, Outcome
 from pullfill.options import WorkerOptions
 from pullfill.wire import PrefillJob, RefuseReason, encode
+from tests.support import said
 from tests.support.handoff_model import HandoffModel
 
 
@@ -73,7 +74,7 @@ def test_a_job_that_another_worker_has_is_not_taken_back() -> None:
     assert granted.value.reason == RefuseReason.IN_PROGRESS
     slot = model.fences.valid(grant.fence)
     slot.holders += 1
-    model.ledger.gave_up(name, grant.attempt, "i0", "a", "failed", retry=True)
+    said.gave_up(model.ledger, name, grant.attempt, "i0", "a", "failed", retry=True)
     assert entry.state is JobState.QUARANTINED
     with pytest.raises(ClaimRefused) as waits:
         take_back(delivery(name), "me", model.ledger)

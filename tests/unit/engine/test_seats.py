@@ -49,6 +49,6 @@ def test_a_remote_prompt_keeps_a_seat_until_it_can_run_or_is_over(end: str) -> N
         rig.side.request_finished("r")
     else:
         first = rig.published[0]
-        rig.ledger.publish_failed(first.job_id, Outcome.PUBLISH_FAILED)
+        rig.ledger.give_up(first.job_id, Outcome.PUBLISH_FAILED)
         rig.side.finish()
     assert getattr(made.scheduler, LIMIT) == 2
