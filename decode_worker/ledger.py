@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import Outcome, OverloadedError
 from pullfill.runtime import log
@@ -303,7 +304,7 @@ class ClaimBreaker:
     ) -> None:
         self._clock = clock
         self._most_stalls = stalls
-        self._pauses = pause_s
+        self._backoff = Backoff(*pause_s)
         self.trial_share = trial_share
         self._claimed_at = -math.inf
         self.claimed()
@@ -311,7 +312,7 @@ class ClaimBreaker:
     def claimed(self) -> None:
         """A job of this decode worker was claimed. Closes the breaker."""
         self._claimed_at, self._stalls = self._clock.monotonic(), 0
-        self._pause_s = self._pauses[0]
+        self._backoff.reset()
         self._open_until: float | None = None
         self._trial = ""
 
@@ -334,7 +335,6 @@ class ClaimBreaker:
         Returns True if this opens the breaker. Then the caller serves all queued jobs locally."""
         if self._open_until is not None:
             if job_id == self._trial:
-                self._pause_s = min(2 * self._pause_s, self._pauses[1])
                 self._open()
             return False
         if queued_at < self._claimed_at:
@@ -357,7 +357,7 @@ class ClaimBreaker:
 
     def _open(self) -> None:
         self._trial = ""
-        self._open_until = self._clock.monotonic() + self._pause_s
+        self._open_until = self._clock.monotonic() + self._backoff.next()
 
 
 def locked(
