@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from pullfill.config import ClusterFile, read_cluster_file
-from pullfill.deploy import defaults, plan
+from pullfill.deploy import plan
 from tests.support import web
 
 CLI = [sys.executable, "-P", "-m", "pullfill.deploy.cli"]
@@ -139,7 +139,7 @@ def demo_vocabulary() -> int:
 
 def demo_flags() -> list[str]:
     """vLLM's flags of a demo engine, as `up` gives them on a machine without a GPU."""
-    return defaults.engine_flags("demo", gpus=0, workers=2)
+    return plan.engine_flags("demo", gpus=0, workers=2)
 
 
 @contextmanager

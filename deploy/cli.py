@@ -66,25 +66,25 @@ cli_local.add_to(app)
 @command(app, vllm=True)
 def decode(context: typer.Context, options: WorkerOptions, cluster: ClusterOptions) -> int:
     """Run one decode worker that joins a cluster. Other flags go to vLLM."""
-    from pullfill.deploy import roles
+    from pullfill.deploy import run_role
 
-    return roles.run_worker("decode", options, cluster, context.args)
+    return run_role.run_worker("decode", options, cluster, context.args)
 
 
 @command(app, vllm=True)
 def prefill(context: typer.Context, options: WorkerOptions, cluster: ClusterOptions) -> int:
     """Run one prefill worker that joins a cluster. Other flags go to vLLM."""
-    from pullfill.deploy import roles
+    from pullfill.deploy import run_role
 
-    return roles.run_worker("prefill", options, cluster, context.args)
+    return run_role.run_worker("prefill", options, cluster, context.args)
 
 
 @command(app, vllm=True)
 def frontend(context: typer.Context, options: FrontendOptions, cluster: ClusterOptions) -> int:
     """Run one HTTP frontend that joins a cluster. Other flags go to vLLM."""
-    from pullfill.deploy import roles
+    from pullfill.deploy import run_role
 
-    return roles.run_frontend(options, cluster, context.args)
+    return run_role.run_frontend(options, cluster, context.args)
 
 
 @command(app)
@@ -182,9 +182,9 @@ def plan(
     waits for 120 s.
     """
     from pullfill.deploy import planner
-    from pullfill.deploy.scaling import Settings
+    from pullfill.deploy.planner import PlanSettings
 
-    settings = Settings(
+    settings = PlanSettings(
         prefill_use=prefill_use,
         decode_use=decode_use,
         cool_down_s=cool_down,
@@ -193,7 +193,7 @@ def plan(
         min_prefill=min_prefill,
     )
     ref = cluster.find_to_ask()
-    return planner.plan(ref, settings, as_json=as_json, watch_s=watch, apply=apply)
+    return planner.show(ref, settings, as_json=as_json, watch_s=watch, apply=apply)
 
 
 @command(app)
@@ -232,9 +232,9 @@ def role(
     new role. A worker that is `both` decodes, and prefills for others while its
     own streams leave time.
     """
-    from pullfill.deploy import role as orders
+    from pullfill.deploy import operate
 
-    return orders.change(
+    return operate.change_role(
         cluster.find_to_ask(), instance, wanted, wait_s=timeout if wait else None, force=force
     )
 
@@ -294,9 +294,9 @@ def config_set(
 
 def _suspects(context: typer.Context, cluster: ClusterOptions, as_json: JsonOption = False) -> int:
     if context.invoked_subcommand is None:
-        from pullfill.deploy import suspects
+        from pullfill.deploy import operate
 
-        suspects.show(cluster.find_to_ask(), as_json)
+        operate.show_suspects(cluster.find_to_ask(), as_json)
     return 0
 
 
@@ -312,9 +312,9 @@ def suspects_clear(
     """Allow a refused request again, at all frontends."""
     if (fingerprint is None) != every:
         raise ConfigError("name one FINGERPRINT (`pullfill suspects` lists them), or --all")
-    from pullfill.deploy import suspects
+    from pullfill.deploy import operate
 
-    suspects.clear(cluster.find_to_ask(), fingerprint)
+    operate.clear_suspects(cluster.find_to_ask(), fingerprint)
     return 0
 
 

@@ -18,10 +18,9 @@ from rich.text import Text
 
 from pullfill import redact
 from pullfill.config import ClusterRef, ProcessEntry, split_urls
-from pullfill.deploy import disk, machine, members, servers
+from pullfill.deploy import local_servers, machine, members
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
-from pullfill.deploy.procs import is_alive
-from pullfill.deploy.state import StateDir, identity
+from pullfill.deploy.state import StateDir, full_disk, identity, is_alive
 from pullfill.deploy.status import start_another
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.options import ClusterOptions
@@ -80,7 +79,7 @@ def processes(ref: ClusterRef) -> Iterator[Finding]:
     except ConfigError as exc:
         yield Finding(FAIL, str(exc), "pullfill down, then pullfill up")
         return
-    if full := disk.in_words(ref.state_dir):
+    if full := full_disk(ref.state_dir):
         yield Finding(FAIL, *full.rsplit(". ", 1))
     try:
         StateDir(ref.state_dir).refuse_foreign()
@@ -125,10 +124,14 @@ def _pinning(entries: Iterable[ProcessEntry]) -> Iterator[Finding]:
 
 def cluster(ref: ClusterRef) -> Iterator[Finding]:
     """Check that the servers answer, the workers fit together, and no job is dead-lettered."""
-    no_nats = servers.nats_ready(ref.nats_url, 2.0)
+    no_nats = local_servers.nats_ready(ref.nats_url, 2.0)
     for name, url, why in (
         ("NATS", ref.nats_url, no_nats),
-        ("etcd", ref.etcd_url, servers.etcd_ready(ref.etcd_url, 2.0, ref.security.etcd.tls())),
+        (
+            "etcd",
+            ref.etcd_url,
+            local_servers.etcd_ready(ref.etcd_url, 2.0, ref.security.etcd.tls()),
+        ),
     ):
         if why is None:
             yield Finding(OK, f"{name} answers at {redact.url(url)}")

@@ -18,8 +18,7 @@ import typer
 
 from pullfill.config import ClusterRef, ProcessEntry
 from pullfill.deploy.members import etcd_of, workers
-from pullfill.deploy.procs import is_alive, send, start_time, tagged
-from pullfill.deploy.state import Locked, StateDir, identity
+from pullfill.deploy.state import Locked, StateDir, identity, is_alive, send, start_time, tagged
 from pullfill.deploy.view import ProcessView, SteadyConsole
 from pullfill.errors import ConfigError, PullfillError
 from pullfill.net.this_host import host_id, shm_dir

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from pullfill import releases
-from pullfill.deploy import accelerator, defaults, install, servers
+from pullfill.deploy import accelerator, install, local_servers, plan
 from pullfill.errors import ConfigError
 from pullfill.net.this_host import SHM_DIR_ENV, shm_dir
 
@@ -103,7 +103,10 @@ def refuse_wrong_packages() -> None:
 
 def server_binaries() -> Iterator[Finding]:
     """Check that nats-server and etcd are there."""
-    for name, find in (("nats-server", servers.nats_binary), ("etcd", servers.etcd_binary)):
+    for name, find in (
+        ("nats-server", local_servers.nats_binary),
+        ("etcd", local_servers.etcd_binary),
+    ):
         try:
             yield Finding(OK, f"{name}: {find()}")
         except ConfigError as exc:
@@ -118,7 +121,7 @@ def compute() -> Iterator[Finding]:
         wrong = os.environ.get(accelerator.DEVICE_ENV)
         yield Finding(FAIL, str(exc), f"unset {accelerator.DEVICE_ENV}" if wrong else "")
         return
-    gpus, cores = accelerator.gpu_count(), len(defaults.usable_cores())
+    gpus, cores = accelerator.gpu_count(), len(plan.usable_cores())
     if gpus and _is_cpu_build("torch"):
         yield Finding(
             WARN, f"{gpus} GPU(s), but torch is a CPU build", "remove .venv, then make install"
@@ -207,5 +210,5 @@ def transports() -> Iterator[Finding]:
 
 def default_port() -> Iterator[Finding]:
     """Check that `pullfill up` could listen where it does by default."""
-    if why := servers.port_problem("127.0.0.1", 8000):
+    if why := local_servers.port_problem("127.0.0.1", 8000):
         yield Finding(WARN, f"port 8000 is taken ({why})", "pullfill up --port N")

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from pullfill.config import ClusterRef, read_cluster_file
-from pullfill.deploy.servers import reason_of
+from pullfill.deploy.local_servers import reason_of
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.net import http_proof
 from pullfill.registry.client import EtcdClient

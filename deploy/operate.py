@@ -1,25 +1,31 @@
-"""Orders to a running cluster: drain one worker, read and change settings, check workers again."""
+"""Orders to a running cluster: drain a worker or change its role, change settings, forget results.
+
+Each function is a command. What cannot be done is a ConfigError or an UnavailableError.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from pullfill.config import ClusterRef
 from pullfill.deploy.members import ask_etcd, ask_worker, etcd_of, http_get, workers
-from pullfill.deploy.procs import ProcessId, identify, is_alive
+from pullfill.deploy.state import ProcessId, identify, is_alive
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net.this_host import host_id
-from pullfill.registry import self_checks
+from pullfill.registry import self_checks, suspect_records
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.orders import revoke_worker
+from pullfill.registry.orders import order_role, revoke_worker
 from pullfill.registry.settings import UNSET, Settings, find, root_of, store
-from pullfill.wire import QueueSettings, RouterConfig, WorkerRecord
-
-_POLL_S = 0.1
+from pullfill.snapshot import Report
+from pullfill.wire import QueueSettings, RouterConfig, WorkerRecord, WorkerRole, WorkerState
 
 
 def drain(ref: ClusterRef, instance_id: str, *, wait: bool, timeout_s: float) -> int:
@@ -51,30 +57,42 @@ async def _drain(ref: ClusterRef, instance_id: str, wait: bool, timeout_s: float
     if not wait:
         typer.echo(f"{instance_id} drains: it takes no new work and exits when its work is done")
         return 0
-    began = time.monotonic()
-    with Console().status(f"{instance_id} drains ..."):
-        while await asyncio.to_thread(_still_there, worker, process):
-            if time.monotonic() - began > timeout_s:
-                typer.echo(
-                    f"{instance_id} still drains after {timeout_s:.0f} s: wait longer with "
-                    f"--timeout S, or end it with kill -9 {worker.pid} on {worker.host}"
-                )
-                return 1
-            await asyncio.sleep(_POLL_S)
-    typer.echo(f"{instance_id} is gone after {time.monotonic() - began:.1f} s")
+    took_s = await _until(
+        f"{instance_id} drains", lambda: asyncio.to_thread(_gone, worker, process), timeout_s
+    )
+    if took_s is None:
+        typer.echo(
+            f"{instance_id} still drains after {timeout_s:.0f} s: wait longer with "
+            f"--timeout S, or end it with kill -9 {worker.pid} on {worker.host}"
+        )
+        return 1
+    typer.echo(f"{instance_id} is gone after {took_s:.1f} s")
     return 0
 
 
-def _still_there(worker: WorkerRecord, process: ProcessId | None) -> bool:
+async def _until(
+    what: str, reached: Callable[[], Awaitable[bool]], within_s: float
+) -> float | None:
+    """Wait, and show `what` meanwhile. Return how long it took. None: longer than `within_s`."""
+    began = time.monotonic()
+    with Console().status(f"{what} ..."):
+        while not await reached():
+            if time.monotonic() - began > within_s:
+                return None
+            await asyncio.sleep(0.1)
+    return time.monotonic() - began
+
+
+def _gone(worker: WorkerRecord, process: ProcessId | None) -> bool:
     if process is not None:
-        return is_alive(process)
+        return not is_alive(process)
     if not worker.http:
-        return False
+        return True
     try:
         http_get(f"{worker.http}/live", 2.0)
     except UnavailableError:
-        return False
-    return True
+        return True
+    return False
 
 
 def config_get(ref: ClusterRef, key: str | None) -> int:
@@ -116,3 +134,134 @@ def recheck(ref: ClusterRef) -> int:
     else:
         typer.echo("no self-check has failed: nothing to do")
     return 0
+
+
+# --------------------------------------------------------------------------- roles
+
+
+def change_role(
+    ref: ClusterRef, instance_id: str, wanted: WorkerRole, *, wait_s: float | None, force: bool
+) -> int:
+    """Order the role. Return the exit code.
+
+    wait_s: return when the worker has the role, or 1 after this time. None: do not wait.
+    force: also if the cluster is left without a decode worker."""
+    return asyncio.run(_change_role(ref, instance_id, wanted, wait_s, force))
+
+
+async def _change_role(
+    ref: ClusterRef, instance_id: str, wanted: WorkerRole, wait_s: float | None, force: bool
+) -> int:
+    async with etcd_of(ref) as etcd:
+        await order(etcd, ref.namespace, instance_id, wanted, force=force)
+        if wait_s is None:
+            typer.echo(f"{instance_id} is ordered to be {wanted}; `pullfill status` shows its role")
+            return 0
+        took_s = await _until(
+            f"{instance_id} becomes {wanted}",
+            lambda: _has_role(etcd, ref.namespace, instance_id, wanted),
+            wait_s,
+        )
+    if took_s is None:
+        typer.echo(
+            f"{instance_id} is not {wanted} after {wait_s:.0f} s, but goes on trying: "
+            "`pullfill status` shows what it does"
+        )
+        return 1
+    typer.echo(f"{instance_id} is {wanted} after {took_s:.1f} s")
+    return 0
+
+
+async def order(
+    etcd: EtcdClient, namespace: str, instance_id: str, wanted: WorkerRole, *, force: bool = False
+) -> None:
+    """Order the role, if the worker can have it. Raises ConfigError, UnavailableError."""
+    records = await workers(etcd, namespace)
+    if all(record.instance_id != instance_id for record in records):
+        others = dict.fromkeys(r.instance_id for r in records if r.role != "frontend")
+        there = ", ".join(others) or "none"
+        raise ConfigError(f"no worker {instance_id!r} is registered; there are: {there}")
+    record = next(record for record in records if record.instance_id == instance_id)
+    check_role(records, record, await asyncio.to_thread(ask_worker, record), wanted, force=force)
+    if not await order_role(etcd, namespace, instance_id, wanted):
+        raise UnavailableError(f"{instance_id} changes its role at this moment: try again")
+
+
+def check_role(
+    records: list[WorkerRecord],
+    record: WorkerRecord,
+    report: Report | None,
+    wanted: WorkerRole,
+    *,
+    force: bool,
+) -> None:
+    """Refuse an order that cannot be followed, or that leaves nobody to decode.
+
+    records: of all workers. record, report: of the worker. report: None: it does not answer.
+    Raises ConfigError, UnavailableError."""
+    name = record.instance_id
+    if report is None:
+        raise UnavailableError(f"{name} does not answer at {record.http or 'any address'}")
+    if "elastic" not in report.load:
+        raise ConfigError(
+            f"{name} cannot change its role: start it with --elastic (`pullfill up --elastic`)"
+        )
+    others = [r for r in records if r.role == "decode" and r.instance_id != name]
+    if wanted is WorkerRole.PREFILL and not force:
+        if all(other.state is not WorkerState.READY for other in others):
+            raise ConfigError(
+                f"{name} is the only decode worker: without it no request is served. Start another "
+                "one first, or use --force"
+            )
+
+
+async def _has_role(etcd: EtcdClient, namespace: str, instance_id: str, wanted: WorkerRole) -> bool:
+    """Whether the worker is registered in the role, and in no other."""
+    mine = [r for r in await workers(etcd, namespace) if r.instance_id == instance_id]
+    ready = {record.role for record in mine if record.state is WorkerState.READY}
+    return len(ready) == len(mine) and ready == wanted.names
+
+
+# --------------------------------------------------------------------------- suspects
+
+
+def show_suspects(ref: ClusterRef, as_json: bool) -> None:
+    """Print the refused requests. Raises RegistryUnavailable."""
+    rows = posted(ref)
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        Console().print(suspects_table(rows) if rows else "no request is refused", soft_wrap=True)
+
+
+def posted(ref: ClusterRef) -> list[dict[str, Any]]:
+    """Return the requests that all frontends refuse, from etcd. Raises RegistryUnavailable."""
+    return ask_etcd(ref, suspect_records.posted)
+
+
+def clear_suspects(ref: ClusterRef, fingerprint: str | None) -> None:
+    """Allow a request again. Raises ConfigError if it is not refused.
+
+    fingerprint: of the request. None: allow all."""
+
+    async def allow(etcd: EtcdClient, namespace: str) -> list[str]:
+        names = [str(r["fingerprint"]) for r in await suspect_records.posted(etcd, namespace)]
+        chosen = names if fingerprint is None else [fingerprint]
+        for name in chosen:
+            if not await suspect_records.clear(etcd, namespace, name):
+                known = ", ".join(names) or "none"
+                raise ConfigError(f"{name!r} is not refused; refused are: {known}")
+        return chosen
+
+    print(f"allowed again: {', '.join(ask_etcd(ref, allow)) or 'nothing was refused'}")
+
+
+def suspects_table(rows: list[dict[str, Any]]) -> Table:
+    """Return a table of the entries of `suspects` in `GET /pullfill/status`."""
+    result = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("suspect", "state", "deaths", "prompt tokens", "for another"):
+        result.add_column(column)
+    for row in rows:
+        deaths, tokens, left = row["deaths"], row["prompt_tokens"], f"{row['left_s']:.0f} s"
+        result.add_row(row["fingerprint"], row["state"], str(deaths), str(tokens), left)
+    return result

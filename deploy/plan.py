@@ -1,10 +1,16 @@
-"""What `pullfill up` will start. `check` refuses what cannot work, before anything runs.
+"""What `pullfill up` will start, with which flags, and on which GPUs or cores.
 
-`worker_specs` tells how to start workers and frontends, once NATS and etcd have addresses.
+`check` refuses what cannot work, before anything runs. `worker_specs` tells how to start workers
+and frontends, once NATS and etcd have addresses. Flags that the user gives come after ours on the
+command line, and the last one wins.
+
+Without --decode-devices and --prefill-devices all workers share what this process may use. If only
+one role has such a flag, the other role gets what is left. If nothing is left, both share all.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -16,8 +22,9 @@ from pathlib import Path
 
 import pullfill
 from pullfill.config import ClusterRef, check_namespace, ranks_of
-from pullfill.deploy import accelerator, defaults, devices, machine, servers, vllm_flags
-from pullfill.deploy.procs import CLUSTER_ENV, spawn
+from pullfill.deploy import accelerator, local_servers, machine, vllm_flags
+from pullfill.deploy.state import CLUSTER_ENV, spawn
+from pullfill.deploy.vllm_flags import flag_name, group_flags
 from pullfill.errors import ConfigError, NotNow
 from pullfill.ids import new_instance_id
 from pullfill.net.security import OPEN
@@ -31,9 +38,45 @@ from pullfill.options import (
 )
 from pullfill.registry import settings
 
+ROLES = ("decode", "prefill")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
 RESTART_WAIT_S = 30.0
 """How long requests wait for a decode worker that is restarted. Longer than most starts take."""
+
+DEMO = "demo"
+
+# For the demo model exact arithmetic and a quick start matter. It is small enough to be slow.
+DEMO_FLAGS = (
+    "--served-model-name=demo",
+    "--dtype=float32",
+    "--max-model-len=4096",
+    "--max-num-batched-tokens=1024",
+    "--max-num-seqs=32",
+    "--enforce-eager",
+)
+
+CPU_FLAGS = {
+    # A prefill worker maps its own cache and that of each decode worker: below 0.9 GB with both.
+    DEMO: (f"--kv-cache-memory-bytes={64 << 20}",),
+    "other": ("--enforce-eager", f"--kv-cache-memory-bytes={1 << 30}"),
+}
+
+PREFILL_CHUNK = 1024
+"""Tokens in one step of a prefill worker on CPU, unless the user says."""
+# Larger steps compute no faster there. But prompts that wait together share a step, so the first
+# would end with the last.
+
+_DECIDE_STEPS = frozenset(
+    """
+    config enable-chunked-prefill max-num-batched-tokens max-num-seqs performance-mode
+    """.split()
+)
+"""vLLM flags that choose the size of a step, or leave it to vLLM. Then we do not choose it."""
+
+GPU_MEMORY_SHARE = 0.88
+"""Share of a GPU's memory that vLLM takes, divided by the workers on that GPU."""
+
+KV_BYTES = "kv-cache-memory-bytes"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,25 +104,25 @@ def check(options: UpOptions) -> None:
     _check_elastic(options)
     options.vllm_args = vllm_flags.check(options.vllm_args)
     vllm_flags.check_plain_http(options.vllm_args)
-    devices.check(options)
+    check_devices(options)
     _check_gpus(options)
     check_settings(options.settings)
     check_model(options.model)
     if options.decode + options.prefill + options.frontends:
         machine.refuse_wrong_packages()
     if options.port == 0:
-        options.port = servers.free_port()
+        options.port = local_servers.free_port()
     for port in (options.port, *filter(None, options.own_ports)):
         if options.frontends:
-            servers.check_port("--port", options.host, port)
+            local_servers.check_port("--port", options.host, port)
     _check_security(options)
     if options.etcd_url is None:
-        servers.etcd_binary()
-    elif why := servers.etcd_ready(options.etcd_url, 5.0, options.security.etcd.tls()):
+        local_servers.etcd_binary()
+    elif why := local_servers.etcd_ready(options.etcd_url, 5.0, options.security.etcd.tls()):
         raise ConfigError(f"{why}. Check --etcd")
     if options.nats_url is None:
-        servers.nats_binary()
-    elif why := servers.nats_ready(options.nats_url, 5.0):
+        local_servers.nats_binary()
+    elif why := local_servers.nats_ready(options.nats_url, 5.0):
         raise ConfigError(f"{why}. Check --nats")
 
 
@@ -113,7 +156,7 @@ def _check_gpus(options: UpOptions) -> None:
     if why := accelerator.why_not_mig():
         raise ConfigError(why)
     ranks = ranks_by_role(options)
-    for pool in devices.pools(options):
+    for pool in pools(options):
         needed = [ranks[role] for role in pool.roles for _ in range(getattr(options, role))]
         here = len(pool.gpus)
         if here and max(needed, default=1) > 1 and sum(needed) > here:
@@ -148,7 +191,7 @@ def check_model(model: str) -> None:
     """Refuse a model that is not `demo`, a directory of a model, or ORG/NAME of a model hub.
 
     Raises ConfigError."""
-    if model == defaults.DEMO:
+    if model == DEMO:
         return
     path = Path(model).expanduser()
     if path.is_dir():
@@ -166,8 +209,8 @@ def check_model(model: str) -> None:
 
 def resolve_model(model: str) -> str:
     """Return the model's name for vLLM: a directory of this machine, or ORG/NAME of a hub."""
-    path = demo_directory() if model == defaults.DEMO else Path(model).expanduser()
-    return str(path.absolute()) if model == defaults.DEMO or path.is_dir() else model
+    path = demo_directory() if model == DEMO else Path(model).expanduser()
+    return str(path.absolute()) if model == DEMO or path.is_dir() else model
 
 
 def demo_directory() -> Path:
@@ -199,8 +242,8 @@ def _existing(path: Path) -> Path:
 
 def engine_arguments(options: UpOptions) -> list[str]:
     """Return the vLLM flags of every process: the defaults, then the user's."""
-    workers, gpus = devices.most_on_a_gpu(options)
-    return defaults.engine_flags(options.model, gpus=gpus, workers=workers) + options.vllm_args
+    workers, gpus = most_on_a_gpu(options)
+    return engine_flags(options.model, gpus=gpus, workers=workers) + options.vllm_args
 
 
 def worker_arguments(options: UpOptions, role: str) -> list[str]:
@@ -224,7 +267,7 @@ def served_name(options: UpOptions) -> str:
 
 def ranks_by_role(options: UpOptions) -> dict[str, int]:
     """Return TP x PP of a decode worker and of a prefill worker."""
-    return {role: ranks_of(worker_arguments(options, role)) for role in devices.ROLES}
+    return {role: ranks_of(worker_arguments(options, role)) for role in ROLES}
 
 
 def role_command(role: str, cluster: ClusterRef, model: str, options: RoleOptions) -> list[str]:
@@ -241,12 +284,12 @@ def role_command(role: str, cluster: ClusterRef, model: str, options: RoleOption
     return [*argv, *arguments(where), *arguments(replace(options, model=model), role)]
 
 
-def placements(options: UpOptions) -> list[defaults.Placement]:
+def placements(options: UpOptions) -> list[Placement]:
     """Return where each worker runs: first the decode workers, then the prefill workers."""
-    ranks, small = ranks_by_role(options), options.model == defaults.DEMO
+    ranks, small = ranks_by_role(options), options.model == DEMO
     return [
         place
-        for pool in devices.pools(options)
+        for pool in pools(options)
         for place in pool.place(
             [ranks[role] for role in pool.roles for _ in range(getattr(options, role))],
             pin=options.workers.pin,
@@ -257,7 +300,7 @@ def placements(options: UpOptions) -> list[defaults.Placement]:
 
 def other_cores(options: UpOptions) -> tuple[int, ...]:
     """Return the cores of frontends once all processes are ready. Empty: any."""
-    return defaults.other_cores(placements(options), options.decode, defaults.usable_cores())
+    return cores_left(placements(options), options.decode, usable_cores())
 
 
 def renewed(spec: ProcessSpec) -> ProcessSpec:
@@ -269,14 +312,14 @@ def renewed(spec: ProcessSpec) -> ProcessSpec:
     return replace(spec, argv=argv, instance_id=fresh)
 
 
-def _turns(options: UpOptions, places: Sequence[defaults.Placement]) -> list[int | None]:
-    """As `defaults.starts_after`. No worker waits if all were given the size of their KV cache."""
+def _turns(options: UpOptions, places: Sequence[Placement]) -> list[int | None]:
+    """As `starts_after`. No worker waits if all were given the size of their KV cache."""
     told = [
-        defaults.KV_BYTES in map(vllm_flags.flag_name, worker_arguments(options, role))
+        KV_BYTES in map(vllm_flags.flag_name, worker_arguments(options, role))
         for role in ("decode", "prefill")
         if getattr(options, role)
     ]
-    return [None] * len(places) if all(told) else defaults.starts_after(places)
+    return [None] * len(places) if all(told) else starts_after(places)
 
 
 def worker_spec(
@@ -284,7 +327,7 @@ def worker_spec(
     cluster: ClusterRef,
     cluster_id: str,
     name: str,
-    place: defaults.Placement,
+    place: Placement,
     *,
     after: str = "",
     own_port: int = 0,
@@ -313,7 +356,7 @@ def worker_spec(
         name=name,
         role=role,
         argv=argv,
-        env=defaults.worker_env(base, place, local_model=os.path.isdir(model)),
+        env=worker_env(base, place, local_model=os.path.isdir(model)),
         instance_id=instance,
         url=url,
         drain_s=options.drain_s(role),
@@ -324,12 +367,227 @@ def worker_spec(
 def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> list[ProcessSpec]:
     """Return how to start the decode workers, the prefill workers and the frontends."""
     specs: list[ProcessSpec] = []
-    names = [f"{role}-{i}" for role in devices.ROLES for i in range(getattr(options, role))]
+    names = [f"{role}-{i}" for role in ROLES for i in range(getattr(options, role))]
     places = placements(options)
     for name, place, before in zip(names, places, _turns(options, places), strict=True):
         after = "" if before is None else names[before]
         specs.append(worker_spec(options, cluster, cluster_id, name, place, after=after))
     for index, own_port in enumerate(options.own_ports):
-        name, place = f"frontend-{index}", defaults.Placement()
+        name, place = f"frontend-{index}", Placement()
         specs.append(worker_spec(options, cluster, cluster_id, name, place, own_port=own_port))
     return specs
+
+
+# --------------------------------------------------------------------------- flags, environment
+
+
+def engine_flags(model: str, *, gpus: int, workers: int) -> list[str]:
+    """Return the default vLLM flags of every process.
+
+    model: as the user typed it.
+    workers: number of decode and prefill workers."""
+    flags: list[str] = list(DEMO_FLAGS) if model == DEMO else []
+    if not gpus:
+        return flags + list(CPU_FLAGS[DEMO if model == DEMO else "other"])
+    # vLLM refuses to start unless this share is free, also if the KV cache's size is given.
+    share = GPU_MEMORY_SHARE / max(1, math.ceil(workers / gpus))
+    flags.append(f"--gpu-memory-utilization={share:.3f}")
+    return [*flags, f"--{KV_BYTES}={1 << 30}"] if model == DEMO else flags
+
+
+def role_flags(role: str, arguments: Sequence[str], *, gpus: int) -> list[str]:
+    """Return the flags that a worker of this role puts before those it was given."""
+    if role != "prefill" or gpus:
+        return []
+    if any(flag_name(group[0]) in _DECIDE_STEPS for group in group_flags(arguments)):
+        return []
+    return [f"--max-num-batched-tokens={PREFILL_CHUNK}"]
+
+
+def worker_env(
+    base: Mapping[str, str], placement: Placement, *, local_model: bool
+) -> dict[str, str]:
+    """Return the environment of a worker or frontend. Variables that the user has set stay.
+
+    On GPUs a worker sees only its own devices.
+    """
+    ours = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    env = {**ours, **base}
+    if local_model:
+        env.setdefault("HF_HUB_OFFLINE", "1")
+    if placement.gpus:
+        visible = accelerator.visible(base)
+        names = [visible[gpu] if visible else str(gpu) for gpu in placement.gpus]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+    if placement.cores:
+        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        env.setdefault("OMP_NUM_THREADS", str(max(1, len(placement.cores) // placement.ranks)))
+    return env
+
+
+def usable_cores() -> list[int]:
+    """Return the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+# --------------------------------------------------------------------------- devices
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Devices that the workers of these roles share.
+
+    cores: CPU cores.
+    gpus: indices among the GPUs that this process may use. Empty: workers run on cores.
+    given: whether the flags have chosen them."""
+
+    roles: tuple[str, ...]
+    cores: tuple[int, ...]
+    gpus: tuple[int, ...]
+    given: bool = False
+
+    def place(self, ranks: Sequence[int], *, pin: bool, small: bool) -> list[Placement]:
+        """Return a placement for each worker of the pool.
+
+        ranks: TP x PP of each worker. pin, small: as `pin` and `one_core` of `place`.
+        Cores that flags have chosen are all used, also without `pin`."""
+        if self.given and not self.gpus and len(self.cores) == 1:
+            return [Placement(cores=self.cores, ranks=count) for count in ranks]
+        places = place(
+            ranks,
+            cores=self.cores,
+            gpus=len(self.gpus),
+            pin=pin or self.given,
+            one_core=small and not self.given,
+        )
+        return [replace(p, gpus=tuple(self.gpus[index] for index in p.gpus)) for p in places]
+
+
+def pools(options: UpOptions) -> list[Pool]:
+    """Return the pools, that of decode workers first."""
+    cores, gpus = tuple(usable_cores()), tuple(range(accelerator.gpu_count()))
+    named = {role: named_of(options, role) for role in ROLES}
+    if not any(named.values()):
+        return [Pool(ROLES, cores, gpus)]
+    if gpus and set(gpus) in map(set, named.values()):
+        return [Pool(ROLES, cores, gpus, given=True)]
+    every, found = gpus or cores, []
+    for role, other in zip(ROLES, reversed(ROLES), strict=True):
+        rest = tuple(device for device in every if device not in named[other])
+        own = named[role] or rest or every
+        given = bool(named[role] or rest)
+        found.append(Pool((role,), cores, own, given) if gpus else Pool((role,), own, (), given))
+    return found
+
+
+def named_of(options: UpOptions, role: str) -> tuple[int, ...]:
+    """Return the devices that the user has named for the role. Empty: none."""
+    named: tuple[int, ...] = getattr(options, f"{role}_devices")
+    return named
+
+
+def most_on_a_gpu(options: UpOptions) -> tuple[int, int]:
+    """Return numbers of workers and of GPUs: those of the pool whose GPUs have most to share."""
+    workers = {role: getattr(options, role) for role in ROLES}
+    counts = [(sum(workers[role] for role in p.roles), len(p.gpus)) for p in pools(options)]
+    return max(counts, key=lambda count: math.ceil(count[0] / max(1, count[1])))
+
+
+def check_devices(options: UpOptions) -> None:
+    """Refuse devices that are not there, and GPUs named for both roles. Raises ConfigError."""
+    gpus = accelerator.gpu_count()
+    here = list(range(gpus)) if gpus else usable_cores()
+    what = "GPU" if gpus else "core"
+    for role in ROLES:
+        if missing := sorted(set(named_of(options, role)) - set(here)):
+            raise ConfigError(
+                f"--{role}-devices: there is no {what} {missing[0]} here: there are "
+                f"{', '.join(map(str, here))}"
+            )
+    both = set(options.decode_devices) & set(options.prefill_devices)
+    if gpus and both:
+        raise ConfigError(
+            f"GPU {min(both)} is in --decode-devices and in --prefill-devices: give each role GPUs "
+            "of its own, or leave out both flags to share them"
+        )
+
+
+# --------------------------------------------------------------------------- placement
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one worker runs.
+
+    cores: CPU cores. Empty: any. The worker's ranks share them.
+    gpus: indices among the GPUs that this process may use.
+    ranks: number of processes that compute."""
+
+    cores: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()
+    ranks: int = 1
+
+
+def place(
+    ranks: Sequence[int], *, cores: Sequence[int], gpus: int, pin: bool, one_core: bool
+) -> list[Placement]:
+    """Return a placement for each worker.
+
+    On GPUs each rank gets a GPU of its own. Workers of one rank share GPUs if there are too few.
+    On CPU each worker gets cores of its own.
+
+    ranks: TP x PP of each worker.
+    one_core: give each rank one core only, for a small model.
+    """
+    if gpus:
+        firsts = [sum(ranks[:index]) for index in range(len(ranks))]
+        return [
+            Placement(
+                gpus=tuple(index % gpus for index in range(first, first + count)), ranks=count
+            )
+            for first, count in zip(firsts, ranks, strict=True)
+        ]
+    if not pin or len(cores) < 2 or not ranks:
+        return [Placement(ranks=count) for count in ranks]
+    # To share cores with another worker costs more than more threads bring.
+    share = 1 if one_core else max(1, len(cores) // sum(ranks))
+    places: list[Placement] = []
+    start = 0
+    for count in ranks:
+        width = min(share * count, len(cores))
+        if start + width > len(cores):
+            start = 0
+        places.append(Placement(cores=tuple(cores[start : start + width]), ranks=count))
+        start += width
+    return places
+
+
+def starts_after(places: Sequence[Placement]) -> list[int | None]:
+    """For each worker, return the index of the worker that must be ready before it starts, or None.
+
+    vLLM sizes its KV cache by what the GPU's memory lost while it loaded its model. Of two workers
+    that load on one GPU at the same time, each would count the other's memory as its own.
+    """
+    last: dict[int, int] = {}
+    before: list[int | None] = []
+    for index, place in enumerate(places):
+        before.append(max((last[gpu] for gpu in place.gpus if gpu in last), default=None))
+        last.update(dict.fromkeys(place.gpus, index))
+    return before
+
+
+def cores_left(workers: Sequence[Placement], decode: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """Return the cores for frontends: those that no worker is pinned to, else the decode workers'.
+
+    Empty: any, since no worker is pinned.
+
+    workers: where each worker runs, first the decode workers.
+    decode: the number of decode workers.
+    """
+    # A frontend works for each decoded token. On a decode worker's core it slows only the answers
+    # that it serves. On a prefill worker's core it would slow every prompt that waits.
+    taken = {core for place in workers for core in place.cores}
+    if not taken:
+        return ()
+    free = tuple(core for core in cores if core not in taken)
+    return free or tuple(dict.fromkeys(core for place in workers[:decode] for core in place.cores))

@@ -1,54 +1,329 @@
-"""`pullfill plan`: says how many workers of each role are right, and why.
+"""`pullfill plan`: how many workers of each role are right, and which one should change its role.
 
-With `--apply` it orders changes of role, as `pullfill role` does. Before each order it writes a
-RoleMove to etcd. Other planners find it there, and so does this one after a restart. So several
-planners together make as long pauses as one. If a planner dies between RoleMove and order, no role
-changes, and the pause passes."""
+    observe   what the cluster tells → Observation
+    plan      Observation, PlanState, PlanSettings → Plan, with the PlanState for the next look
+    show      asks the cluster, plans, prints, and with `--apply` orders what is planned
+
+A need is told in workers. Long prompts need prefill workers: those that they keep busy all the
+time, over `prefill_use`, and more while a backlog waits. Streams need decode workers: the sum of
+all pressures (decode_worker/demand.py), over `decode_use`. `Need.right` is for an autoscaler, which
+adds and removes workers. A move is for a fixed number of workers: one of them changes its role.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import msgspec
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import role, scaling
+from pullfill.deploy import operate
 from pullfill.deploy.members import ask_etcd
-from pullfill.deploy.scaling import DECODE, PREFILL, Move, Observation, Plan, Settings, State
 from pullfill.deploy.status import ask
 from pullfill.errors import PullfillError, UnavailableError
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.orders import last_move, note_move
 from pullfill.runtime.log import complain
+from pullfill.snapshot import Demand
 from pullfill.wire import RoleMove, WorkerRole
 
-LOOK_S = 5.0
-"""How often `--apply` looks, unless told otherwise."""
+# --------------------------------------------------------------------------- the plan
+
+PREFILL, DECODE = "prefill", "decode"
+_TRACE = 0.01
+"""For a smaller need, no decode worker becomes a prefill worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """What the planner aims at.
+
+    prefill_use: share of the time that a prefill worker should work. The rest is for bursts.
+    decode_use: pressure that a decode worker should have.
+    backlog_s: a backlog of at most so many seconds needs no more prefill workers.
+    drain_s: seconds within which a longer backlog should be gone.
+    band: share by which a move must make the worse role better. An autoscaler may remove a worker
+    only if the others have this part of a worker to spare.
+    settle_s: how long the same move must be right. So moves do not oscillate.
+    cool_down_s, reverse_s: pause before the next move, and before one in the other direction.
+    min_decode, min_prefill: least number of workers that stay."""
+
+    prefill_use: float = 0.7
+    decode_use: float = 0.8
+    backlog_s: float = 5.0
+    drain_s: float = 30.0
+    band: float = 0.15
+    settle_s: float = 10.0
+    cool_down_s: float = 20.0
+    reverse_s: float = 120.0
+    min_decode: int = 1
+    min_prefill: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMember:
+    """One worker that is ready.
+
+    busy: number of requests and jobs that it has. elastic: whether it can change its role."""
+
+    instance_id: str
+    role: str
+    busy: int = 0
+    elastic: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What is known of the cluster at the time `at`, in seconds of a monotonic clock.
+
+    demands: what each decode worker tells, by instance id.
+    changing: ids of workers that change their role, or leave."""
+
+    at: float
+    members: tuple[PlanMember, ...]
+    demands: Mapping[str, Demand]
+    changing: tuple[str, ...] = ()
+
+    def of(self, role: str) -> list[PlanMember]:
+        return [member for member in self.members if member.role == role]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one role needs.
+
+    now: number of its workers.
+    need: number of workers that its work would keep as busy as they should be.
+    right: number of workers for an autoscaler.
+    why: the figures behind `need`, for people."""
+
+    role: str
+    now: int
+    need: float
+    right: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One worker changes its role."""
+
+    instance_id: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanState:
+    """What one look at the cluster passes to the next one.
+
+    wanted, since: the role that should get a worker, and since when. Empty: neither.
+    moved_to, moved_at: the new role of the worker that moved last, and when.
+    noted: the revision in etcd of the last order that was taken into account."""
+
+    wanted: str = ""
+    since: float = 0.0
+    moved_to: str = ""
+    moved_at: float = -math.inf
+    noted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One look at the cluster.
+
+    backlog_s: the sum of all backlogs. missed: share of long prompts computed by decode workers.
+    moves: what to do now, one move at most. reasons: why, or why there is no move."""
+
+    prefill: Need
+    decode: Need
+    backlog_s: float
+    missed: float
+    moves: tuple[Move, ...] = ()
+    reasons: tuple[str, ...] = ()
+    state: PlanState = field(default_factory=PlanState)
+
+
+def observe(status: Mapping[str, Any], at: float) -> Observation:
+    """Read the object of `GET /pullfill/status`. A worker that does not report counts as gone.
+
+    A worker that is both has two rows. It counts as a decode worker, since its streams go first."""
+    members, demands, changing = [], {}, []
+    rows = status["workers"]
+    decodes = {row["instance_id"] for row in rows if row["role"] == DECODE}
+    for row in rows:
+        name, load = row["instance_id"], row.get("load") or {}
+        if row["state"] == "draining" or "switch" in load:
+            changing.append(name)
+        if row["state"] != "ready" or row["role"] not in (PREFILL, DECODE):
+            continue
+        if row["role"] == PREFILL and name in decodes:
+            continue
+        busy = int(load.get("requests", 0)) + int(load.get("jobs", 0))
+        members.append(PlanMember(name, row["role"], busy, "elastic" in load))
+        if row["role"] == DECODE and "demand" in load:
+            demands[name] = msgspec.convert(load["demand"], Demand)
+    return Observation(at, tuple(members), demands, tuple(dict.fromkeys(changing)))
+
+
+def plan(seen: Observation, state: PlanState, settings: PlanSettings) -> Plan:
+    """Return what is right now. The caller carries out `moves`, or passes `state` as it was."""
+    told = list(seen.demands.values())
+    backlog = sum(one.backlog_s for one in told)
+    prompts, missed = sum(one.prompts for one in told), sum(one.missed for one in told)
+    prefill = _prefill(seen, told, backlog, prompts, missed, settings)
+    decode = _decode(seen, told, settings)
+    found = Plan(prefill, decode, backlog, missed / prompts if prompts else 0.0, state=state)
+    able = {member.role for member in seen.members if member.elastic}
+    to = _better(prefill, decode, settings, able)
+    if not to:
+        short = [need.role for need in (prefill, decode) if need.need > need.now]
+        why = "each role has enough workers"
+        if short:
+            why = f"more {' and '.join(short)} workers are needed, but no other one can be spared"
+        if short and not able:
+            why += " (only workers with --elastic can change their role)"
+        return replace(found, reasons=(why,), state=replace(state, wanted=""))
+    if state.wanted != to:
+        state = replace(state, wanted=to, since=seen.at)
+    if why := _not_yet(seen, state, settings, to):
+        return replace(found, reasons=(why,), state=state)
+    before = DECODE if to == PREFILL else PREFILL
+    givers = [member for member in seen.of(before) if member.elastic]
+    one = min(givers, key=lambda member: (member.busy, member.instance_id))
+    move = Move(one.instance_id, before, to)
+    need = prefill if to == PREFILL else decode
+    why = f"{one.instance_id} to {to}: {need.need:.2g} {to} workers are needed, there: {need.now}"
+    done = PlanState(moved_to=to, moved_at=seen.at)
+    return replace(found, moves=(move,), reasons=(why,), state=done)
+
+
+def _prefill(
+    seen: Observation,
+    told: list[Demand],
+    backlog: float,
+    prompts: int,
+    missed: int,
+    settings: PlanSettings,
+) -> Need:
+    now = len(seen.of(PREFILL))
+    busy = sum(one.prefill_demand for one in told)
+    late = max(0.0, backlog - settings.backlog_s) * max(1, now) / settings.drain_s
+    need = busy / settings.prefill_use + late
+    right = _right(now, need, settings.min_prefill, settings.band)
+    why = f"long prompts keep {busy:.2g} workers busy; each should work {settings.prefill_use:.0%}"
+    why += f" of the time; {backlog:.1f} s of work wait"
+    if missed:
+        why += f"; {missed} of {prompts} long prompts were computed by decode workers"
+    return Need(PREFILL, now, need, right, why)
+
+
+def _decode(seen: Observation, told: list[Demand], settings: PlanSettings) -> Need:
+    now = len(seen.of(DECODE))
+    # A decode worker that has just started reports nothing yet. It is taken for idle.
+    need = sum(one.pressure for one in told) / settings.decode_use
+    right = _right(now, need, settings.min_decode, settings.band)
+    why = "no decode worker reports"
+    if told:
+        fullest = max(told, key=lambda one: one.pressure)
+        parts = {
+            "streams": fullest.streams,
+            "KV cache": fullest.kv,
+            "number of requests": fullest.seats,
+        }
+        part = max(parts, key=lambda name: parts[name])
+        mean = sum(one.pressure for one in told) / len(told)
+        why = f"the mean pressure is {mean:.2g}, {settings.decode_use:.2g} is right"
+        why += f"; the highest is {fullest.pressure:.2g}, from the {part}"
+    return Need(DECODE, now, need, right, why)
+
+
+def _right(now: int, need: float, least: int, band: float) -> int:
+    """Return the number of workers for a need. It falls only if that leaves `band` to spare.
+
+    Any need asks for one worker. There is no need at all if no long prompt came for a while."""
+    if need <= 0:
+        return least
+    wanted = max(1, least, math.ceil(need))
+    return wanted if wanted > now else max(wanted, min(now, math.ceil(need + band)))
+
+
+def _better(prefill: Need, decode: Need, settings: PlanSettings, able: set[str]) -> str:
+    """Return the role that should get a worker of the other one. Empty: neither.
+
+    able: the roles that have a worker which can change."""
+    now = _worst(prefill.need, prefill.now, decode.need, decode.now, settings.band)
+    if now <= 1.0:
+        return ""
+    options = {}
+    if decode.now > settings.min_decode and DECODE in able:
+        options[PREFILL] = prefill.now + 1, decode.now - 1
+    # The last prefill worker stays while long prompts come.
+    least = max(settings.min_prefill, int(prefill.need >= _TRACE))
+    if prefill.now > least and PREFILL in able:
+        options[DECODE] = prefill.now - 1, decode.now + 1
+    worst = {
+        to: _worst(prefill.need, p, decode.need, d, settings.band) for to, (p, d) in options.items()
+    }
+    best = min(worst, key=lambda to: worst[to], default="")
+    return best if best and worst[best] < now * (1.0 - settings.band) else ""
+
+
+def _worst(prefill: float, prefills: int, decode: float, decodes: int, band: float) -> float:
+    """Return the need for each worker, of the role where it is higher."""
+    if decodes == 0:
+        return math.inf
+    if prefills:
+        return max(prefill / prefills, decode / decodes)
+    # Decode workers do all work. With long prompts the result is always high enough for a move, so
+    # that one of them becomes a prefill worker if it can be spared.
+    together = (prefill + decode) / decodes
+    return together if prefill < _TRACE else max(together, 1.001 / (1.0 - band))
+
+
+def _not_yet(seen: Observation, state: PlanState, settings: PlanSettings, to: str) -> str:
+    """Return why a move has to wait. Empty: now is the time."""
+    short = f"more {to} workers are needed"
+    if seen.changing:
+        return f"{short}; waiting for {', '.join(seen.changing)} to drain or to change its role"
+    pause = settings.cool_down_s if state.moved_to in ("", to) else settings.reverse_s
+    left = max(
+        state.moved_at + pause - seen.at if state.moved_to else 0.0,
+        state.since + settings.settle_s - seen.at,
+    )
+    return f"{short}; if that stays so, a worker changes in {left:.0f} s" if left > 0 else ""
+
+
+# --------------------------------------------------------------------------- the command
+
 ABSENT_S = 30.0
 """How long to wait for a worker that was ordered and is not registered. It may have died."""
 
 
-def plan(
+def show(
     ref: ClusterRef,
-    settings: Settings,
+    settings: PlanSettings,
     *,
     as_json: bool = False,
     watch_s: float = 0.0,
     apply: bool = False,
 ) -> int:
-    """Print the plan. Return the exit code.
+    """Print the show. Return the exit code.
 
     watch_s: look again every so many seconds, until interrupted. 0: once.
     apply: order what is planned, one change of role at a time. It implies a watch.
 
     Raises PullfillError if the first look fails, e.g. because no decode worker tells its demand."""
-    console, state, looked = Console(), State(), False
-    watch_s = watch_s or (LOOK_S if apply else 0.0)
+    console, state, looked = Console(), PlanState(), False
+    watch_s = watch_s or (5.0 if apply else 0.0)
     while True:
         try:
             found = step(ref, settings, state) if apply else look(ref, settings, state)
@@ -69,18 +344,18 @@ def plan(
         time.sleep(watch_s)
 
 
-def look(ref: ClusterRef, settings: Settings, state: State) -> Plan:
+def look(ref: ClusterRef, settings: PlanSettings, state: PlanState) -> Plan:
     """Ask the cluster, and plan."""
-    return scaling.plan(_seen(ref), state, settings)
+    return plan(_seen(ref), state, settings)
 
 
-def step(ref: ClusterRef, settings: Settings, state: State) -> Plan:
+def step(ref: ClusterRef, settings: PlanSettings, state: PlanState) -> Plan:
     """Ask the cluster, plan, and order the move if there is one."""
     last, revision = ask_etcd(ref, last_move)
     seen = _seen(ref)
     if last is not None:
         seen, state = remembered(last, revision, time.time() - last.at, seen, state)
-    found = scaling.plan(seen, state, settings)
+    found = plan(seen, state, settings)
     for move in found.moves:
 
         async def carry_out(etcd: EtcdClient, namespace: str, move: Move = move) -> bool:
@@ -93,8 +368,8 @@ def step(ref: ClusterRef, settings: Settings, state: State) -> Plan:
 
 
 def remembered(
-    last: RoleMove, revision: int, age_s: float, seen: Observation, state: State
-) -> tuple[Observation, State]:
+    last: RoleMove, revision: int, age_s: float, seen: Observation, state: PlanState
+) -> tuple[Observation, PlanState]:
     """Add the last order of any planner to what is known.
 
     revision: of its key in etcd. age_s: how old it is by the wall clocks of two machines."""
@@ -116,16 +391,18 @@ def remembered(
 
 async def _carry_out(etcd: EtcdClient, namespace: str, move: Move, revision: int) -> bool:
     """Order the move. False: another planner was faster."""
+    # Noted first: other planners find it there, and so does this one after a restart. If it dies
+    # between note and order, no role changes, and the pause passes.
     after = WorkerRole(move.after)
     noted = RoleMove(instance_id=move.instance_id, after=after, at=time.time())
     if not await note_move(etcd, namespace, noted, revision):
         return False
-    await role.order(etcd, namespace, move.instance_id, after)
+    await operate.order(etcd, namespace, move.instance_id, after)
     return True
 
 
 def _seen(ref: ClusterRef) -> Observation:
-    seen = scaling.observe(ask(ref), time.monotonic())
+    seen = observe(ask(ref), time.monotonic())
     # Without a decode worker no request is served, so a prefill worker must become one.
     rescue = not seen.of(DECODE) and any(member.elastic for member in seen.of(PREFILL))
     if not seen.demands and not rescue:
@@ -137,7 +414,7 @@ def _seen(ref: ClusterRef) -> Observation:
 
 
 def told(found: Plan) -> dict[str, Any]:
-    """Return the plan for JSON. moves: with `--apply`, those that were ordered in this look."""
+    """Return the show for JSON. moves: with `--apply`, those that were ordered in this look."""
     roles = {need.role: asdict(need) for need in (found.prefill, found.decode)}
     for need in roles.values():
         del need["role"]

@@ -18,10 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pullfill.config import ClusterFile, ClusterRef, ProcessEntry
-from pullfill.deploy import disk, suspects
+from pullfill.deploy import operate
 from pullfill.deploy.members import ask_etcd, ask_frontend, ask_worker, frontend_urls, workers
-from pullfill.deploy.procs import is_alive
-from pullfill.deploy.state import StateDir, identity
+from pullfill.deploy.state import StateDir, full_disk, identity, is_alive
 from pullfill.deploy.top_view import percent
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.snapshot import Cluster, WorkerRow, cluster_of
@@ -47,13 +46,13 @@ def status(ref: ClusterRef, url: str | None, as_json: bool) -> int:
     console.print(workers_table(cluster.workers))
     for text in state_lines(cluster):
         console.print(text, highlight=False, soft_wrap=True)
-    full = not url and ref.state_dir and disk.in_words(ref.state_dir)
+    full = not url and ref.state_dir and full_disk(ref.state_dir)
     for line in [*process_lines(here), *filter(None, [full])]:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if cluster.stock:
         console.print(stock_table(cluster.stock))
     if cluster.suspects:
-        console.print(suspects.table(cluster.suspects))
+        console.print(operate.suspects_table(cluster.suspects))
     if told is None:
         console.print("as told by etcd (no frontend answers)", style="yellow")
     return 0
@@ -93,7 +92,7 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
     reports = [(record, ask_worker(record)) for record in records]
     cluster = cluster_of(reports, ServerStatus(up=True, since_s=0.0))
     told: dict[str, Any] = msgspec.to_builtins(cluster)
-    return told | {"suspects": suspects.posted(ref)}
+    return told | {"suspects": operate.posted(ref)}
 
 
 def workers_table(rows: Sequence[WorkerRow]) -> Group:

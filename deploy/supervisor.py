@@ -1,4 +1,4 @@
-"""`pullfill up`: starts everything, waits until it is ready, then keeps it running.
+"""The process of `pullfill up`: starts everything, waits until it is ready, keeps it running.
 
 Life: lock the state directory → check → servers → workers and frontends in parallel → self-checks →
 ready → restart what dies, until Ctrl-C, SIGTERM, `pullfill down`, or the end of every process →
@@ -10,34 +10,491 @@ nothing running.
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from pullfill.config import ClusterFile, ClusterRef
-from pullfill.deploy import defaults, members, plan, servers
-from pullfill.deploy.children import Children, StartFailed
-from pullfill.deploy.disk import DiskWatch
-from pullfill.deploy.down import stop_in_order, take_down
-from pullfill.deploy.keeper import Keeper
-from pullfill.deploy.procs import CLUSTER_ENV, is_alive, start_time, tail, wait_exit
-from pullfill.deploy.readiness import keep_frontends_off, wait_ready
-from pullfill.deploy.state import Launch, Locked, StateDir, identity, new_cluster_id
+from pullfill.backoff import Backoff
+from pullfill.config import RESTARTS_ENV, ClusterFile, ClusterRef, ProcessEntry
+from pullfill.deploy import local_servers, members, plan
+from pullfill.deploy.down import SERVERS, remove_shared_memory, stop_in_order, take_down
+from pullfill.deploy.plan import ProcessSpec
+from pullfill.deploy.state import (
+    CLUSTER_ENV,
+    LOW_DISK,
+    Launch,
+    Locked,
+    StateDir,
+    confine,
+    exit_words,
+    full_disk,
+    identity,
+    is_alive,
+    is_full,
+    new_cluster_id,
+    spawn,
+    start_time,
+    tail,
+    wait_exit,
+)
 from pullfill.deploy.view import ProcessView
-from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.errors import ConfigError, PullfillError, RegistryUnavailable, UnavailableError
 from pullfill.net.this_host import pid_space
 from pullfill.options import UpOptions
+from pullfill.registry.client import EtcdClient
 from pullfill.registry.settings import store as store_setting
+from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
+from pullfill.wire import WorkerState
 
-START_FAILED_DRAIN_S = 5.0
-SERVER_READY_S = 30.0
-SERVER_TRIES = 3
+MAX_DEATHS = 5
+"""A process that dies this often within WINDOW_S is given up."""
+WINDOW_S = 60.0
+SERVER_S = 30.0
+"""How long NATS and etcd may take to answer. Longer than this takes to start them again."""
 SELF_CHECKS_S = 10.0
 """Longest wait for the self-checks, once all processes are ready."""
-_POLL_S = 0.1
+POLL_S = 0.1
+
+# --------------------------------------------------------------------------- children
+
+
+class StartFailed(UnavailableError):
+    """A process could not be started, died while it started, or was not ready in time."""
+
+
+class Children:
+    """The processes of one `up`.
+
+    Who starts one holds the lock of the state directory.
+
+    cluster: the content of cluster.json, which is written after every change. If it cannot be
+    written, as on a full disk, one line says so, and the processes run on."""
+
+    def __init__(self, cluster: ClusterFile, state: StateDir, view: ProcessView) -> None:
+        self.cluster = cluster
+        self.state = state
+        self.view = view
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._specs: dict[str, ProcessSpec] = {}
+        self._recorded = True
+
+    def __getitem__(self, name: str) -> subprocess.Popen[bytes]:
+        return self._running[name]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._running)
+
+    def spec(self, name: str) -> ProcessSpec:
+        """Return how the process was last started."""
+        return self._specs[name]
+
+    def entry(self, name: str) -> ProcessEntry:
+        """Return the process's record in cluster.json."""
+        return next(entry for entry in self.cluster.processes if entry.name == name)
+
+    def launch(self, spec: ProcessSpec, note: str = "", restarts: int = 0) -> ProcessEntry:
+        """Start a process, or start it again, and record it. Raises StartFailed."""
+        log = self.state.log_of(spec.name)
+        try:
+            env = {**spec.env, RESTARTS_ENV: str(restarts)}
+            if spec.instance_id:
+                env[LEAVING_ENV] = str(self.state.leaving_of(spec.instance_id))
+            child = spawn(spec.argv, log=log, env=env)
+        except OSError as exc:
+            raise StartFailed(f"cannot start {spec.name} ({spec.argv[0]}): {exc.strerror}") from exc
+        self._running[spec.name] = child
+        self._specs[spec.name] = spec
+        entry = ProcessEntry(
+            name=spec.name,
+            role=spec.role,
+            instance_id=spec.instance_id,
+            pid=child.pid,
+            log=str(log),
+            started=start_time(child.pid) or 0,
+            space=pid_space(),
+            url=spec.url,
+            restarts=restarts,
+            drain_s=spec.drain_s,
+        )
+        entries = {e.name: e for e in self.cluster.processes}
+        entries[spec.name] = entry  # keeps its place
+        self.cluster.processes = list(entries.values())
+        self.record()
+        again = f"pid {child.pid}, restarts: {restarts}" if restarts else ""
+        self.view.set(spec.name, "starting", again or note or spec.url or f"pid {child.pid}")
+        return entry
+
+    def record(self) -> None:
+        """Write cluster.json."""
+        try:
+            self.state.write_cluster(self.cluster)
+        except OSError as exc:
+            if self._recorded:
+                self.view.say(f"cannot write to {self.state.path} ({exc.strerror}): other commands "
+                              "see an old list of processes", "yellow")  # fmt: skip
+            self._recorded = False
+        else:
+            self._recorded = True
+
+    def raise_if_dead(self, name: str) -> None:
+        """Raise StartFailed, with the end of its log, if the process has ended."""
+        code = self._running[name].poll()
+        if code is not None:
+            self.view.set(name, "failed", exit_words(code))
+            raise StartFailed(self.describe(name, f"died while starting ({exit_words(code)})"))
+
+    def describe(self, name: str, what: str) -> str:
+        """Return a message: `what` happened to the process, and the end of its log."""
+        log = self.state.log_of(name)
+        lines = "".join(f"\n    {line}" for line in tail(log))
+        return f"{name} {what}; its log ends with:{lines}\n  whole log: {log}"
+
+    def let_go(self) -> None:
+        """Let the processes outlive this one."""
+        for child in self._running.values():
+            child.returncode = child.poll() or 0  # or Popen would warn that it still runs
+
+    def reap(self) -> None:
+        """Reap the children that have ended."""
+        for child in self._running.values():
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=1)
+
+
+# --------------------------------------------------------------------------- until all are ready
+
+
+async def wait_ready(
+    options: UpOptions,
+    children: Children,
+    ref: ClusterRef,
+    specs: Sequence[plan.ProcessSpec],
+    away_s: float = SERVER_S,
+) -> None:
+    """Wait until all are ready: workers and frontends are when etcd says so.
+
+    Start the workers that had to wait for another on their GPU.
+    The caller holds the lock of the state directory if one has to wait. Raises StartFailed, and
+    RegistryUnavailable if etcd does not answer for `away_s`."""
+    waiting = {spec.name: spec for spec in specs}
+    answered = time.monotonic()
+    deadline = answered + options.ready_timeout_s
+    async with members.etcd_of(ref, wait_s=away_s) as etcd:
+        while waiting:
+            try:
+                ready = await _ready(etcd, ref.namespace)
+                answered = time.monotonic()
+            except RegistryUnavailable:
+                if time.monotonic() - answered > away_s:
+                    raise
+                ready = {}
+            for name, spec in list(waiting.items()):
+                if spec.after in waiting:
+                    continue
+                if name not in children.names:
+                    children.launch(spec)
+                    deadline = time.monotonic() + options.ready_timeout_s
+                children.raise_if_dead(name)
+                url = ready.get(str(spec.instance_id))
+                if url is None:
+                    continue
+                # Stock vLLM servers may come later, by heartbeats for example.
+                if (
+                    spec.role != "frontend"
+                    or not options.decode
+                    or await asyncio.to_thread(members.frontend_ready, url)
+                ):
+                    children.view.set(name, "ready", spec.url)
+                    del waiting[name]
+            if waiting and time.monotonic() > deadline:
+                name = next(iter(waiting))
+                why = f"was not ready after {options.ready_timeout_s:.0f} s"
+                raise StartFailed(children.describe(name, why))
+            await asyncio.sleep(2 * POLL_S)
+
+
+async def _ready(etcd: EtcdClient, namespace: str) -> dict[str, str]:
+    """Return the own URL of each member that is registered as ready, by instance id."""
+    found = await members.workers(etcd, namespace)
+    return {r.instance_id: r.http for r in found if r.state is WorkerState.READY}
+
+
+def keep_frontends_off(options: UpOptions, children: Children, names: Sequence[str]) -> None:
+    """Keep those of these processes that are frontends off the cores of prefill workers."""
+    if cores := plan.other_cores(options):
+        for name in names:
+            if children.entry(name).role == "frontend":
+                confine(children[name].pid, cores)
+
+
+# --------------------------------------------------------------------------- what dies is restarted
+
+
+class Deaths:
+    """The deaths of one process."""
+
+    def __init__(self, first_pause_s: float = 0.5) -> None:
+        self._at: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._backoff = Backoff(first_pause_s, longest_s=30.0)
+        self._ran_from = -math.inf
+
+    def pause(self, now: float, *, blameless: bool = False) -> float | None:
+        """Note a death at `now`. Return the seconds to wait before the process is started again.
+
+        Pauses double until the process has run for WINDOW_S. None: give it up.
+
+        blameless: a request may have caused the death. Such deaths alone end in no giving up."""
+        if now - self._ran_from > WINDOW_S:
+            self._backoff.reset()
+        self._ran_from = now
+        if not blameless:
+            self._at.append(now)
+            if len(self._at) == MAX_DEATHS and now - self._at[0] <= WINDOW_S:
+                return None
+        pause_s = self._backoff.next()
+        self._ran_from += pause_s
+        return pause_s
+
+
+class Keeper:
+    """Watches the children of one `up`.
+
+    stop: set by a signal. Nothing is started after that.
+    first_pause_s: before a process that died is started again."""
+
+    def __init__(
+        self,
+        options: UpOptions,
+        children: Children,
+        stop: asyncio.Event,
+        cluster_id: str,
+        first_pause_s: float = 0.5,
+    ) -> None:
+        self._options = options
+        self._children = children
+        self._state = children.state
+        self._stop = stop
+        self._cluster_id = cluster_id
+        self._first_pause_s = first_pause_s
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ended = asyncio.Event()
+
+    @property
+    def watched(self) -> list[str]:
+        """The processes that run, or that are started again."""
+        return list(self._tasks)
+
+    def watch(self, *names: str) -> None:
+        """Keep these processes from now on."""
+        for name in names:
+            task = asyncio.create_task(self.keep(name))
+            self._tasks[name] = task
+            task.add_done_callback(partial(self._left, name))
+
+    def _left(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(name) is task:
+            del self._tasks[name]
+            if not self._tasks:
+                self._ended.set()
+
+    async def forget(self, *names: str) -> None:
+        """Let these processes end from now on: they are not started again."""
+        tasks = [task for name in names if (task := self._tasks.pop(name, None))]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def ended(self) -> None:
+        """Wait until the last process that was watched has ended by itself."""
+        await self._ended.wait()
+
+    def stopped(self) -> bool:
+        """Whether the cluster is being stopped, by a signal or by `pullfill down`."""
+        return self._stop.is_set() or self.stopped_by_down()
+
+    def stopped_by_down(self) -> bool:
+        """Whether `pullfill down` runs, or has run and removed the record of this cluster."""
+        launch = self._state.launch()
+        gone = launch is None or launch.cluster_id != self._cluster_id
+        return gone or self._state.stopping()
+
+    async def keep(self, name: str) -> None:
+        """Restart the process whenever it dies. Returns when it is not started again."""
+        # A pidfd tells when it has ended, so nothing polls. Each start happens under the lock of
+        # the state directory, so `pullfill down` never misses a process.
+        deaths = Deaths(self._first_pause_s)
+        while True:
+            code = await wait_exit(self._children[name])
+            if self.stopped():
+                return
+            if name not in SERVERS and (
+                code == 0 or self._state.leaves(self._children.entry(name))
+            ):
+                how = "drained" if code == 0 else f"told to leave, then {exit_words(code)}"
+                self._say(f"{name} finished ({how})", "yellow")
+                self._tidy(name)
+                return
+            log = self._state.log_of(name)
+            self._say(f"{name} died ({exit_words(code)}), log: {log}", "bold red")
+            if not self._options.restart:
+                self._tell_loss(name)
+                return
+            # A frontend refuses a request after two deaths. Giving up would punish the worker.
+            blameless = self._disk_full() or (code == STEP_FAILED and name not in SERVERS)
+            if not await self._revive(name, deaths, blameless=blameless):
+                return
+
+    def _tidy(self, name: str) -> None:
+        """Remove what a process has left that is not started again. Keep the mark that it left, for
+        `pullfill status` and `doctor`."""
+        if instance_id := self._children.entry(name).instance_id:
+            remove_shared_memory([instance_id])
+            with suppress(OSError):
+                self._state.leaving_of(instance_id).touch()
+
+    async def _revive(self, name: str, deaths: Deaths, *, blameless: bool) -> bool:
+        """Start the process again after a pause. False: it is given up, or the cluster stops."""
+        while (pause := deaths.pause(time.monotonic(), blameless=blameless)) is not None:
+            await self._sleep(pause)
+            while name in SERVERS and self._disk_full() and not self.stopped():
+                await self._sleep(POLL_S)
+            try:
+                return await self.locked(lambda: self._start_again(name))
+            except (PullfillError, OSError) as exc:
+                self._say(f"{name} was not started again: {exc}", "bold red")
+                blameless = False
+        if not self.stopped():
+            await self._give_up(name)
+        return False
+
+    def _start_again(self, name: str) -> None:
+        old = self._children.entry(name)
+        spec = plan.renewed(self._children.spec(name))
+        if old.instance_id:
+            remove_shared_memory([old.instance_id])
+        self._children.launch(spec, restarts=old.restarts + 1)
+        keep_frontends_off(self._options, self._children, [name])
+
+    async def _give_up(self, name: str) -> None:
+        what = f"gave up after {MAX_DEATHS} deaths in {WINDOW_S:.0f} s"
+        lines = tail(self._state.log_of(name), 5)
+        self._children.entry(name).gave_up = "\n".join([what, *lines])
+        self._say(self._children.describe(name, what), "bold red")
+        self._tell_loss(name)
+        with suppress(PullfillError, OSError):  # a disk that cannot be written to
+            await self.locked(self._children.record)
+
+    def _tell_loss(self, name: str) -> None:
+        if name in SERVERS:
+            lost = "remote prefill" if name == "nats" else "joining, leaving or change of settings"
+            self._say(
+                f"  serving goes on, but without {name} no {lost} until the next `pullfill up`"
+            )
+
+    def _disk_full(self) -> bool:
+        return is_full(self._state.path)
+
+    async def locked(self, work: Callable[[], None]) -> bool:
+        """Do `work` under the lock of the state directory. False: not done, the cluster stops."""
+        while not self.stopped():
+            try:
+                with self._state.locked():
+                    if self.stopped():
+                        return False
+                    work()
+                    return True
+            except Locked:
+                await self._sleep(POLL_S)
+        return False
+
+    async def _sleep(self, seconds: float) -> None:
+        """Sleep, but end at `stop`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), seconds)
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._children.view.say(f"{time.strftime('%H:%M:%S')} {text}", style)
+
+
+# --------------------------------------------------------------------------- a full disk
+
+_COMPLAINT = os.strerror(errno.ENOSPC).lower().encode()
+_MOST = 1 << 20
+
+
+class DiskWatch:
+    """Keeps the cluster going when the disk of its state directory is full. One task runs `watch`.
+
+    What a full disk does, and who mends it when there is room again:
+
+        etcd         ends with a fatal error. Workers keep their leases and serve. `Keeper` starts
+                     etcd again, and counts no such death
+        NATS         stores no job, and goes on storing none. Decode workers prefill all prompts
+                     themselves. `look` starts NATS again
+        cluster.json stays as it was. `look` has it written
+        logs         lose lines. No process ends for that
+
+    restart: whether the keeper starts processes again."""
+
+    def __init__(self, children: Children, *, restart: bool) -> None:
+        self._children = children
+        self._restart = restart
+        self._path = children.state.path
+        self._was_full = False
+        self._nats_failed = False
+        self._read = 0
+
+    async def watch(self, every_s: float = 5.0) -> None:
+        """Look until cancelled. Linux tells nobody that a disk is full."""
+        while True:
+            # `full_disk` tells it while there is still room for the line.
+            self.look()
+            await asyncio.sleep(every_s)
+
+    def look(self) -> None:
+        """Say when the disk has become full, and mend what that broke when it has room again."""
+        say = self._children.view.say
+        self._nats_failed |= self._nats_complains() or self._was_full
+        if not self._was_full and (line := full_disk(self._path)):
+            self._was_full = True
+            say(line, "bold red")
+        if is_full(self._path, 2 * LOW_DISK):
+            return
+        if self._was_full:
+            self._was_full = False
+            say(f"the disk of {self._path} has room again")
+            self._children.record()
+        if self._nats_failed:
+            self._nats_failed = False
+            if self._restart and "nats" in self._children.names:
+                say("nats starts again: it met a full disk, and stores nothing since then")
+                self._children["nats"].terminate()
+
+    def _nats_complains(self) -> bool:
+        """Whether the log tells of a full disk since the last look. It may have been full for a
+        moment only."""
+        log = self._children.state.log_of("nats")
+        try:
+            if (size := log.stat().st_size) <= self._read:
+                return False
+            with log.open("rb") as file:
+                file.seek(self._read)
+                self._read = size
+                return _COMPLAINT in file.read(_MOST)
+        except OSError:
+            return False
+
+
+# --------------------------------------------------------------------------- one run of `up`
 
 
 class Interrupted(Exception):
@@ -78,7 +535,7 @@ class Supervisor:
             self._state.write_launch(
                 Launch(
                     cluster_id=self._cluster_id,
-                    model=model if model == defaults.DEMO else plan.resolve_model(model),
+                    model=model if model == plan.DEMO else plan.resolve_model(model),
                     engine_args=plan.engine_arguments(self._options),
                     role_args=self._options.role_args,
                     supervisor_pid=own,
@@ -91,7 +548,7 @@ class Supervisor:
             try:
                 await self._interruptible(self._start_all())
             except BaseException:
-                await self._take_down(START_FAILED_DRAIN_S)
+                await self._take_down(5.0)
                 self._children.reap()
                 raise
 
@@ -137,7 +594,7 @@ class Supervisor:
             except Locked:
                 if not any(is_alive(identity(entry)) for entry in self._cluster.processes):
                     return
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(POLL_S)
                 continue
             except ConfigError as exc:  # the directory is gone, and cannot be made again
                 self._view.say(str(exc), "yellow")
@@ -188,10 +645,14 @@ class Supervisor:
     async def _start_all(self) -> None:
         view, options = self._view, self._options
         first = [
-            self._start_server("nats", "nats", servers.nats_command, servers.nats_ready),
-            self._start_server("etcd", "http", servers.etcd_command, servers.etcd_ready),
+            self._start_server(
+                "nats", "nats", local_servers.nats_command, local_servers.nats_ready
+            ),
+            self._start_server(
+                "etcd", "http", local_servers.etcd_command, local_servers.etcd_ready
+            ),
         ]
-        if options.decode + options.prefill + options.frontends and options.model == defaults.DEMO:
+        if options.decode + options.prefill + options.frontends and options.model == plan.DEMO:
             first.insert(0, self._make_demo_model())
         await asyncio.gather(*first)
         ref = self._ref
@@ -225,7 +686,7 @@ class Supervisor:
     async def _store_settings(self, ref: ClusterRef) -> None:
         """Store what `--set` gives, before any worker reads it."""
         if self._options.settings:
-            async with members.etcd_of(ref, wait_s=SERVER_READY_S) as etcd:
+            async with members.etcd_of(ref, wait_s=SERVER_S) as etcd:
                 for text in self._options.settings:
                     key, _, value = text.partition("=")
                     await store_setting(etcd, ref.namespace, key, value)
@@ -240,8 +701,8 @@ class Supervisor:
         """Start a server, unless the user has one. Try other ports if its port is taken."""
         if getattr(self._options, f"{name}_url"):
             return
-        for attempt in range(1, SERVER_TRIES + 1):
-            port = servers.free_port()
+        for attempt in range(1, 3 + 1):
+            port = local_servers.free_port()
             url = f"{scheme}://127.0.0.1:{port}"
             setattr(self._cluster, f"{name}_url", url)
             argv = command(self._state.path / name, port)
@@ -252,22 +713,22 @@ class Supervisor:
                 return await self._server_ready(name, url, problem)
             except StartFailed:
                 text = "\n".join(tail(self._state.log_of(name), 50))
-                if attempt == SERVER_TRIES or "address already in use" not in text:
+                if attempt == 3 or "address already in use" not in text:
                     raise
 
     async def _server_ready(
         self, name: str, url: str, problem: Callable[[str], str | None]
     ) -> None:
-        deadline = time.monotonic() + SERVER_READY_S
+        deadline = time.monotonic() + SERVER_S
         while True:
             self._children.raise_if_dead(name)
             if await asyncio.to_thread(problem, url) is None:
                 return self._view.set(name, "ready")
             if time.monotonic() > deadline:
                 raise StartFailed(
-                    self._children.describe(name, f"was not ready after {SERVER_READY_S:.0f} s")
+                    self._children.describe(name, f"was not ready after {SERVER_S:.0f} s")
                 )
-            await asyncio.sleep(_POLL_S / 2)
+            await asyncio.sleep(POLL_S / 2)
 
     async def _wait_checked(self, ref: ClusterRef, specs: list[plan.ProcessSpec]) -> None:
         """Wait for the self-checks of the decode workers. If they take too long, say so.
@@ -282,7 +743,7 @@ class Supervisor:
                             report = await asyncio.to_thread(members.ask_worker, worker)
                             if report is not None and report.self_checks_over:
                                 del waiting[worker.instance_id]
-                    await asyncio.sleep(_POLL_S)
+                    await asyncio.sleep(POLL_S)
         if waiting:
             self._view.say(
                 f"{', '.join(waiting.values())}: the self-checks are not over yet; until they are, "

@@ -21,8 +21,7 @@ from types import FrameType
 import typer
 
 from pullfill.deploy import members, plan
-from pullfill.deploy.procs import exit_words
-from pullfill.deploy.state import StateDir
+from pullfill.deploy.state import StateDir, exit_words
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.view import ProcessView, SteadyConsole
 from pullfill.errors import UnavailableError

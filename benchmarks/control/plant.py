@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.live import BenchError, child, wait_for
+from pullfill.deploy import local_servers as binaries
 from pullfill.deploy import plan
-from pullfill.deploy import servers as binaries
 from pullfill.registry import keys
 
 FLAGS = [

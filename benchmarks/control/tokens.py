@@ -16,7 +16,7 @@ from benchmarks import machine
 from benchmarks.control.plant import Fleet, Plant, mock_flags
 from benchmarks.live import CLI, BenchError, child, demo_vocabulary, wait_for
 from benchmarks.report import Row, median, row, versus
-from pullfill.deploy import servers
+from pullfill.deploy import local_servers
 from tests.support import web
 
 SHORT, LONG = 2, 66
@@ -63,7 +63,7 @@ def run(plant: Plant, requests: int, rounds: int, quiet: machine.OtherLoad) -> l
     fleet = Fleet(
         plant, "tokens", 1, 1, decode_flags=settings, prefill_flags=mock_flags(), router={}
     )
-    port = servers.free_port()
+    port = local_servers.free_port()
     command = [
         *CLI, "frontend", "--etcd", plant.etcd, "--nats", plant.nats, "--namespace", "tokens",
         "--model", plant.model, "--port", str(port), "--served-model-name=demo",

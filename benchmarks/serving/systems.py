@@ -18,7 +18,7 @@ from benchmarks.serving.contract import Kind, Launcher, Name, Running, System
 from benchmarks.serving.systems_pairs import hand_split, nixl, round_robin
 from benchmarks.serving.systems_pullfill import cluster
 from benchmarks.serving.systems_vllm import QUIET, Cores, api_server
-from pullfill.deploy.defaults import usable_cores
+from pullfill.deploy.plan import usable_cores
 
 FLAGS = (
     f"--served-model-name={model.NAME}",

@@ -28,7 +28,7 @@ from benchmarks.serving.systems_vllm import (
     starting,
     threads,
 )
-from pullfill.deploy.servers import free_port
+from pullfill.deploy.local_servers import free_port
 from tests.support import web
 
 PROXY_LIMIT_S = 30.0

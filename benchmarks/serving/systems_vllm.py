@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks import machine
 from benchmarks.live import BenchError, child, wait_for
-from pullfill.deploy.servers import free_port
+from pullfill.deploy.local_servers import free_port
 from tests.support import web
 
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"

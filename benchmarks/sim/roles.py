@@ -1,7 +1,7 @@
 """The planner's role switches against every static split, in simulated time: `make sim`.
 
 Four workers get a load that is a square wave: streams, which need decode workers, then documents,
-which need prefill workers. The planner (deploy/scaling.py) decides every LOOK_S seconds. A worker
+which need prefill workers. The planner (deploy/planner.py) decides every LOOK_S seconds. A worker
 that changes its role first finishes its requests. It begins with the new role CHANGE_S seconds
 later. A request goes to the decode worker with the fewest requests. Engines are those of
 local_engine.py. Goodput is the share of good requests, as in local_or_remote.py.
@@ -29,7 +29,15 @@ from benchmarks.sim.local_engine import (
     Speed,
 )
 from benchmarks.sim.world import World
-from pullfill.deploy.scaling import DECODE, PREFILL, Member, Observation, Settings, State, plan
+from pullfill.deploy.planner import (
+    DECODE,
+    PREFILL,
+    Observation,
+    PlanMember,
+    PlanSettings,
+    PlanState,
+    plan,
+)
 from pullfill.snapshot import Demand
 from pullfill.wire import RouterPolicy
 
@@ -106,12 +114,12 @@ class Sites:
 
     world: World
     prefills: int
-    settings: Settings | None
+    settings: PlanSettings | None
     until: float
     moves: list[tuple[float, str]] = field(default_factory=list)
     pool: Pool = field(init=False)
     all: list[Site] = field(init=False)
-    _state: State = field(default_factory=State)
+    _state: PlanState = field(default_factory=PlanState)
 
     def __post_init__(self) -> None:
         self.pool = Pool(self.world, [])
@@ -140,7 +148,7 @@ class Sites:
         now = self.world.now
         seen = Observation(
             now,
-            tuple(Member(site.name, site.role, site.busy) for site in self.all if site.role),
+            tuple(PlanMember(site.name, site.role, site.busy) for site in self.all if site.role),
             {site.name: self._told(site.engine) for site in self.of(DECODE)},
             tuple(site.name for site in self.of("")),
         )
@@ -180,7 +188,7 @@ class Sites:
             self.pool.workers.append(site.prefill)
 
 
-def run(wave: Wave, prefills: int, settings: Settings | None, seed: int) -> Result:
+def run(wave: Wave, prefills: int, settings: PlanSettings | None, seed: int) -> Result:
     """Run a wave. prefills: number of prefill workers at the start."""
     world = World(seed)
     sites = Sites(world, prefills, settings, wave.seconds)
@@ -207,7 +215,7 @@ def measure(seeds: int) -> list[Row]:
             for prefills in range(1, WORKERS)
         }
         best = max(static, key=lambda prefills: static[prefills])
-        found = [run(wave, best, Settings(), seed) for seed in range(seeds)]
+        found = [run(wave, best, PlanSettings(), seed) for seed in range(seeds)]
         good = statistics.mean(one.good for one in found)
         moves = statistics.mean(len(one.moves) for one in found) / wave.periods
         print(

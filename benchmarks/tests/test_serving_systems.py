@@ -18,7 +18,7 @@ from benchmarks.serving.systems import DIRECT_BELOW, FLAGS, NIXL_DIRECT, STOCK, 
 from benchmarks.serving.workloads import LONG_OUT, SHORT_IN, SHORT_OUT, SWEEP_IN
 from pullfill.demo.recipe import MARKUP_TOKENS, SPECIAL_TOKENS
 from pullfill.demo.tokenizer import build_tokenizer
-from pullfill.deploy.defaults import usable_cores
+from pullfill.deploy.plan import usable_cores
 from pullfill.wire import RouterConfig
 
 

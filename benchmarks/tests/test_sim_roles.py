@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from benchmarks.sim import roles as sim
-from pullfill.deploy.scaling import DECODE, PREFILL, Settings
+from pullfill.deploy.planner import DECODE, PREFILL, PlanSettings
 
 WAVE = sim.Wave(half_s=200.0, periods=1)
 
@@ -18,7 +18,7 @@ WAVE = sim.Wave(half_s=200.0, periods=1)
 @cache
 def planned(wave: sim.Wave, seed: int) -> sim.Result:
     """A run with the usual settings that begins with one prefill worker."""
-    return sim.run(wave, 1, Settings(), seed)
+    return sim.run(wave, 1, PlanSettings(), seed)
 
 
 @pytest.mark.long
@@ -26,7 +26,7 @@ def test_a_square_wave_that_fits_no_split() -> None:
     """Goodput is better than that of every static split. Each half costs the moves it needs."""
     wave = sim.Wave(half_s=200.0)
     static = {n: sim.run(wave, n, None, 1).good for n in range(1, sim.WORKERS)}
-    found = sim.run(wave, max(static, key=lambda n: static[n]), Settings(), 1)
+    found = sim.run(wave, max(static, key=lambda n: static[n]), PlanSettings(), 1)
     assert found.good >= max(static.values())
     assert [to for _, to in found.moves] == 2 * [PREFILL] + 2 * [DECODE] + 2 * [PREFILL]
 
@@ -42,14 +42,14 @@ def test_a_fast_wave_is_not_followed(half_s: float, periods: int) -> None:
     wave = sim.Wave(half_s=half_s, periods=periods)
     found = planned(wave, 1)
     changes = sum(one != other for (_, one), (_, other) in itertools.pairwise(found.moves))
-    assert changes <= wave.seconds / Settings().reverse_s
+    assert changes <= wave.seconds / PlanSettings().reverse_s
     assert len(found.moves) <= 4 * wave.periods
 
 
 def test_without_pauses_it_would_oscillate() -> None:
     """So the test above could fail."""
     wave = sim.Wave(half_s=30.0, periods=5)
-    wild = replace(Settings(), settle_s=0.0, cool_down_s=0.0, reverse_s=0.0, band=0.0)
+    wild = replace(PlanSettings(), settle_s=0.0, cool_down_s=0.0, reverse_s=0.0, band=0.0)
     assert len(sim.run(wave, 1, wild, 1).moves) > 2 * len(planned(wave, 1).moves)
 
 
@@ -61,7 +61,7 @@ def test_every_request_is_answered_and_the_same_seed_gives_the_same_result() -> 
             asks.extend(super().requests(rng))
             return asks
 
-    first = sim.run(Kept(half_s=100.0, periods=1), 1, Settings(), 3)
+    first = sim.run(Kept(half_s=100.0, periods=1), 1, PlanSettings(), 3)
     assert {to for _, to in first.moves} == {PREFILL}
     assert [ask for ask in asks if ask.made != ask.output] == []
     assert first == planned(sim.Wave(half_s=100.0, periods=1), 3)

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import suspects as command
+from pullfill.deploy import operate as command
 from pullfill.testing.mock_model import MockSettings
 from tests.support import web
 from tests.support.cluster import Cluster, Worker, until

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import suspects as command
+from pullfill.deploy import operate as command
 from pullfill.errors import ConfigError
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.suspect_records import SuspectBoard, posted

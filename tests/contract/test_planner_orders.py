@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import planner, role
-from pullfill.deploy.scaling import Move, Plan, Settings, State
+from pullfill.deploy import operate, planner
+from pullfill.deploy.planner import Move, Plan, PlanSettings, PlanState
 from pullfill.errors import UnavailableError
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
@@ -21,7 +21,7 @@ from tests.support.etcd import EtcdServer
 from tests.support.workers import member
 
 DECODES = ("decode-1", "decode-2")
-NOW = Settings(settle_s=0.0)
+NOW = PlanSettings(settle_s=0.0)
 
 
 def row(instance_id: str, of: str, **load: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ async def ref(
         await one.join()
     told = {"workers": [row(name, "decode", requests=int(name[-1])) for name in DECODES]}
     monkeypatch.setattr(planner, "ask", lambda _: told)
-    monkeypatch.setattr(role, "ask_worker", lambda record: Report(load={"elastic": record.role}))
+    monkeypatch.setattr(operate, "ask_worker", lambda record: Report(load={"elastic": record.role}))
     yield ClusterRef(ns, etcd.url, "nats://")
     for one in members:
         await one.leave()
@@ -47,7 +47,7 @@ async def ref(
 
 async def step(ref: ClusterRef) -> Plan:
     """One look of a planner that has just started."""
-    return await asyncio.to_thread(planner.step, ref, NOW, State())
+    return await asyncio.to_thread(planner.step, ref, NOW, PlanState())
 
 
 async def test_a_move_is_an_order_to_the_worker(client: EtcdClient, ref: ClusterRef) -> None:
@@ -84,7 +84,7 @@ async def test_an_order_that_cannot_be_read_is_replaced(
 async def test_an_order_that_is_refused_costs_a_pause(
     client: EtcdClient, ref: ClusterRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(role, "ask_worker", lambda _: None)
+    monkeypatch.setattr(operate, "ask_worker", lambda _: None)
     with pytest.raises(UnavailableError, match="does not answer"):
         await step(ref)
     assert await client.get(keys.role_order(ref.namespace, "decode-1")) is None

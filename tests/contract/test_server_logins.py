@@ -14,7 +14,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from pullfill.deploy import servers
+from pullfill.deploy import local_servers
 from pullfill.errors import ConfigError, NotNow, RegistryUnavailable
 from pullfill.net.security import Security, load
 from pullfill.queue.contract import QueueConfig
@@ -192,7 +192,7 @@ async def test_etcd_with_a_login_and_tls_and_tokens_that_expire(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     security = write(tmp_path, etcd_toml(certificates), password=PASSWORD)
-    assert servers.etcd_ready(locked_etcd.url, 5.0, security.etcd.tls()) is None
+    assert local_servers.etcd_ready(locked_etcd.url, 5.0, security.etcd.tls()) is None
     client = await EtcdClient.connect(locked_etcd.url, wait_s=HANG_S, security=security.etcd)
     seen: list[bytes] = []
 

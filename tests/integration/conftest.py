@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pullfill.deploy import procs
-from pullfill.deploy.state import StateDir
+from pullfill.deploy.state import StateDir, is_alive, send, tagged
 from tests.support import command_line
 from tests.support.cluster import Cluster
 from tests.support.frontend_http import Served, serve
@@ -51,11 +50,11 @@ def state(state_dir: Path) -> Iterator[Path]:
     yield state_dir
     command_line.end_started()
     launch = StateDir(state_dir).launch()
-    left = procs.tagged(launch.cluster_id) if launch else []
-    if launch is not None and procs.is_alive(launch.supervisor):
+    left = tagged(launch.cluster_id) if launch else []
+    if launch is not None and is_alive(launch.supervisor):
         left.insert(0, launch.supervisor)
     for straggler in left:
-        procs.send(straggler, signal.SIGKILL)
+        send(straggler, signal.SIGKILL)
     assert not left, f"left running: {left}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import suspects as command
+from pullfill.deploy import operate as command
 from tests.support.fake_decode import FakeDecode
 from tests.support.frontend_http import Served, workers
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pullfill.deploy import procs
-from pullfill.deploy.state import StateDir, identity
+from pullfill.deploy.state import ProcessId, StateDir, identity, is_alive
 from pullfill.errors import UnavailableError
 from pullfill.testing import LocalCluster, cluster
 
@@ -30,15 +29,15 @@ def directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def processes(c: LocalCluster) -> list[procs.ProcessId]:
+def processes(c: LocalCluster) -> list[ProcessId]:
     file = StateDir(c.state_dir).cluster()
     assert file is not None
     return [identity(entry) for entry in file.processes]
 
 
-def until_gone(found: list[procs.ProcessId]) -> None:
+def until_gone(found: list[ProcessId]) -> None:
     deadline = time.monotonic() + END_S
-    while any(procs.is_alive(process) for process in found):
+    while any(is_alive(process) for process in found):
         assert time.monotonic() < deadline, "still running"
         time.sleep(0.02)
 
@@ -50,8 +49,8 @@ def test_a_cluster_runs_within_with_and_leaves_nothing() -> None:
         assert c.status()["workers"] == []
         with pytest.raises(UnavailableError, match="drain nobody"):
             c.pullfill("drain", "nobody")
-        assert all(procs.is_alive(process) for process in found)
-    assert not any(procs.is_alive(process) for process in found)
+        assert all(is_alive(process) for process in found)
+    assert not any(is_alive(process) for process in found)
     assert not c.state_dir.parent.exists()
 
 
@@ -72,7 +71,7 @@ def test_logs_stay_when_the_test_fails() -> None:
             raise ZeroDivisionError
 
     seen: list[LocalCluster] = []
-    found: list[procs.ProcessId] = []
+    found: list[ProcessId] = []
     with pytest.raises(ZeroDivisionError) as caught:
         fail()
     (c,) = seen

@@ -21,7 +21,7 @@ import nats
 import pytest
 
 from pullfill.config import STATE_DIR_ENV
-from pullfill.deploy import procs, servers, status
+from pullfill.deploy import local_servers, status
 from pullfill.deploy.state import StateDir, identity
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
@@ -98,7 +98,7 @@ def ready(state: Path) -> dict[str, int]:
 def alive(state: Path) -> set[str]:
     file = StateDir(state).cluster()
     assert file is not None
-    return {e.name for e in file.processes if procs.is_alive(identity(e))}
+    return {e.name for e in file.processes if state.is_alive(identity(e))}
 
 
 def kill(state: Path, *names: str) -> None:
@@ -112,7 +112,7 @@ def wait_restarted(state: Path, restarts: int, *names: str) -> None:
         assert file is not None
         found = {e.name: e for e in file.processes}
         return all(
-            found[n].restarts == restarts and procs.is_alive(identity(found[n])) for n in names
+            found[n].restarts == restarts and state.is_alive(identity(found[n])) for n in names
         )
 
     wait_for(back, f"{names} restarted {restarts} times")
@@ -124,7 +124,7 @@ def said(state: Path) -> str:
 
 def servers_answer(state: Path) -> bool:
     found = cluster(state)
-    up = (servers.nats_ready(found["nats_url"]), servers.etcd_ready(found["etcd_url"]))
+    up = (local_servers.nats_ready(found["nats_url"]), local_servers.etcd_ready(found["etcd_url"]))
     return up == (None, None)
 
 
@@ -183,7 +183,7 @@ def test_five_deaths_in_a_minute_are_given_up_and_told(state: Path) -> None:
         told = run(state, "status").stdout
         assert "nats: gave up after 5 deaths in 60 s" in told
         assert "Parse error" in told
-        assert servers.etcd_ready(cluster(state)["etcd_url"]) is None, "the rest goes on"
+        assert local_servers.etcd_ready(cluster(state)["etcd_url"]) is None, "the rest goes on"
 
 
 @pytest.mark.essential
@@ -202,7 +202,7 @@ def test_a_supervisor_only_waits_and_the_cluster_outlives_it(state: Path) -> Non
 
         wait_for(rests, "it only looks at its disk, every 5 s")
         os.kill(launch.supervisor_pid, signal.SIGKILL)
-        wait_for(lambda: not procs.is_alive(launch.supervisor), "it is gone")
+        wait_for(lambda: not state.is_alive(launch.supervisor), "it is gone")
         assert servers_answer(state)
         gone = f"the supervisor (pid {launch.supervisor_pid}) is gone"
         assert gone in run(state, "status").stdout
@@ -210,7 +210,7 @@ def test_a_supervisor_only_waits_and_the_cluster_outlives_it(state: Path) -> Non
 
 def test_no_restart_leaves_nobody_behind(state: Path) -> None:
     with detached(state, "--no-restart", *SERVERS_ONLY) as launch:
-        assert not procs.is_alive(launch.supervisor)
+        assert not state.is_alive(launch.supervisor)
         assert "not started again (--no-restart)" in run(state, "status").stdout
 
 
@@ -242,7 +242,7 @@ def test_an_interrupted_start_in_the_background_leaves_nothing(state: Path, tmp_
     output, _ = up.communicate(timeout=30)
     assert up.returncode == 130, output
     assert "interrupted" in output
-    assert procs.tagged(launch.cluster_id) == []
+    assert state.tagged(launch.cluster_id) == []
     assert not (state / "cluster.json").exists()
 
 
@@ -328,7 +328,7 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) 
 def test_each_process_is_replaced_unnoticed(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As docs/operations.md says: its successor is launched, then the old one drains. `status` says
     of an old one how to launch another."""
-    state, port = running, str(servers.free_port())
+    state, port = running, str(local_servers.free_port())
     monkeypatch.setenv(STATE_DIR_ENV, str(state))  # so commands come without --state-dir
     file = StateDir(state).cluster()
     assert file is not None

@@ -15,7 +15,7 @@ import pytest
 
 import pullfill
 from pullfill import releases
-from pullfill.deploy import known_flags, vllm_flags
+from pullfill.deploy import vllm_flags
 from pullfill.engine import args, check, migration
 from pullfill.engine.args import build_config, flag_parser, flags_read
 from pullfill.engine.attention import of_rank
@@ -77,10 +77,10 @@ def test_the_names_of_all_flags_are_known() -> None:
     options = [o for a in make_arg_parser(flag_parser("up"))._actions for o in a.option_strings]
     names = {o.removeprefix("--").removeprefix("no-") for o in options if o.startswith("--")}
     short = {o.removeprefix("-") for o in options if not o.startswith("--")}
-    assert names <= known_flags.LONG
-    assert short <= known_flags.SHORT
+    assert names <= vllm_flags.LONG
+    assert short <= vllm_flags.SHORT
     if releases.VLLM in check.installed_builds().values():
-        assert (names, short) == (known_flags.LONG - known_flags.GONE, known_flags.SHORT)
+        assert (names, short) == (vllm_flags.LONG - vllm_flags.GONE, vllm_flags.SHORT)
 
 
 def test_workers_are_given_no_flag_of_vllms_api_server() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pullfill.deploy import servers
+from pullfill.deploy import local_servers
 from tests.support.chart import of_kind, render, the_container
 from tests.support.cluster import FLAGS, until
 from tests.support.flags import expand
@@ -33,7 +33,7 @@ READY_S = 120.0
 SHORT = {"frontend": "front"}
 """Names of network namespaces are short."""
 OWN_SHM = 'mount -t tmpfs -o size=512m pod /dev/shm && exec "$0" "$@"'
-BINARIES = {"etcd": servers.etcd_binary, "nats-server": servers.nats_binary}
+BINARIES = {"etcd": local_servers.etcd_binary, "nats-server": local_servers.nats_binary}
 NETNS = Path("/etc/netns")
 OF_KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
 

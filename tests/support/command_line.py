@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pullfill.deploy.procs import ProcessId, is_alive
-from pullfill.deploy.state import Launch, StateDir, identity
+from pullfill.deploy.state import Launch, ProcessId, StateDir, identity, is_alive
 
 SERVERS_ONLY = ("--decode", "0", "--prefill", "0", "--frontends", "0")
 PULLFILL = (sys.executable, "-P", "-m", "pullfill.deploy.cli")

@@ -10,7 +10,7 @@ import prometheus_client
 import typer.testing
 
 from pullfill import wire
-from pullfill.deploy import defaults
+from pullfill.deploy import plan
 from pullfill.deploy.cli import app
 from pullfill.frontend import metrics as frontend_metrics
 from pullfill.options import FrontendOptions, UpOptions, WorkerOptions, declared
@@ -82,10 +82,10 @@ def test_help_works_for_what_is_documented() -> None:
 
 def test_flags_that_up_adds() -> None:
     text = COMMANDS.read_text()
-    assert f"`{' '.join(defaults.DEMO_FLAGS)}`" in text
-    (kv,) = defaults.CPU_FLAGS[defaults.DEMO]
+    assert f"`{' '.join(plan.DEMO_FLAGS)}`" in text
+    (kv,) = plan.CPU_FLAGS[plan.DEMO]
     assert f"{int(kv.split('=')[1]) >> 20} MiB of KV cache" in text
-    assert f": {defaults.GPU_MEMORY_SHARE} of each GPU" in text
+    assert f": {plan.GPU_MEMORY_SHARE} of each GPU" in text
 
 
 # ------------------------------------------------------------------ environment, settings, metrics
@@ -129,7 +129,7 @@ def test_queue_settings_and_their_defaults() -> None:
 
 
 def test_variables_of_other_programs_that_are_set() -> None:
-    files = ("pullfill/engine/environment.py", "pullfill/engine/front_app.py", "deploy/defaults.py")
+    files = ("pullfill/engine/environment.py", "pullfill/engine/front_app.py", "deploy/plan.py")
     pattern = r"(?:setdefault|put)\(\"([A-Z_0-9]+)\"|environ\[\"([A-Z_0-9]+)\"\] ="
     found = {a or b for name in files for a, b in re.findall(pattern, text_of(name))}
     assert {"OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "CUDA_DEVICE_MAX_CONNECTIONS"} < found

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pullfill.deploy import cli, roles, up
+from pullfill.deploy import cli, run_role, up
 from pullfill.errors import ConfigError
 from pullfill.options import (
     ClusterOptions,
@@ -90,8 +90,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the roles were started with."""
     calls: list[Any] = []
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(roles, "run_worker", lambda _, *given: calls.append(given) or 0)
-    monkeypatch.setattr(roles, "run_frontend", lambda *given: calls.append(given) or 0)
+    monkeypatch.setattr(run_role, "run_worker", lambda _, *given: calls.append(given) or 0)
+    monkeypatch.setattr(run_role, "run_frontend", lambda *given: calls.append(given) or 0)
     return calls
 
 

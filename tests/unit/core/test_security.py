@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pullfill.config import ClusterFile, ClusterRef
-from pullfill.deploy import plan, roles
+from pullfill.deploy import plan, run_role
 from pullfill.errors import ConfigError, NotNow
 from pullfill.net.security import OPEN, SECTIONS, ClusterKey, load
 from pullfill.options import WorkerOptions
@@ -212,7 +212,7 @@ def test_a_login_for_a_server_that_up_starts_itself_is_a_mistake(tmp_path: Path,
 def test_beyond_loopback_without_keys_there_is_a_warning(
     file: Path, role: str, host: str, keyed: bool, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    roles.warn_if_exposed(role, host, load(file) if keyed else OPEN)
+    run_role.warn_if_exposed(role, host, load(file) if keyed else OPEN)
     said = capsys.readouterr().err
     assert ("docs/operations.md" in said) is warned
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.deploy import accelerator, defaults, plan
+from pullfill.deploy import accelerator, plan
 from pullfill.errors import ConfigError
 from pullfill.options import UpOptions
 
@@ -14,7 +14,7 @@ from pullfill.options import UpOptions
 def here(monkeypatch: pytest.MonkeyPatch, *, gpus: int, cores: int = 8) -> None:
     monkeypatch.setattr(accelerator, "gpu_count", lambda: gpus)
     monkeypatch.setattr(accelerator, "why_not_mig", lambda: None)
-    monkeypatch.setattr(defaults, "usable_cores", lambda: list(range(cores)))
+    monkeypatch.setattr(plan, "usable_cores", lambda: list(range(cores)))
 
 
 def places(**given: Any) -> list[tuple[int, ...]]:

@@ -12,11 +12,9 @@ import pytest
 from rich.console import Console
 
 from pullfill.config import RESTARTS_ENV, ClusterFile
-from pullfill.deploy import disk, plan
-from pullfill.deploy.children import Children
-from pullfill.deploy.disk import DiskWatch
-from pullfill.deploy.keeper import MAX_DEATHS, Keeper
-from pullfill.deploy.state import Launch, StateDir
+from pullfill.deploy import plan
+from pullfill.deploy.state import Launch, StateDir, full_disk
+from pullfill.deploy.supervisor import MAX_DEATHS, Children, DiskWatch, Keeper
 from pullfill.deploy.view import ProcessView
 from tests.support.small_disk import full, small_disk
 from tests.support.waiting import eventually
@@ -58,8 +56,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(disk, "LOOK_S", 0.01)
+def rig(tmp_path: Path) -> Iterator[Rig]:
     with small_disk(tmp_path / "disk", 40) as directory:
         rig = Rig(directory)
         yield rig
@@ -74,8 +71,8 @@ async def until(check: Callable[[], bool]) -> None:
 
 def test_a_disk_with_room_is_not_told(rig: Rig) -> None:
     rig.watch.look()
-    assert disk.in_words(rig.state.path) is None
-    assert disk.in_words(rig.state.path / "missing") is None
+    assert full_disk(rig.state.path) is None
+    assert full_disk(rig.state.path / "missing") is None
     assert rig.said() == ""
 
 

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import doctor
+from pullfill.deploy.local_servers import free_port
 from pullfill.deploy.machine import FAIL, OK, WARN
-from pullfill.deploy.servers import free_port
 from pullfill.registry.client import EtcdClient
 from pullfill.wire import WorkerRecord
 from tests.support.http_stub import serving

@@ -13,9 +13,17 @@ import pytest
 from rich.console import Console
 
 from pullfill.config import ProcessEntry
-from pullfill.deploy import down, procs
-from pullfill.deploy.procs import ProcessId
-from pullfill.deploy.state import Launch, StateDir, new_cluster_id
+from pullfill.deploy import down
+from pullfill.deploy.state import (
+    CLUSTER_ENV,
+    Launch,
+    ProcessId,
+    StateDir,
+    new_cluster_id,
+    send,
+    start_time,
+    tagged,
+)
 from pullfill.deploy.view import ProcessView
 
 
@@ -27,7 +35,7 @@ def cluster_id() -> str:
 @pytest.fixture
 def straggler(cluster_id: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process of the cluster that no record names."""
-    with subprocess.Popen(["sleep", "60"], env={procs.CLUSTER_ENV: cluster_id}) as process:
+    with subprocess.Popen(["sleep", "60"], env={CLUSTER_ENV: cluster_id}) as process:
         yield process
         process.kill()
 
@@ -39,7 +47,7 @@ async def test_a_straggler_that_dies_slowly_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def slow(process: ProcessId, sig: int) -> bool:
-        threading.Timer(0.3, procs.send, (process, sig)).start()
+        threading.Timer(0.3, send, (process, sig)).start()
         return True
 
     monkeypatch.setattr(down, "send", slow)
@@ -47,9 +55,9 @@ async def test_a_straggler_that_dies_slowly_is_waited_for(
     view = ProcessView(Console(file=io.StringIO()), "stopping")
     with state.locked():
         state.write_launch(Launch(cluster_id=cluster_id, model="m", supervisor_pid=os.getpid()))
-        assert [process.pid for process in procs.tagged(cluster_id)] == [straggler.pid]
+        assert [process.pid for process in tagged(cluster_id)] == [straggler.pid]
         assert await down.take_down(state, [], view, drain_s=1.0, force=lambda: False) == []
-        assert procs.tagged(cluster_id) == []
+        assert tagged(cluster_id) == []
 
 
 SLOW_TO_END = """
@@ -92,7 +100,7 @@ async def test_frontends_have_as_long_as_workers_and_servers_have_not(
 
     given: what `down --timeout` says. Without it each has what `up` has started it with."""
     monkeypatch.setattr(down, "SERVER_DEADLINE_S", 0.5)
-    started = procs.start_time(slow.pid) or 0
+    started = start_time(slow.pid) or 0
     entry = ProcessEntry(
         name=role,
         role=role,

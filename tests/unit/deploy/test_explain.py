@@ -14,7 +14,7 @@ from rich.console import Console
 from pullfill import wire
 from pullfill.config import ClusterRef
 from pullfill.deploy.explain import explain, trace
-from pullfill.deploy.servers import free_port
+from pullfill.deploy.local_servers import free_port
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.snapshot import Explained
 from tests.support.http_stub import serving

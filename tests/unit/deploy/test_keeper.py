@@ -14,10 +14,9 @@ from rich.console import Console
 
 from pullfill.config import RESTARTS_ENV, STATE_DIR_ENV, ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import doctor, plan, status
-from pullfill.deploy.children import Children
-from pullfill.deploy.keeper import MAX_DEATHS, WINDOW_S, Deaths, Keeper
 from pullfill.deploy.machine import OK
 from pullfill.deploy.state import Launch, StateDir
+from pullfill.deploy.supervisor import MAX_DEATHS, WINDOW_S, Children, Deaths, Keeper
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError
 from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from pullfill.config import split_urls
-from pullfill.deploy import servers
-from pullfill.deploy.scaling import Settings
+from pullfill.deploy import local_servers
+from pullfill.deploy.planner import PlanSettings
 from pullfill.frontend import admission
 from pullfill.registry import settings
 from pullfill.runtime.lifecycle import EXIT_S
@@ -254,7 +254,7 @@ def test_the_real_nats_server_takes_its_configuration(tmp_path: Path) -> None:
     config = tmp_path / "nats.conf"
     config.write_text(text.replace("/data", str(tmp_path / "data")))
     done = subprocess.run(
-        [str(servers.nats_binary()), "-t", "-c", str(config)],
+        [str(local_servers.nats_binary()), "-t", "-c", str(config)],
         capture_output=True,
         check=False,
         env={"POD_NAME": "pullfill-nats-1"},
@@ -268,7 +268,7 @@ def test_the_real_nats_server_takes_its_configuration(tmp_path: Path) -> None:
 
 def test_the_real_etcd_knows_the_flags() -> None:
     done = subprocess.run(
-        [str(servers.etcd_binary()), "--help"], capture_output=True, text=True, check=False
+        [str(local_servers.etcd_binary()), "--help"], capture_output=True, text=True, check=False
     )
     known = set(re.findall(r"--[a-z-]+", done.stdout + done.stderr))
     container = the_container(pods(render())["pullfill-etcd"])
@@ -319,7 +319,9 @@ def test_keda_scales_deployments_that_exist() -> None:
     for name, one in scaled.items():
         spec = one["spec"]
         assert spec["scaleTargetRef"]["name"] == name
-        least = Settings().min_prefill if name == "pullfill-prefill" else Settings().min_decode
+        least = (
+            PlanSettings().min_prefill if name == "pullfill-prefill" else PlanSettings().min_decode
+        )
         assert spec["minReplicaCount"] == least < spec["maxReplicaCount"]
         # A fallback to 0 makes KEDA remove all workers, and it needs AverageValue and a threshold
         # that is a whole number.

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import accelerator, cli, defaults, plan, vllm_flags
-from pullfill.deploy.procs import CLUSTER_ENV
+from pullfill.deploy import accelerator, cli, plan, vllm_flags
+from pullfill.deploy.state import CLUSTER_ENV
 from pullfill.errors import ConfigError
 from pullfill.options import FrontendOptions, WorkerOptions, parse_numbers
 from pullfill.wire import KvMode
@@ -45,19 +45,19 @@ class TestFlags:
         assert "--max-model-len=4096" in arguments[:-2]
 
     def test_only_the_demo_gets_demo_flags(self) -> None:
-        assert "--dtype=float32" in defaults.engine_flags("demo", gpus=0, workers=2)
-        other = defaults.engine_flags("/m", gpus=0, workers=2)
+        assert "--dtype=float32" in plan.engine_flags("demo", gpus=0, workers=2)
+        other = plan.engine_flags("/m", gpus=0, workers=2)
         assert not any(flag.startswith(("--dtype", "--served", "--max-model")) for flag in other)
 
     def test_one_gpu_is_shared_out(self) -> None:
-        (flag,) = defaults.engine_flags("/m", gpus=1, workers=2)
+        (flag,) = plan.engine_flags("/m", gpus=1, workers=2)
         assert flag == "--gpu-memory-utilization=0.440"
-        (flag,) = defaults.engine_flags("/m", gpus=2, workers=2)
+        (flag,) = plan.engine_flags("/m", gpus=2, workers=2)
         assert flag == "--gpu-memory-utilization=0.880"
 
     def test_the_demo_leaves_room_for_the_others_of_its_gpu(self) -> None:
         """vLLM refuses to start where less than its share is free, however little it needs."""
-        flags = defaults.engine_flags("demo", gpus=1, workers=2)
+        flags = plan.engine_flags("demo", gpus=1, workers=2)
         assert flags[-2:] == [
             "--gpu-memory-utilization=0.440",
             f"--kv-cache-memory-bytes={1 << 30}",
@@ -81,33 +81,33 @@ class TestFlags:
     def test_prefill_workers_take_small_steps_unless_told(
         self, role: str, given: list[str], gpus: int, added: list[str]
     ) -> None:
-        assert defaults.role_flags(role, given, gpus=gpus) == added
+        assert plan.role_flags(role, given, gpus=gpus) == added
 
 
 class TestPlacement:
     def test_two_cores_one_each(self) -> None:
-        places = defaults.place([1] * 2, cores=[0, 1], gpus=0, pin=True, one_core=True)
+        places = plan.place([1] * 2, cores=[0, 1], gpus=0, pin=True, one_core=True)
         assert [p.cores for p in places] == [(0,), (1,)]
 
     def test_more_workers_than_cores_go_round(self) -> None:
-        places = defaults.place([1] * 3, cores=[4, 6], gpus=0, pin=True, one_core=False)
+        places = plan.place([1] * 3, cores=[4, 6], gpus=0, pin=True, one_core=False)
         assert [p.cores for p in places] == [(4,), (6,), (4,)]
 
     def test_a_large_model_gets_a_share(self) -> None:
-        places = defaults.place([1] * 2, cores=list(range(9)), gpus=0, pin=True, one_core=False)
+        places = plan.place([1] * 2, cores=list(range(9)), gpus=0, pin=True, one_core=False)
         assert [p.cores for p in places] == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
     @pytest.mark.parametrize(("cores", "pin"), [([0], True), ([0, 1], False)])
     def test_no_pinning(self, cores: list[int], pin: bool) -> None:
-        places = defaults.place([1] * 2, cores=cores, gpus=0, pin=pin, one_core=True)
-        assert places == [defaults.Placement()] * 2
+        places = plan.place([1] * 2, cores=cores, gpus=0, pin=pin, one_core=True)
+        assert places == [plan.Placement()] * 2
 
     def test_frontends_get_free_cores_or_those_that_decode(self) -> None:
         def others(decode: int, prefill: int, cores: list[int], one_core: bool) -> tuple[int, ...]:
-            places = defaults.place(
+            places = plan.place(
                 [1] * (decode + prefill), cores=cores, gpus=0, pin=True, one_core=one_core
             )
-            return defaults.other_cores(places, decode, cores)
+            return plan.cores_left(places, decode, cores)
 
         assert others(1, 1, [0, 1], True) == (0,)
         assert others(1, 2, [4, 5, 6, 7], True) == (7,)
@@ -116,13 +116,13 @@ class TestPlacement:
         assert others(3, 1, [0, 1], True) == (0, 1)
         assert others(0, 2, [0, 1], True) == ()
         assert others(1, 1, [5], True) == ()
-        assert defaults.other_cores([defaults.Placement(gpus=(0,))], 1, [0, 1]) == ()
+        assert plan.cores_left([plan.Placement(gpus=(0,))], 1, [0, 1]) == ()
 
     def test_gpus_go_round(self) -> None:
-        places = defaults.place([1] * 3, cores=[0, 1], gpus=2, pin=True, one_core=True)
+        places = plan.place([1] * 3, cores=[0, 1], gpus=2, pin=True, one_core=True)
         assert [p.gpus for p in places] == [(0,), (1,), (0,)]
         assert not any(p.cores for p in places)
-        assert defaults.starts_after(places) == [None, None, 0]
+        assert plan.starts_after(places) == [None, None, 0]
 
     @pytest.mark.parametrize(
         ("gpus", "before"),
@@ -136,16 +136,16 @@ class TestPlacement:
     def test_workers_on_one_gpu_start_in_turn(
         self, gpus: list[tuple[int, ...]], before: list[int | None]
     ) -> None:
-        assert defaults.starts_after([defaults.Placement(gpus=g) for g in gpus]) == before
+        assert plan.starts_after([plan.Placement(gpus=g) for g in gpus]) == before
 
     def test_environment(self) -> None:
-        pinned = defaults.Placement(cores=(3,))
-        env = defaults.worker_env({"OMP_NUM_THREADS": "7"}, pinned, local_model=True)
+        pinned = plan.Placement(cores=(3,))
+        env = plan.worker_env({"OMP_NUM_THREADS": "7"}, pinned, local_model=True)
         assert env["OMP_NUM_THREADS"] == "7"
         assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
         assert env["HF_HUB_OFFLINE"] == "1"
-        second = defaults.Placement(gpus=(1,))
-        env = defaults.worker_env({"CUDA_VISIBLE_DEVICES": "4,5"}, second, local_model=False)
+        second = plan.Placement(gpus=(1,))
+        env = plan.worker_env({"CUDA_VISIBLE_DEVICES": "4,5"}, second, local_model=False)
         assert env["CUDA_VISIBLE_DEVICES"] == "5"
         assert "HF_HUB_OFFLINE" not in env
 

@@ -15,8 +15,15 @@ import pytest
 from rich.console import Console
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import planner, scaling
-from pullfill.deploy.scaling import DECODE, PREFILL, Member, Observation, Settings, State
+from pullfill.deploy import planner
+from pullfill.deploy.planner import (
+    DECODE,
+    PREFILL,
+    Observation,
+    PlanMember,
+    PlanSettings,
+    PlanState,
+)
 from pullfill.errors import UnavailableError
 from pullfill.registry.client import KeyValue
 from pullfill.wire import RoleMove, WorkerRole, decode, encode
@@ -33,13 +40,13 @@ def cluster(**demand: float) -> dict[str, Any]:
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> scaling.Plan:
+def found(monkeypatch: pytest.MonkeyPatch) -> planner.Plan:
     told = cluster(prefill_demand=0.5, backlog_s=4.0, pressure=0.6, kv=0.6, prompts=8, missed=8)
     monkeypatch.setattr(planner, "ask", lambda _: told)
-    return planner.look(REF, Settings(settle_s=0.0), State())
+    return planner.look(REF, PlanSettings(settle_s=0.0), PlanState())
 
 
-def test_json(found: scaling.Plan) -> None:
+def test_json(found: planner.Plan) -> None:
     told = planner.told(found)
     assert json.loads(json.dumps(told)) == told
     assert told["prefill"] == {
@@ -57,7 +64,7 @@ def test_json(found: scaling.Plan) -> None:
     assert told["moves"] == [{"instance_id": "decode-2", "from": "decode", "to": "prefill"}]
 
 
-def test_a_line_for_each_role_and_what_to_do(found: scaling.Plan) -> None:
+def test_a_line_for_each_role_and_what_to_do(found: planner.Plan) -> None:
     stream = io.StringIO()
     Console(file=stream, width=200).print(planner.shown(found))
     head, prefill, decode, move = stream.getvalue().splitlines()
@@ -70,7 +77,7 @@ def test_a_line_for_each_role_and_what_to_do(found: scaling.Plan) -> None:
 def test_without_a_report_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "ask", lambda _: {"workers": []})
     with pytest.raises(UnavailableError, match="pullfill status"):
-        planner.plan(REF, Settings())
+        planner.show(REF, PlanSettings())
 
 
 def test_a_watch_settles_and_does_not_take_a_move_for_made(
@@ -93,7 +100,7 @@ def test_a_watch_settles_and_does_not_take_a_move_for_made(
 
     monkeypatch.setattr(planner.time, "sleep", sleep)
     with pytest.raises(KeyboardInterrupt):
-        planner.plan(REF, Settings(settle_s=10.0), as_json=True, watch_s=5.0)
+        planner.show(REF, PlanSettings(settle_s=10.0), as_json=True, watch_s=5.0)
     assert [len(one["moves"]) for one in looks()] == [0, 0, 1, 1, 1]
 
 
@@ -133,7 +140,7 @@ class Rig:
         self.told = cluster(prefill_demand=0.5)
         monkeypatch.setattr(planner, "ask", lambda _: self.told)
         monkeypatch.setattr(planner, "ask_etcd", self._ask_etcd)
-        monkeypatch.setattr(planner.role, "order", self._order)
+        monkeypatch.setattr(planner.operate, "order", self._order)
 
     def _ask_etcd(self, _: ClusterRef, question: Callable[[Any, str], Awaitable[Any]]) -> Any:
         async def ask() -> Any:
@@ -145,8 +152,8 @@ class Rig:
         assert self.etcd.move.instance_id == instance_id, "first noted, then ordered"
         self.orders.append((instance_id, wanted))
 
-    def step(self, settings: Settings = Settings(settle_s=0.0)) -> scaling.Plan:  # noqa: B008
-        return planner.step(REF, settings, State())
+    def step(self, settings: PlanSettings = PlanSettings(settle_s=0.0)) -> planner.Plan:  # noqa: B008
+        return planner.step(REF, settings, PlanState())
 
 
 @pytest.fixture
@@ -168,13 +175,13 @@ def test_a_planner_that_starts_again_keeps_the_pause(rig: Rig) -> None:
     again = rig.step()
     assert not again.moves
     assert "if that stays so, a worker changes in" in again.reasons[0]
-    assert rig.step(Settings(settle_s=0.0, cool_down_s=0.0)).moves
+    assert rig.step(PlanSettings(settle_s=0.0, cool_down_s=0.0)).moves
 
 
 def test_nobody_is_ordered_while_the_last_one_is_on_its_way(rig: Rig) -> None:
     rig.step()
     rig.told["workers"][1]["instance_id"] = "decode-4"  # decode-2 is registered in no role
-    found = rig.step(Settings(settle_s=0.0, cool_down_s=0.0))
+    found = rig.step(PlanSettings(settle_s=0.0, cool_down_s=0.0))
     assert not found.moves
     assert "decode-2" in found.reasons[0]
 
@@ -202,15 +209,15 @@ def test_of_two_planners_one_orders(rig: Rig) -> None:
 
 
 def test_a_worker_that_died_on_its_way_is_not_waited_for_for_ever() -> None:
-    seen = Observation(500.0, (Member("p", PREFILL), Member("d", DECODE)), {})
+    seen = Observation(500.0, (PlanMember("p", PREFILL), PlanMember("d", DECODE)), {})
     gone = RoleMove(instance_id="x", after=WorkerRole.PREFILL, at=1000.0)
-    now, state = planner.remembered(gone, 7, planner.ABSENT_S - 1, seen, State())
+    now, state = planner.remembered(gone, 7, planner.ABSENT_S - 1, seen, PlanState())
     assert now.changing == ("x",)
     assert (state.moved_to, state.moved_at) == ("prefill", 500.0 - planner.ABSENT_S + 1)
-    assert planner.remembered(gone, 7, planner.ABSENT_S, seen, State())[0] == seen
-    arrived = replace(seen, members=(*seen.members, Member("x", PREFILL)))
-    assert planner.remembered(gone, 7, 1.0, arrived, State())[0] == arrived
-    ahead, state = planner.remembered(gone, 7, -50.0, seen, State())
+    assert planner.remembered(gone, 7, planner.ABSENT_S, seen, PlanState())[0] == seen
+    arrived = replace(seen, members=(*seen.members, PlanMember("x", PREFILL)))
+    assert planner.remembered(gone, 7, 1.0, arrived, PlanState())[0] == arrived
+    ahead, state = planner.remembered(gone, 7, -50.0, seen, PlanState())
     assert (ahead.changing, state.moved_at) == (("x",), 500.0)
     later = replace(seen, at=520.0)
     assert planner.remembered(gone, 8, -50.0, later, state)[1].moved_at == 520.0, "another order"
@@ -227,7 +234,7 @@ def test_a_planner_whose_clock_is_ahead_pauses_others_no_longer(
     found = rig.step()
     assert not found.moves
     now += planner.ABSENT_S
-    assert planner.step(REF, Settings(settle_s=0.0), found.state).moves
+    assert planner.step(REF, PlanSettings(settle_s=0.0), found.state).moves
 
 
 def test_a_look_that_fails_does_not_end_a_watch(
@@ -236,7 +243,7 @@ def test_a_look_that_fails_does_not_end_a_watch(
     pauses = iter([lambda: rig.told.update(workers=[]), lambda: rig.told.update(cluster())])
 
     def sleep(seconds: float) -> None:
-        assert seconds == planner.LOOK_S
+        assert seconds == 5.0
         pause = next(pauses, None)
         if pause is None:
             raise KeyboardInterrupt
@@ -244,7 +251,7 @@ def test_a_look_that_fails_does_not_end_a_watch(
 
     monkeypatch.setattr(planner.time, "sleep", sleep)
     with pytest.raises(KeyboardInterrupt):
-        planner.plan(REF, Settings(), as_json=True, apply=True)
+        planner.show(REF, PlanSettings(), as_json=True, apply=True)
     said = capsys.readouterr()
     assert len(said.out.splitlines()) == 2
     assert "pullfill status" in said.err

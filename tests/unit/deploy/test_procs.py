@@ -12,13 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from pullfill.deploy import procs
-from pullfill.deploy.procs import ProcessId
+from pullfill.deploy.state import (
+    CLUSTER_ENV,
+    ProcessId,
+    confine,
+    identify,
+    is_alive,
+    send,
+    spawn,
+    start_time,
+    tagged,
+    tail,
+)
 
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "60"], env={**os.environ, procs.CLUSTER_ENV: "abc"})
+    process = subprocess.Popen(["sleep", "60"], env={**os.environ, CLUSTER_ENV: "abc"})
     yield process
     process.kill()
     process.wait()
@@ -34,38 +44,38 @@ def _wait(condition: object, seconds: float = 10.0) -> bool:
 
 
 def test_identity_of_a_running_process(child: subprocess.Popen[bytes]) -> None:
-    identity = procs.identify(child.pid)
+    identity = identify(child.pid)
     assert identity is not None
     assert identity.started > 0
-    assert procs.is_alive(identity)
+    assert is_alive(identity)
 
 
 def test_another_start_time_is_another_process(child: subprocess.Popen[bytes]) -> None:
-    real = procs.identify(child.pid)
+    real = identify(child.pid)
     assert real is not None
     reused = ProcessId(child.pid, real.started - 1)
-    assert not procs.is_alive(reused)
-    assert not procs.send(reused, signal.SIGKILL)
+    assert not is_alive(reused)
+    assert not send(reused, signal.SIGKILL)
     assert child.poll() is None
-    assert procs.send(real, signal.SIGKILL)
+    assert send(real, signal.SIGKILL)
     assert child.wait(10) == -signal.SIGKILL
 
 
 def test_a_zombie_is_dead(child: subprocess.Popen[bytes]) -> None:
-    identity = procs.identify(child.pid)
+    identity = identify(child.pid)
     assert identity is not None
     child.kill()
     # Not reaped: the entry in /proc stays, with state Z.
-    assert _wait(lambda: not procs.is_alive(identity))
+    assert _wait(lambda: not is_alive(identity))
     assert Path(f"/proc/{child.pid}").exists()
-    assert not procs.send(identity, signal.SIGTERM)
+    assert not send(identity, signal.SIGTERM)
 
 
 def test_a_stopped_process_is_alive(child: subprocess.Popen[bytes]) -> None:
-    identity = procs.identify(child.pid)
+    identity = identify(child.pid)
     assert identity is not None
     child.send_signal(signal.SIGSTOP)
-    assert procs.is_alive(identity)
+    assert is_alive(identity)
 
 
 def test_a_name_with_spaces_and_brackets_is_parsed() -> None:
@@ -77,8 +87,8 @@ def test_a_name_with_spaces_and_brackets_is_parsed() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         try:
-            boot = procs.start_time(os.getpid())
-            started = procs.start_time(process.pid)
+            boot = start_time(os.getpid())
+            started = start_time(process.pid)
             assert started is not None
             assert boot is not None
             assert started >= boot
@@ -87,26 +97,26 @@ def test_a_name_with_spaces_and_brackets_is_parsed() -> None:
 
 
 def test_no_such_process() -> None:
-    assert procs.identify(2**22 + 1) is None
-    assert not procs.send(ProcessId(2**22 + 1, 1), signal.SIGTERM)
+    assert identify(2**22 + 1) is None
+    assert not send(ProcessId(2**22 + 1, 1), signal.SIGTERM)
 
 
 def test_tagged_finds_exactly_ours(child: subprocess.Popen[bytes]) -> None:
     # The environment shows once the child has become `sleep`.
-    assert _wait(lambda: [p.pid for p in procs.tagged("abc")] == [child.pid])
-    assert procs.tagged("ab") == []
+    assert _wait(lambda: [p.pid for p in tagged("abc")] == [child.pid])
+    assert tagged("ab") == []
 
 
 def test_spawn_logs_and_leaves_our_session(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "x.log"
     code = "import os, sys; print(os.getsid(0) == os.getpid()); print('err', file=sys.stderr)"
-    first = procs.spawn([sys.executable, "-c", code], log=log, env=os.environ)
+    first = spawn([sys.executable, "-c", code], log=log, env=os.environ)
     assert first.wait(30) == 0
-    second = procs.spawn([sys.executable, "-c", "print('again')"], log=log, env=os.environ)
+    second = spawn([sys.executable, "-c", "print('again')"], log=log, env=os.environ)
     assert second.wait(30) == 0
     assert sorted(log.read_text().split()) == ["True", "again", "err"]
     with pytest.raises(OSError, match="No such file"):
-        procs.spawn(["/does/not/exist"], log=log, env={})
+        spawn(["/does/not/exist"], log=log, env={})
 
 
 def test_confine_reaches_every_thread() -> None:
@@ -128,15 +138,15 @@ def test_confine_reaches_every_thread() -> None:
         assert child.stdout is not None
         assert child.stdin is not None
         assert child.stdout.readline() == "up\n"
-        procs.confine(child.pid, cores[-1:])
+        confine(child.pid, cores[-1:])
         child.stdin.write("\n")
         child.stdin.close()
         assert child.stdout.read().split() == [str(cores[-1])] * 3
-    procs.confine(child.pid, cores)  # gone: nothing happens
+    confine(child.pid, cores)  # gone: nothing happens
 
 
 def test_tail(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
-    assert procs.tail(log) == []
+    assert tail(log) == []
     log.write_bytes(b"\n".join(b"line %d" % i for i in range(100_000)) + b"\n\n\xff\n")
-    assert procs.tail(log, 3) == ["line 99998", "line 99999", "�"]
+    assert tail(log, 3) == ["line 99998", "line 99999", "�"]

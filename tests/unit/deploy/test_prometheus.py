@@ -11,7 +11,7 @@ import yaml
 from prometheus_client import generate_latest
 
 from pullfill import wire
-from pullfill.deploy import scaling
+from pullfill.deploy import planner
 from pullfill.snapshot import Demand
 from tests.support.chart import of_kind, render
 from tests.support.metrics import EVERYWHERE, labels_of_metrics
@@ -109,7 +109,7 @@ def test_keda_scales_as_the_planner_says(told_by: tuple[str, ...], tmp_path: Pat
     objects = of_kind(render(pullfillNamespace="here", keda={"enabled": True}), "ScaledObject")
     queries = {
         role: objects[f"pullfill-{role}"]["spec"]["triggers"][0]["metadata"]["query"]
-        for role in (scaling.PREFILL, scaling.DECODE)
+        for role in (planner.PREFILL, planner.DECODE)
     }
     tests = []
     for busy, backlog, prefills in ((0.0, 0.0, 0), (0.2, 3.0, 1), (2.0, 5.0, 2), (1.9, 47.0, 3),
@@ -117,10 +117,10 @@ def test_keda_scales_as_the_planner_says(told_by: tuple[str, ...], tmp_path: Pat
         demands = {
             f"d{n}": Demand(backlog_s=backlog, prefill_demand=busy, pressure=0.7) for n in (1, 2)
         }
-        members = [scaling.Member(f"p{n}", scaling.PREFILL) for n in range(prefills)]
-        members += [scaling.Member(name, scaling.DECODE) for name in demands]
-        seen = scaling.Observation(0.0, tuple(members), demands)
-        found = scaling.plan(seen, scaling.State(), scaling.Settings())
+        members = [planner.PlanMember(f"p{n}", planner.PREFILL) for n in range(prefills)]
+        members += [planner.PlanMember(name, planner.DECODE) for name in demands]
+        seen = planner.Observation(0.0, tuple(members), demands)
+        found = planner.plan(seen, planner.PlanState(), planner.PlanSettings())
         series = dict(THERE)
         for frontend in told_by:
             for name, one in demands.items():
@@ -145,7 +145,7 @@ THERE = {
 
 
 def case(
-    series: dict[str, float], queries: dict[str, str], needs: dict[str, scaling.Need]
+    series: dict[str, float], queries: dict[str, str], needs: dict[str, planner.Need]
 ) -> dict[str, Any]:
     """A test for promtool: what each query makes of these series."""
     expected = {r: [{"labels": "{}", "value": n.need}] for r, n in needs.items()}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import members, plan, readiness
-from pullfill.deploy.children import StartFailed
+from pullfill.deploy import members, plan, supervisor
+from pullfill.deploy.supervisor import StartFailed
 from pullfill.errors import RegistryUnavailable
 from tests.support.workers import record
 
@@ -53,17 +53,19 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(members, "etcd_of", etcd_of)
     monkeypatch.setattr(members, "workers", workers)
-    monkeypatch.setattr(readiness, "POLL_S", 0.001)
+    monkeypatch.setattr(supervisor, "POLL_S", 0.001)
     return answers
 
 
-async def wait(timeout_s: float = 20.0, options: plan.UpOptions | None = None) -> Children:
+async def wait(
+    timeout_s: float = 20.0, options: plan.UpOptions | None = None, away_s: float = 20.0
+) -> Children:
     children: Any = Children()
     spec = plan.ProcessSpec(
         name="frontend-0", role="frontend", argv=[], env={}, instance_id="f-1", url="http://all"
     )
     options = options or plan.UpOptions(ready_timeout_s=timeout_s)
-    await readiness.wait_ready(options, children, REF, [spec])
+    await supervisor.wait_ready(options, children, REF, [spec], away_s)
     return children
 
 
@@ -89,10 +91,9 @@ async def test_etcd_may_be_away_for_a_while(
     away = RegistryUnavailable("away")
     looks += [away, away, [record("f-1", role="frontend")]]
     assert (await wait()).shown == ["frontend-0 ready"]
-    monkeypatch.setattr(readiness, "ETCD_AWAY_S", 0.01)
     looks[:] = [away]
     with pytest.raises(RegistryUnavailable, match="away"):
-        await wait()
+        await wait(away_s=0.01)
 
 
 async def test_a_start_that_takes_too_long(looks: list[Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.deploy.role import check
+from pullfill.deploy.operate import check_role
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.snapshot import Report
 from pullfill.wire import WorkerRole, WorkerState
@@ -18,7 +18,7 @@ ELASTIC = Report(load={"elastic": "decode"})
 def order(wanted: WorkerRole, report: Report | None = ELASTIC, **how: Any) -> None:
     """Order `worker-1`, which decodes. others: more workers."""
     mine = record("worker-1", role="decode")
-    check([mine, *how.pop("others", ())], mine, report, wanted, force=how.pop("force", False))
+    check_role([mine, *how.pop("others", ())], mine, report, wanted, force=how.pop("force", False))
 
 
 def test_a_worker_without_the_flag_keeps_its_role() -> None:

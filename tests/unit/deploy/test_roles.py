@@ -17,9 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
-from pullfill.deploy import cli, plan, roles, servers
-from pullfill.deploy.procs import start_time
-from pullfill.deploy.state import Launch, StateDir
+from pullfill.deploy import cli, local_servers, plan, run_role
+from pullfill.deploy.state import Launch, StateDir, start_time
 from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
 from pullfill.wire import KvMode
@@ -141,7 +140,7 @@ class TestRoles:
         assert ran == []
 
     def test_one_port_for_two_servers(self, ran: list[Any], taken: str) -> None:
-        port = str(servers.free_port())
+        port = str(local_servers.free_port())
         result = runner.invoke(cli.app, ["decode", "--kv-port", port, "--http-port", port])
         assert "different ports" in str(result.exception)
         assert ran == []
@@ -199,8 +198,8 @@ class TestRoles:
         self, ran: list[Any], state_dir: Path, tmp_path: Path
     ) -> None:
         self._cluster(state_dir, tmp_path / "m")
-        port = str(servers.free_port())
-        data = str(servers.free_port())
+        port = str(local_servers.free_port())
+        data = str(local_servers.free_port())
         for role, more in (("decode", ["--data-port", data]), ("prefill", [])):
             assert runner.invoke(cli.app, [role, "--http-port", port, *more]).exit_code == 7
         given = ["frontend", "--port", "0", "--advertise"]
@@ -248,9 +247,9 @@ class TestRoles:
             monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
             monkeypatch.setattr(os, "sched_getaffinity", lambda pid: homes.get(pid, {0, 1}))
             ref = ClusterRef("n", "e", "q", state_dir)
-            assert roles.cores_of(WorkerOptions(), ref, small=True) == (1,)
-            assert roles.cores_of(WorkerOptions(), ref, small=False) == ()
-            assert roles.cores_of(WorkerOptions(pin=False), ref, small=True) == ()
+            assert run_role.cores_of(WorkerOptions(), ref, small=True) == (1,)
+            assert run_role.cores_of(WorkerOptions(), ref, small=False) == ()
+            assert run_role.cores_of(WorkerOptions(pin=False), ref, small=True) == ()
 
     @pytest.mark.parametrize("demo", [False, True])
     def test_only_the_demo_model_gets_one_core(

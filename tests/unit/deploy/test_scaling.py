@@ -8,21 +8,21 @@ from dataclasses import replace
 
 import pytest
 
-from pullfill.deploy.scaling import (
+from pullfill.deploy.planner import (
     DECODE,
     PREFILL,
-    Member,
     Move,
     Observation,
     Plan,
-    Settings,
-    State,
+    PlanMember,
+    PlanSettings,
+    PlanState,
     observe,
     plan,
 )
 from pullfill.snapshot import Demand
 
-NOW = Settings(settle_s=0.0)
+NOW = PlanSettings(settle_s=0.0)
 ENOUGH = "each role has enough workers"
 NONE_TO_SPARE = "more {} workers are needed, but no other one can be spared"
 
@@ -38,8 +38,8 @@ def seen(
     changing: tuple[str, ...] = (),
 ) -> Observation:
     """long: prefill workers that prompts keep busy. streams: the sum of all pressures."""
-    members = [Member(f"p{n}", PREFILL, 10 - n) for n in range(prefills)]
-    members += [Member(f"d{n}", DECODE, 10 - n) for n in range(decodes)]
+    members = [PlanMember(f"p{n}", PREFILL, 10 - n) for n in range(prefills)]
+    members += [PlanMember(f"d{n}", DECODE, 10 - n) for n in range(decodes)]
     each = Demand(
         prefill_demand=long / decodes,
         pressure=streams / decodes,
@@ -67,25 +67,25 @@ def seen(
     ],
 )
 def test_prefill_workers_for_an_autoscaler(prefills: int, long: float, right: int) -> None:
-    assert plan(seen(prefills, 1, long=long), State(), NOW).prefill.right == right
+    assert plan(seen(prefills, 1, long=long), PlanState(), NOW).prefill.right == right
 
 
 def test_a_backlog_asks_for_more_until_it_is_gone() -> None:
-    assert plan(seen(1, 1, long=0.6, backlog_s=5.0), State(), NOW).prefill.right == 1
-    assert plan(seen(1, 1, long=0.6, backlog_s=35.0), State(), NOW).prefill.right == 2
+    assert plan(seen(1, 1, long=0.6, backlog_s=5.0), PlanState(), NOW).prefill.right == 1
+    assert plan(seen(1, 1, long=0.6, backlog_s=35.0), PlanState(), NOW).prefill.right == 2
 
 
 @pytest.mark.parametrize(("decodes", "streams", "right"), [(1, 0.0, 1), (2, 2.0, 3), (3, 0.5, 1)])
 def test_decode_workers_for_an_autoscaler(decodes: int, streams: float, right: int) -> None:
-    found = plan(seen(1, decodes, streams=streams), State(), NOW)
+    found = plan(seen(1, decodes, streams=streams), PlanState(), NOW)
     assert found.decode.right == right
 
 
 def test_the_idlest_worker_changes_to_the_role_that_is_short() -> None:
-    found = plan(seen(1, 3, long=1.2, streams=1.0), State(), NOW)
+    found = plan(seen(1, 3, long=1.2, streams=1.0), PlanState(), NOW)
     assert found.moves == (Move("d2", DECODE, PREFILL),)
     assert found.reasons == ("d2 to prefill: 1.7 prefill workers are needed, there: 1",)
-    found = plan(seen(3, 1, long=0.3, streams=1.4), State(), NOW)
+    found = plan(seen(3, 1, long=0.3, streams=1.4), PlanState(), NOW)
     assert found.moves == (Move("p2", PREFILL, DECODE),)
 
 
@@ -100,29 +100,29 @@ def test_the_idlest_worker_changes_to_the_role_that_is_short() -> None:
     ],
 )
 def test_no_move_without_a_gain(observation: Observation, why: str) -> None:
-    found = plan(observation, State(), NOW)
+    found = plan(observation, PlanState(), NOW)
     assert (found.moves, found.reasons) == ((), (why,))
 
 
 def test_long_prompts_get_a_first_prefill_worker_if_one_can_be_spared() -> None:
-    assert plan(seen(0, 2, long=0.1, streams=0.5), State(), NOW).moves
-    assert not plan(seen(0, 2, streams=0.5), State(), NOW).moves
-    assert not plan(seen(0, 2, long=0.005, streams=0.5), State(), NOW).moves, "hardly any"
+    assert plan(seen(0, 2, long=0.1, streams=0.5), PlanState(), NOW).moves
+    assert not plan(seen(0, 2, streams=0.5), PlanState(), NOW).moves
+    assert not plan(seen(0, 2, long=0.005, streams=0.5), PlanState(), NOW).moves, "hardly any"
 
 
 def test_the_last_prefill_worker_goes_when_nothing_is_for_it() -> None:
     observation = seen(1, 2, streams=2.5)
-    assert plan(observation, State(), NOW).moves == (Move("p0", PREFILL, DECODE),)
-    assert not plan(observation, State(), replace(NOW, min_prefill=1)).moves
+    assert plan(observation, PlanState(), NOW).moves == (Move("p0", PREFILL, DECODE),)
+    assert not plan(observation, PlanState(), replace(NOW, min_prefill=1)).moves
 
 
 def test_only_elastic_workers_change_their_role() -> None:
     observation = seen(1, 3, long=1.2, streams=1.0)
     fixed = tuple(replace(m, elastic=m.instance_id == "d0") for m in observation.members)
-    found = plan(replace(observation, members=fixed), State(), NOW)
+    found = plan(replace(observation, members=fixed), PlanState(), NOW)
     assert found.moves == (Move("d0", DECODE, PREFILL),)
     fixed = tuple(replace(member, elastic=False) for member in fixed)
-    found = plan(replace(observation, members=fixed), State(), NOW)
+    found = plan(replace(observation, members=fixed), PlanState(), NOW)
     assert not found.moves
     assert "--elastic" in found.reasons[0]
 
@@ -130,12 +130,12 @@ def test_only_elastic_workers_change_their_role() -> None:
 def test_the_last_decode_worker_stays() -> None:
     for least in (1, 2):
         observation = seen(1, least, long=30.0)
-        assert not plan(observation, State(), replace(NOW, min_decode=least)).moves
+        assert not plan(observation, PlanState(), replace(NOW, min_decode=least)).moves
 
 
 def test_a_shortage_must_last() -> None:
-    settings = Settings(settle_s=10.0)
-    first = plan(seen(1, 3, long=1.2, at=100.0), State(), settings)
+    settings = PlanSettings(settle_s=10.0)
+    first = plan(seen(1, 3, long=1.2, at=100.0), PlanState(), settings)
     assert not first.moves
     assert first.reasons == (
         "more prefill workers are needed; if that stays so, a worker changes in 10 s",
@@ -148,14 +148,14 @@ def test_a_shortage_must_last() -> None:
 
 def test_a_move_waits_for_the_one_before() -> None:
     observation = seen(1, 4, long=2.0, changing=("d9",))
-    found = plan(observation, State(), NOW)
+    found = plan(observation, PlanState(), NOW)
     assert not found.moves
     assert "d9" in found.reasons[0]
 
 
 def test_pauses_after_a_move_are_longer_before_one_back() -> None:
-    settings = Settings(settle_s=0.0, cool_down_s=60.0, reverse_s=120.0)
-    moved = plan(seen(1, 4, long=2.0, at=0.0), State(), settings).state
+    settings = PlanSettings(settle_s=0.0, cool_down_s=60.0, reverse_s=120.0)
+    moved = plan(seen(1, 4, long=2.0, at=0.0), PlanState(), settings).state
     assert moved.moved_to == PREFILL
     assert not plan(seen(2, 3, long=2.0, at=59.0), moved, settings).moves
     assert plan(seen(2, 3, long=2.0, at=60.0), moved, settings).moves
@@ -164,9 +164,9 @@ def test_pauses_after_a_move_are_longer_before_one_back() -> None:
     assert plan(replace(back, at=120.0), moved, settings).moves
 
 
-def wave(settings: Settings, *, period_s: float, periods: int) -> list[tuple[float, Move]]:
+def wave(settings: PlanSettings, *, period_s: float, periods: int) -> list[tuple[float, Move]]:
     """Five workers under a square wave: long prompts, then streams. Returns the moves."""
-    prefills, decodes, state = 1, 4, State()
+    prefills, decodes, state = 1, 4, PlanState()
     moves = []
     for second in range(int(period_s * periods)):
         is_long = second % period_s < period_s / 2
@@ -182,7 +182,7 @@ def wave(settings: Settings, *, period_s: float, periods: int) -> list[tuple[flo
 
 
 def test_a_square_wave_is_followed_by_two_moves_each_way() -> None:
-    moves = wave(Settings(), period_s=600.0, periods=5)
+    moves = wave(PlanSettings(), period_s=600.0, periods=5)
     roles = [move.after for _, move in moves]
     assert roles[:4] == [PREFILL, PREFILL, DECODE, DECODE]
     assert len(moves) == 5 * 4
@@ -190,7 +190,7 @@ def test_a_square_wave_is_followed_by_two_moves_each_way() -> None:
 
 @pytest.mark.parametrize("period_s", [2.0, 20.0, 60.0, 120.0, 240.0])
 def test_a_fast_wave_moves_no_more_than_the_pauses_allow(period_s: float) -> None:
-    settings = Settings()
+    settings = PlanSettings()
     moves = wave(settings, period_s=period_s, periods=math.ceil(1200 / period_s))
     pairs = list(itertools.pairwise(moves))
     for (first, one), (second, other) in pairs:
@@ -204,7 +204,7 @@ def test_a_fast_wave_moves_no_more_than_the_pauses_allow(period_s: float) -> Non
 
 def test_equal_looks_give_equal_plans() -> None:
     observation = seen(2, 3, long=2.0, streams=1.0, backlog_s=9.0)
-    plans: list[Plan] = [plan(observation, State(), NOW) for _ in range(3)]
+    plans: list[Plan] = [plan(observation, PlanState(), NOW) for _ in range(3)]
     assert plans[0] == plans[1] == plans[2]
 
 
@@ -227,10 +227,10 @@ def test_the_observation_is_read_from_the_status() -> None:
         7.0,
     )
     assert told.members == (
-        Member("d1", DECODE, 3, elastic=False),
-        Member("p1", PREFILL, 2),
-        Member("b1", DECODE, 1),
-        Member("s1", PREFILL),
+        PlanMember("d1", DECODE, 3, elastic=False),
+        PlanMember("p1", PREFILL, 2),
+        PlanMember("b1", DECODE, 1),
+        PlanMember("s1", PREFILL),
     )
     assert told.demands == {"d1": Demand(pressure=0.5), "b1": Demand()}
     assert (told.at, told.changing) == (7.0, ("d3", "s1"))

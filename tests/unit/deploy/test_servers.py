@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pullfill.deploy import servers
+from pullfill.deploy import local_servers
 from pullfill.deploy.members import http_get
 from pullfill.errors import ConfigError, UnavailableError
 from tests.support.waiting import eventually
@@ -19,13 +19,13 @@ _HEALTHY = b'HTTP/1.0 200 OK\r\n\r\n{"health":"true"}'
 
 class TestServers:
     def test_commands(self, tmp_path: Path) -> None:
-        argv = servers.nats_command(tmp_path / 'a "b"', 4000)
+        argv = local_servers.nats_command(tmp_path / 'a "b"', 4000)
         config = Path(argv[2]).read_text()
         assert "jetstream" in config
         assert 'store_dir: "' in config
         assert f"max_payload: {8 << 20}" in config
         assert '\\"b\\"' in config
-        argv = servers.etcd_command(tmp_path, 5000)
+        argv = local_servers.etcd_command(tmp_path, 5000)
         assert Path(argv[0]).read_bytes()[:4] == b"\x7fELF"
         assert all("0.0.0.0" not in argument for argument in argv)
         flags = dict(flag.removeprefix("--").split("=", 1) for flag in argv[1:])
@@ -33,13 +33,15 @@ class TestServers:
         assert int(flags["election-timeout"]) == longest_wait_ms <= 250, "starts wait for it"
 
     def test_nats_starts_below_a_path_of_any_letters(self, tmp_path: Path) -> None:
-        port = servers.free_port()
+        port = local_servers.free_port()
         with subprocess.Popen(
-            servers.nats_command(tmp_path / 'josé "模型"', port), stderr=subprocess.DEVNULL
+            local_servers.nats_command(tmp_path / 'josé "模型"', port), stderr=subprocess.DEVNULL
         ) as nats:
             url = f"nats://127.0.0.1:{port}"
             try:
-                eventually(lambda: servers.nats_ready(url) is None or nats.poll(), "it starts")
+                eventually(
+                    lambda: local_servers.nats_ready(url) is None or nats.poll(), "it starts"
+                )
                 assert nats.poll() is None
             finally:
                 nats.kill()
@@ -58,7 +60,7 @@ class TestServers:
             thread = threading.Thread(target=greet, daemon=True)
             thread.start()
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            assert servers.etcd_ready(url) == f"no etcd at {url}: INFO {{}}"
+            assert local_servers.etcd_ready(url) == f"no etcd at {url}: INFO {{}}"
             with pytest.raises(UnavailableError) as caught:
                 http_get(url)
             assert str(caught.value) == f"{url}: INFO {{}}"
@@ -68,10 +70,10 @@ class TestServers:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             with pytest.raises(ConfigError, match=f"{port} .*another with --http-port"):
-                servers.check_port("--http-port", "127.0.0.1", port)
+                local_servers.check_port("--http-port", "127.0.0.1", port)
             with pytest.raises(ConfigError, match="give --host an address of this machine"):
-                servers.check_port("--http-port", "203.0.113.1", port)
-        servers.check_port("--port", "127.0.0.1", port)
+                local_servers.check_port("--http-port", "203.0.113.1", port)
+        local_servers.check_port("--port", "127.0.0.1", port)
 
     @pytest.mark.parametrize(
         ("url", "expected"),
@@ -84,21 +86,21 @@ class TestServers:
         ],
     )
     def test_split_url(self, url: str, expected: tuple[str, int]) -> None:
-        assert servers.split_url(url, 9) == expected
+        assert local_servers.split_url(url, 9) == expected
 
     def test_something_else_is_no_nats(self) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
-            why = servers.nats_ready(f"nats://127.0.0.1:{listener.getsockname()[1]}", 0.2)
+            why = local_servers.nats_ready(f"nats://127.0.0.1:{listener.getsockname()[1]}", 0.2)
         assert why is not None
 
     def test_what_is_said_of_a_server_keeps_its_login(self) -> None:
-        nobody = f"127.0.0.1:{servers.free_port()}"
+        nobody = f"127.0.0.1:{local_servers.free_port()}"
         told = [
-            servers.nats_ready(f"nats://ann:secret@{nobody}"),
-            servers.nats_ready(f"secret@{nobody}"),
-            servers.etcd_ready(f"http://ann:secret@{nobody}"),
+            local_servers.nats_ready(f"nats://ann:secret@{nobody}"),
+            local_servers.nats_ready(f"secret@{nobody}"),
+            local_servers.etcd_ready(f"http://ann:secret@{nobody}"),
         ]
         for text in told:
             assert text is not None
@@ -106,8 +108,8 @@ class TestServers:
             assert "secret" not in text
 
     def test_one_member_of_several_is_enough(self) -> None:
-        closed, other = servers.free_port(), servers.free_port()
-        why = servers.nats_ready(f"nats://127.0.0.1:{closed}, nats://127.0.0.1:{other}")
+        closed, other = local_servers.free_port(), local_servers.free_port()
+        why = local_servers.nats_ready(f"nats://127.0.0.1:{closed}, nats://127.0.0.1:{other}")
         assert why is not None
         assert why.startswith(f"no NATS server at nats://127.0.0.1:{closed}:")
         with socket.socket() as listener:
@@ -125,10 +127,10 @@ class TestServers:
 
             thread = threading.Thread(target=answer)
             thread.start()
-            assert servers.nats_ready(f"nats://127.0.0.1:{closed},nats://{here}", 5.0) is None
-            assert servers.etcd_ready(f"http://127.0.0.1:{closed},http://{here}", 5.0) is None
+            assert local_servers.nats_ready(f"nats://127.0.0.1:{closed},nats://{here}", 5.0) is None
+            assert local_servers.etcd_ready(f"http://127.0.0.1:{closed},http://{here}", 5.0) is None
             thread.join()
 
     def test_a_port_nobody_may_use(self) -> None:
-        assert servers.port_problem("127.0.0.1", servers.free_port()) is None
-        assert servers.port_problem("203.0.113.1", 8000) is not None
+        assert local_servers.port_problem("127.0.0.1", local_servers.free_port()) is None
+        assert local_servers.port_problem("203.0.113.1", 8000) is not None

@@ -12,7 +12,6 @@ import pytest
 from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import down
 from pullfill.deploy.down import remove_shared_memory
-from pullfill.deploy.procs import send, start_time
 from pullfill.deploy.state import (
     LAUNCH_FILE,
     Launch,
@@ -20,6 +19,8 @@ from pullfill.deploy.state import (
     StateDir,
     identity,
     new_cluster_id,
+    send,
+    start_time,
 )
 from pullfill.errors import ConfigError
 from pullfill.net.this_host import SHM_DIR_ENV, pid_space

@@ -21,8 +21,8 @@ import pytest
 from rich.console import Console
 
 from pullfill import wire
-from pullfill.deploy import down, plan, procs, servers, supervisor
-from pullfill.deploy.state import Launch, StateDir, identity
+from pullfill.deploy import down, local_servers, plan, supervisor
+from pullfill.deploy.state import Launch, ProcessId, StateDir, identity, is_alive, tagged
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
@@ -117,8 +117,8 @@ class Rig:
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig = Rig(tmp_path)
-    monkeypatch.setattr(servers, "nats_ready", lambda *_: None)
-    monkeypatch.setattr(servers, "etcd_ready", lambda *_: None)
+    monkeypatch.setattr(local_servers, "nats_ready", lambda *_: None)
+    monkeypatch.setattr(local_servers, "etcd_ready", lambda *_: None)
     monkeypatch.setattr(EtcdClient, "connect", rig.registry.connect)
     monkeypatch.setattr(plan, "worker_specs", lambda *_: rig.specs)
     rig.self_check(pulling=1)
@@ -187,9 +187,9 @@ async def test_a_server_whose_port_is_taken_gets_another(
     def problem(url: str) -> str | None:
         return "no answer" if url.endswith(f":{ports[0]}") else None
 
-    monkeypatch.setattr(servers, "nats_command", command)
-    monkeypatch.setattr(servers, "nats_ready", problem)
-    monkeypatch.setattr(servers, "etcd_command", lambda *_: ["sleep", "60"])
+    monkeypatch.setattr(local_servers, "nats_command", command)
+    monkeypatch.setattr(local_servers, "nats_ready", problem)
+    monkeypatch.setattr(local_servers, "etcd_command", lambda *_: ["sleep", "60"])
     async with rig.up(frontends=0, nats_url=None, etcd_url=None):
         first, second = ports
         assert first != second
@@ -221,7 +221,7 @@ async def test_an_interrupted_start_leaves_nothing(
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(Interrupted):
         await starting
-    assert procs.tagged(launch.cluster_id) == []
+    assert tagged(launch.cluster_id) == []
     assert (rig.state.live(), rig.state.launch()) == ([], None)
 
 
@@ -256,7 +256,7 @@ class TestTheEnd:
     def _one_worker(self, rig: Rig) -> None:
         rig.add("decode-0")
 
-    async def _pid_after(self, rig: Rig, change: Callable[[], None]) -> procs.ProcessId:
+    async def _pid_after(self, rig: Rig, change: Callable[[], None]) -> ProcessId:
         async with asyncio.timeout(60.0), rig.up(frontends=0):
             (entry,) = rig.state.live()
             change()
@@ -264,7 +264,7 @@ class TestTheEnd:
 
     async def test_a_deleted_state_directory_leaves_nothing_running(self, rig: Rig) -> None:
         worker = await self._pid_after(rig, lambda: shutil.rmtree(rig.state.path))
-        assert not procs.is_alive(worker)
+        assert not is_alive(worker)
 
     async def test_nor_one_that_cannot_be_made_again(self, rig: Rig) -> None:
         def replace() -> None:
@@ -272,7 +272,7 @@ class TestTheEnd:
             rig.state.path.touch()
 
         worker = await self._pid_after(rig, replace)
-        assert not procs.is_alive(worker)
+        assert not is_alive(worker)
         assert "cannot write to" in rig.printed.getvalue()
 
     async def test_another_command_holds_the_lock_for_a_moment(self, rig: Rig) -> None:
@@ -282,13 +282,13 @@ class TestTheEnd:
             held.enter_context(StateDir(rig.state.path).locked())
             asyncio.get_running_loop().call_later(0.3, held.close)
 
-        assert not procs.is_alive(await self._pid_after(rig, hold))
+        assert not is_alive(await self._pid_after(rig, hold))
         assert rig.state.launch() is None
 
     async def test_the_record_is_of_another_up_by_now(self, rig: Rig) -> None:
         other = Launch(cluster_id="other", model="m")
         worker = await self._pid_after(rig, lambda: rig.state.write_launch(other))
-        assert not procs.is_alive(worker)
+        assert not is_alive(worker)
         assert rig.state.launch() == other
 
 

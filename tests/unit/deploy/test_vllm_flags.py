@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import accelerator, cli, defaults, plan, vllm_flags
+from pullfill.deploy import accelerator, cli, plan, vllm_flags
 from pullfill.errors import ConfigError
 
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
@@ -281,12 +281,12 @@ class TestRanks:
     def test_ranks_get_cores(
         self, ranks: list[int], cores: int, one_core: bool, expected: list[tuple[int, ...]]
     ) -> None:
-        places = defaults.place(ranks, cores=range(cores), gpus=0, pin=True, one_core=one_core)
+        places = plan.place(ranks, cores=range(cores), gpus=0, pin=True, one_core=one_core)
         assert [place.cores for place in places] == expected
 
     def test_ranks_share_the_cores_of_their_worker(self) -> None:
-        place = defaults.Placement(cores=(0, 1, 2, 3), ranks=2)
-        env = defaults.worker_env({}, place, local_model=False)
+        place = plan.Placement(cores=(0, 1, 2, 3), ranks=2)
+        env = plan.worker_env({}, place, local_model=False)
         assert env["OMP_NUM_THREADS"] == "2"
 
     def test_cpus_are_never_too_few(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pullfill.deploy.servers import free_port
+from pullfill.deploy.local_servers import free_port
 from pullfill.errors import ConfigError
 from pullfill.frontend import main
 from pullfill.frontend.main import bind, listeners_of, url_of

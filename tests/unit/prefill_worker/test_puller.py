@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from pullfill.deploy.defaults import PREFILL_CHUNK
+from pullfill.deploy.plan import PREFILL_CHUNK
 from pullfill.errors import QueueUnavailable
 from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.puller import Puller, budget_of

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from pullfill.config import ClusterRef, ranks_of, split_urls
-from pullfill.deploy import accelerator, defaults, machine, plan, vllm_flags
-from pullfill.deploy.servers import check_port, port_problem, split_url
+from pullfill.deploy import accelerator, machine, plan, vllm_flags
+from pullfill.deploy.local_servers import check_port, port_problem, split_url
 from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError, NotNow
 from pullfill.ids import is_name
@@ -40,9 +40,9 @@ def run_worker(
     ref, model, arguments = _prepare(role, options, cluster, vllm_args)
     warn_if_exposed(role, options.host, ref.security)
     _warn_if_unreachable(role, options.host, ref)
-    cores = cores_of(options, ref, small=model == plan.resolve_model(defaults.DEMO))
+    cores = cores_of(options, ref, small=model == plan.resolve_model(plan.DEMO))
     _apply(cores, local_model=os.path.isdir(model), ranks=ranks_of(arguments))
-    extra = defaults.role_flags(role, arguments, gpus=accelerator.gpu_count())
+    extra = plan.role_flags(role, arguments, gpus=accelerator.gpu_count())
     options = replace(options, model=model, cores=cores)
     entry = _elastic_entry(role) if options.elastic else _entry(role)
     return entry(ref, options, extra + vllm_flags.for_worker(arguments))
@@ -169,7 +169,7 @@ def _prepare(
         launch = StateDir(ref.state_dir).launch()
     model, arguments = _model_and_flags(role, options.model, vllm_args, launch)
     plan.check_model(model)
-    if model == defaults.DEMO:
+    if model == plan.DEMO:
         log = plan.demo_directory().parent / "demo-model.log"
         with plan.start_demo_model(log, os.environ) as maker:
             plan.check_demo_model(maker.wait(), log)
@@ -191,8 +191,8 @@ def _model_and_flags(
     if launch is not None and plan.resolve_model(model) == plan.resolve_model(launch.model):
         return model, [*launch.engine_args, *launch.role_args.get(role, []), *vllm_args]
     base: list[str] = []
-    if model == defaults.DEMO:
-        base = defaults.engine_flags(model, gpus=accelerator.gpu_count(), workers=2)
+    if model == plan.DEMO:
+        base = plan.engine_flags(model, gpus=accelerator.gpu_count(), workers=2)
     return model, [*base, *vllm_args]
 
 
@@ -200,7 +200,7 @@ def cores_of(options: WorkerOptions, ref: ClusterRef, *, small: bool) -> tuple[i
     """Return the cores to pin the worker to. Empty: any.
 
     small: the model needs one core only. Raises ConfigError."""
-    usable = defaults.usable_cores()
+    usable = plan.usable_cores()
     if missing := sorted(set(options.cores) - set(usable)):
         raise ConfigError(f"--cpu: there is no core {missing[0]} here (0-{os.cpu_count()})")
     if options.cores:
@@ -228,5 +228,5 @@ def _apply(cores: tuple[int, ...], *, local_model: bool, ranks: int = 1) -> None
     """Pin this process, and set the environment that vLLM reads when it is imported."""
     if cores:
         os.sched_setaffinity(0, cores)
-    placement = defaults.Placement(cores=cores, ranks=ranks)
-    os.environ.update(defaults.worker_env(os.environ, placement, local_model=local_model))
+    placement = plan.Placement(cores=cores, ranks=ranks)
+    os.environ.update(plan.worker_env(os.environ, placement, local_model=local_model))
