@@ -23,10 +23,10 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import Response
 
-from pullfill.frontend import live_page
-from pullfill.frontend.cluster import ClusterView
-from pullfill.frontend.explain import ExplainStore, Trace
-from pullfill.frontend.live_view import LiveView
+from pullfill.frontend.cluster_view import ClusterView
+from pullfill.frontend.live import page as live_page
+from pullfill.frontend.live.page import LiveView
+from pullfill.frontend.request_log import RequestLog, RequestRecord
 from pullfill.runtime.health import Health
 from pullfill.runtime.probe import ProbeServer
 from pullfill.wire import ExplainRecord, Timings, WorkerRecord
@@ -106,32 +106,30 @@ def record(worker: str, role: str, http: str) -> WorkerRecord:
 def flights() -> list[Any]:
     return [
         SimpleNamespace(
-            request=SimpleNamespace(prompt_token_ids=[0] * 3000), wire_id=f"w-job-0-{number}",
-            trace=Trace(f"cmpl-{number}", route_ms=1.0), arrived=time.monotonic(),
-            submitted=time.monotonic(), tokens=[],
+            wire_id=f"w-job-0-{number}", tokens=[],
+            record=RequestRecord(f"cmpl-{number}", route_ms=1.0, prompt_tokens=3000),
             worker=SimpleNamespace(instance_id="decode-0"),
         )
         for number in range(FLIGHTS)
     ]  # fmt: skip
 
 
-async def end_requests(explain: ExplainStore) -> None:
+async def end_requests(requests: RequestLog) -> None:
     """A request ends every ENDS_S seconds."""
     number = 0
     while True:
         await asyncio.sleep(ENDS_S)
         number += 1
-        trace = Trace(f"cmpl-x{number}", 1.0, 80.0, arrived_at=time.time() - 1.0)
-        trace.answer_ms, trace.answer_tokens = 1000.0, 40
-        explain.open(f"x{number}", trace)
+        record = RequestRecord(f"cmpl-x{number}", 1.0, 80.0, arrived_at=time.time() - 1.0)
+        record.answer_ms, record.answer_tokens = 1000.0, 40
+        requests.begin(record)
         timings = Timings(queue=5.0, prefill=40.0, tail=2.0)
-        explain.put(
-            ExplainRecord(
-                request_id=f"x{number}", path="remote", reason="long_prompt", prompt_tokens=3000,
-                prefix_hit_tokens=0, remote_tokens=2999, decode_instance="decode-0",
-                prefill_instance="prefill-1", timings_ms=timings,
-            )
+        told = ExplainRecord(
+            request_id=f"x{number}", path="remote", reason="long_prompt", prompt_tokens=3000,
+            prefix_hit_tokens=0, remote_tokens=2999, decode_instance="decode-0",
+            prefill_instance="prefill-1", timings_ms=timings,
         )  # fmt: skip
+        requests.tell(record, told)
 
 
 class Counted(ClusterView):
@@ -157,10 +155,10 @@ async def measure(urls: list[str], seconds: float) -> dict[int, tuple[float, flo
     directory: Any = SimpleNamespace(age_s=0.0, workers=workers)
     etcd = Health("etcd", "bench")
     etcd.ok()
-    explain, under_way = ExplainStore(), flights()
+    requests, under_way = RequestLog(), flights()
     view = Counted(directory, etcd, "bench")
     live = LiveView(
-        view, explain, lambda: under_way, lambda: (1000.0, 50.0),
+        view, requests, lambda: under_way, lambda: (1000.0, 50.0),
         frontend="frontend-0", model="m", since=time.time(),
     )  # fmt: skip
 
@@ -173,7 +171,7 @@ async def measure(urls: list[str], seconds: float) -> dict[int, tuple[float, flo
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event
         await asyncio.sleep(0.01)
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    ending = asyncio.create_task(end_requests(explain))
+    ending = asyncio.create_task(end_requests(requests))
     context, found = multiprocessing.get_context("spawn"), dict[int, tuple[float, float]]()
     for viewers in VIEWERS:
         many = [context.Process(target=watch, args=(url, seconds + 4.0)) for _ in range(viewers)]

@@ -53,7 +53,7 @@ from benchmarks.chaos_memory import Sampler, memory_rows
 from benchmarks.chaos_tables import none_of
 from benchmarks.live import BenchError, end_in_order
 from benchmarks.report import Row, finish, percentile, row
-from pullfill.frontend.explain import MAX_RECORDS
+from pullfill.frontend.request_log import MAX_RECORDS
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.cluster import MODEL, Worker
 from tests.support.oracle import Oracle

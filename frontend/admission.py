@@ -24,10 +24,12 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+import msgspec
+
 from pullfill.engine import request_limits, request_targets
-from pullfill.frontend import metrics, request_bodies
+from pullfill.frontend import counters
 from pullfill.frontend.dispatch import NO_WORKER, NO_WORKER_WAIT_S
-from pullfill.frontend.explain import ExplainStore
+from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
 
 _log = log.get("frontend.admission")
@@ -61,6 +63,20 @@ ALL_BYTES = 1 << 30
 """Most bytes of the bodies of all counted requests. vLLM keeps each until its answer has ended."""
 SEND_S = 120.0
 """How long a client may read nothing while its connection's buffers are full."""
+MOST_COMMAS = 1 << 23
+"""Reading so many values takes about a second."""
+MOST_VALUES = 1 << 15
+"""Elements of lists and members of objects, except for those in `_PLAIN`."""
+_PLAIN = frozenset({
+    "prompt", "tokens", "token_ids", "prompt_token_ids", "stop_token_ids", "allowed_token_ids",
+    "logit_bias",
+})  # fmt: skip
+"""Members that may hold many numbers or prompts, of which vLLM checks each in a moment."""
+_TEXTS = frozenset({"stop", "bad_words"})
+"""Members that may hold many texts. Too many get 400 and the reason later (request_limits.py)."""
+_REPORTS = "derender"
+_MOST_REPORTED = 1 << 20
+"""The same for bodies that hold an answer with its log probabilities. Each has only one type."""
 
 
 class _Client:
@@ -94,7 +110,7 @@ class Admission:
     wait_ready: takes seconds. Returns whether a decode worker can take requests within that time.
     max_inflight: most HTTP requests that are being served. One request may ask for several prompts
     and choices.
-    explain: keeps what came of each request that needs an engine."""
+    requests: keeps what came of each request that needs an engine."""
 
     def __init__(
         self,
@@ -103,14 +119,14 @@ class Admission:
         max_inflight: int,
         body_s: float = BODY_S,
         send_s: float = SEND_S,
-        explain: ExplainStore | None = None,
+        requests: RequestLog | None = None,
     ) -> None:
         self._app = app
         self._wait_ready = wait_ready
         self._max_inflight = max_inflight
         self._body_s = body_s
         self._send_s = send_s
-        self._explain = explain or ExplainStore()
+        self._requests = requests or RequestLog()
         self._clients: set[_Client] = set()
         self._bytes = 0
         self._look: asyncio.TimerHandle | None = None
@@ -123,11 +139,11 @@ class Admission:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_of(scope) if scope["type"] == "http" and scope["method"] == "POST" else ""
         if path in ENGINE_PATHS:
-            call, send = self._explain.arrived(scope, send)
+            call, send = self._requests.arrived(scope, send)
             try:
                 await self._admit(path, scope, receive, send)
             finally:
-                self._explain.ended(call)
+                self._requests.ended(call)
         elif path in TEXT_PATHS:
             await self._admit(path, scope, receive, send)
         else:
@@ -213,7 +229,7 @@ class Admission:
         return None
 
     async def _refuse(self, send: Send, status: int, reason: str, message: str) -> None:
-        metrics.REFUSED.labels(reason).inc()
+        counters.REFUSED.labels(reason).inc()
         retry = RETRY_AFTER_S if status in (429, 503) else None
         await respond(send, status, message, _KINDS[status], retry_after_s=retry)
 
@@ -227,6 +243,8 @@ _KINDS = {
 }
 
 
+# --------------------------------------------------------------------------- bodies
+
 _PAIR = re.compile(rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 """In JSON: an escaped backslash, or both halves of a pair."""
 _HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf]")
@@ -237,7 +255,7 @@ def _refusal(path: str, body: list[Message]) -> tuple[int, str, str] | None:
     if path in FORM_PATHS:  # recordings: any bytes
         return None
     data = body[0].get("body", b"") if len(body) == 1 else b"".join(m["body"] for m in body)
-    if why := request_bodies.why_too_much(path, data):
+    if why := why_too_much(path, data):
         return 413, "too_large", why
     if half := lone_surrogate(data):
         return 400, "not_text", (
@@ -262,6 +280,75 @@ def lone_surrogate(data: bytes) -> str:
         return ""
     code = found[0].decode("utf-8", "surrogatepass")
     return code if len(code) > 1 else f"\\u{ord(code):04x}"
+
+
+# vLLM reads and checks a body on the event loop. Meanwhile all streams wait, and after six seconds
+# their workers take the frontend for dead. Valid values cost little. For each wrong one pydantic
+# collects several errors. A body of 256 KiB, `"messages": [1, 1, …]`, takes seconds and gigabytes.
+def why_too_much(path: str, body: bytes) -> str:
+    """Return why the JSON body is refused, for the user. Empty: it is not.
+
+    path: the route. A body that is no JSON passes: vLLM refuses it at once."""
+    commas = body.count(b",")
+    if commas > MOST_COMMAS:
+        return f"a request may hold at most {MOST_COMMAS} commas: send it in parts"
+    most = _MOST_REPORTED if path.endswith(_REPORTS) else MOST_VALUES
+    if commas + body.count(b"{") + body.count(b"[") <= most:
+        return ""  # each value has a comma before it, or is the first in its list or object
+    if _values(_read(body), most) <= most:
+        return ""
+    return (
+        f"the request holds more than {most} values, not counting tokens and prompts: send it in "
+        "parts"
+    )
+
+
+def _read(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.loads(body)  # reads more than JSON, such as NaN, and so does vLLM
+    except (ValueError, RecursionError):
+        return None
+
+
+def _values(read: Any, most: int) -> int:
+    """Count elements and members, in depth. Stops soon after `most`."""
+    count, todo = 0, [read]
+    while todo and count <= most:
+        one = todo.pop()
+        if isinstance(one, dict):
+            count += len(one)
+            todo += [value for key, value in one.items() if not _costs_little(key, value)]
+        elif isinstance(one, list):
+            count += len(one)
+            if not set(map(type, one)) <= {int, float, str}:
+                todo += one
+    return count
+
+
+def _costs_little(key: str, value: Any) -> bool:
+    """Whether vLLM checks this member in a moment, however much it holds."""
+    if key in _TEXTS:
+        return isinstance(value, list) and set(map(type, value)) <= {str}
+    return key in _PLAIN and _is_plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it holds only numbers, only texts, or only lists of numbers."""
+    if isinstance(value, dict):
+        return set(map(type, value.values())) <= {int, float}
+    if not isinstance(value, list):
+        return True
+    kinds = set(map(type, value))
+    if kinds == {list}:
+        return all(set(map(type, one)) <= {int} for one in value)
+    return kinds <= {int} or kinds <= {str}
+
+
+# --------------------------------------------------------------------------- ASGI
 
 
 def route_of(scope: Scope) -> str:

@@ -19,10 +19,10 @@ import zmq
 
 from pullfill.engine import front_wire
 from pullfill.errors import BadMessage, IncompatibleError
-from pullfill.frontend import metrics
+from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
 from pullfill.frontend.dispatch import Dispatcher
-from pullfill.frontend.prefixes import Prefixes
+from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.net.security import ClusterKey
 from pullfill.registry.directory import Directory
 from pullfill.runtime import log
@@ -230,7 +230,7 @@ class WorkerPool:
             else:
                 self._dispatcher.on_message(connection, kind, frames)
         except BadMessage:
-            metrics.BAD_MESSAGES.inc()
+            counters.BAD_MESSAGES.inc()
             raise
 
     # ---------------------------------------------------------------- inside
@@ -251,9 +251,9 @@ class WorkerPool:
             self._ready.set()
         else:
             self._ready.clear()
-        metrics.DECODE_WORKERS.labels("ready").set(len(self._usable))
-        metrics.DECODE_WORKERS.labels("draining").set(draining)
-        metrics.DECODE_WORKERS.labels("refused").set(len(self._refused))
+        counters.DECODE_WORKERS.labels("ready").set(len(self._usable))
+        counters.DECODE_WORKERS.labels("draining").set(draining)
+        counters.DECODE_WORKERS.labels("refused").set(len(self._refused))
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -268,4 +268,4 @@ class WorkerPool:
                 elif connection.flights or number % IDLE_TICKS == 0:
                     connection.send(front_wire.PING)
             self.prefixes.tick(now)
-            metrics.IN_FLIGHT.set(self._dispatcher.in_flight)
+            counters.IN_FLIGHT.set(self._dispatcher.in_flight)

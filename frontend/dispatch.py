@@ -17,22 +17,21 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine import front_wire, migration
 from pullfill.engine.blame import Fault, explained
 from pullfill.errors import BadMessage, PeerUnavailable
-from pullfill.frontend import metrics, waiting
-from pullfill.frontend.balancer import Balancer
-from pullfill.frontend.calls import Calls
+from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
-from pullfill.frontend.explain import ExplainStore, Trace, key_of, refused_id
-from pullfill.frontend.flight import Flight, ids_of, keep_room, likely
+from pullfill.frontend.flight import Flight, ids_of, keep_room, likely, name_of
+from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of, refused_id
+from pullfill.frontend.routing.balancer import Balancer
 from pullfill.frontend.suspects import SURE_S, Suspects, guilty
-from pullfill.frontend.waiting import Waiting
 from pullfill.registry.suspect_records import SuspectBoard
-from pullfill.runtime import log
+from pullfill.runtime import log, tracing
 
 if TYPE_CHECKING:
     from pullfill.engine.front_client import DecodeClient
@@ -41,6 +40,20 @@ _log = log.get("frontend.dispatch")
 
 NO_WORKER_WAIT_S = 2.0
 """How long a new request waits for a first decode worker."""
+RESEND_WAIT_S = 0.8
+"""The least time a request waits for another worker after its own was lost."""
+RESEND_WAIT_MAX_S = 2.5
+"""The most time. A worker whose connection broke may be connected again by then."""
+SILENT_WAIT_S = 4.0
+"""Between these bounds the wait ends this long after the lost worker's last sign of life. So an
+error comes within 5 s, although it takes time to notice the loss."""
+STALL_S = 4.5
+"""If several workers are lost without a token in between, all waits end this long after the first
+one's last sign of life."""
+LAST_TRY_S = 0.25
+"""But each wait has at least this much time to find a worker that is ready."""
+_TURN_S = 0.005
+"""How long requests are placed before other callbacks of the event loop run."""
 MAX_MIGRATIONS = 20
 """How many workers one request may leave."""
 LOOK_S = 0.05
@@ -52,6 +65,158 @@ OURS = "failed"
 """Outcome of a request that failed by a bug of the server."""
 _FAULTS = {REFUSED: Fault.REQUEST, OURS: Fault.OURS}
 _ABORTED = 2  # vLLM's FinishReason.ABORT
+
+
+class Waiting:
+    """Holds requests that are at no decode worker, until each is placed or its time is over.
+
+    A request is added with `hold` and removed with `drop`. In between `soon` and `all_soon` call
+    `place` for it, which must not raise. At its deadline `expire` is called."""
+
+    def __init__(
+        self, place: Callable[[Flight, float], None], expire: Callable[[Flight], None]
+    ) -> None:
+        self._place = place
+        self._expire = expire
+        self._loop = asyncio.get_running_loop()
+        self._held: dict[str, Flight] = {}
+        self._queue: deque[Flight] = deque()
+        self._timer: asyncio.Handle | None = None
+        self._due = 0.0
+        self._all = False
+
+    def hold(self, flight: Flight) -> None:
+        """Add a request, which waits until `flight.deadline`."""
+        self._held[flight.request_id] = flight
+        self._arm(flight.deadline)
+
+    def drop(self, request_id: str) -> None:
+        """Remove a request. No error if it did not wait."""
+        self._held.pop(request_id, None)
+
+    def of(self, fingerprint: str) -> list[Flight]:
+        """The waiting requests with this fingerprint."""
+        return [f for f in self._held.values() if name_of(f) == fingerprint]
+
+    def soon(self, flights: Iterable[Flight]) -> None:
+        """Place these requests soon. A lost worker may leave hundreds, so in slices of _TURN_S."""
+        idle = not self._queue
+        self._queue.extend(flights)
+        if idle and self._queue:
+            self._loop.call_soon(self._some)
+
+    def all_soon(self) -> None:
+        """Place all soon, the innocent first. Calls in one turn of the loop are merged."""
+        if self._held and not self._all:
+            self._all = True
+            self._loop.call_soon(self._every)
+
+    def _every(self) -> None:
+        self._all = False
+        self.soon(sorted(self._held.values(), key=likely))
+
+    def _some(self) -> None:
+        now, until = self._loop.time(), time.monotonic() + _TURN_S
+        try:
+            while self._queue:
+                flight = self._queue.popleft()
+                if self._held.get(flight.request_id) is flight:
+                    self._place(flight, now)
+                if time.monotonic() >= until:
+                    break
+        finally:
+            if self._queue:
+                self._loop.call_soon(self._some)
+
+    def _arm(self, deadline: float) -> None:
+        """Set the timer to `deadline`, unless it is set earlier."""
+        at = deadline + 0.005
+        if self._timer is not None:
+            if self._due <= at:
+                return
+            self._timer.cancel()
+        # For a time that has passed, uvloop returns a handle that does not tell it.
+        self._due = at
+        self._timer = self._loop.call_at(at, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        for flight in list(self._held.values()):
+            if flight.deadline <= now and self._held.get(flight.request_id) is flight:
+                self._expire(flight)
+        if self._held:
+            self._arm(min(flight.deadline for flight in self._held.values()))
+
+
+def patience_s(flight: Flight, heard_at: float, lost: bool, now: float) -> float:
+    """Return how long a request that leaves its worker waits for another. Sets `stalled_at`.
+
+    heard_at: the worker's last sign of life. lost: whether it is lost."""
+    wait = max(RESEND_WAIT_S, min(RESEND_WAIT_MAX_S, heard_at + SILENT_WAIT_S - now))
+    if not lost or not flight.stalled_at:
+        flight.stalled_at = max(heard_at, now + RESEND_WAIT_S - SILENT_WAIT_S)
+    return max(LAST_TRY_S, min(wait, flight.stalled_at + STALL_S - now))
+
+
+class Calls:
+    """Engine utilities (reset_prefix_cache, profile, …), called on every decode worker at once.
+
+    A call ends when each worker has answered, at its deadline, or when a worker is lost."""
+
+    def __init__(self, codec: Any) -> None:
+        self._codec = codec
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[int, tuple[DecodeConnection, asyncio.Future[Any]]] = {}
+        self._next_id = 1
+
+    async def call(
+        self,
+        connections: Sequence[DecodeConnection],
+        method: str,
+        args: Sequence[Any],
+        timeout_s: float,
+    ) -> list[Any]:
+        """Return one result per connection, in no order.
+
+        Raises PeerUnavailable: no answer in time, a worker was lost, or it reported a failure."""
+        futures: list[asyncio.Future[Any]] = []
+        ids: list[int] = []
+        for connection in connections:
+            call_id, self._next_id = self._next_id, self._next_id + 1
+            future = self._loop.create_future()
+            self._open[call_id] = (connection, future)
+            connection.send(front_wire.UTIL, *self._codec.encode((call_id, method, tuple(args))))
+            futures.append(future)
+            ids.append(call_id)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return list(await asyncio.gather(*futures))
+        except TimeoutError:
+            raise PeerUnavailable(f"{method}: no answer within {timeout_s:g} s") from None
+        finally:
+            for call_id in ids:
+                self._open.pop(call_id, None)
+
+    def on_lost(self, connection: DecodeConnection, reason: str) -> None:
+        """Fail the calls of a connection that is gone."""
+        for other, future in list(self._open.values()):
+            if other is connection and not future.done():
+                future.set_exception(
+                    PeerUnavailable(f"decode worker {connection.instance_id}: {reason}")
+                )
+
+    def on_result(self, connection: DecodeConnection, result: Any) -> None:
+        """Take vLLM's UtilityOutput from a worker. An answer for another worker is ignored."""
+        owner, future = self._open.get(result.call_id, (None, None))
+        if future is None or owner is not connection or future.done():
+            return
+        if result.failure_message is not None:
+            future.set_exception(
+                PeerUnavailable(f"decode worker {connection.instance_id}: {result.failure_message}")
+            )
+        else:
+            future.set_result(None if result.result is None else result.result.result)
 
 
 class Dispatcher:
@@ -68,7 +233,7 @@ class Dispatcher:
         self,
         codec: Any,
         balancer: Balancer,
-        explain: ExplainStore,
+        requests: RequestLog,
         candidates: Callable[[], Sequence[DecodeConnection]],
         board: SuspectBoard,
         *,
@@ -76,7 +241,7 @@ class Dispatcher:
         restart_wait_s: float = 0.0,
     ) -> None:
         self._codec = codec
-        self._explain = explain
+        self._requests = requests
         self._candidates = candidates
         self._never = never
         self._sink: DecodeClient
@@ -121,12 +286,18 @@ class Dispatcher:
                 known.worker.send(front_wire.ADD, *self._codec.encode(request))
             return
         now, submitted = self._loop.time(), time.monotonic()
-        trace = Trace(key_of(request_id, request.external_req_id))
         age = min(max(0.0, time.time() - request.arrival_time), 60.0)
-        trace.arrived_at = time.time() - age
-        trace.prompt_tokens = len(request.prompt_token_ids or ())
-        self._explain.begin(trace)
-        flight = Flight(request, request_id, trace, submitted - age, submitted, NO_WORKER)
+        record = RequestRecord(
+            key_of(request_id, request.external_req_id),
+            # The loop's own clock stands still within one iteration under uvloop.
+            arrived=submitted - age,
+            submitted=submitted,
+            arrived_at=time.time() - age,
+            prompt_tokens=len(request.prompt_token_ids or ()),
+            spans=tracing.root(request.trace_headers),
+        )
+        self._requests.begin(record)
+        flight = Flight(request, request_id, record, NO_WORKER)
         flight.deadline = now + NO_WORKER_WAIT_S
         self.flights[request_id] = flight
         if refusal := refused_id(request_id) or self.suspects.meet(flight):
@@ -180,14 +351,14 @@ class Dispatcher:
     def on_message(self, worker: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
         """Handle a message of a worker. Raises BadMessage if it cannot be read."""
         if kind == front_wire.LAST and len(frames) > 1:
-            self._explain.take(frames[0])
+            self._requests.take(frames[0])
             kind, frames = front_wire.OUT, frames[1:]
         if kind == front_wire.OUT:
             self.on_outputs(worker, frames)
         elif len(frames) != 1:
             raise BadMessage(f"{kind[:8]!r} with {len(frames)} frames")
         elif kind == front_wire.EXPL:
-            self._explain.take(frames[0])
+            self._requests.take(frames[0])
         elif kind == front_wire.BACK:
             for wire_id in front_wire.decode_ids(frames[0]):
                 flight = worker.flights.pop(wire_id, None)
@@ -216,7 +387,8 @@ class Dispatcher:
                 flight.proven = True
             tokens = flight.tokens
             if not tokens:
-                flight.trace.first_token_ms = (time.monotonic() - flight.arrived) * 1000.0
+                record = flight.record
+                record.first_token_ms = (time.monotonic() - record.arrived) * 1000.0
             tokens.extend(out.new_token_ids)
             if out.finish_reason is not None and not self._finish(worker, flight, out):
                 out.finish_reason = None
@@ -225,7 +397,7 @@ class Dispatcher:
             if flight.attempt:
                 flight.stalled_at = 0.0
                 out.request_id = flight.request_id
-                if flight.trace.migrated_tokens:
+                if flight.record.migrated_tokens:
                     out.events = None  # vLLM has those of the first worker: queued, scheduled
             kept.append(out)
         outputs.outputs = kept
@@ -255,12 +427,11 @@ class Dispatcher:
         return True
 
     def _over(self, flight: Flight, answered: bool) -> None:
-        self._explain.over(flight.trace)
         if answered:
-            flight.trace.ended(flight.arrived, len(flight.tokens), flight.request.sampling_params)
+            flight.record.answered(flight.request.sampling_params)
+        self._requests.over(flight.record, len(flight.tokens))
         self.balancer.left(flight)
         self.suspects.on_end(flight, finished=answered)
-        flight.spans.ended(len(flight.tokens), "" if answered else "aborted")
 
     def _try(self, flight: Flight, step: Callable[..., None], *args: Any) -> None:
         """Run one step of a request that has not ended. An exception ends this request alone."""
@@ -269,7 +440,7 @@ class Dispatcher:
         try:
             step(flight, *args)
         except Exception as exc:
-            _log.exception("%s cannot be sent to a worker", flight.trace.key, extra=ids_of(flight))
+            _log.exception("%s cannot be sent to a worker", flight.record.key, extra=ids_of(flight))
             self._fail(flight, explained(exc, "the frontend"), OURS)
 
     def on_refused(self, fingerprint: str) -> None:
@@ -308,25 +479,25 @@ class Dispatcher:
             request = copy.copy(flight.request)
         flight.wire_id = front_wire.attempt_id(flight.request_id, flight.attempt)
         request.request_id = flight.wire_id
-        request.trace_headers = flight.spans.sent(worker.instance_id, request.trace_headers)
+        to = flight.record.to(worker.instance_id)
+        request.trace_headers = to.headers(request.trace_headers)
         try:
             frames = self._codec.encode(request, self.balancer.holder(flight, worker))
         except (ValueError, OverflowError) as exc:  # e.g. an integer too large for msgpack
             self._fail(flight, f"the request cannot be sent to a decode worker: {exc}", REFUSED)
             return
         flight.worker, flight.proven, flight.waits_since = worker, False, 0.0
-        flight.trace.worker = worker.instance_id
         flight.avoid = None  # it may have recovered by the time that this worker is lost
         worker.flights[flight.wire_id] = flight
         self.balancer.sent(flight, worker, now)
-        self._explain.open(flight.wire_id, flight.trace)
+        self._requests.sent(flight.wire_id, flight.record, to)
         worker.send(front_wire.ADD, *frames)
         if flight.tokens:
-            metrics.MIGRATED.labels("sent").inc()
+            counters.MIGRATED.labels("sent").inc()
         elif flight.attempt:
-            metrics.RESENT.inc()
-        if flight.trace.route_ms is None:
-            flight.trace.route_ms = (time.monotonic() - flight.submitted) * 1000.0
+            counters.RESENT.inc()
+        if flight.record.route_ms is None:
+            flight.record.route_ms = (time.monotonic() - flight.record.submitted) * 1000.0
 
     def _leave(
         self, flight: Flight, worker: DecodeConnection, how: str, lost: bool = False
@@ -335,11 +506,10 @@ class Dispatcher:
         self.balancer.left(flight)
         flight.worker = None
         flight.attempt += 1
-        flight.trace.migrated_from.append(worker.instance_id)
         reason = f"decode worker {worker.instance_id} {how}"
-        flight.spans.left(reason)
+        flight.record.left(reason)
         if flight.tokens:
-            flight.trace.migrated_tokens = len(flight.tokens)
+            flight.record.migrated_tokens = len(flight.tokens)
             reason += f" after {len(flight.tokens)} tokens of this answer"
             why = self._never or migration.why_not(flight.request, flight.tokens)
             if why:
@@ -354,7 +524,7 @@ class Dispatcher:
             return
         keep_room(flight, worker)
         now = self._loop.time()
-        wait = waiting.patience_s(flight, worker.heard_at, lost, now)
+        wait = patience_s(flight, worker.heard_at, lost, now)
         if guilty(flight):
             wait += SURE_S
         flight.deadline = now + max(wait, self._restart_wait_s)
@@ -366,18 +536,17 @@ class Dispatcher:
         if self.flights.pop(flight.request_id, None) is None:
             return
         self._waiting.drop(flight.request_id)
-        self._explain.over(flight.trace, message)
+        self._requests.over(flight.record, len(flight.tokens), message)
         self.balancer.left(flight)
         self.suspects.on_end(flight, finished=False)
         if flight.worker is not None:
             flight.worker.flights.pop(flight.wire_id, None)
         if result != REFUSED:
-            metrics.FAILED.inc()
+            counters.FAILED.inc()
         if flight.tokens:
-            metrics.MIGRATED.labels(result).inc()
-        flight.spans.ended(len(flight.tokens), message)
-        _log.warning("request %s failed: %s", flight.trace.key, message, extra=ids_of(flight))
+            counters.MIGRATED.labels(result).inc()
+        _log.warning("request %s failed: %s", flight.record.key, message, extra=ids_of(flight))
         try:
             self._sink.failed(flight.request_id, message, _FAULTS.get(result, Fault.WORKERS))
         except Exception:
-            _log.exception("nobody could be told that request %s failed", flight.trace.key)
+            _log.exception("nobody could be told that request %s failed", flight.record.key)

@@ -1,4 +1,4 @@
-"""One engine request of this frontend."""
+"""One engine request of this frontend on its way, as the dispatcher and its helpers share it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.fingerprint import fingerprint
 from pullfill.engine.migration import room_for
-from pullfill.frontend.decode_choice import Choice
-from pullfill.frontend.explain import Trace
-from pullfill.frontend.fleet import Share
-from pullfill.frontend.spans import NoSpans, begin_spans
+from pullfill.frontend.request_log import RequestRecord
+from pullfill.frontend.routing.choice import Choice, Share
 from pullfill.prefix.chain import HashArray
 from pullfill.runtime import log
 
@@ -36,7 +34,7 @@ class Hashed:
 class Flight:
     """A request from `submit` to its end. Owned by the `Dispatcher`. Times are loop times.
 
-    arrived, submitted: `time.monotonic` of the HTTP request and of `submit`.
+    record: what is told of it.
     failure: what to tell the user if it must end now.
     worker: where it is. None: it waits until `deadline`.
     wire_id: its id at the worker.
@@ -56,10 +54,7 @@ class Flight:
 
     request: Any
     request_id: str
-    trace: Trace
-    # The loop's own clock stands still within one iteration under uvloop.
-    arrived: float
-    submitted: float
+    record: RequestRecord
     failure: str
     worker: DecodeConnection | None = None
     wire_id: str = ""
@@ -77,10 +72,6 @@ class Flight:
     choice: Choice | None = None
     share: Share | None = None
     counted: int = 0
-    spans: NoSpans = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.spans = begin_spans(self.request.trace_headers, self.trace.key, self.arrived)
 
     def with_room(self, workers: Sequence[DecodeConnection]) -> Sequence[DecodeConnection]:
         """Return the workers that have room for the request. If all have, the same object."""
@@ -103,14 +94,14 @@ def name_of(flight: Flight) -> str:
         try:
             flight.fingerprint = fingerprint(flight.request)
         except Exception:
-            _log.exception("request %s has no fingerprint", flight.trace.key)
+            _log.exception("request %s has no fingerprint", flight.record.key)
             flight.fingerprint = flight.request_id
     return flight.fingerprint
 
 
 def ids_of(flight: Flight) -> dict[str, Any]:
     """Return `extra` for a log line about the request."""
-    return log.ids(request_id=flight.trace.key, attempt=flight.attempt)
+    return log.ids(request_id=flight.record.key, attempt=flight.attempt)
 
 
 def likely(flight: Flight) -> bool:

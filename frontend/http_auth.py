@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pullfill.errors import ConfigError
-from pullfill.frontend import metrics
+from pullfill.frontend import counters
 from pullfill.frontend.admission import (
     ENGINE_PATHS,
     TEXT_PATHS,
@@ -145,7 +145,7 @@ class HttpAuth:
             await self._app(scope, receive, send)
             return
         if status != 404:
-            metrics.AUTH_REFUSED.labels(str(status)).inc()
+            counters.AUTH_REFUSED.labels(str(status)).inc()
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": why})
         else:

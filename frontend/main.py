@@ -34,16 +34,16 @@ from pullfill.config import ClusterRef, restarts_so_far
 from pullfill.engine import check, front_app, front_wire, heap
 from pullfill.errors import ConfigError, NotNow, PullfillError, exit_code
 from pullfill.frontend.admission import Admission
-from pullfill.frontend.balancer import Balancer
-from pullfill.frontend.cluster import ROLES, ClusterView
+from pullfill.frontend.cluster_view import ROLES, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
-from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.forward import setup as forward_setup
 from pullfill.frontend.forward.setup import Forwarding
 from pullfill.frontend.http_auth import HttpAuth
-from pullfill.frontend.live_view import LiveView
+from pullfill.frontend.live.page import LiveView
+from pullfill.frontend.request_log import RequestLog
 from pullfill.frontend.routes import Admin
+from pullfill.frontend.routing.balancer import Balancer
 from pullfill.ids import new_instance_id
 from pullfill.net.security import FrontendSecurity
 from pullfill.net.this_host import allow_open_files, host_id
@@ -262,7 +262,7 @@ class _Frontend:
                 options.prefix_index_blocks,
             )
             pool.refuse_if_incompatible(cluster.namespace)
-            explain = ExplainStore()
+            requests = RequestLog()
             board = SuspectBoard(client, cluster.namespace)
             stack.push_async_callback(board.close)
             settings = Settings(client, cluster.namespace, RouterConfig)
@@ -277,7 +277,7 @@ class _Frontend:
             dispatcher = Dispatcher(
                 front_wire.FrontendCodec(),
                 balancer,
-                explain,
+                requests,
                 pool.candidates,
                 board,
                 never=prepared.never,
@@ -295,7 +295,7 @@ class _Frontend:
             stack.push_async_callback(pool.stop)
             live = LiveView(
                 view,
-                explain,
+                requests,
                 dispatcher.flights.values,
                 lambda: (settings.current.ttft_ms, settings.current.itl_ms),
                 frontend=self._instance_id,
@@ -308,17 +308,17 @@ class _Frontend:
             stock = Forwarding.of(options, prepared.names, lambda: settings.current, stock_key)
             front.share_responses(view.response_elsewhere)
             stored = front.stored_response
-            admin = Admin(pool, view, explain, front.settle, board.listed, stored, live, stock)
+            admin = Admin(pool, view, requests, front.settle, board.listed, stored, live, stock)
             admin.attach(front.app)
             if stock is None:
                 admission = Admission(
-                    front.app, pool.wait_ready, options.max_inflight, explain=explain
+                    front.app, pool.wait_ready, options.max_inflight, requests=requests
                 )
             else:
                 stack.push_async_callback(stock.close)
-                layer = stock.layer(front.app, pool, lambda: settings.current.stock_share, explain)
+                layer = stock.layer(front.app, pool, lambda: settings.current.stock_share, requests)
                 admission = Admission(
-                    layer, layer.wait_ready, options.max_inflight, explain=explain
+                    layer, layer.wait_ready, options.max_inflight, requests=requests
                 )
             known = partial(front_app.has_route, front.app)
             auth = HttpAuth(admission, *keys, args.root_path or "", known)

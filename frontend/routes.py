@@ -1,6 +1,6 @@
 """The frontend's own routes: /live, /ready, /pullfill/status, /pullfill/requests/ID, /metrics,
 /pullfill/responses/ID (for other frontends), /pullfill/servers/heartbeat. And those of the live
-page (live_page.py)."""
+page (live/page.py)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pullfill.frontend import live_page
-from pullfill.frontend.cluster import ASKED_BY, ClusterView
+from pullfill.frontend.cluster_view import ASKED_BY, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import NO_WORKER
-from pullfill.frontend.explain import MAX_RECORDS, ExplainStore, to_json
 from pullfill.frontend.forward import heartbeats
 from pullfill.frontend.forward.entries import ROLES
 from pullfill.frontend.forward.setup import Forwarding
-from pullfill.frontend.live_view import LiveView
+from pullfill.frontend.live import page as live_page
+from pullfill.frontend.request_log import MAX_RECORDS, RequestLog
 from pullfill.runtime import exposition
 from pullfill.snapshot import WorkerRow
 from pullfill.wire import WorkerState
@@ -47,11 +46,11 @@ class Admin:
 
     pool: WorkerPool
     view: ClusterView
-    explain: ExplainStore
+    requests: RequestLog
     settle: Callable[[], None]
     refused: Callable[[], list[dict[str, Any]]]
     stored: Callable[[str], bytes | None]
-    page: LiveView
+    page: live_page.LiveView
     stock: Forwarding | None = None
     draining: bool = False
 
@@ -143,10 +142,10 @@ class Admin:
 
     async def request(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]
-        await self.explain.settled(request_id)
-        record = self.explain.get(request_id)
+        await self.requests.settled(request_id)
+        record = self.requests.get(request_id)
         if record is not None:
-            return Response(to_json(record), media_type="application/json")
+            return Response(msgspec.json.encode(record), media_type="application/json")
         if ASKED_BY not in request.headers:
             key = request.headers.get("authorization", "")
             if (told := await self.view.record_elsewhere(request_id, key)) is not None:

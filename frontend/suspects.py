@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine import front_wire
-from pullfill.frontend import metrics
+from pullfill.frontend import counters
 from pullfill.frontend.flight import Flight, likely, name_of
 from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log
@@ -81,7 +81,7 @@ class Suspects:
             return ""  # a fingerprint costs one pass over the prompt
         name = name_of(flight)
         if (left_s := self._board.left_s(name)) > 0:
-            metrics.SUSPECTS.labels("refused").inc()
+            counters.SUSPECTS.labels("refused").inc()
             return (
                 f"requests with the fingerprint {name} are refused for another {left_s:.0f} s: "
                 f"decode workers died with one like it. To allow it before: pullfill suspects "
@@ -101,7 +101,7 @@ class Suspects:
         _keep(self._died, worker.process, (host, now))
         for flight in flights:
             if not flight.deaths:
-                metrics.SUSPECTS.labels("suspected").inc()
+                counters.SUSPECTS.labels("suspected").inc()
             flight.deaths[worker.process] = STARTED if flight.tokens else SILENT
         for flight in filter(guilty, flights):
             self._loop.call_later(SURE_S, self._judge, flight)
@@ -182,7 +182,7 @@ class Suspects:
 
     def _convict(self, flight: Flight) -> None:
         """Refuse the request. The board ends it, and those like it that wait."""
-        metrics.SUSPECTS.labels("convicted").inc()
+        counters.SUSPECTS.labels("convicted").inc()
         tokens = len(flight.request.prompt_token_ids or ())
         _log.error("requests with this fingerprint are refused now: %s", self.sentence(flight))
         self._unanswered.pop(name_of(flight), None)

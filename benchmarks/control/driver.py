@@ -27,11 +27,11 @@ from typing import Any, cast
 from pullfill.config import ClusterRef
 from pullfill.engine import check, front_wire
 from pullfill.engine.blame import Fault
-from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
-from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.flight import Flight
+from pullfill.frontend.request_log import RequestLog
+from pullfill.frontend.routing.balancer import Balancer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.settings import Settings
@@ -73,7 +73,7 @@ class Driver:
             model="demo",
         )
         self.pool = WorkerPool(directory, hello, ("demo", model), None)
-        self._explain = ExplainStore(limit=100_000)
+        self._explain = RequestLog(limit=100_000)
         board: Any = Alone()
         self._port = Dispatcher(
             front_wire.FrontendCodec(),

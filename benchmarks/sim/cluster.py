@@ -19,8 +19,7 @@ import numpy as np
 
 from benchmarks.sim.requests import Req, Workload, mix
 from benchmarks.sim.worker import Figures, Job, Speed, Worker
-from pullfill.frontend.decode_choice import KNOWN, Candidates, Held
-from pullfill.frontend.placement import Placement
+from pullfill.frontend.routing.choice import KNOWN, Candidates, Held, Placement
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire import DecodePolicy
 

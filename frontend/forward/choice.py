@@ -1,4 +1,4 @@
-"""Which stock server gets a stage: the same policies as for decode workers (`decode_choice`).
+"""Which stock server gets a stage: the same policies as for decode workers (`routing/choice`).
 
 Each role has a `Placement` of its own. A stock server tells no blocks, so the policy `kv` knows
 only where this frontend sent the beginning of a prompt: an entry lives for REMEMBER_S at least.
@@ -14,11 +14,9 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Sequence
 
-from pullfill.frontend.decode_choice import Candidates
-from pullfill.frontend.fleet import Share
 from pullfill.frontend.forward.bodies import BLOCK, Prompt
 from pullfill.frontend.forward.servers import Server
-from pullfill.frontend.placement import Placement
+from pullfill.frontend.routing.choice import Candidates, Placement, Share
 from pullfill.wire import DecodeChoice, DecodePolicy
 
 REMEMBER_S = 600.0

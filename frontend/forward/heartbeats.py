@@ -31,7 +31,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from pullfill.errors import ConfigError, OverloadedError, PullfillError
-from pullfill.frontend import metrics
+from pullfill.frontend import counters
 from pullfill.frontend.forward.entries import Entry, make
 from pullfill.runtime import log
 
@@ -105,7 +105,7 @@ class Heartbeats:
         except PullfillError as exc:
             self.refused(str(exc), "unreadable" if isinstance(exc, _Unreadable) else "refused")
             raise
-        metrics.HEARTBEATS.labels("heard").inc()
+        counters.HEARTBEATS.labels("heard").inc()
         return entry
 
     def unreadable(self, why: str) -> None:
@@ -114,7 +114,7 @@ class Heartbeats:
 
     def refused(self, why: str, result: str = "refused") -> None:
         """Count a message that is not taken, and log each reason once."""
-        metrics.HEARTBEATS.labels(result).inc()
+        counters.HEARTBEATS.labels(result).inc()
         if why not in self._told and len(self._told) < _MAX_LINES:
             self._told.add(why)
             _log.warning("%s (said once; pullfill_stock_heartbeats_total counts)", why)

@@ -28,9 +28,9 @@ from pullfill.frontend.admission import (
     respond,
     route_of,
 )
-from pullfill.frontend.explain import ExplainStore, Trace
 from pullfill.frontend.forward.contract import Call, Forwarder
 from pullfill.frontend.forward.run import NAMED
+from pullfill.frontend.request_log import RequestLog, RequestRecord
 from pullfill.wire import ExplainRecord, Timings
 
 PATHS = frozenset({
@@ -44,7 +44,7 @@ _LOOK_S = 0.05
 class Layer:
     """ASGI middleware. See the module.
 
-    share: returns `router.stock_share`. explain: gets a record of each request that `stock`
+    share: returns `router.stock_share`. requests: gets a record of each request that `stock`
     serves."""
 
     def __init__(
@@ -53,13 +53,13 @@ class Layer:
         pull: Forwarder,
         stock: Forwarder,
         share: Callable[[], float],
-        explain: ExplainStore,
+        requests: RequestLog,
     ) -> None:
         self._app = app
         self._pull = pull
         self._stock = stock
         self._share = share
-        self._explain = explain
+        self._requests = requests
         self._due = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,7 +128,7 @@ class Layer:
         spent = None
         if prefill is not None and prefill.result != NAMED:
             spent = prefill.end_ms - prefill.begin_ms
-        record = ExplainRecord(
+        told = ExplainRecord(
             request_id=key,
             path=forwarder.name,
             reason=call.reason,
@@ -143,12 +143,16 @@ class Layer:
             stages=tuple(call.stages),
         )
         arrived_at = time.time() - call.ms() / 1e3
-        trace = Trace(key, first_token_ms=call.first_byte_ms, arrived_at=arrived_at)
-        trace.decode_choice, trace.answer_ms = record.decode_choice, answered_ms
-        self._explain.begin(trace).response_id = call.response_id
-        self._explain.open(key, trace)
-        self._explain.put(record)
-        self._explain.over(trace)
+        record = RequestRecord(
+            key,
+            first_token_ms=call.first_byte_ms,
+            arrived_at=arrived_at,
+            decode_choice=told.decode_choice,
+            answer_ms=answered_ms,
+        )
+        self._requests.begin(record).response_id = call.response_id
+        self._requests.tell(record, told)
+        self._requests.over(record)
 
 
 def _call(scope: Scope, body: bytes) -> Call:

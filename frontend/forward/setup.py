@@ -14,10 +14,9 @@ from typing import Any
 import aiohttp
 
 from pullfill.errors import ConfigError
-from pullfill.frontend import metrics
+from pullfill.frontend import counters
 from pullfill.frontend.admission import App
 from pullfill.frontend.decode_pool import WorkerPool
-from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.forward import entries
 from pullfill.frontend.forward.choice import Choice
 from pullfill.frontend.forward.heartbeat_socket import HeartbeatSocket, bind
@@ -28,6 +27,7 @@ from pullfill.frontend.forward.pull import Pull
 from pullfill.frontend.forward.server_file import ServerFile, read
 from pullfill.frontend.forward.servers import Server, Servers
 from pullfill.frontend.forward.stock import Stock
+from pullfill.frontend.request_log import RequestLog
 from pullfill.options import ForwarderName, FrontendOptions
 from pullfill.wire import RouterConfig
 
@@ -119,7 +119,7 @@ class Forwarding:
         )  # fmt: skip
         for role in entries.ROLES:
             for state in ("new", "ready", "failing", "refused"):
-                metrics.STOCK_SERVERS.labels(role, state).set_function(
+                counters.STOCK_SERVERS.labels(role, state).set_function(
                     _counter(servers, role, state)
                 )
         heartbeats = Heartbeats(
@@ -150,11 +150,11 @@ class Forwarding:
         app: App,
         pool: WorkerPool,
         share: Callable[[], float],
-        explain: ExplainStore,
+        requests: RequestLog,
     ) -> Layer:
         """Return the ASGI layer in front of vLLM's app."""
         pull = Pull(app, lambda: bool(pool.candidates()))
-        return Layer(app, pull, self.stock, share, explain)
+        return Layer(app, pull, self.stock, share, requests)
 
     async def close(self) -> None:
         """Forget the servers and close all connections."""

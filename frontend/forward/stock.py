@@ -30,7 +30,7 @@ from collections.abc import Mapping
 import aiohttp
 import msgspec
 
-from pullfill.frontend import metrics
+from pullfill.frontend import counters
 from pullfill.frontend.admission import Receive, Send
 from pullfill.frontend.forward import bodies
 from pullfill.frontend.forward.choice import Choice, Pick
@@ -109,7 +109,7 @@ class Stock:
             if work.done():
                 work.result()
             else:
-                metrics.FORWARDED.labels(self.name, "left").inc()
+                counters.FORWARDED.labels(self.name, "left").inc()
         finally:
             for task in (work, gone):
                 task.cancel()
@@ -141,7 +141,7 @@ class Stock:
                     exchange.close()
                 await run.end()
         assert failed is not None
-        metrics.FORWARDED.labels(self.name, "failed").inc()
+        counters.FORWARDED.labels(self.name, "failed").inc()
         await refuse(failed, send)
 
     async def _attempt(self, run: Run) -> Exchange:
@@ -293,7 +293,7 @@ class Stock:
             call.stages[last] = msgspec.structs.replace(
                 call.stages[last], result=broken.why, end_ms=call.ms()
             )
-        metrics.FORWARDED.labels(self.name, result).inc()
+        counters.FORWARDED.labels(self.name, result).inc()
 
     # ---------------------------------------------------------------- inside
 
@@ -310,7 +310,7 @@ class Stock:
         """Take note of a failure, for the next choice."""
         if exc.server is None:
             return
-        metrics.FORWARD_FAILED.labels(exc.server.role).inc()
+        counters.FORWARD_FAILED.labels(exc.server.role).inc()
         run.bad.add(exc.server)
         if exc.lost:
             self.servers.failed(exc.server, exc.why)

@@ -162,7 +162,7 @@ class DecodeChoice(Message, frozen=True, kw_only=True):
 
     matched_tokens: how much of the prompt the worker held, as far as the frontend knew.
     score: the cost by which the worker was chosen, in tokens of work. None: by no cost.
-    reason: why this worker (frontend/decode_choice.py)."""
+    reason: why this worker (frontend/routing/choice.py)."""
 
     policy: DecodePolicy
     matched_tokens: Count

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pullfill.errors import ConfigError
-from pullfill.frontend import main, metrics
+from pullfill.frontend import counters, main
 from pullfill.frontend.forward import heartbeats, servers
 from pullfill.frontend.forward.heartbeat_socket import HeartbeatSocket
 from pullfill.frontend.forward.heartbeats import Heartbeats
@@ -95,12 +95,12 @@ async def test_servers_that_send_heartbeats_over_zmq_serve_until_they_are_silent
         hearing(rig, silence_s=1.0) as beats,
         dealing(beats) as dealer,
     ):
-        bad = metrics.HEARTBEATS.labels("unreadable")._value.get()
+        bad = counters.HEARTBEATS.labels("unreadable")._value.get()
         for odd in ([b"\xc1"], [b"", b""], [b"x" * 4000], [msgspec.msgpack.encode(["P"])]):
             await dealer.send_multipart(odd)
         async with beating(rig, dealer):
             await rig.states(ready=2)
-            assert metrics.HEARTBEATS.labels("unreadable")._value.get() == bad + 4
+            assert counters.HEARTBEATS.labels("unreadable")._value.get() == bad + 4
             assert {row["sources"] for row in rig.servers.status()} == {("heartbeats",)}
             assert (await rig.ask()).status == 200
         await until(lambda: not rig.servers.known)

@@ -125,7 +125,7 @@ async def test_explain_and_the_status_say_what_named_a_server() -> None:
         assert (await rig.ask(headers=[(b"x-request-id", b"r1")])).status == 200
         rows = {row["role"]: row["sources"] for row in rig.servers.status()}
         assert rows == {"prefill": ("test",), "decode": ("test", "--servers-file")}
-        record = rig.explain.get("cmpl-r1")
+        record = rig.requests.get("cmpl-r1")
         assert record is not None
         assert [stage.source for stage in record.stages] == ["test", "test, --servers-file"]
 
@@ -318,7 +318,7 @@ async def test_the_stage_that_breaks_is_the_one_that_is_noted() -> None:
         await asyncio.sleep(0.1)  # the frontend reads the prefill server's answer
         known.set()
         await asking
-        record = rig.explain.get("cmpl-r1")
+        record = rig.requests.get("cmpl-r1")
         assert record is not None
         told = {stage.stage: stage.result for stage in record.stages}
         assert told["prefill"] == "ok"

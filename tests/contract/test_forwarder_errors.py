@@ -111,7 +111,7 @@ async def test_a_prompt_without_a_whole_block_is_computed_by_the_decode_server(
         got = await rig.ask()
         assert got.status == 200
         assert "kv_transfer_params" not in rig.decode[0].requests[0][2]
-        record = rig.explain.get(got.json["id"])
+        record = rig.requests.get(got.json["id"])
         assert record is not None
         assert record.reason == "no_kv"
         assert len(rig.servers.ready("prefill")) == 1

@@ -129,7 +129,7 @@ async def test_the_decode_server_gets_what_the_prefill_server_has_computed(how: 
 async def test_stages_are_explained(how: Any) -> None:
     async with of(how) as rig:
         got = await rig.ask()
-        record = rig.explain.get(got.json["id"])
+        record = rig.requests.get(got.json["id"])
         assert record is not None
         assert (record.path, record.state) == (how[0], "answered")
         assert record.prefill_instance == rig.prefill[0].url
@@ -237,7 +237,7 @@ async def test_without_prefill_servers_a_decode_server_does_all(how: Any) -> Non
         await rig.states(failing=1)
         got = await rig.ask()
         assert got.status == 200
-        record = rig.explain.get(got.json["id"])
+        record = rig.requests.get(got.json["id"])
         assert record is not None
         assert record.reason == "no_prefill"
         assert rig.decode[0].remote == 0
@@ -279,7 +279,7 @@ async def test_what_one_prefill_cannot_stand_for_has_none(
 ) -> None:
     async with of(how) as rig:
         got = await rig.ask(**fields)
-        record = rig.explain.get(got.json["id"])
+        record = rig.requests.get(got.json["id"])
         assert record is not None
         assert record.reason == reason
         assert not rig.prefill[0].requests
@@ -294,7 +294,7 @@ async def test_single_dispatch_asks_the_decode_server_only() -> None:
             f"___prefill_addr_{rig.prefill[0].kv}___decode_addr_{rig.decode[0].kv}_"
         )
         assert not rig.prefill[0].requests
-        record = rig.explain.get(got.json["id"])
+        record = rig.requests.get(got.json["id"])
         assert record is not None
         assert record.prefill_instance == rig.prefill[0].url
         assert [(s.stage, s.server, s.result) for s in record.stages] == [

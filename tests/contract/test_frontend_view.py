@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pullfill.frontend import cluster
-from pullfill.frontend.cluster import ClusterView
+from pullfill.frontend import cluster_view as cluster
+from pullfill.frontend.cluster_view import ClusterView
 from pullfill.net import http_proof
 from pullfill.runtime import exposition
 from pullfill.runtime.health import Health

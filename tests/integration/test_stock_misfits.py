@@ -143,7 +143,7 @@ async def test_kv_of_a_server_that_hangs(stream: bool, pair: Peers, oracle: Orac
         finally:
             prefill.send(signal.SIGCONT)
         assert not got.error
-        record = rig.explain.get(got.events[0]["id"])
+        record = rig.requests.get(got.events[0]["id"])
     assert got.tokens == right(oracle, [prompt(22 + stream)])[0]
     assert record is not None
     results = [stage.result for stage in record.stages if stage.stage == "decode"]

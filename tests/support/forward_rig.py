@@ -13,8 +13,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pullfill.frontend import placement
-from pullfill.frontend.explain import ExplainStore
 from pullfill.frontend.forward import entries
 from pullfill.frontend.forward.choice import Choice
 from pullfill.frontend.forward.layer import Layer
@@ -22,6 +20,8 @@ from pullfill.frontend.forward.protocol import KvProtocol, dispatch_of, protocol
 from pullfill.frontend.forward.pull import Pull
 from pullfill.frontend.forward.servers import Servers
 from pullfill.frontend.forward.stock import Stock
+from pullfill.frontend.request_log import RequestLog
+from pullfill.frontend.routing import choice
 from pullfill.options import Dispatch, ForwarderName
 from pullfill.wire import DecodePolicy
 from tests.support.fake_stock import FakeStock, World, events, whole
@@ -103,7 +103,7 @@ class ForwardRig:
     servers: Servers
     stock: Stock
     app: FakeApp
-    explain: ExplainStore
+    requests: RequestLog
     policy: DecodePolicy = DecodePolicy.ROUND_ROBIN
     share: float = 1.0
     workers: bool = False
@@ -112,7 +112,7 @@ class ForwardRig:
 
     def __post_init__(self) -> None:
         pull = Pull(self.app, lambda: self.workers)
-        self.layer = Layer(self.app, pull, self.stock, lambda: self.share, self.explain)
+        self.layer = Layer(self.app, pull, self.stock, lambda: self.share, self.requests)
 
     @property
     def all(self) -> list[FakeStock]:
@@ -242,9 +242,9 @@ async def forwarding_to(
         stock = Stock(
             forwarder, spoken, order, servers, session, choices, key=key, silence_s=silence_s
         )
-        rig = ForwardRig([], [], servers, stock, FakeApp(), ExplainStore())
+        rig = ForwardRig([], [], servers, stock, FakeApp(), RequestLog())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(placement, "PREDICTED_BLOCKS", FEW_BLOCKS)
+            patch.setattr(choice, "PREDICTED_BLOCKS", FEW_BLOCKS)
             for role in entries.ROLES:
                 choices[role] = Choice(lambda: rig.policy, random.Random(1))
         servers.set("test", found)

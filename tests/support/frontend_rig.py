@@ -12,11 +12,11 @@ import pytest
 
 from pullfill.engine import check, front_wire
 from pullfill.engine.blame import Fault
-from pullfill.frontend import placement
-from pullfill.frontend.balancer import Balancer
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
-from pullfill.frontend.explain import ExplainStore
+from pullfill.frontend.request_log import RequestLog
+from pullfill.frontend.routing import choice
+from pullfill.frontend.routing.balancer import Balancer
 from pullfill.snapshot import Explained
 from pullfill.wire import DecodePolicy
 from tests.support.fake_board import Alone
@@ -66,7 +66,7 @@ class Rig:
     directory: FakeDirectory
     pool: WorkerPool
     dispatcher: Dispatcher
-    explain: ExplainStore
+    requests: RequestLog
     sink: Sink
 
     async def ready(self, count: int) -> None:
@@ -74,9 +74,9 @@ class Rig:
 
     async def told(self, name: str) -> Explained:
         """Return the record of a request that has ended, or will."""
-        await until(lambda: (r := self.explain.get(name)) is not None and r.state != "running")
-        await self.explain.settled(name)
-        found = self.explain.get(name)
+        await until(lambda: (r := self.requests.get(name)) is not None and r.state != "running")
+        await self.requests.settled(name)
+        found = self.requests.get(name)
         assert found is not None
         return found
 
@@ -103,15 +103,15 @@ async def rig(
         frontend_instance="frontend-t", vllm_version=check.require_version(), model="m"
     )
     pool = WorkerPool(directory, hello, ["m"], prefix_blocks=prefix_blocks)
-    explain, sink = ExplainStore(), Sink()
+    requests, sink = RequestLog(), Sink()
     board = Alone() if board is None else board
     with pytest.MonkeyPatch.context() as patch:  # to touch 13 MB takes longer than most tests
-        patch.setattr(placement, "PREDICTED_BLOCKS", 1 << 10)
+        patch.setattr(choice, "PREDICTED_BLOCKS", 1 << 10)
         balancer = Balancer(lambda: policy, pool.prefixes)
     dispatcher = Dispatcher(
         PlainCodec(),
         balancer,
-        explain,
+        requests,
         pool.candidates,
         board,
         restart_wait_s=restart_wait_s,
@@ -120,7 +120,7 @@ async def rig(
     board.start(dispatcher.on_refused)
     await pool.start(dispatcher)
     try:
-        yield Rig(directory, pool, dispatcher, explain, sink)
+        yield Rig(directory, pool, dispatcher, requests, sink)
     finally:
         await pool.stop()
         for worker in workers:

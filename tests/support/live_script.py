@@ -25,9 +25,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pullfill.frontend import live_page
 from pullfill.frontend.http_auth import HttpAuth
-from pullfill.frontend.live_series import Series
+from pullfill.frontend.live import page as live_page
+from pullfill.frontend.live.history import Series
 from pullfill.snapshot import (
     HISTORY_S,
     RECENT,

@@ -6,7 +6,7 @@ from functools import cache
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from pullfill.frontend import metrics as frontend_metrics
+from pullfill.frontend import counters as frontend_metrics
 from pullfill.runtime import metrics
 
 MERGED = {"instance_id", "role"}

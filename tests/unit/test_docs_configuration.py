@@ -12,7 +12,7 @@ import typer.testing
 from pullfill import wire
 from pullfill.deploy import plan
 from pullfill.deploy.cli import app
-from pullfill.frontend import metrics as frontend_metrics
+from pullfill.frontend import counters as frontend_metrics
 from pullfill.options import FrontendOptions, UpOptions, WorkerOptions, declared
 from pullfill.queue.contract import QueueConfig
 from pullfill.runtime import metrics

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.frontend import cluster
+from pullfill.frontend import cluster_view as cluster
 from pullfill.queue import nats_connection
 from pullfill.registry import directory
 from pullfill.runtime.health import Health, outage_of

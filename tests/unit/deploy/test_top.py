@@ -23,7 +23,7 @@ from pullfill.config import ClusterRef
 from pullfill.deploy import cli, latest
 from pullfill.deploy import top as command
 from pullfill.errors import ConfigError, UnavailableError
-from pullfill.frontend.live_view import QUIET_S
+from pullfill.frontend.live.page import QUIET_S
 from pullfill.net.security import FrontendSecurity, Security
 from pullfill.snapshot import Ended, Snapshot
 from tests.support.live_script import DECODE, DRAINING, serving

@@ -11,7 +11,6 @@ import pytest
 
 from pullfill.engine import request_limits
 from pullfill.frontend import admission as gates
-from pullfill.frontend import request_bodies
 from pullfill.frontend.admission import Admission
 
 
@@ -251,7 +250,7 @@ async def test_a_body_that_would_be_checked_for_seconds_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However it comes, and whatever it is said to be. All streams would wait."""
-    monkeypatch.setattr(request_bodies, "MOST_VALUES", 4)
+    monkeypatch.setattr(gates, "MOST_VALUES", 4)
     app = App()
     app.go.set()
     gate = Admission(app, app.wait_ready, 2)

@@ -11,12 +11,12 @@ from prometheus_client import REGISTRY
 
 from pullfill import wire
 from pullfill.engine import front_wire
-from pullfill.frontend import balancer as module
-from pullfill.frontend.balancer import Balancer, hashes_of
-from pullfill.frontend.decode_choice import ALPHA, KNOWN
-from pullfill.frontend.explain import Trace
 from pullfill.frontend.flight import Flight
-from pullfill.frontend.prefixes import Prefixes
+from pullfill.frontend.request_log import RequestRecord
+from pullfill.frontend.routing import balancer as module
+from pullfill.frontend.routing.balancer import Balancer, hashes_of
+from pullfill.frontend.routing.choice import ALPHA, KNOWN
+from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.prefix.ring import Ring
 from pullfill.wire import DecodePolicy, PrefixHolder
 from pullfill.wire.prefix import Op, PrefixFollow
@@ -72,7 +72,7 @@ class Rig:
             worker.tell(self.prefixes)
 
     def choose(self, asked: Any) -> Flight:
-        flight = Flight(asked, asked.request_id, Trace(""), 0.0, 0.0, "")
+        flight = Flight(asked, asked.request_id, RequestRecord(""), "")
         self.balancer.sent(flight, self.balancer.choose(flight, self.workers, self.now), self.now)
         return flight
 
@@ -106,7 +106,7 @@ async def test_the_policy_may_change_between_requests(rig: Rig) -> None:
 async def test_the_choice_is_explained_and_counted(rig: Rig) -> None:
     rig.holds(b=request("x", PROMPT))
     before = counted("kv", "prefix")
-    choice = rig.choose(request("r", PROMPT)).trace.decode_choice
+    choice = rig.choose(request("r", PROMPT)).record.decode_choice
     assert choice is not None
     assert (choice.policy, choice.matched_tokens, choice.reason) == ("kv", 320, "prefix")
     assert choice.score == ALPHA * 5
@@ -183,7 +183,7 @@ async def test_all_choices_of_an_answer_go_to_one_worker(rig: Rig) -> None:
 
     flights = [rig.choose(part(number)) for number in range(3)]
     assert {at(flight) for flight in flights} == {at(flights[0])}
-    reasons = [f.trace.decode_choice.reason for f in flights if f.trace.decode_choice]
+    reasons = [f.record.decode_choice.reason for f in flights if f.record.decode_choice]
     assert reasons[1:] == ["together", "together"]
 
 
@@ -222,17 +222,17 @@ async def test_a_lost_worker_leaves_nothing_behind(rig: Rig) -> None:
     rig.workers = [worker for worker in rig.workers if worker is not lost]
     other = rig.choose(request("s", PROMPT))
     assert at(other) != gone
-    assert other.trace.decode_choice is not None
-    assert other.trace.decode_choice.matched_tokens == 0
+    assert other.record.decode_choice is not None
+    assert other.record.decode_choice.matched_tokens == 0
 
 
 async def test_before_the_workers_have_told_their_blocks_a_hash_names_two(rig: Rig) -> None:
     flight = rig.choose(request("r", PROMPT))
-    assert flight.trace.decode_choice is not None
-    assert flight.trace.decode_choice.reason == "hashed"
+    assert flight.record.decode_choice is not None
+    assert flight.record.decode_choice.reason == "hashed"
     rig.holds()
     rig.now += 1.0
-    other = rig.choose(request("s", list(range(900, 1300)))).trace.decode_choice
+    other = rig.choose(request("s", list(range(900, 1300)))).record.decode_choice
     assert other is not None
     assert other.reason == "no_prefix"
 
@@ -243,7 +243,7 @@ async def test_workers_without_a_prefix_cache_are_chosen_by_load(rig: Rig) -> No
 
 
 def holder(rig: Rig, asked: Any, worker: int) -> PrefixHolder | None:
-    flight = Flight(asked, asked.request_id, Trace(""), 0.0, 0.0, "")
+    flight = Flight(asked, asked.request_id, RequestRecord(""), "")
     rig.balancer.choose(flight, rig.workers, rig.now)
     return rig.balancer.holder(flight, rig.workers[worker])
 

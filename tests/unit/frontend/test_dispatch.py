@@ -10,7 +10,7 @@ import pytest
 from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault
 from pullfill.errors import IncompatibleError, PeerUnavailable
-from pullfill.frontend import dispatch, waiting
+from pullfill.frontend import dispatch
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.wire import MAX_TEXT, WorkerState
 from tests.support.fake_decode import FakeDecode
@@ -33,7 +33,7 @@ async def test_explain_record_has_the_frontends_own_timings() -> None:
         await r.ready(1)
         r.dispatcher.submit(request("cmpl-x-0-1234abcd"))
         await until(lambda: "cmpl-x-0-1234abcd" in r.sink.finished)
-        record = r.explain.get("cmpl-x-0")
+        record = r.requests.get("cmpl-x-0")
         assert record is not None
         assert (record.request_id, record.state) == ("cmpl-x-0", "answered")
         assert record.timings_ms.queue == 1.5
@@ -48,7 +48,7 @@ async def test_an_answer_of_one_token_has_the_time_of_its_first_token() -> None:
         await r.ready(1)
         r.dispatcher.submit(request("cmpl-x-0-1234abcd", max_tokens=1))
         await until(lambda: "cmpl-x-0-1234abcd" in r.sink.finished)
-        record = r.explain.get("cmpl-x-0")
+        record = r.requests.get("cmpl-x-0")
         assert record is not None
         assert record.timings_ms.first_token is not None
 
@@ -63,7 +63,7 @@ async def test_an_endless_id_is_refused() -> None:
         (name, why), *others = r.sink.failures.items()
         assert (name, others) == ("y" * (MAX_TEXT + 1), [])
         assert f"at most {MAX_TEXT}" in why
-        refused = r.explain.get("y" * (MAX_TEXT + 1))
+        refused = r.requests.get("y" * (MAX_TEXT + 1))
         assert refused is not None
         assert (refused.state, refused.error) == ("failed", why)
 
@@ -117,8 +117,8 @@ async def test_death_before_the_first_token_sends_the_request_elsewhere_under_a_
 async def test_the_only_worker_dying_fails_a_request_that_had_not_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(waiting, "RESEND_WAIT_MAX_S", 0.1)
-    monkeypatch.setattr(waiting, "RESEND_WAIT_S", 0.1)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
     only = FakeDecode("decode-1", hold=True)
     async with rig(only) as r:
         await r.ready(1)

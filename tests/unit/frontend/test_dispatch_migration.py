@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pullfill.engine import front_wire
-from pullfill.frontend import dispatch, waiting
+from pullfill.frontend import dispatch
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import ABORT, LENGTH, Output, Outputs, answer, request
 from tests.support.frontend_rig import Rig, rig, until
@@ -180,8 +180,8 @@ async def test_a_seeded_request_without_a_token_starts_again_elsewhere() -> None
 
 async def test_without_another_worker_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """How soon is for tests/contract/test_frontend_lost_worker.py."""
-    monkeypatch.setattr(waiting, "RESEND_WAIT_MAX_S", 0.1)
-    monkeypatch.setattr(waiting, "RESEND_WAIT_S", 0.1)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
     only = FakeDecode("decode-1", step_s=0.01)
     async with rig(only) as r:
         await r.ready(1)
@@ -210,8 +210,8 @@ async def test_a_worker_that_joins_in_time_takes_it() -> None:
 async def test_a_worker_too_small_for_the_rest_is_not_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(waiting, "RESEND_WAIT_MAX_S", 0.1)
-    monkeypatch.setattr(waiting, "RESEND_WAIT_S", 0.1)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
     one = FakeDecode("decode-1", step_s=0.01, max_model_len=512)
     small = FakeDecode("decode-2", max_model_len=64)
     async with rig(one, small) as r:
@@ -270,7 +270,7 @@ async def test_an_abort_between_two_workers_ends_it_everywhere() -> None:
 async def test_hundreds_at_a_lost_worker_do_not_stop_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(waiting, "_TURN_S", 0.0)  # one request per turn of the loop
+    monkeypatch.setattr(dispatch, "_TURN_S", 0.0)  # one request per turn of the loop
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
     async with rig(one, two) as r:
         await r.ready(2)

@@ -11,10 +11,10 @@ import zmq
 
 from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault
-from pullfill.frontend import dispatch, metrics, waiting
-from pullfill.frontend.balancer import Balancer
+from pullfill.frontend import counters, dispatch
 from pullfill.frontend.dispatch import Dispatcher, Flight
-from pullfill.frontend.explain import ExplainStore
+from pullfill.frontend.request_log import RequestLog
+from pullfill.frontend.routing.balancer import Balancer
 from pullfill.wire import DecodePolicy
 from tests.support.fake_board import Alone
 from tests.support.fake_vllm import Output, Outputs, PlainCodec, request
@@ -63,7 +63,7 @@ class Desk:
         self.dispatcher = Dispatcher(
             PlainCodec(),
             Balancer(lambda: DecodePolicy.ROUND_ROBIN),
-            ExplainStore(),
+            RequestLog(),
             lambda: self.workers,  # type: ignore[arg-type,return-value]
             Alone(),  # type: ignore[arg-type]
         )
@@ -121,8 +121,8 @@ async def test_who_must_not_wait_long_does_not_wait_for_who_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dispatch, "NO_WORKER_WAIT_S", 600.0)
-    monkeypatch.setattr(waiting, "RESEND_WAIT_S", 0.1)
-    monkeypatch.setattr(waiting, "RESEND_WAIT_MAX_S", 0.1)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
     desk = Desk(request("a"))
     (first,) = desk.workers
     desk.workers = []
@@ -145,20 +145,20 @@ async def test_one_loss_after_another_is_waited_for_once() -> None:
     desk.dispatcher.on_message(second, front_wire.BACK, [front_wire.encode_ids(["c~1"])])  # type: ignore[arg-type]
     now = second.heard_at = asyncio.get_running_loop().time()
     desk.lose()
-    wait = waiting.STALL_S - 3.0
+    wait = dispatch.STALL_S - 3.0
     assert a.deadline - now == pytest.approx(wait, abs=wait / 2)
     for flight in (b, c):
-        assert flight.deadline - now > waiting.RESEND_WAIT_MAX_S * 0.9
+        assert flight.deadline - now > dispatch.RESEND_WAIT_MAX_S * 0.9
 
 
 async def test_choices_that_fail_together_are_counted_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And none of them is sent anywhere once the first has failed."""
-    failed = metrics.FAILED._value
+    failed = counters.FAILED._value
     before = failed.get()
     monkeypatch.setattr(dispatch, "NO_WORKER_WAIT_S", 0.01)
-    monkeypatch.setattr(waiting, "RESEND_WAIT_S", 600.0)
+    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 600.0)
     seeded = Desk(request("a1", seed=1), request("a2", seed=1))
     seeded.say("a1", 1)
     second = Worker("B")

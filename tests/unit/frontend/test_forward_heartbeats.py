@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pullfill.errors import ConfigError, OverloadedError
-from pullfill.frontend import metrics
+from pullfill.frontend import counters as metrics
 from pullfill.frontend.forward import heartbeats
 from pullfill.frontend.forward.entries import Entry
 from pullfill.frontend.forward.heartbeats import JSON, MSGPACK, Heartbeats

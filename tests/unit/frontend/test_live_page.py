@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pullfill.errors import OverloadedError
-from pullfill.frontend import live_page
-from pullfill.frontend.live_page import FILES, EventStream
+from pullfill.frontend.live import page as live_page
+from pullfill.frontend.live.page import FILES, EventStream
 
 
 class Live:

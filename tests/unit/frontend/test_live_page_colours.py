@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from pullfill.frontend.live_page import FILES
+from pullfill.frontend.live.page import FILES
 
 NAMES = {"blue", "sky", "green", "orange", "red", "purple", "grey"}
 LEAST = 9.0

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.frontend.explain import Trace
-from pullfill.frontend.live_rows import ended_of, predicted_of
-from pullfill.frontend.live_series import Series
+from pullfill.frontend.live.history import Series
+from pullfill.frontend.live.rows import ended_of, predicted_of
+from pullfill.frontend.request_log import RequestRecord
 from pullfill.snapshot import FAILED
 from pullfill.wire import ExplainRecord, PredictedMs, Timings
 
@@ -27,13 +27,13 @@ RECORD = ExplainRecord(
 TARGETS = (100.0, 10.0)
 
 
-def trace(**fields: Any) -> Trace:
+def request(record: ExplainRecord = RECORD, **fields: Any) -> RequestRecord:
     known = {"first_token_ms": 50.0, "arrived_at": 7.0, "answer_ms": 130.0, "answer_tokens": 11}
-    return Trace("cmpl-1", **(known | fields))
+    return RequestRecord("cmpl-1", told=record, **(known | fields))
 
 
 def test_a_row_has_the_mean_time_between_tokens_and_what_is_known_of_the_stages() -> None:
-    row = ended_of(RECORD, trace(), TARGETS)
+    row = ended_of(request(), TARGETS)
     assert (row.id, row.at, row.ttft_ms, row.itl_ms) == ("cmpl-1", 7.13, 50.0, 8.0)
     assert (row.good, row.made, row.prompt) == (True, 11, 90)
     assert row.stages == {"queue": 5.0, "prefill": 9.0}
@@ -55,16 +55,16 @@ def test_a_row_has_the_mean_time_between_tokens_and_what_is_known_of_the_stages(
 def test_goodput_is_by_the_requests_own_targets_if_it_names_some(
     fields: dict[str, Any], good: bool | None
 ) -> None:
-    assert ended_of(RECORD, trace(**fields), TARGETS).good is good
+    assert ended_of(request(**fields), TARGETS).good is good
 
 
 def test_a_cancelled_request_has_no_end() -> None:
-    row = ended_of(RECORD, trace(answer_ms=None), TARGETS)
+    row = ended_of(request(answer_ms=None), TARGETS)
     assert (row.at, row.itl_ms, row.total_ms) == (None, None, None)
 
 
 def test_a_failed_request_says_why_and_counts_for_no_figure() -> None:
-    row = ended_of(RECORD, trace(answer_ms=None, error="no worker", failed_at=9.0), TARGETS)
+    row = ended_of(request(answer_ms=None, error="no worker", failed_at=9.0), TARGETS)
     assert (row.at, row.path, row.reason, row.good) == (9.0, FAILED, "no worker", False)
     series = Series()
     series.ended(row)

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from pullfill import wire
 from pullfill.engine import front_wire
 from pullfill.errors import BadMessage
-from pullfill.frontend.prefixes import MISSING_S, Prefixes
+from pullfill.frontend.routing.prefixes import MISSING_S, Prefixes
 from pullfill.prefix.ring import Ring
 from pullfill.wire.prefix import Op, PrefixFollow
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from pullfill.engine import front_wire
-from pullfill.frontend import prefixes
 from pullfill.frontend.routes import Admin
+from pullfill.frontend.routing import prefixes
 from pullfill.snapshot import Cluster, WorkerRow
 from tests.support.fake_decode import FakeDecode
 from tests.support.frontend_rig import Rig, rig, until
@@ -42,7 +42,7 @@ class _View:
 
 def admin(r: Rig) -> Admin:
     parts: dict[str, Any] = {
-        "view": _View(), "explain": SimpleNamespace(), "settle": lambda: None,
+        "view": _View(), "requests": SimpleNamespace(), "settle": lambda: None,
         "refused": list, "stored": lambda _: None, "page": SimpleNamespace(),
     }  # fmt: skip
     return Admin(r.pool, **parts)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend.request_bodies import MOST_COMMAS, MOST_VALUES, why_too_much
+from pullfill.frontend.admission import MOST_COMMAS, MOST_VALUES, why_too_much
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MANY = MOST_VALUES + 1

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from pullfill.errors import OverloadedError
-from pullfill.frontend import live_view
-from pullfill.frontend.explain import ExplainStore, Trace
-from pullfill.frontend.live_view import LiveView
+from pullfill.frontend.live import page
+from pullfill.frontend.live.page import LiveView
+from pullfill.frontend.request_log import RequestLog, RequestRecord
 from pullfill.snapshot import Cluster, Report, Snapshot, cluster_of
 from pullfill.wire import ExplainRecord, ServerStatus
 from tests.support.workers import record
@@ -49,23 +49,24 @@ class View:
 
 @pytest.fixture
 def view(monkeypatch: pytest.MonkeyPatch) -> View:
-    monkeypatch.setattr(live_view, "PERIOD_S", 0.01)
+    monkeypatch.setattr(page, "PERIOD_S", 0.01)
     return View()
 
 
-def live_of(view: View, explain: ExplainStore | None = None) -> LiveView:
+def live_of(view: View, requests: RequestLog | None = None) -> LiveView:
     made: Any = view
     return LiveView(
-        made, explain or ExplainStore(), tuple, lambda: (1000.0, 50.0),
+        made, requests or RequestLog(), tuple, lambda: (1000.0, 50.0),
         frontend="f", model="m", since=1.0,
     )  # fmt: skip
 
 
-def finish(explain: ExplainStore, name: str, made: int = 3) -> None:
-    trace = Trace(name, first_token_ms=5.0, arrived_at=time.time() - 1)
-    trace.answer_ms, trace.answer_tokens = 900.0, made
-    explain.open(name, trace)
-    explain.put(local_record(name))
+def finish(requests: RequestLog, name: str, made: int = 3) -> RequestRecord:
+    record = RequestRecord(name, first_token_ms=5.0, arrived_at=time.time() - 1)
+    record.answer_ms, record.answer_tokens = 900.0, made
+    requests.begin(record)
+    requests.tell(record, local_record(name))
+    return record
 
 
 async def next_of(stream: AsyncIterator[bytes]) -> Snapshot:
@@ -90,10 +91,10 @@ async def test_nothing_is_asked_when_nobody_looks(view: View) -> None:
 
 
 async def test_the_first_snapshot_is_whole_and_later_ones_have_what_is_new(view: View) -> None:
-    explain = ExplainStore()
+    requests = RequestLog()
     for number in range(3):
-        finish(explain, f"r{number}")
-    live = live_of(view, explain)
+        finish(requests, f"r{number}")
+    live = live_of(view, requests)
     stream: Any = live.watch()
     first = await next_of(stream)
     assert first.whole
@@ -101,7 +102,7 @@ async def test_the_first_snapshot_is_whole_and_later_ones_have_what_is_new(view:
     assert sum(point.done for point in first.points) == 3
     assert first.now.done_per_s == 3 / 60
     assert [row.instance_id for row in first.workers] == ["d"]
-    finish(explain, "r3")
+    finish(requests, "r3")
     seen: list[str] = []
     while "r3" not in seen:
         part = await next_of(stream)
@@ -135,8 +136,8 @@ async def test_viewers_share_the_work_and_a_slow_one_gets_a_whole_snapshot(view:
 async def test_a_viewer_hears_something_between_snapshots_that_are_far_apart(
     view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_view, "PERIOD_S", 60.0)
-    monkeypatch.setattr(live_view, "QUIET_S", 0.02)
+    monkeypatch.setattr(page, "PERIOD_S", 60.0)
+    monkeypatch.setattr(page, "QUIET_S", 0.02)
     live = live_of(view)
     stream: Any = live.watch()
     assert (await next_of(stream)).whole
@@ -150,7 +151,7 @@ async def test_a_report_that_fails_ends_nothing(
     view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is heard meanwhile, so that a viewer who gives up after a silence does so."""
-    monkeypatch.setattr(live_view, "QUIET_S", 0.002)
+    monkeypatch.setattr(page, "QUIET_S", 0.002)
     live = live_of(view)
     stream: Any = live.watch()
     view.fails = True
@@ -173,7 +174,7 @@ async def test_close_ends_all_viewers_and_later_ones(view: View) -> None:
 
 
 async def test_viewers_are_bounded(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_view, "MAX_VIEWERS", 1)
+    monkeypatch.setattr(page, "MAX_VIEWERS", 1)
     live = live_of(view)
     stream: Any = live.watch()
     await next_of(stream)
@@ -187,19 +188,16 @@ async def test_a_request_that_moves_on_while_the_others_are_read_hides_none(
     view: View,
 ) -> None:
     """Its second record gives it a new serial. Those between the two are still to be read."""
-    explain = ExplainStore()
-    moved = Trace("moved", first_token_ms=5.0, arrived_at=time.time() - 1)
-    explain.open("moved!0", moved)
-    explain.put(local_record("moved!0"))
-    explain.open("moved!1", moved)
+    requests = RequestLog()
+    moved = finish(requests, "moved")
     for number in range(300):
-        finish(explain, f"r{number}")
-    live = live_of(view, explain)
+        finish(requests, f"r{number}")
+    live = live_of(view, requests)
     reading = asyncio.create_task(live._take_ended())
     await asyncio.sleep(0)
     for number in range(3):
-        finish(explain, f"new{number}")
-    explain.put(local_record("moved!1"))
+        finish(requests, f"new{number}")
+    requests.tell(moved, local_record("moved"))
     seen = {row.id for row in [*await reading, *await live._take_ended()]}
     assert {"new0", "new1", "new2"} <= seen
 

@@ -1,28 +1,19 @@
 """Which decode worker a prompt goes to: a function of what this frontend knows of the workers.
 
-`kv` takes the worker with the least cost, in tokens of work:
+    Fleet      the load of each worker: its last report, and what this frontend has sent since
+    Chooser    the policies, and what they remember
+    Placement  both, and what the workers will hold of prompts that are on their way
 
-    queued tokens + active KV blocks + ALPHA * uncached tokens + LAG * excess of recent work
-
-- Queued, active: what the worker reported, and what this frontend has sent since (`fleet`).
-- Uncached: the prompt less the leading blocks that the worker holds. It weighs more than queued
-  tokens, because computing a prefix again takes time and memory from all later requests too.
-- A prefix counts only if it is at least HIT_SHARE of the prompt. A shorter one saves little.
-- A prefix after which many prompts differ, as a system prompt, counts less with each of them
-  (`CROWD`). So other workers get it too, and it does not pin its prompts to one worker.
-- Recent work, as excess over the mean, decides between workers that are equal otherwise. It also
-  turns new prompts away from a worker that has had more than its share.
-
-Until the prefix index is warm, the first blocks of a prompt name two workers, the same ones at
-every frontend. The cheaper of them gets the prompt.
-
-The simulator (`benchmarks/sim/`) decides with this code. Its results chose the constants.
+No I/O and no clock, so the simulator (`benchmarks/sim/`) decides with this code. Its results chose
+the constants. The balancer uses it for decode workers, `forward` for stock servers. Single event
+loop.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
 import random
 import zlib
@@ -32,10 +23,26 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pullfill.prefix.chain import HashArray
+from pullfill.prefix.predicted import Predicted
 from pullfill.wire import DecodePolicy
 
 _T = TypeVar("_T")
 
+# `kv` takes the worker with the least cost, in tokens of work:
+#
+#     queued tokens + active KV blocks + ALPHA * uncached tokens + LAG * excess of recent work
+#
+# - Queued, active: what the worker reported, and what this frontend has sent since (`Fleet`).
+# - Uncached: the prompt less the leading blocks that the worker holds. It weighs more than queued
+#   tokens, because computing a prefix again takes time and memory from all later requests too.
+# - A prefix counts only if it is at least HIT_SHARE of the prompt. A shorter one saves little.
+# - A prefix after which many prompts differ, as a system prompt, counts less with each of them
+#   (`CROWD`). So other workers get it too, and it does not pin its prompts to one worker.
+# - Recent work, as excess over the mean, decides between workers that are equal otherwise. It also
+#   turns new prompts away from a worker that has had more than its share.
+#
+# Until the prefix index is warm, the first blocks of a prompt name two workers, the same ones at
+# every frontend. The cheaper of them gets the prompt.
 ALPHA = 8.0
 """Weight of a token that has to be computed for this prompt, against one that is queued."""
 LAG = 1.0
@@ -63,6 +70,17 @@ KNOWN = SAMPLE + HOLDERS
 """Of the workers that hold most of the prompt, only so many are looked up."""
 NEAR = 0.75
 """Those hold at least this share of what the best one holds."""
+# Recent work fades with work, not with time: requests that come far apart still take turns.
+FADE = 256
+"""Requests per worker after which recent work counts half."""
+_STEPS = 8
+"""Work fades in so many steps."""
+PREDICTED_S = 30.0
+"""How long blocks count as held that a worker was sent, but has not reported as stored."""
+PREDICTED_BLOCKS = 1 << 18
+
+
+# --------------------------------------------------------------------------- load
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +91,7 @@ class WorkerView:
     own_tokens: uncached tokens of this frontend's requests without a first token.
     own_blocks: KV blocks of this frontend's requests.
     free_blocks: KV blocks that a request may take. None: unknown.
-    work: recent work that this frontend sent, in tokens (`fleet.Fleet`).
+    work: recent work that this frontend sent, in tokens (`Fleet`).
     """
 
     instance_id: str
@@ -83,6 +101,86 @@ class WorkerView:
     own_blocks: float = 0.0
     free_blocks: float | None = None
     work: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """One request at a worker. `first` and `end` may be called again without effect.
+
+    tokens, blocks: what it still adds to the worker's load."""
+
+    view: WorkerView
+    tokens: float
+    blocks: float
+
+    def first(self) -> None:
+        """Its first token has come: the prompt is computed."""
+        self.view.own_tokens -= self.tokens
+        self.tokens = 0.0
+
+    def end(self, made: int = 0) -> None:
+        """It has left the worker. made: tokens of the answer that the worker has computed."""
+        self.first()
+        if self.blocks:
+            self.view.work += made
+            self.view.own_blocks -= self.blocks
+            self.blocks = 0.0
+
+
+class Fleet:
+    """The views of the decode workers, by instance id.
+
+    A report covers the requests of this frontend, too. What it says beyond them is taken for the
+    load of other frontends until the next report. The own load is counted exactly:
+
+        load now = load of others at the last report + own load now"""
+
+    def __init__(self) -> None:
+        self.views: dict[str, WorkerView] = {}
+        self._sent = 0
+
+    def join(self, instance_id: str) -> WorkerView:
+        """Return the view of a worker. It is made if there is none."""
+        view = self.views.get(instance_id)
+        if view is None:
+            works = [other.work for other in self.views.values()]
+            # Equal to the others at once, so a worker that joins gets no flood.
+            mean = sum(works) / len(works) if works else 0.0
+            view = self.views[instance_id] = WorkerView(instance_id, work=mean)
+        return view
+
+    def drop(self, instance_id: str) -> None:
+        """Forget a worker. Shares of its requests may still be ended."""
+        self.views.pop(instance_id, None)
+
+    def report(
+        self, instance_id: str, queued_tokens: float, active_blocks: float, free_blocks: float
+    ) -> None:
+        """Take a worker's report. Unknown workers are ignored."""
+        view = self.views.get(instance_id)
+        if view is not None:
+            view.others_tokens = max(0.0, queued_tokens - view.own_tokens)
+            view.others_blocks = max(0.0, active_blocks - view.own_blocks)
+            view.free_blocks = free_blocks
+
+    def send(self, view: WorkerView, uncached: float, blocks: float) -> Share:
+        """Count a request that goes to a worker.
+
+        uncached: prompt tokens that the worker lacks. blocks: KV blocks of the prompt."""
+        view.own_tokens += uncached
+        view.own_blocks += blocks
+        view.work += uncached
+        if view.free_blocks is not None:
+            view.free_blocks = max(0.0, view.free_blocks - blocks)
+        self._sent += 1
+        if self._sent * _STEPS >= FADE * len(self.views):
+            self._sent = 0
+            for each in self.views.values():
+                each.work *= 0.5 ** (1 / _STEPS)
+        return Share(view, uncached, blocks)
+
+
+# --------------------------------------------------------------------------- the policies
 
 
 @dataclass(slots=True)
@@ -317,3 +415,88 @@ def _key_depth(blocks: int) -> int:
 def _plain(policy: DecodePolicy, ask: Ask, view: WorkerView, reason: str) -> Choice:
     held = ask.matched.get(view.instance_id, 0)
     return Choice(view, policy, held * ask.block, None, reason)
+
+
+# --------------------------------------------------------------------------- both together
+
+
+class Placement:
+    """The state of one frontend's choices: `choose` decides, `send` counts the request.
+
+    What the workers hold is handed in (`stored`). It is joined with what they will hold once they
+    have computed what this frontend sent to them.
+
+    rng: see `Chooser`.
+    predicted_s: see PREDICTED_S."""
+
+    def __init__(self, rng: random.Random, predicted_s: float = PREDICTED_S) -> None:
+        self.fleet = Fleet()
+        self.chooser = Chooser(rng)
+        self._predicted = Predicted(PREDICTED_BLOCKS, predicted_s)
+        self._numbers: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._next = itertools.count()
+
+    def candidates(self, instance_ids: Sequence[str]) -> Candidates:
+        """The views of these workers, which join if they are new. To be kept while they stay."""
+        return Candidates.of([self.fleet.join(name) for name in instance_ids])
+
+    def drop(self, instance_id: str) -> None:
+        """Forget a worker."""
+        self.fleet.drop(instance_id)
+        number = self._numbers.pop(instance_id, None)
+        if number is not None:
+            del self._names[number]
+            self._predicted.forget(number)
+
+    def choose(
+        self,
+        policy: DecodePolicy,
+        tokens: int,
+        among: Candidates,
+        now: float,
+        *,
+        block: int = 0,
+        hashes: HashArray | None = None,
+        stored: Held | None = None,
+        warm: bool = True,
+    ) -> Choice:
+        """Choose a worker for a prompt of `tokens` tokens.
+
+        block, hashes: tokens per block and the chain hashes of the prompt's blocks.
+        stored: what the workers hold of it. warm: whether that can be relied on.
+        now: monotonic seconds."""
+        if hashes is None or not len(hashes) or not block:
+            return self.chooser.choose(policy, Ask(tokens, block), among)
+        held = stored if stored is not None else Held({})
+        known = held.blocks
+        most = max(known.values(), default=0)
+        # A hash names all blocks before it, too. So it is enough to look at what comes after those
+        # that are stored; and at the last of them, while few workers hold it.
+        few = list(known.values()).count(most) < HOLDERS
+        begin = max(0, most - few)
+        for number, blocks in self._predicted.match(hashes[begin:], now).items():
+            name = self._names[number]
+            known[name] = max(begin + blocks, known.get(name, 0))
+        ask = Ask(tokens, block, hashes, known, most, warm, held.more)
+        return self.chooser.choose(policy, ask, among)
+
+    def send(
+        self,
+        choice: Choice,
+        tokens: int,
+        now: float,
+        *,
+        block: int = 0,
+        hashes: HashArray | None = None,
+    ) -> Share:
+        """Count a request that goes to the chosen worker. Returns its share of the load."""
+        view = choice.view
+        if hashes is not None and len(hashes):
+            number = self._numbers.get(view.instance_id)
+            if number is None:
+                number = self._numbers[view.instance_id] = next(self._next)
+                self._names[number] = view.instance_id
+            self._predicted.add(number, hashes, now)
+        blocks = -(-tokens // block) if block else 0
+        return self.fleet.send(view, max(0, tokens - choice.matched_tokens), blocks)

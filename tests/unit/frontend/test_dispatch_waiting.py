@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend.waiting import Waiting
+from pullfill.frontend.dispatch import Waiting
 
 
 def flight(name: str, deadline: float) -> Any:

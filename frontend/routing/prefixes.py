@@ -19,9 +19,9 @@ from typing import Any
 from pullfill import wire
 from pullfill.engine import front_wire
 from pullfill.errors import BadMessage
-from pullfill.frontend import metrics
-from pullfill.frontend.decode_choice import KNOWN, Held
+from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
+from pullfill.frontend.routing.choice import KNOWN, Held
 from pullfill.prefix.chain import Hashes
 from pullfill.prefix.index import PrefixIndex
 from pullfill.prefix.replica import Replica, State
@@ -64,7 +64,7 @@ class Prefixes:
         self._untold: dict[str, str] = {}
         self._numbers = itertools.count()
         self._tidying = False
-        metrics.PREFIX_BLOCKS.set_function(lambda: float(len(self._index)))
+        counters.PREFIX_BLOCKS.set_function(lambda: float(len(self._index)))
 
     # ---------------------------------------------------------------- questions
 
@@ -151,7 +151,7 @@ class Prefixes:
         except ValueError as exc:
             raise BadMessage(str(exc)) from exc
         if isinstance(message, PrefixEvents):
-            metrics.PREFIX_EVENTS.inc(len(message.ops))
+            counters.PREFIX_EVENTS.inc(len(message.ops))
         if question is not None:
             self._ask(followed, question, now)
         self._count(followed)
@@ -178,7 +178,7 @@ class Prefixes:
             ):
                 self._ask(followed, replica.ask(now), now)
         missing = sum(self._is_missing(each, now) for each in self._followed.values())
-        metrics.PREFIX_MISSING.set(missing + len(self._untold))
+        counters.PREFIX_MISSING.set(missing + len(self._untold))
 
     # ---------------------------------------------------------------- inside
 
@@ -198,7 +198,7 @@ class Prefixes:
             return
         before = followed.healed or (0,) * len(healed)
         for name, now, then in zip(healing.__slots__, healed, before, strict=True):
-            metrics.PREFIX_GAPS.labels(name).inc(now - then)
+            counters.PREFIX_GAPS.labels(name).inc(now - then)
         followed.healed = healed
 
     def _tidy(self) -> None:

@@ -1,8 +1,9 @@
-"""Which requests are under way and where: ours, joined with the open jobs of the workers.
+"""The rows of the live page, as views of the records of requests: those that are over, and those
+under way, joined with the open jobs of the workers. Pure.
 
 A request of this frontend has a `Flight`. Its prefill job, if it has one, is in the report of its
 decode worker, and in that of the prefill worker that has claimed it. Jobs without a flight here are
-of other frontends. Pure; reports are up to a second older than flights.
+of other frontends. Reports are up to a second older than flights.
 """
 
 from __future__ import annotations
@@ -10,11 +11,72 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pullfill.frontend.flight import Flight
-from pullfill.snapshot import FLOWS, Flow, HeldJob, OpenJob, Reports, Stage
+from pullfill.frontend.request_log import RequestRecord
+from pullfill.snapshot import (
+    FAILED,
+    FLOWS,
+    Ended,
+    Flow,
+    HeldJob,
+    OpenJob,
+    Reports,
+    Stage,
+)
+from pullfill.wire import ExplainRecord
 
+_MAX_ERROR = 200
+_STAGES = ("fetch", "queue", "prefix_read", "prefill", "tail")
 _QUEUED = frozenset({"queued", "quarantined"})
 _READING = "reading"
 """Pull mode: the decode worker reads the KV."""
+
+
+def ended_of(request: RequestRecord, targets_ms: tuple[float, float]) -> Ended:
+    """Return the row of a request that is over.
+
+    targets_ms: of requests that name none, for TTFT and ITL."""
+    record = request.explain_record()
+    total, first, made = request.answer_ms, request.first_token_ms, request.answer_tokens
+    itl = (total - first) / (made - 1) if total and first is not None and made > 1 else None
+    ttft_target, itl_target = (
+        own if isinstance(own, int | float) else default
+        for own, default in zip(request.targets_ms, targets_ms, strict=True)
+    )
+    good = None
+    if total is not None:
+        good = (first or 0.0) <= ttft_target and (itl or 0.0) <= itl_target
+    timings = record.timings_ms
+    stages = {name: ms for name in _STAGES if (ms := getattr(timings, name)) is not None}
+    return Ended(
+        id=request.key,
+        at=request.failed_at if total is None else request.arrived_at + total / 1e3,
+        path=FAILED if request.error else record.path,
+        reason=request.error[:_MAX_ERROR] or record.reason,
+        prompt=record.prompt_tokens,
+        made=made,
+        ttft_ms=first,
+        itl_ms=itl,
+        total_ms=total,
+        good=False if request.error else good,
+        predicted_ms=predicted_of(record),
+        fallback=record.fallback,
+        decode=record.decode_instance,
+        prefill=record.prefill_instance or "",
+        stages=stages,
+    )
+
+
+def predicted_of(record: ExplainRecord) -> float | None:
+    """Return the predicted time to first token of what was chosen, in milliseconds."""
+    predicted = record.predicted_ms
+    if predicted is None:
+        return None
+    choice = record.choice or record.path
+    if choice == "remote":
+        return predicted.remote
+    if choice == "local_chunked" and predicted.local_chunked is not None:
+        return predicted.local_chunked
+    return predicted.local
 
 
 def flows_of(
@@ -57,18 +119,18 @@ def _own(
     held: dict[str, tuple[str, HeldJob]],
     now: float,
 ) -> Flow:
-    age_s = max(0.0, now - flight.arrived)
-    tokens = len(flight.request.prompt_token_ids or ())
-    more = {"id": flight.trace.key, "age_s": age_s, "tokens": tokens, "decode": decode}
+    record = flight.record
+    age_s = max(0.0, now - record.arrived)
+    more = {"id": record.key, "age_s": age_s, "tokens": record.prompt_tokens, "decode": decode}
     if job is not None and not flight.tokens:
         return _of_job(job, held, **more)
-    first_ms = flight.trace.first_token_ms
+    first_ms = record.first_token_ms
     if flight.tokens and first_ms is not None:
         stage, stage_s = Stage.DECODE, max(0.0, age_s - first_ms / 1e3)
     elif flight.worker is None:
-        stage, stage_s = Stage.ROUTE, max(0.0, now - flight.submitted)
+        stage, stage_s = Stage.ROUTE, max(0.0, now - record.submitted)
     else:
-        routed_s = flight.submitted - flight.arrived + (flight.trace.route_ms or 0.0) / 1e3
+        routed_s = record.submitted - record.arrived + (record.route_ms or 0.0) / 1e3
         stage, stage_s = Stage.PROMPT, max(0.0, age_s - routed_s)
     return Flow(stage=stage, stage_s=stage_s, made=len(flight.tokens), **more)  # type: ignore[arg-type]
 

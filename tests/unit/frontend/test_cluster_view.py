@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from pullfill.frontend.cluster import MergedMetrics
+from pullfill.frontend.cluster_view import MergedMetrics
 
 OWN = """# HELP up_total Things
 # TYPE up_total counter

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend.live_series import MAX_VALUES, Series, TokenMeter, percentiles
+from pullfill.frontend.live.history import MAX_VALUES, Series, TokenMeter, percentiles
 from pullfill.snapshot import HISTORY_S, STEP_S, Ended, WorkerPoint
 
 NOW = 10_000.0

@@ -1,5 +1,5 @@
 """The frontend's own `pullfill_frontend_*` metrics. The workers' metrics are merged in by
-`cluster.merge_metrics`. This process does not import `pullfill.runtime.metrics`, so it never
+`cluster_view.MergedMetrics`. This process does not import `pullfill.runtime.metrics`, so it never
 exports zeroes under their names."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chooses the decode worker of each request, and counts what is sent to whom.
 
 `Dispatcher` calls `choose` and `sent` when it sends a request, then `first` and `left`. The policy
-is `router.decode_policy`; `decode_choice` says what the policies do.
+is `router.decode_policy`; `choice` says what the policies do.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pullfill.engine import migration
-from pullfill.frontend import metrics
-from pullfill.frontend.decode_choice import KNOWN, Candidates, Choice
+from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.flight import Flight, Hashed
-from pullfill.frontend.placement import Placement
-from pullfill.frontend.prefixes import Prefixes
+from pullfill.frontend.routing.choice import KNOWN, Candidates, Choice, Placement
+from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.prefix import chain
 from pullfill.prefix.replica import State
 from pullfill.prefix.table import SLOTS
@@ -114,9 +113,9 @@ class Balancer:
             choice, _length(flight), now, block=self._block, hashes=hashed.hashes
         )
         flight.counted = len(flight.tokens)
-        metrics.DECODE_CHOICE.labels(choice.policy, choice.reason).inc()
+        counters.DECODE_CHOICE.labels(choice.policy, choice.reason).inc()
         score = None if choice.score is None else round(choice.score, 1)
-        flight.trace.decode_choice = DecodeChoice(
+        flight.record.decode_choice = DecodeChoice(
             policy=choice.policy,
             matched_tokens=choice.matched_tokens,
             score=score,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend import explain as explain_room
+from pullfill.frontend import request_log
 from pullfill.frontend.admission import Admission
-from pullfill.frontend.explain import ExplainStore, Trace, key_of
+from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of
 from pullfill.wire import ExplainRecord
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import request
@@ -28,17 +28,17 @@ def record(request_id: str) -> ExplainRecord:
     )  # fmt: skip
 
 
-def finish(store: ExplainStore, key: str) -> Trace:
+def finish(requests: RequestLog, key: str) -> None:
     """An engine request from its beginning to its end, in the call that is being served."""
-    trace = Trace(key, 0.5, 7.0)
-    store.open(f"{key}-12345678", trace)
-    store.put(record(f"{key}-12345678"))
-    trace.answer_ms = 1.0
-    store.over(trace)
-    return trace
+    one = RequestRecord(key, 0.5, 7.0)
+    requests.begin(one)
+    requests.sent(f"{key}-12345678", one, one.to("d"))
+    requests.put(record(f"{key}-12345678"))
+    one.answer_ms = 1.0
+    requests.over(one)
 
 
-async def serve(store: ExplainStore, app: App, name: str = "", most: int = 9) -> dict[str, Any]:
+async def serve(requests: RequestLog, app: App, name: str = "", most: int = 9) -> dict[str, Any]:
     """Serve an HTTP request. Returns the first message to the client."""
     sent: list[Any] = []
 
@@ -53,7 +53,7 @@ async def serve(store: ExplainStore, app: App, name: str = "", most: int = 9) ->
 
     headers = [(b"x-request-id", name.encode())] if name else []
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
-    gate = Admission(app, ready, most, explain=store)
+    gate = Admission(app, ready, most, requests=requests)
     # As uvicorn does: a task, with a context of its own.
     await asyncio.create_task(gate(scope, receive, send))  # type: ignore[arg-type]
     answer: dict[str, Any] = sent[0] if sent else {}
@@ -61,14 +61,14 @@ async def serve(store: ExplainStore, app: App, name: str = "", most: int = 9) ->
 
 
 def answering(
-    store: ExplainStore, response_id: str, *keys: str, status: int = 200, body: bytes = b"x"
+    requests: RequestLog, response_id: str, *keys: str, status: int = 200, body: bytes = b"x"
 ) -> App:
     """As a route of vLLM: notes the id of the answer, then makes engine requests."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         scope["state"]["request_metadata"] = SimpleNamespace(request_id=response_id)
         for key in keys:
-            finish(store, key)
+            finish(requests, key)
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": body})
 
@@ -94,51 +94,55 @@ def test_explain_keys_drop_vllms_random_tail_and_keep_the_choice(
 
 async def test_an_id_finds_its_own_request_and_no_other() -> None:
     """`cmpl-foo-0` found the first prompt of `cmpl-foo`. Beams have ids that nobody knows."""
-    store = ExplainStore()
+    requests = RequestLog()
     beams = [f"cmpl-a/b-{number:x}-beam-{number % 2}" for number in range(40)]
-    await serve(store, answering(store, "cmpl-foo", "cmpl-foo-0"), "foo")
-    await serve(store, answering(store, "cmpl-foo-0", "cmpl-foo-0-0", "1_cmpl-foo-0-0"), "foo-0")
-    await serve(store, answering(store, "cmpl-a/b", *beams), "a/b")
+    await serve(requests, answering(requests, "cmpl-foo", "cmpl-foo-0"), "foo")
+    await serve(
+        requests, answering(requests, "cmpl-foo-0", "cmpl-foo-0-0", "1_cmpl-foo-0-0"), "foo-0"
+    )
+    await serve(requests, answering(requests, "cmpl-a/b", *beams), "a/b")
     for name, parts in (
         ("cmpl-foo", []), ("foo", []), ("cmpl-foo-0", ["1_cmpl-foo-0-0"]), ("a/b", beams[1:32]),
         ("cmpl-foo-0-0", []),  # as in logs
     ):  # fmt: skip
-        found = store.get(name)
+        found = requests.get(name)
         assert found is not None, name
         assert (found.request_id, [part.request_id for part in found.parts]) == (name, parts)
         assert (found.same_id, found.more_parts) == ((), 8 if name == "a/b" else 0)
         assert (found.timings_ms.route, found.timings_ms.first_token) == (0.5, 7.0)
-    assert store.get("cmpl") is None
+    assert requests.get("cmpl") is None
 
 
 async def test_requests_with_one_id_are_all_told() -> None:
-    store = ExplainStore()
+    requests = RequestLog()
     for number in range(25):
         keys = ["cmpl-x-0"] if number % 2 == 0 else []
         status = 200 if keys else 400
-        await serve(store, answering(store, "cmpl-x", *keys, status=status), "x")
-    found = store.get("cmpl-x")
+        await serve(requests, answering(requests, "cmpl-x", *keys, status=status), "x")
+    found = requests.get("cmpl-x")
     assert found is not None
     states = [one.state for one in (found, *found.same_id)]
     assert states == ["answered", "failed"] * 10
 
 
 async def test_a_request_that_is_refused_or_fails_says_why() -> None:
-    store = ExplainStore()
+    requests = RequestLog()
     error = json.dumps({"error": {"message": "no such model", "code": 404}}).encode()
-    await serve(store, answering(store, "cmpl-a", status=404, body=error), "a")
-    refused = await serve(store, answering(store, "never"), most=0)
+    await serve(requests, answering(requests, "cmpl-a", status=404, body=error), "a")
+    refused = await serve(requests, answering(requests, "never"), most=0)
     (name,) = (value.decode() for key, value in refused["headers"] if key == b"x-request-id")
     cut = b'data: {"error": {"message": "bad regex", "code": 400}}\n\n'
-    await serve(store, answering(store, "cmpl-b", body=cut), "b")
+    await serve(requests, answering(requests, "cmpl-b", body=cut), "b")
     event = b'event: response.failed\ndata: {"response": {"error": {"message": "lost"}}}\n\n'
-    await serve(store, answering(store, "resp_c", body=event), "c")
-    await serve(store, answering(store, "cmpl-d", status=500, body=b"Internal Server Error"), "d")
+    await serve(requests, answering(requests, "resp_c", body=event), "c")
+    await serve(
+        requests, answering(requests, "cmpl-d", status=500, body=b"Internal Server Error"), "d"
+    )
     for known, status, why in (
         ("cmpl-a", 404, "no such model"), (name, 429, "0 requests are being served"),
         ("cmpl-b", 200, "bad regex"), ("resp_c", 200, "lost"), ("d", 500, "Internal Server Error"),
     ):  # fmt: skip
-        found = store.get(known)
+        found = requests.get(known)
         assert found is not None, known
         assert (found.state, found.status, found.path) == ("failed", status, "none")
         assert found.error is not None
@@ -146,56 +150,56 @@ async def test_a_request_that_is_refused_or_fails_says_why() -> None:
 
 
 async def test_what_is_under_way_or_was_cancelled_says_so() -> None:
-    store, states = ExplainStore(), list[str]()
+    requests, states = RequestLog(), list[str]()
 
     def look() -> None:
-        found = store.get("x")
+        found = requests.get("x")
         assert found is not None
         states.append(found.state)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        trace = Trace("cmpl-x-0")
-        store.begin(trace)
+        one = RequestRecord("cmpl-x-0")
+        requests.begin(one)
         look()
-        store.over(trace)
+        requests.over(one)
 
-    await serve(store, app, "x")
+    await serve(requests, app, "x")
     look()
     assert states == ["running", "cancelled"]
 
 
 async def test_an_answer_whose_last_byte_is_out_is_waited_for() -> None:
-    store, left = ExplainStore(), asyncio.Event()
+    requests, left = RequestLog(), asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await answering(store, "cmpl-x", status=400, body=b"no")(scope, receive, send)
+        await answering(requests, "cmpl-x", status=400, body=b"no")(scope, receive, send)
         await left.wait()
 
-    serving = asyncio.create_task(serve(store, app))
-    await until(lambda: store.get("cmpl-x") is not None)
-    waiting = asyncio.create_task(store.settled("cmpl-x"))
+    serving = asyncio.create_task(serve(requests, app))
+    await until(lambda: requests.get("cmpl-x") is not None)
+    waiting = asyncio.create_task(requests.settled("cmpl-x"))
     await asyncio.sleep(0)
     left.set()
     await waiting
-    found = store.get("cmpl-x")
+    found = requests.get("cmpl-x")
     assert found is not None
     assert (found.state, found.error) == ("failed", "no")
     await serving
 
 
 async def test_a_flood_of_refusals_pushes_out_no_request_that_was_served() -> None:
-    store = ExplainStore(limit=3)
-    store.put(record("stranger"))
+    requests = RequestLog(limit=3)
+    requests.put(record("stranger"))
     for number in range(5):
-        await serve(store, answering(store, f"k{number}", f"k{number}-0"))
-        await serve(store, answering(store, f"r{number}"), most=0, name=f"r{number}")
-    known = [store.get(f"k{number}") is not None for number in range(5)]
-    assert known == [store.get(f"r{number}") is not None for number in range(5)]
+        await serve(requests, answering(requests, f"k{number}", f"k{number}-0"))
+        await serve(requests, answering(requests, f"r{number}"), most=0, name=f"r{number}")
+    known = [requests.get(f"k{number}") is not None for number in range(5)]
+    assert known == [requests.get(f"r{number}") is not None for number in range(5)]
     assert known == [False, False, True, True, True]
-    assert len(store._by_id) == 3 + 3 + 3
-    assert len(store._by_key) == 3
-    await serve(store, answering(store, "many", *(f"many-{part}" for part in range(9))))
-    assert store.get("k4") is None, "the records of all together are bounded"
+    assert len(requests._by_id) == 3 + 3 + 3
+    assert len(requests._by_key) == 3
+    await serve(requests, answering(requests, "many", *(f"many-{part}" for part in range(9))))
+    assert requests.get("k4") is None, "the records of all together are bounded"
 
 
 async def test_a_request_that_lost_its_worker_or_never_had_one_is_explained(
@@ -217,7 +221,7 @@ async def test_a_request_that_lost_its_worker_or_never_had_one_is_explained(
         assert (b.state, b.path, b.decode_instance) == ("failed", "none", "")
         assert a.migrated_from == (), "no other worker has continued it"
         assert (a.error, b.error) == tuple(r.sink.failures.values())
-        assert [trace.key for _, trace in r.explain.since(0)] == ["cmpl-b-0", "cmpl-a-0"]
+        assert [record.key for record in r.requests.since(0)] == ["cmpl-b-0", "cmpl-a-0"]
 
 
 async def test_an_answer_that_a_stop_string_ended_is_known_at_once() -> None:
@@ -227,8 +231,8 @@ async def test_an_answer_that_a_stop_string_ended_is_known_at_once() -> None:
         r.dispatcher.submit(request("cmpl-a-0-1234abcd", max_tokens=999))
         await until(lambda: bool(r.sink.tokens))
         r.dispatcher.abort(["cmpl-a-0-1234abcd"], answered=True)
-        await r.explain.settled("cmpl-a-0")
-        found = r.explain.get("cmpl-a-0")
+        await r.requests.settled("cmpl-a-0")
+        found = r.requests.get("cmpl-a-0")
         assert found is not None
         assert (found.state, found.path) == ("answered", "local")
 
@@ -236,23 +240,24 @@ async def test_an_answer_that_a_stop_string_ended_is_known_at_once() -> None:
 async def test_a_record_that_never_comes_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(explain_room, "WAIT_S", 0.01)
-    store, trace = ExplainStore(), Trace("x")
-    trace.worker, trace.answer_ms = "decode-1", 1.0
-    store.begin(trace)
-    store.over(trace)
+    monkeypatch.setattr(request_log, "WAIT_S", 0.01)
+    requests, one = RequestLog(), RequestRecord("x")
+    one.answer_ms = 1.0
+    requests.begin(one)
+    requests.sent("wire", one, one.to("decode-1"))
+    requests.over(one)
     async with asyncio.timeout(5):
-        await store.settled("x")
-    found = store.get("x")
+        await requests.settled("x")
+    found = requests.get("x")
     assert found is not None
     assert (found.state, found.path) == ("answered", "unknown")
 
 
 def test_records_since_a_number_come_newest_first_and_each_once() -> None:
-    store = ExplainStore(limit=3)
+    requests = RequestLog(limit=3)
     for i in range(5):
-        finish(store, f"k{i}")
-    found = [(trace.key, trace.serial) for _, trace in store.since(0)]
+        finish(requests, f"k{i}")
+    found = [(one.key, one.serial) for one in requests.since(0)]
     assert found == [("k4", 5), ("k3", 4), ("k2", 3)]
-    assert [trace.key for _, trace in store.since(4)] == ["k4"]
-    assert list(store.since(5)) == []
+    assert [one.key for one in requests.since(4)] == ["k4"]
+    assert list(requests.since(5)) == []

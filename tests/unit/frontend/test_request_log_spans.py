@@ -101,9 +101,9 @@ async def test_a_stop_string_is_no_error(receiver: Receiver) -> None:
         await r.ready(1)
         r.dispatcher.submit(traced("a-1", HEADERS))
         await until(lambda: bool(worker.added))
-        trace = r.dispatcher.flights["a-1"].trace
+        record = r.dispatcher.flights["a-1"].record
         r.dispatcher.abort(["a-1"], answered=True)
-        assert trace.answer_ms is not None, "not cancelled"
+        assert record.answer_ms is not None, "not cancelled"
         await until(lambda: worker.aborted == ["a-1"])
     tracing.close()
     assert not receiver.one("frontend.request").error

@@ -1,13 +1,13 @@
-"""Makes the snapshots of the live page and of `pullfill top`, while somebody looks.
+"""The live page at /pullfill/ui, and the snapshots that it and `pullfill top` show.
 
-The first viewer starts one task for all viewers. Each PERIOD_S it asks every worker for its report,
-takes what has ended from the explain store, and gives every viewer the new snapshot as JSON, made
-once. When the last viewer has gone, the task ends. Then nothing is asked and nothing is computed.
+    /pullfill/ui               the page
+    /pullfill/ui/NAME          its style, scripts and icon
+    /pullfill/ui/events        server-sent events: each is a `Snapshot` (pullfill/snapshot.py)
+    /pullfill/ui/requests/ID   as /pullfill/requests/ID
 
-A viewer that has not taken the last snapshot in time misses the next ones. It gets a whole one
-later, so what waits for a viewer is bounded.
-
-Single event loop. `close` ends all viewers: a frontend that drains does not wait for them.
+All paths are relative to the page, so a proxy may serve it below a prefix. `http_auth` decides who
+may see it. The page loads nothing from elsewhere and has no inline script or style, which its
+Content-Security-Policy enforces. What requests and workers are called is shown as text only.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from pullfill.errors import OverloadedError
-from pullfill.frontend import metrics
-from pullfill.frontend.cluster import ClusterView
-from pullfill.frontend.explain import ExplainStore
+from pullfill.frontend import counters
+from pullfill.frontend.cluster_view import ClusterView
 from pullfill.frontend.flight import Flight
-from pullfill.frontend.live_flows import flows_of
-from pullfill.frontend.live_marks import Marks
-from pullfill.frontend.live_rows import ended_of
-from pullfill.frontend.live_series import Series, TokenMeter
+from pullfill.frontend.live.history import Marks, Series, TokenMeter
+from pullfill.frontend.live.rows import ended_of, flows_of
+from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
 from pullfill.snapshot import HISTORY_S, RECENT, Ended, Snapshot, WorkerPoint
 
@@ -42,8 +45,25 @@ WORKERS_PER_S = 16
 MAX_VIEWERS = 32
 _SLICE = 256
 """So many records of the past are counted before other callbacks of the event loop run."""
+FILES = Path(__file__).parent.parent / "ui"
+SEND_S = 10.0
+"""A viewer that takes nothing for so long is disconnected."""
+RETRY_MS = 1000
+"""How soon a browser connects again when the frontend has gone."""
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    # After an upgrade the page must not run with the scripts of before.
+    "cache-control": "no-cache",
+}
+_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
-_log = log.get("frontend.live_view")
+_log = log.get("frontend.live")
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +85,16 @@ class _Viewer:
 
 
 class LiveView:
-    """See the module.
+    """Makes the snapshots, while somebody looks.
+
+    The first viewer starts one task for all viewers. Each PERIOD_S it asks every worker for its
+    report, takes what has ended from the request log, and gives every viewer the new snapshot as
+    JSON, made once. When the last viewer has gone, the task ends. Then nothing is asked.
+
+    A viewer that has not taken the last snapshot in time misses the next ones. It gets a whole one
+    later, so what waits for a viewer is bounded.
+
+    Single event loop. `close` ends all viewers: a frontend that drains does not wait for them.
 
     frontend: instance id of this frontend. since: when it started, in seconds since 1970.
     targets_ms: returns the targets of requests that name none.
@@ -75,7 +104,7 @@ class LiveView:
     def __init__(
         self,
         view: ClusterView,
-        explain: ExplainStore,
+        requests: RequestLog,
         flights: Callable[[], Collection[Flight]],
         targets_ms: Callable[[], tuple[float, float]],
         *,
@@ -85,7 +114,7 @@ class LiveView:
         frontends: Callable[[], int] = lambda: 1,
     ) -> None:
         self._view = view
-        self._explain = explain
+        self._requests = requests
         self._flights = flights
         self._targets_ms = targets_ms
         self._frontends = frontends
@@ -193,7 +222,7 @@ class LiveView:
                 figures,
                 backlog_s=cluster.backlog_s,
                 in_flight=len(flights),
-                failed=int(next(iter(metrics.FAILED.collect())).samples[0].value),
+                failed=int(next(iter(counters.FAILED.collect())).samples[0].value),
             ),
             flows=flows,
             hidden=hidden,
@@ -223,11 +252,11 @@ class LiveView:
     async def _take_ended(self) -> list[Ended]:
         """Return the requests that have ended since the last look, oldest first, and count them."""
         targets, oldest = self._targets_ms(), time.time() - HISTORY_S
-        found, rows = list(self._explain.since(self._serial)), list[Ended]()
+        found, rows = list(self._requests.since(self._serial)), list[Ended]()
         # Before the first pause: a request that goes on elsewhere gets a new serial.
-        newest = found[0][1].serial if found else self._serial
-        for number, (record, trace) in enumerate(found, 1):
-            row = ended_of(record, trace, targets)
+        newest = found[0].serial if found else self._serial
+        for number, record in enumerate(found, 1):
+            row = ended_of(record, targets)
             if row.at is not None and row.at < oldest:
                 break
             rows.append(row)
@@ -242,3 +271,93 @@ class LiveView:
         self._series.recent(rows)
         self._ended.extend(rows)
         return rows
+
+
+# --------------------------------------------------------------------------- HTTP
+
+
+# sse-starlette, once used, looks twice a second for ever whether the server ends, and replaces a
+# method of uvicorn's server. Here nothing may run when nobody looks.
+class EventStream(Response):
+    """Server-sent events, one for each body of JSON in one line. Ends with its source.
+
+    An empty body becomes a comment, which viewers ignore: the connection is alive.
+    It ends at once when the client disconnects, or takes nothing for SEND_S seconds."""
+
+    def __init__(self, source: AsyncIterator[bytes]) -> None:
+        super().__init__(
+            media_type="text/event-stream",
+            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+        )
+        del self.headers["content-length"]
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        if scope["method"] == "HEAD":
+            await send({"type": "http.response.body", "body": b""})
+            return
+        tasks = [asyncio.create_task(self._events(send)), asyncio.create_task(_gone(receive))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _events(self, send: Send) -> None:
+        try:
+            await _send(send, b"retry: %d\n\n" % RETRY_MS)
+            async for body in self._source:
+                await _send(send, b"data: %b\n\n" % body if body else b": \n\n")
+            await send({"type": "http.response.body", "body": b""})
+        except TimeoutError:
+            _log.warning("disconnected a viewer that read nothing for %g s", SEND_S)
+        except OSError:
+            pass  # it has gone
+        finally:
+            await self._source.aclose()  # type: ignore[attr-defined]
+
+
+async def _send(send: Send, body: bytes) -> None:
+    async with asyncio.timeout(SEND_S):
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def routes(live: LiveView, request: Callable[[Request], Awaitable[Response]]) -> list[Route]:
+    """Return the routes of the page. request: answers /pullfill/requests/ID."""
+
+    async def page(_: Request) -> Response:
+        return FileResponse(FILES / "index.html", media_type="text/html", headers=HEADERS)
+
+    async def slash(_: Request) -> Response:
+        return RedirectResponse("../ui", headers=HEADERS)
+
+    async def file(found: Request) -> Response:
+        name = found.path_params["name"]
+        path = FILES / name
+        if path.suffix not in _TYPES or path not in FILES.iterdir():
+            return JSONResponse({"error": f"the page has no file {name!r}"}, status_code=404)
+        return FileResponse(path, media_type=_TYPES[path.suffix], headers=HEADERS)
+
+    async def events(_: Request) -> Response:
+        try:
+            return EventStream(live.watch())
+        except OverloadedError as exc:
+            headers = {"retry-after": "5"}
+            return JSONResponse({"error": str(exc)}, status_code=503, headers=headers)
+
+    return [
+        Route("/pullfill/ui", page),
+        Route("/pullfill/ui/", slash),
+        Route("/pullfill/ui/events", events),
+        Route("/pullfill/ui/requests/{request_id:path}", request),
+        Route("/pullfill/ui/{name}", file),
+    ]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend.explain import Trace
-from pullfill.frontend.live_flows import flows_of
+from pullfill.frontend.live.rows import flows_of
+from pullfill.frontend.request_log import RequestRecord
 from pullfill.snapshot import Flow, HeldJob, OpenJob, Report, Stage
 from tests.support.workers import record
 
@@ -17,11 +17,12 @@ DECODE, PREFILL = record("d", role="decode"), record("p", role="prefill")
 
 
 def flight(name: str = "r", arrived: float = NOW - 3, **fields: Any) -> Any:
-    known: dict[str, Any] = {
-        "request": SimpleNamespace(prompt_token_ids=[1, 2, 3]), "wire_id": f"{name}-wire",
-        "trace": Trace(name, route_ms=500.0), "arrived": arrived, "submitted": arrived + 0.5,
-        "worker": SimpleNamespace(instance_id="d"), "tokens": [],
-    }  # fmt: skip
+    record = RequestRecord(
+        name, route_ms=500.0, arrived=arrived, submitted=arrived + 0.5, prompt_tokens=3,
+        first_token_ms=fields.pop("first_token_ms", None),
+    )  # fmt: skip
+    worker = SimpleNamespace(instance_id="d")
+    known = {"wire_id": f"{name}-wire", "record": record, "worker": worker, "tokens": []}
     return SimpleNamespace(**(known | fields))
 
 
@@ -48,8 +49,7 @@ def test_without_a_job_a_request_is_at_the_frontend_or_at_its_decode_worker() ->
 
 
 def test_with_a_token_its_answer_is_under_way_whatever_an_old_report_says() -> None:
-    trace = Trace("r", first_token_ms=1000.0)
-    flow = one(job(), tokens=[5, 6], trace=trace)
+    flow = one(job(), tokens=[5, 6], first_token_ms=1000.0)
     assert (flow.stage, flow.made, flow.stage_s) == (Stage.DECODE, 2, 2.0)
 
 

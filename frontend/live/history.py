@@ -1,21 +1,38 @@
-"""The history that the live page draws: a `Point` for each STEP_S seconds of HISTORY_S.
+"""The history that the live page draws: a `Point` for each STEP_S seconds of HISTORY_S, and a mark
+for what has happened to servers and workers.
 
-Two sources. Requests that ended come from the explain store, which has them anyway. So their part
-of the history is there as soon as somebody looks. Samples of workers and of the queue are taken
-only while somebody looks. Before, the history has no figures of them.
+Requests that ended come from the request log, which has them anyway. So their part of the history
+is there as soon as somebody looks, and changes in the registry are noted always: they are rare.
+Figures of workers and of the queue, and who does not answer, are noted while somebody looks.
 
-Pure: the caller brings the times.
+`Series` is pure: the caller brings the times.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pullfill.snapshot import FAILED, HISTORY_S, STEP_S, Ended, Now, Point, WorkerPoint
+import msgspec
+
+from pullfill.snapshot import (
+    FAILED,
+    HISTORY_S,
+    STEP_S,
+    UNTOLD,
+    Cluster,
+    Ended,
+    Mark,
+    Now,
+    Point,
+    WorkerPoint,
+)
+from pullfill.wire import WorkerRecord, WorkerState
 
 MINUTE_S = 60.0
+MAX_MARKS = 200
 MAX_VALUES = 512
 """Of this many requests in a step the percentiles are taken, at most."""
 _LEAST_S = 0.1
@@ -85,7 +102,7 @@ class TokenMeter:
 
 
 class Series:
-    """See the module."""
+    """The points."""
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
@@ -186,3 +203,83 @@ class Series:
             backlog_s=step.backlog_s,
             workers=step.workers,
         )
+
+
+# --------------------------------------------------------------------------- marks
+
+
+@dataclass(slots=True)
+class _Event:
+    at: float
+    kind: str
+    who: str
+    text: str = ""
+    until: float | None = None
+
+
+class Marks:
+    """What has happened. clock: seconds since 1970."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._events: list[_Event] = []
+        self._open: dict[tuple[str, str], _Event] = {}
+
+    def on_change(self, old: WorkerRecord | None, new: WorkerRecord | None) -> None:
+        """Note a change in the registry (`Directory.subscribe`)."""
+        now = self._clock()
+        if new is None:
+            assert old is not None
+            self._end("drain", old.instance_id, now)
+            self._end("lost", old.instance_id, now)
+            self._add(_Event(now, "left", old.instance_id))
+            return
+        if old is None:
+            self._add(_Event(now, "joined", new.instance_id, new.role))
+        elif new.restarts > old.restarts or new.pid != old.pid:
+            self._add(_Event(now, "restarted", new.instance_id))
+        if new.state is WorkerState.DRAINING:
+            self._begin("drain", new.instance_id, now)
+        elif old is not None and old.state is WorkerState.DRAINING:
+            self._end("drain", new.instance_id, now)
+
+    def seen(self, cluster: Cluster) -> None:
+        """Note which workers and servers do not answer."""
+        now = self._clock()
+        lost = {row.instance_id for row in cluster.workers if row.state == WorkerState.LOST}
+        for kind, who in [*self._open]:
+            # A worker may also have left after it was asked.
+            if kind == "lost" and who not in lost:
+                self._end(kind, who, now)
+        for who in lost:
+            self._begin("lost", who, now, "it does not answer")
+        for name, status in cluster.servers.items():
+            if status.up:
+                self._end("outage", name, now - status.since_s)
+            elif status.error != UNTOLD:
+                self._begin("outage", name, now - status.since_s, status.error or "")
+
+    def marks(self) -> tuple[Mark, ...]:
+        """Return the marks of the history, oldest first. Forget older ones."""
+        oldest, lasting = self._clock() - HISTORY_S, {id(each) for each in self._open.values()}
+        self._events = [
+            event
+            for event in self._events
+            if id(event) in lasting or (event.until or event.at) >= oldest
+        ]
+        ordered = sorted(self._events, key=lambda event: event.at)
+        return tuple(msgspec.convert(event, Mark, from_attributes=True) for event in ordered)
+
+    # ---------------------------------------------------------------- inside
+
+    def _begin(self, kind: str, who: str, at: float, text: str = "") -> None:
+        if (kind, who) not in self._open:
+            self._open[kind, who] = event = _Event(at, kind, who, text)
+            self._add(event)
+
+    def _end(self, kind: str, who: str, at: float) -> None:
+        if (event := self._open.pop((kind, who), None)) is not None:
+            event.until = at
+
+    def _add(self, event: _Event) -> None:
+        self._events = [*self._events, event][-MAX_MARKS:]

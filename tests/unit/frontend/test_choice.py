@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from pullfill.frontend import decode_choice
-from pullfill.frontend.decode_choice import Ask, Candidates, Choice, Chooser, WorkerView
+from pullfill.frontend.routing import choice as decode_choice
+from pullfill.frontend.routing.choice import Ask, Candidates, Choice, Chooser, WorkerView
 from pullfill.wire import DecodePolicy
 
 BLOCK = 16

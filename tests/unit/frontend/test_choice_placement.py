@@ -6,8 +6,7 @@ import random
 
 import numpy as np
 
-from pullfill.frontend.decode_choice import Choice, Held
-from pullfill.frontend.placement import PREDICTED_S, Placement
+from pullfill.frontend.routing.choice import PREDICTED_S, Choice, Held, Placement
 from pullfill.wire import DecodePolicy
 
 BLOCK = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pullfill.frontend.live_marks import MAX_MARKS, Marks
+from pullfill.frontend.live.history import MAX_MARKS, Marks
 from pullfill.snapshot import HISTORY_S, Cluster, WorkerRow
 from pullfill.wire import ServerStatus, WorkerRecord, WorkerState
 from tests.support.workers import record

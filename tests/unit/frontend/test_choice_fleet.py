@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pullfill.frontend.fleet import FADE, Fleet
+from pullfill.frontend.routing.choice import FADE, Fleet
 
 
 def test_a_report_counts_others_and_our_own_is_not_counted_twice() -> None:

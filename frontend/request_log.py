@@ -1,0 +1,470 @@
+"""What this frontend knows of its recent requests: one record each. The spans, the rows of the live
+page and what `pullfill explain` shows are views of it.
+
+An `HttpCall` is one HTTP request. The engine sees a request, a `RequestRecord`, for each of its
+prompts, choices and beams. `Admission` opens the call in the context of the HTTP request, so each
+engine request finds its call there. Clients know a call by its X-Request-Id and by the `id` of its
+answer, which vLLM notes in the state of the HTTP request. Thus no id is guessed from another.
+
+Bounded: the oldest call goes first. Used on the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pullfill.engine import front_app, front_wire, request_targets
+from pullfill.engine.migration import choice_of
+from pullfill.runtime import tracing
+from pullfill.runtime.tracing import PARENT, Context
+from pullfill.snapshot import Explained
+from pullfill.wire import MAX_TEXT, DecodeChoice, ExplainRecord
+
+MAX_RECORDS = 10_000
+MAX_PARTS = 32
+"""Engine requests of one call that are kept. A beam search makes one for each beam and token."""
+MAX_SAME = 20
+"""Calls that one id finds. A client may send all its requests with the same X-Request-Id."""
+MAX_ERROR = 1000
+WAIT_S = 0.5
+"""A worker tells of an answer that a stop string has ended after its next step. Less than other
+frontends wait (`cluster_view.FETCH_TIMEOUT_S`)."""
+_HEADER = b"x-request-id"
+_ERROR_EVENTS = (b'data: {"error"', b"event: error", b"event: response.failed")
+"""How an event begins that ends a stream with an error."""
+_MOST = max(map(len, _ERROR_EVENTS))
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+
+_call: ContextVar[HttpCall | None] = ContextVar("call", default=None)
+"""The HTTP request that is being served."""
+
+
+# --------------------------------------------------------------------------- the records
+
+
+@dataclass(slots=True, eq=False)
+class SentTo:
+    """One dispatch to a decode worker. Times are those of `time.monotonic`.
+
+    span: None: the request is not traced. left_at: 0: the request is there.
+    error: why it left too soon."""
+
+    worker: str
+    span: Context | None
+    sent_at: float = field(default_factory=time.monotonic)
+    left_at: float = 0.0
+    error: str = ""
+
+    def headers(self, given: Mapping[str, str] | None) -> Mapping[str, str] | None:
+        """Return the trace headers for the worker. given: the client's."""
+        return given if self.span is None else {**(given or {}), PARENT: self.span.header}
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """One engine request, from its arrival to its end.
+
+    key: see `key_of`.
+    arrived, submitted, over_at: `time.monotonic` of its arrival, of `Dispatcher.submit`, and of its
+    end. arrived_at, failed_at: seconds since 1970.
+    spans: its own span, and the client's above it. None: it is not traced.
+    sent: its dispatches to decode workers, in order.
+    migrated_tokens: number of tokens that were out when it left the last worker but one.
+    decode_choice: how its last decode worker was chosen.
+    answer_ms: from its arrival to the end of its answer. None: it has not ended, or was cancelled.
+    targets_ms: what it names for TTFT and ITL. None: nothing.
+    told: its worker's record. None: it has not come.
+    serial: number of its record in the order of their coming.
+    error: why it failed. Empty: it did not."""
+
+    key: str
+    route_ms: float | None = None
+    first_token_ms: float | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    submitted: float = field(default_factory=time.monotonic)
+    arrived_at: float = 0.0
+    prompt_tokens: int = 0
+    spans: tuple[Context, Context | None] | None = None
+    sent: list[SentTo] = field(default_factory=list)
+    migrated_tokens: int = 0
+    decode_choice: DecodeChoice | None = None
+    answer_ms: float | None = None
+    answer_tokens: int = 0
+    targets_ms: tuple[float | None, float | None] = (None, None)
+    call: HttpCall | None = field(default=None, repr=False)
+    told: ExplainRecord | None = None
+    serial: int = 0
+    over_at: float | None = None
+    error: str = ""
+    failed_at: float | None = None
+
+    @property
+    def worker(self) -> str:
+        """The last decode worker that it was sent to. Empty: none."""
+        return self.sent[-1].worker if self.sent else ""
+
+    @property
+    def owed(self) -> bool:
+        """Whether its worker's record is still to come."""
+        if self.told is not None or self.error or not self.sent or self.over_at is None:
+            return False
+        return time.monotonic() - self.over_at < WAIT_S
+
+    def to(self, worker: str) -> SentTo:
+        """Return a dispatch to a worker. `RequestLog.sent` enters it."""
+        return SentTo(worker, self.spans and self.spans[0].child())
+
+    def left(self, error: str) -> None:
+        """Note that its worker has it no more, and why."""
+        self.sent[-1].left_at, self.sent[-1].error = time.monotonic(), error
+
+    def answered(self, params: Any) -> None:
+        """Note that its answer is complete. params: vLLM's SamplingParams."""
+        self.answer_ms = (time.monotonic() - self.arrived) * 1000.0
+        self.targets_ms = request_targets.targets(params)
+
+    def explain_record(self) -> ExplainRecord:
+        """Return its worker's record, or what this frontend knows of it."""
+        return self.told or ExplainRecord(
+            request_id=self.key,
+            path="unknown" if self.sent else "none",
+            reason="",
+            prompt_tokens=self.prompt_tokens,
+            prefix_hit_tokens=0,
+            remote_tokens=0,
+            decode_instance=self.worker,
+        )
+
+    def explained(self) -> Explained:
+        """Combine what its worker and this frontend know."""
+        record = self.explain_record()
+        told = msgspec.structs.asdict(record)
+        told["timings_ms"] = msgspec.structs.replace(
+            record.timings_ms, route=self.route_ms, first_token=self.first_token_ms
+        )
+        return Explained(**told | {
+            "request_id": self.key,
+            "error": self.error or None,
+            "migrated_from": tuple(sent.worker for sent in self.sent[:-1]),
+            "migrated_tokens": self.migrated_tokens,
+            "decode_choice": self.decode_choice,
+        })  # fmt: skip
+
+
+def _send_spans(record: RequestRecord, error: str) -> None:
+    """Send the spans of a request that is over: its own, below it one for each dispatch."""
+    if record.spans is None:
+        return
+    own, above = record.spans
+    now, before = time.monotonic(), None
+    for number, sent in enumerate(record.sent, 1):
+        assert sent.span is not None
+        tracing.record(
+            "frontend.dispatch",
+            sent.span,
+            own,
+            sent.sent_at,
+            sent.left_at or now,
+            {"pullfill.decode_instance": sent.worker, "pullfill.dispatch": number},
+            links=() if before is None else (before,),
+            error=sent.error if sent.left_at else error,
+            kind="CLIENT",
+        )
+        before = sent.span
+    tracing.record(
+        "frontend.request",
+        own,
+        above,
+        record.arrived,
+        now,
+        {
+            "gen_ai.request.id": record.key,
+            "gen_ai.usage.completion_tokens": record.answer_tokens,
+        },
+        error=error,
+        kind="SERVER",
+    )
+
+
+def key_of(request_id: str, external_id: str | None) -> str:
+    """`0_cmpl-x-0-1234abcd` with external id `cmpl-x-0` → `0_cmpl-x-0`. MAX_TEXT at most."""
+    if not external_id:
+        return request_id[:MAX_TEXT]
+    choice = choice_of(request_id, external_id)
+    return (f"{choice}_{external_id}" if choice else external_id)[:MAX_TEXT]
+
+
+def refused_id(request_id: str) -> str:
+    """Return why a request with this id is refused. Empty: it is not. Clients choose ids."""
+    if len(request_id) <= MAX_TEXT:
+        return ""
+    return f"the request's id has {len(request_id)} characters: give one of at most {MAX_TEXT}"
+
+
+@dataclass(slots=True, eq=False)
+class HttpCall:
+    """One HTTP request that needs an engine. Without HTTP: one engine request.
+
+    request_id: its X-Request-Id. We make one if the client sent none, and add it to the answer.
+    response_id: the `id` of its answer. Empty: not known yet.
+    state: ASGI's, until it has ended.
+    status: of HTTP. 0: no answer has begun.
+    error: what the client was told.
+    records: its first engine requests. more: number of the others.
+    filed: the ids that find it."""
+
+    request_id: str
+    response_id: str = ""
+    state: MutableMapping[str, Any] | None = None
+    status: int = 0
+    error: str = ""
+    ended: bool = False
+    arrived_at: float = field(default_factory=time.time)
+    records: list[RequestRecord] = field(default_factory=list)
+    more: int = 0
+    filed: set[str] = field(default_factory=set)
+
+    def names(self) -> set[str]:
+        if self.state is not None:
+            self.response_id = front_app.answer_id(self.state)[:MAX_TEXT] or self.response_id
+        return {name for name in (self.request_id, self.response_id) if name}
+
+    def noting(self, send: Send, begun: Callable[[HttpCall], None], *, made: bool) -> Send:
+        """Return a `send` that notes status and error.
+
+        begun: is called when the answer begins. made: the client does not know its id."""
+
+        # No coroutine: it is called for each part of a stream.
+        def noted(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                known = [value for name, value in message["headers"] if name == _HEADER]
+                if known:  # vLLM makes one with --enable-request-id-headers
+                    self.request_id = known[0].decode("latin-1")[:MAX_TEXT]
+                elif made:
+                    added = (_HEADER, self.request_id.encode())
+                    message = {**message, "headers": [*message["headers"], added]}
+                begun(self)
+            elif (body := message.get("body")) and (
+                self.status >= 400 or bytes(body[:_MOST]).startswith(_ERROR_EVENTS)
+            ):
+                self.error = self.error or _reason(body)
+            return send(message)
+
+        return noted
+
+    @property
+    def state_now(self) -> str:
+        """`running`, `failed`, `cancelled` (its client has left) or `answered`."""
+        if not self.ended or any(record.over_at is None for record in self.records):
+            return "running"
+        if self.status >= 400 or self.error or any(record.error for record in self.records):
+            return "failed"
+        cut = any(record.answer_ms is None for record in self.records)
+        return "cancelled" if cut or not (self.records or self.status) else "answered"
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether more will be known of it in a moment."""
+        if any(record.owed for record in self.records):
+            return True
+        # The client may have its last byte, and the application not have returned yet.
+        return bool(self.status) and not self.ended and all(one.over_at for one in self.records)
+
+    def explained(self, request_id: str) -> Explained:
+        """Return what is known of it, in the record of its first engine request."""
+        parts = tuple(record.explained() for record in self.records)
+        return msgspec.structs.replace(
+            parts[0] if parts else RequestRecord(request_id).explained(),
+            request_id=request_id,
+            state=self.state_now,
+            status=self.status,
+            error=self.error or next((part.error for part in parts if part.error), None),
+            arrived_at=self.arrived_at,
+            parts=parts[1:],
+            more_parts=self.more,
+        )
+
+
+def _reason(body: bytes) -> str:
+    """Return what an error says that a client gets: JSON, or an event with it."""
+    text = bytes(body).decode("utf-8", "replace")
+    try:
+        found = json.JSONDecoder().raw_decode(text, max(0, text.find("{")))[0]
+        told = found.get("error") or found.get("response", {}).get("error") or found
+        text = told["message"] if isinstance(told, dict) else told
+    except (ValueError, KeyError, AttributeError):
+        pass  # a text
+    return str(text)[:MAX_ERROR]
+
+
+# --------------------------------------------------------------------------- all of them
+
+
+class RequestLog:
+    """The calls of the last `limit` engine requests, and the last `limit` calls that had none."""
+
+    def __init__(self, limit: int = MAX_RECORDS) -> None:
+        self._limit = limit
+        self._open: OrderedDict[str, RequestRecord] = OrderedDict()
+        # A flood of refusals pushes out no request that was served.
+        self._served: OrderedDict[HttpCall, None] = OrderedDict()
+        self._refused: OrderedDict[HttpCall, None] = OrderedDict()
+        self._by_id: dict[str, list[HttpCall]] = {}
+        self._by_key: dict[str, RequestRecord] = {}
+        self._told: OrderedDict[RequestRecord, None] = OrderedDict()
+        self._serial = 0
+        self._news = asyncio.Event()
+
+    # ---------------------------------------------------------------- HTTP requests
+
+    def arrived(self, scope: MutableMapping[str, Any], send: Send) -> tuple[HttpCall, Send]:
+        """Open the call of an HTTP request, in its context. Returns the `send` to use for it."""
+        given = next((value for name, value in scope["headers"] if name == _HEADER), b"")
+        name = given.decode("latin-1")[:MAX_TEXT] or uuid.uuid4().hex
+        call = HttpCall(name, state=scope.setdefault("state", {}))
+        _call.set(call)
+        return call, call.noting(send, self._file, made=not given)
+
+    def ended(self, call: HttpCall) -> None:
+        """Note that an HTTP request has its whole answer, or that its client has left."""
+        call.ended = True
+        self._file(call)
+        call.state = None
+        self._news.set()
+
+    def _file(self, call: HttpCall) -> None:
+        """Let all its ids find a call, and make it the newest."""
+        self._drop(call)
+        (self._served if call.records else self._refused)[call] = None
+        self._by_key.update((record.key, record) for record in call.records)
+        for name in call.names():
+            same = self._by_id.setdefault(name, [])
+            same.append(call)
+            call.filed.add(name)
+            if len(same) > MAX_SAME:
+                oldest = same.pop(0)
+                oldest.filed.discard(name)
+                if not oldest.filed:
+                    self._drop(oldest)
+        while max(len(self._served), len(self._by_key)) > self._limit:
+            self._drop(next(iter(self._served)))
+        while len(self._refused) > self._limit:
+            self._drop(next(iter(self._refused)))
+
+    def _drop(self, call: HttpCall) -> None:
+        self._served.pop(call, None)
+        self._refused.pop(call, None)
+        for name in call.filed:
+            self._by_id[name].remove(call)
+            if not self._by_id[name]:
+                del self._by_id[name]
+        call.filed.clear()
+        for record in call.records:
+            if self._by_key.get(record.key) is record:
+                del self._by_key[record.key]
+
+    # ---------------------------------------------------------------- engine requests
+
+    def begin(self, record: RequestRecord) -> HttpCall:
+        """Enter an engine request into its call. Returns the call."""
+        record.call = call = _call.get() or HttpCall(record.key, ended=True)
+        if len(call.records) < MAX_PARTS:
+            call.records.append(record)
+            self._file(call)
+        else:
+            call.more += 1
+        return call
+
+    def sent(self, wire_id: str, record: RequestRecord, to: SentTo) -> None:
+        """Note a dispatch. wire_id: of the request at the worker, by which its record will come."""
+        record.sent.append(to)
+        self._open[wire_id] = record
+        if len(self._open) > self._limit:
+            self._open.popitem(last=False)
+
+    def over(self, record: RequestRecord, made: int = 0, error: str = "") -> None:
+        """Note that an engine request has ended.
+
+        made: tokens of its answer. error: why it failed. Without an error and without
+        `RequestRecord.answered` its client has left."""
+        record.over_at, record.error = time.monotonic(), error[:MAX_ERROR]
+        record.answer_tokens = made
+        if error:
+            record.failed_at = time.time()
+            self._tell(record)
+        _send_spans(record, error or ("aborted" if record.answer_ms is None else ""))
+
+    def take(self, payload: Any) -> None:
+        """Keep the records that a worker sent. Raises BadMessage."""
+        for told in front_wire.decode_explain(payload):
+            self.put(told)
+
+    def put(self, told: ExplainRecord) -> None:
+        """Keep a worker's record. Unknown requests are dropped."""
+        if (record := self._open.pop(told.request_id, None)) is not None:
+            self.tell(record, told)
+
+    def tell(self, record: RequestRecord, told: ExplainRecord) -> None:
+        """Keep what was told of a request."""
+        record.told = told
+        self._tell(record)
+        self._news.set()
+
+    def _tell(self, record: RequestRecord) -> None:
+        self._serial += 1
+        record.serial = self._serial
+        self._told.pop(record, None)
+        self._told[record] = None
+        if len(self._told) > self._limit:
+            self._told.popitem(last=False)
+
+    # ---------------------------------------------------------------- reading
+
+    def since(self, serial: int) -> Iterator[RequestRecord]:
+        """Yield the records that came after the one with this number, newest first."""
+        for record in reversed(self._told):
+            if record.serial <= serial:
+                return
+            yield record
+
+    async def settled(self, request_id: str) -> None:
+        """Wait until everything is known of the requests with this id that have just ended."""
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while any(call.unsettled for call in self._calls(request_id[:MAX_TEXT])):
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            pass
+
+    def _calls(self, request_id: str) -> Sequence[HttpCall]:
+        if calls := self._by_id.get(request_id):
+            return calls
+        record = self._by_key.get(request_id)
+        return [] if record is None or record.call is None else [record.call]
+
+    def get(self, request_id: str) -> Explained | None:
+        """Return the record of the newest call with this id, with those of the other calls.
+
+        Logs and the live page name engine requests. Such an id finds that one, if no call has it.
+        """
+        request_id = request_id[:MAX_TEXT]
+        if not (calls := self._by_id.get(request_id)):
+            record = self._by_key.get(request_id)
+            return None if record is None else record.explained()
+        found = [call.explained(request_id) for call in reversed(calls)]
+        others = tuple(msgspec.structs.replace(one, parts=()) for one in found[1:])
+        return msgspec.structs.replace(found[0], same_id=others)
