@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from pullfill import wire
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker import utilities
 from pullfill.decode_worker.curve_auth import CurveAuth
-from pullfill.decode_worker.frontends import Frontend, HeldStats, Request, check_fits, refusal
 from pullfill.decode_worker.intake import Intake, Preparation
 from pullfill.decode_worker.request_trace import RequestTraces
-from pullfill.engine import front_wire, request_limits, requests
+from pullfill.engine import front_wire, request_limits, requests, speculation
 from pullfill.engine import outputs as vllm_outputs
 from pullfill.engine.adapters import Adapters
+from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.errors import BadMessage
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints, log
@@ -33,6 +34,16 @@ if TYPE_CHECKING:
 
 logger = log.get("decode_worker.request_server")
 _WITHOUT_PAYLOAD = (front_wire.PING, front_wire.BYE)
+# Statistics are held back for this long, so that one message carries those of several steps. While
+# there is no output, the engine thread looks for held statistics once a second.
+_STATS_S = 0.25
+_MOST_STATS = 1000  # the statistics of at most this many steps are held
+# Methods of the engine core that a frontend may call.
+UTILITIES = frozenset({
+    "get_supported_tasks", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache",
+    "is_sleeping", "profile", "is_scheduler_paused", "get_kv_cache_group_metadata",
+    "get_weight_version", "add_lora",
+})  # fmt: skip
 
 
 class RequestServer:
@@ -240,7 +251,7 @@ class RequestServer:
         try:
             if not taken.wanted:
                 return None
-            check_fits(request, len(tokens) // 4, self._max_model_len, self.host.core)
+            _check_fits(request, len(tokens) // 4, self._max_model_len, self.host.core)
             request.client_index = taken.frontend.index
             # The frontend's clock may differ. vLLM orders requests of one priority by this time.
             request.arrival_time = arrived
@@ -276,7 +287,7 @@ class RequestServer:
         self._send(frontend, front_wire.BACK, front_wire.encode_ids([request_id]))
 
     def _refuse(self, frontend: Frontend, request_id: str, why: Exception) -> None:
-        self._send_out(frontend, refusal(request_id, why, self._welcome().decode_instance))
+        self._send_out(frontend, _refusal(request_id, why, self._welcome().decode_instance))
 
     def _abort(self, frontend: Frontend, request_ids: Iterable[str]) -> None:
         mine = [r for r in request_ids if r in frontend.requests]
@@ -304,8 +315,8 @@ class RequestServer:
         def reply(answer: Any) -> None:
             self.host.submit(lambda _: self._send_out(frontend, answer))
 
-        run = utilities.bound(self._adapters, method, args)
-        return lambda: utilities.call(self.host.core, call_id, run, reply)
+        run = _utility(self._adapters, method, args)
+        return lambda: _call(self.host.core, call_id, run, reply)
 
     # ------------------------------------------------------------------ out
 
@@ -410,3 +421,155 @@ class RequestServer:
         except zmq.ZMQError as exc:
             return not isinstance(exc, zmq.Again)
         return True
+
+
+@dataclass(slots=True, eq=False)
+class Frontend:
+    """One connection.
+
+    clogged: its send queue is full, because the frontend does not read.
+    follows: it wants to know which blocks are stored and removed."""
+
+    identity: bytes
+    index: int
+    last_seen: float
+    name: str = ""
+    clogged: bool = False
+    follows: bool = False
+    requests: set[str] = field(default_factory=set)
+
+    def silent(self, now: float) -> bool:
+        """Whether nothing came from the frontend for so long that it counts as gone.
+
+        A frontend without requests sends PING half as often, so it gets more time."""
+        more = 0.0 if self.requests else front_wire.PING_INTERVAL_S
+        return now - self.last_seen > front_wire.SILENCE_S + more
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request that the request server has accepted.
+
+    coming: it is not in the engine yet.
+    wanted: it was not aborted since it was accepted."""
+
+    id: str
+    frontend: Frontend
+    coming: bool = True
+    wanted: bool = True
+
+
+def _refusal(request_id: str, why: Exception, instance_id: str) -> Any:
+    """Return the EngineCoreOutputs that end a request that cannot be taken, and log why.
+
+    instance_id: of this worker."""
+    fault, about = fault_of(why), log.ids(request_id=request_id)
+    if fault is Fault.REQUEST:
+        logger.warning("request %s is refused: %s", request_id, why, extra=about)
+        text = f"it is refused: {why}"
+    else:
+        logger.error("request %s could not be taken in", request_id, exc_info=why, extra=about)
+        text = explained(why, f"decode worker {instance_id}")
+    return vllm_outputs.error_outputs(request_id, text, fault)
+
+
+def _check_fits(request: Any, prompt_tokens: int, max_model_len: int, core: Any) -> None:
+    """Refuse a request that would make vLLM's engine fail, or that it would serve only in part.
+
+    A failure would end this worker. vLLM makes these checks only in the frontend, with the
+    frontend's flags and the limits of the worker that was chosen first. If that worker dies, the
+    request comes here, and this worker's `max_model_len` may be smaller. Raises BadMessage."""
+    if request.resumable:
+        raise BadMessage("streaming input is not supported")
+    if prompt_tokens >= max_model_len:
+        raise BadMessage(f"{prompt_tokens} prompt tokens, at most {max_model_len - 1}")
+    speculation.check_params(core.vllm_config, request.sampling_params)
+
+
+class HeldStats:
+    """Holds the statistics of engine steps until they are sent.
+
+    They are sent with the first output after _STATS_S, or after a second without an output. The
+    statistics of several steps are added up into one, because a message per step costs more than
+    the step's tokens. Once a step's statistics could not be added to others, all are sent with the
+    next output. Those of a step that leaves no request are sent at once: no step may follow.
+
+    told_idle: what was sent last says that no request is left."""
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+        self._odd = False
+        self._since = 0.0
+        self.told_idle = True
+
+    def hold(self, stats: Any, now: float) -> None:
+        """Hold the SchedulerStats of one step. Beyond _MOST_STATS steps the oldest are dropped.
+
+        now: seconds of a monotonic clock."""
+        if not self._held:
+            self._since = now
+        self._held.append(stats)
+        del self._held[:-_MOST_STATS]
+
+    def due(self, now: float) -> bool:
+        """Whether the statistics must be sent with the next output. now: as for `hold`."""
+        return bool(self._held) and (
+            now - self._since > _STATS_S or self._odd or vllm_outputs.idle(self._held[-1])
+        )
+
+    def turned_idle(self) -> bool:
+        """Whether the statistics must be sent without an output: they say that no request is left,
+        and those sent before said that some are."""
+        return bool(self._held) and not self.told_idle and vllm_outputs.idle(self._held[-1])
+
+    def take(self) -> list[Any]:
+        """Remove and return everything held, oldest first. What can be added up is one entry."""
+        held, self._held, self._odd = self._held, [], False
+        told, plain = list[Any](), False
+        for stats in held:
+            if plain:
+                vllm_outputs.add_up(stats, told.pop())
+            told.append(stats)
+            plain = vllm_outputs.plain(stats)
+            self._odd |= not plain
+        self.told_idle = vllm_outputs.idle(told[-1])
+        return told
+
+
+def _utility(adapters: Adapters, method: str, args: list[Any]) -> Callable[[Any], Any]:
+    """Return a function that calls a method of the engine core. Intake thread.
+
+    It reads the files of an adapter that is to be loaded. The engine thread does not wait for
+    them."""
+    if method == "add_lora":
+        return adapters.adding(args[0] if args else None)
+
+    def run(core: Any) -> Any:
+        if method not in UTILITIES:
+            raise PermissionError(f"{method} cannot be called from a frontend")
+        return getattr(core, method)(*args)
+
+    return run
+
+
+def _call(
+    core: Any, call_id: int, run: Callable[[Any], Any], then: Callable[[Any], object]
+) -> None:
+    """Call `run` with the engine core. `then` gets the EngineCoreOutputs with what came of it, now
+    or later, on any thread."""
+
+    def answer(future: Future[Any]) -> None:
+        exc = future.exception()
+        made = (None, str(exc)) if exc else (future.result(), None)
+        then(vllm_outputs.utility_outputs(call_id, *made))
+
+    future: Future[Any] = Future()
+    try:
+        result = run(core)
+        if isinstance(result, Future):
+            future = result
+        else:
+            future.set_result(result)
+    except Exception as exc:
+        future.set_exception(exc)
+    future.add_done_callback(answer)

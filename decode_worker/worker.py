@@ -23,8 +23,7 @@ from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.kv_events import publish_blocks
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.load import demand_of, jobs_of, load_of, show_demand
-from pullfill.decode_worker.load_reports import LoadReports
+from pullfill.decode_worker.load import LoadReports, demand_of, jobs_of, load_of, show_demand
 from pullfill.decode_worker.offers import offer
 from pullfill.decode_worker.outlook import Outlook
 from pullfill.decode_worker.publisher import Publisher

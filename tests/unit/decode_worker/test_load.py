@@ -1,12 +1,96 @@
-"""The open jobs that a decode worker tells the live page."""
+"""The load that a decode worker tells frontends and the live page."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
-from pullfill.decode_worker.load import jobs_of
+from pullfill import wire
+from pullfill.decode_worker.load import LoadReports, jobs_of
+from pullfill.engine import front_wire
+from pullfill.engine.front_wire import LOAD_S, LoadReport
 from tests.support import said
 from tests.support.handoff_model import HandoffModel
+
+IDLE = LoadReport(
+    running=0, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=100
+)  # fmt: skip
+
+
+class Rig:
+    """The engine's load, and the server that sends it. loaded: the load now."""
+
+    def __init__(self) -> None:
+        self.loaded = IDLE
+        self.reads = 0
+        self.draining = False
+        self.sent: list[LoadReport] = []
+        self.wakes: list[float] = []
+        me: Any = self
+        self.reports = LoadReports(me, me, self.wakes.append)
+        self.now = 1000.0
+        self.look()
+        self.sent.clear()
+
+    def mark(self) -> tuple[int, ...]:
+        return (self.loaded.running, self.loaded.waiting, self.loaded.free_blocks)
+
+    def read(self, draining: bool) -> LoadReport:
+        self.reads += 1
+        return msgspec.structs.replace(self.loaded, draining=draining)
+
+    def tell(self, kind: bytes, payload: bytes) -> None:
+        assert kind == front_wire.LOAD
+        self.sent.append(wire.decode(payload, LoadReport))
+
+    def look(self, after: float = LOAD_S, **changes: int) -> None:
+        self.loaded = msgspec.structs.replace(self.loaded, **changes)
+        self.now += after
+        self.reports.look(self.now)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_change_is_sent_at_once_after_a_pause_and_nothing_is_read_without_one(rig: Rig) -> None:
+    reads = rig.reads
+    for _ in range(100):
+        rig.look()
+    assert (rig.sent, rig.wakes, rig.reads) == ([], [], reads)
+    rig.look(running=1)
+    assert [r.running for r in rig.sent] == [1]
+    rig.draining = True
+    rig.look()
+    assert rig.sent[-1].draining
+
+
+def test_at_most_one_in_each_interval_and_the_last_state_is_sent(rig: Rig) -> None:
+    for number in range(1, 200):
+        rig.look(LOAD_S / 20, running=number, free_blocks=100 - number % 7)
+    assert 9 <= len(rig.sent) <= 11
+    rig.look(LOAD_S / 100, running=0, free_blocks=100)
+    assert rig.sent[-1].running != 0
+    assert rig.wakes, "the engine's loop would sleep before it tells that it is idle"
+    rig.look(rig.wakes[-1])
+    assert rig.sent[-1] == IDLE
+
+
+def test_the_loop_is_woken_once_for_all_changes_of_an_interval(rig: Rig) -> None:
+    rig.look(running=1)
+    for number in range(2, 9):
+        rig.look(LOAD_S / 10, running=number)
+    assert rig.wakes == [pytest.approx(0.9 * LOAD_S)]
+
+
+def test_tokens_that_are_computed_are_told_while_requests_run(rig: Rig) -> None:
+    rig.look(running=1, uncached_tokens_queued=5000)
+    rig.look(uncached_tokens_queued=3000)
+    rig.look()
+    assert [r.uncached_tokens_queued for r in rig.sent] == [5000, 3000]
 
 
 def test_open_jobs_have_their_state_and_their_times() -> None:

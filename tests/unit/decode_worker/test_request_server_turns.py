@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker import request_server
-from pullfill.decode_worker.frontends import Frontend
+from pullfill.decode_worker.request_server import Frontend
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import front_wire
 from tests.support.fake_vllm import STOP, Output, Outputs
