@@ -7,9 +7,21 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pullfill.transfer.copying import copy_batch, copy_held
+from pullfill.errors import BadMessage
+from pullfill.transfer import copying
+from pullfill.transfer.contract import KvLayout
+from pullfill.transfer.copying import BlockReader, copy_batch, copy_held
+from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import SINGLE, Batch, Rows
-from tests.support.transfer_rigs import random_bytes
+from tests.support.transfer_rigs import (
+    LAYOUTS,
+    Local,
+    extent,
+    memory_over,
+    pages,
+    random_bytes,
+    scattered,
+)
 
 
 @pytest.mark.parametrize("copy", [copy_batch, copy_held])
@@ -29,3 +41,36 @@ def test_every_run_is_copied_in_all_its_rows(
     for s, t, n in zip(flat.source, flat.target, flat.nbytes, strict=True):
         expected[t : t + n] = source[s : s + n]
     np.testing.assert_array_equal(target, expected)
+
+
+LAYOUT = dense_layout(2, 8, 2, 64)
+
+
+def test_the_bytes_do_not_depend_on_strides() -> None:
+    wide = KvLayout(5, 2, 8, 2, 64, layer_stride=2000, block_stride=200, head_stride=80)
+    a, b = random_bytes(2 * 8 * 2 * 64, 1), np.zeros(4100, np.uint8)
+    mine, theirs = Local(a, memory_over(a, LAYOUT)), Local(b, memory_over(b, wide))
+    theirs.pages[:] = mine.pages
+    read = BlockReader(mine.memory).pages([3, 1])
+    assert (read == BlockReader(theirs.memory).pages([3, 1])).all()
+    theirs.pages[1, 3, 1, 63] ^= 1
+    assert np.argwhere(read != BlockReader(theirs.memory).pages([3, 1])).tolist() == [[0, 255]]
+    assert BlockReader(mine.memory).pages([]).shape == (0, 256)
+    with pytest.raises(BadMessage):
+        BlockReader(mine.memory).pages([8])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_each_block_is_read_in_any_company(
+    layout: KvLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the blocks do not fit the buffer at once."""
+    monkeypatch.setattr(copying, "_STAGE_BYTES", 3 * layout.block_bytes)
+    data = random_bytes(extent(layout), 5)
+    reader = BlockReader(memory_over(data, layout))
+    ids = scattered(1, 8)
+    together = reader.pages(ids)
+    for row, block in zip(together, ids, strict=True):
+        assert (row == reader.pages([block])[0]).all()
+    pages(data, layout)[-1, ids[4], -1, -1] ^= 1
+    assert np.flatnonzero((reader.pages(ids) != together).any(axis=1)).tolist() == [4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from pullfill.transfer.nccl import device as device_module
 from pullfill.transfer.nccl.device import Device, State
 from pullfill.transfer.nccl.library import Nccl
 from tests.support.fake_kernels import FakeStream
-from tests.support.fake_nccl import INVALID_USAGE, World
+from tests.support.fake_nccl import CUDA_ERROR, INVALID_USAGE, World
 from tests.support.nccl_comms import Here, Running, clean_world, data, impatient, patient
 from tests.support.nccl_gpus import FakeGpu
 from tests.support.waiting import eventually
@@ -326,3 +327,132 @@ def test_the_library_for_tests_notices_what_the_manual_forbids(world: World) -> 
         Nccl(world).revoke(comm)
     assert world.violations == ["ncclCommRevoke after the abort"]
     world.violations.clear()
+
+
+def given_up(here: Here, *numbers: int) -> list[Running]:
+    """Receives that end while NCCL launches their groups. Their kernels never end by themselves."""
+    here.world.set(hang=True)
+    busy = here.receive_in_vain(2)  # it holds up the aborts until all are given up
+    here.world.set(hang_issue=True)
+    transfers = [Running(here.ours[n], False, np.zeros(100, np.uint8)) for n in numbers]
+    comms = [transfer.comm for transfer in transfers]
+    eventually(lambda: all(c.state is State.ISSUING for c in comms), "not issued")
+    for transfer in transfers:
+        transfer.stop.set()
+    eventually(lambda: all(c.state is State.DEAD for c in comms), "not given up")
+    here.world.set(hang_issue=False)
+    assert "stopped" in str(busy.give_up())
+    return transfers
+
+
+def test_two_groups_that_nccl_launches_after_they_were_given_up(world: World) -> None:
+    """One abort after the other would wait for ever: the first for the kernel of the second."""
+    here = Here(world, peers=3)
+    here.wait_ready()
+    for number in range(3):
+        here.move(number)
+    for transfer in given_up(here, 0, 1):
+        assert "stopped" in str(transfer.end())
+    here.close()
+
+
+def test_a_group_that_is_never_launched_is_aborted_after_those_that_are(world: World) -> None:
+    """Its abort waits for its launch, and that may wait for the kernels of the others."""
+    here = Here(world, peers=3)
+    here.wait_ready()
+    for number in (1, 2):  # 0 is not connected, and its peer never asks for it
+        here.move(number)
+    for transfer in given_up(here, 0, 1):
+        assert "stopped" in str(transfer.end())
+    here.close()
+
+
+def test_one_that_cannot_be_made_is_freed_when_nothing_else_runs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort at once would wait for the kernel that runs, and nobody could stop that one."""
+    here = Here(world)
+    here.wait_ready()
+    world.set(hang=True)
+    busy = here.receive_in_vain()
+    init = world.ncclCommInitRankConfig
+
+    def fail(*arguments: Any) -> int:
+        init(*arguments)
+        return CUDA_ERROR
+
+    monkeypatch.setattr(world, "ncclCommInitRankConfig", fail)
+    device = here.devices[0]
+    refused = device.communicator(device.unique_id(patient), 0)
+    with pytest.raises(TransferFailed, match="unhandled cuda error"):
+        refused.wait_ready(impatient(5.0))
+    assert "stopped" in str(busy.give_up())
+    eventually(lambda: world.aborts == 3, "not freed")
+    here.close()
+
+
+def test_an_id_that_cannot_be_made_says_so() -> None:
+    world = World()
+    world.ncclGetUniqueId = lambda *_: 1  # type: ignore[method-assign]
+    with pytest.raises(TransferFailed, match="unhandled cuda error"):
+        Device(FakeGpu(world, "GPU-0")).unique_id(patient)
+
+
+def test_an_id_that_nccl_does_not_make_is_given_up() -> None:
+    world, go_on = World(), threading.Event()
+    world.ncclGetUniqueId = lambda *_: go_on.wait(20) and 1  # type: ignore[method-assign]
+    with pytest.raises(TransferFailed, match="too late"):
+        Device(FakeGpu(world, "GPU-0")).unique_id(impatient())
+    go_on.set()
+
+
+def test_who_waits_for_a_dead_owner_thread_hears_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(comm: object) -> int:
+        raise MemoryError("no more")
+
+    world = World()
+    device = Device(FakeGpu(world, "GPU-0"))
+    waiting, other = (device.communicator(device.unique_id(patient), 0) for _ in range(2))
+    eventually(lambda: len(world.comms) == 2, "not begun")
+    world.ncclCommAbort = fail  # type: ignore[method-assign]
+    other.close()
+    with pytest.raises(TransferFailed, match="restart this worker"):
+        waiting.wait_ready(impatient(20))
+    with pytest.raises(TransferFailed, match="restart this worker"):
+        device.unique_id(impatient(20))
+    assert "no more" in caplog.text
+
+
+def test_an_id_of_another_length_is_refused() -> None:
+    comm = Device(FakeGpu(World(), "GPU-0")).communicator(b"x", 1)
+    with pytest.raises(TransferFailed, match="128 bytes"):
+        comm.wait_ready(lambda: None)
+
+
+class Lasting(FakeGpu):
+    """Its streams cannot be destroyed."""
+
+    def stream(self) -> FakeStream:
+        def fail() -> None:
+            raise TransferFailed("cuStreamDestroy: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+        made = super().stream()
+        made.close = fail  # type: ignore[method-assign]
+        return made
+
+
+def test_a_stream_that_cannot_be_destroyed_ends_no_owner_thread() -> None:
+    def give_up() -> None:
+        raise TransferFailed("too late")
+
+    world = World()
+    device = Device(Lasting(world, "GPU-0"))
+    alone = device.communicator(device.unique_id(patient), 0)
+    eventually(lambda: len(world.comms) == 1, "not begun")
+    with pytest.raises(TransferFailed, match="too late"):
+        alone.wait_ready(give_up)
+    eventually(lambda: world.aborts == 1, "not freed")
+    asking = threading.Thread(target=device.unique_id, args=(patient,), daemon=True)
+    asking.start()
+    asking.join(20)
+    assert not asking.is_alive()
