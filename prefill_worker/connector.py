@@ -1,6 +1,6 @@
 """The connector that stock vLLM loads in a prefill worker (`kv_connector_module_path`).
 
-A thin shell around connector_scheduler.py. The copies run on the threads of transfer_worker.py.
+A thin shell around scheduler.py. The copies run on the threads of transfer_worker.py.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pullfill.engine.attention import Attention
 from pullfill.engine.groups import by_position, kept_from
-from pullfill.prefill_worker import memory
-from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler
-from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.step_plan import Reports
+from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler, Reports
+from pullfill.runtime import log
+from pullfill.worker import memory
 from pullfill.worker.connector import WorkerConnector
 from pullfill.worker.context import current
 from pullfill.worker.memory import Told
+
+logger = log.get("prefill_worker.connector")
 
 
 @dataclass
@@ -36,21 +37,29 @@ class PrefillMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class PrefillConnector(WorkerConnector):
     """See the module."""
 
-    _scheduler: ConnectorScheduler
+    _scheduler: PrefillScheduler
 
     def start_scheduler(self, block_size: int) -> None:
-        context = current(PrefillContext, "prefill")
-        self._scheduler = context.scheduler = ConnectorScheduler(context)
+        self._scheduler = current(PrefillContext, "prefill").scheduler
 
     def attach(self, told: Told, kv_heads: int, stored: Attention) -> None:
-        memory.attach(current(PrefillContext, "prefill"), told, kv_heads, stored)
+        context = current(PrefillContext, "prefill")
+        first = memory.attach(context, told, kv_heads, stored)
+        if not context.ranks:
+            why = first.why_not and f" ({first.why_not})"
+            logger.warning(
+                "no transport reaches KV memory on %s: this worker gets no jobs%s",
+                first.device, why,
+            )  # fmt: skip
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.bind_manager(kv_cache_manager)
         block_size = self._vllm_config.cache_config.block_size
-        spread = by_position(kv_cache_manager, block_size)
-        self._scheduler.bind_kept(kept_from(kv_cache_manager, block_size), spread)
+        self._scheduler.bind(
+            kv_cache_manager,
+            kept_from(kv_cache_manager, block_size),
+            by_position(kv_cache_manager, block_size),
+        )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

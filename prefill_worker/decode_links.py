@@ -28,7 +28,7 @@ from pullfill.config import STANDING_LINKS
 from pullfill.errors import ClaimRefused, PeerUnavailable
 from pullfill.net.peer_link import PeerLink
 from pullfill.net.security import ClusterKey
-from pullfill.prefill_worker.shared_transfer_worker import SharedTransferWorker
+from pullfill.prefill_worker.reach import SharedTransferWorker
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.registry.directory import Directory
 from pullfill.runtime import log

@@ -16,8 +16,8 @@ from pullfill.engine import requests
 from pullfill.engine.adapters import AdapterFiles, lora_request
 from pullfill.engine.host import EngineHost
 from pullfill.errors import BadMessage, HandoffError
-from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
+from pullfill.prefill_worker.reach import OutOfReach
+from pullfill.prefill_worker.scheduler import PrefillContext
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
 from pullfill.wire import Adapter
@@ -53,7 +53,8 @@ class PrefillEngine:
         limit: Callable[[str], int],
     ) -> None:
         self._host = host
-        self._context = context
+        self._tasks = context.scheduler.tasks
+        self._adapters = context.adapters
         self.block_size = block_size
         self.groups = max(1, len(context.groups.layers))
         self.compat_hash = compat_hash
@@ -62,7 +63,7 @@ class PrefillEngine:
 
     def submit(self, task: PrefillTask) -> None:
         """Start computing. The task ends through its `on_done`."""
-        self._context.tasks[task.request_id] = task
+        self._tasks[task.request_id] = task
         self._host.submit(lambda core: self._add(core, task))
 
     async def check_adapter(self, adapter: Adapter) -> None:
@@ -117,8 +118,7 @@ class PrefillEngine:
         if adapter is None:
             return None
         try:
-            adapters = self._context.adapters
-            return adapters.load(core, adapters.named(lora_request(adapter)))
+            return self._adapters.load(core, self._adapters.named(lora_request(adapter)))
         except BadMessage as exc:
             raise NoAdapter(str(exc)) from exc
 
@@ -136,13 +136,13 @@ class PrefillEngine:
     def _remove(self, core: Any, task: PrefillTask) -> None:
         if task.request_id in core.scheduler.requests:
             core.abort_requests([task.request_id])
-        self._context.tasks.pop(task.request_id, None)
+        self._tasks.pop(task.request_id, None)
 
     def on_outputs(self, outputs: dict[int, Any]) -> None:
         """End the tasks of requests that the engine failed. The connector handles all others."""
         for batch in outputs.values():
             for output in batch.outputs:
                 if requests.is_error(output):
-                    task = self._context.tasks.get(output.request_id)
+                    task = self._tasks.get(output.request_id)
                     if task is not None:
                         task.end(HandoffError("the engine failed the request"))

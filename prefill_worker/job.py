@@ -35,7 +35,7 @@ from pullfill.prefill_worker import job_spans
 from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.job_message import JobMessage, patience
 from pullfill.prefill_worker.pace import Pace
-from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
+from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.prefill_worker.task import PrefillTask, TooLong, check
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.contract import Delivery
@@ -197,7 +197,7 @@ class Job:
         self._done = asyncio.get_running_loop().create_future()
         task = PrefillTask.of(
             self.job, self._token_ids, grant, self._runner.engine.block_size, transfer_worker,
-            self._on_done,
+            self._on_done, self._on_computed,
         )  # fmt: skip
         self._opening, self.task = False, task
         self._pace.watch(task, self._done)
@@ -289,6 +289,12 @@ class Job:
             raise Revoked("revoked before it began")
         if self._lost:
             raise ConnectionLost(f"lost decode worker {self.job.decode_instance}")
+
+    def _on_computed(self) -> None:
+        """The prompt is computed. Engine thread."""
+        if self._runner.by_prompt:
+            call = self._done.get_loop().call_soon_threadsafe
+            call(self._runner.budget.computed, self.job_id)
 
     def _on_done(self, failure: BaseException | None) -> None:
         """The task has ended. From any thread."""

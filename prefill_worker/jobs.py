@@ -42,6 +42,7 @@ class JobRunner:
     heartbeat_s: returns the seconds between two heartbeats for each job.
     max_deliver: returns how often the queue delivers a job at most.
     read_grants: of the decode workers that read our memory.
+    by_prompt: whether the budget counts prompts that are not computed (budget.py).
     on_change: called when a job has ended or the budget has room.
     on_not_cleared: called when a claim was refused because of the self-check, and none was granted
     for _GRANTED_S. Some decode workers may grant what others refuse.
@@ -62,6 +63,7 @@ class JobRunner:
         read_grants: ReadGrants | None = None,
         on_change: Callable[[], None] = lambda: None,
         take_back: Callable[[Delivery], bool] = lambda _: False,
+        by_prompt: bool = False,
     ) -> None:
         self.connections = connections
         self.engine = engine
@@ -69,6 +71,7 @@ class JobRunner:
         self.max_deliver = max_deliver
         self.read_grants = read_grants or ReadGrants(None)
         self.budget = Budget(on_change)
+        self.by_prompt = by_prompt
         self._heartbeat_s = heartbeat_s
         self._on_change = on_change
         self._take_back = take_back

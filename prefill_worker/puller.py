@@ -19,8 +19,8 @@ after the queue has delivered that job again. Until then it does not wait at the
 every _LOOK_S for a job that is there. A new job goes to a worker that waits. If none waits, this
 worker takes it, because it may be of a decode worker that this one reaches.
 
-While a decode worker has no KV credit left (credits.py), nothing is pulled, because the next job
-may be of that decode worker. After `patience_s` there is one more pull all the same. So a slow
+While a decode worker has no KV credit left (`Credits`), nothing is pulled, because the next job may
+be of that decode worker. After `patience_s` there is one more pull all the same. So a slow
 decode worker delays the jobs of others by `patience_s` each time. A stopped one does so only once:
 its connection ends after that time of silence (decode_links.py). That writes its credits off.
 """
@@ -33,8 +33,8 @@ import math
 
 from pullfill.backoff import Backoff
 from pullfill.errors import PullfillError
-from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.jobs import JobRunner
+from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.queue.contract import JobConsumer
 from pullfill.runtime import log, timer_grid
 from pullfill.runtime.lifecycle import end

@@ -1,77 +1,227 @@
-"""Connects to a decode worker's KV memory: loads descriptors, chooses transports, opens sessions.
+"""Connects to the KV memory of decode workers: descriptors, transports, one session for all jobs.
 
-Each rank of the decode worker has a region of its own, and so has each rank here. The transfer
-worker uses one session over all of them (`transfer/connect.py`).
+Each rank of a decode worker has a region of its own, and so has each rank here. The transfer worker
+uses one session over all of them (`transfer/connect.py`).
+
+asyncio thread only.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
-from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable
-from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.credits import Credits
-from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.backoff import Backoff
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, PullfillError
+from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.registry.directory import Directory
 from pullfill.runtime import log
+from pullfill.runtime.idle import IDLE_S, IdleTimer
 from pullfill.runtime.lanes import Lane
 from pullfill.transfer.connect import connect, why_not_better
-from pullfill.transfer.contract import PeerTransport
+from pullfill.transfer.contract import LocalMemory, PeerTransport
 from pullfill.wire import Compat, WorkerRecord
 
 logger = log.get("prefill_worker.reach")
 
 MAX_RANKS = 1024
 """More than any engine has. A descriptor that says more is refused, so etcd is asked no further."""
-NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-async def open_transfer_worker(
-    record: WorkerRecord,
-    context: PrefillContext,
-    directory: Directory,
-    compat: Compat,
-    transports: Sequence[PeerTransport],
-    credits: Credits | None = None,
-    absent: Mapping[str, str] = NOTHING,
-) -> TransferWorker:
-    """Connect to a decode worker's KV memory, each rank over the best of `transports`.
+class TransferWorkers:
+    """Makes the transfer workers of a prefill worker.
 
-    Raises IncompatibleError, TransferFailed and PeerUnavailable. The last also for descriptors or
-    answers that cannot be read: those are the decode worker's fault, never that of a job.
+    memories: our own KV memory, of each rank. directory: has the descriptors.
+    transports: the ones that we have, best first.
+    absent: why other transports are not among them, for people.
+    copiers: those that may still copy. They outlive their connections."""
 
-    absent: why other transports are not among `transports`, for people."""
-    try:
-        return await _open(record, context, directory, compat, transports, credits, absent)
-    except BadMessage as exc:
-        raise PeerUnavailable(f"cannot connect to the KV memory: {exc}") from exc
+    def __init__(
+        self,
+        memories: Sequence[LocalMemory],
+        directory: Directory,
+        compat: Compat,
+        transports: Sequence[PeerTransport],
+        credits: Credits,
+        absent: Mapping[str, str],
+        copiers: weakref.WeakSet[TransferWorker],
+    ) -> None:
+        self._memories = memories
+        self._directory = directory
+        self._compat = compat
+        self._transports = transports
+        self._credits = credits
+        self._absent = absent
+        self._copiers = copiers
+
+    async def open(self, record: WorkerRecord) -> TransferWorker:
+        """Connect to a decode worker's KV memory, each rank over the best transport.
+
+        Raises IncompatibleError, TransferFailed and PeerUnavailable. The last also for descriptors
+        or answers that cannot be read: those are the decode worker's fault, never that of a job."""
+        if not self._memories:
+            raise IncompatibleError("no transport reaches this worker's KV memory", field="device")
+        name, find = record.instance_id, self._directory.descriptor
+        loop, lane = asyncio.get_running_loop(), Lane()
+        try:
+            first = await find(name, 0, expect=self._compat)
+            if first.world_size > MAX_RANKS:
+                raise BadMessage(f"{name} says it has {first.world_size} ranks")
+            more = [await find(name, n, expect=self._compat) for n in range(1, first.world_size)]
+            # On a thread of its own: it may wait for a worker that does not answer.
+            better = await loop.run_in_executor(
+                lane, why_not_better, first, self._transports, self._absent
+            )
+            session = await loop.run_in_executor(
+                lane, connect, self._memories, [first, *more], self._transports
+            )
+        except BadMessage as exc:
+            raise PeerUnavailable(f"cannot connect to the KV memory: {exc}") from exc
+        logger.info("writing to %s over %s", name, session.transport)
+        made = TransferWorker(session, name, self._memories, self._credits.open(name), better)
+        self._copiers.add(made)
+        return made
 
 
-async def _open(
-    record: WorkerRecord,
-    context: PrefillContext,
-    directory: Directory,
-    compat: Compat,
-    transports: Sequence[PeerTransport],
-    credits: Credits | None,
-    absent: Mapping[str, str],
-) -> TransferWorker:
-    memories = context.memories
-    if not memories:
-        raise IncompatibleError("no transport reaches this worker's KV memory", field="device")
-    name = record.instance_id
-    first = await directory.descriptor(name, 0, expect=compat)
-    if first.world_size > MAX_RANKS:
-        raise BadMessage(f"{name} says it has {first.world_size} ranks")
-    others = [
-        await directory.descriptor(name, rank, expect=compat) for rank in range(1, first.world_size)
-    ]
-    # On a thread of its own: it may wait for a worker that does not answer.
-    loop, lane = asyncio.get_running_loop(), Lane()
-    better = await loop.run_in_executor(lane, why_not_better, first, transports, absent)
-    session = await loop.run_in_executor(lane, connect, memories, [first, *others], transports)
-    logger.info("writing to %s over %s", name, session.transport)
-    account = credits.open(name) if credits is not None else None
-    return TransferWorker(session, name, memories, account, better)
+class OutOfReach(PeerUnavailable):
+    """The decode worker is there, but its KV memory cannot be reached from here now."""
+
+
+class SharedTransferWorker:
+    """One decode worker's transfer worker, shared by all its jobs, connected at first use.
+
+    A KV port that drops packets, or accepts and then says nothing, takes seconds to fail. So all
+    jobs wait for one attempt. For a while after it failed, they fail at once and go back to the
+    queue, so that this worker can serve other decode workers.
+
+    A transfer worker that no job has used for `idle_s` is closed, and made again at the next use.
+
+    open_transfer_worker: makes a transfer worker.
+    name: the decode worker's, for people."""
+
+    def __init__(
+        self,
+        open_transfer_worker: Callable[[], Awaitable[TransferWorker]],
+        name: str,
+        clock: Clock = SYSTEM_CLOCK,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self._open = open_transfer_worker
+        self._name = name
+        self._clock = clock
+        self._transfer_worker: TransferWorker | None = None
+        self._attempt: asyncio.Task[None] | None = None
+        self._why = ""
+        self._backoff = Backoff(2.0, longest_s=30.0)
+        self._again_at = 0.0
+        self._closed = False
+        self._idle = IdleTimer(self._rest, idle_s)
+        self._rested: dict[str, object] | None = None
+
+    @property
+    def current(self) -> TransferWorker | None:
+        """The transfer worker. None before the first success, after `drop`, and if closed as
+        idle."""
+        return self._transfer_worker
+
+    @property
+    def route(self) -> dict[str, object] | None:
+        """The transport that it uses, or used before it was closed as idle, and why no better one.
+
+        None before the first write."""
+        return (
+            _route_of(self._transfer_worker) if self._transfer_worker is not None else self._rested
+        )
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a job holds the transfer worker, or it still copies for one that has ended."""
+        return self._idle.in_use or (
+            self._transfer_worker is not None and self._transfer_worker.busy
+        )
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keep the transfer worker open inside the `with` block.
+
+        A job enters it before it asks for the transfer worker, and leaves it after its last
+        operation."""
+        return self._idle.used()
+
+    async def get(self) -> TransferWorker:
+        """Return the transfer worker. Connects if there is none. Raises OutOfReach.
+
+        If the caller is cancelled, the attempt to connect goes on: other jobs wait for it too."""
+        if self._transfer_worker is not None:
+            return self._transfer_worker
+        if self._attempt is None:
+            if self._closed or self._clock.monotonic() < self._again_at:
+                raise self._failure()
+            self._attempt = asyncio.create_task(self._connect(), name=f"reach {self._name}")
+        await asyncio.shield(self._attempt)
+        if self._transfer_worker is None:
+            raise self._failure()
+        return self._transfer_worker
+
+    def forgive(self) -> None:
+        """Let the next `get` try to connect at once, because something has changed."""
+        self._backoff.reset()
+        self._again_at = 0.0
+
+    def drop(self) -> None:
+        """Close the current transfer worker. The next `get` makes a new one."""
+        transfer_worker, self._transfer_worker = self._transfer_worker, None
+        self._rested = None
+        self._idle.stop()
+        if transfer_worker is not None:
+            self._why = "the connection to it ended"
+            transfer_worker.close()
+
+    def close(self) -> None:
+        """Close for good. The result of an attempt under way is closed too."""
+        self._closed = True
+        self._why = "it is gone"
+        self.drop()
+
+    def _rest(self) -> bool:
+        """Close the idle transfer worker. Returns False if it still copies."""
+        transfer_worker = self._transfer_worker
+        if transfer_worker is not None and transfer_worker.busy:
+            return False
+        self.drop()
+        if transfer_worker is not None:
+            self._rested = _route_of(transfer_worker)
+            logger.debug("closed the idle session to %s", self._name)
+        return True
+
+    def _failure(self) -> OutOfReach:
+        return OutOfReach(f"the KV memory of decode worker {self._name}: {self._why}")
+
+    async def _connect(self) -> None:
+        """Try to connect. Never raises, because maybe nobody waits for it any more."""
+        try:
+            transfer_worker = await self._open()
+        except Exception as exc:
+            if not isinstance(exc, PullfillError):
+                logger.exception("connecting to %s failed", self._name)
+            if not self._closed:
+                self._why = str(exc) or repr(exc)
+            self._again_at = self._clock.monotonic() + self._backoff.next()
+        else:
+            if self._closed:
+                transfer_worker.close()
+            else:
+                self._transfer_worker = transfer_worker
+                self.forgive()
+                self._idle.start()  # all jobs that asked may have left
+        finally:
+            self._attempt = None
+
+
+def _route_of(transfer_worker: TransferWorker) -> dict[str, object]:
+    return {
+        "transport": transfer_worker.transport,
+        "why_not_better": list(transfer_worker.why_not_better),
+    }

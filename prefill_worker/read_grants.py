@@ -1,9 +1,10 @@
-"""Lets decode workers read this worker's KV blocks (`--kv-mode pull`), until that is revoked.
+"""Lets decode workers read this worker's own KV blocks (`--kv-mode pull`), until that is revoked.
 
-A task that is computed gets a fence over its own blocks, which goes to the decode worker with
-`Ready`. After the attempt, however it ended, the fence is revoked. The blocks are freed only when
-it is proved that nobody reads them. So a decode worker that is stopped during a read keeps them,
-and one that is dead does not.
+The memory is always opened, because a decode worker says its mode only with a grant. Nobody can
+read it without one of our fences. A task that is computed gets a fence over its own blocks, which
+goes to the decode worker with `Ready`. After the attempt, however it ended, the fence is revoked.
+The blocks are freed only when it is proved that nobody reads them. So a decode worker that is
+stopped during a read keeps them, and one that is dead does not.
 
 asyncio thread only.
 """
@@ -14,12 +15,59 @@ import asyncio
 
 from pullfill.backoff import Backoff
 from pullfill.errors import ConfigError, HandoffError
+from pullfill.ids import new_incarnation
+from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
+from pullfill.transfer.connect import backends, pulled_over
 from pullfill.transfer.contract import OwnerFences
-from pullfill.wire import FenceToken
+from pullfill.transfer.layout import describe_ranks
+from pullfill.transfer.owners import CombinedOwner, base_owner
+from pullfill.wire import Compat, FenceToken, RegionDescriptor
+from pullfill.worker.context import WorkerContext
 
 logger = log.get("prefill_worker.read_grants")
+
+
+def open_region(
+    context: WorkerContext,
+    compat: Compat,
+    *,
+    host: str,
+    port: int = 0,
+    advertise: str | None = None,
+    transports: frozenset[str] | None,
+    key: ClusterKey | None,
+) -> tuple[RegionDescriptor, ...]:
+    """Open our memory, and describe that of each rank, for `Hello`. Empty: nobody can read it.
+
+    Sets `context.owner`, which the worker closes when no session can be open. Raises ConfigError.
+
+    host, port: where to listen if `tcp` is among the transports. Port 0: any.
+    advertise: the address to publish instead."""
+    if not context.ranks or context.files is None:
+        return ()
+    incarnation = new_incarnation()  # of this process
+    memories = context.memories
+    names = pulled_over(memories[0], transports)
+    owner = CombinedOwner(
+        base_owner(context.files, context.ranks, incarnation),
+        memories,
+        instance_id=context.instance_id,
+        kinds=backends(names, memories[0]),
+        key=key,
+        offered=names,
+    )
+    context.owner = owner
+    owner.listen(host, port, advertise)
+    described = describe_ranks(
+        owner,
+        memories,
+        instance_id=context.instance_id,
+        incarnation=incarnation,
+        compat=compat,
+    )
+    return tuple(described)
 
 
 class ReadGrants:
@@ -52,11 +100,10 @@ class ReadGrants:
         """Revoke the fence, wait for the proof, then let the engine free the blocks.
 
         Call it only for a cancelled task."""
-        backoff = Backoff(0.002, 0.05)
+        pauses = Backoff(0.002, 0.05)
         try:
-            while not self._proved(task):
-                pause_s = backoff.next()
-                await asyncio.sleep(pause_s)
+            while not self._proved(task):  # noqa: ASYNC110 (only asking tells)
+                await asyncio.sleep(pauses.next())
         except ConfigError as exc:
             logger.debug("job %s keeps its blocks: %s", task.job_id, exc)  # we are leaving
             return

@@ -79,6 +79,7 @@ class PrefillTask:
     block_size: number of tokens of a block, here and at the decode worker.
     remote_blocks: the decode worker's blocks: first those that may be read, then those to write.
     readable, written: which blocks of each KV cache group they are.
+    on_computed: called on the engine thread once its prompt is computed.
     on_done: called once, from any thread. With None when all blocks are written (pull mode: kept),
     else with the failure.
     features: vLLM's multimodal inputs of the prompt.
@@ -103,6 +104,7 @@ class PrefillTask:
     priority: int
     transfer_worker: Any
     on_done: Callable[[BaseException | None], None]
+    on_computed: Callable[[], object] = lambda: None
     adapter: Adapter | None = None
     features: Sequence[Any] = ()
     readable: BlockOrder = ONE_TABLE
@@ -145,6 +147,7 @@ class PrefillTask:
         block_size: int,
         transfer_worker: Any,
         on_done: Callable[[BaseException | None], None],
+        on_computed: Callable[[], object] = lambda: None,
     ) -> PrefillTask:
         """The task of the attempt that was granted."""
         return cls(
@@ -164,6 +167,7 @@ class PrefillTask:
             priority=job.priority,
             transfer_worker=transfer_worker,
             on_done=on_done,
+            on_computed=on_computed,
             span=job_spans.attempt_of(job.trace, job.job_id, grant.attempt),
             mode=grant.mode,
         )

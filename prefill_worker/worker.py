@@ -23,17 +23,16 @@ from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.ids import new_instance_id
 from pullfill.options import WorkerOptions
-from pullfill.prefill_worker import reach, readable_memory
-from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.prefill_worker.pulling import Pulling
-from pullfill.prefill_worker.read_grants import ReadGrants
+from pullfill.prefill_worker.reach import TransferWorkers
+from pullfill.prefill_worker.read_grants import ReadGrants, open_region
+from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.prefill_worker.self_check_job import delivery_of
-from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.queue.contract import Delivery, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.registry.client import EtcdClient
@@ -68,7 +67,7 @@ class PrefillHooks(EngineHooks):
         self._host = engine.host
         self._scheduler = engine.context.scheduler
         self._scheduler.tier = self._tier = kv.tier_of(engine.core)
-        if engine.context.concurrency and (chunks := PrefillChunks(engine.core)).able:
+        if self._scheduler.concurrency and (chunks := PrefillChunks(engine.core)).able:
             chunks.leave_one()
         self.engine = PrefillEngine(
             engine.host,
@@ -127,8 +126,8 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         parts.push_async_callback(self._directory.close)
 
     def make_context(self, host: EngineHost, files: RegionFiles) -> PrefillContext:
-        concurrency = self._options.concurrency or 0
-        return PrefillContext(self.instance_id, files, wake=host.wake, concurrency=concurrency)
+        scheduler = PrefillScheduler(host.wake, self._options.concurrency or 0)
+        return PrefillContext(self.instance_id, files, scheduler=scheduler)
 
     def make_hooks(self, engine: Engine[PrefillContext]) -> PrefillHooks:
         return PrefillHooks(engine)
@@ -175,7 +174,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         self._hello = Hello(
             prefill_instance=self.instance_id,
             compat=engine.compat.hash(),
-            regions=readable_memory.open_region(
+            regions=open_region(
                 context, engine.compat, host=options.host, port=options.kv_port,
                 advertise=options.advertise_kv, transports=options.transports, key=self._key,
             ),
@@ -198,7 +197,7 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
 
         take_back: see JobRunner."""
         options, config, context = self._options, engine.config, engine.context
-        loop = asyncio.get_running_loop()
+        loop, concurrency = asyncio.get_running_loop(), context.scheduler.concurrency
         budget = budget_of(config.scheduler_config.max_num_batched_tokens)
         blocks = -(-budget // config.cache_config.block_size)
         kv_bytes = blocks * sum(memory.layout.block_bytes for memory in context.memories)
@@ -206,21 +205,15 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             options.kv_credits or max(_CREDITS, kv_bytes),
             on_room=lambda: loop.call_soon_threadsafe(puller.changed),
         )
-
-        async def open_transfer_worker(record: WorkerRecord) -> TransferWorker:
-            """Connect to a decode worker's KV memory by its descriptor from the registry."""
-            made = await reach.open_transfer_worker(
-                record, context, self._directory, engine.compat, self._transports, credits,
-                self._absent,
-            )  # fmt: skip
-            self.copiers.add(made)
-            return made
-
+        transfer_workers = TransferWorkers(
+            context.memories, self._directory, engine.compat, self._transports, credits,
+            self._absent, self.copiers,
+        )  # fmt: skip
         connections = DecodeLinks(
             self._directory,
             self._hello,
             engine.compat,
-            open_transfer_worker,
+            transfer_workers.open,
             lambda connection, revoke: runner.revoked(connection, revoke),
             lambda connection: runner.connection_lost(connection),
             self._key,
@@ -237,18 +230,14 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             read_grants=ReadGrants(context.owner.fences if context.owner else None),
             on_change=lambda: puller.changed(),
             take_back=take_back,
+            by_prompt=concurrency > 0,
         )
         parts.push_async_callback(runner.abandon)
         connections.activity = lambda: (runner.completed, runner.in_flight - runner.waiting)
-        connections.report = lambda: context.meter.load(list(context.tasks.values()))
-        if context.concurrency:
-            loop = asyncio.get_running_loop()
-            context.on_computed = lambda job_id: loop.call_soon_threadsafe(
-                runner.budget.computed, job_id
-            )
+        connections.report = lambda: context.scheduler.load()
         puller = Puller(
             consumer, runner, budget_tokens=budget, max_jobs=_MAX_JOBS, credits=credits,
-            concurrency=context.concurrency,
+            concurrency=concurrency,
         )  # fmt: skip
         runner.on_not_cleared = puller.not_cleared
         runner.on_unreachable = puller.leave_to_others
@@ -309,7 +298,7 @@ class PrefillService(Service):
                 "jobs": runner.in_flight,
                 "unclaimed": runner.waiting,
                 "tokens": runner.in_flight_tokens,
-                "tokens_per_s": self._engine.context.meter.load(()).tokens_per_s,
+                "tokens_per_s": self._engine.context.scheduler.load().tokens_per_s,
                 "completed": runner.completed,
                 "failed": runner.failed,
                 "decode_workers": self._connections.connected,

@@ -132,10 +132,10 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
         probes.install(connector_scheduler.ConnectorScheduler, probes.DECODE_CALLS, stats)
         main.run(cluster, options, flags)
     else:
-        from pullfill.prefill_worker import connector_scheduler as prefill_side
         from pullfill.prefill_worker import main as prefill_main
+        from pullfill.prefill_worker import scheduler as prefill_side
 
-        probes.install(prefill_side.ConnectorScheduler, probes.PREFILL_CALLS, stats)
+        probes.install(prefill_side.PrefillScheduler, probes.PREFILL_CALLS, stats)
         prefill_main.run(cluster, options, flags)
 
 

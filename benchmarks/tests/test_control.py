@@ -22,7 +22,7 @@ from benchmarks.control import groups, idle, links, plant, probes, scale, tokens
 from benchmarks.control.driver import Sticky
 from benchmarks.control.plant import Use, mock_flags
 from pullfill.decode_worker import connector_scheduler as decode
-from pullfill.prefill_worker import connector_scheduler as prefill
+from pullfill.prefill_worker import scheduler as prefill
 from pullfill.testing.mock_model import settings_of
 from pullfill.wire import DecodePolicy
 
@@ -79,10 +79,13 @@ def test_a_local_prefill_is_no_decision_to_time(clock: Clock) -> None:
 
 @pytest.mark.parametrize(
     ("scheduler", "calls"),
-    [(decode, probes.DECODE_CALLS), (prefill, probes.PREFILL_CALLS)],
+    [
+        (decode.ConnectorScheduler, probes.DECODE_CALLS),
+        (prefill.PrefillScheduler, probes.PREFILL_CALLS),
+    ],
 )
 def test_what_is_timed_exists(scheduler: Any, calls: tuple[str, ...]) -> None:
-    assert [name for name in calls if not hasattr(scheduler.ConnectorScheduler, name)] == []
+    assert [name for name in calls if not hasattr(scheduler, name)] == []
 
 
 def test_threads_are_told_by_name() -> None:

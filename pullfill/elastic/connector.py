@@ -53,7 +53,7 @@ class ElasticConnector(WorkerConnector):
         self._context.share()
 
     def _of(self, request: Any) -> DecodeConnector | PrefillConnector:
-        ours = request.request_id in self._context.prefill.tasks
+        ours = request.request_id in self._context.prefill.scheduler.tasks
         return self._prefill if ours else self._decode
 
     # ------------------------------------------------------------------ scheduler half

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.scheduler import PrefillContext
 from pullfill.worker.context import WorkerContext
 
 

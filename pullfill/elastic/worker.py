@@ -121,7 +121,7 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
         step_tokens = engine.config.scheduler_config.max_num_batched_tokens
 
         def step_s() -> float | None:
-            rate = prefill.context.meter.load(()).tokens_per_s
+            rate = prefill.context.scheduler.load().tokens_per_s
             return step_tokens / rate if rate else None
 
         self._pull = pull

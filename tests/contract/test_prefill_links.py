@@ -17,7 +17,7 @@ from pullfill.errors import PeerUnavailable
 from pullfill.net.channel import FIRST_FRAME, HELLO_FRAME
 from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.decode_links import DecodeLink, DecodeLinks
-from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
+from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.transfer.shm.files import ShmEndpoint
 from pullfill.wire import Hello, WorkerRecord, encode
 from tests.support.control_rig import Decode, until

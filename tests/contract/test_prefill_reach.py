@@ -8,14 +8,15 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 from msgspec.structs import replace
 
 from pullfill.errors import PeerUnavailable
-from pullfill.prefill_worker import reach
-from pullfill.prefill_worker.context import PrefillContext
-from pullfill.transfer.contract import KvLayout
+from pullfill.prefill_worker.reach import MAX_RANKS, TransferWorkers
+from pullfill.prefill_worker.transfer_worker import Credits
+from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.owners import CombinedOwner
 from pullfill.transfer.shm.shm_transport import ShmOwner
 from pullfill.transfer.stream.stream_peer import StreamTransport
@@ -43,7 +44,7 @@ class Registry:
 @contextlib.contextmanager
 def serving(
     directory: Path, layout: KvLayout, ours: KvLayout
-) -> Iterator[tuple[PrefillContext, RegionDescriptor]]:
+) -> Iterator[tuple[list[LocalMemory], RegionDescriptor]]:
     """A prefill worker's memory, and a decode worker's that is served over tcp."""
     rig = shm_rig(directory)
     region = rig.region(layout)
@@ -54,13 +55,12 @@ def serving(
     )  # fmt: skip
     owner.listen("127.0.0.1")
     rank: Any = rig.local(ours)
-    context = PrefillContext("prefill-1", wake=lambda: None, ranks=[rank])
-    yield context, replace(region.descriptor, endpoints=owner.endpoints())
+    yield [rank.memory], replace(region.descriptor, endpoints=owner.endpoints())
     owner.close()
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[PrefillContext, RegionDescriptor]]:
+def served(tmp_path: Path) -> Iterator[tuple[list[LocalMemory], RegionDescriptor]]:
     with serving(tmp_path, DENSE, DENSE) as made:
         yield made
 
@@ -87,13 +87,16 @@ def stranger() -> Iterator[str]:
     thread.join(10)
 
 
-async def opened(context: PrefillContext, *descriptors: RegionDescriptor) -> Any:
+async def opened(memories: list[LocalMemory], *descriptors: RegionDescriptor) -> Any:
     directory: Any = Registry(*descriptors)
     transports = [StreamTransport(TcpKind())]
-    return await reach.open_transfer_worker(RECORD, context, directory, COMPATIBLE, transports)
+    workers = TransferWorkers(
+        memories, directory, COMPATIBLE, transports, Credits(1 << 30), {}, WeakSet()
+    )
+    return await workers.open(RECORD)
 
 
-async def test_what_is_right_is_reached(served: tuple[PrefillContext, RegionDescriptor]) -> None:
+async def test_what_is_right_is_reached(served: tuple[list[LocalMemory], RegionDescriptor]) -> None:
     transfer_worker = await opened(*served)
     assert transfer_worker.transport == "tcp"
     transfer_worker.close()
@@ -101,31 +104,31 @@ async def test_what_is_right_is_reached(served: tuple[PrefillContext, RegionDesc
 
 
 async def test_somebody_else_at_its_address(
-    served: tuple[PrefillContext, RegionDescriptor], stranger: str
+    served: tuple[list[LocalMemory], RegionDescriptor], stranger: str
 ) -> None:
-    context, descriptor = served
+    memories, descriptor = served
     with pytest.raises(PeerUnavailable):
-        await opened(context, replace(descriptor, endpoints={"tcp": stranger}))
+        await opened(memories, replace(descriptor, endpoints={"tcp": stranger}))
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"nbytes": 64}, {"incarnation": "before"}, {"world_size": reach.MAX_RANKS + 1}],
+    [{"nbytes": 64}, {"incarnation": "before"}, {"world_size": MAX_RANKS + 1}],
     ids=["nbytes", "incarnation", "world_size"],
 )
 async def test_a_descriptor_that_contradicts_itself_or_its_worker(
-    served: tuple[PrefillContext, RegionDescriptor], wrong: dict[str, Any]
+    served: tuple[list[LocalMemory], RegionDescriptor], wrong: dict[str, Any]
 ) -> None:
-    context, descriptor = served
+    memories, descriptor = served
     with pytest.raises(PeerUnavailable):
-        await opened(context, replace(descriptor, **wrong))
+        await opened(memories, replace(descriptor, **wrong))
 
 
 async def test_ranks_that_do_not_belong_together(
-    served: tuple[PrefillContext, RegionDescriptor],
+    served: tuple[list[LocalMemory], RegionDescriptor],
 ) -> None:
-    context, descriptor = served
+    memories, descriptor = served
     first = replace(descriptor, world_size=2)
     other = replace(first, rank=1, incarnation="before")
     with pytest.raises(PeerUnavailable):
-        await opened(context, first, other)
+        await opened(memories, first, other)

@@ -15,7 +15,7 @@ from pullfill.engine import host as hosts
 from pullfill.engine.args import build_config
 from pullfill.engine.host import EngineHost
 from pullfill.engine.seats import Seats
-from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.worker import PrefillHooks
 from pullfill.transfer.shm.files import RegionFiles
@@ -163,7 +163,7 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
         extra={"instance_id": f"concurrency-{concurrency}", "directory": str(files.directory)},
     )
     host = EngineHost(config, log_stats=False)
-    context = PrefillContext("prefill-1", files, wake=host.wake, concurrency=concurrency)
+    context = PrefillContext("prefill-1", files, scheduler=PrefillScheduler(host.wake, concurrency))
     contexts.install(context)
     made: list[Prefills] = []
 

@@ -10,7 +10,7 @@ import pytest
 from pullfill.decode_worker.connector import DecodeMetadata
 from pullfill.elastic.connector import ElasticConnector, ElasticMetadata
 from pullfill.prefill_worker.connector import PrefillMetadata
-from pullfill.prefill_worker.step_plan import Reports
+from pullfill.prefill_worker.scheduler import Reports
 
 pytestmark = pytest.mark.engine
 

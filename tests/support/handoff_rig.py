@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.prefill_worker.puller import Puller
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.queue.contract import JobConsumer, JobProducer, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.testing.memory_queue import MemoryQueue

@@ -2,7 +2,7 @@
 
 The KV of a token depends on the KV bytes *in memory* of the token before it, so a prefix that was
 not read, was read from the wrong block, or was read too early makes everything after it wrong.
-`KvEngine` runs prefill tasks on a thread of its own through the real prefill ConnectorScheduler, in
+`KvEngine` runs prefill tasks on a thread of its own through the real `PrefillScheduler`, in
 the order vLLM does: ask, allocate, plan, compute, write, report.
 """
 
@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler
-from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.scheduler import PrefillScheduler
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.contract import KvLayout
 from pullfill.transfer.layout import dense_layout
@@ -96,10 +95,9 @@ class KvEngine:
         self.warm: dict[tuple[int, ...], list[int]] = {}
         self.computed_tokens = 0
         self.failure: BaseException | None = None
-        self.context = PrefillContext("prefill", wake=self._wake)
-        self.side = ConnectorScheduler(self.context)
+        self.side = PrefillScheduler(self._wake)
         self._manager = FakeManager()
-        self.side.bind_manager(self._manager)
+        self.side.bind(self._manager)
         self._todo: deque[tuple[str, PrefillTask]] = deque()
         self._runs: dict[str, _Run] = {}
         self._changed = threading.Event()
@@ -110,7 +108,7 @@ class KvEngine:
     # ------------------------------------------------------------------ PrefillEngine
 
     def submit(self, task: PrefillTask) -> None:
-        self.context.tasks[task.request_id] = task
+        self.side.tasks[task.request_id] = task
         self._todo.append(("add", task))
         self._wake()
 
@@ -130,7 +128,7 @@ class KvEngine:
     @property
     def idle(self) -> bool:
         kept = sum(len(t) for t in self.warm.values())
-        quiet = not (self._runs or self._todo or self.context.tasks)
+        quiet = not (self._runs or self._todo or self.side.tasks)
         return quiet and len(self.pool.free) == NUM_BLOCKS - kept
 
     def stop(self) -> None:
@@ -259,7 +257,7 @@ class KvEngine:
             run.state = "finished"
             if not keep and not reading:
                 self._free(run)
-        self.context.tasks.pop(task.request_id, None)
+        self.side.tasks.pop(task.request_id, None)
 
     def _free(self, run: _Run) -> None:
         self.pool.release(run.table)

@@ -10,7 +10,7 @@ import pytest
 from pullfill.decode_worker import forecast as forecasts
 from pullfill.decode_worker.forecast import ASSUMED_BYTES_PER_S, ASSUMED_TOKENS_PER_S, Forecaster
 from pullfill.decode_worker.rules import Forecast, timeouts
-from pullfill.prefill_worker.meter import Meter
+from pullfill.prefill_worker.scheduler import Meter
 from pullfill.wire import Load, RouterConfig
 from tests.support.fakes import FakeClock
 

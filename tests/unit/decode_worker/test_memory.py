@@ -16,14 +16,13 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation, decide
 from pullfill.engine.kv import Geometry, total_heads
 from pullfill.errors import IncompatibleError, OverloadedError
-from pullfill.prefill_worker import memory as prefill_memory
-from pullfill.prefill_worker.context import PrefillContext
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.owners import RankRegion, region_of
 from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv
 from pullfill.wire import RouterConfig
 from pullfill.worker import memory
+from pullfill.worker.context import WorkerContext
 from tests.support import said
 from tests.support.fakes import FakeRequest
 from tests.support.transfer_rigs import COMPAT
@@ -74,8 +73,8 @@ def test_no_fence_grants_nothing() -> None:
 
 
 def test_prefill_worker_with_memory_out_of_reach_knows_its_shape_only() -> None:
-    context = PrefillContext("prefill-x", wake=lambda: None)
-    prefill_memory.attach(context, OUT_OF_REACH, HEADS)
+    context = WorkerContext("prefill-x")
+    memory.attach(context, OUT_OF_REACH, HEADS)
     assert context.memories == []
     assert context.geometry == Geometry(LAYERS, PAGE, "cuda")
     memory.close(context)
@@ -100,9 +99,9 @@ def test_every_rank_is_published_and_nothing_is_left(tmp_path: Path, ranks: int)
 
 
 def test_a_prefill_worker_maps_its_ranks_and_removes_their_files(tmp_path: Path) -> None:
-    context = PrefillContext("decode-x", wake=lambda: None)
+    context = WorkerContext("decode-x")
     context.files = RegionFiles("decode-x", tmp_path)
-    prefill_memory.attach(context, told(tmp_path, 2), HEADS)
+    memory.attach(context, told(tmp_path, 2), HEADS)
     assert [m.first_head for m in context.memories] == [0, 1]
     memory.close(context)
     assert list(tmp_path.iterdir()) == []

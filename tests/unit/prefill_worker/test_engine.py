@@ -52,7 +52,9 @@ def a_task(name: str = "j.1") -> PrefillTask:
 def test_only_a_task_that_ended_well_is_forgotten_without_a_wake_up(how: str) -> None:
     core: Any = Core()
     host, task = Host(core), a_task()
-    context: Any = SimpleNamespace(tasks={task.request_id: task}, groups=ONE_GROUP)
+    tasks = {task.request_id: task}
+    scheduler = SimpleNamespace(tasks=tasks)
+    context: Any = SimpleNamespace(scheduler=scheduler, adapters=None, groups=ONE_GROUP)
     engine = PrefillEngine(host, context, block_size=4, compat_hash="c", limit=lambda _: 1)
     if how != "stopped":
         task.end(None if how == "well" else HandoffError("no"))
@@ -61,7 +63,7 @@ def test_only_a_task_that_ended_well_is_forgotten_without_a_wake_up(how: str) ->
     core.scheduler.requests[task.request_id] = "it still runs"
     with looping(host):
         eventually(lambda: core.aborted == [task.request_id], "it was never told")
-    assert not context.tasks
+    assert not tasks
 
 
 def test_work_without_a_wake_up_is_done_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

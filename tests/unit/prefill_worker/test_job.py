@@ -18,8 +18,8 @@ from pullfill.ids import job_digest
 from pullfill.prefill_worker.budget import CLAIM_S
 from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.jobs import JobRunner
+from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.prefill_worker.self_check_job import TrialDelivery
-from pullfill.prefill_worker.shared_transfer_worker import OutOfReach
 from pullfill.wire import (
     CommitReply,
     DrainAck,

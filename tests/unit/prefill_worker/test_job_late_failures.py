@@ -6,8 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.puller import Puller
+from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.queue.nats_connection import NotSent
 from pullfill.wire import FenceToken, Grant
 

@@ -10,8 +10,8 @@ import pytest
 
 from pullfill.deploy.plan import PREFILL_CHUNK
 from pullfill.errors import QueueUnavailable
-from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.puller import Puller, budget_of
+from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.urgency import Urgency
 from pullfill.testing.memory_queue import MemoryQueue

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pullfill.errors import HandoffError
-from pullfill.prefill_worker.credits import Credits
-from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.runtime import metrics
 from pullfill.wire import KvMode
 from tests.support.fakes import wait_for

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.prefill_worker.credits import Credits
 from pullfill.prefill_worker.puller import Puller
+from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.runtime import metrics
 
 

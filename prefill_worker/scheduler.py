@@ -6,12 +6,7 @@ Two steps of a request's life (docs/architecture.md) are here:
     step_done    write the blocks that a step has computed
 
 When a step is scheduled, `plan` finds the blocks that will be whole after it. Once the step has run
-on every rank, `step_done` gives them to the transfer workers. Blocks of a prefix hit that only this
-engine has are written too.
-
-No block is reused while it is copied. A finished request keeps its blocks until its last write has
-ended, also one that is only planned. `plan` waits for the copies from a preempted request's blocks,
-because the step that it plans may overwrite them.
+on every rank, `step_done` gives them to the transfer workers.
 
 Engine thread only, except where a heading says otherwise.
 """
@@ -20,54 +15,94 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.groups import EMPTY, BlockOrder, Tables
 from pullfill.errors import HandoffError
-from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.step_plan import StepPlan, Write
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.prefill_worker.turns import Turns
 from pullfill.runtime import log
+from pullfill.wire import Load
+from pullfill.worker.context import WorkerContext
 
 if TYPE_CHECKING:
     from pullfill.engine.tier import Tier
 
-logger = log.get("prefill_worker.connector_scheduler")
+logger = log.get("prefill_worker.scheduler")
 
 
-class ConnectorScheduler:
+@dataclass(slots=True)
+class Write:
+    """Blocks of one task that are complete after this step, or may be read into."""
+
+    task: PrefillTask
+    local: list[int]
+    remote: list[int]
+    last: bool
+
+
+@dataclass(slots=True)
+class Reports:
+    """Request ids that vLLM must be told of."""
+
+    read_ok: set[str] = field(default_factory=set)
+    read_failed: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What to do when one step has run: write the blocks that it computes, and begin prefix reads
+    that had to wait for it.
+
+    tokens: number of tokens that it computes.
+    planned: when it was scheduled."""
+
+    writes: list[Write] = field(default_factory=list)
+    reads: list[Write] = field(default_factory=list)
+    reports: Reports = field(default_factory=Reports)
+    tokens: int = 0
+    planned: float = field(default_factory=time.monotonic, compare=False)
+
+
+class PrefillScheduler:
     """Plans the reads and writes of one engine, and reports their ends to vLLM.
 
-    _reads: prefix reads to begin after the step that is being scheduled.
+    wake: wakes the engine loop.
+    concurrency: prompts that the engine computes in one step, at most. 0: any number.
+    tasks: by request id. The asyncio thread writes an entry before it submits the request.
+    meter: measures what the engine computes.
     tier: vLLM's own KV offloading, beside our connector. None: there is none.
+    _reads: prefix reads to begin after the step that is being scheduled.
     """
 
-    def __init__(self, context: PrefillContext) -> None:
-        self._context = context
-        self._manager: Any = None
-        self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
-        self._by_position: Callable[[Tables], Tables] = lambda tables: tables
-        self._turns = Turns(context.concurrency)
+    def __init__(self, wake: Callable[[], None], concurrency: int = 0) -> None:
+        self.concurrency = concurrency
+        self.tasks: dict[str, PrefillTask] = {}
+        self.meter = Meter()
+        self._wake = wake
+        self._turns = Turns(concurrency)
         self._reads_failed: list[PrefillTask] = []
         self._sends_done: deque[str] = deque()
         self._scheduled: deque[StepPlan] = deque()
         self._reads: list[Write] = []
+        self._manager: Any
+        self._kept_from: Callable[[int], tuple[int, ...]]
+        self._by_position: Callable[[Tables], Tables]
         self.tier: Tier | None = None
 
-    def bind_manager(self, manager: Any) -> None:
-        """Set vLLM's KVCacheManager, which has the block tables."""
-        self._manager = manager
-
-    def bind_kept(
+    def bind(
         self,
-        kept_from: Callable[[int], tuple[int, ...]],
+        manager: Any,
+        kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,),
         by_position: Callable[[Tables], Tables] = lambda tables: tables,
     ) -> None:
-        """Set the functions of `engine.groups.kept_from` and `by_position`."""
-        self._kept_from, self._by_position = kept_from, by_position
+        """Take vLLM's KVCacheManager, which has the block tables.
+
+        kept_from, by_position: the functions of `engine.groups` for its groups."""
+        self._manager, self._kept_from, self._by_position = manager, kept_from, by_position
 
     @property
     def has_work(self) -> bool:
@@ -100,7 +135,7 @@ class ConnectorScheduler:
         vLLM's `get_num_new_matched_tokens`.
 
         hit_tokens: length of this engine's own prefix hit."""
-        task = self._context.tasks.get(request.request_id)
+        task = self.tasks.get(request.request_id)
         if task is None or task.cancelled:
             return 0, False
         missing = 0 if task.read_asked else task.hit_tokens - hit_tokens
@@ -133,7 +168,7 @@ class ConnectorScheduler:
         vLLM's `update_state_after_alloc`.
 
         tables: this engine's block ids of the request, for each KV cache group."""
-        task = self._context.tasks.get(request.request_id)
+        task = self.tasks.get(request.request_id)
         if task is None:
             return
         task.request = request
@@ -181,10 +216,10 @@ class ConnectorScheduler:
         plan = StepPlan(reads=self._reads)
         self._reads = []
         for request_id in scheduler_output.preempted_req_ids or ():
-            if (task := self._context.tasks.get(request_id)) is not None:
+            if (task := self.tasks.get(request_id)) is not None:
                 self._preempted(task)
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
-            if (task := self._context.tasks.get(request_id)) is not None and not task.cancelled:
+            if (task := self.tasks.get(request_id)) is not None and not task.cancelled:
                 self._plan_write(plan, task, count)
                 plan.tokens += count
         if self.has_work:  # also what got a turn by this step
@@ -229,6 +264,10 @@ class ConnectorScheduler:
         with task.lock:
             task.written_blocks = 0
 
+    def load(self) -> Load:
+        """Return the load to report to decode workers. Any thread."""
+        return self.meter.load(list(self.tasks.values()))
+
     def step_done(self, running: int = 0) -> None:
         """Write the blocks of the steps that have run, and start the reads that waited for them.
 
@@ -236,7 +275,7 @@ class ConnectorScheduler:
         now = time.monotonic()
         while len(self._scheduled) > running:
             plan = self._scheduled.popleft()
-            self._context.meter.step(plan.tokens, plan.planned, now)
+            self.meter.step(plan.tokens, plan.planned, now)
             for read in plan.reads:
                 read.task.transfer_worker.read(read.task, read.remote, read.local, self._read_done)
                 self._let_go(read.task)
@@ -244,7 +283,7 @@ class ConnectorScheduler:
                 task = write.task
                 task.last_compute = now
                 if write.last:
-                    self._context.on_computed(task.job_id)
+                    task.on_computed()
                 task.transfer_worker.write(
                     task, write.local, write.remote, write.last, self._write_done
                 )
@@ -261,7 +300,7 @@ class ConnectorScheduler:
 
         Returns True if vLLM must keep its blocks until `Reports.sent` names it."""
         self._turns.give_back(request_id)
-        task = self._context.tasks.get(request_id)
+        task = self.tasks.get(request_id)
         if task is None:
             return False
         with task.lock:
@@ -280,7 +319,7 @@ class ConnectorScheduler:
 
     def _read_done(self, task: PrefillTask, failure: BaseException | None) -> None:
         self._turns.read_ended(task, failure)
-        self._context.wake()
+        self._wake()
 
     def _write_done(self, task: PrefillTask, failure: BaseException | None) -> None:
         with task.lock:
@@ -291,3 +330,117 @@ class ConnectorScheduler:
             # No wake-up for that: only a request that waits for blocks needs these soon, and the
             # engine looks around for it (engine/host.py). Else it hears of them in its next step.
             self._sends_done.append(task.request_id)
+
+
+# --------------------------------------------------------------------------- turns, and the rate
+
+Read = tuple[PrefillTask, BaseException | None]
+"""A prefix read that has ended: its task, and why it failed."""
+
+
+class Turns:
+    """Which prompts the engine computes, if a step may compute only so many (`--concurrency`).
+
+    A prompt takes a turn when vLLM begins to compute it. It gives the turn back when its last chunk
+    is scheduled, so the next prompt begins in the step after that. A prompt without a turn waits:
+
+    - The decode worker has a prefix that this engine lacks: the prefix is read meanwhile. vLLM is
+      told of the read's end once there is a turn, because it computes the prompt in the next step.
+    - Otherwise vLLM is answered that its hit is not known yet. It asks again in the next step.
+
+    Each read that has ended is handed out once, by `reads`.
+
+    most: prompts that have a turn at once, at most. 0: any number.
+    _ended, _held: reads that have ended, and those of them that wait for a turn."""
+
+    # vLLM's own limits (`--max-num-seqs`, `--max-num-active-seqs`) would not do: at the limit vLLM
+    # looks at no waiting request, so it does not let a prefix be read either. Nor does it once a
+    # step is full. So a prompt that others wait for leaves one token of each step
+    # (`PrefillChunks.leave_one`). What vLLM's KV offloading loads takes its turn before the load.
+
+    def __init__(self, most: int = 0) -> None:
+        self._most = most
+        self._taken: set[str] = set()
+        self._ended: deque[Read] = deque()
+        self._held: list[Read] = []
+
+    def free(self, request_id: str) -> bool:
+        """Whether the request has a turn, or could take one."""
+        taken = self._taken
+        return not self._most or request_id in taken or len(taken) < self._most
+
+    def take(self, request_id: str) -> None:
+        """Note that the engine computes the request's prompt."""
+        if self._most:
+            self._taken.add(request_id)
+
+    def give_back(self, request_id: str) -> None:
+        """Note that no later step computes the prompt. Harmless if repeated."""
+        self._taken.discard(request_id)
+
+    # ------------------------------------------------------------------ prefix reads
+
+    def read_ended(self, task: PrefillTask, failure: BaseException | None) -> None:
+        """Note that the task's prefix was read, or could not be. From any thread."""
+        self._ended.append((task, failure))
+
+    @property
+    def has_reads(self) -> bool:
+        """Whether `reads` has something to look at. It may still return nothing."""
+        return bool(self._ended) or any(self._passes(task) for task, _ in self._held)
+
+    def reads(self) -> list[Read]:
+        """Return the reads that vLLM can be told of now. Their prompts take their turns."""
+        while self._ended:
+            self._held.append(self._ended.popleft())
+        told: list[Read] = []
+        for read in list(self._held):
+            if self._passes(task := read[0]):
+                self._held.remove(read)
+                told.append(read)
+                if not task.cancelled:
+                    self.take(task.request_id)
+        return told
+
+    def _passes(self, task: PrefillTask) -> bool:
+        # vLLM has aborted a cancelled one, or is about to. It frees the blocks after the report.
+        return task.cancelled or self.free(task.request_id)
+
+
+class Meter:
+    """Measures how many prompt tokens this worker computes in a second of work.
+
+    Call `step` on the engine thread. Any thread may call `load`.
+
+    half_s: after so many seconds of work an older measurement counts half."""
+
+    def __init__(self, half_s: float = 10.0) -> None:
+        self._half_s = half_s
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._until = 0.0
+
+    def step(self, tokens: int, planned: float, done: float) -> None:
+        """Note that a step computed `tokens` tokens.
+
+        planned, done: when the step was scheduled, and when it had run. Steps that are in flight at
+        the same time share that time."""
+        seconds = done - max(planned, self._until)
+        self._until = done
+        if tokens and seconds > 0:
+            weight = 0.5 ** (seconds / self._half_s)
+            self._tokens = self._tokens * weight + tokens
+            self._seconds = self._seconds * weight + seconds
+
+    def load(self, tasks: Iterable[PrefillTask]) -> Load:
+        """Return the load to report to decode workers. tasks: all tasks under way."""
+        done = sum((t.scheduled - t.first_target) * t.block_size for t in tasks)
+        rate = self._tokens / self._seconds if self._seconds else 0.0
+        return Load(tokens_per_s=min(rate, 1e12), done_tokens=max(0, done))
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefillContext(WorkerContext):
+    """What the connector, which vLLM constructs, shares with the rest of the process."""
+
+    scheduler: PrefillScheduler

@@ -6,7 +6,7 @@ import pytest
 
 from pullfill.engine.groups import EMPTY, BlockOrder
 from pullfill.errors import HandoffError
-from tests.unit.prefill_worker.test_connector_scheduler import BLOCK, LOCAL, REMOTE, Engine
+from tests.unit.prefill_worker.test_scheduler import BLOCK, LOCAL, REMOTE, Engine
 
 WINDOW = 2
 """Blocks that the second group keeps."""
@@ -24,7 +24,7 @@ def with_window(engine: Engine, read_from: int) -> Engine:
         return order.ids(tables, start, stop)
 
     task, hit = engine.task, engine.task.hit_tokens // BLOCK
-    engine.side.bind_kept(kept_from)
+    engine.side.bind(engine.manager, kept_from)
     task.readable = BlockOrder((0, read_from))
     task.written = BlockOrder(kept_from(len(task.token_ids)))
     task.remote_blocks = [
@@ -91,8 +91,10 @@ def test_a_block_that_the_window_has_left_behind_here_is_never_written() -> None
 def test_a_state_in_one_block_is_written_after_the_last_token() -> None:
     """Without a prefix cache vLLM has one block for it, whatever the position."""
     engine = with_window(Engine(5 * BLOCK + 1), read_from=0)
-    engine.side.bind_kept(
-        lambda tokens: (0, (tokens - 1) // BLOCK), lambda tables: [tables[0], [*tables[1]] * 6]
+    engine.side.bind(
+        engine.manager,
+        lambda tokens: (0, (tokens - 1) // BLOCK),
+        lambda tables: [tables[0], [*tables[1]] * 6],
     )
     engine.manager.windows["j.1"] = [LOCAL + 100]
     engine.task.written = BlockOrder((0, 5))

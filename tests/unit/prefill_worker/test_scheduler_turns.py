@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pullfill.errors import TransferFailed
-from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler
-from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.step_plan import StepPlan
+from pullfill.prefill_worker.scheduler import PrefillScheduler, StepPlan, Turns
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.prefill_worker.turns import Turns
 from pullfill.wire import FenceToken
 from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, step
 
@@ -28,14 +25,8 @@ class Engine:
         self.computed: list[str] = []
         self.manager = FakeManager()
         self.transfer_worker = FakeTransferWorker()
-        self.context = PrefillContext(
-            "prefill-1",
-            wake=lambda: None,
-            concurrency=concurrency,
-            on_computed=self.computed.append,
-        )
-        self.side = ConnectorScheduler(self.context)
-        self.side.bind_manager(self.manager)
+        self.side = PrefillScheduler(lambda: None, concurrency)
+        self.side.bind(self.manager)
         self.requests: dict[str, FakeRequest] = {}
         self.waiting: list[str] = []
         self.reading: set[str] = set()
@@ -47,11 +38,12 @@ class Engine:
         begin = 100 * len(self.requests) + 100
         self.requests[name] = FakeRequest(name, list(range(tokens)))
         self.manager.tables[name] = list(range(begin, begin + blocks))
-        self.context.tasks[name] = PrefillTask(
+        self.side.tasks[name] = PrefillTask(
             request_id=name, job_id=f"job-{name}", attempt=1, token_ids=list(range(tokens)),
             block_size=BLOCK, hit_tokens=hit, remote_blocks=list(range(blocks)),
             fence=FenceToken(slot=0, epoch=0), cache_salt=None, priority=0,
             transfer_worker=self.transfer_worker, on_done=lambda _: None,
+            on_computed=lambda: self.computed.append(f"job-{name}"),
         )  # fmt: skip
         self.waiting.append(name)
 
@@ -182,7 +174,7 @@ def test_held_reads_begin_to_count_when_the_turn_is_given_back() -> None:
     engine = Engine(1)
     for name in "ab":
         engine.add(name, STEP)
-    a, b = engine.context.tasks["a"], engine.context.tasks["b"]
+    a, b = engine.side.tasks["a"], engine.side.tasks["b"]
     turns.take("other")
     turns.read_ended(a, None)
     turns.read_ended(b, None)
@@ -206,11 +198,11 @@ def test_an_aborted_prompt_gives_its_turn_back(computed: int) -> None:
     engine.add("a", 3 * STEP)
     engine.add("b", STEP)
     engine.step()
-    task = engine.context.tasks["a"]
+    task = engine.side.tasks["a"]
     task.cancel()
     engine.running.remove("a")
     engine.side.finished("a")
-    del engine.context.tasks["a"]
+    del engine.side.tasks["a"]
     engine.step()
     assert engine.steps == [{"a": 7}, {"b": STEP}]
 

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from pullfill.errors import Fenced, TransferFailed
-from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler
-from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.step_plan import StepPlan
+from pullfill.prefill_worker.scheduler import PrefillScheduler, StepPlan
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import FenceToken
 from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, step
@@ -28,9 +26,8 @@ class Engine:
         self.manager = FakeManager()
         self.transfer_worker = FakeTransferWorker()
         self.ends: list[BaseException | None] = []
-        self.context = PrefillContext("prefill-1", wake=self._wake)
-        self.side = ConnectorScheduler(self.context)
-        self.side.bind_manager(self.manager)
+        self.side = PrefillScheduler(self._wake)
+        self.side.bind(self.manager)
         total = -(-tokens // BLOCK)
         self.task = PrefillTask(
             request_id="j.1",
@@ -47,7 +44,7 @@ class Engine:
             on_done=self.ends.append,
         )
         self.request = FakeRequest("j.1", self.task.token_ids)
-        self.context.tasks["j.1"] = self.task
+        self.side.tasks["j.1"] = self.task
         self.manager.tables["j.1"] = [LOCAL + i for i in range(total)]
         self.total = total
         self.local_hit = local_hit
@@ -247,7 +244,7 @@ def test_abort_while_reading() -> None:
     engine.task.cancel()
     assert engine.side.finished("j.1") is False
     assert len(engine.ends) == 1
-    engine.context.tasks.pop("j.1")
+    engine.side.tasks.pop("j.1")
     engine.transfer_worker.finish(Fenced("revoked"))
     plan = engine.run(0)
     assert (plan.reports.read_failed, plan.reports.sent) == ({"j.1"}, set())
@@ -260,7 +257,7 @@ def test_abort_while_writing() -> None:
     engine.run(2 * BLOCK)
     engine.task.cancel()
     assert engine.side.finished("j.1") is True
-    engine.context.tasks.pop("j.1")
+    engine.side.tasks.pop("j.1")
     assert engine.run(0).reports.sent == set()
     engine.transfer_worker.finish(Fenced("revoked"))
     assert engine.run(0).reports.sent == {"j.1"}

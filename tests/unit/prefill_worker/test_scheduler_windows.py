@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from pullfill.decode_worker.hit_blocks import HitBlocks
 from pullfill.engine.groups import BlockOrder
-from pullfill.prefill_worker.connector_scheduler import ConnectorScheduler
-from pullfill.prefill_worker.context import PrefillContext
+from pullfill.prefill_worker.scheduler import PrefillScheduler
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import FenceToken, Grant, PrefillJob, u32
 from tests.support.fakes import FakeRequest, step
@@ -113,11 +112,9 @@ class Handoff:
         tokens = self.case.tokens
         task = PrefillTask.of(job, [0] * tokens, GRANT, self.case.size, self.link, self.ends.append)
         assert task.targets == self.named
-        context = PrefillContext("prefill-1", wake=lambda: None)
-        context.tasks[task.request_id] = task
-        self.side = ConnectorScheduler(context)
-        self.side.bind_manager(self.prefill)
-        self.side.bind_kept(self.prefill.kept)
+        self.side = PrefillScheduler(lambda: None)
+        self.side.tasks[task.request_id] = task
+        self.side.bind(self.prefill, self.prefill.kept)
         size = self.prefill.size
         self.tier = Tier(min(self.case.offloaded, tokens - 1) // size * size)
         if self.case.offloaded:

@@ -13,8 +13,8 @@ import pytest
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.errors import ConfigError, Fenced, IncompatibleError
 from pullfill.options import WorkerOptions
-from pullfill.prefill_worker.context import PrefillContext
-from pullfill.prefill_worker.readable_memory import open_region
+from pullfill.prefill_worker.read_grants import open_region
+from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.transfer import connect
 from pullfill.transfer.owners import MappedRank
 from pullfill.transfer.shm.files import RegionFiles, create_kv
@@ -29,7 +29,7 @@ class Prefill:
     """Its memory and what it says of it."""
 
     def __init__(self, directory: Path, transports: frozenset[str] | None, **where: Any) -> None:
-        self.context = PrefillContext("prefill-1", wake=lambda: None)
+        self.context = PrefillContext("prefill-1", scheduler=PrefillScheduler(lambda: None))
         self.context.files = RegionFiles("prefill-1", directory=directory)
         path = create_kv(directory, "prefill-1", 0, extent(DENSE))
         self.data = np.asarray(np.memmap(path, np.uint8, "r+"))
@@ -111,5 +111,5 @@ def test_a_worker_that_cannot_be_read_is_told_apart_before_it_computes(tmp_path:
     memory.close(prefill.context)
     with pytest.raises(IncompatibleError, match="shm"):
         reach(prefill.regions)
-    nobody = PrefillContext("prefill-2", wake=lambda: None)
+    nobody = PrefillContext("prefill-2", scheduler=PrefillScheduler(lambda: None))
     assert () == open_region(nobody, COMPAT, host="127.0.0.1", transports=None, key=None)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pullfill.errors import BadMessage, PeerUnavailable
-from pullfill.prefill_worker.shared_transfer_worker import OutOfReach, SharedTransferWorker
+from pullfill.prefill_worker.reach import OutOfReach, SharedTransferWorker
 from tests.support.fakes import FakeClock
 
 
