@@ -44,8 +44,8 @@ from pullfill.options import WorkerOptions
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.registry.client import EtcdClient
+from pullfill.registry.live_settings import Settings
 from pullfill.registry.self_checks import SelfChecks
-from pullfill.registry.settings import Settings
 from pullfill.runtime import log
 from pullfill.snapshot import Demand
 from pullfill.transfer.contract import OwnerFences

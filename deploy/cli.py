@@ -1,5 +1,9 @@
 """The `pullfill` command: reads the command line and calls one function for each command.
 
+    @command(app)
+    def status(cluster: ClusterOptions, as_json: JsonOption = False) -> int: ...
+
+Each field of an options class is a flag (pullfill/options.py). Other parameters are typer's own.
 Large modules are imported inside the commands, so that `--help` answers at once. A `PullfillError`
 becomes one `error:` line. Exit code 1: the command failed. 2: wrong command line, or incompatible
 peer.
@@ -8,18 +12,116 @@ peer.
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass, replace
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from pullfill.deploy import cli_local
-from pullfill.deploy.command import command, expanded
 from pullfill.errors import ConfigError, PullfillError, exit_code
-from pullfill.options import ClusterOptions, FrontendOptions, WorkerOptions
+from pullfill.options import (
+    ClusterOptions,
+    Flag,
+    FrontendOptions,
+    RoleOptions,
+    StateDirOptions,
+    UpOptions,
+    WorkerOptions,
+    declared,
+)
 from pullfill.runtime.log import DEBUG_ENV, complain
 from pullfill.wire import WorkerRole
+
+# --------------------------------------------------------------------------- options classes
+
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""For commands that hand unknown flags to vLLM."""
+
+
+def command(
+    app: typer.Typer, name: str | None = None, *, vllm: bool = False
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Add the function to `app` as a command.
+
+    name: of the command, if it is not the function's.
+    vllm: unknown flags are for vLLM. The function finds them in `context.args`."""
+
+    def decorate(function: Callable[..., int]) -> Callable[..., int]:
+        called = name or function.__name__
+        settings = PASS_THROUGH if vllm else None
+        app.command(called, context_settings=settings)(expanded(function, called))
+        return function
+
+    return decorate
+
+
+def expanded(function: Callable[..., int], called: str) -> Callable[..., None]:
+    """Return `function` with a parameter for each flag of its options classes."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, tuple[type, list[Flag]]] = {}
+    parameters: dict[str, inspect.Parameter] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        kind = hints[parameter.name]
+        if not is_dataclass(kind):
+            parameters[parameter.name] = parameter.replace(annotation=kind, kind=_BY_NAME)
+            continue
+        assert isinstance(kind, type)
+        groups[parameter.name] = kind, list(flags_of(kind, called))
+        for one in groups[parameter.name][1]:
+            parameters.setdefault(_key(one), _typer_parameter(one))
+
+    def run(**given: Any) -> None:
+        plain = {name: value for name, value in given.items() if name in hints}
+        for name, (kind, flags) in groups.items():
+            plain[name] = kind(**{one.field: one.parse(given[_key(one)]) for one in flags})
+        if code := function(**plain):
+            raise typer.Exit(code)
+
+    run.__doc__ = function.__doc__
+    run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {key: p.annotation for key, p in parameters.items()}
+    return run
+
+
+def flags_of(options: type, called: str) -> Iterator[Flag]:
+    """Yield those flags of an options class that the command `called` has."""
+    for_children = called == "up" and issubclass(options, RoleOptions)
+    for one in declared(options):
+        if one.up if for_children else one.role in ("", called):
+            yield one
+
+
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
+
+
+def _key(one: Flag) -> str:
+    """Return the name of the flag's value: `kv_mode` for `--kv-mode`."""
+    return one.name.partition("/")[0].lstrip("-").replace("-", "_")
+
+
+def _typer_parameter(one: Flag) -> inspect.Parameter:
+    option = typer.Option(
+        one.name,
+        metavar=one.metavar,
+        min=one.least,
+        max=one.most,
+        help=one.help,
+        envvar=one.env,
+        show_envvar=False,
+        show_default=one.default != "",
+        hidden=one.hidden,
+    )
+    # The default of a flag that is parsed stands in its help.
+    default = None if one.given else one.default
+    return inspect.Parameter(
+        _key(one), _BY_NAME, default=default, annotation=Annotated[one.type, option]
+    )
+
+
+# --------------------------------------------------------------------------- the command
 
 app = typer.Typer(
     name="pullfill",
@@ -60,7 +162,137 @@ def _root(
         os.environ[DEBUG_ENV] = "1"
 
 
-cli_local.add_to(app)
+# --------------------------------------------------------------------------- this machine
+
+
+def _from_file(context: typer.Context, path: str | None) -> str | None:
+    """Take the values of the file for those of flags that are not given."""
+    if path is not None and not context.resilient_parsing:
+        from pullfill.deploy import cluster_file
+
+        own = own_flags(context, "up", "decode", "prefill")
+        kinds = (UpOptions, ClusterOptions, WorkerOptions, FrontendOptions)
+        parsers = {flag.name: flag.parse for kind in kinds for flag in flags_of(kind, "up")}
+        context.default_map = cluster_file.read(path, context, own, parsers)
+    return path
+
+
+@command(app, vllm=True)
+def up(
+    context: typer.Context,
+    options: UpOptions,
+    cluster: ClusterOptions,
+    workers: WorkerOptions,
+    frontend: FrontendOptions,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--file",
+            "-f",
+            metavar="FILE",
+            is_eager=True,
+            callback=_from_file,
+            help="YAML file with these flags as keys, without --, e.g. `decode: 2`. "
+            "Command-line flags win",
+        ),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once all is ready")] = False,
+    vllm_args: Annotated[
+        str | None,
+        typer.Option(metavar="FLAGS", help="vLLM flags of all processes, as one text. For --file"),
+    ] = None,
+    decode_args: Annotated[
+        str | None,
+        typer.Option(metavar="FLAGS", help='vLLM flags of decode workers only, e.g. "-tp 2"'),
+    ] = None,
+    prefill_args: Annotated[
+        str | None, typer.Option(metavar="FLAGS", help="vLLM flags of prefill workers only")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A setting, as of `pullfill config set`. Stored before workers start. Repeatable",
+        ),
+    ] = None,
+) -> int:
+    """Start a cluster on this machine: NATS, etcd, workers and frontends.
+
+    Flags not listed here go to vLLM, e.g. --max-model-len 8192.
+    """
+    from pullfill.deploy import up as command_up
+    from pullfill.deploy import vllm_flags
+    from pullfill.net.security import load
+
+    own = own_flags(context, "up", "decode", "prefill")
+    of_decode = vllm_flags.of_role("--decode-args", decode_args, own)
+    options = replace(
+        options,
+        namespace=cluster.namespace or "default",
+        etcd_url=cluster.etcd,
+        nats_url=cluster.nats,
+        security=load(cluster.security),
+        workers=workers,
+        frontend=frontend,
+        settings=settings or [],
+        vllm_args=[*vllm_flags.of_role("--vllm-args", vllm_args, own), *context.args],
+        role_args={
+            "decode": of_decode,
+            "frontend": vllm_flags.for_frontend(of_decode),
+            "prefill": vllm_flags.of_role("--prefill-args", prefill_args, own),
+        },
+    )
+    return command_up.up(options, cluster.state_dir, detach=detach)
+
+
+def own_flags(context: typer.Context, *commands: str) -> set[str]:
+    """Return every flag of these commands of pullfill, e.g. `--port`."""
+    group: Any = context.find_root().command
+    params = [param for name in commands for param in group.commands[name].params]
+    flags = {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
+    return flags | set(context.help_option_names)
+
+
+@command(app)
+def down(
+    cluster: StateDirOptions,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            min=0,
+            help="How long workers, and then frontends, may finish streams  "
+            "[default: their --drain-timeout]",
+        ),
+    ] = None,
+) -> int:
+    """Drain and stop the cluster of a state directory."""
+    from pullfill.deploy import down as command_down
+
+    return command_down.down(cluster.state_dir, timeout_s=timeout)
+
+
+@command(app)
+def logs(
+    cluster: StateDirOptions,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A process, a role or an instance id")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", metavar="N", min=0, help="Last lines of each process")
+    ] = 20,
+) -> int:
+    """Print the logs of the cluster of a state directory."""
+    from pullfill.deploy import logs as command_logs
+
+    return command_logs.show(cluster.state_dir, name, lines=lines, follow=follow)
+
+
+# --------------------------------------------------------------------------- joining
 
 
 @command(app, vllm=True)
@@ -85,6 +317,9 @@ def frontend(context: typer.Context, options: FrontendOptions, cluster: ClusterO
     from pullfill.deploy import run_role
 
     return run_role.run_frontend(options, cluster, context.args)
+
+
+# --------------------------------------------------------------------------- a running cluster
 
 
 @command(app)

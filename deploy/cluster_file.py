@@ -29,7 +29,7 @@ import yaml
 
 from pullfill.deploy import vllm_flags
 from pullfill.errors import ConfigError
-from pullfill.registry import settings
+from pullfill.registry import live_settings
 
 VLLM_KEYS = ("vllm-args", "decode-args", "prefill-args")
 """Keys that hold flags for vLLM: a text, a list, or a mapping of flags and values."""
@@ -178,7 +178,7 @@ def _settings(path: str, node: yaml.Node) -> list[str]:
         where = _where(path, value)
         text = _text(f"{where}: {SET}: {key}", value)
         try:
-            settings.check(key, text)
+            live_settings.check(key, text)
         except ConfigError as exc:
             raise ConfigError(f"{where}: {SET}: {exc}") from None
         found.append(f"{key}={text}")

@@ -22,7 +22,7 @@ from pullfill.deploy.local_servers import reason_of
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.net import http_proof
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.orders import live_workers
+from pullfill.registry.directory import live_workers
 from pullfill.snapshot import Report, read_report
 from pullfill.wire import WorkerRecord
 

@@ -22,8 +22,8 @@ from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net.this_host import host_id
 from pullfill.registry import self_checks, suspect_records
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.orders import order_role, revoke_worker
-from pullfill.registry.settings import UNSET, Settings, find, root_of, store
+from pullfill.registry.directory import order_role, revoke_worker
+from pullfill.registry.live_settings import UNSET, Settings, find, root_of, store
 from pullfill.snapshot import Report
 from pullfill.wire import QueueSettings, RouterConfig, WorkerRecord, WorkerRole, WorkerState
 

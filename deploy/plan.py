@@ -36,7 +36,7 @@ from pullfill.options import (
     arguments,
     frontend_url,
 )
-from pullfill.registry import settings
+from pullfill.registry import live_settings
 
 ROLES = ("decode", "prefill")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
@@ -173,7 +173,7 @@ def check_settings(given: Sequence[str]) -> None:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--set {text!r}: give KEY=VALUE, e.g. router.policy=cost")
-        settings.check(key, value)
+        live_settings.check(key, value)
 
 
 def _check_security(options: UpOptions) -> None:

@@ -30,7 +30,7 @@ from pullfill.deploy.members import ask_etcd
 from pullfill.deploy.status import ask
 from pullfill.errors import PullfillError, UnavailableError
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.orders import last_move, note_move
+from pullfill.registry.directory import last_move, note_move
 from pullfill.runtime.log import complain
 from pullfill.snapshot import Demand
 from pullfill.wire import RoleMove, WorkerRole

@@ -50,7 +50,7 @@ from pullfill.errors import ConfigError, PullfillError, RegistryUnavailable, Una
 from pullfill.net.this_host import pid_space
 from pullfill.options import UpOptions
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.settings import store as store_setting
+from pullfill.registry.live_settings import store as store_setting
 from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
 from pullfill.wire import WorkerState
 

@@ -48,18 +48,18 @@ from pullfill.ids import new_instance_id
 from pullfill.net.security import FrontendSecurity
 from pullfill.net.this_host import allow_open_files, host_id
 from pullfill.options import FrontendOptions, LogFormat
-from pullfill.registry.adapters import AdapterBoard
+from pullfill.registry.adapter_board import AdapterBoard
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
+from pullfill.registry.live_settings import Settings
 from pullfill.registry.membership import Membership
-from pullfill.registry.settings import Settings
 from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log, tracing
 from pullfill.runtime.lifecycle import EXIT_S, Stop, exit_within, leave
 from pullfill.runtime.watched_files import WatchedFiles
 from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, WorkerState
 
-_log = log.get("frontend")
+_lease_log = log.get("frontend")
 _BACKLOG = 2048
 _TELL_S = 2.0
 """How long clients have for the error that ends their answers. Less than `down` leaves a process
@@ -153,7 +153,7 @@ async def _end(frontend: _Frontend) -> NoReturn:
         log.complain(exc)
         code = exit_code(exc)
     except Exception:
-        _log.exception("frontend failed")
+        _lease_log.exception("frontend failed")
     tracing.close()
     leave(code)
 
@@ -223,7 +223,7 @@ class _Frontend:
             client = await EtcdClient.connect(
                 cluster.etcd_url,
                 wait_s=options.connect_timeout_s,
-                on_retry=lambda line: _log.warning("%s", line),
+                on_retry=lambda line: _lease_log.warning("%s", line),
                 security=cluster.security.etcd,
             )
             stack.push_async_callback(client.close)
@@ -402,7 +402,7 @@ class _Frontend:
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=self._listeners))
         self._serving = True
-        _log.info("%s serves %s at %s", self._instance_id, prepared.names[0], self._url)
+        _lease_log.info("%s serves %s at %s", self._instance_id, prepared.names[0], self._url)
         stop = asyncio.create_task(self._stop.drain.wait())
         revoked = asyncio.create_task(membership.revoked.wait())
         await asyncio.wait({serving, stop, revoked}, return_when=asyncio.FIRST_COMPLETED)
@@ -444,6 +444,6 @@ async def _refresh(config: uvicorn.Config, watched: WatchedFiles, files: list[st
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)
             config.ssl.load_cert_chain(*files)
         except (OSError, ValueError) as exc:
-            _log.warning("%s cannot be used (%s): the last certificate stays", files[0], exc)
+            _lease_log.warning("%s cannot be used (%s): the last certificate stays", files[0], exc)
         else:
-            _log.info("%s holds another certificate: new connections get it", files[0])
+            _lease_log.info("%s holds another certificate: new connections get it", files[0])

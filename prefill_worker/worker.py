@@ -37,7 +37,7 @@ from pullfill.queue.contract import Delivery, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
-from pullfill.registry.settings import Settings
+from pullfill.registry.live_settings import Settings
 from pullfill.runtime import log
 from pullfill.runtime.health import Health, servers_json
 from pullfill.runtime.lifecycle import until

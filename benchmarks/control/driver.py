@@ -34,7 +34,7 @@ from pullfill.frontend.request_log import RequestLog
 from pullfill.frontend.routing.balancer import Balancer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
-from pullfill.registry.settings import Settings
+from pullfill.registry.live_settings import Settings
 from pullfill.wire import DecodePolicy, RouterConfig
 from tests.support.fake_board import Alone
 

@@ -30,7 +30,7 @@ from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.worker import PrefillRole, PrefillService
 from pullfill.queue.contract import Delivery
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.settings import Settings
+from pullfill.registry.live_settings import Settings
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import PrefillJob, QueueSettings, RefuseReason
 from pullfill.worker import context as contexts

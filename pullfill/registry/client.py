@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 
 from pullfill.errors import RegistryUnavailable
-from pullfill.registry.failures import Failure, LeaseNotFound, RevisionLost
-from pullfill.registry.gateway import PROBE, EtcdRpc
+from pullfill.registry.gateway import PROBE, EtcdRpc, Failure, LeaseNotFound, RevisionLost
 
 __all__ = ["EtcdClient", "KeepAlive", "KeyValue", "LeaseNotFound", "RevisionLost", "prefix_end"]
 
@@ -71,7 +70,7 @@ class _Done(msgspec.Struct):
     succeeded: bool = False
 
 
-class _Lease(msgspec.Struct):
+class _Granted(msgspec.Struct):
     header: Header = Header()
     id: int = msgspec.field(default=0, name="ID")
     ttl: int = msgspec.field(default=0, name="TTL")
@@ -151,12 +150,12 @@ class EtcdClient(EtcdRpc):
 
     async def grant_lease(self, ttl_s: int) -> tuple[int, int, Header]:
         """(lease id, seconds granted, header). etcd rounds a TTL below 2 s up to 2."""
-        lease = await self.call("/lease/grant", {"TTL": ttl_s, "ID": 0}, _Lease)
+        lease = await self.call("/lease/grant", {"TTL": ttl_s, "ID": 0}, _Granted)
         return lease.id, lease.ttl, self._dated(lease.header)
 
     async def lease_left_s(self, lease_id: int) -> int:
         """Return how many seconds the lease has left, by etcd's clock. Negative: it is gone."""
-        return (await self.call("/lease/timetolive", {"ID": lease_id}, _Lease)).ttl
+        return (await self.call("/lease/timetolive", {"ID": lease_id}, _Granted)).ttl
 
     async def revoke_lease(self, lease_id: int) -> None:
         """End a lease and all keys on it. Raises LeaseNotFound."""

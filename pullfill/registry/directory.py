@@ -9,30 +9,168 @@ An outage of etcd ends no worker, so a missing key alone removes no member then:
   member for that long. It may have lost its lease to the outage, and register again.
 - Otherwise the worker has drained or died, and is removed at once.
 
-etcd is asked whenever it has not answered anything for _BEAT_S. So an etcd that hangs is noticed
-within _BEAT_S + _PING_S.
+The functions above the class ask etcd once, and give orders to single workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 
 from pullfill.clock import SYSTEM_CLOCK
-from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, PullfillError
+from pullfill.errors import (
+    BadMessage,
+    IncompatibleError,
+    OtherVersion,
+    PeerUnavailable,
+    PullfillError,
+)
 from pullfill.registry import keys
-from pullfill.registry.client import EtcdClient
-from pullfill.registry.orders import decode_worker_record
+from pullfill.registry.client import EtcdClient, LeaseNotFound
 from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
-from pullfill.wire import Compat, RegionDescriptor, WorkerRecord, decode
+from pullfill.wire import (
+    Compat,
+    RegionDescriptor,
+    RoleMove,
+    RoleOrder,
+    WorkerRecord,
+    WorkerRole,
+    decode,
+    encode,
+)
+
+# --------------------------------------------------------------------------- once
+
+_KV_ROLES = frozenset({"decode", "prefill"})
+
+
+@dataclass(frozen=True, slots=True)
+class LiveWorker:
+    """A registered worker. create_revision: when its key was made."""
+
+    record: WorkerRecord
+    lease_id: int
+    create_revision: int
+
+
+def decode_worker_record(namespace: str, key: bytes, value: bytes) -> WorkerRecord:
+    """The record at `key`. Raises BadMessage, also if it is of another worker."""
+    name = keys.parse_worker(namespace, key)
+    record = decode(value, WorkerRecord)
+    if name != (record.role, record.instance_id):
+        raise BadMessage(
+            f"the record says {record.role}/{record.instance_id}, its key something else"
+        )
+    return record
+
+
+async def live_workers(client: EtcdClient, namespace: str) -> list[LiveWorker]:
+    """All registered workers, oldest first. Unreadable ones are left out."""
+    found = []
+    for kv in (await client.get_prefix(keys.workers_prefix(namespace)))[0]:
+        with suppress(BadMessage):
+            record = decode_worker_record(namespace, kv.key, kv.value)
+            found.append(LiveWorker(record, kv.lease, kv.create_revision))
+    return sorted(found, key=lambda worker: worker.create_revision)
+
+
+async def revoke_worker(
+    client: EtcdClient, namespace: str, instance_id: str
+) -> WorkerRecord | None:
+    """Revoke the lease of one worker, which makes it drain. None: no such worker."""
+    for worker in await live_workers(client, namespace):
+        if worker.record.instance_id == instance_id:
+            try:
+                await client.revoke_lease(worker.lease_id)
+            except LeaseNotFound:
+                return None
+            return worker.record
+    return None
+
+
+async def order_role(
+    client: EtcdClient, namespace: str, instance_id: str, role: WorkerRole
+) -> bool:
+    """Order an elastic worker to change its role. False: it is not registered."""
+    for worker in await live_workers(client, namespace):
+        if worker.record.instance_id == instance_id:
+            key, order = keys.role_order(namespace, instance_id), encode(RoleOrder(role=role))
+            with suppress(LeaseNotFound):
+                await client.put(key, order, worker.lease_id)
+                return True
+    return False
+
+
+async def last_move(client: EtcdClient, namespace: str) -> tuple[RoleMove | None, int]:
+    """Return a planner's last order, and the revision of its key for `note_move`. None: no order
+    that can be read."""
+    found = await client.get(keys.planner(namespace))
+    if found is None:
+        return None, 0
+    with suppress(BadMessage):
+        return decode(found.value, RoleMove), found.mod_revision
+    return None, found.mod_revision
+
+
+async def note_move(client: EtcdClient, namespace: str, move: RoleMove, revision: int) -> bool:
+    """Note a planner's order before it is given. False: another planner was faster.
+
+    revision: of the key, when this planner decided."""
+    return await client.put_if(keys.planner(namespace), encode(move), mod_revision=revision)
+
+
+async def refuse_if_incompatible(
+    client: EtcdClient,
+    namespace: str,
+    record: WorkerRecord,
+    *,
+    registered: bool = False,
+) -> None:
+    """Raise IncompatibleError, naming the first field that differs from a live KV worker's.
+
+    A namespace has one wire version, and one model, which is one of the fields.
+
+    registered: our key is in etcd. Only workers whose key is older than ours count."""
+    found, _ = await client.get_prefix(keys.workers_prefix(namespace))
+    for kv in sorted(found, key=lambda kv: kv.create_revision):
+        try:
+            theirs = decode_worker_record(namespace, kv.key, kv.value)
+        except OtherVersion as exc:
+            who = " ".join(keys.parse_worker(namespace, kv.key) or ())
+            raise IncompatibleError(
+                f"{record.role} {record.instance_id} cannot join namespace {namespace!r}: {who} "
+                f"lives there with {exc}, or use another --namespace",
+                field="wire",
+            ) from exc
+        except BadMessage:
+            continue
+        if theirs.instance_id == record.instance_id:
+            if registered:
+                return
+            continue
+        if record.compat is None or record.role not in _KV_ROLES:
+            continue
+        if theirs.compat is None or theirs.role not in _KV_ROLES:
+            continue
+        if differences := record.compat.differs_from(theirs.compat):
+            field, our_value, their_value = differences[0]
+            raise IncompatibleError(
+                f"{record.role} worker {record.instance_id} cannot join namespace {namespace!r}: "
+                f"its {field} is {our_value!r}, but that of {theirs.role} worker "
+                f"{theirs.instance_id} on {theirs.host} is {their_value!r}; start it with the same "
+                f"{field}, or in another --namespace",
+                field=field,
+            )
+
+
+# --------------------------------------------------------------------------- watched
 
 OnChange = Callable[[WorkerRecord | None, WorkerRecord | None], None]
 _log = log.get("registry.directory")
-_BEAT_S = 0.7
-_PING_S = 1.0
-_LOG_EVERY_S = 1.0
 
 
 class Directory:
@@ -40,7 +178,8 @@ class Directory:
 
     roles: which workers to watch.
     ttl_s: the lease TTL of the workers.
-    beat_s: ask etcd for a sign of life when it has answered nothing for this long."""
+    beat_s: ask etcd for a sign of life when it has answered nothing for this long. So an etcd that
+    hangs is noticed a second later."""
 
     def __init__(
         self,
@@ -49,7 +188,7 @@ class Directory:
         roles: Iterable[str],
         *,
         ttl_s: float = 5.0,
-        beat_s: float = _BEAT_S,
+        beat_s: float = 0.7,
     ) -> None:
         self._client = client
         self._namespace = namespace
@@ -59,7 +198,7 @@ class Directory:
         self._members: dict[bytes, WorkerRecord] = {}
         self._leaving: dict[bytes, asyncio.TimerHandle] = {}
         self._malformed: set[bytes] = set()
-        self._seldom = log.Seldom(_LOG_EVERY_S)
+        self._seldom = log.Seldom(1.0)
         self._descriptors: dict[tuple[str, int], RegionDescriptor] = {}
         self._callbacks: list[OnChange] = []
         prefix = keys.workers_prefix(namespace)
@@ -156,7 +295,7 @@ class Directory:
             await asyncio.sleep(max(0.05, self._beat_s - self.age_s))
             if self.age_s >= self._beat_s:
                 try:
-                    await self._client.ping(_PING_S)
+                    await self._client.ping(1.0)
                 except PullfillError:  # the client has noted the failure
                     await asyncio.sleep(self._beat_s)
 

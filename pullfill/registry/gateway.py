@@ -9,7 +9,7 @@ The rest of etcd3-py 0.1.6 does not work for us:
     constructor         asks for the server's version with a blocking request, and raises
                         AttributeError if nobody answers: `_Api` is told the version
     its session         30 connections, so 31 watches block a put; it checks no server
-                        certificate: replaced (sockets.py)
+                        certificate: `EtcdConnector`
     put, range, txn …   answers become models: 29 ms for 50 keys, and empty is like absent:
                         we send and read raw JSON, with msgspec
     watch_create,       `ResponseIter` keeps in its buffer what it has returned, and returns the
@@ -22,10 +22,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import unquote, urlsplit
+from weakref import WeakSet
 
 import aiohttp
 import msgspec
@@ -37,9 +41,117 @@ from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import ConfigError, NotNow, RegistryUnavailable
 from pullfill.net.security import OPEN, ServerSecurity
-from pullfill.registry.failures import Failure, LeaseNotFound, RevisionLost, read_failure
-from pullfill.registry.sockets import EtcdConnector
 from pullfill.runtime.health import Health
+
+# --------------------------------------------------------------------------- what a refusal says
+
+# Codes of gRPC.
+_DEADLINE, _NOT_FOUND, _EXHAUSTED, _OUT_OF_RANGE = 4, 5, 8, 11
+_UNAVAILABLE, _UNAUTHENTICATED = 14, 16
+_PASSING = frozenset({_DEADLINE, _EXHAUSTED, _UNAVAILABLE, _UNAUTHENTICATED})
+_OLD_AUTH = "revision of auth store is old"
+"""Said of a token from before a change of users or roles. Its code is that of a bad request."""
+
+
+class LeaseNotFound(RegistryUnavailable):
+    """etcd does not know the lease."""
+
+
+class RevisionLost(RegistryUnavailable):
+    """The revision was compacted, or the store was made anew since."""
+
+
+class Failure(msgspec.Struct):
+    """An error of the gateway, of a call or inside a stream."""
+
+    error: Any = None
+    code: int = 0
+    message: str = ""
+    grpc_code: int = 0
+
+    @property
+    def text(self) -> str:
+        """For people. Empty: it says nothing."""
+        return self.message or str(self.error or "")
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether a new token may help."""
+        return self._code == _UNAUTHENTICATED or _OLD_AUTH in self.text
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self._code in _PASSING or _OLD_AUTH in self.text
+
+    @property
+    def of_all(self) -> bool:
+        """Whether each member of etcd would refuse this: it has no space, or the token is old."""
+        return self._code == _EXHAUSTED or self.wants_token
+
+    @property
+    def of_lease(self) -> bool:
+        """Whether the lease is unknown."""
+        return self._code == _NOT_FOUND and "lease" in self.text
+
+    @property
+    def of_revision(self) -> bool:
+        """Whether the revision is gone."""
+        return self._code == _OUT_OF_RANGE
+
+    @property
+    def _code(self) -> int:
+        return self.code or self.grpc_code
+
+
+def read_failure(body: bytes) -> Failure:
+    try:
+        return msgspec.json.decode(body, type=Failure, strict=False)
+    except (msgspec.MsgspecError, ValueError):
+        return Failure(message=body[:200].decode("utf-8", "replace").strip())
+
+
+# --------------------------------------------------------------------------- sockets
+
+
+class EtcdConnector(aiohttp.TCPConnector):
+    """As many connections as are asked for, and none left at the end. Its session closes it.
+
+    When aiohttp closes an encrypted connection, it tells the server and waits for the answer, up to
+    half a minute. It forgets such a connection, so closing the session does not end it. So this
+    connector remembers every socket that it made.
+    """
+
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
+        super().__init__(limit=0, socket_factory=self._make, ssl=True if tls is None else tls)
+        self._sockets: WeakSet[socket.socket] = WeakSet()
+
+    async def close(self, *, abort_ssl: bool = False) -> None:
+        """Close all sockets. Takes a few turns of the loop, half a second at most."""
+        await super().close(abort_ssl=abort_ssl)
+        for sock in self.open_sockets():
+            with suppress(OSError):  # not connected yet, or just gone
+                sock.shutdown(socket.SHUT_RDWR)  # its transport reads the end and closes it
+        give_up = time.monotonic() + 0.5
+        while self.open_sockets() and time.monotonic() < give_up:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.001)
+
+    def open_sockets(self) -> list[socket.socket]:
+        return [sock for sock in self._sockets if sock.fileno() >= 0]
+
+    def _make(self, address: Any) -> socket.socket:
+        """Make a socket whose kernel notices a vanished server in about 20 s."""
+        family, kind, proto, _, _ = address
+        sock = socket.socket(family, kind, proto)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._sockets.add(sock)
+        return sock
+
+
+# --------------------------------------------------------------------------- calls
 
 T = TypeVar("T")
 
@@ -48,7 +160,7 @@ TIMEOUT_S = 2.0
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, UnicodeError)
 
 
-class Endpoint(NamedTuple):
+class EtcdMember(NamedTuple):
     """One member of etcd. host: an IPv6 address stands in brackets, as in a URL."""
 
     scheme: str
@@ -75,7 +187,7 @@ class _Token(msgspec.Struct):
     token: str = ""
 
 
-def parse_url(url: str) -> tuple[list[Endpoint], tuple[str, str] | None]:
+def parse_url(url: str) -> tuple[list[EtcdMember], tuple[str, str] | None]:
     """Endpoints and (user, password) of `[http[s]://][user:password@]host[:port][,...]`.
 
     Raises ConfigError.
@@ -94,7 +206,7 @@ def parse_url(url: str) -> tuple[list[Endpoint], tuple[str, str] | None]:
             )
         if pieces.username is not None:
             credentials = (unquote(pieces.username), unquote(pieces.password or ""))
-        endpoints.append(Endpoint(pieces.scheme, f"[{host}]" if ":" in host else host, port))
+        endpoints.append(EtcdMember(pieces.scheme, f"[{host}]" if ":" in host else host, port))
     if not endpoints:
         raise ConfigError("no etcd URL given: use --etcd http://HOST:PORT")
     return endpoints, credentials
@@ -113,13 +225,13 @@ class EtcdRpc:
     def __init__(
         self,
         api: _Api,
-        endpoints: list[Endpoint],
+        endpoints: list[EtcdMember],
         login: Callable[[], tuple[str, str] | None],
         timeout_s: float,
     ) -> None:
         self._api = api
         self._endpoints = endpoints
-        self._streams: dict[aiohttp.ClientResponse, Endpoint] = {}
+        self._streams: dict[aiohttp.ClientResponse, EtcdMember] = {}
         # Read again for each new token: an operator may have changed the password.
         self._login = login
         self._has_login = login() is not None
@@ -312,7 +424,7 @@ class EtcdRpc:
                     yield line
 
     def refused(
-        self, failure: Failure, status: int = 200, at: Endpoint | None = None
+        self, failure: Failure, status: int = 200, at: EtcdMember | None = None
     ) -> RegistryUnavailable | ConfigError:
         """Return the error for an answer other than success.
 
@@ -332,11 +444,11 @@ class EtcdRpc:
         return NotNow(f"etcd refused the request: {text}{advice}")
 
     @property
-    def _at(self) -> Endpoint:
-        return Endpoint(self._api.protocol, self._api.host, self._api.port)
+    def _at(self) -> EtcdMember:
+        return EtcdMember(self._api.protocol, self._api.host, self._api.port)
 
     def _lost(
-        self, cause: BaseException, at: Endpoint | None = None, *, leave: bool = True
+        self, cause: BaseException, at: EtcdMember | None = None, *, leave: bool = True
     ) -> RegistryUnavailable:
         """Note that a member of etcd has failed, and return the error to raise.
 
@@ -365,7 +477,7 @@ class EtcdRpc:
             await self._api.close()
 
 
-async def _construct(session: aiohttp.ClientSession, endpoint: Endpoint) -> _Api:
+async def _construct(session: aiohttp.ClientSession, endpoint: EtcdMember) -> _Api:
     """Ask the server's version, then make the client over `session`. Does not close `session`."""
     scheme, host, port = endpoint
     url = f"{scheme}://{host}:{port}/version"

@@ -16,9 +16,8 @@ import msgspec
 
 from pullfill.errors import PullfillError
 from pullfill.registry import keys
-from pullfill.registry.background import Background
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.watch import Delete, Follower, Put
+from pullfill.registry.watch import Background, Delete, Follower, Put
 from pullfill.runtime import log
 from pullfill.wire import SelfCheck
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from pullfill.errors import BadMessage, PullfillError
 from pullfill.registry import keys
-from pullfill.registry.background import Background
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.watch import Delete, Put, watch_prefix
+from pullfill.registry.watch import Background, Delete, Put, watch_prefix
 from pullfill.runtime import log
 from pullfill.wire import SuspectRecord, decode, encode
 

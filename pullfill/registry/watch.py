@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from pullfill.backoff import Backoff
-from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.errors import ConfigError, PullfillError, RegistryUnavailable
 from pullfill.registry.client import EtcdClient, Header, KeyValue, RevisionLost, as_key, prefix_end
-from pullfill.registry.failures import Failure
+from pullfill.registry.gateway import Failure
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
 
@@ -66,7 +68,7 @@ class Synced:
 WatchEvent = Put | Delete | Synced
 
 
-class _Event(msgspec.Struct):
+class _Changed(msgspec.Struct):
     kv: KeyValue
     type: str = "PUT"
 
@@ -77,7 +79,7 @@ class _Result(msgspec.Struct):
     canceled: bool = False
     compact_revision: int = 0
     cancel_reason: str = ""
-    events: list[_Event] | None = None
+    events: list[_Changed] | None = None
 
 
 class _Line(msgspec.Struct):
@@ -108,7 +110,7 @@ class _Known:
         self.keys, self.rev = new, revision
         return events
 
-    def apply(self, events: list[_Event]) -> list[WatchEvent]:
+    def apply(self, events: list[_Changed]) -> list[WatchEvent]:
         """The events of one whole message."""
         out: list[WatchEvent] = []
         for event in events:
@@ -271,3 +273,43 @@ class Follower:
 def _report(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("%s stopped: %s", task.get_name(), error)
+
+
+# --------------------------------------------------------------------------- writes
+
+
+class Background:
+    """Tasks that write to etcd. They all end with `close`. Single event loop."""
+
+    def __init__(self, client: EtcdClient) -> None:
+        self._client = client
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Start a task. Its failure is logged."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """End all tasks. Idempotent."""
+        await end(*self._tasks)
+
+    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
+        """Write a key that lives for `ttl_s`, on a lease of its own.
+
+        While etcd does not answer, try again, until `ttl_s` have passed."""
+        end = time.monotonic() + ttl_s
+        while (left_s := end - time.monotonic()) > 1:
+            try:
+                lease, _, _ = await self._client.grant_lease(int(left_s))
+                await self._client.put(key, value, lease)
+                return
+            except PullfillError as exc:
+                _log.debug("%s is not stored yet: %s", key, exc)
+                await asyncio.sleep(1.0)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s stopped: %s", task.get_name(), error)

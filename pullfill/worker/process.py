@@ -29,8 +29,8 @@ from pullfill.engine.watchdog import EngineWatchdog
 from pullfill.net.this_host import host_id
 from pullfill.options import WorkerOptions
 from pullfill.registry.client import EtcdClient
+from pullfill.registry.live_settings import Settings
 from pullfill.registry.membership import Membership
-from pullfill.registry.settings import Settings
 from pullfill.runtime import log, tracing
 from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, exit_within, until
 from pullfill.runtime.probe import ProbeServer

@@ -11,9 +11,8 @@ import pytest
 
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.directory import Directory
+from pullfill.registry.directory import Directory, revoke_worker
 from pullfill.registry.membership import Membership
-from pullfill.registry.orders import revoke_worker
 from pullfill.registry.watch import Delete, Put, WatchEvent, watch_prefix
 from pullfill.wire import WorkerState
 from tests.support.etcd import EtcdServer

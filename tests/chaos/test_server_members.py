@@ -21,7 +21,7 @@ from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.names import Names
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.settings import Settings
+from pullfill.registry.live_settings import Settings
 from pullfill.wire import QueueSettings
 from tests.integration.test_mock_engine import MOCK, ask
 from tests.support.cluster import Cluster

@@ -15,7 +15,7 @@ import pytest
 from pullfill.engine.adapters import content, identity
 from pullfill.errors import BadMessage, PeerUnavailable, RegistryUnavailable
 from pullfill.registry import keys
-from pullfill.registry.adapters import AdapterBoard
+from pullfill.registry.adapter_board import AdapterBoard
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Delete
 from pullfill.wire import MAX_TEXT

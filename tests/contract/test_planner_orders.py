@@ -14,7 +14,7 @@ from pullfill.deploy.planner import Move, Plan, PlanSettings, PlanState
 from pullfill.errors import UnavailableError
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.orders import last_move
+from pullfill.registry.directory import last_move
 from pullfill.snapshot import Report
 from pullfill.wire import RoleOrder, WorkerRole, decode
 from tests.support.etcd import EtcdServer

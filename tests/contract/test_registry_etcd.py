@@ -12,8 +12,8 @@ from msgspec import to_builtins
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient, LeaseNotFound, RevisionLost
-from pullfill.registry.lease import Lease, LeaseEnd
-from pullfill.registry.settings import Settings
+from pullfill.registry.live_settings import Settings
+from pullfill.registry.membership import EtcdLease, LeaseFate
 from pullfill.registry.watch import Delete, Put, Synced, WatchEvent, watch_prefix
 from pullfill.wire import RouterConfig, RouterPolicy
 from tests.support.etcd import EtcdServer, free_ports
@@ -114,7 +114,7 @@ async def test_a_hung_etcd_times_out(tmp_path: Path) -> None:
 async def test_a_lease_lives_longer_than_its_ttl_and_takes_its_keys(
     client: EtcdClient, ns: str
 ) -> None:
-    lease = await Lease.grant(client, 3)
+    lease = await EtcdLease.grant(client, 3)
     lease.start()
     await client.put(ns, b"", lease.id)
     await asyncio.sleep(lease.ttl_s + 0.5)
@@ -130,11 +130,11 @@ async def test_a_lease_lives_longer_than_its_ttl_and_takes_its_keys(
 async def test_etcdctl_lease_revoke_is_seen_as_revoked(
     client: EtcdClient, etcd: EtcdServer
 ) -> None:
-    lease = await Lease.grant(client, 60)
+    lease = await EtcdLease.grant(client, 60)
     lease.start()
     assert "revoked" in await asyncio.to_thread(etcd.ctl, "lease", "revoke", f"{lease.id:x}")
     lease.check_now()
-    assert await asyncio.wait_for(lease.wait(), 10) is LeaseEnd.REVOKED
+    assert await asyncio.wait_for(lease.wait(), 10) is LeaseFate.REVOKED
 
 
 # ------------------------------------------------------------------ watch

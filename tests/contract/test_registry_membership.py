@@ -17,8 +17,7 @@ from pullfill.errors import (
 )
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.directory import Directory
-from pullfill.registry.orders import live_workers, order_role, revoke_worker
+from pullfill.registry.directory import Directory, live_workers, order_role, revoke_worker
 from pullfill.registry.watch import Put, watch_prefix
 from pullfill.wire import (
     WIRE_VERSION,

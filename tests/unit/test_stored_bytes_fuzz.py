@@ -22,10 +22,9 @@ from pullfill.queue.deadletter import _Advisory
 from pullfill.queue.jetstream import JetStreamDelivery
 from pullfill.queue.names import MSG_ID, TOKENS, parse_ack, subject_tokens
 from pullfill.queue.nats_connection import read_reply
-from pullfill.registry import keys, settings
-from pullfill.registry.failures import read_failure
-from pullfill.registry.gateway import parse_url
-from pullfill.registry.orders import decode_worker_record
+from pullfill.registry import keys, live_settings
+from pullfill.registry.directory import decode_worker_record
+from pullfill.registry.gateway import parse_url, read_failure
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.layout import dense_layout, layout_of
 from pullfill.transfer.shm.files import ShmEndpoint
@@ -63,8 +62,8 @@ def test_registry_keys_and_values(examples: int) -> None:
             with contextlib.suppress(BadMessage):
                 decode_worker_record("ns", name, value)
         with contextlib.suppress(ConfigError):
-            settings.parse(value, RouterConfig)
-        settings._good_fields(value, RouterConfig)
+            live_settings.parse(value, RouterConfig)
+        live_settings._good_fields(value, RouterConfig)
         read_failure(value)
 
     explore(examples, check, key=st.binary(max_size=60), value=mutated(good))

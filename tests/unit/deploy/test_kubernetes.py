@@ -20,7 +20,7 @@ from pullfill.config import split_urls
 from pullfill.deploy import local_servers
 from pullfill.deploy.planner import PlanSettings
 from pullfill.frontend import admission
-from pullfill.registry import settings
+from pullfill.registry import live_settings
 from pullfill.runtime.lifecycle import EXIT_S
 from pullfill.wire import QueueSettings
 from tests.support.chart import CHART, of_kind, pods, render, the_container
@@ -295,10 +295,10 @@ def test_the_servers_are_three_and_the_streams_have_as_many_replicas() -> None:
     assert container["args"][:2] == ["config", "set"]
     command = command_line().commands["config"].commands["set"]
     told = command.make_context("set", container["args"][2:]).params
-    assert settings.find(told["key"]) == (QueueSettings, "replicas")
+    assert live_settings.find(told["key"]) == (QueueSettings, "replicas")
     etcd: Any = AsyncMock()
     etcd.get.return_value = None
-    stored = settings.Settings(etcd, "n", QueueSettings).set("replicas", told["value"])
+    stored = live_settings.Settings(etcd, "n", QueueSettings).set("replicas", told["value"])
     assert asyncio.run(stored).replicas == 3
     assert hosts(told["etcd"], 2379) == members("pullfill-etcd")
     assert told["namespace"] == options_of(render())["namespace"]

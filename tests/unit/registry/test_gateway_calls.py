@@ -13,7 +13,7 @@ from aiohttp import web
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.net.security import ServerSecurity
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.failures import Failure
+from pullfill.registry.gateway import Failure
 
 OLD = "etcdserver: revision of auth store is old"
 HEADER = {"header": {"revision": "7"}}

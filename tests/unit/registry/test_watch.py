@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pullfill.registry.client import KeyValue
-from pullfill.registry.watch import Delete, Put, _Event, _Known
+from pullfill.registry.watch import Delete, Put, _Changed, _Known
 
 
 def kv(key: bytes, mod: int, value: bytes = b"") -> KeyValue:
@@ -21,6 +21,6 @@ def test_known_diff_tells_what_changed_and_no_more() -> None:
 
 def test_known_apply_drops_what_was_seen() -> None:
     known = _Known({}, rev=4)
-    events = [_Event(kv(b"a", 4)), _Event(kv(b"a", 5, b"x")), _Event(kv(b"a", 6), "DELETE")]
+    events = [_Changed(kv(b"a", 4)), _Changed(kv(b"a", 5, b"x")), _Changed(kv(b"a", 6), "DELETE")]
     assert known.apply(events) == [Put(b"a", b"x", 5), Delete(b"a", b"", 6)]
     assert (known.keys, known.rev) == ({}, 6)

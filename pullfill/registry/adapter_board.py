@@ -15,9 +15,8 @@ import msgspec
 
 from pullfill.errors import BadMessage, PullfillError
 from pullfill.registry import keys
-from pullfill.registry.background import RETRY_S, Background
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.watch import Delete, Follower, Put
+from pullfill.registry.watch import Background, Delete, Follower, Put
 from pullfill.runtime import log
 from pullfill.wire import AdapterRecord, decode, encode
 
@@ -100,7 +99,7 @@ class AdapterBoard:
                 return
             except PullfillError as exc:
                 _log.debug("%s is not stored yet: %s", key, exc)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(1.0)
 
 
 def _read(name: str, value: bytes) -> AdapterRecord | None:

@@ -6,14 +6,17 @@ import msgspec
 import pytest
 
 from pullfill.errors import ConfigError
-from pullfill.registry import settings
+from pullfill.registry import live_settings
 from pullfill.registry.watch import Put
 from pullfill.wire import QueueSettings, RouterConfig
 
 
 def test_settings_parse() -> None:
-    assert settings.parse(b"{}", RouterConfig) == RouterConfig()
-    assert settings.parse(b'{"max_prefill_queue_size":3}', RouterConfig).max_prefill_queue_size == 3
+    assert live_settings.parse(b"{}", RouterConfig) == RouterConfig()
+    assert (
+        live_settings.parse(b'{"max_prefill_queue_size":3}', RouterConfig).max_prefill_queue_size
+        == 3
+    )
     for bad, told in {
         b'{"policy":"sometimes"}': "policy.*always_local",
         b'{"remote_timeout_s":0}': "remote_timeout_s.*more than 0",
@@ -21,25 +24,25 @@ def test_settings_parse() -> None:
         b"\xff": "router settings",
     }.items():
         with pytest.raises(ConfigError, match=told):
-            settings.parse(bad, RouterConfig)
+            live_settings.parse(bad, RouterConfig)
 
 
 def test_what_another_build_has_written_is_kept_and_told(caplog: pytest.LogCaptureFixture) -> None:
     """Nobody can type it: `pullfill config` finds no such setting."""
     stored = b'{"polcy":"conditional","hedge":true}'
-    watched = settings.Settings(None, "ns", RouterConfig)  # type: ignore[arg-type]
+    watched = live_settings.Settings(None, "ns", RouterConfig)  # type: ignore[arg-type]
     watched._on_event(Put(b"/pullfill/ns/config/router", stored, 1))
     assert watched.current == RouterConfig(hedge=True)
     assert "unknown router settings in etcd: polcy" in caplog.text
     with pytest.raises(ConfigError, match=r"'router\.polcy' \(did you mean router\.policy"):
-        settings.find("router.polcy")
+        live_settings.find("router.polcy")
 
 
 @pytest.mark.parametrize("kind", [RouterConfig, QueueSettings])
 def test_each_setting_says_what_it_may_be(kind: type[RouterConfig] | type[QueueSettings]) -> None:
     for name in kind.__struct_fields__:
         with pytest.raises(ConfigError, match=f"{name}: 'x' is not allowed: must be "):
-            settings._from_text(kind, name, "x")
+            live_settings._from_text(kind, name, "x")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_each_setting_says_what_it_may_be(kind: type[RouterConfig] | type[QueueS
      ("max_prefill_queue_size", "0", 0)],
 )  # fmt: skip
 def test_settings_text(name: str, text: str, value: object) -> None:
-    assert settings._from_text(RouterConfig, name, text) == value
+    assert live_settings._from_text(RouterConfig, name, text) == value
 
 
 @pytest.mark.parametrize(
@@ -59,28 +62,35 @@ def test_settings_text(name: str, text: str, value: object) -> None:
 )  # fmt: skip
 def test_settings_bad_text_names_the_setting_and_what_is_allowed(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"router.{name}.*must be"):
-        settings._from_text(RouterConfig, name, text)
+        live_settings._from_text(RouterConfig, name, text)
 
 
 def test_setting_one_field_repairs_a_bad_key() -> None:
     stored = b'{"policy":"nonsense","max_prefill_queue_size":9,"newer":1}'
-    assert settings._good_fields(stored, RouterConfig) == {"max_prefill_queue_size": 9, "newer": 1}
-    assert settings._good_fields(b"[]", RouterConfig) == {}
+    assert live_settings._good_fields(stored, RouterConfig) == {
+        "max_prefill_queue_size": 9,
+        "newer": 1,
+    }
+    assert live_settings._good_fields(b"[]", RouterConfig) == {}
     with pytest.raises(ConfigError, match=r"router\.policy"):
-        settings.find("router.colour")
+        live_settings.find("router.colour")
 
 
 def test_queue_settings_are_all_unset_until_somebody_sets_them() -> None:
-    assert set(msgspec.to_builtins(settings.parse(b"{}", QueueSettings)).values()) == {None}
-    assert settings.parse(b'{"replicas":3}', QueueSettings) == QueueSettings(replicas=3)
+    assert set(msgspec.to_builtins(live_settings.parse(b"{}", QueueSettings)).values()) == {None}
+    assert live_settings.parse(b'{"replicas":3}', QueueSettings) == QueueSettings(replicas=3)
 
 
 def test_a_queue_setting_is_only_found_by_its_whole_name() -> None:
-    assert settings.find("queue.replicas") == (QueueSettings, "replicas")
-    assert settings.find("policy") == settings.find("router.policy") == (RouterConfig, "policy")
+    assert live_settings.find("queue.replicas") == (QueueSettings, "replicas")
+    assert (
+        live_settings.find("policy")
+        == live_settings.find("router.policy")
+        == (RouterConfig, "policy")
+    )
     for key in ("replicas", "router.replicas", "queue.policy"):
         with pytest.raises(ConfigError, match=r"no setting.*queue\.max_bytes"):
-            settings.find(key)
+            live_settings.find(key)
 
 
 @pytest.mark.parametrize(
@@ -91,4 +101,4 @@ def test_a_queue_setting_is_only_found_by_its_whole_name() -> None:
 )  # fmt: skip
 def test_queue_settings_refuse_bad_text(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"queue.{name}.*must be .*unset"):
-        settings._from_text(QueueSettings, name, text)
+        live_settings._from_text(QueueSettings, name, text)

@@ -10,7 +10,7 @@ import pytest
 
 from pullfill.errors import RegistryUnavailable
 from pullfill.registry.client import Header, KeepAlive
-from pullfill.registry.lease import Lease, LeaseEnd, LeaseJudge
+from pullfill.registry.membership import EtcdLease, LeaseFate, LeaseJudge
 
 STORE = Header(cluster_id=7, member_id=1, revision=10, raft_term=2)
 
@@ -29,7 +29,7 @@ def judge() -> LeaseJudge:
 
 def test_gone_in_a_continuous_conversation_is_revoked() -> None:
     later = Header(cluster_id=7, member_id=2, revision=12, raft_term=2)
-    assert judge().gone(1002.0, later) is LeaseEnd.REVOKED
+    assert judge().gone(1002.0, later) is LeaseFate.REVOKED
 
 
 @pytest.mark.parametrize(
@@ -42,21 +42,21 @@ def test_gone_in_a_continuous_conversation_is_revoked() -> None:
     ids=["other cluster", "restarted", "went back"],
 )
 def test_gone_from_another_store_is_an_outage(header: Header) -> None:
-    assert judge().gone(1002.0, header) is LeaseEnd.OUTAGE
+    assert judge().gone(1002.0, header) is LeaseFate.OUTAGE
 
 
 def test_gone_after_a_break_is_an_outage_until_a_later_keep_alive() -> None:
     rule = judge()
     rule.broke(1001.0)
-    assert rule.gone(1002.0, STORE) is LeaseEnd.OUTAGE
+    assert rule.gone(1002.0, STORE) is LeaseFate.OUTAGE
     rule.alive(1000.5, STORE)  # sent before the break: proves nothing about after it
-    assert rule.gone(1002.0, STORE) is LeaseEnd.OUTAGE
+    assert rule.gone(1002.0, STORE) is LeaseFate.OUTAGE
     rule.alive(1001.5, STORE)
-    assert rule.gone(1002.0, STORE) is LeaseEnd.REVOKED
+    assert rule.gone(1002.0, STORE) is LeaseFate.REVOKED
 
 
 def test_gone_after_this_process_slept_over_the_ttl_is_an_outage() -> None:
-    assert judge().gone(1006.0, STORE) is LeaseEnd.OUTAGE
+    assert judge().gone(1006.0, STORE) is LeaseFate.OUTAGE
 
 
 @pytest.mark.parametrize("etcd_s", [6.0, 3600.0, -1.0], ids=["ttl", "hour", "set back"])
@@ -65,14 +65,14 @@ def test_gone_while_every_clock_of_this_machine_stood_still_is_an_outage(etcd_s:
     rule = judge()
     rule.alive(1000.0, msgspec.structs.replace(STORE, date=100.0))
     later = msgspec.structs.replace(STORE, date=100.0 + etcd_s)
-    assert rule.gone(1001.0, later) is LeaseEnd.OUTAGE
+    assert rule.gone(1001.0, later) is LeaseFate.OUTAGE
 
 
 def test_etcds_clock_in_step_with_ours_leaves_a_revoke_a_revoke() -> None:
     rule = judge()
     rule.alive(1000.0, msgspec.structs.replace(STORE, date=100.0))
     later = msgspec.structs.replace(STORE, date=102.0)
-    assert rule.gone(1001.5, later) is LeaseEnd.REVOKED
+    assert rule.gone(1001.5, later) is LeaseFate.REVOKED
 
 
 async def test_gone_after_this_machine_slept_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +83,11 @@ async def test_gone_after_this_machine_slept_is_an_outage(monkeypatch: pytest.Mo
         return real(which) + (slept_s if which == time.CLOCK_BOOTTIME else 0.0)
 
     monkeypatch.setattr(time, "clock_gettime", boot_clock)
-    lease = await Lease.grant(FakeApi(FakeClock(), 0), 3)
+    lease = await EtcdLease.grant(FakeApi(FakeClock(), 0), 3)
     slept_s = 3600.0
     lease.start()
     lease.check_now()
-    assert await asyncio.wait_for(lease.wait(), 10) is LeaseEnd.OUTAGE
+    assert await asyncio.wait_for(lease.wait(), 10) is LeaseFate.OUTAGE
 
 
 class FakeApi:
@@ -111,10 +111,10 @@ class FakeApi:
         return KeepAlive(STORE, answer)
 
 
-async def end_of(*script: int | Exception) -> tuple[LeaseEnd, FakeApi]:
+async def end_of(*script: int | Exception) -> tuple[LeaseFate, FakeApi]:
     clock = FakeClock()
     api = FakeApi(clock, *script)
-    lease = await Lease.grant(api, 3, clock=clock)
+    lease = await EtcdLease.grant(api, 3, clock=clock)
     lease.start()
     while not lease._task or not lease._task.done():
         lease.check_now()
@@ -124,15 +124,15 @@ async def end_of(*script: int | Exception) -> tuple[LeaseEnd, FakeApi]:
 
 async def test_lease_ends() -> None:
     down = RegistryUnavailable("down")
-    assert (await end_of(3, 3, 0))[0] is LeaseEnd.REVOKED
-    assert (await end_of(3, down, 0))[0] is LeaseEnd.OUTAGE
-    assert (await end_of(3, down, 3, 0))[0] is LeaseEnd.REVOKED
+    assert (await end_of(3, 3, 0))[0] is LeaseFate.REVOKED
+    assert (await end_of(3, down, 0))[0] is LeaseFate.OUTAGE
+    assert (await end_of(3, down, 3, 0))[0] is LeaseFate.REVOKED
     ended, api = await end_of(3, down)
-    assert ended is LeaseEnd.OUTAGE
+    assert ended is LeaseFate.OUTAGE
     assert api.sent == 3  # answered: sent at 0 s; failures seen at 2 and 3 s: the TTL is 3
 
 
 async def test_revoking_without_etcd_does_not_raise() -> None:
-    lease = await Lease.grant(FakeApi(FakeClock(), 3), 3, clock=FakeClock())
+    lease = await EtcdLease.grant(FakeApi(FakeClock(), 3), 3, clock=FakeClock())
     lease.start()
     await lease.revoke()
