@@ -37,8 +37,8 @@ from pullfill.frontend.admission import Admission
 from pullfill.frontend.cluster_view import ROLES, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
-from pullfill.frontend.forward import setup as forward_setup
-from pullfill.frontend.forward.setup import Forwarding
+from pullfill.frontend.forward import forwarding
+from pullfill.frontend.forward.forwarding import Forwarding
 from pullfill.frontend.http_auth import HttpAuth
 from pullfill.frontend.live.page import LiveView
 from pullfill.frontend.request_log import RequestLog
@@ -79,7 +79,7 @@ def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str])
     log.setup("frontend", as_json=options.log_format is LogFormat.JSON)
     try:
         check.require_version()
-        forward_setup.check(options)
+        forwarding.check(options)
         listeners = listeners_of(options)
     except PullfillError as exc:
         log.complain(exc)

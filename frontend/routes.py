@@ -19,9 +19,8 @@ from starlette.routing import Route
 from pullfill.frontend.cluster_view import ASKED_BY, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import NO_WORKER
-from pullfill.frontend.forward import heartbeats
-from pullfill.frontend.forward.entries import ROLES
-from pullfill.frontend.forward.setup import Forwarding
+from pullfill.frontend.forward.forwarding import Forwarding
+from pullfill.frontend.forward.sources import HEARTBEAT_PATH, ROLES, answer_heartbeat
 from pullfill.frontend.live import page as live_page
 from pullfill.frontend.request_log import MAX_RECORDS, RequestLog
 from pullfill.runtime import exposition
@@ -63,7 +62,7 @@ class Admin:
             Route("/pullfill/requests/{request_id:path}", self.request),
             Route("/pullfill/responses/{request_id}", self.response),
             Route("/metrics", self.metrics),
-            Route(heartbeats.PATH, self.heartbeat, methods=["POST"]),
+            Route(HEARTBEAT_PATH, self.heartbeat, methods=["POST"]),
             *live_page.routes(self.page, self.request),
         ]
 
@@ -162,7 +161,7 @@ class Admin:
         return Response(told, 404 if told is None else 200, media_type="application/json")
 
     async def heartbeat(self, request: Request) -> Response:
-        return await heartbeats.answer(self.stock.heartbeats if self.stock else None, request)
+        return await answer_heartbeat(self.stock.heartbeats if self.stock else None, request)
 
     async def metrics(self, request: Request) -> Response:
         self.settle()

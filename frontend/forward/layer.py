@@ -1,7 +1,4 @@
-"""The ASGI layer that picks the forwarder of each request, and keeps what `explain` shows.
-
-It stands between `Admission` and vLLM's app, and only if stock servers may be known. Requests on
-other paths than PATHS go to vLLM's app as before: it renders, tokenizes and lists models.
+"""What a forwarder gets and promises, and the layer that picks the one of each request.
 
 `router.stock_share` says which share of the requests the stock servers get: 0 none, 1 all. A side
 that can take no request leaves all to the other one. So a fleet is moved over in steps, and back.
@@ -14,7 +11,8 @@ import json
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import msgspec
 
@@ -28,10 +26,9 @@ from pullfill.frontend.admission import (
     respond,
     route_of,
 )
-from pullfill.frontend.forward.contract import Call, Forwarder
-from pullfill.frontend.forward.run import NAMED
+from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.request_log import RequestLog, RequestRecord
-from pullfill.wire import ExplainRecord, Timings
+from pullfill.wire import ExplainRecord, ForwardStage, Timings
 
 PATHS = frozenset({
     "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses",
@@ -39,10 +36,120 @@ PATHS = frozenset({
 })  # fmt: skip
 _MAX_ID = 128
 _LOOK_S = 0.05
+NAMED = "named"
+"""Result of the prefill stage with single dispatch: the decode server was told to start it."""
+
+
+@dataclass(slots=True)
+class ClientCall:
+    """One request.
+
+    scope: ASGI's.
+    path: without the root path.
+    body: the whole body. json: its object, or None if it is something else.
+    request_id: id for both stages, without dashes. The client's `X-Request-Id`, if it sent one.
+    response_id: the `id` of the answer. Empty: unknown.
+    stages: what was done, filled by the forwarder.
+    prompt_tokens: length of the prompt. 0: unknown.
+    arrived: `time.monotonic` when it came."""
+
+    scope: Scope
+    path: str
+    body: bytes
+    json: dict[str, Any] | None
+    request_id: str
+    response_id: str = ""
+    reason: str = ""
+    stages: list[ForwardStage] = field(default_factory=list)
+    prompt_tokens: int = 0
+    arrived: float = field(default_factory=time.monotonic)
+    first_byte_ms: float | None = None
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is to be streamed."""
+        return self.json is not None and self.json.get("stream") is True
+
+    def ms(self) -> float:
+        """Return the milliseconds since it came."""
+        return round((time.monotonic() - self.arrived) * 1000.0, 3)
+
+    def header(self, name: bytes) -> str:
+        """Return the value of a header of the request. Empty: there is none."""
+        for key, value in self.scope["headers"]:
+            if key == name:
+                return str(value.decode("latin-1"))
+        return ""
+
+
+class Forwarder(Protocol):
+    """Answers one HTTP request on ASGI's `receive` and `send`: `Pull` adds nothing to the path of a
+    token. tests/contract/test_forwarders.py checks each forwarder for these promises:
+
+    1. The client gets one whole answer of one run. A stage is repeated only before the first byte
+       of the answer has been sent. The token of a prefill stage is never shown.
+    2. Bytes of a stream are passed on unchanged and at once, one event or more at a time.
+    3. Errors have vLLM's form: a JSON object with `error`, or an event of that form in a stream
+       that has begun, and then `[DONE]`.
+    4. No request hangs: each wait has a limit, and a server that is lost ends its waits.
+    5. When the client leaves, or the task is cancelled, all connections that were opened for the
+       request are closed before `forward` returns. vLLM aborts a request whose connection is
+       closed.
+    6. `ClientCall.stages` says what was tried, in order."""
+
+    name: str
+
+    def trouble(self) -> str:
+        """Return why it can take no request now. Empty: it can."""
+        ...
+
+    def suits(self, call: ClientCall) -> bool:
+        """Return whether it can serve such a request at all."""
+        ...
+
+    async def forward(self, call: ClientCall, receive: Receive, send: Send) -> None:
+        """Answer the request. receive: what comes after the body, so it tells of a disconnect."""
+        ...
+
+
+class Pull:
+    """`--forwarder pull`: vLLM's app in this process, over pullfill's decode workers.
+
+    has_worker: returns whether a decode worker can take requests now."""
+
+    name = "pull"
+
+    def __init__(self, app: App, has_worker: Callable[[], bool]) -> None:
+        self._app = app
+        self._has_worker = has_worker
+
+    def trouble(self) -> str:
+        return "" if self._has_worker() else NO_WORKER
+
+    def suits(self, call: ClientCall) -> bool:
+        return True
+
+    async def forward(self, call: ClientCall, receive: Receive, send: Send) -> None:
+        if why := self.trouble():
+            await respond(send, 503, why, "ServiceUnavailableError", retry_after_s=1)
+            return
+        told = False
+
+        async def read() -> Message:
+            nonlocal told
+            if told:
+                return await receive()
+            told = True
+            return {"type": "http.request", "body": call.body, "more_body": False}
+
+        await self._app(call.scope, read, send)
 
 
 class Layer:
-    """ASGI middleware. See the module.
+    """ASGI middleware that picks the forwarder of each request.
+
+    It stands between `Admission` and vLLM's app, and only if stock servers may be known. Requests
+    on other paths than PATHS go to vLLM's app as before: it renders, tokenizes and lists models.
 
     share: returns `router.stock_share`. requests: gets a record of each request that `stock`
     serves."""
@@ -118,7 +225,7 @@ class Layer:
         self._due -= 1.0
         return self._stock
 
-    def _tell(self, forwarder: Forwarder, call: Call, answered_ms: float | None) -> None:
+    def _tell(self, forwarder: Forwarder, call: ClientCall, answered_ms: float | None) -> None:
         """Keep the record for `explain`, under the answer's id.
 
         answered_ms: how long it took. None: it was cancelled."""
@@ -155,8 +262,8 @@ class Layer:
         self._requests.over(record)
 
 
-def _call(scope: Scope, body: bytes) -> Call:
-    call = Call(scope, route_of(scope), body, None, "")
+def _call(scope: Scope, body: bytes) -> ClientCall:
+    call = ClientCall(scope, route_of(scope), body, None, "")
     asked = call.header(b"x-request-id")
     good = 0 < len(asked) <= _MAX_ID and asked.isascii() and asked.isprintable()
     call.request_id = asked if good else uuid.uuid4().hex

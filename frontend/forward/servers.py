@@ -1,20 +1,14 @@
 """The stock vLLM servers that are known, and their health.
 
-Sources such as `--servers` or heartbeats name servers. A server stays as long as one source
-names it. One task for each server looks every LOOK_S seconds:
+A server stays as long as one source names it. One task for each looks every LOOK_S seconds:
 
     new ──► ready ◄──► failing          refused
               └────────────────────────────┘
 
-- failing: `/health` has not answered MISSES times, or a request could not reach it. Its requests
-  that wait are ended at once, so that they can be repeated elsewhere. One good answer of `/health`
-  and `/v1/models` makes it ready again.
-- refused: it serves another model, lists none, lacks a KV address or its connector. It is looked at
-  again, and the reason is shown in /ready, in the status and in the log.
-
-`/metrics` tells the load. A server without it is served, with the load that this frontend knows.
-They also tell whether the server has a KV connector, once it has served a request (`Load.bare`).
-A decode server without one computes each prompt itself, and nobody reads the KV of the prefill.
+- failing: `/health` has not answered MISSES times, or a request could not reach it. Its waiting
+  requests end at once, to be repeated elsewhere. One good answer makes it ready again.
+- refused: it serves another model, lists none, lacks a KV address or its connector. It is looked
+  at again, and the reason is shown in /ready, in the status and in the log.
 Single event loop.
 """
 
@@ -23,17 +17,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from pullfill.errors import ConfigError
-from pullfill.frontend.forward.entries import ROLES, Entry
-from pullfill.frontend.forward.load import Load, load_of
+from pullfill.frontend.forward.sources import ROLES, Entry
 from pullfill.runtime import log
+
+if TYPE_CHECKING:
+    from pullfill.frontend.forward.picker import Picker
+    from pullfill.frontend.forward.protocols import KvProtocol
 
 _log = log.get("frontend.forward")
 
@@ -43,6 +41,56 @@ ANSWER_S = 3.0
 MISSES = 3
 LACK_S = 30.0
 """How long a server is left out whose prefill answers lack what the protocol needs."""
+_METRIC = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}\n]*)\})? ([0-9.eE+-]+)$", re.M)
+_ASKED = (
+    "vllm:request_success_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:external_prefix_cache_queries_total",
+)
+"""Counts of requests, of tokens looked up in the server's own cache, and of tokens looked up at its
+connector. vLLM counts the last two together. Without a connector, the last one stays 0."""
+_UNSERVED = re.compile(r'finished_reason="(abort|error)"')
+_BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
+_BLOCK_SIZE = re.compile(r'[{,]block_size="(\d+)"')
+
+
+# A decode server without a KV connector computes each prompt itself, and nobody reads the KV of the
+# prefill. Its /metrics show that once it has served requests. A server without /metrics is served,
+# with the load that this frontend knows.
+@dataclass(slots=True)
+class StockLoad:
+    """What a server's /metrics says. kv_blocks: all blocks. 0: unknown.
+
+    bare: it has served requests, and has never asked a KV connector for one. False: not known."""
+
+    running: float = 0.0
+    waiting: float = 0.0
+    kv_used: float = 0.0
+    kv_blocks: int = 0
+    block_size: int = 0
+    bare: bool = False
+
+
+def load_of(text: str) -> StockLoad:
+    """Read the text of vLLM's /metrics. Sums over engines. What is missing counts 0."""
+    load = StockLoad()
+    asked: dict[str, float] = {}
+    for name, labels, value in _METRIC.findall(text):
+        if name in _ASKED and not _UNSERVED.search(labels):
+            asked[name] = asked.get(name, 0.0) + float(value)
+        elif name == "vllm:num_requests_running":
+            load.running += float(value)
+        elif name == "vllm:num_requests_waiting":
+            load.waiting += float(value)
+        elif name == "vllm:kv_cache_usage_perc":
+            load.kv_used = max(load.kv_used, float(value))
+        elif name == "vllm:cache_config_info":
+            blocks, size = _BLOCKS.search(labels), _BLOCK_SIZE.search("," + labels)
+            load.kv_blocks += int(blocks[1]) if blocks else 0
+            load.block_size = int(size[1]) if size else load.block_size
+    served, cache, connector = (asked.get(name) for name in _ASKED)
+    load.bare = bool(served and cache) and connector == 0.0
+    return load
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +112,7 @@ class Server:
     sources: tuple[str, ...] = ()
     model: str = ""
     engine_id: str = ""
-    load: Load | None = None
+    load: StockLoad | None = None
     misses: int = 0
     lacking_until: float = 0.0
     waits: set[asyncio.Timeout] = field(default_factory=set)
@@ -118,48 +166,34 @@ class Server:
         _end(self.readers)
 
 
-async def _no_check(server: Server, get: object) -> str:
-    return ""
-
-
 class Servers:
     """All known servers. `start` nothing: `set` does what is needed. `close` it at the end.
 
     names: the model names that this frontend serves. model: its model, a path or a name.
-    needs: takes a role. Returns what such a server must be registered with (`KvProtocol.needs`).
-    check: returns what is wrong with a server's KV address (`KvProtocol.check`).
-    connector: how to start a server with the connector, for people.
-    headers: of each question, e.g. a key.
-    report: called when the load of a server is known. gone: called when no source has it."""
+    protocol: says what servers must be registered with, and checks their KV addresses.
+    pickers: by role, those who choose servers: they are told of loads, and who is gone.
+    headers: of each question, e.g. a key."""
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         names: Sequence[str],
         model: str,
-        *,
-        needs: Callable[[str], str] = lambda role: "",
-        check: Callable[[Server, Callable[[str], Awaitable[bytes]]], Awaitable[str]] = _no_check,
-        connector: str = "start it with --kv-transfer-config",
-        headers: dict[str, str] | None = None,
-        report: Callable[[Server], None] = lambda server: None,
-        gone: Callable[[Server], None] = lambda server: None,
+        protocol: KvProtocol,
+        pickers: Mapping[str, Picker],
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._session = session
         self._names = names
         self._model = model
-        self._needs = needs
-        self._check = check
-        self._connector = connector
+        self._protocol = protocol
+        self._pickers = pickers
         self._headers = headers or {}
-        self.report = report
-        self.gone = gone
         self._sources: dict[str, tuple[Entry, ...]] = {}
         self._named: dict[str, set[tuple[str, str]]] = {}
         self.known: dict[Entry, Server] = {}
         self._ready: dict[str, Sequence[Server]] = {role: () for role in ROLES}
         self._tasks: dict[asyncio.Task[None], Server] = {}
-        self._changed = asyncio.Event()
 
     # ---------------------------------------------------------------- sources
 
@@ -175,7 +209,7 @@ class Servers:
             # Its requests go on, and `_watch` until they have ended.
             server = self.known.pop(entry)
             server.state, server.why = "gone", "it is registered no more"
-            self.gone(server)
+            self._pickers[server.role].gone(server)
             _log.info("stock %s server %s is gone (%s)", entry.role, entry.url, source)
         for entry in wanted - set(self.known):
             server = self.known[entry] = Server(entry)
@@ -209,15 +243,6 @@ class Servers:
     def ready(self, role: str) -> Sequence[Server]:
         """Return the servers of a role that can take requests. A new list after each change."""
         return self._ready[role]
-
-    async def wait_ready(self, roles: Sequence[str], timeout_s: float) -> bool:
-        """Return whether each role has a ready server within this time."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not all(self._ready[role] for role in roles):
-                    self._changed.clear()
-                    await self._changed.wait()
-        return all(self._ready[role] for role in roles)
 
     def troubles(self) -> list[str]:
         """Return a line for each server that takes no requests, with the reason."""
@@ -273,7 +298,6 @@ class Servers:
             now = [s for s in self.known.values() if s.role == role and s.state == "ready"]
             if now != list(self._ready[role]):
                 self._ready[role] = now
-        self._changed.set()
 
     async def _watch(self, server: Server) -> None:
         while server.state != "gone" or server.waits or server.readers or server.streams:
@@ -297,7 +321,7 @@ class Servers:
         """Ask for the health, for the load, and for the models if that matters."""
         await self._get(server.url + "/health")
         server.misses = 0
-        load: Load | None = None
+        load: StockLoad | None = None
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, ConfigError):
             server.load = load = load_of((await self._get(server.url + "/metrics")).decode())
         if server.state == "ready":
@@ -310,20 +334,22 @@ class Servers:
                 return
             self._turn(server, "ready")
         if load is not None and server.state == "ready":
-            self.report(server)
+            self._pickers[server.role].report(server)
 
     def _bare(self, server: Server) -> str:
         """Return what to do about a server that has no KV connector. Empty: nothing."""
         if server.load is None or not server.load.bare:
             return ""
-        return f"it has no KV connector, so it neither gives nor gets KV: {self._connector}"
+        return (
+            f"it has no KV connector, so it neither gives nor gets KV: {self._protocol.start_with}"
+        )
 
     def _lacking(self, server: Server) -> bool:
         return asyncio.get_running_loop().time() < server.lacking_until
 
     async def _refusal(self, server: Server) -> str:
         """Return why the server cannot be used here. Empty: it can."""
-        if (needs := self._needs(server.role)) and not server.kv:
+        if (needs := self._protocol.needs(server.role)) and not server.kv:
             return f"register it with {needs}"
         models = _json(await self._get(server.url + "/v1/models")).get("data")
         if not isinstance(models, list) or not all(map(_is_model, models)):
@@ -339,7 +365,7 @@ class Servers:
         server.model = str(served[name].get("root") or name)
         if why := self._other_model(server, name):
             return why
-        return await self._check(server, self._get)
+        return await self._protocol.check(server, self._get)
 
     def _other_model(self, server: Server, name: str) -> str:
         others = [s for s in self.known.values() if s is not server and s.state == "ready"]

@@ -1,53 +1,45 @@
 """`--forwarder staged` and `batch`: prefill at one stock vLLM server, decode at another.
 
     staged   prefill server → its answer → the decode server that suits best now
-    batch    both are chosen at once; dispatch is serial, parallel or single (`contract.Dispatch`)
-
-Which requests have no prefill stage and go to a decode server as they came:
-
-- those that one prefill cannot stand for, e.g. with several prompts (`bodies.whole_because`)
-- those that a prefill server refuses as wrong (4xx): the client gets the decode server's words
-- all, while every prefill server is down. One that is only wrongly set up is no reason: then
-  requests fail, and the error says what to change
-
-Decode servers that can serve none of these (`KvProtocol.alone`) get none: the requests fail.
+    batch    both are chosen at once; dispatch is serial, parallel or single (`options.Dispatch`)
 
 A stage that fails is repeated at another server, with a new prefill, until the first byte of the
 answer has been sent. A decode server that did not get the request is replaced without a new
 prefill. After a server broke off, or after a 500, a request is repeated once only: it may be why.
-
-For the client's leave: `_serve` runs in a task of its own, which is cancelled then. All it has
-opened is closed on its way out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import uuid
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from pullfill.frontend import counters
 from pullfill.frontend.admission import Receive, Send
-from pullfill.frontend.forward import bodies
-from pullfill.frontend.forward.choice import Choice, Pick
-from pullfill.frontend.forward.contract import Call
 from pullfill.frontend.forward.exchange import (
     Exchange,
     StageFailed,
     drop,
     message_of,
     reading,
+    refuse,
+    relay,
     request_headers,
 )
-from pullfill.frontend.forward.protocol import KvProtocol, Stages
-from pullfill.frontend.forward.relay import refuse, relay
-from pullfill.frontend.forward.run import NAMED, Run
+from pullfill.frontend.forward.layer import NAMED, ClientCall
+from pullfill.frontend.forward.picker import Pick, Picker, Prompt, prompt_of
+from pullfill.frontend.forward.protocols import KvProtocol, Stages
 from pullfill.frontend.forward.servers import Server, Servers
 from pullfill.options import Dispatch, ForwarderName
+from pullfill.wire import ForwardStage
 
 ATTEMPTS = 4
 RISKY = 2
@@ -60,12 +52,125 @@ NEEDS_PREFILL = (
     "servers of this protocol need a prefill for each request, and this one can have none ({}): "
     "send one prompt with one choice to /v1/completions or /v1/chat/completions"
 )
+TWO_STAGES = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Paths whose requests may have a prefill stage of their own."""
+_DROPPED = (
+    "stream_options", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "best_of", "n",
+    "echo", "return_token_ids", "return_tokens_as_token_ids", "stop", "stop_token_ids",
+)  # fmt: skip
+
+
+def whole_because(path: str, body: dict[str, Any] | None) -> str:
+    """Return why a request has no prefill stage and goes to a decode server as it came.
+
+    Empty: it can have one. Parameters of a prefill are for one prompt and one choice: with more,
+    vLLM would give those of the first to all."""
+    if path not in TWO_STAGES:
+        return "path"
+    if body is None:
+        return "not_json"
+    if body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1):
+        return "choices"
+    if body.get("use_beam_search"):
+        return "beam_search"
+    # KV that comes from elsewhere has no log probabilities of the prompt's tokens.
+    if body.get("prompt_logprobs") is not None:
+        return "prompt_logprobs"
+    if body.get("echo"):
+        return "echo"
+    if path == "/v1/completions":
+        prompt = body.get("prompt")
+        if body.get("prompt_embeds") is not None:
+            return "prompt_embeds"
+        if isinstance(prompt, list) and not all(type(item) is int for item in prompt):
+            return "prompts"
+    return ""
+
+
+def prefill_body(body: dict[str, Any], kv: dict[str, Any]) -> bytes:
+    """Return the body of the prefill stage: one token, not streamed.
+
+    A token that ends the answer is ignored here. Most connectors give no KV of a prompt whose
+    answer has ended by itself: MoRI-IO, Mooncake, and NIXL in older releases."""
+    changed = {key: value for key, value in body.items() if key not in _DROPPED}
+    changed |= {"stream": False, "max_tokens": 1, "ignore_eos": True, "kv_transfer_params": kv}
+    if "max_completion_tokens" in body:
+        changed["max_completion_tokens"] = 1
+    return msgspec.json.encode(changed)
+
+
+def decode_body(body: dict[str, Any], kv: dict[str, Any] | None) -> bytes:
+    """Return the body of the decode stage. Parameters of the client's are dropped.
+
+    kv: None: it has no prefill stage."""
+    changed = {key: value for key, value in body.items() if key != "kv_transfer_params"}
+    if kv is not None:
+        changed["kv_transfer_params"] = kv
+    return msgspec.json.encode(changed)
+
+
+@dataclass(slots=True)
+class Run:
+    """One request on its way: which servers it counts at, and what became of it.
+
+    whole: why the request has no prefill stage, or empty.
+
+    bad: servers that failed it. risky: how often, by whether they answered (RISKY).
+    picks: what counts in the load of servers until it has ended. tails: stages that go on beside
+    the answer."""
+
+    call: ClientCall
+    prompt: Prompt
+    whole: str
+    bad: set[Server] = field(default_factory=set)
+    picks: list[Pick] = field(default_factory=list)
+    tails: list[asyncio.Task[bool]] = field(default_factory=list)
+    risky: Counter[bool] = field(default_factory=Counter)
+
+    async def end(self) -> None:
+        """End what belongs to one attempt."""
+        for pick in self.picks:
+            pick.end()
+        for task in self.tails:
+            task.cancel()
+        await asyncio.gather(*self.tails, return_exceptions=True)
+        self.picks.clear()
+        self.tails.clear()
+
+    @contextlib.contextmanager
+    def noted(self, stage: str, pick: Pick) -> Iterator[None]:
+        """Note in `call.stages` what becomes of a stage."""
+        begin, result = self.call.ms(), "ok"
+        try:
+            yield
+        except StageFailed as exc:
+            result = exc.why
+            raise
+        except asyncio.CancelledError:
+            result = "cancelled"
+            raise
+        finally:
+            self.note(stage, pick, result, begin)
+
+    def note(self, stage: str, pick: Pick, result: str, begin_ms: float) -> None:
+        """Note that a stage ends now."""
+        self.call.stages.append(
+            ForwardStage(
+                stage=stage,
+                server=pick.server.url,
+                result=result,
+                begin_ms=begin_ms,
+                end_ms=self.call.ms(),
+                choice=pick.choice,
+                source=", ".join(pick.server.sources),
+            )
+        )
 
 
 class Stock:
-    """See the module. A `Forwarder`.
+    """Forwards requests to stock servers. A `Forwarder`.
 
-    choices: role -> policy. key: API key of the servers. Empty: they want none.
+    pickers: by role. key: API key of the servers. Empty: they want none.
     silence_s: longest silence of a server during a stage."""
 
     def __init__(
@@ -75,7 +180,7 @@ class Stock:
         dispatch: Dispatch,
         servers: Servers,
         session: aiohttp.ClientSession,
-        choices: Mapping[str, Choice],
+        pickers: Mapping[str, Picker],
         *,
         key: str = "",
         silence_s: float = 120.0,
@@ -86,7 +191,7 @@ class Stock:
         self._dispatch = dispatch
         self._early = name is ForwarderName.BATCH
         self._session = session
-        self._choices = choices
+        self._pickers = pickers
         self._key = key
         self._silence_s = silence_s
 
@@ -96,12 +201,14 @@ class Stock:
             return self._none("decode")
         return "" if self._may_skip() else self._none("prefill")
 
-    def suits(self, call: Call) -> bool:
+    def suits(self, call: ClientCall) -> bool:
         """Return whether the decode servers can serve it: see `KvProtocol.alone`."""
-        return self._protocol.alone or not bodies.whole_because(call.path, call.json)
+        return self._protocol.alone or not whole_because(call.path, call.json)
 
-    async def forward(self, call: Call, receive: Receive, send: Send) -> None:
-        """Serve the request (`contract`)."""
+    async def forward(self, call: ClientCall, receive: Receive, send: Send) -> None:
+        """Serve the request (`Forwarder`)."""
+        # In a task of its own, which is cancelled when the client leaves. All it has opened is
+        # closed on its way out.
         work = asyncio.create_task(self._serve(call, send))
         gone = asyncio.create_task(_disconnected(receive))
         try:
@@ -117,8 +224,8 @@ class Stock:
 
     # ---------------------------------------------------------------- attempts
 
-    async def _serve(self, call: Call, send: Send) -> None:
-        run = Run(call, bodies.prompt_of(call.json), bodies.whole_because(call.path, call.json))
+    async def _serve(self, call: ClientCall, send: Send) -> None:
+        run = Run(call, prompt_of(call.json), whole_because(call.path, call.json))
         call.reason = run.whole or str(self._dispatch)
         failed: StageFailed | None = None
         for _ in range(ATTEMPTS):
@@ -146,6 +253,10 @@ class Stock:
 
     async def _attempt(self, run: Run) -> Exchange:
         """Go through the stages once. Returns the begun answer. Raises StageFailed."""
+        # These have no prefill stage and go to a decode server as they came: those that one prefill
+        # cannot stand for (`whole_because`); those that a prefill server refuses as wrong (4xx), so
+        # that the client gets the decode server's words; and all while every prefill server is
+        # down. One that is only wrongly set up is no reason: then the error says what to change.
         if not run.whole and not self.servers.ready("prefill") and self._may_skip():
             run.whole = run.call.reason = "no_prefill"
         if run.whole and not self._protocol.alone:
@@ -198,7 +309,7 @@ class Stock:
         """Run the prefill stage. False: there is no KV, or the server calls the request wrong."""
         call, server = run.call, pick.server
         assert call.json is not None
-        body = bodies.prefill_body(call.json, self._protocol.prefill(stages))
+        body = prefill_body(call.json, self._protocol.prefill(stages))
         request_id = self._protocol.request_id(stages, call.request_id)
         with run.noted("prefill", pick):
             exchange = await self._begin(call, server, request_id, body)
@@ -233,10 +344,10 @@ class Stock:
         if stages is not None:
             stages.decode = pick.server
             assert call.json is not None
-            body = bodies.decode_body(call.json, self._protocol.decode(stages))
+            body = decode_body(call.json, self._protocol.decode(stages))
             request_id = self._protocol.request_id(stages, request_id)
         elif call.json is not None and "kv_transfer_params" in call.json:
-            body = bodies.decode_body(call.json, None)
+            body = decode_body(call.json, None)
         if prefix := _PREFIXES.get(call.path):
             call.response_id = prefix + request_id
         try:
@@ -254,7 +365,12 @@ class Stock:
             raise
 
     async def _begin(
-        self, call: Call, server: Server, request_id: str, body: bytes, stages: Stages | None = None
+        self,
+        call: ClientCall,
+        server: Server,
+        request_id: str,
+        body: bytes,
+        stages: Stages | None = None,
     ) -> Exchange:
         """Send a request. stages: it reads the KV of a prefill stage."""
         headers = request_headers(call.scope["headers"], request_id, self._key)
@@ -302,7 +418,7 @@ class Stock:
         if not servers:
             text = self._none(role)
             raise StageFailed(None, text, again=False, status=503)
-        pick = self._choices[role].choose(run.prompt, servers, run.bad)
+        pick = self._pickers[role].choose(run.prompt, servers, run.bad)
         run.picks.append(pick)
         return pick
 

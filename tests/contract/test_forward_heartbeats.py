@@ -21,9 +21,8 @@ from starlette.routing import Route
 
 from pullfill.errors import ConfigError
 from pullfill.frontend import counters, main
-from pullfill.frontend.forward import heartbeats, servers
-from pullfill.frontend.forward.heartbeat_socket import HeartbeatSocket
-from pullfill.frontend.forward.heartbeats import Heartbeats
+from pullfill.frontend.forward import servers, sources
+from pullfill.frontend.forward.sources import Heartbeats, HeartbeatSocket
 from pullfill.frontend.http_auth import HttpAuth
 from pullfill.options import parse_networks
 from tests.support.forward_rig import ForwardRig, forwarding, until
@@ -34,7 +33,7 @@ KEY = {"authorization": "Bearer admin"}
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "LOOK_S", 0.02)
-    monkeypatch.setattr(heartbeats, "LOOK_S", 0.02)
+    monkeypatch.setattr(sources, "PUBLISH_S", 0.02)
 
 
 def beat(rig: ForwardRig, role: str) -> dict[str, Any]:
@@ -216,15 +215,15 @@ async def serving(beats: Heartbeats | None) -> AsyncIterator[str]:
     """URL of the route, behind the check of keys that guards it in a frontend."""
 
     async def handle(request: Request) -> Response:
-        return await heartbeats.answer(beats, request)
+        return await sources.answer_heartbeat(beats, request)
 
-    app = Starlette(routes=[Route(heartbeats.PATH, handle, methods=["POST"])])
+    app = Starlette(routes=[Route(sources.HEARTBEAT_PATH, handle, methods=["POST"])])
     listener = main.bind("127.0.0.1", 0)
     config = uvicorn.Config(HttpAuth(app, (), ("admin",)), log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        yield main.url_of(listener, tls=False) + heartbeats.PATH
+        yield main.url_of(listener, tls=False) + sources.HEARTBEAT_PATH
     finally:
         server.should_exit = True
         await task

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pullfill.frontend.forward import entries, servers
-from pullfill.frontend.forward.load import Load, load_of
-from pullfill.frontend.forward.server_file import ServerFile
+from pullfill.frontend.forward import servers, sources
+from pullfill.frontend.forward.servers import StockLoad, load_of
+from pullfill.frontend.forward.sources import ServerFile
 from tests.support.fake_stock import FakeStock
 from tests.support.forward_rig import ForwardRig, forwarding, until
 
@@ -43,7 +43,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def register(rig: ForwardRig, role: str, kv: str) -> None:
     fake = rig.prefill[0] if role == "prefill" else rig.decode[0]
-    rig.servers.set("test", [entries.make(role, fake.url, kv)])
+    rig.servers.set("test", [sources.make(role, fake.url, kv)])
 
 
 async def trouble(rig: ForwardRig) -> str:
@@ -121,7 +121,7 @@ async def test_a_server_that_is_taken_out_of_the_file_ends_its_requests_and_gets
 
 async def test_explain_and_the_status_say_what_named_a_server() -> None:
     async with forwarding() as rig:
-        rig.servers.set("--servers-file", [entries.make("decode", rig.decode[0].url)])
+        rig.servers.set("--servers-file", [sources.make("decode", rig.decode[0].url)])
         assert (await rig.ask(headers=[(b"x-request-id", b"r1")])).status == 200
         rows = {row["role"]: row["sources"] for row in rig.servers.status()}
         assert rows == {"prefill": ("test",), "decode": ("test", "--servers-file")}
@@ -141,8 +141,8 @@ async def test_servers_that_ask_for_an_api_key() -> None:
         for fake in rig.all:
             fake.key = "secret"
         entry = [
-            entries.make("prefill", rig.prefill[0].url),
-            entries.make("decode", rig.decode[0].url),
+            sources.make("prefill", rig.prefill[0].url),
+            sources.make("decode", rig.decode[0].url),
         ]
         rig.servers.set("test", entry)
         await rig.states(ready=2)
@@ -329,7 +329,7 @@ def test_the_load_is_read_from_metrics() -> None:
     load = load_of(METRICS)
     assert (load.running, load.waiting, load.kv_used) == (3.0, 4.0, 0.5)
     assert (load.kv_blocks, load.block_size) == (2000, 16)
-    assert load_of("nothing") == Load()
+    assert load_of("nothing") == StockLoad()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The promises of `frontend/forward/contract.py`, for each forwarder, protocol and dispatch."""
+"""The promises of `frontend/forward/layer.py`, for each forwarder, protocol and dispatch."""
 
 from __future__ import annotations
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend.forward import entries
-from pullfill.frontend.forward.nixl import Nixl
-from pullfill.frontend.forward.protocol import KvProtocol, Stages, protocol_of
+from pullfill.frontend.forward import sources
+from pullfill.frontend.forward.protocols import KvProtocol, Nixl, Stages, protocol_of
 from tests.support.etcd import free_ports
 from tests.support.forward_rig import ForwardRig, forwarding_to
 from tests.support.oracle import Oracle
@@ -55,7 +54,7 @@ async def over(
 
     Without `kv`, nobody answers there."""
     kv = how.pop("kv", f"127.0.0.1:{free_ports(1)[0]}")
-    found = [entries.make("prefill", prefill.url, kv), entries.make("decode", decode.url, kv)]
+    found = [sources.make("prefill", prefill.url, kv), sources.make("decode", decode.url, kv)]
     how = {"name": "staged", "silence_s": END_S, **how}  # a busy machine is silent for seconds
     model = str(prefill.model)
     async with forwarding_to(found, spoken=protocol or Nixl(), model=model, **how) as rig:

@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend.forward import heartbeats
-from pullfill.frontend.forward.entries import make
-from pullfill.frontend.forward.heartbeat_socket import HeartbeatSocket
-from pullfill.frontend.forward.heartbeats import Heartbeats
-from pullfill.frontend.forward.protocol import Stages, protocol_of
+from pullfill.frontend.forward import sources
+from pullfill.frontend.forward.protocols import Stages, protocol_of
 from pullfill.frontend.forward.servers import Server
+from pullfill.frontend.forward.sources import Heartbeats, HeartbeatSocket, make
 from tests.support.forward_rig import until
 
 moriio = pytest.importorskip(
@@ -82,7 +80,7 @@ async def test_the_heartbeats_of_moriio_are_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's own sender, a process of its own."""
-    monkeypatch.setattr(heartbeats, "LOOK_S", 0.02)
+    monkeypatch.setattr(sources, "PUBLISH_S", 0.02)
     sender = Path(moriio.__file__).parent / "moriio_heartbeat.py"
     # Its package for CPUs lacks msgpack.
     (tmp_path / "msgpack.py").write_text("from msgspec.msgpack import encode as dumps\n")

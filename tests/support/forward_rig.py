@@ -13,11 +13,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pullfill.frontend.forward import entries
-from pullfill.frontend.forward.choice import Choice
-from pullfill.frontend.forward.layer import Layer
-from pullfill.frontend.forward.protocol import KvProtocol, dispatch_of, protocol_of
-from pullfill.frontend.forward.pull import Pull
+from pullfill.frontend.forward import sources
+from pullfill.frontend.forward.layer import Layer, Pull
+from pullfill.frontend.forward.picker import Picker
+from pullfill.frontend.forward.protocols import KvProtocol, dispatch_of, protocol_of
 from pullfill.frontend.forward.servers import Servers
 from pullfill.frontend.forward.stock import Stock
 from pullfill.frontend.request_log import RequestLog
@@ -199,8 +198,8 @@ async def forwarding(
         for fake in fakes:
             fake.fetches = dispatch == "single"
             await stack.enter_async_context(fake.running())
-        found = [entries.make("prefill", f.url, f.kv) for f in fakes[:prefill]]
-        found += [entries.make("decode", f.url, f.kv) for f in fakes[prefill:]]
+        found = [sources.make("prefill", f.url, f.kv) for f in fakes[:prefill]]
+        found += [sources.make("decode", f.url, f.kv) for f in fakes[prefill:]]
         rig = await stack.enter_async_context(
             forwarding_to(
                 found if known else [], name, protocol_of(protocol), dispatch, silence_s, key=key
@@ -215,7 +214,7 @@ async def forwarding(
 
 @asynccontextmanager
 async def forwarding_to(
-    found: Sequence[entries.Entry],
+    found: Sequence[sources.Entry],
     name: str,
     spoken: KvProtocol,
     dispatch: str | None = None,
@@ -228,24 +227,19 @@ async def forwarding_to(
     async with AsyncExitStack() as stack:
         session = aiohttp.ClientSession(auto_decompress=False)
         stack.push_async_callback(session.close)
-        choices: dict[str, Choice] = {}
-        servers = Servers(
-            session, ("m",), model, needs=spoken.needs, check=spoken.check,
-            connector=spoken.start_with,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            report=lambda server: choices[server.role].report(server),
-            gone=lambda server: choices[server.role].gone(server),
-        )  # fmt: skip
+        pickers: dict[str, Picker] = {}
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        servers = Servers(session, ("m",), model, spoken, pickers, headers)
         stack.push_async_callback(servers.close)
         forwarder = ForwarderName(name)
         order = dispatch_of(spoken, forwarder, Dispatch(dispatch) if dispatch else None)
         stock = Stock(
-            forwarder, spoken, order, servers, session, choices, key=key, silence_s=silence_s
+            forwarder, spoken, order, servers, session, pickers, key=key, silence_s=silence_s
         )
         rig = ForwardRig([], [], servers, stock, FakeApp(), RequestLog())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(choice, "PREDICTED_BLOCKS", FEW_BLOCKS)
-            for role in entries.ROLES:
-                choices[role] = Choice(lambda: rig.policy, random.Random(1))
+            for role in sources.ROLES:
+                pickers[role] = Picker(lambda: rig.policy, random.Random(1))
         servers.set("test", found)
         yield rig

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from pullfill.frontend.forward.load import load_of
+from pullfill.frontend.forward.servers import load_of
 from tests.support.etcd import EtcdServer
 from tests.support.frontend_http import Served, frontend
 from tests.support.oracle import Oracle

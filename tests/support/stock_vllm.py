@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from pullfill.frontend.forward.entries import Entry
+from pullfill.frontend.forward.sources import Entry
 from tests.support import web
 from tests.support.etcd import free_ports
 from tests.support.zygote import Forked, zygote

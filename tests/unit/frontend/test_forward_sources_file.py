@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from pullfill.errors import ConfigError
-from pullfill.frontend.forward import server_file
-from pullfill.frontend.forward.entries import Entry
-from pullfill.frontend.forward.server_file import ServerFile, parse, read
+from pullfill.frontend.forward import sources
+from pullfill.frontend.forward.sources import Entry, ServerFile, parse_file, read_file
 
 PREFILL = Entry("prefill", "http://a:1", "k:2")
 DECODE = Entry("decode", "http://b:3")
@@ -25,11 +24,11 @@ YAML = """\
 
 
 def test_yaml_and_json() -> None:
-    assert parse(YAML, "f") == (PREFILL, DECODE)
+    assert parse_file(YAML, "f") == (PREFILL, DECODE)
     rows = [{"role": "prefill", "url": "http://a:1", "kv": "k:2"}, {"role": "decode", "url": "b:3"}]
     for indent in (None, 2, "\t"):
-        assert parse(json.dumps(rows, indent=indent), "f") == (PREFILL, DECODE)
-    assert parse("[]", "f") == ()
+        assert parse_file(json.dumps(rows, indent=indent), "f") == (PREFILL, DECODE)
+    assert parse_file("[]", "f") == ()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_yaml_and_json() -> None:
 )
 def test_a_broken_file_is_told_in_one_line_with_its_line_and_key(text: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(text, "f")
+        parse_file(text, "f")
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -69,15 +68,15 @@ def test_what_is_no_file_of_text(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="is not UTF-8 text"):
-        read(str(path))
-    path.write_bytes(b"#" * (server_file.MAX_BYTES + 1))
+        read_file(str(path))
+    path.write_bytes(b"#" * (sources.FILE_BYTES + 1))
     with pytest.raises(ConfigError, match="more than 131072 bytes"):
-        read(str(path))
+        read_file(str(path))
     with pytest.raises(ConfigError, match="is no file"):
-        read(str(tmp_path))
+        read_file(str(tmp_path))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="is no file"):
-        read(str(tmp_path / "pipe"))
+        read_file(str(tmp_path / "pipe"))
 
 
 class Watched:

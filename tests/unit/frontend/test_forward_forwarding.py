@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from pullfill.errors import ConfigError
-from pullfill.frontend.forward.heartbeats import JSON
-from pullfill.frontend.forward.setup import Forwarding, check
+from pullfill.frontend.forward.forwarding import Forwarding, check
+from pullfill.frontend.forward.sources import JSON
 from pullfill.options import Dispatch, ForwarderName, FrontendOptions, parse_networks
 from tests.support.forward_rig import until
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from pullfill.frontend.forward.bodies import BLOCK, decode_body, prefill_body, prompt_of
+from pullfill.frontend.forward.picker import BLOCK, prompt_of
+from pullfill.frontend.forward.stock import decode_body, prefill_body
 
 
 def test_the_prefill_stage_has_one_token() -> None:

@@ -10,9 +10,8 @@ import pytest
 
 from pullfill.errors import ConfigError, OverloadedError
 from pullfill.frontend import counters as metrics
-from pullfill.frontend.forward import heartbeats
-from pullfill.frontend.forward.entries import Entry
-from pullfill.frontend.forward.heartbeats import JSON, MSGPACK, Heartbeats
+from pullfill.frontend.forward import sources
+from pullfill.frontend.forward.sources import JSON, MSGPACK, Entry, Heartbeats
 
 PREFILL = Entry("prefill", "http://a:1", "k:2")
 DECODE = Entry("decode", "http://b:3")
@@ -133,7 +132,7 @@ def test_what_is_no_heartbeat_is_told_and_counted(rig: Rig, data: bytes, told: s
 
 
 def test_the_number_of_servers_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeats, "MAX_SERVERS", 2)
+    monkeypatch.setattr(sources, "MAX_SERVERS", 2)
     rig.hear("D", "b:3")
     rig.hear("P", "a:1", "k:2")
     with pytest.raises(OverloadedError, match="2 servers send heartbeats"):

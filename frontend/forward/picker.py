@@ -1,26 +1,70 @@
 """Which stock server gets a stage: the same policies as for decode workers (`routing/choice`).
 
-Each role has a `Placement` of its own. A stock server tells no blocks, so the policy `kv` knows
-only where this frontend sent the beginning of a prompt: an entry lives for REMEMBER_S at least.
-The hashes are those of `bodies`, over the bytes of the prompt.
+A stock server tells no blocks, so the policy `kv` knows only where this frontend sent the beginning
+of a prompt. Nothing is tokenized here. The length of a text is taken as a quarter of its UTF-8
+bytes, and its blocks are hashed over those bytes, four of them for one token. So equal beginnings
+have equal hashes, which is all that `kv` needs. The hashes mean nothing to a vLLM server.
 
-The load of a server is what its /metrics says, and what this frontend has sent since. /metrics
-counts waiting requests, not their tokens: each is taken for a prompt of the mean length.
+The load of a server is what its /metrics says, and what this frontend has sent since.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from pullfill.frontend.forward.bodies import BLOCK, Prompt
+import msgspec
+
 from pullfill.frontend.forward.servers import Server
 from pullfill.frontend.routing.choice import Candidates, Placement, Share
+from pullfill.prefix import chain
 from pullfill.wire import DecodeChoice, DecodePolicy
 
+BLOCK = 64
+"""Tokens of a hashed block."""
 REMEMBER_S = 600.0
+"""How long the beginning of a prompt counts as held where it was sent, at least."""
 _MEAN = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """tokens: its length, estimated for text. hashes: of its whole blocks (prefix/chain.py)."""
+
+    tokens: int
+    hashes: chain.HashArray
+
+
+def prompt_of(body: dict[str, Any] | None) -> Prompt:
+    """Return what the policies need of a prompt. It never fails: an odd prompt has no blocks."""
+    body = body or {}
+    ids = body.get("prompt")
+    if isinstance(ids, list) and ids and all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
+        tokens = array("I", ids).tobytes()
+    else:
+        tokens = _text(body).encode("utf-8", "surrogatepass")
+    count = max(1, len(tokens) // 4)
+    salt = body.get("cache_salt")
+    model = body.get("model")
+    root = chain.root(
+        salt if isinstance(salt, str) else None, model if isinstance(model, str) else None, BLOCK
+    )
+    return Prompt(count, chain.chain(root, tokens[: count * 4], BLOCK))
+
+
+def _text(body: dict[str, Any]) -> str:
+    """The prompt as text. A longer conversation begins with the text of a shorter one."""
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        tools = body.get("tools")
+        head = msgspec.json.encode(tools).decode() if tools else ""
+        return head + "".join(msgspec.json.encode(message).decode() for message in messages)
+    prompt = body.get("prompt")
+    return prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode()
 
 
 class Pick:
@@ -39,7 +83,7 @@ class Pick:
         self._share.end(made)
 
 
-class Choice:
+class Picker:
     """Chooses among the servers of one role.
 
     policy: returns the policy to use now."""
@@ -90,6 +134,7 @@ class Choice:
             return
         fleet = self._placement.fleet
         fleet.join(server.url)
+        # /metrics counts waiting requests, not their tokens: each is taken for a mean prompt.
         tokens = load.kv_blocks * load.block_size
         used = load.kv_used * tokens / BLOCK if tokens else load.running * 8.0
         free = (1 - load.kv_used) * tokens / BLOCK

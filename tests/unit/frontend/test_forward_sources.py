@@ -6,7 +6,7 @@ import pytest
 
 from pullfill import redact
 from pullfill.errors import ConfigError
-from pullfill.frontend.forward.entries import Entry, parse_list
+from pullfill.frontend.forward.sources import Entry, parse_list
 
 
 def test_a_list() -> None:

@@ -1,6 +1,6 @@
 """Puts the forwarders of a frontend together. Nothing is made with `--forwarder pull`.
 
-Stock.of(options, …) → layer(app) for requests, ready/status for the frontend's routes → close
+Forwarding.of(options, …) → layer(app) for requests, ready/status for the frontend's routes → close
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from pullfill.errors import ConfigError
 from pullfill.frontend import counters
 from pullfill.frontend.admission import App
 from pullfill.frontend.decode_pool import WorkerPool
-from pullfill.frontend.forward import entries
-from pullfill.frontend.forward.choice import Choice
-from pullfill.frontend.forward.heartbeat_socket import HeartbeatSocket, bind
-from pullfill.frontend.forward.heartbeats import Heartbeats
-from pullfill.frontend.forward.layer import Layer
-from pullfill.frontend.forward.protocol import dispatch_of, protocol_of
-from pullfill.frontend.forward.pull import Pull
-from pullfill.frontend.forward.server_file import ServerFile, read
-from pullfill.frontend.forward.servers import Server, Servers
+from pullfill.frontend.forward.layer import Layer, Pull
+from pullfill.frontend.forward.picker import Picker
+from pullfill.frontend.forward.protocols import dispatch_of, protocol_of
+from pullfill.frontend.forward.servers import Servers
+from pullfill.frontend.forward.sources import (
+    ROLES,
+    Heartbeats,
+    HeartbeatSocket,
+    ServerFile,
+    bind_heartbeats,
+    parse_list,
+    read_file,
+)
 from pullfill.frontend.forward.stock import Stock
 from pullfill.frontend.request_log import RequestLog
 from pullfill.options import ForwarderName, FrontendOptions
@@ -40,11 +44,11 @@ def check(options: FrontendOptions) -> None:
     protocol = protocol_of(options.protocol)
     if options.forwarder is not ForwarderName.PULL:
         dispatch_of(protocol, options.forwarder, options.dispatch)
-        entries.parse_list(options.servers or "")
+        parse_list(options.servers or "")
         if options.servers_file is not None:
-            read(options.servers_file)
+            read_file(options.servers_file)
         if options.heartbeats is not None:
-            bind(options.heartbeats, options.heartbeats_from).close()
+            bind_heartbeats(options.heartbeats, options.heartbeats_from).close()
         elif options.heartbeats_from:
             raise ConfigError("--heartbeats-from is for --heartbeats: give both, or neither")
         return
@@ -93,31 +97,15 @@ class Forwarding:
             trust_env=False,
         )
         rng = random.Random()
-        choices = {role: Choice(lambda: settings().decode_policy, rng) for role in entries.ROLES}
-
-        def report(server: Server) -> None:
-            choices[server.role].report(server)
-
-        def gone(server: Server) -> None:
-            choices[server.role].gone(server)
-
-        servers = Servers(
-            session,
-            names,
-            options.model,
-            needs=protocol.needs,
-            check=protocol.check,
-            connector=protocol.start_with,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            report=report,
-            gone=gone,
-        )
-        servers.set("--servers", entries.parse_list(options.servers or ""))
+        pickers = {role: Picker(lambda: settings().decode_policy, rng) for role in ROLES}
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        servers = Servers(session, names, options.model, protocol, pickers, headers)
+        servers.set("--servers", parse_list(options.servers or ""))
         stock = Stock(
-            options.forwarder, protocol, dispatch, servers, session, choices,
+            options.forwarder, protocol, dispatch, servers, session, pickers,
             key=key, silence_s=options.stock_silence_s,
         )  # fmt: skip
-        for role in entries.ROLES:
+        for role in ROLES:
             for state in ("new", "ready", "failing", "refused"):
                 counters.STOCK_SERVERS.labels(role, state).set_function(
                     _counter(servers, role, state)
