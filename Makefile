@@ -25,7 +25,7 @@ install-nixl: install ## Add NIXL (UCX) to .venv: the nixl transport, 240 MB
 	$(BIN)/python -m pip install --no-deps "nixl>=1.5" "nixl-cu13>=1.5"
 
 install-bench: install ## Add guidellm, for bench-rates, beside .venv: 350 MB
-	$(BIN)/python -m benchmarks.serving.public_load install
+	$(BIN)/python -m benchmarks.serving.public_load
 
 up: install ## Start a cluster here: make up [MODEL=PATH] [ARGS="--decode 2 ..."]
 	@exec $(BIN)/pullfill up $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -75,36 +75,24 @@ chaos-report: install ## One process killed under load: failures, recovery, free
 soak: install ## Mixed faults under load: make soak [ARGS="--minutes 10 --seed 1"]
 	$(BIN)/python -m benchmarks.chaos_soak $(ARGS)
 
-sim: install ## Simulate how prompts are spread, local or remote, and changes of role (minutes)
+sim: install ## Simulate how prompts are spread, and where they are prefilled (minutes)
 	$(BIN)/python -m benchmarks.sim $(ARGS)
 	$(BIN)/python -m benchmarks.sim.local_or_remote --save
-	$(BIN)/python -m benchmarks.sim.roles --save
 
-bench: install-nixl ## Serving beside aggregated vLLM, NIXL and others: all of it (an hour)
+bench: install-nixl ## Serving beside aggregated vLLM, NIXL and others: all of it (30 minutes)
 	$(BIN)/python -m benchmarks.bench_serving --save $(ARGS)
 
-bench-quick: install ## The same in short: interference, handoff, chat (12 minutes)
+bench-quick: install ## The same in short (8 minutes)
 	$(BIN)/python -m benchmarks.bench_serving --quick --name serving-quick --save $(ARGS)
 
-# Most write benchmarks/results/NAME.json and .md; ARGS=--help tells what each measures.
+# Most write benchmarks/results/NAME.md; ARGS=--help tells what each measures.
 bench-cluster: ## Start-up, memory, handoff stages and idle CPU of a demo cluster (minutes)
-bench-concurrency: ## Prompts at once: prefill --concurrency 1 beside the budget (minutes)
-bench-control: ## CPU and latency of the control plane, 1 to 16 mock workers, 10k jobs (minutes)
+bench-control: ## CPU and latency of the control plane, 1 to 16 mock workers (minutes)
 bench-decode-policy: ## A trace on two decode workers, by the choice of the worker (15 minutes)
-bench-demo: ## Whether the demo model's answers show what it read (seconds)
 bench-fetch: ## Prefixes read from another decode worker against computing them again (minutes)
-bench-frontend: ## CPU per streamed token against vLLM's API server (minutes)
-bench-index: ## The frontends' prefix index, 1M blocks at 64 workers: ARGS=--save (a minute)
-bench-kv-events: ## What following the prefix cache costs a decode worker (seconds)
-bench-live-page: ## What the live page costs a frontend, with 8 workers (a minute)
-bench-offload: ## What KV offloading saves when conversations outgrow the KV cache (minutes)
 bench-paths: ## What a long prompt costs the streams and itself, by hop and by thread (minutes)
-bench-published: ## The published tables, 1P1D to 1P6D, beside plain servers (20 minutes)
 bench-rates: install-bench ## Goodput at rising rates, measured by guidellm (15 minutes)
-bench-runs: ## Length of contiguous runs after hours of load, and its cost: ARGS=--save (minutes)
-bench-traces: ## CPU of a cluster with traces against one without (minutes)
-bench-trace: ## A trace: the policies conditional and cost, and two vLLM servers in turn (minutes)
-bench-transfer: ## KV transfers against plain copies, sockets, NIXL; a real prefill (minutes)
+bench-transfer: ## KV transfers against plain copies and sockets (minutes)
 bench-transfer: override ARGS += --save
 bench-gpu: ## KV blocks between GPU memories against device copies (needs a GPU)
 bench-gpu: override ARGS := $(or $(ARGS),--parts all) --save

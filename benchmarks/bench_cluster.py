@@ -7,7 +7,7 @@ Starts the demo cluster (one decode, one prefill worker, one frontend) as a user
   memory   resident memory of each role after the load below
   handoff  the stages of remote prefills on an otherwise idle cluster, from `pullfill explain`
   idle     CPU of all processes together while nothing is asked
-Writes results/cluster.json and .md. Exit status 1 when a target is missed.
+Writes results/cluster.md. Exit status 1 when a target is missed.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
 """Measures the cost of the control plane as work grows: `make bench-control`.
 
-NATS, etcd, frontends and workers are real. Only the model is a mock (pullfill/testing/), so
-that many workers fit on one machine. Parts:
-  depth    a decision with ten and with ten thousand jobs waiting, in turns
-  tokens   CPU per request and per streamed token through the real frontend and both workers
-  groups   a remote prefill of a model with four KV cache groups, and with one, in turns
-  scale    1 … 16 decode and as many prefill workers: CPU per request, stages, idling
-  idle     as many idle workers: CPU, threads, sockets, memory (only with --parts idle)
-  links    the control connections of idle workers, in one process (only with --parts links)
-  floor    only the messages of a job, between two empty processes (only with --parts floor)
-CPU "beside engines" is the CPU time of all processes, including NATS, etcd and our part of a
-frontend, without vLLM's scheduler and the mock. Writes results/control.json and .md after each part
-and each size. A run of some parts writes results/control-PARTS.* instead. Exit status 1 when a
-target is missed.
+NATS, etcd, frontends and workers are real. Only the model is a mock (pullfill/testing/), so that
+many workers fit on one machine. Each size, 1 to 16 decode and as many prefill workers, is a fleet
+of its own: a warm-up until nearly all pairs of workers have shared a job, an idle window, requests
+at a low fixed rate (for the stages), and two closed loops (for the CPU). The first loop is the same
+at each size; the second one grows with the workers. CPU "beside engines" is that of all processes
+without vLLM's scheduler and the mock. Writes results/control.md after each size. Exit status 1
+when a request failed or was not prefilled remotely.
 """
 
 from __future__ import annotations
@@ -20,89 +14,197 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.control import depth, floor, groups, idle, links, scale, tokens
-from benchmarks.control.plant import plant
+from benchmarks.control.duel import warm_up
+from benchmarks.control.plant import Fleet, Plant, Use, mock_flags, plant, private_bytes
 from benchmarks.live import end_in_order
-from benchmarks.report import Row, finish, read_rows, write
+from benchmarks.report import Row, finish, percentile, row, write
 
 NAME, TITLE = "control", "The control plane as work grows, with mock engines"
-PARTS = ("depth", "tokens", "groups", "scale")
-MORE = ("idle", "links", "floor")
 QUICK, FULL = "1,4,16", "1,2,4,8,16"
+STAGES = ("route", "queue", "claim", "prefix_read", "kv_write", "commit", "first_token")
+ROLES = ("decode", "prefill", "front", "nats", "etcd")
+PACED_PER_S = 15.0
+"""Conversations; each has two requests."""
+
+
+@dataclass(slots=True)
+class Size:
+    """What was measured at one size.
+
+    idle: share of a core by role.
+    paced, use, full: CPU at the low rate, and in the first and second closed loop.
+    loop_s: seconds of the first closed loop."""
+
+    workers: int
+    ready_s: float
+    idle: dict[str, float]
+    stages: dict[str, list[float]]
+    paced: dict[str, Use]
+    paced_requests: int
+    use: dict[str, Use]
+    requests: int
+    full: dict[str, Use]
+    full_requests: int
+    loop_s: float
+    remote: int
+    failed: int
+    rss_mb: float
+
+    @property
+    def idle_ms(self) -> float:
+        """The part of a request at the low rate that an idle fleet uses in the same time."""
+        return sum(self.idle.values()) / (2 * PACED_PER_S) * 1e3
+
+
+def each_ms(used: dict[str, Use], requests: int) -> float:
+    """Return the CPU per request beside the engines."""
+    return sum(use.ours for use in used.values()) / requests * 1e3
 
 
 def measure(
-    options: argparse.Namespace, base: Path, quiet: machine.OtherLoad
-) -> Iterator[list[Row]]:
-    """The rows of one part, or one size, after the other."""
-    quiet.look(1.0)
-    sizes = sorted(int(size) for size in options.sizes.split(","))
-    if "links" in options.parts:
-        yield links.run(sizes, options, quiet)
-    if options.parts == ["links"]:
-        return
-    with plant(base) as servers:
-        servers.profile = options.profile
-        if "depth" in options.parts:
-            yield depth.run(servers, options.rounds, options.depth)
-        if "tokens" in options.parts:
-            yield tokens.run(servers, options.requests, options.rounds, quiet)
-        if "groups" in options.parts:
-            yield groups.run(servers, options.rounds, quiet)
-        if "scale" in options.parts:
-            for size in sizes:
-                yield scale.run(servers, size, options, quiet)
-        if "floor" in options.parts:
-            yield floor.run(servers.nats, servers.servers[0], options.rounds)
-        if "idle" in options.parts:
-            rows = list[Row]()
-            for size in sizes:
-                rows += (found := idle.run(servers, size, options, quiet, rows))
-                yield found
+    plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.OtherLoad
+) -> Size:
+    """One size. Raises BenchError."""
+    fleet = Fleet(
+        plant, f"scale{workers}", workers, workers,
+        decode_flags=mock_flags(), prefill_flags=mock_flags(), router={},
+    )  # fmt: skip
+    try:
+        for number, count in enumerate(warm_up(workers)):
+            fleet.driver.do("load", conversations=count, at_once=32, seed=100 + number)
+        time.sleep(3.0)
+        everybody = [fleet.front, *fleet.decode, *fleet.prefill, *plant.servers]
+        rss = sum(private_bytes(pid) for pid in everybody) / 1e6
+        with quiet.window(everybody), fleet.window() as idle:
+            time.sleep(options.idle)
+        count = round(PACED_PER_S * options.paced)
+        with quiet.window(everybody), fleet.window() as paced:
+            slow = fleet.driver.do(
+                "load", conversations=count, at_once=10_000, rate=PACED_PER_S, seed=2
+            )
+        with quiet.window(everybody), fleet.window() as use:
+            fast = fleet.driver.do(
+                "load", conversations=options.conversations, at_once=options.at_once, seed=3
+            )
+        many = options.at_once * workers
+        with quiet.window(everybody), fleet.window() as full:
+            crowd = fleet.driver.do(
+                "load", conversations=max(options.conversations, 2 * many), at_once=many, seed=4
+            )
+    finally:
+        fleet.close()
+    local = sum((Counter(load["local"]) for load in (slow, fast, crowd)), Counter[str]())
+    print(f"  prefilled locally: {dict(local)}")
+    return Size(
+        workers, fleet.ready_s,
+        {role: u.total / options.idle for role, u in idle.items()},
+        slow["stages"], paced, slow["requests"], use, fast["requests"], full,
+        crowd["requests"], fast["seconds"], sum(load["remote"] for load in (slow, fast, crowd)),
+        sum(load["failed"] for load in (slow, fast, crowd)), rss,
+    )  # fmt: skip
+
+
+def rows_of(size: Size) -> list[Row]:
+    """Everything about one size."""
+    at = f"{size.workers}+{size.workers} workers"
+    wanted = size.requests + size.paced_requests + size.full_requests
+    remote = row(f"{at}: requests prefilled remotely", size.remote, f"of {wanted}")
+    remote.target, remote.ok = "all", size.remote == wanted
+    ours_ms, full_ms = each_ms(size.use, size.requests), each_ms(size.full, size.full_requests)
+    per_s, paced_ms = 2 * PACED_PER_S, each_ms(size.paced, size.paced_requests)
+    rows = [
+        remote,
+        row(f"{at}: requests failed", size.failed, f"of {wanted}", 0),
+        row(f"{at}: CPU per request beside engines", ours_ms, "ms"),
+        row(f"{at}: the same with as many requests for each worker", full_ms, "ms"),
+        row(f"{at}: the same at {per_s:g} requests/s", paced_ms, "ms"),
+        row(f"{at}: of it idling", size.idle_ms, "ms"),
+        row(f"{at}: requests/s on this machine", size.requests / size.loop_s, "1/s"),
+    ]  # fmt: skip
+    for role in ROLES:
+        ours = size.use[role].ours / size.requests * 1e3
+        rows.append(row(f"{at}: of it {role}", ours, "ms"))
+    engines = sum(size.use[role].engine for role in ("decode", "prefill"))
+    rows.append(row(f"{at}: engines (not counted)", engines / size.requests * 1e3, "ms"))
+    for role in ROLES:
+        rows.append(row(f"{at}: idle CPU, {role}", 100 * size.idle[role], "% of one core"))
+    for stage in STAGES:
+        if values := size.stages.get(stage):
+            rows.append(row(f"{at}: {stage} p50", percentile(values, 0.5), "ms"))
+            rows.append(row(f"{at}: {stage} p99", percentile(values, 0.99), "ms"))
+    rows.append(row(f"{at}: ready after", size.ready_s, "s"))
+    rows.append(row(f"{at}: memory beside shared imports", size.rss_mb, "MB"))
+    return rows
+
+
+def print_threads(size: Size) -> None:
+    """Where the CPU of the closed loop goes, by thread."""
+    for role in ("decode", "prefill"):
+        use = size.use[role]
+        parts = ", ".join(
+            f"{name} {cpu / size.requests * 1e3:.3f}"
+            for name, cpu in sorted(use.threads.items(), key=lambda item: -item[1])
+            if cpu / size.requests > 5e-6
+        )
+        engine = use.engine / size.requests * 1e3
+        print(f"  {role}: ms per request by thread: {parts}; engine {engine:.3f}")
+
+
+def run(
+    plant: Plant, workers: int, options: argparse.Namespace, quiet: machine.OtherLoad
+) -> list[Row]:
+    """One size, with its rows printed. Raises BenchError."""
+    size = measure(plant, workers, options, quiet)
+    rows = rows_of(size)
+    for one in rows:
+        print(f"  {one.metric:<60} {one.value:>10} {one.unit}", flush=True)
+    print_threads(size)
+    print_paced(size)
+    return rows
+
+
+def print_paced(size: Size) -> None:
+    """Print the same for the paced window, for all roles."""
+    for role in ROLES:
+        use, each = size.paced[role], 1e3 / size.paced_requests
+        parts = {name: round(cpu * each, 3) for name, cpu in use.threads.items()}
+        parts = {name: ms for name, ms in parts.items() if ms > 0.005}
+        print(
+            f"  PACED {role}: ms per request: ours {use.ours * each:.3f}, "
+            f"engine {use.engine * each:.3f}; by thread {parts}"
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help=f"sizes {QUICK}, fewer repeats")
-    parser.add_argument("--parts", nargs="+", choices=(*PARTS, *MORE), default=list(PARTS))
+    parser.add_argument("--quick", action="store_true", help=f"sizes {QUICK}")
     parser.add_argument("--sizes", help=f"workers of each role (default {FULL})")
-    parser.add_argument("--rounds", type=int, help="repeats of depth, tokens, groups")
-    parser.add_argument("--depth", type=int, default=depth.MANY, help="jobs that wait")
-    parser.add_argument("--requests", type=int, default=120, help="per round of tokens")
     parser.add_argument("--conversations", type=int, default=400, help="in the closed loop")
     parser.add_argument("--at-once", type=int, default=32, help="of them together")
     parser.add_argument("--idle", type=float, default=4.0, metavar="S", help="idle window")
-    parser.add_argument("--rest", type=float, default=75.0, metavar="S", help="before idle is seen")
-    parser.add_argument("--meet", type=int, default=10, help="conversations per worker before it")
     parser.add_argument("--paced", type=float, default=8.0, metavar="S", help="paced window")
-    parser.add_argument(
-        "--keep", action="store_true", help="keep rows of the last results not measured now"
-    )
-    parser.add_argument("--profile", action="store_true", help="print where the loops' time goes")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
-    options.sizes = options.sizes or (QUICK if options.quick else FULL)
-    options.rounds = options.rounds or (3 if options.quick else 7)
+    sizes = sorted(int(n) for n in (options.sizes or (QUICK if options.quick else FULL)).split(","))
     end_in_order()
     quiet, rows = machine.OtherLoad(), list[Row]()
-    part = not options.keep and set(options.parts) != set(PARTS)
-    name = "-".join([NAME, *options.parts]) if part else NAME
-    kept = read_rows(name) if options.keep else []
+    quiet.look(1.0)
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
-        for found in measure(options, Path(directory), quiet):
-            rows += found
-            new = {row.metric for row in rows}
-            everything = [row for row in kept if row.metric not in new] + rows
-            if not options.no_save and quiet.quiet:
-                write(name, everything, quiet=True, title=TITLE)
+        with plant(Path(directory)) as servers:
+            for size in sizes:
+                rows += run(servers, size, options, quiet)
+                if not options.no_save and quiet.quiet:
+                    write(NAME, rows, quiet=True, title=TITLE)
     print(quiet)
-    return finish(name, rows, quiet=quiet.quiet, save=False, title=TITLE)
+    return finish(NAME, rows, quiet=quiet.quiet, save=False, title=TITLE)
 
 
 if __name__ == "__main__":

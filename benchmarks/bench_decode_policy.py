@@ -8,13 +8,19 @@ each worker has the same load in both clusters. Every prompt is prefilled where 
 
 Hit is the share of the prompt tokens that the worker had in its prefix cache. Work is the prompt
 tokens that a worker computed and the tokens that it generated. Imbalance is the work of the busier
-worker, divided by the mean of both. Writes results/decode-policy.json and .md.
+worker, divided by the mean of both.
+
+A trace has a JSON object a line, in the format of the Mooncake project: `timestamp` (ms),
+`input_length`, `output_length` (tokens), `hash_ids` (equal numbers: equal blocks of tokens).
+Writes results/decode-policy.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import random
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,23 +28,48 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import command, machine
-from benchmarks.bench_trace import DEFAULT, asks_of, told
 from benchmarks.live import wait_for
 from benchmarks.report import Row, percentile, row, versus
 from benchmarks.serving import model, stats, workloads
 from benchmarks.serving.campaign import rotated
-from benchmarks.serving.contract import Ask, Kind, Running
+from benchmarks.serving.contract import Answer, Ask, Kind, Running
 from benchmarks.serving.systems import FLAGS
 from benchmarks.serving.systems_pullfill import cluster, explained_short_one
 from benchmarks.serving.window import Window, explain, measure
 from benchmarks.serving.workloads import Prompts, Workload
+from pullfill.wire import RouterConfig
 
+DEFAULT = Path(__file__).parent / "traces" / "mini_synthetic.jsonl"
 POLICIES = ("kv", "least_loaded", "round_robin")
 ONE, TWO = "one worker", "two workers"
 KV_FLAG = "--kv-cache-memory-bytes"
 CACHE = 512 << 20
 """KV cache of each of the two workers, in bytes."""
 FOLLOW_LIMIT_S = 30.0
+CONFIG = RouterConfig()
+SLO = stats.Slo(CONFIG.ttft_ms / 1e3, CONFIG.itl_ms / 1e3)
+
+
+def asks_of(file: Path, speed: float, block: int, vocabulary: range, most: int) -> list[Ask]:
+    """The requests of a trace, `speed` times as fast. Equal blocks get equal tokens.
+
+    block: tokens of one block. most: longest prompt with its answer, in tokens."""
+    found = []
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    begin = min(line["timestamp"] for line in lines)
+    for number, line in enumerate(lines):
+        wanted = max(1, min(line["input_length"], most - line["output_length"]))
+        prompt: list[int] = []
+        for name in line["hash_ids"]:
+            rng = random.Random(f"block/{name}")
+            prompt += rng.choices(vocabulary, k=block)
+        # What no block names is told by nobody: it is the request's own.
+        rest = random.Random(f"rest/{number}")
+        prompt += rest.choices(vocabulary, k=max(0, wanted - len(prompt)))
+        at_s = (line["timestamp"] - begin) / 1e3 / speed
+        output = max(1, line["output_length"])
+        found.append(Ask(Kind.SHORT, tuple(prompt[:wanted]), output, f"trace-{number}", at_s))
+    return found
 
 
 class Campaign:
@@ -94,6 +125,16 @@ class Campaign:
 
     def of(self, policy: str) -> list[Window]:
         return [window for window in self.windows if window.system == policy]
+
+
+def told(answers: Sequence[Answer]) -> str:
+    """One window in one line."""
+    failed, good = len(stats.failed(answers)), stats.goodput(answers, 1.0, SLO)[1]
+    return (
+        f"{100 * good:.0f} % of {len(answers)} within targets, {failed} failed; "
+        f"TTFT p90 {1e3 * percentile(stats.ttfts(answers), 0.9):.0f} ms, "
+        f"ITL p99 {1e3 * percentile(stats.gaps(answers), 0.99):.1f} ms"
+    )
 
 
 def follows(url: str, policy: str) -> bool:

@@ -4,7 +4,7 @@ A demo cluster has two decode workers, which get requests in turn, and no prefil
 conversation is a prompt of 2,000 tokens, then a question. So the worker that gets the question has
 not computed the prompt. Conversations come in pairs. In one, the worker reads the prefix from the
 other worker (`router.min_fetch_tokens`). In the other, it computes the prefix again. The
-conversation that comes first changes with each pair. The command writes results/fetch.json and .md.
+conversation that comes first changes with each pair. The command writes results/fetch.md.
 It exits with status 1 if a target is missed.
 """
 
@@ -21,11 +21,10 @@ from typing import Any
 import httpx
 
 from benchmarks import command, machine
-from benchmarks.bench_offload import ask
 from benchmarks.live import BenchError, Live, demo_vocabulary, running, wait_for
 from benchmarks.report import Row, median, row, versus
 
-PREFIX = 2000
+PREFIX, ANSWER = 2000, 16
 QUESTION = 40
 LEAST = 256
 SETTLE_S = 0.5
@@ -49,6 +48,18 @@ class Seen:
     held: list[int] = field(default_factory=list)
     prefilled: list[int] = field(default_factory=list)
     kv_mib: list[float] = field(default_factory=list)
+
+
+def ask(http: httpx.Client, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
+    """Return the answer's tokens, and the explain record."""
+    body = {"model": "demo", "prompt": prompt, "max_tokens": ANSWER, "ignore_eos": True,
+            "temperature": 0, "return_token_ids": True}  # fmt: skip
+    answer = http.post("/v1/completions", json=body).raise_for_status().json()
+    told: dict[str, Any] = wait_for(
+        lambda: http.get(f"/pullfill/requests/{answer['id']}").raise_for_status().json(),
+        5.0, "a record of the request", 0.02,
+    )  # fmt: skip
+    return answer["choices"][0]["token_ids"], told
 
 
 def note(seen: Seen, first: dict[str, Any], told: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ way synchronised with the device:
   nccl     bytes sent to this process itself, within one NCCL group
 
 Both memories are on the first GPU. With `--peer` the memory of this process is on the second.
-`--save` writes benchmarks/results/gpu-CARD.json and .md, such as gpu-h100-80gb-hbm3.md. Without a
+`--save` writes benchmarks/results/gpu-CARD.md, such as gpu-h100-80gb-hbm3.md. Without a
 GPU it says so and exits with 1. All parts except serving are measured unless `--parts` names
 others. `make bench-gpu` measures all.
 """
@@ -312,7 +312,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each window with streams")
     parser.add_argument("--mib", type=int, default=1024, help="bytes moved per measurement")
     parser.add_argument("--peer", action="store_const", const=1, default=0, help="use two GPUs")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/gpu-CARD.json")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/gpu-CARD.md")
     options = parser.parse_args(arguments)
     if "all" in options.parts:
         options.parts = PARTS

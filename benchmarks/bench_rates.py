@@ -4,7 +4,7 @@ Each system is started fresh and gets the same requests at the same random momen
 short streams, a quarter long prompts. Counted is how many requests per second keep the SLO, as
 guidellm counts them: time to the first token, and the mean time between tokens of a request.
 `make bench` measures the same with a load of its own, which holds each single pause against the
-SLO. Writes results/rates.json and .md. Exit status 1 when a system failed.
+SLO. Writes results/rates.md. Exit status 1 when a system failed.
 """
 
 from __future__ import annotations

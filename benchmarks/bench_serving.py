@@ -2,12 +2,9 @@
 
 Starts each system fresh on the same model and the same cores, warms it up, and measures
   interference  ITL of four short streams with and without a 3000-token prompt every 2 s
-  solo          TTFT of one long prompt on an idle system, prefilled locally and remotely
-  bursts        four long prompts at once, beside two streams
   chat          conversations that grow: what of the prefix is still in the cache
-  rates         random arrivals at rising rates: requests per second that keep an SLO
-Repeats go over all systems in turn, in an order that changes. Writes results/serving.json, .md and
-pictures. Exit status 1 when a target is missed, a system failed, or the machine was not quiet.
+Repeats go over all systems in turn, in an order that changes. Writes results/serving.md.
+Exit status 1 when a target is missed, a system failed, or the machine was not quiet.
 """
 
 from __future__ import annotations
@@ -20,10 +17,9 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.live import end_in_order
-from benchmarks.serving import model, parts, plots, tables
+from benchmarks.serving import model, parts, tables
 from benchmarks.serving.campaign import Campaign, Measured
 from benchmarks.serving.contract import System
-from benchmarks.serving.stats import Slo
 from benchmarks.serving.systems import SYSTEMS
 from benchmarks.serving.verdict import NOISE, Verdict
 from benchmarks.serving.workloads import LONG_EVERY_S, LONG_IN, Longs
@@ -47,10 +43,7 @@ def plan(options: argparse.Namespace) -> tuple[list[System], dict[str, tuple[str
         table = {**table, **{p: parts.FULL_PARTS[p] for p in wanted if p not in table}}
     table = {part: names for part, names in table.items() if part in wanted}
     listed = {name for names in table.values() for name in names}
-    known = {name for names in parts.FULL_PARTS.values() for name in names}
-    # A system that no part names is measured under interference, if there is time.
-    more = "interference" in table and not options.quick
-    used = [name for name in SYSTEMS if name in listed or (more and name not in known)]
+    used = [name for name in SYSTEMS if name in listed]
     systems = chosen(options.systems, list(SYSTEMS), "system") if options.systems else used
     return [SYSTEMS[name] for name in systems], table
 
@@ -73,15 +66,9 @@ def is_quiet(measured: Measured) -> bool:
 
 def finish(measured: Measured, options: argparse.Namespace, longs: Longs, quiet: bool) -> int:
     """Print and save everything. Returns the exit status."""
-    slo = Slo(options.slo_ttft / 1e3, options.slo_itl / 1e3)
-    pictures = plots.draw(measured, slo, options.name)
-    text = tables.markdown(measured, pictures, slo)
-    rows = [*Verdict(measured).rows(), *tables.rows(measured, slo)]
+    text = tables.markdown(measured)
+    rows = [*Verdict(measured).rows(), *tables.rows(measured)]
     save = options.save and not measured.cut and (quiet or options.even_if_busy)
-    if save:
-        report.RESULTS.mkdir(exist_ok=True)
-        for name, picture in pictures.items():
-            (report.RESULTS / name).write_text(picture)
     print(f"\n{text}")
     return report.finish(
         options.name,
@@ -104,8 +91,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, help="starts per system (3, quick: 1)")
     made.add_argument("--long-tokens", type=int, default=LONG_IN, help="of an interfering prompt")
     made.add_argument("--long-every", type=float, default=LONG_EVERY_S, metavar="S")
-    made.add_argument("--slo-ttft", type=float, default=1000.0, metavar="MS")
-    made.add_argument("--slo-itl", type=float, default=50.0, metavar="MS")
     made.add_argument("--even-if-busy", action="store_true", help="save what was not quiet, marked")
     made.add_argument("--logs", type=Path, help="keep the systems' logs here")
     made.add_argument("--name", default="serving", help="of the files in results/")
@@ -123,10 +108,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
         base = options.logs or Path(directory)
         model.model_directory()
-        campaign = Campaign(
-            systems, scale, table, repeats, model.plain_tokens(), model.kv_bytes_per_token(), base
-        )
-        measured = campaign.run()
+        measured = Campaign(systems, scale, table, repeats, model.plain_tokens(), base).run()
     return finish(measured, options, longs, is_quiet(measured))
 
 

@@ -92,13 +92,6 @@ class ChaosCluster(Cluster):
         records = [wire.decode(body, wire.WorkerRecord) for body in bodies]
         return {r.instance_id: r.http for r in records}
 
-    def loads(self) -> dict[str, dict[str, Any]]:
-        """The load of every decode worker, asked directly."""
-        found = {}
-        for name, url in self.probes("decode").items():
-            found[name] = web.get(f"{url}/status", timeout=5.0).json()["load"]
-        return found
-
 
 class Freed:
     """Watches decode workers after a prefill worker was killed, every `every_s`.

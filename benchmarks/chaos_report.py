@@ -13,12 +13,9 @@ token, with what one plain vLLM engine says.
   back        from then until the first second with at least 80 % of the tokens per second that the
               processes left are able to do (measured in the same run, without a fault, with the
               same load), or of the rate before the kill where that is lower
-  blocks      from the kill of a prefill worker until none of its blocks is in use or quarantine;
-              besides, --kills writers are killed in the middle of a write, one after the other
+  blocks      from the kill of a prefill worker until none of its blocks is in use or quarantine
 
-Writes results/chaos-report.json and .md, and the table in benchmarks/README.md, with --save, after
-each scenario; with --only the rows of the others stay as they are.
-Exit status 1 when a target is missed.
+Writes results/chaos-report.md with --save. Exit status 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -26,25 +23,30 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import chaos_release
 from benchmarks.chaos_cluster import cluster_in
 from benchmarks.chaos_load import Work, make_work
 from benchmarks.chaos_scenarios import TOPOLOGIES, Run, Stage, Topology
-from benchmarks.chaos_tables import merged, release_rows, report_rows, report_table, write_docs
 from benchmarks.live import end_in_order
 from benchmarks.machine import OtherLoad
-from benchmarks.report import Row, finish, read_rows, write
+from benchmarks.report import Row, finish, measured, none_of, percentile, row
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.oracle import Oracle
 
 LENGTHS = (150, 1100, 700, 1900, 1500)
 """Tokens per prompt, in turn: four of five are longer than what is prefilled locally by default."""
 MAX_TOKENS = 32
-FREED = "freed"
 NAME, TITLE = "chaos-report", "One process killed under load"
+PEER = "queue-based Dynamo, published"
+PUBLISHED = {"prefill": 2.0, "decode": 600.0, "frontend": 136.0}
+"""Of 800 requests, how many failed when one process of the role was killed."""
+PUBLISHED_BACK_S = {"prefill": 42.0}
+BACK_LIMIT_S = 2.0
+FREE_LIMIT_S = 1.0
+ERROR_LIMIT_S = 5.0
+PARTS = ("before", "during", "after")
 
 
 def chosen(only: list[str]) -> list[Topology]:
@@ -78,36 +80,113 @@ def play(topology: Topology, work: Work, options: argparse.Namespace, base: Path
             yield run
 
 
-class Report:
-    """Rows so far. With `save` every new group goes to the files at once, beside what is there
-    from other runs: a run may cover a part, and one that is stopped keeps what it has measured."""
+def report_rows(topology: str, run: Run) -> list[Row]:
+    """Everything one scenario showed."""
+    name, victim, total = f"{topology}, {run.scenario.title}", run.scenario.victim, len(run.asks)
+    rows = [none_of(f"{name}: failed", len(run.unexpected), total)]
+    if victim in PUBLISHED:
+        rows[0].peer, rows[0].peer_value = PEER, PUBLISHED[victim]
+    if victim == "frontend":
+        own = len(run.failed) - len(run.unexpected)
+        rows.append(row(f"{name}: open there when it was killed", len(run.excused), "requests"))
+        rows.append(row(f"{name}: of them failed", own, "requests"))
+        rows.append(row(f"{name}: turned to the other", run.turned_away, "times"))
+    rows.append(none_of(f"{name}: wrong answers", len(run.wrong), total))
+    rows.append(none_of(f"{name}: blocks or jobs left behind", int(bool(run.left))))
+    if run.scenario.outage:
+        met = len(run.failed) - len(run.unexpected)
+        rows.append(row(f"{name}: failed while there was none", met, f"of {total}"))
+        rows.append(row(f"{name}: slowest error", run.slowest_error_s, "s", ERROR_LIMIT_S))
+        if run.restarted_s is not None:
+            rows.append(row(f"{name}: another one ready after", run.restarted_s, "s"))
+    if run.noticed_s is not None:
+        rows.append(row(f"{name}: noticed after", 1000 * run.noticed_s, "ms"))
+    rows += _recovery_rows(name, run)
+    for part in PARTS:
+        rate = run.rate(part)
+        if rate is not None and (part == "before" or victim):
+            rows.append(row(f"{name}: {part}", rate, "tokens/s"))
+    if victim and not run.scenario.outage:
+        rows.append(row(f"{name}: what is left can do", run.wanted, "tokens/s"))
+    if victim:
+        rows.append(row(f"{name}: longest silence after the kill", run.gap_s, "s"))
+        rows.append(row(f"{name}: prefilled remotely after it", 100 * run.remote_after, "%"))
+        rows.append(row(f"{name}: continued at another decode worker", run.continued, "answers"))
+    rows.append(row(f"{name}: prefilled remotely", 100 * run.remote_before, "%"))
+    for kind, values in (("duration", run.durations), ("first token", run.first_tokens)):
+        rows.append(row(f"{name}: {kind}, p50", 1000 * percentile(values, 0.5), "ms"))
+        rows.append(row(f"{name}: {kind}, p99", 1000 * percentile(values, 0.99), "ms"))
+    return rows
 
-    def __init__(self, quiet: OtherLoad, save: bool) -> None:
-        self._quiet, self._save = quiet, save
-        self.rows: list[Row] = []
 
-    def add(self, rows: list[Row]) -> None:
-        self.rows += rows
-        print(report_table(rows).splitlines()[-1], flush=True)
-        if self._save:
-            everything = merged(read_rows(NAME), self.rows)
-            write(NAME, everything, quiet=self._quiet.quiet, title=TITLE)
-            write_docs(NAME, report_table(everything))
+def _recovery_rows(name: str, run: Run) -> list[Row]:
+    rows: list[Row] = []
+    if not run.scenario.victim or run.scenario.outage:
+        return rows
+    back = run.back_s
+    never = run.ended - (run.killed or 0.0)
+    found = row(f"{name}: throughput back after", never if back is None else back, "s")
+    found.target, found.ok = f"<= {BACK_LIMIT_S:g}", back is not None and back <= BACK_LIMIT_S
+    if run.scenario.victim in PUBLISHED_BACK_S:
+        found.peer, found.peer_value = PEER, PUBLISHED_BACK_S[run.scenario.victim]
+    rows.append(found)
+    if run.scenario.victim == "prefill":
+        freed = 10.0 if run.freed_s is None else run.freed_s
+        rows.append(row(f"{name}: its blocks free after", freed, "s", FREE_LIMIT_S))
+    elif run.freed_s is not None:
+        rows.append(row(f"{name}: its requests aborted after", run.freed_s, "s"))
+    return rows
 
-    def finish(self) -> int:
-        """Print what this run measured; 1 if a target was missed in it."""
-        print(f"\n{report_table(self.rows)}")
-        return finish(NAME, self.rows, quiet=self._quiet.quiet, save=False, title=TITLE)
+
+HEAD = (
+    "| cluster | what happens | failed | wrong | noticed | blocks free | back after "
+    "| tokens/s before, during, after | the rest can do | p50, p99 |\n" + "|---" * 10 + "|\n"
+)
+
+
+def report_table(rows: Sequence[Row]) -> str:
+    """One line per scenario."""
+    groups: dict[str, dict[str, Row]] = {}
+    for r in rows:
+        name, _, metric = r.metric.partition(": ")
+        groups.setdefault(name, {})[metric] = r
+    return HEAD + "\n".join(_line(name, found) for name, found in groups.items())
+
+
+def _line(name: str, found: Mapping[str, Row]) -> str:
+    def number(metric: str, unit: str = "", digits: int = 0, missing: str = "–") -> str:
+        row = found.get(metric)
+        return missing if row is None else f"{measured(row):.{digits}f}{unit}"
+
+    topology, _, title = name.partition(", ")
+    total = found["failed"].unit.removeprefix("of ")
+    count = measured(found["failed"])
+    failed = f"{count:g} of {total}"
+    if own := found.get("of them failed"):
+        open_there = measured(found["open there when it was killed"])
+        failed = f"{count + measured(own):g} of {total}, {open_there:g} were open there"
+    if met := found.get("failed while there was none"):
+        slowest = measured(found["slowest error"])
+        failed = f"{count + measured(met):g} of {total}, each within {slowest:.1f} s"
+    back = number("throughput back after", " s", 2, number("another one ready after", " s", 1))
+    rate = ", ".join(number(part) for part in PARTS)
+    took = ", ".join(number(f"duration, {p}", " ms") for p in ("p50", "p99"))
+    freed = found.get("its blocks free after")
+    free = f"{1000 * measured(freed):.0f} ms" if freed else "–"
+    return (
+        f"| {topology} | {title} | {failed} | {number('wrong answers')} "
+        f"| {number('noticed after', ' ms')} | {free} "
+        f"| {back} | {rate} | {number('what is left can do')} | {took} |"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ", ".join(dict.fromkeys([*(s.key for t in TOPOLOGIES for s in t.scenarios), FREED]))
+    names = ", ".join(dict.fromkeys(s.key for t in TOPOLOGIES for s in t.scenarios))
     parser.add_argument("--requests", type=int, default=100, help="of each client")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--kills", type=int, default=60, help="of writers; 0: none")
     parser.add_argument(
         "--only",
         action="append",
@@ -116,20 +195,13 @@ def main() -> int:
         help=f"a topology, a scenario or TOPOLOGY/SCENARIO; may be repeated. Scenarios: {names}",
     )
     parser.add_argument("--logs", type=Path, help="keep the processes' logs in this folder")
-    parser.add_argument(
-        "--save",
-        action="store_true",
-        help="write the results and the table in benchmarks/README.md",
-    )
+    parser.add_argument("--save", action="store_true", help="write the results")
     options = parser.parse_args()
-    topologies = chosen(options.only)
-    freed = options.kills > 0 and (not options.only or FREED in options.only)
-    if not topologies and not freed:
+    if not (topologies := chosen(options.only)):
         parser.error(f"--only {options.only}: nothing has that name")
     end_in_order()
-    quiet = OtherLoad()
+    quiet, rows = OtherLoad(), list[Row]()
     quiet.look()
-    report = Report(quiet, options.save)
     with tempfile.TemporaryDirectory(prefix="pullfill-chaos-") as directory:
         base = options.logs or Path(directory)
         with Oracle(tiny_checkpoint()) as oracle:
@@ -138,12 +210,15 @@ def main() -> int:
             work = make_work(oracle, count, LENGTHS, MAX_TOKENS)
         for topology in topologies:
             for run in play(topology, work, options, base):
-                report.add(report_rows(topology.name, run))
-        if freed:
-            seen = chaos_release.measure(work, options.kills, base, options.clients)
-            report.add(release_rows(seen, options.kills))
+                found = report_rows(topology.name, run)
+                print(report_table(found).splitlines()[-1], flush=True)
+                rows += found
     quiet.look()
-    return report.finish()
+    shown = report_table(rows)
+    print(f"\n{shown}")
+    return finish(
+        NAME, rows, quiet=quiet.quiet, save=options.save, title=TITLE, more=shown, even_if_busy=True
+    )
 
 
 if __name__ == "__main__":

@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import signal
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 
 import httpx
 
 from benchmarks.chaos_cluster import ChaosCluster, Freed, logged_at
 from benchmarks.chaos_load import Ask, Load, Work
-from benchmarks.chaos_rates import back_after, longest_gap, rates
 from benchmarks.live import BenchError, wait_for
 from tests.support.cluster import Worker
 
@@ -28,6 +29,41 @@ RESTART_S = 3.5
 WARM_S = 2.0
 SPOOL_S = 1.0
 """The clients end one by one: the last second of a load says nothing about the cluster."""
+WINDOW_S, STEP_S = 1.0, 0.05
+"""A rate is counted over the second that follows a moment. A second that ended there would still
+contain what came before the fault."""
+BACK = 0.8
+"""Share of a rate that counts as having it back."""
+
+
+def rate_at(times: Sequence[float], begin: float, width: float = WINDOW_S) -> float:
+    """Events per second in [begin, begin + width). `times` ascending."""
+    return (bisect_left(times, begin + width) - bisect_left(times, begin)) / width
+
+
+def rates(times: Sequence[float], begin: float, end: float) -> list[float]:
+    """Of every whole window between the two, side by side; [] when there is none."""
+    count = int((end - begin) / WINDOW_S + 1e-9)
+    return [rate_at(times, begin + i * WINDOW_S) for i in range(count)]
+
+
+def back_after(
+    times: Sequence[float], moment: float, wanted: float, end: float, share: float = BACK
+) -> float | None:
+    """Seconds from `moment` to the first window with at least `share` of the rate `wanted`; 0 when
+    the second right after it already has it. None when no whole window before `end` has."""
+    step = 0
+    while (begin := moment + step * STEP_S) + WINDOW_S <= end:
+        if rate_at(times, begin) >= share * wanted:
+            return begin - moment
+        step += 1
+    return None
+
+
+def longest_gap(times: Sequence[float], begin: float, end: float) -> float:
+    """The longest stretch between the two without an event, in seconds."""
+    inside = [begin, *(t for t in times if begin < t < end), end]
+    return max(b - a for a, b in pairwise(inside))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,19 +13,10 @@ one client in ten hangs up somewhere. Meanwhile, about every --every seconds, on
 Kinds and moments follow from --seed. One decode worker, one prefill worker and both frontends are
 never hit. So a decode worker is always left, and no request may fail.
 
-The private memory of these four (resident, without the shared KV) is sampled every second. It must
-not grow in the last half of the run. The measure is the lowest sample of each half minute, taken
-after the heap was trimmed, and a straight line through these samples by least squares. Its slope
-must be at most two standard errors above zero, or below --slope-floor.
+The private memory of these four (resident, without the shared KV) is told at half time and at the
+end. tests/integration/test_engine_memory.py holds a worker's growth against a limit.
 
-Caches that fill up must not look like a leak. So they are filled before the measurement starts:
-  - prompts of more lengths than vLLM's CPU build keeps oneDNN kernels for, one at a time. It keeps
-    the kernels of the last 32 numbers of tokens in a step, for each weight;
-  - load without faults for --warm-up seconds, from four times the clients and without pauses. Half
-    of the time the decode workers prefill every prompt, half of the time the prefill workers;
-  - for each frontend as many short requests as it keeps records of.
-
-Writes results/chaos-soak.json and .md with --save.
+Writes results/chaos-soak.md with --save.
 Exit status 1 when anything failed, was wrong, or is left behind.
 """
 
@@ -40,35 +31,24 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
-import httpx
 
 from benchmarks import machine
 from benchmarks.chaos_cluster import ChaosCluster, cluster_in
 from benchmarks.chaos_load import Load, make_work
-from benchmarks.chaos_memory import Sampler, memory_rows
-from benchmarks.chaos_tables import none_of
 from benchmarks.live import BenchError, end_in_order
-from benchmarks.report import Row, finish, percentile, row
-from pullfill.frontend.request_log import MAX_RECORDS
+from benchmarks.report import Row, finish, none_of, percentile, row
 from tests.support.checkpoint import tiny_checkpoint
-from tests.support.cluster import MODEL, Worker
+from tests.support.cluster import Worker
 from tests.support.oracle import Oracle
-from tests.support.prompts import random_prompt
 
 LENGTHS = (40, 300, 700, 1100, 1500)
 MAX_TOKENS = 24
 PROMPTS = 400
 CUT_SHARE = 0.1
-KERNELS = 32
-"""For how many token counts vLLM keeps the oneDNN kernel of each weight."""
-STEPS = {"always_local": range(1024, 1536), "always_remote": range(512, 1024)}
-"""Prompt lengths that fill this cache: as long as the longest steps of each kind of worker."""
-POLICY_S = 1.0
-"""For a router setting to arrive."""
+KV = "/dev/shm/pullfill-"
 STOP_S, NATS_S, ETCD_S = 8.0, 6.0, 9.0
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:.* {2}.*\n)*.*")
 
@@ -179,41 +159,16 @@ class Faults:
         self._cluster.etcd.resume()
 
 
-def warm_up(cluster: ChaosCluster, load: Load, seconds: float) -> None:
-    """Raises BenchError when a request fails, as nothing is wrong yet."""
-    for policy, lengths in STEPS.items():
-        cluster.set_router(policy=policy)
-        time.sleep(POLICY_S)
-        fill_kernels(cluster.urls()[0], lengths)
-    with load:
-        for policy in ("always_local", "always_remote"):
-            cluster.set_router(policy=policy)
-            time.sleep(seconds / 2)
-    cluster.set_router(policy="conditional")
-    if failed := load.failed():
-        raise BenchError(f"before any fault: {failed[0].error}")
+def private_mib(pids: dict[str, int]) -> dict[str, float]:
+    """Memory that no other process has, by name."""
+    used = {name: machine.memory(pid) for name, pid in pids.items()}
+    return {name: (one.rss - one.shared) / 2**20 for name, one in used.items()}
 
 
-def fill_kernels(url: str, lengths: Sequence[int]) -> None:
-    """Send prompts of many lengths, one after the other, so that each is a step of its own.
-
-    There are many more lengths than vLLM keeps kernels for, because two workers share the prompts
-    by chance."""
-    with httpx.Client(timeout=60.0) as http:
-        for length in random.Random(1).sample(lengths, 4 * KERNELS):
-            prompt = random_prompt(length, seed=length)
-            body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-            http.post(f"{url}/v1/completions", json=body).raise_for_status()
-
-
-def fill_histories(urls: Sequence[str]) -> None:
-    """One-token requests, 100 in a body, until every frontend has forgotten some."""
-    prompts = [[10 + i % 200, 20 + i // 10] for i in range(100)]
-    body = {"model": MODEL, "prompt": prompts, "max_tokens": 1, "temperature": 0}
-    with httpx.Client(timeout=60.0) as http:
-        for url in urls:
-            for _ in range(MAX_RECORDS // len(prompts) + 5):
-                http.post(f"{url}/v1/completions", json=body).raise_for_status()
+def dead_maps(pid: int) -> int:
+    """How many regions of workers that are gone the process still maps."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return sum(m.endswith("(deleted)") and KV in m for m in maps)
 
 
 def soak(options: argparse.Namespace, base: Path) -> list[Row]:
@@ -229,19 +184,18 @@ def soak(options: argparse.Namespace, base: Path) -> list[Row]:
             work, cluster.urls, clients=options.clients, each=None,
             pause_s=options.pause, cut_share=CUT_SHARE, seed=options.seed,
         )  # fmt: skip
-        warm = Load(work, cluster.urls, clients=4 * options.clients, each=None, seed=options.seed)
-        fill_histories(cluster.urls())
-        warm_up(cluster, warm, options.warm_up)
-        began = time.monotonic()
-        with load, Sampler(lasting) as sampler:
-            faults.run(began + 60 * options.minutes, options.every, kinds)
+        began, half_s = time.monotonic(), 30 * options.minutes
+        with load:
+            faults.run(began + half_s, options.every, kinds)
+            half = private_mib(lasting)
+            faults.run(began + 2 * half_s, options.every, kinds)
             left = _complaint(faults.settle)
             load.stop()
         took = time.monotonic() - began
         left = left or _complaint(cluster.assert_clean)
         dead = [name for name, pid in lasting.items() if not _alive(cluster, pid)]
-        sampler.look_at_maps()
-        sampler.write(base / "memory.csv")
+        end = private_mib(lasting)
+        mapped = {name: dead_maps(pid) for name, pid in lasting.items()}
         errors = _tracebacks(cluster)
     asks, wrong = load.ended, work.wrong(load.ended)
     for ask in load.failed()[:20] + wrong[:20]:
@@ -264,11 +218,11 @@ def soak(options: argparse.Namespace, base: Path) -> list[Row]:
     whole = [1000 * (a.ended - a.began) for a in asks if not a.cut and not a.error]
     rows += [row(f"duration, p{100 * p:g}", percentile(whole, p), "ms") for p in (0.5, 0.99)]
     rows += [row(f"fault: {kind}", count, "times") for kind, count in sorted(faults.done.items())]
-    return rows + [
-        line
-        for name, samples in sampler.of.items()
-        for line in memory_rows(name, samples, options.slope_floor)
-    ]
+    for name in lasting:
+        rows.append(row(f"{name}: private memory at half time", half[name], "MiB"))
+        rows.append(row(f"{name}: private memory at the end", end[name], "MiB"))
+        rows.append(none_of(f"{name}: mapped regions of dead workers", mapped[name]))
+    return rows
 
 
 def _complaint(check: Callable[[], object]) -> str:
@@ -300,12 +254,10 @@ def command_line() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--warm-up", type=float, default=120.0, metavar="S", help="before them")
     parser.add_argument("--every", type=float, default=12.0, metavar="S", help="between faults")
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--pause", type=float, default=0.3, metavar="S", help="mean, of a client")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--slope-floor", type=float, default=0.5, metavar="MIB_PER_MIN")
     parser.add_argument("--without", action="append", default=[], metavar="KIND")
     parser.add_argument("--logs", type=Path, help="keep the processes' logs in this folder")
     parser.add_argument("--save", action="store_true", help="write the results")

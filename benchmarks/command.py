@@ -25,7 +25,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def main(name: str, title: str, options: argparse.Namespace, measure: Measure) -> int:
-    """Measure in a temporary folder, print, and write results/NAME.json and .md. Returns the exit
+    """Measure in a temporary folder, print, and write results/NAME.md. Returns the exit
     status: 1 when a target is missed or the machine was not quiet."""
     end_in_order()
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:

@@ -137,11 +137,6 @@ def demo_vocabulary() -> int:
     return int(config["vocab_size"])
 
 
-def demo_flags() -> list[str]:
-    """vLLM's flags of a demo engine, as `up` gives them on a machine without a GPU."""
-    return plan.engine_flags("demo", gpus=0, workers=2)
-
-
 @contextmanager
 def child(
     command: Sequence[str],

@@ -1,4 +1,4 @@
-"""What every benchmark leaves behind: results/NAME.json and the same rows as a markdown table.
+"""What every benchmark leaves behind: its rows, as a markdown table in results/NAME.md.
 
 `quiet` tells a reader whether to believe the numbers: it is False when anything but the measured
 processes used the CPU meanwhile (see `machine.OtherLoad`).
@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 RESULTS = Path(__file__).parent / "results"
+HEAD = "| metric | value | unit | peer | peer value | ratio | target | ok |"
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -33,15 +34,6 @@ class Row(msgspec.Struct, kw_only=True):
     ok: bool = True
 
 
-class Results(msgspec.Struct):
-    """The file."""
-
-    commit: str
-    machine: str
-    quiet: bool
-    rows: list[Row]
-
-
 def row(
     metric: str,
     value: float,
@@ -52,6 +44,12 @@ def row(
     """A row that is held against a limit, or only informs."""
     target, ok = _held(value, at_most, at_least)
     return Row(metric=metric, value=_short(value), unit=unit, target=target, ok=ok)
+
+
+def none_of(metric: str, count: int, of: int = 0) -> Row:
+    """A count that must be zero. of: how many there were; 0: there is no such number."""
+    unit = f"of {of}" if of else ""
+    return Row(metric=metric, value=count, unit=unit, target="0", ok=count == 0)
 
 
 def versus(
@@ -114,10 +112,7 @@ median = statistics.median
 
 def table(rows: Sequence[Row]) -> str:
     """The rows in markdown."""
-    lines = [
-        "| metric | value | unit | peer | peer value | ratio | target | ok |",
-        "|---" * 8 + "|",
-    ]
+    lines = [HEAD, "|---" * 8 + "|"]
     for r in rows:
         value, peer_value, ratio = (
             "" if number is None else f"{number:g}" for number in (r.value, r.peer_value, r.ratio)
@@ -140,26 +135,23 @@ def finish(
     more: str = "",
     even_if_busy: bool = False,
 ) -> int:
-    """Print the table, write both files if `save`. Returns 0 if every row is ok, else 1.
+    """Print the table, write the file if `save`. Returns 0 if every row is ok, else 1.
 
     If the machine was not quiet, nothing is written, and the status is 1. With even_if_busy the
-    files are written and marked, and only the rows decide about the status."""
+    file is written and marked, and only the rows decide about the status."""
     shown, below = table(rows), _below(quiet)
     print(f"\n{shown}\n\n{below}")
     believed = quiet or even_if_busy
     if save and believed:
         write(name, rows, quiet=quiet, title=title, more=more)
     elif save:
-        print(f"results/{name}.* not written: measure again when nobody uses the machine")
+        print(f"results/{name}.md not written: measure again when nobody uses the machine")
     return 0 if believed and all(r.ok for r in rows) else 1
 
 
 def write(name: str, rows: list[Row], *, quiet: bool, title: str, more: str = "") -> None:
-    """Both files. more: markdown that follows the table."""
+    """Write results/NAME.md. more: markdown that follows the table."""
     RESULTS.mkdir(exist_ok=True)
-    results = Results(_commit(), _machine(), quiet, rows)
-    encoded = msgspec.json.format(msgspec.json.encode(results), indent=2)
-    (RESULTS / f"{name}.json").write_bytes(encoded + b"\n")
     text = f"# {title}\n\n{table(rows)}\n\nCommit {_below(quiet)}.\n"
     text += more and f"\n{more.rstrip()}\n"
     (RESULTS / f"{name}.md").write_text(text)
@@ -168,12 +160,6 @@ def write(name: str, rows: list[Row], *, quiet: bool, title: str, more: str = ""
 def _below(quiet: bool) -> str:
     state = "quiet" if quiet else "NOT quiet: others used the CPU while it was measured"
     return f"{_commit()}; {_machine()}; {state}"
-
-
-def read_rows(name: str) -> list[Row]:
-    """What the last saved run measured; [] if there is none."""
-    file = RESULTS / f"{name}.json"
-    return msgspec.json.decode(file.read_bytes(), type=Results).rows if file.exists() else []
 
 
 def _short(value: float) -> float:

@@ -7,7 +7,6 @@ One JSON command per line on a Unix socket, one answer each:
     {"do": "wait", "decode": n, "within": s}       all decode workers take requests
     {"do": "load", "conversations": n, "at_once": k, "rate": r, "turn": t, "output": o, "seed": x}
         each conversation is two requests, the second one longer by a turn of `t` tokens
-    {"do": "open", "count": n, …}                   send and keep; they wait for their prefill
     {"do": "abort", "newest": n}                    give up the last n of those
 """
 
@@ -47,7 +46,8 @@ class Sticky(Balancer):
 
     def choose(self, flight: Flight, workers: Sequence[Any], now: float) -> Any:
         ordered = sorted(workers, key=lambda w: w.instance_id)
-        return ordered[(flight.request.prompt_token_ids or [0])[0] % len(ordered)]
+        one = ordered[(flight.request.prompt_token_ids or [0])[0] % len(ordered)]
+        return super().choose(flight, [one], now)
 
 
 class Driver:
@@ -58,7 +58,6 @@ class Driver:
         self.failed_requests = 0
         self._serial = 0
         self._ends: dict[str, asyncio.Future[None]] = {}
-        self._kept: list[str] = []
 
     async def start(self, cluster: ClusterRef, model: str, router: dict[str, Any]) -> None:
         client = await EtcdClient.connect(cluster.etcd_url, wait_s=30.0)
@@ -95,6 +94,8 @@ class Driver:
 
     def failed(self, request_id: str, message: str, fault: Fault = Fault.WORKERS) -> None:
         self.failed_requests += 1
+        if self.failed_requests < 3:
+            print(f"{request_id} failed: {message}", file=sys.stderr, flush=True)
         if end := self._ends.pop(request_id, None):
             end.set_result(None)
 
@@ -148,24 +149,6 @@ class Driver:
                 r.fallback or r.reason for r in records if r is not None and r.path != "remote"
             ),
         }
-
-    async def open(self, count: int, turn: int = TURN, seed: int = 0) -> dict[str, Any]:
-        """Send requests that will wait; returns when the loop has sent them."""
-        rng = random.Random(f"{seed} {self._serial}")
-        for _ in range(count):
-            request = self._request([rng.randrange(1000, 30000) for _ in range(turn)], OUTPUT)
-            request.arrival_time = time.time()
-            self._port.submit(request)
-            self._kept.append(request.request_id)
-        await asyncio.sleep(0)
-        return {"kept": len(self._kept)}
-
-    async def abort(self, newest: int) -> dict[str, Any]:
-        """Give up the newest of those kept."""
-        ids = self._kept[-newest:]
-        del self._kept[-newest:]
-        self._port.abort(ids)
-        return {"kept": len(self._kept)}
 
     # ---------------------------------------------------------------- inside
 

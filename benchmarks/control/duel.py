@@ -25,8 +25,28 @@ PACED_PER_S = 15.0
 """Conversations started per second. Each has two requests."""
 CONVERSATIONS, AT_ONCE = 250, 32
 """In a window of the closed loop: all conversations, and those under way at the same time."""
+PORTION = 500
+"""Conversations of one load: the driver limits its time."""
 LEAST_MS = 0.02
 """Figures below this many ms per request are not printed."""
+
+
+def warm_up(workers: int) -> list[int]:
+    """Return numbers of conversations for the warm-up, in portions that end within the time limit.
+
+    The first job between two workers costs more than others (descriptor, mapping, thread). Which
+    worker prefills is chance: with three requests for each pair, one pair in twenty has no job."""
+    wanted = 40 + 3 * workers**2 // 2
+    return [min(PORTION, wanted - done) for done in range(0, wanted, PORTION)]
+
+
+def wakeups(pids: list[int]) -> int:
+    """Return how often the threads of these processes have gone to sleep so far."""
+    return sum(
+        int(status.read_text().split("\nvoluntary_ctxt_switches:")[1].split()[0])
+        for pid in pids
+        for status in Path(f"/proc/{pid}/task").glob("*/status")
+    )
 
 
 def serve(workers: int) -> None:
@@ -34,9 +54,8 @@ def serve(workers: int) -> None:
 
     Prints one empty JSON object when it is ready. Then each line of stdin holds the arguments of
     one window of load, in JSON, and is answered with the CPU time per request, in ms."""
-    from benchmarks.control.idle import wakeups
+    # Of the checkout that is measured, which may be older than this file.
     from benchmarks.control.plant import Fleet, mock_flags, plant
-    from benchmarks.control.scale import warm_up
 
     with tempfile.TemporaryDirectory(prefix="pullfill-duel-") as base, plant(Path(base)) as servers:
         fleet = Fleet(

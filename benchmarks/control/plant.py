@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import marshal
 import os
 import signal
 import socket
@@ -46,7 +45,6 @@ ROUTER = {
     "max_queue_wait_s": 3600,
     "max_remote_kv_fraction": 1.0,
 }
-THREADS = ("loop", "engine")
 START_S = 120.0
 BATCH_S = 300.0
 AT_ONCE = 16
@@ -69,7 +67,6 @@ class Use:
     total: float = 0.0
     engine: float = 0.0
     threads: dict[str, float] = field(default_factory=dict)
-    decisions: list[float] = field(default_factory=list)
     steps: int = 0
 
     @property
@@ -100,6 +97,10 @@ class Driver:
             raise BenchError(f"driver: {what}: {answer['error']}")
         return answer
 
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
 
 class Plant:
     """Servers, and the zygote that workers are forked from."""
@@ -111,7 +112,6 @@ class Plant:
         self._stats.mkdir()
         self._zygote: subprocess.Popen[str]
         self._serial = 0
-        self.profile = False
         self.model = str(plan.demo_directory())
 
     @contextmanager
@@ -134,6 +134,8 @@ class Plant:
                 self._zygote.wait(40.0)
             if self._zygote.poll() is None:
                 self._zygote.kill()
+            assert self._zygote.stdout is not None
+            self._zygote.stdout.close()
 
     def _answer(self) -> dict[str, Any]:
         assert self._zygote.stdout is not None
@@ -153,7 +155,7 @@ class Plant:
         log = self.base / f"{namespace}-{role}-{self._serial}.log"
         answer = self._order(
             fork=role, namespace=namespace, log=str(log), stats=str(self._stats),
-            nats=self.nats, etcd=self.etcd, profile=self.profile, **more,
+            nats=self.nats, etcd=self.etcd, **more,
         )  # fmt: skip
         return int(answer["pid"])
 
@@ -176,18 +178,6 @@ class Plant:
 
     def server_cpu(self) -> dict[str, float]:
         return {name: machine.cpu_seconds(pid) for name, pid in self._servers.items()}
-
-    def profiles(self, pids: list[int]) -> list[dict[Any, Any]]:
-        """Return profiles of the loops and engine threads of these processes, as of `pstats`.
-
-        `profile` must have been set before the processes were started."""
-        paths = [self._stats / f"{pid}.{name}.prof" for pid in pids for name in THREADS]
-        for path in paths:
-            path.unlink(missing_ok=True)
-        for pid in pids:
-            os.kill(pid, signal.SIGUSR2)
-        wait_for(lambda: all(path.exists() for path in paths), 30.0, "profiles are written")
-        return [marshal.loads(path.read_bytes()) for path in paths]
 
     def ask(self, pids: list[int]) -> dict[int, dict[str, Any]]:
         """What the probes of each worker say now."""
@@ -243,6 +233,7 @@ class Fleet:
         return False
 
     def close(self) -> None:
+        self.driver.close()
         self._plant.end([self.front, *self.decode, *self.prefill])
 
     @contextmanager
@@ -259,7 +250,6 @@ class Fleet:
                 use.total += (new["cpu_ns"] - old["cpu_ns"]) / 1e9
                 use.engine += (new["engine_ns"] - old["engine_ns"]) / 1e9
                 use.steps += new["steps"] - old["steps"]
-                use.decisions += [ns / 1e9 for ns in new["decisions_ns"]]
                 for name, ns in new["threads"].items():
                     cpu = (ns - old["threads"].get(name, 0)) / 1e9
                     use.threads[name] = use.threads.get(name, 0.0) + cpu

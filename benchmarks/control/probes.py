@@ -7,10 +7,8 @@ is what the process says when it is asked with SIGUSR1: totals since it began.
 
 from __future__ import annotations
 
-import cProfile
 import functools
 import json
-import marshal
 import os
 import signal
 import threading
@@ -30,15 +28,12 @@ _clock = time.thread_time_ns
 
 
 class Counters:
-    """engine_ns: the engine thread inside vLLM, our part taken out. side_ns: that part.
-    decisions_ns: of each request that was decided, the time from asking to the opened job."""
+    """engine_ns: the engine thread inside vLLM, our part taken out. side_ns: that part."""
 
     def __init__(self) -> None:
         self.engine_ns = 0
         self.side_ns = 0
         self.steps = 0
-        self.decisions_ns: list[int] = []
-        self._asked: dict[str, int] = {}
 
     def engine(self, call: Callable[..., Any], counts: bool = False) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
@@ -51,36 +46,24 @@ class Counters:
 
         return wrapped
 
-    def side(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def side(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def wrapped(side: Any, *args: Any) -> Any:
             begin = _clock()
             try:
                 return call(side, *args)
             finally:
-                took = _clock() - begin
-                self.side_ns += took
-                self._note(name, args, took)
+                self.side_ns += _clock() - begin
 
         return wrapped
 
-    def _note(self, name: str, args: tuple[Any, ...], took: int) -> None:
-        if name == "decide":
-            self._asked[args[0].request_id] = took
-        elif name == "enqueue":
-            asked = self._asked.pop(args[0].request_id, None)
-            if asked is not None and args[2]:
-                self.decisions_ns.append(asked + took)
-
     def report(self) -> dict[str, Any]:
-        decisions, self.decisions_ns = self.decisions_ns, []
         return {
             "cpu_ns": time.process_time_ns(),
             "engine_ns": self.engine_ns,
             "side_ns": self.side_ns,
             "steps": self.steps,
             "threads": _threads(),
-            "decisions_ns": decisions,
         }
 
 
@@ -102,7 +85,7 @@ def install(side_class: type[Any], calls: Sequence[str], where: Path) -> None:
 
     counters = Counters()
     for name in calls:
-        setattr(side_class, name, counters.side(name, getattr(side_class, name)))
+        setattr(side_class, name, counters.side(getattr(side_class, name)))
     build = EngineHost.build
 
     def built(host: EngineHost) -> Any:
@@ -123,32 +106,3 @@ def install(side_class: type[Any], calls: Sequence[str], where: Path) -> None:
         part.rename(path)
 
     signal.signal(signal.SIGUSR1, tell)
-
-
-def profile(where: Path) -> None:
-    """Profile this thread (the loop's) and the engine thread from now on.
-
-    SIGUSR2 writes the CPU time of each function so far to `where`/PID.loop.prof and
-    PID.engine.prof. Profiling costs CPU, so do not use CPU figures of the same run."""
-    from pullfill.engine.host import EngineHost
-
-    profilers = {"loop": cProfile.Profile(time.thread_time)}
-    run = EngineHost.run
-
-    def profiled(host: EngineHost, on_built: Callable[[Any], None]) -> None:
-        profilers["engine"] = cProfile.Profile(time.thread_time)
-        profilers["engine"].enable()
-        run(host, on_built)
-
-    EngineHost.run = profiled  # type: ignore[method-assign, assignment]
-
-    def tell(*_: Any) -> None:
-        for name, profiler in profilers.items():
-            # `dump_stats` cannot be used: it stops the profiler, and must run on its thread.
-            profiler.snapshot_stats()
-            part = where / f"{os.getpid()}.part"
-            part.write_bytes(marshal.dumps(profiler.stats))
-            part.rename(where / f"{os.getpid()}.{name}.prof")
-
-    signal.signal(signal.SIGUSR2, tell)
-    profilers["loop"].enable()

@@ -122,8 +122,6 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
     if order["fork"] == "driver":
         driver.run(cluster, model, Path(order["socket"]), order.get("router", {}))
         return
-    if order.get("profile"):
-        probes.profile(stats)
     _take(*_config(order["fork"], model, tuple(flags)))
     options = WorkerOptions(model=model, engine_stall_s=600.0, drain_timeout_s=3.0)
     if order["fork"] == "decode":

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from benchmarks.live import BenchError
 from benchmarks.report import median
-from benchmarks.serving import bandwidth, parts, stats
+from benchmarks.serving import parts, stats
 from benchmarks.serving.contract import System
 from benchmarks.serving.meter import Calm, Use
 from benchmarks.serving.parts import Scale, Session
@@ -43,16 +43,13 @@ class Trouble:
 
 @dataclass(slots=True)
 class Measured:
-    """kv_bytes: of one token. copy_rate: bytes per second at which this machine copies so many
-    bytes from one shared memory to another."""
+    """Everything that the campaign has seen."""
 
     systems: list[System]
-    kv_bytes: int
     windows: list[Window] = field(default_factory=list)
     idle: dict[str, list[Use]] = field(default_factory=dict)
     ready_s: dict[str, list[float]] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)
-    copy_rate: dict[int, float] = field(default_factory=dict)
     before: list[Calm] = field(default_factory=list)
     """The machine right before each start."""
     cut: bool = False
@@ -87,14 +84,13 @@ class Campaign:
     parts: Mapping[str, Sequence[str]]
     repeats: int
     vocabulary: range
-    kv_bytes: int
     base: Path
     _began: float = field(default_factory=time.monotonic)
     _start_s: list[float] = field(default_factory=list)
     _left: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
 
     def run(self) -> Measured:
-        measured = Measured(list(self.systems), self.kv_bytes)
+        measured = Measured(list(self.systems))
         turns = [
             (repeat, system)
             for repeat in range(self.repeats)
@@ -109,10 +105,6 @@ class Campaign:
         except (KeyboardInterrupt, SystemExit):
             self._say("ended early")
             measured.cut = True
-        lengths = self.scale.lengths if "solo" in self.parts else ()
-        for length in lengths:
-            nbytes = length * self.kv_bytes
-            measured.copy_rate[nbytes] = bandwidth.copy_rate(nbytes)
         return measured
 
     def parts_of(self, system: System) -> tuple[str, ...]:
@@ -173,13 +165,13 @@ class Campaign:
     def _left_s(self) -> float:
         start = median(self._start_s) if self._start_s else START_S
         return sum(
-            start + WARM_S + self.scale.idle_s + sum(self._part_s(name, p) for p in wanted)
-            for name, wanted in self._left
+            start
+            + WARM_S
+            + self.scale.idle_s
+            + sum(parts.seconds_of(p, self.scale) for p in wanted)
+            for _, wanted in self._left
             if wanted
         )
-
-    def _part_s(self, system: str, part: str) -> float:
-        return parts.seconds_of(part, system, self.scale)
 
     def _say(self, line: str) -> None:
         print(f"{clock(time.monotonic() - self._began)} {line}", flush=True)

@@ -98,8 +98,5 @@ class Name(enum.StrEnum):
     NIXL = "nixl"
     NIXL_APART = "nixl-apart"
     PULLFILL = "pullfill"
-    PULLFILL_LOCAL = "pullfill-local"
-    PULLFILL_REMOTE = "pullfill-remote"
-    PULLFILL_2P1D = "pullfill-2p1d"
     HAND_SPLIT = "hand-split"
     ONE_CORE = "one-core"

@@ -4,13 +4,11 @@
 and adds guidellm's. Nothing is fetched from a network: tokenizer and prompts are ours. guidellm
 could make prompts up itself, but does it during the measurement and takes most of a core for it.
 
-    python -m benchmarks.serving.public_load install
-    python -m benchmarks.serving.public_load run URL --rates 1 2 4
+    python -m benchmarks.serving.public_load
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -19,15 +17,13 @@ import string
 import subprocess
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.live import BenchError, end_in_order
+from benchmarks.live import BenchError
 from benchmarks.serving import model
 from benchmarks.serving.systems_pairs import Skipped
 from benchmarks.serving.workloads import LONG_OUT, SHORT_IN, SHORT_OUT, SWEEP_IN, SWEEP_SHARE
@@ -215,32 +211,8 @@ def parse(report: dict[str, Any]) -> Rate:
         raise BenchError(f"a report of guidellm {VERSION} was expected: {exc!r}") from exc
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line. Prints one line of JSON for each rate; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.public_load")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("install", help="make guidellm's environment")
-    load = commands.add_parser("run", help="measure a running server")
-    load.add_argument("url")
-    load.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0])
-    load.add_argument("--seconds", type=float, default=20.0)
-    load.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args(argv)
-    end_in_order()
-    try:
-        if options.command == "install":
-            print(install())
-            return 0
-        with tempfile.TemporaryDirectory(prefix="pullfill-guidellm-") as folder:
-            for number, rate in enumerate(options.rates):
-                seed = options.seed + number
-                came = measure(options.url, rate, options.seconds, Slo(), seed, Path(folder))
-                print(json.dumps(asdict(came)), flush=True)
-    except BenchError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        print(install())
+    except BenchError as exc:
+        sys.exit(f"error: {exc}")

@@ -7,7 +7,7 @@ figures must know about how it was set up.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from benchmarks.serving import model
 from benchmarks.serving.contract import Kind, Launcher, Name, Running, System
 from benchmarks.serving.systems_pairs import hand_split, nixl, round_robin
 from benchmarks.serving.systems_pullfill import cluster
-from benchmarks.serving.systems_vllm import QUIET, Cores, api_server
+from benchmarks.serving.systems_vllm import Cores, api_server
 from pullfill.deploy.plan import usable_cores
 
 FLAGS = (
@@ -33,9 +33,6 @@ FLAGS = (
 )
 """Of every engine of every system. Block size: what vLLM takes on a CPU."""
 
-STOCK, NIXL_DIRECT = "aggregated-stock", "nixl-direct"
-DIRECT_BELOW = 512
-
 Pair = Callable[[str, tuple[int, int], Sequence[str], Path], AbstractContextManager[Running]]
 """Starts a system of two engines: (name, a core for each, flags, folder)."""
 
@@ -49,18 +46,12 @@ def two_cores() -> tuple[int, int]:
 
 
 @contextmanager
-def _single(
-    name: str,
-    count: int,
-    extra: tuple[str, ...],
-    base: Path,
-    env: Mapping[str, str] | None = None,
-) -> Iterator[Running]:
+def _single(name: str, count: int, extra: tuple[str, ...], base: Path) -> Iterator[Running]:
     """One server on so many cores."""
     cores = two_cores()[:count]
     begin = time.monotonic()
     directory, flags = model.model_directory(), [*FLAGS, *extra]
-    with api_server("vllm", directory, base, flags, Cores(cores, cores), env) as server:
+    with api_server("vllm", directory, base, flags, Cores(cores, cores)) as server:
         yield Running(
             name=name,
             urls=dict.fromkeys(Kind, server.url),
@@ -75,13 +66,8 @@ def _on_two_cores(start: Pair, name: str) -> Launcher:
     return lambda base: start(name, two_cores(), FLAGS, base)
 
 
-def _pullfill(name: str, policy: str, decode: int, prefill: int) -> Launcher:
-    return lambda base: cluster(name, policy, decode, prefill, FLAGS, base)
-
-
 _TWO_THREADS = "two threads of compute (OMP_NUM_THREADS=2, not bound)"
 _ONE_PROCESS = "engine core and worker in one process (VLLM_ENABLE_V1_MULTIPROCESSING=0)"
-_UP = "`pullfill up` as it places everything by itself,"
 
 
 def _systems() -> Iterator[System]:
@@ -96,13 +82,6 @@ def _systems() -> Iterator[System]:
         Name.AGGREGATED_256,
         "the same with --max-num-batched-tokens 256",
         partial(_single, Name.AGGREGATED_256, 2, ("--max-num-batched-tokens=256",)),
-        aggregated=True,
-    )
-    yield System(
-        STOCK,
-        "one vLLM API server on both cores as vLLM sets itself up there: worker and engine core in "
-        "two processes that wait for each other busily, one thread of compute, a core kept free",
-        partial(_single, STOCK, 2, (), env=QUIET),
         aggregated=True,
     )
     yield System(
@@ -128,33 +107,10 @@ def _systems() -> Iterator[System]:
         _on_two_cores(partial(nixl, apart=True), Name.NIXL_APART),
     )
     yield System(
-        NIXL_DIRECT,
-        f"as nixl, but the proxy sends prompts below {DIRECT_BELOW} tokens to the decode engine "
-        "alone, as pullfill's router does by itself",
-        _on_two_cores(partial(nixl, direct_below=DIRECT_BELOW), NIXL_DIRECT),
-    )
-    yield System(
         Name.PULLFILL,
-        f"{_UP} one decode and one prefill worker, policy conditional",
-        _pullfill(Name.PULLFILL, "conditional", 1, 1),
-        ours=True,
-    )
-    yield System(
-        Name.PULLFILL_LOCAL,
-        "the same, policy always_local",
-        _pullfill(Name.PULLFILL_LOCAL, "always_local", 1, 1),
-        ours=True,
-    )
-    yield System(
-        Name.PULLFILL_REMOTE,
-        "the same, policy always_remote",
-        _pullfill(Name.PULLFILL_REMOTE, "always_remote", 1, 1),
-        ours=True,
-    )
-    yield System(
-        Name.PULLFILL_2P1D,
-        f"{_UP} one decode and two prefill workers, policy conditional",
-        _pullfill(Name.PULLFILL_2P1D, "conditional", 1, 2),
+        "`pullfill up` as it places everything by itself, one decode and one prefill worker, "
+        "policy conditional",
+        lambda base: cluster(Name.PULLFILL, "conditional", 1, 1, FLAGS, base),
         ours=True,
     )
     yield System(

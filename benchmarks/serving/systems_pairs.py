@@ -146,7 +146,6 @@ def nixl(
     cores: tuple[int, int],
     flags: Sequence[str],
     base: Path,
-    direct_below: int = 0,
     apart: bool = False,
 ) -> Iterator[Running]:
     """A decode and a prefill server with vLLM's NixlConnector. Raises Skipped without NIXL.
@@ -163,7 +162,6 @@ def nixl(
     ]
     with servers(parts, flags, base) as (consumer, producer):
         arguments = ["--prefill", producer.url, "--decode", consumer.url]
-        arguments += ["--direct-below", str(direct_below)]
         with proxy("nixl", arguments, (prefill,), base / "proxy.log") as front:
             # NIXL moved the threads of both engines to the last core when it started.
             for server, part in ((consumer, parts[0]), (producer, parts[1])):

@@ -10,7 +10,6 @@ from benchmarks.serving import stats
 from benchmarks.serving.campaign import Measured
 from benchmarks.serving.contract import Kind, System
 from benchmarks.serving.parts import ALONE, CONTROL, LONGS
-from benchmarks.serving.stats import Slo
 from benchmarks.serving.verdict import (
     BUSY,
     STALL_S,
@@ -23,8 +22,6 @@ from benchmarks.serving.verdict import (
     tokens,
 )
 from benchmarks.serving.window import Window
-
-SLO = Slo(ttft_s=1.0, itl_s=0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ COLUMNS = (
 )
 
 
-def rows(measured: Measured, slo: Slo = SLO) -> list[Row]:
+def rows(measured: Measured) -> list[Row]:
     """Everything per system: informs, holds nothing."""
     found = []
     for system in measured.systems:
@@ -93,7 +90,6 @@ def rows(measured: Measured, slo: Slo = SLO) -> list[Row]:
             if value is not None:
                 mark = "" if all(w.quiet for w in windows) else BUSY
                 found.append(row(f"{name}: {column.name}{mark}", value, column.unit))
-        found += _rate_rows(measured, name, slo)
     return found
 
 
@@ -107,36 +103,12 @@ def _median(
     return windows, median(values) if values else None
 
 
-def rate_points(measured: Measured, system: str, slo: Slo) -> list[tuple[float, float, float]]:
-    """(requests per second, good ones per second, their share), medians over the repeats."""
-    points = []
-    for label in measured.labels(system, "rates"):
-        both = [
-            stats.goodput(w.answers, w.length_s, slo) for w in measured.of(system, "rates", label)
-        ]
-        points.append((float(label), median([g for g, _ in both]), median([s for _, s in both])))
-    return sorted(points)
-
-
-def _rate_rows(measured: Measured, system: str, slo: Slo) -> list[Row]:
-    return [
-        row(f"{system}: goodput at {rate:g} requests/s", good, f"1/s ({100 * share:.0f} % good)")
-        for rate, good, share in rate_points(measured, system, slo)
-    ]
-
-
-def markdown(measured: Measured, plots: Iterable[str], slo: Slo = SLO) -> str:
-    """What follows the rows: systems, tables, pictures."""
+def markdown(measured: Measured) -> str:
+    """What follows the rows: systems and tables."""
     systems = measured.systems
     parts = ["## Systems", *(f"- **{s.name}**: {s.note}" for s in systems)]
     parts += ["", "## Interference, side by side", interference(measured)]
     parts += ["", "## CPU by process while longs came, % of one core", processes(measured)]
-    parts += ["", "## One long prompt alone: TTFT p50, ms", solo(measured)]
-    parts += ["", "## Stages of remote prefills, median ms by prompt length", stages(measured)]
-    parts += ["", "## Bursts of long prompts", bursts(measured)]
-    parts += ["", f"## Goodput: TTFT <= {1e3 * slo.ttft_s:g} ms, ITL p99 of the request <= "
-              f"{1e3 * slo.itl_s:g} ms", rates(measured, slo)]  # fmt: skip
-    parts += ["", *(f"![{name}]({name})" for name in plots)]
     return "\n".join(parts) + "\n"
 
 
@@ -163,66 +135,6 @@ def processes(measured: Measured) -> str:
             idle = measured.idle_cores(system.name)
             lines.append([system.name, text, _cell(None if idle is None else 100 * idle)])
     return grid(["system", "with longs", "all, idle"], lines)
-
-
-def solo(measured: Measured) -> str:
-    lengths: dict[int, None] = {}
-    found: dict[str, dict[int, list[float]]] = {}
-    for window in measured.windows:
-        if window.part == "solo":
-            line = found.setdefault(f"{window.system} {window.label}".strip(), {})
-            for answer in stats.good(window.answers):
-                length = len(answer.ask.prompt)
-                lengths[length] = None
-                line.setdefault(length, []).append(1e3 * stats.ttft(answer))
-    columns = sorted(lengths)
-    lines = [
-        [name, *(_cell(median(by[c]) if c in by else None) for c in columns)]
-        for name, by in found.items()
-    ]
-    return grid(["system", *(f"{c} tokens" for c in columns)], lines)
-
-
-def stages(measured: Measured) -> str:
-    """What the frontend says about the prompts of `solo` that were prefilled remotely."""
-    found: dict[int, dict[str, list[float]]] = {}
-    for window in measured.windows:
-        for answer in stats.good(window.answers) if window.part == "solo" else ():
-            told = window.explained.get(answer.request_id, {})
-            if told.get("path") == "remote":
-                line = found.setdefault(len(answer.ask.prompt), {})
-                for stage, took in told["timings_ms"].items():
-                    if took is not None:
-                        line.setdefault(stage, []).append(took)
-    names = list(dict.fromkeys(stage for line in found.values() for stage in line))
-    lines = [
-        [str(length), *(_cell(median(line[n]) if n in line else None) for n in names)]
-        for length, line in sorted(found.items())
-    ]
-    return grid(["tokens", *names], lines)
-
-
-def bursts(measured: Measured) -> str:
-    lines = []
-    for system in measured.systems:
-        windows = measured.of(system.name, "bursts")
-        if windows:
-            whats = (long_ttft, _long_ttft_p99, itl_p99, tokens)
-            values = (median([what(w) for w in windows]) for what in whats)
-            lines.append([system.name, *map(_cell, values)])
-    head = ["system", "long TTFT p50 ms", "long TTFT p99 ms", "ITL p99 ms", "tokens/s"]
-    return grid(head, lines)
-
-
-def rates(measured: Measured, slo: Slo) -> str:
-    lines = []
-    for system in measured.systems:
-        points = rate_points(measured, system.name, slo)
-        lines += [
-            [system.name, f"{rate:g}", _cell(good), f"{100 * share:.0f} %"]
-            for rate, good, share in points
-        ]
-    return grid(["system", "requests/s", "good/s", "share"], lines)
 
 
 def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

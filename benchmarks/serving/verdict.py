@@ -6,24 +6,19 @@ on a window in which others used the machine says so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import msgspec
 
-from benchmarks.report import Row, median, missing, percentile, row, versus
+from benchmarks.report import Row, median, missing, row, versus
 from benchmarks.serving import stats
 from benchmarks.serving.campaign import Measured, failures
 from benchmarks.serving.contract import Answer, Kind, Name
-from benchmarks.serving.parts import ALONE, CONTROL, LOCAL, LONGS, REMOTE
+from benchmarks.serving.parts import ALONE, CONTROL, LONGS
 from benchmarks.serving.window import Window
 
 BUSY = " [machine not quiet]"
-HANDOFF_MS = 15.0
 STALL_S = 0.05
-LONG_TOKENS = 1024
-"""Prompts of at least this many tokens are long."""
 NOISE = 0.3
 """Repeats of one control window whose ITL p50 differ by more, relative to their median, were not
 measured on a quiet machine."""
@@ -58,12 +53,6 @@ def cost(window: Window) -> float:
     return window.cpu_ms_per_request
 
 
-def ttft_of(length: int, window: Window) -> float:
-    """Return the median TTFT, in ms, of prompts of `length` tokens."""
-    good = [a for a in stats.good(window.answers) if len(a.ask.prompt) == length]
-    return median([1e3 * stats.ttft(a) for a in good]) if good else math.nan
-
-
 class Verdict:
     """Makes rows of what was measured; `rows` is the whole of it."""
 
@@ -75,10 +64,8 @@ class Verdict:
         """Targets first; then what failed or was too noisy."""
         return [
             *self._interference(),
-            *self._handoff(),
             *self._beside_nixl(),
             *self._chat(),
-            *self._bursts(),
             *self._troubles(),
             *self.noise(),
         ]
@@ -140,48 +127,6 @@ class Verdict:
         ]
         return row("(a) long prompts prefilled remotely", asked.count("remote"), f"of {len(asked)}")
 
-    # ---------------------------------------------------------------- (b)
-
-    def _handoff(self) -> list[Row]:
-        """Remote against local, at each length: the difference may be 15 ms and a copy of the KV
-        at the speed of one memmove between two shared memories, measured in the same run."""
-        remote, local = self._paths()
-        rows = []
-        for length in sorted({len(a.ask.prompt) for _, a in (*remote, *local)}):
-            far, near = (
-                [1e3 * stats.ttft(a) for _, a in side if len(a.ask.prompt) == length]
-                for side in (remote, local)
-            )
-            name = f"(b) TTFT {length} tokens, remote - local"
-            if not far or not near:
-                rows.append(missing(name, "", "one of the two was not measured"))
-                continue
-            nbytes = length * self._m.kv_bytes
-            allowed = HANDOFF_MS + 1e3 * nbytes / self._m.copy_rate[nbytes]
-            r = difference(name, far, near, allowed)
-            rows += [
-                self._marked(r, [w for w, _ in (*remote, *local)]),
-                versus(
-                    f"(b) TTFT {length} tokens, remote", median(far), "ms", "local", median(near)
-                ),
-            ]
-        wrong = [a for w, a in remote if w.explained.get(a.request_id, {}).get("path") != "remote"]
-        if remote:
-            rows.append(row("(b) asked remotely, served locally", len(wrong), "", 0))
-        for nbytes, rate in sorted(self._m.copy_rate.items()) if remote else ():
-            rows.append(row(f"(b) memmove of {nbytes >> 10} KiB, shared", rate / 1e9, "GB/s"))
-        return rows
-
-    def _paths(self) -> tuple[list[tuple[Window, Answer]], list[tuple[Window, Answer]]]:
-        """(remote, local): one cluster told each in turn; else two clusters with a fixed policy."""
-
-        def of(system: str, label: str) -> list[tuple[Window, Answer]]:
-            windows = self._m.of(system, "solo", label)
-            return [(w, a) for w in windows for a in stats.good(w.answers)]
-
-        told = of(Name.PULLFILL, REMOTE), of(Name.PULLFILL, LOCAL)
-        return told if any(told) else (of(Name.PULLFILL_REMOTE, ""), of(Name.PULLFILL_LOCAL, ""))
-
     # ---------------------------------------------------------------- NIXL
 
     def _beside_nixl(self) -> list[Row]:
@@ -202,36 +147,13 @@ class Verdict:
                 ("CPU per request", "ms", cost),
             )
         ]
-        rows += self._alone_beside(rival)
         mine, other = self._m.idle_cores(Name.PULLFILL), self._m.idle_cores(rival)
         name, unit = "idle CPU, all processes", "% of one core"
         if mine is None or not other:
             return [*rows, missing(name, rival, "not both were idle")]
         return [*rows, versus(name, 100 * mine, unit, rival, 100 * other, at_most=1 / 20)]
 
-    def _alone_beside(self, rival: str) -> list[Row]:
-        """Compare TTFT with a rival when prompts come one at a time, so that no queue forms."""
-        ours, theirs = (Name.PULLFILL, "solo", REMOTE), (rival, "solo", "")
-        if not self._m.of(*ours) or not self._m.of(*theirs):
-            return []
-        asked = {len(a.ask.prompt) for w in self._m.of(*ours) for a in w.answers}
-        rows = [
-            self._against(
-                f"TTFT of {length} tokens alone, beside NIXL",
-                "ms",
-                partial(ttft_of, length),
-                ours,
-                theirs,
-                rival,
-            )
-            for length in sorted(asked)
-            if length >= LONG_TOKENS
-        ]
-        name = "CPU per prompt alone, beside NIXL"
-        rows.append(self._against(name, "ms", cost, ours, theirs, rival))
-        return [lower(r) for r in rows]
-
-    # ---------------------------------------------------------------- (c), (d)
+    # ---------------------------------------------------------------- (d)
 
     def _chat(self) -> list[Row]:
         """By the decode worker's own account of its hit, not by the usage, for ours."""
@@ -247,19 +169,6 @@ class Verdict:
             row(f"{name}, median", 100 * median(shares), "%", at_least=95.0),
         ]
         return [self._marked(r, windows) for r in rows]
-
-    def _bursts(self) -> list[Row]:
-        """2P1D beside everybody else: informs."""
-        ours = (Name.PULLFILL_2P1D, "bursts", "")
-        peers = [
-            s.name
-            for s in self._m.systems
-            if s.name != Name.PULLFILL_2P1D and self._m.of(s.name, "bursts")
-        ]
-        if not self._m.of(*ours):
-            return []
-        name = "(c) long TTFT p50 in bursts, 2P1D"
-        return [self._against(name, "ms", long_ttft, ours, (p, "bursts", ""), p) for p in peers]
 
     # ---------------------------------------------------------------- what went wrong
 
@@ -321,18 +230,6 @@ class Verdict:
         if all(w.quiet for w in windows):
             return r
         return msgspec.structs.replace(r, metric=r.metric + BUSY)
-
-
-def difference(metric: str, far: list[float], near: list[float], at_most: float) -> Row:
-    """Return a row with the median difference, in ms, of pairs measured one after the other.
-
-    Its unit tells the quartiles. If an answer is missing, the difference of the medians is used."""
-    if len(far) != len(near):
-        return row(metric, median(far) - median(near), "ms", at_most)
-    pairs = [f - n for f, n in zip(far, near, strict=True)]
-    low, high = percentile(pairs, 0.25), percentile(pairs, 0.75)
-    unit = f"ms, half of {len(pairs)} pairs within {low:.3g} ... {high:.3g}"
-    return row(metric, median(pairs), unit, at_most)
 
 
 def lower(r: Row) -> Row:

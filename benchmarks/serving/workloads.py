@@ -15,12 +15,10 @@ from benchmarks.serving.contract import Ask, Kind
 
 SHORT_IN, SHORT_OUT, LANES = 32, 64, 4
 LONG_IN, LONG_OUT, LONG_EVERY_S = 3000, 4, 2.0
-LENGTHS = (256, 512, 1024, 2048, 4096)
 FASTEST = 200.0
 """Tokens per second that no single stream exceeds: how many asks a closed loop gets."""
 FIRST_LONG_S = 1.0
 STAGGER_S = 0.25
-BURST_IN, BURST_SIZE, BURST_EVERY_S = 2000, 4, 6.0
 SWEEP_IN, SWEEP_SHARE = 2048, 0.25
 CHAT_FIRST = 3000
 """A cache holds whole blocks, of 128 tokens here: of shorter conversations that alone loses 5 %."""
@@ -80,28 +78,6 @@ def _streams(prompts: Prompts, lanes: int, seconds: float) -> Iterator[Ask]:
             yield Ask(Kind.SHORT, prompts(SHORT_IN), SHORT_OUT, f"short-{lane}", at_s)
 
 
-def solo(prompts: Prompts, lengths: Sequence[int], rounds: int) -> Workload:
-    """One long prompt at a time on a system that does nothing else; all lengths in each round, in
-    an order that changes."""
-    asks = []
-    for _ in range(rounds):
-        for length in prompts.random.sample(lengths, len(lengths)):
-            asks.append(Ask(Kind.LONG, prompts(length), LONG_OUT, "solo"))
-    return Workload(tuple(asks))
-
-
-def bursts(prompts: Prompts, count: int, *, lanes: int = 2) -> Workload:
-    """`count` times four long prompts at once, beside two streams."""
-    seconds = BURST_EVERY_S * count + FIRST_LONG_S
-    asks = list(_streams(prompts, lanes, seconds))
-    for burst in range(count):
-        at_s = FIRST_LONG_S + BURST_EVERY_S * burst
-        for number in range(BURST_SIZE):
-            lane = f"burst-{burst}-{number}"
-            asks.append(Ask(Kind.LONG, prompts(BURST_IN), LONG_OUT, lane, at_s))
-    return Workload(tuple(asks), seconds)
-
-
 def chat(
     prompts: Prompts, conversations: int, turns: int, *, first: int = CHAT_FIRST, more: int = 128
 ) -> Workload:
@@ -112,21 +88,6 @@ def chat(
             tokens = prompts(more if turn else first)
             asks.append(Ask(Kind.TURN, tokens, SHORT_OUT, f"chat-{lane}", grows=True))
     return Workload(tuple(asks))
-
-
-def sweep(prompts: Prompts, rate: float, seconds: float) -> Workload:
-    """Requests at random moments (Poisson), `rate` a second, whether the last ones are answered or
-    not; a quarter of them long."""
-    asks: list[Ask] = []
-    at_s = prompts.random.expovariate(rate)
-    while at_s < seconds:
-        lane = f"open-{len(asks)}"
-        if prompts.random.random() < SWEEP_SHARE:
-            asks.append(Ask(Kind.LONG, prompts(SWEEP_IN), LONG_OUT, lane, at_s))
-        else:
-            asks.append(Ask(Kind.SHORT, prompts(SHORT_IN), SHORT_OUT, lane, at_s))
-        at_s += prompts.random.expovariate(rate)
-    return Workload(tuple(asks), seconds)
 
 
 def warm_up(prompts: Prompts, lengths: Sequence[int]) -> Workload:

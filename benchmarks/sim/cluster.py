@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.sim.requests import Req, Workload, mix
 from benchmarks.sim.worker import Figures, Job, Speed, Worker
+from benchmarks.sim.workloads import Req, Workload, mix
 from pullfill.frontend.routing.choice import KNOWN, Candidates, Held, Placement
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire import DecodePolicy
@@ -42,9 +42,7 @@ class Net:
 class Setup:
     """The settings of one run.
 
-    blocks: cache of each worker, in KV blocks.
-    joins: a worker joins before the request of this number arrives. -1: none joins.
-    cold: the frontends never learn which blocks the workers hold."""
+    blocks: cache of each worker, in KV blocks."""
 
     policy: DecodePolicy
     speed: Speed
@@ -53,8 +51,6 @@ class Setup:
     frontends: int = 1
     net: Net = Net()
     seed: int = 1
-    joins: int = -1
-    cold: bool = False
 
 
 class Frontend:
@@ -95,7 +91,7 @@ class Frontend:
             block=block,
             hashes=hashes,
             stored=stored,
-            warm=not self._setup.cold,
+            warm=True,
         )
         self.times.append(time.thread_time() - begun)
         job.share = placement.send(choice, req.tokens, now, block=block, hashes=hashes)
@@ -151,8 +147,6 @@ class Cluster:
             frontend.join([worker.name for worker in self.workers])
 
     def _arrive(self, now: float, req: Req) -> None:
-        if len(self.jobs) == self.setup.joins:
-            self._join(1)
         # One client's requests come over connections to all frontends.
         job = Job(req, now, frontend=len(self.jobs) % len(self.frontends))
         self.jobs.append(job)
@@ -171,7 +165,7 @@ class Cluster:
             return  # the steps end earlier than planned, because a request has come
         first, ended = worker.finish()
         events = worker.cache.take()
-        if events and not self.setup.cold:
+        if events:
             packed = [(stored, np.array(names, np.uint64)) for stored, names in events]
             self._at(now + self.setup.net.events, self._events, number, packed)
         if first or ended:

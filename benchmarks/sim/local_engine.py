@@ -2,23 +2,23 @@
 
 `DecodeEngine` schedules as vLLM does: running requests first, in order, then waiting ones while the
 step has tokens left. The production code decides where a prompt is computed
-(`rules.decide`, `CostRouter`), sizes the chunks (`PrefillChunks`), and measures the
-demand for the planner (`DemandMeter`). Only the times are made up: `Speed` and WAY_S.
+(`rules.decide`, `CostRouter`) and sizes the chunks (`PrefillChunks`). Only the times are made up:
+`Speed` and WAY_S.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from benchmarks.sim.world import World
-from pullfill.decode_worker.cost_rates import span
 from pullfill.decode_worker.cost_requests import Targets
 from pullfill.decode_worker.cost_router import CostRouter
-from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.request_trace import Measured
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, decide
 from pullfill.engine.chunks import PrefillChunks
@@ -29,6 +29,36 @@ PULL_TOKENS = 4096
 """Tokens that a prefill worker claims ahead, as `prefill_worker.puller.budget_of` says."""
 WAY_S = 0.003
 """From the decision to a claim by an idle prefill worker, and from its last write to the commit."""
+
+
+class World:
+    """Simulated time in seconds, from 0. It is a `pullfill.clock.Clock`.
+
+    Events of the same time run in the order in which they were added. So one seed gives one result.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.now = 0.0
+        self.random = random.Random(seed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = itertools.count()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        """Add an event: call `what` at the time `when`."""
+        heapq.heappush(self._events, (when, next(self._serial), what))
+
+    def run(self, until: float = math.inf) -> None:
+        """Run the events before the time `until`, and those that they add."""
+        while self._events and self._events[0][0] < until:
+            self.now, _, what = heapq.heappop(self._events)
+            what()
+
+    def noisy(self, seconds: float, jitter: float) -> float:
+        """Return a random duration around `seconds`. jitter: its relative standard deviation."""
+        return seconds * math.exp(self.random.gauss(0.0, jitter)) if jitter else seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +95,6 @@ class Request:
     first: float = math.inf
     last: float = 0.0
     worst_gap: float = 0.0
-    expected: float = 0.0
     choice: str = ""
 
     @property
@@ -92,8 +121,6 @@ class PrefillWorker:
     speed_at: Callable[[float], Speed]
     free_at: float = 0.0
     claimed: int = 0
-    computed: int = 0
-    worked_s: float = 0.0
 
 
 class Pool:
@@ -168,8 +195,6 @@ class DecodeEngine:
 
     pool: the prefill workers that compute its remote prompts.
     speed_at: the engine's speed at a time.
-    requests: number of requests that have not ended.
-    open_tokens: prompt tokens that prefill workers have still to compute for this engine.
     reasons: number of decisions with each reason.
     """
 
@@ -194,21 +219,12 @@ class DecodeEngine:
         )
         self._chunks = PrefillChunks(SimpleNamespace(scheduler=self._vllm))
         self.router = CostRouter(setup.step_tokens, clock=world)
-        self.demand = DemandMeter(world)
-        self.open_tokens = 0
-        self.requests = 0
         self._waiting: deque[Request] = deque()
         self._loaded: deque[Request] = deque()
         self._stepping = False
         self.reasons: dict[str, int] = {}
 
-    @property
-    def seats(self) -> float:
-        """Requests that run or wait, divided by the most that may run at once."""
-        return (len(self._vllm.running) + len(self._waiting) + len(self._loaded)) / self._running
-
     def add(self, request: Request) -> None:
-        self.requests += 1
         self._waiting.append(request)
         self._wake()
 
@@ -241,12 +257,8 @@ class DecodeEngine:
                     if request.made >= request.output:
                         running.remove(request)
                         over.append(request)
-            if (target_s := self.router.tightest_itl_s) and plan.streams:
-                gap_s = self.router.rates.base(plan.streams) if prompts else seconds
-                self.demand.stepped(seconds, min(gap_s, seconds), target_s)
             self.router.stepped(plan, seconds)
             for request in over:
-                self.requests -= 1
                 self.router.finished(request.name)
             self._step()
 
@@ -303,16 +315,12 @@ class DecodeEngine:
             decision = placed
         self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
         request.choice, _ = router.admitted(request.name, decision.remote)
-        here_s = router.rates.work(span(now.hit_tokens, now.remote_tokens))
-        self.demand.decided(now, decision, here_s)
         if decision.remote:
-            self.open_tokens += now.remote_tokens
             pool.put(request, lambda done: self._committed(request, done))
         return decision.remote
 
     def _committed(self, request: Request, done: Measured) -> None:
         request.computed = request.prompt - 1
-        self.open_tokens -= request.prompt - 1 - request.hit
         self.router.committed(done)
         self.router.settled(request.name, True)
         self._loaded.append(request)

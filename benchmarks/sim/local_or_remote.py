@@ -12,14 +12,14 @@ because every system is asked the same at the same times.
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.report import Row, percentile, row, versus
-from benchmarks.sim import command
+from benchmarks.report import Row, finish, percentile, row, versus
 from benchmarks.sim.local_engine import (
     DecodeEngine,
     Pool,
@@ -27,14 +27,15 @@ from benchmarks.sim.local_engine import (
     Request,
     Setup,
     Speed,
+    World,
 )
-from benchmarks.sim.world import World
 from pullfill.decode_worker.cost_rates import FORGET_S
 from pullfill.decode_worker.cost_requests import Targets
 from pullfill.decode_worker.cost_router import CostRouter
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.wire import RouterConfig, RouterPolicy
 
+NAME = "sim-local-or-remote"
 THRESHOLDS = (0, 64, 128, 256, 512, 1024, 2048, 4096)
 CHUNKS = (0, 64, 128, 256)
 """`--long-prefill-token-threshold` of the plain servers. 0: vLLM's default."""
@@ -218,12 +219,17 @@ def decision_us() -> float:
     return statistics.median(took[48:]) * 1e6
 
 
-if __name__ == "__main__":
-    raise SystemExit(
-        command.main(
-            "sim-local-or-remote",
-            "The policy cost against static thresholds, simulated",
-            __doc__,
-            measure,
-        )
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each workload")
+    parser.add_argument("--save", action="store_true", help=f"write results/{NAME}.md")
+    options = parser.parse_args()
+    title = "The policy cost against static thresholds, simulated"
+    # Simulated figures do not depend on what else the machine does.
+    return finish(NAME, measure(options.seeds), quiet=True, save=options.save, title=title)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

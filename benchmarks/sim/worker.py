@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.sim.requests import Req
+from benchmarks.sim.workloads import Req
 
 Figures = tuple[int, int, int]
 """A load report: prompt tokens to compute, KV blocks in use, and blocks that are free."""

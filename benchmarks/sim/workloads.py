@@ -1,18 +1,111 @@
-"""Generated workloads. Each is a pure function of its arguments and the seed.
+"""What the simulator sends: generated conversations, or a trace, with the content of their blocks.
 
-Lengths are log-normal, as in the published traces: most are short, a few are long.
+A request's blocks are named by 64-bit chain hashes: equal hashes mean equal tokens from the start
+of the prompt up to there. The simulator hands them to the same index that the frontend uses. A
+workload is a pure function of its arguments and the seed.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from benchmarks.sim.requests import Req, Text, Workload, mix
+import msgspec
+import numpy as np
+
+from pullfill.prefix.chain import HashArray
 
 BLOCK = 16
-BURST_PREFIX = 4096
-"""Tokens that the siblings of a burst share."""
+_MASK = (1 << 64) - 1
+
+
+def mix(*parts: int) -> int:
+    """Return a 64-bit hash of whole numbers (splitmix64 over a running state)."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        z = (state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+        state = z ^ (z >> 31)
+    return state
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """One request.
+
+    number: place in the workload, from 0.
+    at: arrival, in seconds. With `follows`: seconds after the end of that request.
+    tokens, output: length of the prompt and of the answer, in tokens.
+    hashes: of the whole blocks of the prompt.
+    answer: of the blocks that the answer completes. They follow `hashes`.
+    session: requests of one conversation share it.
+    """
+
+    number: int
+    at: float
+    tokens: int
+    output: int
+    hashes: list[int]
+    answer: list[int] = field(default_factory=list)
+    session: int = 0
+    follows: Req | None = None
+    _packed: HashArray | None = None
+
+    def packed(self) -> HashArray:
+        """The hashes as the index takes them."""
+        if self._packed is None:
+            self._packed = np.array(self.hashes, np.uint64)
+        return self._packed
+
+
+@dataclass(slots=True, eq=False)
+class Workload:
+    """Requests, and the size of their blocks in tokens."""
+
+    name: str
+    block: int
+    requests: list[Req]
+
+    def blocks(self) -> int:
+        """Return an upper bound of the number of different blocks.
+
+        A turn repeats the blocks of the turn before, so each of those counts once."""
+        count = 0
+        for req in self.requests:
+            count += len(req.hashes) + len(req.answer)
+            if req.follows is not None:
+                count -= len(req.follows.hashes) + len(req.follows.answer)
+        return count
+
+
+class Text:
+    """The blocks of a growing text: chain hashes of `block` tokens each.
+
+    Texts to which the same was added first, share the blocks of that."""
+
+    __slots__ = ("_block", "_head", "_whole", "hashes", "tokens")
+
+    def __init__(self, block: int, name: int = 0) -> None:
+        self._block = block
+        self._head = mix(name)
+        self._whole = 0
+        self.tokens = 0
+        self.hashes: list[int] = []
+
+    def add(self, tokens: int, name: int) -> None:
+        """Append `tokens` tokens. name: what they say; equal names make equal blocks."""
+        self.tokens += tokens
+        whole = self.tokens // self._block
+        while self._whole < whole:
+            self._head = mix(self._head, name, self._whole)
+            self.hashes.append(self._head)
+            self._whole += 1
+        # The rest of a block decides over its hash too, although it is not whole yet.
+        self._head = mix(self._head, name)
 
 
 def lognormal(rng: random.Random, median: float, sigma: float, most: float) -> int:
@@ -74,116 +167,54 @@ def conversations(
     return Workload("conversations", BLOCK, requests)
 
 
-def paced(
-    count: int,
-    *,
-    seed: int,
-    gap_s: float = 0.5,
-    system: int = 2048,
-    own: int = 128,
-    output: int = 16,
-) -> Workload:
-    """Requests with one system prompt, one after the other: no worker ever has a queue."""
-    rng = random.Random(mix(seed, 7))
+class Line(msgspec.Struct):
+    """One request of a trace in the format of the Mooncake project (benchmarks/traces/README.md).
+
+    timestamp: ms. hash_ids: a number for each block of the prompt. Equal numbers mean equal tokens
+    from the start of the prompt up to there."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def trace(path: Path, *, block: int, grow: int) -> Workload:
+    """Read a trace, one JSON object a line. Raises ValueError naming the line that is none.
+
+    block: tokens of one block in the file. grow: factor for lengths and blocks."""
+    lines = []
+    for number, text in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            lines.append(msgspec.json.decode(text, type=Line))
+        except msgspec.MsgspecError as exc:
+            raise ValueError(f"{path}, line {number}: {exc}") from None
+    lines.sort(key=lambda line: line.timestamp)
     requests: list[Req] = []
-    before = None
-    for number in range(count):
-        text = Text(BLOCK, mix(seed, 8))
-        text.add(system, mix(seed, 9))
-        text.add(lognormal(rng, own, 0.5, 4 * own), mix(seed, 10, number))
-        before = Req(
-            number, gap_s, text.tokens, output, text.hashes, session=number, follows=before
-        )
-        requests.append(before)
-    return Workload("paced", BLOCK, requests)
-
-
-def bursts(
-    groups: int,
-    siblings: int,
-    *,
-    seed: int,
-    gap_s: float = 1.0,
-    prefix: int = BURST_PREFIX,
-    own: int = 64,
-    output: int = 64,
-) -> Workload:
-    """`groups` bursts of `siblings` requests that come at once and share a long prefix."""
-    rng = random.Random(mix(seed, 11))
-    requests: list[Req] = []
-    for group in range(groups):
-        for n in range(siblings):
-            text = Text(BLOCK, mix(seed, 12))
-            text.add(prefix, mix(seed, 13, group))
-            text.add(own, mix(seed, 14, group, n))
-            at = group * gap_s + n * 0.001 + rng.random() * 0.0005
-            requests.append(
-                Req(
-                    len(requests),
-                    at,
-                    text.tokens,
-                    output,
-                    text.hashes,
-                    session=len(requests),
-                    group=group,
-                )
-            )
-    return Workload("bursts", BLOCK, requests)
-
-
-def storm(
-    count: int, span_s: float, *, seed: int, cv: float = 13.0, prompt: int = 1500, output: int = 30
-) -> Workload:
-    """Prompts that share nothing. Times between arrivals are gamma distributed with this CV."""
-    rng = random.Random(mix(seed, 15))
-    shape = 1.0 / cv**2
-    at, requests = 0.0, []
-    for number in range(count):
-        at += rng.gammavariate(shape, span_s / count / shape)
-        text = Text(BLOCK, mix(seed, 16, number))
-        text.add(lognormal(rng, prompt, 0.8, 8192), mix(seed, 17, number))
+    for line, session in zip(lines, _sessions(lines), strict=True):
+        tokens, output = max(1, line.input_length), max(1, line.output_length)
+        hashes = [mix(name, 33) for name in line.hash_ids[: tokens // block]]
+        at = (line.timestamp - lines[0].timestamp) / 1000.0
         requests.append(
-            Req(
-                number,
-                at,
-                text.tokens,
-                lognormal(rng, output, 0.8, 512),
-                text.hashes,
-                session=number,
-            )
+            Req(len(requests), at, tokens * grow, output * grow, hashes, session=session)
         )
-    return Workload("storm", BLOCK, requests)
+    return Workload(path.stem, block * grow, requests)
 
 
-def documents(
-    count: int,
-    span_s: float,
-    *,
-    seed: int,
-    docs: int = 300,
-    length: int = 8192,
-    own: int = 64,
-    output: int = 64,
-) -> Workload:
-    """Questions about documents: the n-th is asked about 1/n as often as the first."""
-    rng = random.Random(mix(seed, 18))
-    shares = [1.0 / (n + 1) for n in range(docs)]
-    requests: list[Req] = []
-    for number, at in enumerate(sorted(rng.uniform(0.0, span_s) for _ in range(count))):
-        text = Text(BLOCK, mix(seed, 19))
-        doc = rng.choices(range(docs), shares)[0]
-        text.add(
-            lognormal(random.Random(mix(seed, 20, doc)), length, 0.5, 32768), mix(seed, 20, doc)
-        )
-        text.add(lognormal(rng, own, 0.5, 512), mix(seed, 21, number))
-        requests.append(
-            Req(
-                number,
-                at,
-                text.tokens,
-                lognormal(rng, output, 0.8, 512),
-                text.hashes,
-                session=number,
-            )
-        )
-    return Workload("documents", BLOCK, requests)
+def _sessions(lines: Sequence[Line]) -> list[int]:
+    """A session for each request. A request goes on with that of an earlier one, if it repeats at
+    least half of its prompt."""
+    owner: dict[int, int] = {}
+    sessions: list[int] = []
+    for number, line in enumerate(lines):
+        ids = line.hash_ids
+        known = next((i for i, name in enumerate(ids) if name not in owner), len(ids))
+        session = number
+        if known:
+            before = owner[ids[known - 1]]
+            if 2 * known >= len(lines[before].hash_ids):
+                session = sessions[before]
+        sessions.append(session)
+        for name in ids[known:]:
+            owner[name] = number
+    return sessions

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import random
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,18 +11,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from benchmarks import (
-    chaos_load,
-    chaos_memory,
-    chaos_release,
-    chaos_report,
-    chaos_soak,
-    chaos_tables,
-    report,
-)
+from benchmarks import chaos_load, chaos_report, report
 from benchmarks.chaos_cluster import logged_at
 from benchmarks.chaos_load import Ask, Load, Work
-from benchmarks.chaos_rates import Slope, back_after, longest_gap, rate_at, rates, slope
 from benchmarks.chaos_scenarios import (
     DECODE_BACK,
     FRONTEND_GONE,
@@ -33,9 +21,12 @@ from benchmarks.chaos_scenarios import (
     PREFILL_BACK,
     Run,
     Scenario,
+    back_after,
+    longest_gap,
+    rate_at,
+    rates,
 )
 from tests.support.listening import serving
-from tests.support.waiting import eventually
 
 
 def steady(rate: float, begin: float, end: float) -> list[float]:
@@ -74,46 +65,6 @@ class TestRates:
         assert longest_gap([], 0.0, 4.0) == 4.0
 
 
-class TestSlope:
-    def test_a_straight_line_has_its_slope_and_no_error(self) -> None:
-        found = slope([float(t) for t in range(120)], [100 + t / 60 for t in range(120)])
-        assert found.per_minute == pytest.approx(1.0)
-        assert found.error == pytest.approx(0.0, abs=1e-9)
-        assert not found.within_noise()
-
-    def test_noise_around_a_level_is_noise(self) -> None:
-        rng = random.Random(1)
-        missed = 0
-        for _ in range(50):
-            values = [100 + rng.gauss(0, 1) for _ in range(300)]
-            missed += not slope([float(t) for t in range(300)], values).within_noise()
-        assert missed <= 8  # 5 % would be 2.5
-
-    def test_a_leak_in_noise_is_found(self) -> None:
-        rng = random.Random(2)
-        values = [100 + 2 * t / 60 + rng.gauss(0, 1) for t in range(300)]
-        found = slope([float(t) for t in range(300)], values)
-        assert abs(found.per_minute - 2) < 3 * found.error
-        assert not found.within_noise(0.5)
-
-    def test_the_floor_forgives_what_is_small(self) -> None:
-        assert Slope(0.4, 0.01).within_noise(0.5)
-        assert not Slope(0.6, 0.01).within_noise(0.5)
-        assert Slope(-3.0, 2.0).within_noise()
-        assert Slope(-3.0, 0.1).within_noise()
-
-    def test_a_leak_under_a_heap_that_is_trimmed_is_found(self) -> None:
-        times = [float(t) for t in range(300)]
-        flat = [100 + t % 30 for t in times]
-        leaks = [100 + t % 30 + t / 60 for t in times]
-        assert slope(times, flat, 10, of=min).within_noise()
-        assert not slope(times, leaks, 10, of=min).within_noise(0.5)
-
-    def test_too_few_points(self) -> None:
-        with pytest.raises(ValueError, match="three points"):
-            slope([0.0, 1.0], [1.0, 1.0])
-
-
 def ask(began: float, ended: float, *, error: str = "", url: str = "a") -> Ask:
     at = [] if error else [began + 0.1]
     return Ask(0, url, began, "id", [7] * len(at), at, error, False, ended)
@@ -129,8 +80,8 @@ def run_of(scenario: Scenario, asks: list[Ask], **seen: object) -> Run:
 
 
 class TestRows:
-    def rows(self, run: Run) -> dict[str, chaos_tables.Row]:
-        return {r.metric.partition(": ")[2]: r for r in chaos_tables.report_rows("1P1D", run)}
+    def rows(self, run: Run) -> dict[str, report.Row]:
+        return {r.metric.partition(": ")[2]: r for r in chaos_report.report_rows("1P1D", run)}
 
     def test_a_good_run_misses_nothing(self) -> None:
         asks = [ask(t, t + 1) for t in range(20)]
@@ -171,8 +122,8 @@ class TestRows:
     def test_the_table_has_a_line_per_scenario(self) -> None:
         asks = [ask(t, t + 1) for t in range(20)]
         run = run_of(PREFILL_BACK, asks, killed=10.0, noticed_s=0.1, freed_s=0.025)
-        rows = [r for name in ("1P1D", "2P2D") for r in chaos_tables.report_rows(name, run)]
-        lines = chaos_tables.report_table(rows).splitlines()
+        rows = [r for name in ("1P1D", "2P2D") for r in chaos_report.report_rows(name, run)]
+        lines = chaos_report.report_table(rows).splitlines()
         assert len(lines) == 4
         assert len({line.count("|") for line in lines}) == 1
         assert "| 0 of 20 | 0 | 100 ms | 25 ms | 0.00 s | 100, 100, – | 100 |" in lines[-1]
@@ -180,27 +131,12 @@ class TestRows:
     def test_what_may_fail_is_told_with_its_excuse(self) -> None:
         own = ask(3, 4.1, error="broke", url="b")
         run = run_of(FRONTEND_GONE, [ask(0, 9), own], killed=4.0, noticed_s=0.1, excused=[own])
-        rows = chaos_tables.report_rows("1P1D", run)
+        rows = chaos_report.report_rows("1P1D", run)
         run = run_of(ONLY_DECODE_BACK, [ask(0, 9), own], killed=2.0, excused=[own])
-        rows += chaos_tables.report_rows("1P1D", run)
-        text = chaos_tables.report_table(rows)
+        rows += chaos_report.report_rows("1P1D", run)
+        text = chaos_report.report_table(rows)
         assert "| 1 of 2, 1 were open there |" in text
         assert "| 1 of 2, each within 1.1 s |" in text
-
-    def test_killed_writers_get_a_sentence(self) -> None:
-        seen = chaos_release.Released([0.01] * 9, [0.02] * 9, [ask(0, 1)])
-        text = chaos_tables.report_table(chaos_tables.release_rows(seen, 9))
-        assert "9 writers killed while they wrote, one after the other" in text
-        assert "20 ms (p50), 20 ms (p99)" in text
-
-    def test_a_part_measured_again_replaces_only_itself(self) -> None:
-        def rows(value: float, *names: str) -> list[chaos_tables.Row]:
-            return [report.row(f"{n}: {m}", value, "") for n in names for m in ("x", "y")]
-
-        found = chaos_tables.merged(rows(1, "a", "b", "c"), rows(2, "b", "d"))
-        assert [(r.metric[0], r.value) for r in found[::2]] == [
-            ("a", 1), ("b", 2), ("c", 1), ("d", 2)
-        ]  # fmt: skip
 
 
 class TestWork:
@@ -224,28 +160,6 @@ class TestWork:
     ) -> None:
         one = Ask(0, "u", 0.0, "id", tokens, [], error, cut, 1.0)
         assert (self.work.wrong([one]) == []) is right
-
-
-class TestDocs:
-    def test_the_place_between_the_comments_is_replaced(self, tmp_path: Path) -> None:
-        page = tmp_path / "page.md"
-        page.write_text("a\n<!-- x: written by the benchmark -->\nold\n<!-- end of x -->\nb\n")
-        chaos_tables.write_docs("x", "| new \\1 |", page)
-        chaos_tables.write_docs("x", "| newer \\1 |", page)
-        assert page.read_text() == (
-            "a\n<!-- x: written by the benchmark -->\n\n| newer \\1 |\n\n<!-- end of x -->\nb\n"
-        )
-
-    def test_a_page_without_a_place_is_an_error(self, tmp_path: Path) -> None:
-        page = tmp_path / "page.md"
-        page.write_text("a\n")
-        with pytest.raises(ValueError, match="no place for x"):
-            chaos_tables.write_docs("x", "t", page)
-
-    def test_the_real_page_has_a_place(self, tmp_path: Path) -> None:
-        copy = tmp_path / "page.md"
-        copy.write_text(chaos_tables.DOC.read_text())
-        chaos_tables.write_docs(chaos_report.NAME, "t", copy)
 
 
 def test_the_first_matching_log_line_after_a_moment(tmp_path: Path) -> None:
@@ -352,36 +266,3 @@ class TestLoad:
                 await asyncio.to_thread(load.join, 10.0)
         assert [a.error for a in load.ended] == ["", ""]
         assert load.turned_away == 2
-
-
-def test_memory_rows_judge_the_last_half() -> None:
-    samples = chaos_memory.Samples()
-    for second in range(240):
-        samples.at.append(float(second))
-        samples.private.append(500 + min(second, 120) / 2)  # grows, then level
-        samples.fds.append(30)
-    assert all(r.ok for r in chaos_memory.memory_rows("decode", samples, 0.0))
-    samples.private = [500 + second / 10 for second in range(240)]
-    assert not all(r.ok for r in chaos_memory.memory_rows("decode", samples, 0.5))
-
-
-def test_samples_are_kept(tmp_path: Path) -> None:
-    with chaos_memory.Sampler({"me": os.getpid()}, every_s=0.01) as sampler:
-        eventually(lambda: bool(sampler.of["me"].fds), "no sample")
-    sampler.look_at_maps()
-    sampler.write(tmp_path / "memory.csv")
-    samples = sampler.of["me"]
-    assert samples.private[0] > 1
-    assert samples.dead_maps == 0
-    assert len((tmp_path / "memory.csv").read_text().splitlines()) == len(samples.at) + 1
-
-
-@pytest.mark.parametrize("module", [chaos_report, chaos_soak])
-def test_help_says_what_is_measured(
-    module: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["chaos", "--help"])
-    with pytest.raises(SystemExit) as stopped:
-        module.main()  # type: ignore[attr-defined]
-    assert stopped.value.code == 0
-    assert "--save" in capsys.readouterr().out

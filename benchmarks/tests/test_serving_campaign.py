@@ -24,7 +24,7 @@ from benchmarks.serving.window import Window
 from benchmarks.serving.workloads import Workload
 from tests.support.sse_server import SseServer, Step, whole
 
-SCALE = Scale(0.2, 1.1, 1, (64,), 2, 1, 1, 2, (5.0,), 0.5, 0.0)
+SCALE = Scale(control_s=0.2, longs_s=1.1, conversations=1, turns=2, idle_s=0.0)
 
 
 class Told:
@@ -43,19 +43,17 @@ class Told:
 
 
 def session(
-    monkeypatch: pytest.MonkeyPatch, *, name: str = "x", repeat: int = 0, told: bool = False,
-    pairs: int = 1,
+    monkeypatch: pytest.MonkeyPatch, *, name: str = "x", repeat: int = 0, told: bool = False
 ) -> tuple[Session, Told]:  # fmt: skip
     seen = Told()
     monkeypatch.setattr(parts, "measure", seen.measure)
     monkeypatch.setattr(parts, "explain", lambda *_: None)
     # Nothing was asked of anybody, so nothing failed either.
     monkeypatch.setattr("benchmarks.serving.stats.failed", lambda answers: [])
-    scale = Scale(0.2, 1.1, pairs, (64, 128), 2, 1, 1, 2, (5.0, 6.0), 0.5, 0.0)
     running = Running(name, dict.fromkeys(Kind, "http://x"), "m", {}, 1.0, Path())
     running.set_policy = seen.policies.append if told else None
     system = System(name, "", lambda _: held(running), ours=True)
-    made = Session(system, running, scale, range(5, 99), repeat, lambda _: None)
+    made = Session(system, running, SCALE, range(5, 99), repeat, lambda _: None)
     monkeypatch.setattr(Session, "measure", _not_judged)
     return made, seen
 
@@ -74,7 +72,8 @@ def held(running: Running) -> Iterator[Running]:
 
 class TestParts:
     def test_control_and_longs_take_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        made, seen = session(monkeypatch, pairs=2)
+        made, seen = session(monkeypatch)
+        parts.interference(made)
         parts.interference(made)
         assert [label for _, label in seen.windows] == ["control", "longs"] * 2
         assert len(set(seen.first)) == 4  # no window asks what another did
@@ -93,41 +92,16 @@ class TestParts:
         for name in ("a", "b"):
             made, seen = session(monkeypatch, name=name)
             made.windows = everything
-            for part in parts.RUN.values() if name == "a" else [parts.chat, parts.rates]:
+            for part in parts.RUN.values() if name == "a" else [parts.chat]:
                 part(made)
             asked.append(dict(zip(seen.windows, seen.first, strict=True)))
         assert {key: asked[0][key] for key in asked[1]} == asked[1]
-
-    def test_solo_tells_the_router_and_leaves_it_as_it_was(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        made, seen = session(monkeypatch, told=True)
-        parts.solo(made)
-        local, remote = "always_local", "always_remote"
-        assert seen.policies == [local, remote, remote, local, "conditional"]
-        assert [label for _, label in seen.windows] == seen.policies[:4]
-        assert len(set(seen.first)) == 4
-        made, seen = session(monkeypatch)
-        parts.solo(made)
-        assert seen.windows == [("solo", "")]
 
     def test_warm_up_takes_every_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made, seen = session(monkeypatch, told=True)
         parts.warm_up(made)
         assert seen.policies == ["always_remote", "always_local", "conditional"]
         assert made.windows == []
-
-    def test_a_policy_that_is_measured_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        made, seen = session(monkeypatch, name=Name.PULLFILL_LOCAL, told=True)
-        parts.warm_up(made)
-        parts.solo(made)
-        assert seen.policies == []
-        assert seen.windows == [("warm-up", ""), ("solo", "")]
-
-    @pytest.mark.parametrize("part", parts.RUN)
-    def test_every_part_knows_how_long_it_takes(self, part: str) -> None:
-        for scale in (parts.FULL, parts.QUICK):
-            assert 1.0 < parts.seconds_of(part, Name.PULLFILL, scale) < 200.0
 
     def test_a_session_of_which_nothing_was_answered_is_over(self) -> None:
         server = SseServer(lambda _: [b""])
@@ -164,7 +138,7 @@ class TestCampaign:
         monkeypatch.setattr(workloads, "SHORT_OUT", 3)
 
     def run(self, tmp_path: Path, *systems: System, **table: tuple[str, ...]) -> Measured:
-        return Campaign(systems, SCALE, table, 1, range(5, 99), 10, tmp_path).run()
+        return Campaign(systems, SCALE, table, 1, range(5, 99), tmp_path).run()
 
     def test_a_system_is_measured_and_one_that_does_not_start_is_told(
         self, server: SseServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -211,7 +185,7 @@ class TestCampaign:
 
     def test_parts_go_to_the_systems_they_name(self, tmp_path: Path) -> None:
         table = {"interference": ("a",), "chat": ("a", "b")}
-        made = Campaign([], SCALE, table, 1, range(9), 10, tmp_path)
+        made = Campaign([], SCALE, table, 1, range(9), tmp_path)
         wanted = [made.parts_of(System(n, "", lambda _: held(None))) for n in "abc"]  # type: ignore[arg-type]
         assert wanted == [("interference", "chat"), ("chat",), ("interference",)]
 
@@ -222,18 +196,16 @@ class TestCommand:
 
     def test_everything_is_chosen_by_default(self) -> None:
         systems, table = bench_serving.plan(self.options())
-        assert {s.name for s in systems} == set(SYSTEMS) >= set(Name)
+        assert {s.name for s in systems} == set(SYSTEMS)
         assert set(table) == set(parts.RUN)
-        quick, _ = bench_serving.plan(self.options("--quick"))
-        assert {s.name for s in quick} == set(Name) - {Name.PULLFILL_2P1D}
 
     def test_some(self) -> None:
-        options = self.options("--quick", "--systems", "nixl", "--workloads", "rates")
+        options = self.options("--quick", "--systems", "nixl", "--workloads", "chat")
         systems, table = bench_serving.plan(options)
         assert [s.name for s in systems] == ["nixl"]
-        assert set(table) == {"rates"}
+        assert set(table) == {"chat"}
 
-    @pytest.mark.parametrize("flags", [["--systems", "x"], ["--workloads", "solo,x"]])
+    @pytest.mark.parametrize("flags", [["--systems", "x"], ["--workloads", "chat,x"]])
     def test_unknown_names(self, flags: list[str]) -> None:
         with pytest.raises(SystemExit, match="is called x; there are"):
             bench_serving.plan(self.options(*flags))
@@ -242,11 +214,11 @@ class TestCommand:
         result = Result([], 1.0, 0.1)
         use = Use(1.0)
         still = Window("x", "chat", "", 0, None, result, use)
-        made = Measured([], 1, [still])
+        made = Measured([], [still])
         assert bench_serving.is_quiet(made)
         made.before = [Calm(0.05, 0.1), Calm(0.05, 0.3)]
         assert not bench_serving.is_quiet(made)
         assert "0.30 threads wanted to run" in capsys.readouterr().out
         stolen = Window("x", "chat", "", 0, None, result, use, steal=0.02)
-        assert not bench_serving.is_quiet(Measured([], 1, [still, stolen]))
+        assert not bench_serving.is_quiet(Measured([], [still, stolen]))
         assert "2.0 % stolen" in capsys.readouterr().out

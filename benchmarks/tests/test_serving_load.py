@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 
-from benchmarks.serving.answers import heard
 from benchmarks.serving.contract import Answer, Ask, Kind
-from benchmarks.serving.load import Plan, Result, send
+from benchmarks.serving.load import Plan, Result, heard, send
 from benchmarks.serving.workloads import Workload
 from tests.support.sse_server import (
     END,
@@ -73,7 +71,7 @@ class TestAnswers:
         assert (len(answer.token_s), answer.error) == (4, "")
         assert answer.token_s[1] == answer.token_s[3]
 
-    @pytest.mark.parametrize("size", [1, 2, 3, 7, 50])
+    @pytest.mark.parametrize("size", [1, 7])
     def test_reads_may_be_cut_anywhere(self, size: int) -> None:
         raw = b"".join(step for step in whole(BODY) if isinstance(step, bytes))
         reads = [(float(n), raw[n : n + size]) for n in range(0, len(raw), size)]
@@ -156,15 +154,6 @@ class TestLanes:
         assert one.sent_s >= 0.02
         assert two.sent_s >= one.token_s[-1]  # the lane was not free: due long before it was sent
         assert free.sent_s < one.token_s[0]
-
-    async def test_how_late_it_was_itself(self) -> None:
-        def script(body: dict[str, Any]) -> list[Step]:
-            time.sleep(0.1)  # the server of this test runs on the load's own loop
-            return [0.05, *whole(body)]
-
-        result = await asked(SseServer(script), ask(), ask(lane="b", at_s=0.05))
-        assert max(result.lag_s) >= 0.05
-        assert len(result.late_s) == 1
 
 
 class TestChat:

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import row
-from benchmarks.sim import command, workloads
-from benchmarks.sim.__main__ import GROW, TRACE
+from benchmarks.sim import workloads
+from benchmarks.sim.__main__ import GROW, TRACE, run, speed_for, stay
 from benchmarks.sim.cluster import Net, Setup
-from benchmarks.sim.measures import computed_at, joiner_share, run, speed_for, stay
-from benchmarks.sim.requests import Req, Text, Workload
-from benchmarks.sim.trace import load
 from benchmarks.sim.worker import Cache, Job, Speed, Worker
+from benchmarks.sim.workloads import Req, Text, Workload, trace
 from pullfill.wire import DecodePolicy
 
 SPEED = Speed(0.001, step=100.0, stream=10.0, cached=0.0, chunk=1000)
@@ -99,37 +96,23 @@ def line(at: int, tokens: int, *ids: int) -> dict[str, object]:
     return {"timestamp": at, "input_length": tokens, "output_length": 5, "hash_ids": ids}
 
 
-def test_a_trace_is_read_with_its_blocks_and_its_bins_are_spread(tmp_path: Path) -> None:
+def test_a_trace_is_read_with_its_blocks_and_sessions(tmp_path: Path) -> None:
     path = write(
-        tmp_path / "t.jsonl", line(3000, 40, 1, 2, 3), line(0, 20, 1, 9), line(3000, 33, 1, 2, 4)
+        tmp_path / "t.jsonl", line(3000, 48, 1, 2, 3), line(0, 20, 1), line(3500, 40, 7, 8, 9)
     )
-    workload = load(path, grow=2)
+    workload = trace(path, block=16, grow=2)
     assert workload.block == 32
-    assert [req.tokens for req in workload.requests] == [40, 80, 66]
-    assert [len(req.hashes) for req in workload.requests] == [1, 2, 2]
-    assert workload.requests[1].hashes == workload.requests[2].hashes
-    times = [req.at for req in workload.requests]
-    assert times == sorted(times)
-    assert 3.0 < times[1] < times[2] < 6.0
-
-
-def test_a_sample_of_a_trace_keeps_whole_sessions(tmp_path: Path) -> None:
-    lines = []
-    for turn in range(1, 4):
-        for session in range(40):
-            ids = [1000 * session + n for n in range(2 * turn)]
-            lines.append(line(100 * len(lines), 32 * turn, *ids))
-    workload = load(write(tmp_path / "t.jsonl", *lines), sample=0.5)
-    kept = {req.session for req in workload.requests}
-    assert 10 < len(kept) < 30
-    assert len(workload.requests) == 3 * len(kept)
+    assert [(req.at, req.tokens) for req in workload.requests] == [(0, 40), (3, 96), (3.5, 80)]
+    assert [len(req.hashes) for req in workload.requests] == [1, 3, 2]
+    assert workload.requests[0].hashes == workload.requests[1].hashes[:1]
+    assert [req.session for req in workload.requests] == [0, 0, 2]
 
 
 def test_a_broken_line_of_a_trace_is_named(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps(line(1, 1, 1)) + "\n{}")
     with pytest.raises(ValueError, match="line 2"):
-        load(path)
+        trace(path, block=16, grow=1)
 
 
 def test_conversations_that_stay_are_as_uneven_as_their_lengths() -> None:
@@ -148,15 +131,6 @@ def test_a_workload_has_no_more_different_blocks_than_it_says() -> None:
     assert len(different) <= workload.blocks() <= 1.5 * len(different)
 
 
-@pytest.mark.parametrize(("limit", "status"), [(2.0, 0), (1.0, 1)])
-def test_a_command_runs_the_seeds_that_it_is_given_and_fails_with_its_targets(
-    limit: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["sim", "--seeds", "2"])
-    assert command.main("sim-x", "X", "", lambda seeds: [row("runs", seeds, "", limit)]) == status
-    assert "| runs | 2 |" in capsys.readouterr().out
-
-
 # ------------------------------------------------------------------------------- runs
 
 
@@ -171,7 +145,7 @@ def test_one_seed_gives_one_result() -> None:
 
 
 def test_kv_holds_its_numbers_on_the_trace() -> None:
-    workload = load(TRACE, grow=GROW)
+    workload = trace(TRACE, block=16, grow=GROW)
     setup = setup_for(workload)
     kv, turns = run(workload, setup), run(workload, replace(setup, policy=DecodePolicy.ROUND_ROBIN))
     assert kv.hit >= 0.96 * kv.pool
@@ -181,32 +155,3 @@ def test_kv_holds_its_numbers_on_the_trace() -> None:
     eight = run(workload, late)
     assert eight.hit >= 0.97 * kv.hit
     assert eight.ttft_p90 <= 1.4 * kv.ttft_p90
-
-
-@pytest.mark.parametrize("frontends", [1, 8])
-def test_paced_prompts_with_one_system_prompt_use_all_workers(frontends: int) -> None:
-    workload = workloads.paced(300, seed=1)
-    assert run(workload, replace(setup_for(workload), frontends=frontends)).imbalance <= 1.10
-
-
-@pytest.mark.parametrize(("groups", "siblings"), [(16, 4), (4, 16)])
-def test_siblings_compute_their_prefix_on_two_workers_at_most(groups: int, siblings: int) -> None:
-    workload = workloads.bursts(groups, siblings, seed=1)
-    outcome = run(workload, setup_for(workload))
-    assert computed_at(outcome, workloads.BURST_PREFIX // workload.block) <= 2
-    turns = run(workload, replace(setup_for(workload), policy=DecodePolicy.ROUND_ROBIN))
-    assert computed_at(turns, workloads.BURST_PREFIX // workload.block) == 4
-
-
-def test_a_worker_that_joins_gets_its_share_of_new_sessions() -> None:
-    workload = workloads.conversations(300, 300.0, seed=1, turns=2.0)
-    outcome = run(workload, replace(setup_for(workload), joins=250))
-    assert joiner_share(outcome, 250, 5, 100) >= 0.8
-
-
-def test_a_cold_index_keeps_most_conversations_together() -> None:
-    """Two candidates per prompt, named by a hash, beat taking turns."""
-    workload = workloads.conversations(100, 200.0, seed=1)
-    setup = setup_for(workload, 0.5)
-    turns = run(workload, replace(setup, policy=DecodePolicy.ROUND_ROBIN))
-    assert run(workload, replace(setup, cold=True)).hit > 1.2 * turns.hit

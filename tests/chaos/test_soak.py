@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long]
 
 @pytest.mark.timeout(900)
 def test_a_minute_of_mixed_faults(tmp_path: Path) -> None:
-    """Nothing failed, wrong, left behind or still mapped. A minute is too short to judge slopes."""
-    options = command_line().parse_args(["--minutes", "1", "--every", "6", "--warm-up", "5"])
+    """Nothing failed, wrong, left behind or still mapped."""
+    options = command_line().parse_args(["--minutes", "1", "--every", "6"])
     rows = soak(options, tmp_path)
-    assert [r for r in rows if not r.ok and "slope" not in r.metric] == []
+    assert [r for r in rows if not r.ok] == []
     assert sum(r.value for r in rows if r.metric.startswith("fault: ")) >= 3
