@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import operate as command
+from pullfill.deploy import operate
 from pullfill.testing.mock_model import MockSettings
 from tests.support import web
 from tests.support.cluster import Cluster, Worker, until
@@ -150,8 +150,8 @@ def check_refused_and_clear(keeper: Keeper, urls: list[str], deadly: int) -> Non
     assert "are refused for another" in body["error"]["message"]
     assert len(keeper.dead) == before
     ref = ClusterRef(keeper.cluster.namespace, keeper.cluster.etcd.url, keeper.cluster.nats.url)
-    command.clear(ref, known[0]["fingerprint"])
-    command.clear(ref, None)
+    operate.clear_suspects(ref, known[0]["fingerprint"])
+    operate.clear_suspects(ref, None)
     for url in urls:
         until(lambda url=url: not status(url)["suspects"], 20, "cleared")  # type: ignore[misc]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import operate as command
+from pullfill.deploy import operate
 from pullfill.errors import ConfigError
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.suspect_records import SuspectBoard, posted
@@ -71,14 +71,14 @@ async def test_what_one_frontend_refuses_the_other_refuses_until_it_is_cleared(
         (row,) = board_2.listed()
         assert (row["fingerprint"], row["deaths"], row["prompt_tokens"]) == (name, 2, 1)
         await until(lambda: float(str(board_2.listed()[0]["left_s"])) > 590)
-        await asyncio.to_thread(command.show, ref, True)
+        await asyncio.to_thread(operate.show_suspects, ref, True)
         (told,) = json.loads(capsys.readouterr().out)
         assert told["fingerprint"] == name
         assert 590 < told["left_s"] <= 600, "what etcd says of the lease"
         with pytest.raises(ConfigError, match=name):
-            await asyncio.to_thread(command.clear, ref, "cafe")
+            await asyncio.to_thread(operate.clear_suspects, ref, "cafe")
         await until(lambda: len(board_1) == len(board_2) == 1)
-        await asyncio.to_thread(command.clear, ref, name)
+        await asyncio.to_thread(operate.clear_suspects, ref, name)
         await until(lambda: not len(board_1) and not len(board_2))
         one.dispatcher.submit(request("z", [1]))
         assert not one.dispatcher.flights["z"].deaths, (
@@ -86,8 +86,8 @@ async def test_what_one_frontend_refuses_the_other_refuses_until_it_is_cleared(
         )
         two.dispatcher.submit(request("y", [FATAL]))
         await until(lambda: "y" in two.sink.finished)
-    await asyncio.to_thread(command.clear, ref, None)
-    await asyncio.to_thread(command.show, ref, False)
+    await asyncio.to_thread(operate.clear_suspects, ref, None)
+    await asyncio.to_thread(operate.show_suspects, ref, False)
     assert "no request is refused" in capsys.readouterr().out
 
 

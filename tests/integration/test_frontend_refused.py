@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import operate as command
+from pullfill.deploy import operate
 from tests.support.fake_decode import FakeDecode
 from tests.support.frontend_http import Served, workers
 
@@ -31,7 +31,7 @@ async def test_a_client_gets_400_and_status_shows_the_suspect(served: Served) ->
         assert good.status_code == 200
         assert sum(bool(fake.killed_by) for fake in fakes) == 2
         ref = ClusterRef("t", served.etcd.url, "nats://127.0.0.1:1")
-        await asyncio.to_thread(command.clear, ref, row["fingerprint"])
+        await asyncio.to_thread(operate.clear_suspects, ref, row["fingerprint"])
         async with asyncio.timeout(15):
             while (await http.get("/pullfill/status")).json()["suspects"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
