@@ -20,7 +20,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from pullfill.decode_worker.context import DecodeContext, OpenedJob
+from pullfill.decode_worker.forecast import timeouts
 from pullfill.decode_worker.hit_blocks import HitBlocks
 from pullfill.decode_worker.ledger import Entry, Hold, Release, Settle
 from pullfill.decode_worker.prefix_fetch import FetchOutcome
@@ -31,7 +34,6 @@ from pullfill.decode_worker.rules import (
     Situation,
     decide,
     expected,
-    timeouts,
 )
 from pullfill.engine import request_targets
 from pullfill.engine.groups import BlockOrder
@@ -167,11 +169,11 @@ class ConnectorScheduler:
             fetched = looked
         situation = context.situation(request, hit_tokens + offloaded + fetched)
         own = context.trials and context.trials.decision(request.request_id)
+        if own:
+            situation = replace(situation, costs=None)  # a prompt of the self-check teaches nothing
         decision = own or decide(request, situation)
         if fetched:
             decision = Decision(False, PREFIX_HIT)
-        if self.meter is not None and not own:
-            decision = self.meter.place(request, decision, situation)
         self._decisions[request.request_id] = (situation, decision, offloaded, fetched)
         if decision.reason in ENOUGH:
             context.queue_full()
@@ -274,9 +276,6 @@ class ConnectorScheduler:
                 config.loose_ttft_ms,
             ),
         )
-        hedge_s = None
-        if config.hedge and self.meter is not None:
-            hedge_s = self.meter.begin_here_in(job.request_id)
         self._waiting.add(job.request_id)
         if self._context.trials is not None:
             self._context.trials.opened(job.request_id)
@@ -289,7 +288,7 @@ class ConnectorScheduler:
                 timeout_s=timeout_s,
                 tokens=external_tokens,
                 claim_timeout_s=claim_timeout_s,
-                hedge_s=math.inf if hedge_s is None else hedge_s,
+                hedge_s=situation.costs.hedge_s if config.hedge and situation.costs else math.inf,
                 stall_s=config.remote_timeout_s,
                 later=later,
             )

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from pullfill.decode_worker.forecast import Forecaster
+from pullfill.decode_worker.forecast import PrefillWorkers
 from pullfill.decode_worker.grants import Grants
 from pullfill.decode_worker.kv_reader import KvReader, Reach
 from pullfill.decode_worker.ledger import CancelMessage, Ledger, NakDelivery, SendRevoke
@@ -79,12 +79,13 @@ class ControlServer:
         silent_s: float = SILENT_S,
         key: ClusterKey | None = None,
         reach: Reach | None = None,
+        forecaster: PrefillWorkers | None = None,
     ) -> None:
         self._instance_id = instance_id
         self._compat = compat
         self._ledger = ledger
         self._traces = traces
-        self.forecaster = Forecaster()
+        self.forecaster = forecaster or PrefillWorkers()
         self.grants = Grants(ledger, traces, self.forecaster, self._spawn, self._act)
         self._cancel = cancel
         self._nak = nak

@@ -8,9 +8,8 @@ FORGET_S. So a few slow reads do not keep prompts away from it for long. Engine 
 from __future__ import annotations
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.cost_fit import Fit
-from pullfill.decode_worker.cost_rates import FORGET_S
 from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
+from pullfill.rate import Rate
 
 _MIB = float(1 << 20)
 _MOST = 4096
@@ -24,12 +23,12 @@ class FetchRates:
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._holders: dict[str, Fit] = {}
+        self._holders: dict[str, Rate] = {}
 
     def expected_s(self, instance_id: str, kv_bytes: float) -> float:
         """Expected seconds of a read. 0: unknown."""
         fit = self._holders.get(instance_id)
-        if fit is None or fit.count < SURE or self._clock.monotonic() - fit.at > FORGET_S:
+        if fit is None or fit.count < SURE or not fit.fresh(self._clock.monotonic()):
             return 0.0
         return fit.of(1.0, kv_bytes / _MIB)
 
@@ -44,7 +43,7 @@ class FetchRates:
         holder and opening its memory are not part of it."""
         if len(self._holders) >= _MOST:
             self._holders = {}
-        fit = self._holders.setdefault(instance_id, Fit(keep=0.7, half_s=30.0))
+        fit = self._holders.setdefault(instance_id, Rate())
         fit.observe(1.0, kv_bytes / _MIB, seconds, self._clock.monotonic())
 
 

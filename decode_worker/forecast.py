@@ -1,72 +1,144 @@
 """Forecasts how long a remote prefill takes, from the reports of prefill workers and past commits.
 
-For the decision three times are added: the wait in the queue, the computation, and the writing of
-the KV. The wait is the longer of two: the tokens in front of the prompt, over the tokens per second
-of all prefill workers that pull; and the KV in front of it that is not written yet, over the rate
-of the link. What is not measured yet counts as 0, so the first prompts go out.
+A forecast adds three times: the wait in the queue, the computation, and the writing of the KV. What
+is not measured yet counts as 0, so the first prompts go out. For deadlines the sum is doubled, the
+slowest link counts, and assumed rates replace what is not measured. A deadline that is too long
+costs little: a worker that dies or falls silent is noticed by its connection.
 
-For deadlines the sum is doubled, the slowest link counts, and assumed rates replace what is not
-measured. A deadline that is too long costs little: a worker that dies or falls silent is noticed by
-its connection.
+The policy `cost` (cost.py) needs more: the time to the first token, as each prefill worker was
+measured. A stretch of a prompt is told as `span(start, tokens)`: two numbers that its computation
+time is linear in, one for its tokens and one for what they attend to.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from statistics import median_low
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.rules import Forecast
-from pullfill.wire import Load
+from pullfill.rate import FORGET_S, Rate
+from pullfill.wire import Load, RouterConfig
 
+if TYPE_CHECKING:
+    from pullfill.decode_worker.request_trace import Measured
+
+MAX_TIMEOUT_S = 3600.0
+"""No remote prefill may take longer, whatever is expected."""
 MARGIN = 2.0
 """A deadline is this many times the expected time."""
 ASSUMED_TOKENS_PER_S = 2_000.0
 ASSUMED_BYTES_PER_S = 125e6
 """The rate of a link that is not measured yet: 1 Gbit/s."""
-FORGET_S = 300.0
-"""How long a measured link counts for decisions. After a bad measurement no job would go there and
-measure it again."""
-REMEMBER_S = 3600.0
-"""How long a measured link counts for deadlines. Its worker may be gone by then."""
-_WRITES = 8
-"""How many of the last writes over a link are kept. Their median counts, so a single slow one does
-not matter."""
+BELIEVE_LINK_S = 10 * FORGET_S
+"""How long a measured link keeps prompts here. After a bad measurement no long job would go there
+and measure it again. Each one that does may take minutes."""
 _SURE = 3
 """Decisions ignore a link with fewer writes. Otherwise a single slow one would keep all long
-prompts local for FORGET_S."""
-_MOST_LINKS = 4096
+prompts local for BELIEVE_LINK_S."""
+_MOST = 4096
+"""How many prefill workers are remembered."""
+_ASKED = 32
+"""One prediction looks at fewer than twice as many workers. If there are more, it takes every
+second one, every third one, and so on."""
+
+Span = tuple[float, float]
 
 
-@dataclass(slots=True)
-class _Link:
-    """The link to one prefill worker. writes: seconds per block, of the last writes."""
-
-    writes: deque[float] = field(default_factory=lambda: deque(maxlen=_WRITES))
-    per_block_s: float = 0.0
-    at: float = 0.0
+def span(start: int, tokens: int) -> Span:
+    """Return the two numbers for `tokens` tokens that follow `start` others. See the module."""
+    return tokens / 256.0, tokens * (start + tokens / 2.0) / 262_144.0
 
 
-class Forecaster:
-    """See the module. Call `wrote` on the asyncio thread and `forecast` on the engine thread."""
+_USUAL = span(0, 1024)
+"""Speeds are compared at a prompt of this length."""
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """How long one remote prefill is expected to take, in seconds. 0: unknown.
+
+    wait_s: in the queue.
+    prefill_s: the computation by a prefill worker.
+    write_s: the writing of the KV, which happens during the computation.
+    claim_within_s, commit_within_s: the least time, from the moment it is queued, that the
+    deadlines for its claim and its commit must allow.
+    """
+
+    wait_s: float = 0.0
+    prefill_s: float = 0.0
+    write_s: float = 0.0
+    claim_within_s: float = 0.0
+    commit_within_s: float = 0.0
+
+
+def timeouts(forecast: Forecast, config: RouterConfig) -> tuple[float, float]:
+    """Return (remote, claim): how long a job may take until its commit, and until its claim.
+
+    It gets at least what the settings say, and more if the forecast is longer. Pure."""
+    remote = max(config.remote_timeout_s, forecast.commit_within_s)
+    return min(remote, MAX_TIMEOUT_S), max(config.claim_timeout_s, forecast.claim_within_s)
+
+
+class Queue(msgspec.Struct, frozen=True):
+    """What the job of a prompt would meet.
+
+    instances: the prefill workers that pull and are connected. workers: how many pull in all.
+    jobs, tokens: in front of it, those in work included. blocks: to be written for it."""
+
+    instances: Collection[str] = ()
+    workers: int = 1
+    jobs: int = 0
+    tokens: int = 0
+    blocks: int = 0
+
+    def ahead(self, ours: Span, our_tokens: int, our_jobs: int, own: Span) -> Span:
+        """Return the part of the work in front that one prefill worker must do first.
+
+        ours, our_tokens, our_jobs: of this worker's own jobs. own: of the prompt."""
+        workers = max(1, self.workers)
+        if max(self.jobs, our_jobs) < workers:
+            return 0.0, 0.0  # one of them is free
+        # Nobody says how long the prompts of other decode workers are. They are taken to be like
+        # ours, or to be as long as this one.
+        like = ours if ours[0] else own
+        others = max(0, self.tokens - our_tokens) / 256.0
+        attend = others * like[1] / like[0] if like[0] else 0.0
+        return (ours[0] + others) / workers, (ours[1] + attend) / workers
+
+
+class _Worker:
+    """What was measured of one prefill worker, in seconds.
+
+    compute: from the moment a job could begin, over its span. write: of blocks.
+    more: of everything else: claim, last write, commit, last token."""
+
+    __slots__ = ("compute", "more", "write")
+
+    def __init__(self) -> None:
+        self.compute, self.write, self.more = Rate(), Rate(), Rate()
+
+
+class PrefillWorkers:
+    """See the module. Call `wrote` on the asyncio thread, all others on the engine thread."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._links: dict[str, _Link] = {}
+        self._workers: dict[str, _Worker] = {}
+
+    def _worker(self, instance_id: str) -> _Worker:
+        if len(self._workers) >= _MOST:
+            self._workers = {}
+        return self._workers.setdefault(instance_id, _Worker())
 
     def wrote(self, instance_id: str, blocks: int, seconds: float) -> None:
         """Note that a prefill worker has written `blocks` blocks in `seconds`."""
-        if blocks <= 0 or not 0 < seconds < math.inf:
-            return
-        if len(self._links) >= _MOST_LINKS:
-            self._links = {}
-        link = self._links.setdefault(instance_id, _Link())
-        link.writes.append(seconds / blocks)
-        link.per_block_s = median_low(link.writes)
-        link.at = self._clock.monotonic()
+        if blocks > 0 and 0 < seconds < math.inf:
+            write = self._worker(instance_id).write
+            write.observe(blocks, 0.0, seconds, self._clock.monotonic())
+
+    # ------------------------------------------------------------------ by reports
 
     def forecast(
         self,
@@ -97,32 +169,87 @@ class Forecaster:
         done = sum(load.done_tokens for load in loads)
         if workers > len(loads) > 0:
             done = done * workers // len(loads)
-        ahead = max(depth_tokens - done, own_tokens, 0)
-        now = self._clock.monotonic()
-        known = [(n, link) for n, link in list(self._links.items()) if link.at > now - REMEMBER_S]
-        links, since = [link for _, link in known], now - FORGET_S
-        recent = [
-            link.per_block_s
-            for name, link in known
-            if link.at > since
-            and len(link.writes) >= _SURE
-            and (pulling is None or name in pulling)
-        ]
-        per_block_s = sum(recent) / len(recent) if recent else 0.0
+        ahead, many = max(depth_tokens - done, own_tokens, 0), max(1, workers)
+        now, slowest, links = self._clock.monotonic(), 0.0, list[float]()
+        for name, worker in list(self._workers.items()):
+            link = worker.write
+            slowest = max(slowest, link.a)
+            if (pulling is None or name in pulling) and link.count >= _SURE:
+                if link.fresh(now, BELIEVE_LINK_S):
+                    links.append(link.a)
+        per_block_s = sum(links) / len(links) if links else 0.0
         wait_s = ahead / (each * workers) if each and workers else 0.0
         # KV that is computed but not written yet is also in front of it. It delays the job in the
         # prefill worker, or before it, while the worker has no credit left for us (credits.py).
-        wait_s = max(wait_s, own_unwritten * per_block_s / max(1, workers))
-        prefill_s = tokens / each if each else 0.0
-        write_s = blocks * per_block_s
+        wait_s = max(wait_s, own_unwritten * per_block_s / many)
         sure = each or ASSUMED_TOKENS_PER_S
-        slowest = max((link.per_block_s for link in links), default=0.0)
-        wait_at_most = MARGIN * max(ahead / (sure * max(1, workers)), own_unwritten * slowest)
+        wait_at_most = MARGIN * max(ahead / (sure * many), own_unwritten * slowest)
         write_at_most = blocks * slowest or kv_bytes / ASSUMED_BYTES_PER_S
         return Forecast(
             wait_s=wait_s,
-            prefill_s=prefill_s,
-            write_s=write_s,
+            prefill_s=tokens / each if each else 0.0,
+            write_s=blocks * per_block_s,
             claim_within_s=wait_at_most,
             commit_within_s=wait_at_most + MARGIN * (tokens / sure + write_at_most),
         )
+
+    # ------------------------------------------------------------------ by measurement
+
+    def observe(self, done: Measured, ahead: Span, own: Span, began: float, now: float) -> None:
+        """Learn from one remote prefill, at its first token.
+
+        ahead, own: spans of what was in front of it when it was decided, and of itself.
+        began: when the computation of all this began."""
+        stages, worker = done.stages, self._worker(done.instance)
+        # Everything until the end of the computation, without the way of the claim.
+        compute = done.at - began - (stages.tail_ms + stages.claim_ms) / 1e3
+        # Writing happens during the computation. Only what takes longer counts beside it.
+        beside = max(0.0, stages.kv_write_ms - stages.prefill_ms) / 1e3
+        worker.compute.observe(ahead[0] + own[0], ahead[1] + own[1], max(0.0, compute), now)
+        worker.more.observe(1.0, 0.0, max(0.0, now - began - compute - beside), now)
+
+    def _measured(self, instances: Collection[str]) -> list[_Worker]:
+        found = (self._workers.get(name) for name in instances)
+        return [worker for worker in found if worker is not None and worker.compute.count]
+
+    def known(self, instances: Collection[str]) -> bool:
+        """Whether one of these workers was measured."""
+        return bool(self._measured(instances))
+
+    def fresh(self, instances: Collection[str], now: float) -> bool:
+        """Whether one of these workers was measured lately."""
+        return any(worker.compute.fresh(now) for worker in self._measured(instances))
+
+    def fastest(self, instances: Collection[str]) -> tuple[float, float]:
+        """Return the seconds for each of the two numbers of a span, of the fastest worker.
+        Zeros: none is known."""
+        fits = [
+            (of, worker.compute.a, worker.compute.b)
+            for worker in self._measured(instances)
+            if (of := worker.compute.of(*_USUAL)) > 0
+        ]
+        _, a, b = min(fits, default=(0.0, 0.0, 0.0))
+        return a, b
+
+    def seconds(
+        self, queue: Queue, ahead: Span, own: Span, now: float, done_s: float = 0.0
+    ) -> float:
+        """Expected seconds from the decision to the first token, over the workers that pull.
+
+        done_s: how long the computation of what is ahead has been going on.
+        A worker that was not measured lately counts like the others. If none was, the old
+        measurements count. 0: there is none."""
+        known = self._measured(queue.instances)
+        lately = [worker for worker in known if worker.compute.fresh(now)] or known
+        total = weights = 0.0
+        for worker in lately[:: max(1, len(lately) // _ASKED)]:
+            alone = worker.compute.of(*own)
+            compute = worker.compute.of(ahead[0] + own[0], ahead[1] + own[1])
+            compute = max(alone, compute - done_s)
+            # A link that is slower than the computation decides.
+            seconds = compute + max(0.0, worker.write.of(queue.blocks) - alone) + worker.more.a
+            # A fast worker pulls more jobs than a slow one.
+            weight = 1.0 / max(alone, 1e-6)
+            total += weight * seconds
+            weights += weight
+        return total / weights if weights else 0.0

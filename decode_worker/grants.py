@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from pullfill.decode_worker.forecast import Forecaster
+from pullfill.decode_worker.forecast import PrefillWorkers
 from pullfill.decode_worker.ledger import Entry, JobState, Ledger
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.request_trace import RequestTraces
@@ -56,7 +56,7 @@ class Grants:
         self,
         ledger: Ledger,
         traces: RequestTraces,
-        forecaster: Forecaster,
+        forecaster: PrefillWorkers,
         spawn: Callable[[Awaitable[object]], None],
         act: Callable[[], None],
     ) -> None:

@@ -14,8 +14,10 @@ import msgspec
 
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.forecast import Queue
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.rules import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
+from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.queue.nats_connection import RAISE_PAYLOAD
 from pullfill.runtime import log, metrics
@@ -36,6 +38,7 @@ class Outlook:
 
     cache: vLLM's cache configuration.
     kv_bytes: bytes of all its blocks.
+    meter: predicts what prefills cost. None: nothing does.
     engine: see `Situation`.
     target_blocks: `ConnectorScheduler.target_blocks`. None: the model has one KV cache group that
     keeps all blocks.
@@ -48,6 +51,7 @@ class Outlook:
     etcd: Health
     cache: Any
     kv_bytes: int
+    meter: StepMeter | None = None
     engine: str = ""
     target_blocks: Callable[[int, int], int] | None = None
     local_tokens: int = 1
@@ -57,6 +61,7 @@ class Outlook:
     def situation(self, request: Any, hit_tokens: int) -> Situation:
         """Return everything that a rule may look at. request: vLLM's Request."""
         context, ledger, blocks = self.context, self.context.ledger, self.cache.num_gpu_blocks
+        config = context.router_config()
         prompt_tokens: int = request.num_prompt_tokens
         tokens = max(0, prompt_tokens - self.local_tokens - hit_tokens)
         more = -(-tokens // self.cache.block_size)
@@ -85,11 +90,16 @@ class Outlook:
             # In a large fleet others may pull the job, and connect then.
             pulling=frozenset(pullers) if self.control.peers.pool <= len(connected) else None,
         )
+        costs = None
+        if self.meter is not None:
+            jobs, ahead = max(depth.depth_jobs, own_jobs), max(depth.depth_tokens, own_tokens)
+            queue = Queue(pullers, self.control.peers.pool, jobs, ahead, more)
+            costs = self.meter.predict(request, hit_tokens, queue, config)
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,
             local_tokens=self.local_tokens,
-            config=context.router_config(),
+            config=config,
             engine=self.engine,
             fell_back=context.traces.fallback_of(request.request_id) is not None,
             adapter=adapter,
@@ -104,11 +114,7 @@ class Outlook:
             remote_kv=(ledger.target_blocks + more) / blocks,
             draining=self.draining,
             forecast=forecast,
-            pullers=pullers,
-            pool=self.control.peers.pool,
-            ahead_jobs=max(depth.depth_jobs, own_jobs),
-            ahead_tokens=max(depth.depth_tokens, own_tokens),
-            kv_bytes=more * self.kv_bytes / blocks,
+            costs=costs,
         )
 
     def _oversize(self, prompt_tokens: int, pulling: Sequence[Peer]) -> str:

@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from pullfill.decode_worker.cost import PROBE_TOKENS, Choice, Prefill
+from pullfill.decode_worker.forecast import MAX_TIMEOUT_S, Forecast, timeouts
 from pullfill.engine import features
 from pullfill.wire import MAX_TEXT, Adapter, Expected, RouterConfig, RouterPolicy
 
@@ -45,24 +47,6 @@ A local prefill computes as long as a remote one, but delays the streams that ru
 SLOW_S = 1.0
 """A remote prefill whose KV is written within this time is not kept local for a slow link. So short
 prompts measure the link again and again."""
-MAX_TIMEOUT_S = 3600.0
-
-
-class Forecast(msgspec.Struct, frozen=True):
-    """How long one remote prefill is expected to take (forecast.py), in seconds. 0: unknown.
-
-    wait_s: in the queue.
-    prefill_s: the computation by a prefill worker.
-    write_s: the writing of the KV, which happens during the computation.
-    claim_within_s, commit_within_s: the least time, from the moment it is queued, that the
-    deadlines for its claim and its commit must allow.
-    """
-
-    wait_s: float = 0.0
-    prefill_s: float = 0.0
-    write_s: float = 0.0
-    claim_within_s: float = 0.0
-    commit_within_s: float = 0.0
 
 
 class Situation(msgspec.Struct, frozen=True):
@@ -82,11 +66,7 @@ class Situation(msgspec.Struct, frozen=True):
     prefill_workers: number of prefill workers that pull and may bring KV.
     oversize: why no prefill worker can get a prompt of this length. Empty: one can.
     self_check: why the self-check lets no prefill worker bring KV. Empty: there is no such reason.
-    pullers: instance ids of the prefill workers that pull and are connected.
-    pool: number of prefill workers that pull.
-    ahead_jobs, ahead_tokens: jobs in front of a new one, those in work included, and their tokens
-    that are not computed yet.
-    kv_bytes: bytes of KV that a prefill worker would write.
+    costs: what the prefill is expected to cost here and there. None: nothing was predicted.
     """
 
     prompt_tokens: int
@@ -107,11 +87,7 @@ class Situation(msgspec.Struct, frozen=True):
     remote_kv: float = 0.0
     draining: bool = False
     forecast: Forecast = Forecast()
-    pullers: tuple[str, ...] = ()
-    pool: int = 0
-    ahead_jobs: int = 0
-    ahead_tokens: int = 0
-    kv_bytes: float = 0.0
+    costs: Prefill | None = None
 
     @property
     def remote_tokens(self) -> int:
@@ -308,6 +284,25 @@ def policy_always_remote(request: Any, now: Situation) -> Decision | None:
     return Decision(True, "policy_always_remote")
 
 
+def cost(request: Any, now: Situation) -> Decision | None:
+    """Reasons: cost_probe, cost_remote, cost_local, cost_chunked, and those of `conditional`."""
+    if now.config.policy is not RouterPolicy.COST or (costs := now.costs) is None:
+        return None
+    if costs.probe and now.remote_tokens >= PROBE_TOKENS:
+        return Decision(True, "cost_probe")
+    if costs.known:
+        return _BY_COST[costs.cheapest]
+    # Until the first prefill worker is measured, length decides.
+    return None if now.long else Decision(False, PREFIX_HIT if now.hit_tokens else "short_prompt")
+
+
+_BY_COST = {
+    Choice.REMOTE: Decision(True, "cost_remote"),
+    Choice.AT_ONCE: Decision(False, "cost_local"),
+    Choice.CHUNKED: Decision(False, "cost_chunked"),
+}
+
+
 OF_THE_REQUEST: tuple[Rule, ...] = (
     resumed, fallback, prompt_logprobs, multimodal, prompt_embeds, lora, pooling, cache_salt,
     engine,
@@ -316,28 +311,13 @@ OF_THE_REQUEST: tuple[Rule, ...] = (
 OF_THE_CLUSTER: tuple[Rule, ...] = (
     policy_always_local, prefix_hit, short_prompt, draining, queue_unavailable, no_prefill_worker,
     oversize, claims_stalled, quarantine_full, queue_full, queue_wait, slow_link, remote_full,
-    policy_always_remote,
+    policy_always_remote, cost,
 )  # fmt: skip
 """What a prefill worker can take, and is worth it: the policy, then length, then load."""
 RULES = OF_THE_REQUEST + OF_THE_CLUSTER
 
 
 # ---------------------------------------------------------------- what follows from a decision
-
-
-def by_length(now: Situation) -> Decision:
-    """Where to prefill by the length beyond the hit alone. Pure."""
-    if now.long:
-        return Decision(True, "long_prompt")
-    return Decision(False, PREFIX_HIT if now.hit_tokens else "short_prompt")
-
-
-def timeouts(forecast: Forecast, config: RouterConfig) -> tuple[float, float]:
-    """Return (remote, claim): how long a job may take until its commit, and until its claim.
-
-    It gets at least what the settings say, and more if the forecast is longer. Pure."""
-    remote = max(config.remote_timeout_s, forecast.commit_within_s)
-    return min(remote, MAX_TIMEOUT_S), max(config.claim_timeout_s, forecast.claim_within_s)
 
 
 def expected(now: Situation, decision: Decision) -> Expected | None:

@@ -219,6 +219,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             nak=producer.nak,
             key=self._key,
             reach=reach_for(context.memories, options, self._key),
+            forecaster=hooks.meter.model.workers,
         )
         control.checks = checks_for(
             context, engine.config, engine.compat, engine.host, self._kept, control.recount,
@@ -244,6 +245,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             self._etcd.health,
             engine.config.cache_config,
             sum(memory.nbytes for memory in context.memories),
+            meter=hooks.meter,
             engine=context.scheduler.never or ("" if context.owner else "no_transport"),
             target_blocks=context.scheduler.target_blocks,
             local_tokens=context.scheduler.local_tokens,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pullfill.engine.groups import EMPTY, BlockOrder, Tables
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.task import PrefillTask
+from pullfill.rate import Rate
 from pullfill.runtime import log
 from pullfill.wire import Load
 from pullfill.worker.context import WorkerContext
@@ -410,14 +411,11 @@ class Turns:
 class Meter:
     """Measures how many prompt tokens this worker computes in a second of work.
 
-    Call `step` on the engine thread. Any thread may call `load`.
+    Call `step` on the engine thread. Any thread may call `load`."""
 
-    half_s: after so many seconds of work an older measurement counts half."""
-
-    def __init__(self, half_s: float = 10.0) -> None:
-        self._half_s = half_s
-        self._tokens = 0.0
-        self._seconds = 0.0
+    def __init__(self) -> None:
+        self._rate = Rate()
+        self._worked_s = 0.0
         self._until = 0.0
 
     def step(self, tokens: int, planned: float, done: float) -> None:
@@ -428,14 +426,15 @@ class Meter:
         seconds = done - max(planned, self._until)
         self._until = done
         if tokens and seconds > 0:
-            weight = 0.5 ** (seconds / self._half_s)
-            self._tokens = self._tokens * weight + tokens
-            self._seconds = self._seconds * weight + seconds
+            # By the time of work: after a pause one short step must not outweigh all before it.
+            self._worked_s += seconds
+            self._rate.observe(tokens, 0.0, seconds, self._worked_s)
 
     def load(self, tasks: Iterable[PrefillTask]) -> Load:
         """Return the load to report to decode workers. tasks: all tasks under way."""
         done = sum((t.scheduled - t.first_target) * t.block_size for t in tasks)
-        rate = self._tokens / self._seconds if self._seconds else 0.0
+        each_s = self._rate.a
+        rate = 1.0 / each_s if each_s else 0.0
         return Load(tokens_per_s=min(rate, 1e12), done_tokens=max(0, done))
 
 

@@ -2,7 +2,7 @@
 
 `DecodeEngine` schedules as vLLM does: running requests first, in order, then waiting ones while the
 step has tokens left. The production code decides where a prompt is computed
-(`rules.decide`, `CostRouter`) and sizes the chunks (`PrefillChunks`). Only the times are made up:
+(`rules.decide`, `CostModel`) and sizes the chunks (`PrefillChunks`). Only the times are made up:
 `Speed` and WAY_S.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from pullfill.decode_worker.cost_requests import Targets
-from pullfill.decode_worker.cost_router import CostRouter
+from pullfill.decode_worker.cost import CostModel, Targets
+from pullfill.decode_worker.forecast import Queue
 from pullfill.decode_worker.request_trace import Measured
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, decide
 from pullfill.engine.chunks import PrefillChunks
@@ -196,6 +196,7 @@ class DecodeEngine:
     pool: the prefill workers that compute its remote prompts.
     speed_at: the engine's speed at a time.
     reasons: number of decisions with each reason.
+    errors: time and error of each prediction.
     """
 
     def __init__(
@@ -218,11 +219,12 @@ class DecodeEngine:
             running=list[Request](),
         )
         self._chunks = PrefillChunks(SimpleNamespace(scheduler=self._vllm))
-        self.router = CostRouter(setup.step_tokens, clock=world)
+        self.model = CostModel(setup.step_tokens, clock=world)
         self._waiting: deque[Request] = deque()
         self._loaded: deque[Request] = deque()
         self._stepping = False
         self.reasons: dict[str, int] = {}
+        self.errors: list[tuple[float, float]] = []
 
     def add(self, request: Request) -> None:
         self._waiting.append(request)
@@ -238,12 +240,12 @@ class DecodeEngine:
     def _step(self) -> None:
         world, running = self._world, self._vllm.running
         if self._config.policy is RouterPolicy.COST:
-            self._chunks.limit(*self.router.chunk())
+            self._chunks.limit(*self.model.chunk())
         tokens = self._schedule()
         if not tokens:
             self._stepping = False
             return
-        plan = self.router.scheduled({r.name: n for r, n in tokens}, sum(n for _, n in tokens))
+        plan = self.model.scheduled({r.name: n for r, n in tokens}, sum(n for _, n in tokens))
         prompts = [(r.computed, n) for r, n in tokens if r.computed + n < r.prompt or n > 1]
         speed = self._speed_at(world.now)
         seconds = world.noisy(speed.step(len(tokens) - len(prompts), prompts), speed.jitter)
@@ -257,9 +259,11 @@ class DecodeEngine:
                     if request.made >= request.output:
                         running.remove(request)
                         over.append(request)
-            self.router.stepped(plan, seconds)
+            for _, outcome in self.model.stepped(plan, seconds):
+                if outcome.error is not None:
+                    self.errors.append((world.now, outcome.error))
             for request in over:
-                self.router.finished(request.name)
+                self.model.finished(request.name)
             self._step()
 
         world.at(world.now + seconds, done)
@@ -293,35 +297,40 @@ class DecodeEngine:
 
     def _place(self, request: Request) -> bool:
         """Whether the prompt goes to a prefill worker."""
-        world, pool, router = self._world, self._pool, self.router
+        world, pool, model = self._world, self._pool, self.model
         request.computed = request.hit
+        names = tuple(worker.name for worker in pool.workers)
+        new = request.prompt - request.hit
+        costs = model.predict(
+            Queue(names, len(names), pool.jobs, pool.tokens, new // 16),
+            Targets(request.ttft_s, request.itl_s),
+            request.hit,
+            new,
+            world.now - request.at,
+        )
         now = Situation(
             request.prompt,
             request.hit,
             config=self._config,
-            prefill_workers=len(pool.workers),
-            queue_available=bool(pool.workers),
-            queue_jobs=0,
-            pullers=tuple(worker.name for worker in pool.workers),
-            pool=len(pool.workers),
-            ahead_jobs=pool.jobs,
-            ahead_tokens=pool.tokens,
-            kv_bytes=(request.prompt - request.hit) * 4096.0,
+            prefill_workers=len(names),
+            queue_available=bool(names),
+            costs=costs,
         )
         decision: Decision = decide(request, now, OF_THE_CLUSTER)
-        targets = Targets(request.ttft_s, request.itl_s)
-        placed = router.place(request.name, decision, now, targets, world.now - request.at)
-        if self._config.policy is RouterPolicy.COST:
-            decision = placed
         self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
-        request.choice, _ = router.admitted(request.name, decision.remote)
+        chunks = self._config.policy is RouterPolicy.COST
+        model.admitted(request.name, costs, decision.remote, chunks=chunks)
+        request.choice = costs.choice.value
         if decision.remote:
             pool.put(request, lambda done: self._committed(request, done))
         return decision.remote
 
     def _committed(self, request: Request, done: Measured) -> None:
         request.computed = request.prompt - 1
-        self.router.committed(done)
-        self.router.settled(request.name, True)
+        self.model.workers.wrote(
+            done.instance, max(1, done.kv_bytes // (16 * 4096)), done.stages.kv_write_ms / 1e3
+        )
+        self.model.committed(done)
+        self.model.settled(request.name, True)
         self._loaded.append(request)
         self._wake()

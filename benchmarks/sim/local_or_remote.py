@@ -29,11 +29,10 @@ from benchmarks.sim.local_engine import (
     Speed,
     World,
 )
-from pullfill.decode_worker.cost_rates import FORGET_S
-from pullfill.decode_worker.cost_requests import Targets
-from pullfill.decode_worker.cost_router import CostRouter
-from pullfill.decode_worker.rules import Decision, Situation
-from pullfill.wire import RouterConfig, RouterPolicy
+from pullfill.decode_worker.cost import Choice, CostModel, Targets
+from pullfill.decode_worker.forecast import Queue
+from pullfill.rate import FORGET_S
+from pullfill.wire import RouterPolicy
 
 NAME = "sim-local-or-remote"
 THRESHOLDS = (0, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -124,14 +123,12 @@ def run(workload: Workload, setup: Setup, seed: int, *, prefill: int = 1) -> Res
     # Of the plain servers, one runs on the machine that becomes slow.
     speeds = [lambda _now: SPEED] if prefill else [lambda _now: SPEED, slowed]
     engines = [DecodeEngine(world, setup, Pool(world, workers), speed) for speed in speeds]
-    errors: list[tuple[float, float]] = []
     for number, ask in enumerate(asks):
         ask.name = f"r{number}"
         engine = engines[number % len(engines)]
         world.at(ask.at, lambda engine=engine, ask=ask: engine.add(ask))  # type: ignore[misc]
-    for engine in engines:
-        engine.router.watch = lambda error: errors.append((world.now, error))
     world.run()
+    errors = [error for engine in engines for error in engine.errors]
     reasons: dict[str, int] = {}
     for engine in engines:
         for reason, count in engine.reasons.items():
@@ -197,25 +194,19 @@ def measure(seeds: int) -> list[Row]:
 def decision_us() -> float:
     """Median time of one decision at a busy worker: 32 streams, and 16 prompts under way."""
     world = World(0)
-    router = CostRouter(1024, clock=world)
-    able, config = Decision(True, "long_prompt"), RouterConfig(policy=RouterPolicy.COST)
-    targets, took = Targets(1.0, ITL_S), list[float]()
+    model = CostModel(1024, clock=world)
+    queue, targets, took = Queue(("p",), 1, 8, 8000), Targets(1.0, ITL_S), list[float]()
     for number in range(2000):
-        now = Situation(
-            500 + number, 0, config=config, prefill_workers=1, queue_available=True,
-            pullers=("p",), pool=1,
-            ahead_jobs=8, ahead_tokens=8000,
-        )  # fmt: skip
+        name, tokens = f"r{number}", 500 + number
         begin = time.perf_counter()
-        decision = router.place(f"r{number}", able, now, targets)
+        costs = model.predict(queue, targets, 0, tokens)
+        cheapest = costs.cheapest
         took.append(time.perf_counter() - begin)
         if number >= 48:
             continue
-        remote = number < 8 or (number < 16 and decision.remote)
-        router.admitted(f"r{number}", remote)
+        model.admitted(name, costs, number < 8 or (number < 16 and cheapest is Choice.REMOTE))
         if number >= 16:
-            step = router.scheduled({f"r{number}": 500 + number}, 500 + number)
-            router.stepped(step, 0.1)
+            model.stepped(model.scheduled({name: tokens}, tokens), 0.1)
     return statistics.median(took[48:]) * 1e6
 
 

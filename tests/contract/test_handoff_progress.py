@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker import forecast
 from pullfill.wire import KvMode, RouterConfig, RouterPolicy
 from tests.contract.test_admission import looking
 from tests.support.fakes import FakeRequest
@@ -107,16 +106,21 @@ async def test_a_prompt_behind_a_slow_link_is_not_sent_to_wait_there(tmp_path: P
             max_queue_wait_s=2 * BATCH_S,
         )
         served = decode.send(LONG)
-        links = decode.control.forecaster._links
-        await until(lambda: any(len(link.writes) >= forecast._SURE for link in links.values()))
+
+        def block_s() -> float:
+            told = decode.control.forecaster.forecast(
+                1, 1, 1, workers=1, loads=[], depth_tokens=0, own_tokens=0
+            )
+            return told.write_s
+
+        await until(lambda: block_s() > 0)
         await until(lambda: decode.ledger.unwritten() < BLOCKS - 4)
         assert decode.ledger.unwritten() > 0
         request = FakeRequest("behind", prompt(BLOCK + 1, seed=2))
         assert decode.side.decide(request, 0) == (0, False)
         _, decision, *_ = decode.side._decisions.pop("behind")
         assert decision.reason == "queue_wait"
-        (link,) = links.values()
-        assert link.per_block_s >= BATCH_S
+        assert block_s() >= BATCH_S
         await settled(served)
         assert decode.right(served)
         assert prefill.engine.computed_tokens == len(LONG) - 1, "computed once, in many copies"

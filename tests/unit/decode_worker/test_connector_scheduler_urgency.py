@@ -4,26 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-from msgspec.structs import replace
-
 from pullfill.queue.urgency import Urgency
 from pullfill.wire import MAX_TEXT
 from tests.support.handoff_model import BLOCK
 from tests.unit.decode_worker.test_connector_scheduler import Rig
-
-
-@pytest.mark.parametrize("hedge", [False, True])
-def test_a_hedged_prompt_waits_as_long_as_its_target_allows(hedge: bool) -> None:
-    rig = Rig()
-    rig.config = replace(rig.config, hedge=hedge)
-    rig.side.meter = SimpleNamespace(  # type: ignore[assignment]
-        place=lambda request, decision, *_: decision,
-        admitted=lambda *_: None,
-        begin_here_in=lambda request_id: 0.25 if request_id == "r" else None,
-    )
-    rig.send(3 * BLOCK)
-    assert rig.ledger.tick() == pytest.approx(0.25 if hedge else rig.config.claim_timeout_s)
 
 
 def test_a_job_is_as_urgent_as_its_request() -> None:

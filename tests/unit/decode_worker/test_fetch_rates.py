@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pullfill.decode_worker.cost_rates import FORGET_S
 from pullfill.decode_worker.fetch_rates import SURE, FetchRates, computed_s
 from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
+from pullfill.rate import FORGET_S
 from tests.support.fakes import FakeClock
 
 MIB = 1 << 20

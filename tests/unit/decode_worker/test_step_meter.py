@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pullfill.decode_worker.forecast import Queue
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.decode_worker.step_meter import StepMeter
@@ -49,9 +50,10 @@ class Rig:
 
     def local(self, name: str, tokens: int, **fields: Any) -> None:
         request = FakeRequest(name, list(range(tokens)), **fields)
-        now, stays = Situation(tokens, 0, config=self.config), Decision(False, "queue_full")
-        decision = self.meter.place(request, stays, now)
-        self.traces.decided(name, now, decision)
+        costs = self.meter.predict(request, 0, Queue(), self.config)
+        now = Situation(tokens, 0, config=self.config, costs=costs)
+        stays = Decision(False, "queue_full")
+        self.traces.decided(name, now, stays)
         self.meter.admitted(name, now, stays)
 
 
@@ -65,7 +67,7 @@ def test_idle_time_is_no_part_of_a_step() -> None:
     rig = Rig()
     for _ in range(10):
         rig.step(0.01, idle_s=5.0, a=1)
-    assert rig.meter.router.rates.base(1) == pytest.approx(0.01)
+    assert rig.meter.model.rates.base(1) == pytest.approx(0.01)
 
 
 def test_what_happens_between_steps_that_follow_each_other_is_part_of_them() -> None:
@@ -73,7 +75,7 @@ def test_what_happens_between_steps_that_follow_each_other_is_part_of_them() -> 
     rig = Rig()
     for _ in range(30):
         rig.step(0.01, idle_s=0.001, a=1)
-    assert rig.meter.router.rates.base(1) == pytest.approx(0.011, rel=0.05)
+    assert rig.meter.model.rates.base(1) == pytest.approx(0.011, rel=0.05)
 
 
 def test_steps_that_overlap_are_told_apart() -> None:
@@ -82,9 +84,9 @@ def test_steps_that_overlap_are_told_apart() -> None:
     plan = SimpleNamespace(num_scheduled_tokens={"r": 300}, total_num_scheduled_tokens=300)
     rig.meter.scheduled(plan)
     rig.meter.after_step(1)
-    assert rig.meter.router.streams == 0
+    assert rig.meter.model.streams == 0
     rig.meter.after_step(0)
-    assert rig.meter.router.streams == 1
+    assert rig.meter.model.streams == 1
 
 
 def test_steps_with_many_drafts_are_steps_of_streams() -> None:
@@ -92,7 +94,7 @@ def test_steps_with_many_drafts_are_steps_of_streams() -> None:
     rig = Rig()
     for _ in range(20):
         rig.step(0.01, a=13, b=13)
-    assert rig.meter.router.rates.base(2) == pytest.approx(0.01)
+    assert rig.meter.model.rates.base(2) == pytest.approx(0.01)
 
 
 def test_a_target_that_no_step_meets_asks_for_no_workers() -> None:
@@ -104,7 +106,7 @@ def test_a_target_that_no_step_meets_asks_for_no_workers() -> None:
     rig.step(0.1, r=300)
     for _ in range(1200):
         rig.step(0.025, a=1, r=1)
-    assert rig.meter.router.streams == 1
+    assert rig.meter.model.streams == 1
     assert pressure(rig) == pytest.approx(0.5, rel=0.05)
     for _ in range(400):  # others slow it down
         rig.step(0.1, a=1, b=1, c=1, r=1)
@@ -150,6 +152,6 @@ def test_a_request_may_name_its_targets() -> None:
     rig = Rig()
     rig.local("r", 300, sampling_params=SimpleNamespace(extra_args={"itl_ms": 20.4}))
     rig.step(0.1, r=300)
-    assert rig.meter.router._itl == {0.02: 1}
+    assert rig.meter.model.tightest_itl_s == 0.02
     rig.meter.finished("r")
-    assert not rig.meter.router._itl
+    assert rig.meter.model.tightest_itl_s == 0

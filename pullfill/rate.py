@@ -1,41 +1,51 @@
-"""Fits `y = a * x1 + b * x2` to the newest observations, with a and b at least 0.
+"""One estimator for all that takes time: steps, prefills, links and reads.
 
-Old observations lose weight in two ways: with each new one, and with time. So a change of speed is
-learned from the next few observations, however often they come.
+A `Rate` fits `y = a * x1 + b * x2` to the newest observations, with a and b at least 0. Old
+observations lose weight with each new one and with time, so a change of speed is learned from the
+next few observations, however often they come.
 """
 
 from __future__ import annotations
 
 import math
 
+FORGET_S = 30.0
+"""A rate that was not observed for this long is not believed any more, so that one bad measurement
+cannot keep prompts away from a worker for ever."""
+_HALF_S = FORGET_S / 4
+_KEEP = 0.8
+"""Weight that is left to older observations when a new one comes."""
 _STAY = 0.02
 """How strongly a solution is held to the one before. It decides where the observations do not, for
 example when all of them have the same x1 and x2."""
 _CLIP = 4.0
-"""An observation counts as at most so many times the expected value, and at least the fraction. So
-one pause of the machine does not spoil the fit, and a real change needs a few observations."""
-_SURE = 4
+"""An observation counts as at most so many times the expected value, and at least the fraction,
+unless the one before was clipped too. So one pause of the machine does not spoil the fit, and a
+real change is learned from the second observation on."""
+_SURE = 3
 """Observations before an unexpected one is clipped."""
 
 
-class Fit:
-    """See the module. One thread.
+class Rate:
+    """See the module. One thread observes. Any thread may read.
 
-    keep: weight that is left to older observations when a new one comes.
-    half_s: seconds after which an observation counts half.
     a, b: the solution. count: number of observations. at: when the last one came."""
 
-    __slots__ = ("_half_s", "_keep", "_s11", "_s12", "_s22", "_t1", "_t2", "a", "at", "b", "count")
+    __slots__ = ("_clipped", "_s11", "_s12", "_s22", "_t1", "_t2", "a", "at", "b", "count")
 
-    def __init__(self, keep: float, half_s: float) -> None:
-        self._keep, self._half_s = keep, half_s
+    def __init__(self) -> None:
         self._s11 = self._s12 = self._s22 = self._t1 = self._t2 = 0.0
+        self._clipped = False
         self.a = self.b = self.at = 0.0
         self.count = 0
 
-    def of(self, x1: float, x2: float) -> float:
+    def of(self, x1: float, x2: float = 0.0) -> float:
         """Return y."""
         return self.a * x1 + self.b * x2
+
+    def fresh(self, now: float, forget_s: float = FORGET_S) -> bool:
+        """Whether it was observed lately."""
+        return self.count > 0 and now - self.at <= forget_s
 
     def observe(self, x1: float, x2: float, y: float, now: float) -> None:
         """Learn from one observation. now: seconds of a monotonic clock."""
@@ -43,8 +53,10 @@ class Fit:
             return
         expected = self.of(x1, x2)
         if self.count >= _SURE and expected > 0:
-            y = min(max(y, expected / _CLIP), expected * _CLIP)
-        left = self._keep * 0.5 ** (max(0.0, now - self.at) / self._half_s) if self.count else 0.0
+            within = min(max(y, expected / _CLIP), expected * _CLIP)
+            self._clipped = within != y and not self._clipped
+            y = within if self._clipped else y
+        left = _KEEP * 0.5 ** (max(0.0, now - self.at) / _HALF_S) if self.count else 0.0
         self._s11 = self._s11 * left + x1 * x1
         self._s12 = self._s12 * left + x1 * x2
         self._s22 = self._s22 * left + x2 * x2
@@ -66,6 +78,7 @@ class Fit:
             b = (t2 * m11 - t1 * self._s12) / det
         else:
             a, b = (t1 / m11 if m11 else 0.0), 0.0
+        # With one of them at its bound, the best value of the other follows from its sums alone.
         if b < 0:
             a, b = (t1 / m11 if m11 else 0.0), 0.0
         elif a < 0:

@@ -1,0 +1,554 @@
+"""What a prefill is expected to cost here and at a prefill worker, for `router.policy = cost`.
+
+A prompt can be computed remotely, here at once, or here in chunks that are small enough for the
+running streams. The cost of a choice is about the number of requests that miss their targets by it:
+the prompt itself, whose first token may be late, and the streams, whose next token may be.
+
+    predict      what each choice would cost. The rule `cost` (rules.py) takes the cheapest
+    admitted     vLLM has taken the request, so the decision counts
+    scheduled    what a step computes
+    stepped      how long it took. First tokens are compared with their predictions
+    settled      a remote prefill has ended
+    finished     the request is over
+
+Predictions are made under every policy, so a change of policy begins with what was learned.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.decode_worker.forecast import PrefillWorkers, Queue, Span, span
+from pullfill.rate import Rate
+from pullfill.runtime import metrics
+from pullfill.wire import PredictedMs
+
+if TYPE_CHECKING:
+    from pullfill.decode_worker.request_trace import Measured
+
+PROBE_TOKENS = 64
+"""A shorter prompt says little about a prefill worker's speed."""
+MIN_CHUNK = 32
+"""Smallest chunk, in tokens. Smaller ones waste more time than they save, and a prompt must end."""
+ITL_SHARE = 0.8
+"""Share of the streams' target that a step with a chunk may take. The rest is for the error of the
+prediction, and for what happens between steps."""
+_TTFT_SHARP, _ITL_SHARP = 6.0, 16.0
+"""How sharply a miss begins at the target. Times to a first token are predicted less well."""
+_LATER = 0.05
+"""Weight of the time itself, in targets. It decides between choices that miss no target, or all."""
+_STREAM_TOKENS = 8
+"""A request that gets at most so many tokens in a step counts as a stream. A stream gets one token
+and its drafts. If there are more drafts than that, the limit is higher."""
+
+Streams = Mapping[float, int]
+"""The number of running streams for each target of the time between tokens, in seconds."""
+
+
+class Choice(enum.StrEnum):
+    REMOTE = "remote"
+    AT_ONCE = "local"
+    CHUNKED = "local_chunked"
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """What one request asked for, in seconds."""
+
+    ttft_s: float
+    itl_s: float
+
+
+class Option(msgspec.Struct, frozen=True):
+    """What one choice is expected to cost.
+
+    raw_s: seconds from now to the first token, by the rates. ttft_s: the same, corrected by how far
+    such predictions were off lately. cost: see the module."""
+
+    choice: Choice
+    raw_s: float
+    ttft_s: float
+    cost: float
+
+
+class Prefill(msgspec.Struct):
+    """One prompt, from its prediction to its end.
+
+    start: tokens of its hit. tokens: the others. waited_s: how long it had waited when decided.
+    here: what a prefill by this worker costs, the cheapest choice first.
+    there: what one by a prefill worker costs.
+    known: a prefill worker that pulls was measured. probe: what is known of them is old, or nothing
+    is, and no other prompt is about to find out.
+    ahead: the part of the queue that one prefill worker computes before, of which `done_s` seconds
+    are over. alone_s: its own computation there.
+    began: when a prefill worker is thought to have begun with it. 0: not yet.
+    option: what was chosen. None: nothing can be learned from it, as it became another choice.
+    left: prompt tokens that are not computed yet, after `at` others.
+    streaming: its first token is out."""
+
+    targets: Targets
+    decided: float
+    waited_s: float
+    start: int
+    tokens: int
+    left: int
+    at: int
+    here: tuple[Option, ...] = ()
+    there: Option | None = None
+    known: bool = False
+    probe: bool = False
+    ahead: Span = (0.0, 0.0)
+    done_s: float = 0.0
+    alone_s: float = 0.0
+    began: float = 0.0
+    choice: Choice = Choice.AT_ONCE
+    option: Option | None = None
+    streaming: bool = False
+    measured: Measured | None = None
+
+    @property
+    def cheapest(self) -> Choice:
+        """The choice with the least cost. Local if no prefill worker is known."""
+        if self.there is not None and self.known and self.there.cost < self.here[0].cost:
+            return Choice.REMOTE
+        return self.here[0].choice
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        return (*self.here, self.there) if self.there is not None and self.known else self.here
+
+    @property
+    def hedge_s(self) -> float:
+        """In how many seconds it must begin here to meet its target for the first token.
+
+        Infinite if it cannot meet the target any more. See `router.hedge`."""
+        left = self.targets.ttft_s - self.waited_s - min(option.ttft_s for option in self.here)
+        return left if left > 0 else math.inf
+
+    def becomes(self, choice: Choice) -> None:
+        """Go on as another choice than the one that was predicted."""
+        self.choice, self.option = choice, None
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What one step computes.
+
+    streams: requests that get a token or two. computed: span of the prompts.
+    first: requests that get their first token.
+    known: False: it computes more than this, so its time teaches nothing."""
+
+    streams: int
+    computed: Span
+    first: tuple[str, ...]
+    known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a decision ended, in milliseconds. regret: None: nothing to compare with.
+
+    error: of the prediction, as a share of the outcome. None: there was none."""
+
+    first_token_ms: float
+    regret_ms: float | None = None
+    error: float | None = None
+
+
+class Prompts:
+    """Prompts that are being computed, with their sums. A decision reads the sums, not each prompt.
+
+    Adding and subtracting makes no rounding error, because a span is a multiple of 2**-19.
+
+    itl: number of these prompts for each target of the time between tokens."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, Prefill] = {}
+        self.itl: dict[float, int] = {}
+        self.tokens = 0
+        self._x1 = self._x2 = 0.0
+
+    @property
+    def span(self) -> Span:
+        return self._x1, self._x2
+
+    def add(self, name: str, one: Prefill) -> None:
+        self.all[name] = one
+        self._count(one, 1)
+        change(self.itl, one.targets.itl_s, 1)
+
+    def pop(self, name: str) -> Prefill | None:
+        if (one := self.all.pop(name, None)) is not None:
+            self._count(one, -1)
+            change(self.itl, one.targets.itl_s, -1)
+        return one
+
+    def computed(self, one: Prefill, tokens: int) -> None:
+        """Note that the next step computes so many tokens of a prompt."""
+        self._count(one, -1)
+        one.at += tokens
+        one.left = max(0, one.left - tokens)
+        self._count(one, 1)
+
+    def _count(self, one: Prefill, sign: int) -> None:
+        x1, x2 = span(one.at, one.left)
+        self._x1 += sign * x1
+        self._x2 += sign * x2
+        self.tokens += sign * one.left
+
+
+class EngineRates:
+    """How fast this worker's own engine is. Engine thread.
+
+    A step takes a time that grows with the number of streams, and more if it computes prompts."""
+
+    def __init__(self) -> None:
+        self._decode = Rate()
+        self._prefill = Rate()
+        self._least, self._most = 0, 0  # streams of a step
+
+    def step(self, streams: int, computed: Span, seconds: float, now: float) -> None:
+        """Learn from one step. streams: requests that got one token in it."""
+        if computed[0] > 0:
+            self._prefill.observe(*computed, max(0.0, seconds - self.base(streams)), now)
+        elif streams:
+            self._decode.observe(1.0, streams / 8.0, seconds, now)
+            self._least = min(self._least or streams, streams)
+            self._most = max(self._most, streams)
+
+    def assume(self, each: tuple[float, float], now: float) -> None:
+        """Believe that prompts are computed as fast as `each` says (`PrefillWorkers.fastest`),
+        unless they were measured lately.
+
+        Without this, a worker that computes no prompt would never learn that it could. An old
+        measurement counts if it is faster. each: zeros if no prefill worker is known."""
+        usual, fit = span(0, 1024), self._prefill
+        known = each[0] * usual[0] + each[1] * usual[1]
+        if not fit.count or (not fit.fresh(now) and 0 < known < fit.of(*usual)):
+            fit.a, fit.b = each
+
+    def base(self, streams: int) -> float:
+        """Seconds of a step that only decodes."""
+        return self._decode.of(1.0, streams / 8.0)
+
+    @property
+    def alone(self) -> float:
+        """Seconds of a step that only decodes, for one stream.
+
+        0 if unknown: all steps so far had the same number of streams, and that was not one."""
+        return self.base(1) if self._least == 1 or self._least < self._most else 0.0
+
+    def work(self, of: Span) -> float:
+        """Seconds that the computation of a span adds to steps."""
+        return self._prefill.of(*of)
+
+    def chunk(self, streams: Streams, start: int, most: int) -> int:
+        """Return how many prompt tokens the next step may compute without a stream missing its
+        target.
+
+        start: number of tokens in front of them. most: returned if no stream runs.
+
+        A step without prompts takes time as well. A target below half of that time is ignored,
+        because smaller chunks hardly help. If all are ignored, twice that time is the target."""
+        if not streams:
+            return most
+        base = self.base(sum(streams.values()))
+        able = (target for target in streams if 2 * target > base)
+        room = max(0.0, ITL_SHARE * min(able, default=2 * base) - base)
+        each = self._prefill.of(1 / 256.0, start / 262_144.0)
+        return int(min(max(room / each if each > 0 else math.inf, MIN_CHUNK), most))
+
+
+class CostModel:
+    """See the module. Engine thread, but for `committed`.
+
+    step_tokens: most tokens in a step of this engine. stream_tokens: of one stream.
+    chunks: whether prompts can be computed in chunks here.
+    workers: what is known of prefill workers."""
+
+    def __init__(
+        self,
+        step_tokens: int = 2048,
+        *,
+        chunks: bool = True,
+        stream_tokens: int = 1,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.rates = EngineRates()
+        self.workers = PrefillWorkers(clock)
+        self._step_tokens = max(1, step_tokens)
+        self._stream_tokens = max(stream_tokens, _STREAM_TOKENS)
+        self._chunks = chunks
+        self._clock = clock
+        # How far predictions of each choice were off: the outcome over the prediction.
+        self._bias = {choice: Rate() for choice in Choice}
+        self._requests: dict[str, Prefill] = {}
+        self._here, self._away = Prompts(), Prompts()
+        # Of those away, one for each prefill worker is thought to be computed. The others wait.
+        self._begun: dict[str, Prefill] = {}
+        self._pool = 1
+        # Requests whose KV has come and that no step has taken yet, in the order of their commits.
+        self._loaded: dict[str, None] = {}
+        self._itl: dict[float, int] = {}
+        self._committed: deque[Measured] = deque()
+
+    # ------------------------------------------------------------------ predictions
+
+    def predict(
+        self, queue: Queue, targets: Targets, start: int, tokens: int, waited_s: float = 0.0
+    ) -> Prefill:
+        """Predict what each choice costs for a prompt of `tokens` tokens after a hit of `start`.
+
+        queue: what its job would meet. waited_s: how long it has waited already."""
+        self._learn()
+        now, away, self._pool = self._clock.monotonic(), self._away, max(1, queue.workers)
+        self.rates.assume(self.workers.fastest(queue.instances), now)
+        one = Prefill(targets, now, waited_s, start, tokens, tokens, start)
+        # The running streams, and those that begin when remote prefills have ended.
+        streams = dict(self._itl)
+        for target, count in away.itl.items():
+            streams[target] = streams.get(target, 0) + count
+        here = [self._local(Choice.AT_ONCE, one, streams, now, self._here)]
+        if self._chunks:
+            chunked = self._local(Choice.CHUNKED, one, streams, now, self._here)
+            # A prompt that fits into one chunk is the same either way.
+            if chunked.raw_s != here[0].raw_s:
+                here.append(chunked)
+        one.here = tuple(sorted(here, key=lambda option: option.cost))
+        own = span(start, max(0, tokens - 1))
+        one.ahead = queue.ahead(away.span, away.tokens, len(away.all), own)
+        one.known = self.workers.known(queue.instances)
+        one.probe = not away.all and not self.workers.fresh(queue.instances, now)
+        if one.ahead[0]:
+            done = sum(min(now - each.began, each.alone_s) for each in self._begun.values())
+            one.done_s = done / max(1, queue.workers)
+        one.alone_s = self.workers.seconds(queue, (0.0, 0.0), own, now)
+        raw_s = self.workers.seconds(queue, one.ahead, own, now, one.done_s)
+        base = self.rates.base(sum(streams.values()))
+        one.there = self._option(Choice.REMOTE, one, raw_s, base, streams, now)
+        return one
+
+    def _local(
+        self, choice: Choice, one: Prefill, streams: Streams, now: float, before: Prompts
+    ) -> Option:
+        """before: prompts that are computed here first."""
+        rates, most = self.rates, self._step_tokens
+        at, left, end = one.at, one.left, one.at + one.left
+        chunk = last = most
+        if choice is Choice.CHUNKED:
+            chunk = rates.chunk(streams, at + left // 2, most)
+            # The last chunk attends to most. So it has fewer tokens.
+            last = rates.chunk(streams, end, most)
+        last = min(last, left)
+        steps = max(1, -(-(left + before.tokens) // chunk))
+        base = rates.base(sum(streams.values()))
+        raw_s = rates.work(span(at, left)) + rates.work(before.span) + steps * base
+        longest = base + rates.work(span(end - last, last))
+        return self._option(choice, one, raw_s, longest, streams, now)
+
+    def _option(
+        self, choice: Choice, one: Prefill, raw_s: float, step_s: float, streams: Streams,
+        now: float,
+    ) -> Option:  # fmt: skip
+        """step_s: the longest step of the streams meanwhile."""
+        bias = self._bias[choice]
+        ttft_s = bias.of(raw_s) if bias.fresh(now) else raw_s
+        late, target = one.waited_s + now - one.decided + ttft_s, one.targets.ttft_s
+        cost = miss(late, target, _TTFT_SHARP) + _LATER * late / target
+        base = self.rates.base(sum(streams.values()))
+        for target, count in streams.items():
+            more = miss(step_s, target, _ITL_SHARP) - miss(base, target, _ITL_SHARP)
+            cost += count * max(0.0, more)
+        return Option(choice, raw_s, ttft_s, cost)
+
+    # ------------------------------------------------------------------ what is under way
+
+    def admitted(
+        self, name: str, one: Prefill, remote: bool, *, chunks: bool = True
+    ) -> PredictedMs | None:
+        """Make a decision count. Returns what was predicted. None: it was decided about before.
+
+        remote: False: vLLM computes it here, whatever was decided.
+        chunks: whether steps are limited to chunks now."""
+        if name in self._requests:
+            return None
+        if remote:
+            one.option = one.there
+        elif chunks:
+            one.option = one.here[0]
+        else:
+            one.option = next(option for option in one.here if option.choice is Choice.AT_ONCE)
+        assert one.option is not None
+        one.choice = one.option.choice
+        self._requests[name] = one
+        (self._away if remote else self._here).add(name, one)
+        self._begin()
+        found = {option.choice: option.ttft_s * 1e3 for option in one.options}
+        return PredictedMs(
+            local=found.get(Choice.AT_ONCE),
+            local_chunked=found.get(Choice.CHUNKED),
+            remote=found.get(Choice.REMOTE),
+        )
+
+    def settled(self, name: str, loaded: bool) -> None:
+        """Note that a remote prefill has ended. If its KV was not loaded, it is computed here."""
+        if (one := self._back(name)) is None:
+            return
+        if loaded:
+            self._loaded[name] = None
+        else:
+            one.becomes(Choice.CHUNKED if self._chunks else Choice.AT_ONCE)
+            self._here.add(name, one)
+
+    def _back(self, name: str) -> Prefill | None:
+        """Take a prompt out that is away. Another one begins in its place."""
+        one = self._away.pop(name)
+        if self._begun.pop(name, None) is not None:
+            self._begin()
+        return one
+
+    def _begin(self) -> None:
+        if len(self._begun) < min(self._pool, len(self._away.all)):
+            name, one = next(each for each in self._away.all.items() if not each[1].began)
+            one.began, self._begun[name] = self._clock.monotonic(), one
+
+    def scheduled(self, tokens: Mapping[str, int], total: int) -> Step:
+        """Note what the next step will compute.
+
+        tokens: number of tokens for each request in it. total: their sum."""
+        x1 = x2 = 0.0
+        prompts, others, here = 0, total, self._here.all
+        first = []
+        few = here if len(here) < len(tokens) else tokens
+        for name in [name for name in few if name in here and tokens.get(name)]:
+            one, now = here[name], tokens[name]
+            if now > self._stream_tokens:
+                prompts, others = prompts + 1, others - now
+                own = span(one.at, now)
+                x1, x2 = x1 + own[0], x2 + own[1]
+            self._here.computed(one, now)
+            if not one.left:
+                self._here.pop(name)
+                first.append(name)
+        for name in [name for name in self._loaded if name in tokens]:
+            del self._loaded[name]
+            first.append(name)
+        streams = len(tokens) - prompts
+        return Step(streams, (x1, x2), tuple(first), others <= self._stream_tokens * streams)
+
+    def stepped(self, step: Step, seconds: float) -> list[tuple[str, Outcome]]:
+        """Learn from a step that has run. Returns the requests whose first token it made."""
+        now = self._clock.monotonic()
+        if step.known:
+            self.rates.step(step.streams, step.computed, seconds, now)
+        self._learn()
+        return [
+            (name, self._first_token(one, now))
+            for name in step.first
+            if (one := self._requests.get(name)) is not None
+        ]
+
+    def finished(self, name: str) -> None:
+        """Forget a request that is over."""
+        self._here.pop(name)
+        self._back(name)
+        self._loaded.pop(name, None)
+        one = self._requests.pop(name, None)
+        if one is not None and one.streaming:
+            change(self._itl, one.targets.itl_s, -1)
+
+    def chunk(self) -> tuple[int, int]:
+        """Return how many prompt tokens the next step may compute, and in how many prompts.
+
+        0: as many as fit into a step."""
+        if not self._itl or not self._chunks:
+            return 0, 0
+        here, start, at_once = self._here.all.values(), 0, 0
+        for one in here:
+            start = max(start, one.at)
+            if one.choice is Choice.AT_ONCE and not self._slow_down(one):
+                at_once += one.left
+        most = self.rates.chunk(self._itl, start, self._step_tokens)
+        # A prompt that is computed at once gets what it needs. Those that come meanwhile do not.
+        return (at_once, 1) if at_once > most else (most, len(here))
+
+    def _slow_down(self, one: Prefill) -> bool:
+        """Whether a prompt that is computed at once goes on in chunks: streams have begun."""
+        now = self._clock.monotonic()
+        at_once, chunked = (
+            self._local(choice, one, self._itl, now, Prompts())
+            for choice in (Choice.AT_ONCE, Choice.CHUNKED)
+        )
+        if chunked.cost > at_once.cost:
+            return False
+        one.becomes(Choice.CHUNKED)
+        return True
+
+    @property
+    def streams(self) -> int:
+        return sum(self._itl.values())
+
+    @property
+    def tightest_itl_s(self) -> float:
+        """The least target of the running streams. 0: there is no stream.
+
+        A target that not even one stream alone meets would be missed however many workers there
+        are. If no other is left, twice the time of such a step takes its place."""
+        alone = self.rates.alone
+        return min((t for t in self._itl if t > alone), default=2 * alone if self._itl else 0.0)
+
+    # ------------------------------------------------------------------ looking back
+
+    def committed(self, done: Measured) -> None:
+        """Note what a prefill worker has measured. asyncio thread."""
+        self._committed.append(done)
+
+    def _learn(self) -> None:
+        """Take what `committed` has noted."""
+        while self._committed:
+            done = self._committed.popleft()
+            if (one := self._requests.get(done.request_id)) is not None:
+                one.measured = done
+
+    def _first_token(self, one: Prefill, now: float) -> Outcome:
+        one.streaming = True
+        change(self._itl, one.targets.itl_s, 1)
+        took, path = now - one.decided, one.choice.value
+        if one.choice is Choice.REMOTE and one.measured is not None:
+            own = span(one.start, one.tokens - 1)
+            began = one.decided - one.done_s
+            self.workers.observe(one.measured, one.ahead, own, began, now)
+        metrics.COST_OUTCOME.observe(path, took)
+        if one.option is None or one.option.raw_s <= 0 or one.option not in one.options:
+            return Outcome(took * 1e3)
+        self._bias[one.choice].observe(one.option.raw_s, 0.0, took, now)
+        error = abs(one.option.ttft_s / took - 1.0) if took > 0 else 0.0
+        metrics.COST_PREDICTED.observe(path, one.option.ttft_s)
+        metrics.COST_ERROR.observe(path, error)
+        others = [o.ttft_s for o in one.options if o.choice is not one.choice]
+        if not others:
+            return Outcome(took * 1e3, error=error)
+        regret = max(0.0, took - min(others))
+        metrics.COST_REGRET.observe(path, regret)
+        return Outcome(took * 1e3, regret * 1e3, error)
+
+
+def miss(seconds: float, target: float, sharp: float) -> float:
+    """Return how likely it is that a time that is predicted so misses the target, from 0 to 1."""
+    if seconds * 10 < target:
+        return 0.0
+    ratio: float = (target / seconds) ** sharp
+    return 1.0 / (1.0 + ratio)
+
+
+def change(counts: dict[float, int], key: float, by: int) -> None:
+    """Add to one of several counts. One that becomes 0 is left out."""
+    counts[key] = counts.get(key, 0) + by
+    if not counts[key]:
+        del counts[key]

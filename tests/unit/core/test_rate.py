@@ -1,0 +1,73 @@
+"""A rate follows the newest observations and survives outliers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pullfill.rate import FORGET_S, Rate
+
+PLACES = [(1.0, 0.5), (4.0, 10.0), (2.0, 2.0), (8.0, 40.0), (0.5, 0.1)]
+
+
+def fitted(a: float, b: float, rounds: int = 8) -> Rate:
+    rate = Rate()
+    for number in range(rounds):
+        for x1, x2 in PLACES:
+            rate.observe(x1, x2, a * x1 + b * x2, float(number))
+    return rate
+
+
+@given(st.floats(0.01, 10), st.floats(0, 10))
+def test_it_finds_both_numbers(a: float, b: float) -> None:
+    rate = fitted(a, b)
+    for x1, x2 in PLACES:
+        assert rate.of(x1, x2) == pytest.approx(a * x1 + b * x2, rel=0.05)
+
+
+def test_a_change_is_learned_from_a_few_observations() -> None:
+    rate = fitted(1.0, 0.1, rounds=50)
+    for x1, x2 in PLACES * 3:
+        rate.observe(x1, x2, 3 * (x1 + 0.1 * x2), 60.0)
+    assert rate.of(4.0, 10.0) == pytest.approx(15.0, rel=0.2)
+
+
+def test_after_a_pause_one_observation_is_enough() -> None:
+    """With time alone, since there was nothing in between."""
+    rate = fitted(1.0, 0.1, rounds=50)
+    assert rate.fresh(49.0 + FORGET_S)
+    assert not rate.fresh(51.0 + FORGET_S)
+    rate.observe(4.0, 10.0, 10.0, 50.0 + 5 * FORGET_S)
+    assert rate.of(4.0, 10.0) == pytest.approx(10.0, rel=0.1)
+
+
+def test_one_pause_of_the_machine_is_clipped_and_a_second_one_is_a_change() -> None:
+    rate = fitted(1.0, 0.0, rounds=50)
+    rate.observe(1.0, 0.5, 1000.0, 50.0)
+    assert rate.of(1.0, 0.5) < 2.0
+    rate.observe(1.0, 0.5, 1000.0, 51.0)
+    assert rate.of(1.0, 0.5) > 20.0
+
+
+def test_observations_that_are_all_alike_decide_what_they_can() -> None:
+    rate = Rate()
+    for number in range(20):
+        rate.observe(2.0, 3.0, 5.0, float(number))
+    assert rate.of(2.0, 3.0) == pytest.approx(5.0, rel=0.05)
+
+
+@given(st.lists(st.tuples(st.floats(0, 20), st.floats(0, 400), st.floats(0, 100)), max_size=30))
+def test_it_never_goes_below_zero(seen: list[tuple[float, float, float]]) -> None:
+    rate = Rate()
+    for number, (x1, x2, y) in enumerate(seen):
+        rate.observe(x1, x2, y, float(number))
+        assert rate.a >= 0
+        assert rate.b >= 0
+
+
+def test_what_is_no_time_is_not_learned() -> None:
+    rate = Rate()
+    rate.observe(1.0, 0.0, float("nan"), 0.0)
+    rate.observe(1.0, 0.0, -1.0, 0.0)
+    assert rate.count == 0

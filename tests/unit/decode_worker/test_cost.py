@@ -1,0 +1,364 @@
+"""The policy cost from prediction to first token, with workers whose speed is known."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pullfill.decode_worker import cost
+from pullfill.decode_worker.cost import (
+    ITL_SHARE,
+    MIN_CHUNK,
+    PROBE_TOKENS,
+    Choice,
+    CostModel,
+    EngineRates,
+    Outcome,
+    Targets,
+    miss,
+)
+from pullfill.decode_worker.forecast import Queue, span
+from pullfill.decode_worker.request_trace import Measured
+from pullfill.decode_worker.rules import Decision, Situation, decide
+from pullfill.rate import FORGET_S
+from pullfill.wire import RouterConfig, RouterPolicy, StageTimings
+from tests.support.fakes import FakeClock, FakeRequest
+
+CONFIG = RouterConfig(policy=RouterPolicy.COST)
+LOCAL_S, REMOTE_S, STEP_S = 0.0003, 0.0002, 0.008
+"""Seconds of a prompt token here and at the prefill worker, and of a step."""
+NOTHING = (0.0, 0.0)
+STAY = {"queue_jobs": 1000}
+"""A queue that is full keeps every prompt here."""
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.model = CostModel(1024, clock=self.clock)
+        self.serial = 0
+
+    def ask(
+        self, tokens: int, *, ttft_s: float = 2.0, queue: Queue | None = None, **fields: Any
+    ) -> tuple[str, Decision, Choice]:
+        """Have the rules decide about a prompt, and admit it."""
+        self.serial += 1
+        name = f"r{self.serial}"
+        queue = queue or Queue(("p",), 1)
+        costs = self.model.predict(queue, Targets(ttft_s, 0.05), 0, tokens)
+        told = {"prefill_workers": 1, "queue_available": True, "config": CONFIG, **fields}
+        decision = decide(FakeRequest(name, [1]), Situation(tokens, 0, costs=costs, **told))
+        self.model.admitted(name, costs, decision.remote)
+        return name, decision, costs.choice
+
+    def step(self, seconds: float, **tokens: int) -> list[tuple[str, Outcome]]:
+        step = self.model.scheduled(tokens, sum(tokens.values()))
+        self.clock.advance(seconds)
+        return self.model.stepped(step, seconds)
+
+    def bring(self, name: str, tokens: int, each_s: float = REMOTE_S) -> Outcome:
+        """A prefill worker computes it, and a step makes its first token."""
+        seconds = tokens * each_s
+        self.clock.advance(seconds)
+        stages = StageTimings(prefill_ms=seconds * 1e3)
+        self.model.committed(Measured(name, "p", "shm", stages, 0, self.clock.monotonic()))
+        self.model.settled(name, True)
+        ((_, outcome),) = self.step(STEP_S, **{name: 1})
+        return outcome
+
+    def compute(self, name: str, tokens: int, each_s: float = LOCAL_S) -> Outcome:
+        found: list[tuple[str, Outcome]] = []
+        while tokens > 0:
+            now, tokens = min(tokens, 512), tokens - 512
+            found = self.step(STEP_S + now * each_s, **{name: now})
+        return found[0][1]
+
+    def serve(self, tokens: int, remote_s: float = REMOTE_S, **fields: Any) -> Outcome:
+        name, decision, _ = self.ask(tokens, **fields)
+        each = self.bring(name, tokens, remote_s) if decision.remote else self.compute(name, tokens)
+        self.step(STEP_S, **{name: 1})
+        self.model.finished(name)
+        return each
+
+    def streams(self, count: int) -> list[str]:
+        names = []
+        for _ in range(count):
+            name, _, _ = self.ask(16, **STAY)
+            self.compute(name, 16)
+            names.append(name)
+        return names
+
+
+@pytest.fixture
+def rig() -> Rig:
+    """Both ways are measured, and nothing runs."""
+    made = Rig()
+    for _ in range(8):
+        made.serve(1000)
+        made.serve(400, **STAY)
+    return made
+
+
+# ------------------------------------------------------------------ the decision
+
+
+def test_an_unmeasured_prefill_worker_is_tried_with_one_prompt_at_a_time() -> None:
+    rig = Rig()
+    first, second = rig.ask(PROBE_TOKENS + 1), rig.ask(300)
+    assert first[1] == Decision(True, "cost_probe")
+    # Meanwhile length decides, as without this policy.
+    assert second[1] == Decision(False, "short_prompt")
+    assert rig.ask(600)[1] == Decision(True, "long_prompt")
+    assert Rig().ask(PROBE_TOKENS)[1].reason == "short_prompt"
+
+
+def test_a_slow_prefill_worker_is_left_and_tried_again_later(rig: Rig) -> None:
+    for _ in range(6):
+        rig.serve(1000, remote_s=20 * REMOTE_S)
+    name, decision, _ = rig.ask(1000)
+    assert not decision.remote
+    rig.model.finished(name)
+    rig.clock.advance(FORGET_S + 1)
+    assert rig.ask(300)[1].reason == "cost_probe"
+
+
+def test_an_idle_engine_takes_what_would_wait_in_the_queue(rig: Rig) -> None:
+    assert rig.ask(2000)[1].remote
+    chosen = {rig.ask(2000)[1].remote for _ in range(5)}
+    assert chosen == {True, False}
+
+
+def test_a_prompt_beside_streams_goes_away_or_into_chunks(rig: Rig) -> None:
+    rig.streams(4)
+    assert rig.ask(2000)[2] == Choice.REMOTE
+    assert {rig.ask(2000)[2] for _ in range(8)} == {Choice.REMOTE, Choice.CHUNKED}
+
+
+def test_a_prompt_that_must_stay_keeps_its_reason_and_spares_the_streams(rig: Rig) -> None:
+    rig.streams(4)
+    assert rig.ask(2000, **STAY)[1:] == (Decision(False, "queue_full"), Choice.CHUNKED)
+
+
+def test_a_prompt_that_has_waited_is_late_sooner(rig: Rig) -> None:
+    there = [
+        rig.model.predict(Queue(("p",), 1), Targets(2.0, 0.05), 0, 2000, waited_s).there
+        for waited_s in (0.0, 3.0)
+    ]
+    assert [one is not None and one.cost > 0.9 for one in there] == [False, True]
+
+
+def test_jobs_of_others_count_as_they_are_told(rig: Rig) -> None:
+    ahead = Queue(("p",), 1, jobs=3, tokens=3072).ahead(NOTHING, 0, 0, span(0, 1024))
+    assert ahead[0] == pytest.approx(12.0)
+    assert Queue(("p", "q"), 2, jobs=1, tokens=3072).ahead(NOTHING, 0, 0, (1, 1)) == NOTHING
+    waits = rig.model.predict(Queue(("p",), 1, 3, 9000), Targets(2.0, 0.05), 0, 1000).there
+    assert waits is not None
+    assert waits.ttft_s == pytest.approx(10_000 * REMOTE_S, rel=0.25)
+
+
+def test_our_own_jobs_progress_as_predicted(rig: Rig) -> None:
+    queue = Queue(("p",), 1)
+    for _ in range(2):
+        rig.ask(4000, config=RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE))
+    seen = []
+    for _ in range(3):
+        there = rig.model.predict(queue, Targets(2.0, 0.05), 0, 1000).there
+        assert there is not None
+        seen.append(there.ttft_s)
+        rig.clock.advance(0.25)
+    assert seen[0] - seen[1] == pytest.approx(0.25, rel=0.1)
+    assert seen[1] - seen[2] == pytest.approx(0.25, rel=0.1)
+
+
+# ------------------------------------------------------------------ chunks
+
+
+@pytest.fixture
+def rates() -> EngineRates:
+    """8 ms for a step, and 0.3 ms for each prompt token."""
+    made = EngineRates()
+    for number in range(50):
+        made.step(4, NOTHING, STEP_S, number * 0.01)
+        made.step(4, span(64 * number, 128), STEP_S + 128 * LOCAL_S, number * 0.01)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("streams", "tokens"),
+    [
+        ({}, 1024),
+        ({0.05: 4}, (ITL_SHARE * 0.05 - STEP_S) / LOCAL_S),
+        ({0.05: 4, 0.03: 1}, (ITL_SHARE * 0.03 - STEP_S) / LOCAL_S),
+        # A client may ask for any target. The other streams and all prompts would pay for it.
+        ({0.05: 4, 0.001: 1}, (ITL_SHARE * 0.05 - STEP_S) / LOCAL_S),
+        ({0.001: 4}, MIN_CHUNK),
+        # A target that is almost met keeps chunks small, whatever the others ask for.
+        ({0.007: 4, 0.2: 1}, MIN_CHUNK),
+        ({0.009: 4, 0.2: 1}, MIN_CHUNK),
+    ],
+)
+def test_chunks_are_sized_for_the_strictest_target_that_can_be_met(
+    rates: EngineRates, streams: Mapping[float, int], tokens: float
+) -> None:
+    assert rates.chunk(streams, 0, 1024) == pytest.approx(tokens, rel=0.1)
+
+
+def test_a_step_is_limited_only_while_streams_run(rig: Rig) -> None:
+    assert rig.model.chunk() == (0, 0)
+    names = rig.streams(4)
+    tokens, prompts = rig.model.chunk()
+    assert (STEP_S + tokens * LOCAL_S, prompts) == (pytest.approx(0.04, rel=0.15), 0)
+    for name in names:
+        rig.model.finished(name)
+    assert rig.model.chunk() == (0, 0)
+
+
+def test_a_prompt_at_once_goes_on_in_chunks_when_streams_begin(rig: Rig) -> None:
+    name, _, choice = rig.ask(2000, **STAY)
+    assert choice == Choice.AT_ONCE
+    rig.step(STEP_S + 512 * LOCAL_S, **{name: 512})
+    rig.streams(3)
+    assert rig.model.chunk()[0] < 200
+    assert rig.compute(name, 1488).regret_ms is None, "it was predicted as another choice"
+
+
+@given(st.floats(1e-6, 1e3), st.floats(1e-3, 1e3))
+def test_a_miss_is_a_share(seconds: float, target: float) -> None:
+    assert 0 <= miss(seconds, target, 16.0) <= 1
+    assert miss(target, target, 16.0) == 0.5
+
+
+def test_when_a_prompt_that_went_away_must_begin_here(rig: Rig) -> None:
+    """Its target less what computing it here takes. Never, if that is too late already."""
+    took = 4000 * LOCAL_S + 4 * STEP_S
+    for ttft_s, left in ((2.0, 2.0 - took), (1.0, math.inf)):
+        costs = rig.model.predict(Queue(("p",), 1), Targets(ttft_s, 0.05), 0, 4000)
+        assert costs.hedge_s == pytest.approx(left, abs=0.1)
+
+
+# ------------------------------------------------------------------ what is learned
+
+
+def test_predictions_come_true(rig: Rig) -> None:
+    errors = [rig.serve(tokens).error for tokens in (300, 1500, 800, 2500, 600)]
+    assert median(error for error in errors if error is not None) < 0.1
+
+
+def test_regret_is_what_another_choice_would_have_saved(rig: Rig) -> None:
+    outcome = rig.serve(1000, remote_s=10 * REMOTE_S)
+    assert outcome.first_token_ms == pytest.approx(2008, rel=0.01)
+    # Here it would have taken about 0.3 s.
+    assert outcome.regret_ms == pytest.approx(1690, rel=0.05)
+
+
+def test_a_remote_prefill_that_failed_is_computed_here_and_judges_nobody(rig: Rig) -> None:
+    name, decision, _ = rig.ask(1000)
+    assert decision.remote
+    rig.model.settled(name, False)
+    assert rig.compute(name, 1000).regret_ms is None
+
+
+def test_steps_teach_the_time_of_streams_and_of_prompts() -> None:
+    rates = EngineRates()
+    for number in range(40):
+        streams = number % 8 + 1
+        rates.step(streams, NOTHING, 0.005 + 0.001 * streams, number * 0.01)
+        rates.step(streams, span(0, 256), 0.005 + 0.001 * streams + 0.1, number * 0.01)
+    assert rates.base(4) == pytest.approx(0.009, rel=0.05)
+    assert rates.work(span(0, 256)) == pytest.approx(0.1, rel=0.05)
+
+
+def test_an_engine_that_computes_no_prompt_is_taken_to_be_as_fast_as_the_others() -> None:
+    """Otherwise it would never be tried, and never measured."""
+    rates, late = EngineRates(), 9.0 + FORGET_S
+    rates.assume((0.2, 0.0), 0.0)
+    assert rates.work(span(0, 512)) == pytest.approx(0.4)
+    for number in range(8):
+        rates.step(0, span(0, 512), 4.0, float(number))
+    rates.assume((0.2, 0.0), 8.0)
+    assert rates.work(span(0, 512)) == pytest.approx(4.0, rel=0.05)
+    # Without prefill workers the old measurement stays, or a prompt would seem to take no time.
+    rates.assume(NOTHING, late)
+    assert rates.work(span(0, 512)) == pytest.approx(4.0, rel=0.05)
+    rates.assume((0.2, 0.0), late)
+    assert rates.work(span(0, 512)) == pytest.approx(0.4)
+
+
+def test_steps_with_work_that_nobody_announced_teach_nothing(rig: Rig) -> None:
+    before = rig.model.rates.base(1)
+    for _ in range(20):
+        rig.step(9.0, unknown=500)
+    assert rig.model.rates.base(1) == before
+
+
+def test_first_tokens_of_one_step_are_told_in_the_order_of_the_commits(rig: Rig) -> None:
+    """Not in that of hashes, which differs from process to process. Each one changes the rates."""
+    always = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE)
+    names = [rig.ask(1000, config=always)[0] for _ in range(12)]
+    for name in names:
+        rig.model.settled(name, True)
+    assert [name for name, _ in rig.step(STEP_S, **dict.fromkeys(names, 1))] == names
+
+
+def test_nothing_is_left_of_requests_that_are_over() -> None:
+    """And sums are exact, whatever comes and goes."""
+    rig, fresh = Rig(), Rig()
+    names = [*rig.streams(3), *(rig.ask(100 + 7 * n, ttft_s=0.1 * n + 1)[0] for n in range(40))]
+    rig.model.settled(names[-1], True)
+    rig.model.settled(names[5], False)
+    rig.step(1.0, **{name: 33 for name in names[10:20]})
+    for name in [*names[::-1], "never seen"]:
+        rig.model.finished(name)
+    assert rig.model.streams == 0
+    told = [
+        made.model.predict(Queue(("p",), 1), Targets(1, 1), 0, 500).ahead for made in (rig, fresh)
+    ]
+    assert told == [NOTHING, NOTHING]
+    assert rig.model.chunk() == (0, 0)
+
+
+# ------------------------------------------------------------------ its price
+
+
+def test_a_decision_does_not_look_at_every_stream(rig: Rig) -> None:
+    """Compared within one run: ten times the streams, about the same time."""
+
+    def price() -> float:
+        times = []
+        for _ in range(50):
+            begin = time.perf_counter()
+            rig.model.predict(Queue(("p",), 1), Targets(1, 0.05), 0, 500)
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    rig.streams(10)
+    few = price()
+    rig.streams(100)
+    assert price() < 3 * few
+
+
+def test_nor_at_every_prompt_that_is_away_or_here(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of them may wait, and after an outage all of those are computed here."""
+    always = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE)
+    names = [rig.ask(1000, config=always)[0] for _ in range(600)]
+    for name in names[300:]:
+        rig.model.settled(name, False)
+    looks = []
+
+    def looked(start: int, tokens: int) -> tuple[float, float]:
+        looks.append(tokens)
+        return span(start, tokens)
+
+    monkeypatch.setattr(cost, "span", looked)
+    rig.model.predict(Queue(("p",), 1), Targets(1, 0.05), 0, 500)
+    rig.model.scheduled({names[-1]: 256, "stream": 1}, 257)
+    assert len(looks) < 12
