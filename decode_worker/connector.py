@@ -18,7 +18,7 @@ from pullfill.decode_worker import memory
 from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.engine import groups, speculation
-from pullfill.engine.attention import Attention
+from pullfill.engine.kv import Attention
 from pullfill.worker.connector import WorkerConnector
 from pullfill.worker.context import current
 from pullfill.worker.memory import Told

@@ -35,9 +35,9 @@ from pullfill.decode_worker.rules import (
     decide,
     expected,
 )
-from pullfill.engine import request_targets
+from pullfill.engine import request_limits
 from pullfill.engine.groups import BlockOrder
-from pullfill.engine.outputs import count_as_computed
+from pullfill.engine.requests import count_as_computed
 from pullfill.engine.seats import Seats
 from pullfill.ids import new_job_id
 from pullfill.queue.urgency import urgency_of
@@ -271,7 +271,7 @@ class ConnectorScheduler:
             timeout_s=timeout_s,
             claim_timeout_s=claim_timeout_s,
             urgency=urgency_of(
-                request_targets.targets(request.sampling_params)[0],
+                request_limits.targets_of(request.sampling_params)[0],
                 config.tight_ttft_ms,
                 config.loose_ttft_ms,
             ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.engine.attention import NO_MODEL, Attention
+from pullfill.engine.kv import NO_MODEL, Attention
 from pullfill.errors import OverloadedError
 from pullfill.runtime import log
 from pullfill.transfer.owners import base_owner

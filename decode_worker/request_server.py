@@ -21,7 +21,6 @@ from pullfill.decode_worker.curve_auth import CurveAuth
 from pullfill.decode_worker.intake import Intake, Preparation
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire, request_limits, requests, speculation
-from pullfill.engine import outputs as vllm_outputs
 from pullfill.engine.adapters import Adapters
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.errors import BadMessage
@@ -275,7 +274,7 @@ class RequestServer:
             if failure is not None:
                 raise failure
             self._adapters.admit(core, request)
-            if vllm_outputs.bound_grammar(request, core):
+            if requests.bound_grammar(request, core):
                 self._grammars[taken.id] = request
             core.add_request(request)
         except Exception as exc:
@@ -327,7 +326,7 @@ class RequestServer:
             if batch.scheduler_stats is not None:
                 self._stats.hold(batch.scheduler_stats, now)
                 batch.scheduler_stats = None
-            if vllm_outputs.only_stats(batch):
+            if requests.only_stats(batch):
                 continue
             records = [r for r in map(self._look, batch.outputs) if r is not None]
             if (frontend := self._by_index.get(index)) is None:
@@ -343,11 +342,11 @@ class RequestServer:
 
     def _look(self, output: Any) -> wire.ExplainRecord | None:
         """Correct an output. Returns its request's record if it is the last one."""
-        vllm_outputs.correct_cached_tokens(output, self._traces.offloaded)
+        requests.correct_cached_tokens(output, self._traces.offloaded)
         if output.finish_reason is None:
             return None
         if (made := self._grammars.get(output.request_id)) is not None:
-            vllm_outputs.explain_error(output, made)
+            requests.explain_error(output, made)
         self._forget(output.request_id)
         return self._traces.finish(output.request_id)
 
@@ -355,7 +354,7 @@ class RequestServer:
         """Take the held statistics, for one frontend. The others get the levels: at once if no
         request is left, else from `check_silent`."""
         idle_before, held = self._stats.told_idle, self._stats.take()
-        levels = {k: v for k, v in vars(held[-1]).items() if k in vllm_outputs._LEVELS}
+        levels = {k: v for k, v in vars(held[-1]).items() if k in requests._LEVELS}
         others, made = {*self._by_index} - {frontend.index}, type(held[-1])(**levels)
         if not self._stats.told_idle:
             self._owed = dict.fromkeys(others, made)
@@ -366,7 +365,7 @@ class RequestServer:
         return held
 
     def _send_stats(self, frontend: Frontend, held: Iterable[Any]) -> None:
-        for made in map(vllm_outputs.stats_outputs, held):
+        for made in map(requests.stats_outputs, held):
             self._send_out(frontend, made)
 
     def tell(self, *parts: Any, to: Callable[[Frontend], bool] = lambda _: True) -> None:
@@ -470,7 +469,7 @@ def _refusal(request_id: str, why: Exception, instance_id: str) -> Any:
     else:
         logger.error("request %s could not be taken in", request_id, exc_info=why, extra=about)
         text = explained(why, f"decode worker {instance_id}")
-    return vllm_outputs.error_outputs(request_id, text, fault)
+    return requests.error_outputs(request_id, text, fault)
 
 
 def _check_fits(request: Any, prompt_tokens: int, max_model_len: int, core: Any) -> None:
@@ -514,13 +513,13 @@ class HeldStats:
     def due(self, now: float) -> bool:
         """Whether the statistics must be sent with the next output. now: as for `hold`."""
         return bool(self._held) and (
-            now - self._since > _STATS_S or self._odd or vllm_outputs.idle(self._held[-1])
+            now - self._since > _STATS_S or self._odd or requests.stats_idle(self._held[-1])
         )
 
     def turned_idle(self) -> bool:
         """Whether the statistics must be sent without an output: they say that no request is left,
         and those sent before said that some are."""
-        return bool(self._held) and not self.told_idle and vllm_outputs.idle(self._held[-1])
+        return bool(self._held) and not self.told_idle and requests.stats_idle(self._held[-1])
 
     def take(self) -> list[Any]:
         """Remove and return everything held, oldest first. What can be added up is one entry."""
@@ -528,11 +527,11 @@ class HeldStats:
         told, plain = list[Any](), False
         for stats in held:
             if plain:
-                vllm_outputs.add_up(stats, told.pop())
+                requests.add_up_stats(stats, told.pop())
             told.append(stats)
-            plain = vllm_outputs.plain(stats)
+            plain = requests.stats_plain(stats)
             self._odd |= not plain
-        self.told_idle = vllm_outputs.idle(told[-1])
+        self.told_idle = requests.stats_idle(told[-1])
         return told
 
 
@@ -561,7 +560,7 @@ def _call(
     def answer(future: Future[Any]) -> None:
         exc = future.exception()
         made = (None, str(exc)) if exc else (future.result(), None)
-        then(vllm_outputs.utility_outputs(call_id, *made))
+        then(requests.utility_outputs(call_id, *made))
 
     future: Future[Any] = Future()
     try:

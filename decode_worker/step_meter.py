@@ -16,7 +16,7 @@ from pullfill.decode_worker.cost import CostModel, Prefill, Step, Targets
 from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.forecast import Queue, span
 from pullfill.decode_worker.rules import Decision, Situation
-from pullfill.engine import request_targets
+from pullfill.engine import request_limits
 from pullfill.engine.chunks import PrefillChunks
 from pullfill.errors import Outcome
 from pullfill.wire import RouterConfig, RouterPolicy
@@ -86,7 +86,7 @@ class StepMeter:
 
     def predict(self, request: Any, hit_tokens: int, queue: Queue, config: RouterConfig) -> Prefill:
         """Predict what the prefill of a request costs. request: vLLM's Request."""
-        ttft_ms, itl_ms = request_targets.targets(request.sampling_params)
+        ttft_ms, itl_ms = request_limits.targets_of(request.sampling_params)
         # Targets are rounded, so that streams with about the same one are counted together.
         itl_s = round((itl_ms or config.itl_ms) / 1e3, 3) or 0.001
         return self.model.predict(

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from pullfill.engine import request_limits, request_targets
+from pullfill.engine import request_limits
 from pullfill.frontend import counters
 from pullfill.frontend.dispatch import NO_WORKER, NO_WORKER_WAIT_S
 from pullfill.frontend.request_log import RequestLog
@@ -157,7 +157,7 @@ class Admission:
                 "send it again later, or to another frontend (--max-inflight sets the limit)",
             )  # fmt: skip
             return
-        request_targets.note(scope.get("headers", ()))
+        request_limits.note_targets(scope.get("headers", ()))
         request_limits.begin()
         client = _Client(send)
         self._clients.add(client)

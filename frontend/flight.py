@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pullfill.engine.fingerprint import fingerprint
-from pullfill.engine.migration import room_for
+from pullfill.engine.migration import fingerprint, room_for
 from pullfill.frontend.request_log import RequestRecord
 from pullfill.frontend.routing.choice import Choice, Share
 from pullfill.prefix.chain import HashArray

@@ -31,7 +31,7 @@ from starlette.middleware.cors import CORSMiddleware
 from uvicorn.config import LOGGING_CONFIG
 
 from pullfill.config import ClusterRef, restarts_so_far
-from pullfill.engine import check, front_app, front_wire, heap
+from pullfill.engine import check, environment, front_app, front_wire
 from pullfill.errors import ConfigError, NotNow, PullfillError, exit_code
 from pullfill.frontend.admission import Admission
 from pullfill.frontend.cluster_view import ROLES, ClusterView
@@ -85,7 +85,7 @@ def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str])
         log.complain(exc)
         return exit_code(exc)
     allow_open_files()
-    heap.begin_imports()
+    environment.begin_imports()
     front_app.set_environment(options.model)
     _run_loop(_end(_Frontend(cluster, options, vllm_args, listeners)))
 
@@ -394,7 +394,7 @@ class _Frontend:
             proxy_headers=False,
             backlog=_BACKLOG,
         )
-        heap.end_imports()
+        environment.end_imports()
         files = [os.fspath(path) for path in (config.ssl_certfile, config.ssl_keyfile) if path]
         certificate = WatchedFiles(*files)
         config.load()

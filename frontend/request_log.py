@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from pullfill.engine import front_app, front_wire, request_targets
+from pullfill.engine import front_app, front_wire, request_limits
 from pullfill.engine.migration import choice_of
 from pullfill.runtime import tracing
 from pullfill.runtime.tracing import PARENT, Context
@@ -133,7 +133,7 @@ class RequestRecord:
     def answered(self, params: Any) -> None:
         """Note that its answer is complete. params: vLLM's SamplingParams."""
         self.answer_ms = (time.monotonic() - self.arrived) * 1000.0
-        self.targets_ms = request_targets.targets(params)
+        self.targets_ms = request_limits.targets_of(params)
 
     def explain_record(self) -> ExplainRecord:
         """Return its worker's record, or what this frontend knows of it."""

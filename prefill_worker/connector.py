@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from pullfill.engine.attention import Attention
 from pullfill.engine.groups import by_position, kept_from
+from pullfill.engine.kv import Attention
 from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler, Reports
 from pullfill.runtime import log
 from pullfill.worker import memory

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pullfill.decode_worker.connector import DecodeConnector, DecodeMetadata
 from pullfill.elastic.context import ElasticContext
-from pullfill.engine.attention import Attention
+from pullfill.engine.kv import Attention
 from pullfill.prefill_worker.connector import PrefillConnector, PrefillMetadata
 from pullfill.worker.connector import WorkerConnector
 from pullfill.worker.context import current

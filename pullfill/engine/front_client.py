@@ -29,7 +29,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
-from pullfill.engine import release, request_limits, request_targets
+from pullfill.engine import release, request_limits
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.engine.front_adapters import Board, FrontAdapters
 from pullfill.engine.front_errors import failure
@@ -118,7 +118,7 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
 
 def _settle(params: Any) -> None:
     """Add the targets of the HTTP request. Raises VLLMValidationError."""
-    request_targets.apply(params)
+    request_limits.apply_targets(params)
     if why := request_limits.why_refused(params):
         raise VLLMValidationError(why)
 

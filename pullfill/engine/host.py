@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from pullfill.engine import environment, heap, speculation
+from pullfill.engine import environment, speculation
 from pullfill.engine.watchdog import Pulse
 from pullfill.runtime import failpoints, lifecycle, log
 
@@ -103,7 +103,7 @@ class EngineHost:
         self._blocked_at: float | None = None
         self._one_core = False
         self._first_tokens = False
-        self._heap = heap.Heap()
+        self._heap = environment.Heap()
         self.stepping = False
         """Whether the last turn of the loop took a step (any thread may read it)."""
 
@@ -164,17 +164,8 @@ class EngineHost:
         from vllm.v1.executor import Executor
 
         config = self._config
-        alone = config.parallel_config.world_size == 1 and config.device_config.device_type == "cpu"
-        executor_class = Executor.get_class(config)
-
-        def make_executor(config: VllmConfig) -> Executor:
-            # This makes the process groups. Threads of ours start later, when the engine hands its
-            # memory to the connector.
-            with environment.lazy_timers() if alone else contextlib.nullcontext():
-                return executor_class(config)
-
-        heap.end_imports()
-        self.core = EngineCore(config, make_executor, log_stats=self._log_stats)
+        environment.end_imports()
+        self.core = EngineCore(config, Executor.get_class(config), log_stats=self._log_stats)
         speculation.compile_drafter(self.core)
         return self.core
 
@@ -199,7 +190,7 @@ class EngineHost:
     def shutdown(self) -> None:
         """After `run`: let vLLM free what it has, also the KV cache, and end its processes."""
         if self.core is not None:
-            with contextlib.suppress(Exception), heap.no_collections():
+            with contextlib.suppress(Exception), environment.no_collections():
                 self.core.shutdown()
 
     def _loop(self, core: EngineCore) -> None:

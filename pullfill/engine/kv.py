@@ -1,16 +1,112 @@
-"""The shape of an engine's KV cache, as far as two workers must agree on it."""
+"""The shape of an engine's KV cache, and how its bytes are stored: what two workers must agree on.
+
+Each rank looks at its own attention layers once vLLM has loaded the weights
+(`attention_of_rank`). The main process joins what the ranks tell (`join_attention`) into two fields
+of the compatibility record.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pullfill.engine.attention import NO_MODEL, Attention
+from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.errors import IncompatibleError
 
 if TYPE_CHECKING:
     from pullfill.engine.tier import Tier
+
+
+NO_ATTENTION = "none"
+UNSCALED = "1"
+
+Scales = dict[str, tuple[list[float], list[float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class RankAttention:
+    """What one rank knows about its layers. Holds plain types only: it is sent between processes.
+
+    backends: vLLM's names of the attention backends.
+    scales: for each layer, the scales of K and of V: one number, or one per KV head of the rank."""
+
+    backends: frozenset[str] = frozenset()
+    scales: Scales | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """How the whole model stores KV.
+
+    backend: vLLM's name of the attention backend, or several joined by `+`. `none` without a model.
+    scales: `1` if nothing is scaled, else 16 hex digits: a digest of the scales of all layers.
+    groups: which layers share their blocks."""
+
+    # The order of bytes inside a page is the backend's own. vLLM's layout name says only which page
+    # comes after which: CPU_ATTN and ROCM_ATTN, for example, reorder K inside the page.
+    # A quantized KV cache holds K and V divided by scales that vLLM takes from the checkpoint, or 1
+    # where it has none. With other scales the same bytes are other numbers. The fingerprint of the
+    # model reads samples of the weights only, and may miss the scales.
+
+    backend: str = NO_ATTENTION
+    scales: str = UNSCALED
+    groups: Groups = ONE_GROUP
+
+
+NO_MODEL = Attention()
+
+
+def attention_of_rank(vllm_config: Any, layer_names: Iterable[str]) -> RankAttention:
+    """Describe the layers of this process that own a KV cache. Without a model there are none."""
+    layers = vllm_config.compilation_config.static_forward_context
+    found = {name: layers[name] for name in layer_names if name in layers}
+    return RankAttention(
+        frozenset(layer.get_attn_backend().get_name() for layer in found.values()),
+        {
+            name: (layer._k_scale.flatten().tolist(), layer._v_scale.flatten().tolist())
+            for name, layer in found.items()
+            if hasattr(layer, "_k_scale")
+        },
+    )
+
+
+def join_attention(ranks: Mapping[tuple[int, int], RankAttention], kv_heads: int) -> Attention:
+    """Join what the ranks know. The result does not depend on how the model is split over ranks.
+
+    ranks: by (pipeline rank, tensor-parallel rank).
+    kv_heads: number of KV heads of the whole model.
+    """
+    backends = sorted(frozenset[str]().union(*(rank.backends for rank in ranks.values())))
+    tp_size = 1 + max(tp for _, tp in ranks)
+    parts: dict[str, list[tuple[list[float], list[float]]]] = {}
+    for _, rank in sorted(ranks.items()):
+        for layer, scales in (rank.scales or {}).items():
+            parts.setdefault(layer, []).append(scales)
+    whole = {
+        layer: [_whole([part[which] for part in told], tp_size, kv_heads) for which in (0, 1)]
+        for layer, told in sorted(parts.items())
+    }
+    scaled = any(scales != [1.0] for pair in whole.values() for scales in pair)
+    return Attention("+".join(backends) or NO_ATTENTION, _digest(whole) if scaled else UNSCALED)
+
+
+def _whole(parts: Sequence[list[float]], tp_size: int, kv_heads: int) -> list[float]:
+    """Return one layer's scales, one per KV head, or a single number if all are equal.
+
+    parts: the layer's scales on each tensor-parallel rank. With more ranks than KV heads several
+    neighbours hold the same head. Then one of them counts."""
+    copies = max(1, tp_size * len(parts[0]) // kv_heads)
+    heads = [scale for part in parts[::copies] for scale in part]
+    return heads[:1] if len(set(heads)) == 1 else heads
+
+
+def _digest(scales: Mapping[str, list[list[float]]]) -> str:
+    text = json.dumps(scales, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pullfill.errors import ConfigError
 _CONNECTOR = "OffloadingConnector"
 _MEMORY = "CPUOffloadingSpec"
 _HOST = {_MEMORY: "HostSpec", "TieringOffloadingSpec": "HostTieringSpec"}
-"""Names of vLLM's classes, and of ours in host_tier.py that replace them without a GPU."""
+"""Names of vLLM's classes, and of ours in tier.py that replace them without a GPU."""
 
 
 def take(args: Any, device_type: str) -> dict[str, Any] | None:
@@ -51,7 +51,7 @@ def take(args: Any, device_type: str) -> dict[str, Any] | None:
     _check(settings, device_type, args.enable_lora)
     if device_type == "cpu":
         settings["spec_name"] = _HOST[settings.get("spec_name", _MEMORY)]
-        settings["spec_module_path"] = "pullfill.engine.host_tier"
+        settings["spec_module_path"] = "pullfill.engine.tier"
     return settings
 
 

@@ -15,10 +15,15 @@ Pure functions over vLLM's structs. No vLLM import here.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pullfill.engine import release, request_targets
+import msgspec
+
+from pullfill.engine import release
+from pullfill.engine.request_limits import TARGET_HEADERS
+from pullfill.wire import u32
 
 _GREEDY_BELOW = 1e-5
 """vLLM's own bound: a lower temperature means argmax."""
@@ -96,7 +101,7 @@ def why_not(request: Any, tokens: Sequence[int]) -> str:
     for field, (neutral, reason) in _NEUTRAL.items():
         if getattr(params, field) not in neutral:
             return reason
-    if (params.extra_args or {}).keys() - set(request_targets.HEADERS.values()):
+    if (params.extra_args or {}).keys() - set(TARGET_HEADERS.values()):
         return "it has arguments for logits processors we do not know"
     if params.seed is not None and params.temperature >= _GREEDY_BELOW:
         return "it is sampled with a seed, and the state of the generator is lost"
@@ -148,3 +153,81 @@ def _begun(word: Sequence[int], tokens: Sequence[int]) -> bool:
     """Whether `tokens` end with a beginning of `word`."""
     # vLLM looks for the word's beginning among output tokens only, and these become prompt.
     return any(list(tokens[-n:]) == list(word[:n]) for n in range(1, len(word)))
+
+
+_NOT_OF_THE_ENGINE = frozenset({
+    # What vLLM's frontend does with the tokens.
+    "stop", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "output_kind", "output_text_buffer_length", "stream_interval",
+    # About the object itself, and how many choices there are besides this one.
+    "skip_clone", "n",
+})  # fmt: skip
+_SIZE = 8
+"""Bytes. Short, because people type the fingerprint."""
+
+
+def fingerprint(request: Any) -> str:
+    """Return 16 hex digits for an EngineCoreRequest. Costs one pass over the prompt.
+
+    Two requests share it when their prompts and what the engine is asked to do with them are equal.
+    A request that its user sends again has the same, whatever its ids and whether it is streamed.
+    So do the choices of one answer (n > 1)."""
+    hashed = hashlib.blake2b(digest_size=_SIZE)
+
+    def add(name: str, data: bytes | memoryview) -> None:
+        hashed.update(f"{name}:{len(data)}:".encode())
+        hashed.update(data)
+
+    tokens = request.prompt_token_ids
+    if tokens is not None:
+        add("tokens", _tokens(tokens))
+    if request.prompt_embeds is not None:
+        add("embeds", _tensor(request.prompt_embeds))
+    for feature in request.mm_features or ():
+        where = feature.mm_position
+        add("feature", f"{feature.identifier} {where.offset} {where.length}".encode())
+    if request.lora_request is not None:
+        add("lora", f"{request.lora_request.lora_name} {request.lora_request.lora_path}".encode())
+    if request.sampling_params is not None:
+        add("sampling", _fields(request, request.sampling_params))
+    if request.pooling_params is not None:
+        add("pooling", _normal(request.pooling_params))
+    return hashed.hexdigest()
+
+
+def _tokens(tokens: Any) -> bytes:
+    try:
+        return u32.pack(tokens)
+    except (OverflowError, ValueError, TypeError):
+        return repr(tokens).encode()  # no valid token ids, but the request still gets a name
+
+
+def _tensor(tensor: Any) -> bytes:
+    import torch
+
+    raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + bytes(raw)
+
+
+def _fields(request: Any, params: Any) -> bytes:
+    values: dict[str, Any] = {
+        name: sorted(value) if isinstance(value, set) else value
+        for name in params.__struct_fields__
+        if name not in _NOT_OF_THE_ENGINE
+        for value in (getattr(params, name),)
+    }
+    choice = choice_of(request.request_id, request.external_req_id)
+    if choice and values.get("seed") is not None:
+        values["seed"] -= int(choice)  # vLLM counts the seed up from choice to choice
+    return _normal(values)
+
+
+def _normal(value: Any) -> bytes:
+    """The same bytes for equal values, in whatever order their keys came."""
+    return repr(_sorted(msgspec.to_builtins(value, enc_hook=repr, str_keys=True))).encode()
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return sorted((key, _sorted(item)) for key, item in value.items())
+    return [_sorted(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,16 +1,21 @@
-"""Refuses requests that pass vLLM's checks but then fail, or block an engine for seconds.
+"""What a client may ask for: limits that vLLM does not check, and latency targets.
 
 The frontend calls `why_refused` and `why_too_many`. The comment at each limit says what vLLM would
-do with such a request, and `tests/integration/test_odd_requests.py` sends one. No vLLM import here.
+do with a request beyond it: fail, or block an engine for seconds.
+`tests/integration/test_odd_requests.py` sends one.
+
+A client names targets for its first token (TTFT) and between two tokens (ITL) in `vllm_xargs`, or
+in headers, which the frontend copies into `vllm_xargs`. These travel to the decode worker. Of
+requests that name none, `router.ttft_ms` and `router.itl_ms` are the targets. No vLLM import here.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
-from pullfill.engine import request_targets
 from pullfill.wire import PrefixHolder
 
 MAX_STRUCTURED = 128 << 10
@@ -62,7 +67,7 @@ def why_refused(params: Any) -> str:
         # vLLM reads entries of it before we can drop it: AttributeError in the frontend.
         if extra.get(key) is not None and not isinstance(extra[key], dict):
             return f"vllm_xargs.{key} must be an object, and is ignored if it is: leave it out"
-    if why := request_targets.why_refused(extra):
+    if why := why_bad_targets(extra):
         return why
     if len(getattr(params, "stop", None) or ()) > MAX_STOPS:
         return f"stop has {len(params.stop)} strings, at most {MAX_STOPS} are taken"
@@ -97,3 +102,64 @@ def _too_large(structured: Any) -> str:
     if size > MAX_STRUCTURED:
         return f"structured output has {size} characters, at most {MAX_STRUCTURED} are taken"
     return ""
+
+
+TARGET_HEADERS = {b"x-pullfill-ttft-ms": "ttft_ms", b"x-pullfill-itl-ms": "itl_ms"}
+"""The key in `vllm_xargs` of each header."""
+MAX_MS = 3.6e6
+
+_named: ContextVar[dict[str, str] | None] = ContextVar("targets", default=None)
+"""What the HTTP request that is being served names in its headers."""
+
+
+def note_targets(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Remember the targets in the headers of an HTTP request, for `apply_targets` later."""
+    found = {
+        TARGET_HEADERS[name]: value.decode("latin-1")
+        for name, value in headers
+        if name in TARGET_HEADERS
+    }
+    if found or _named.get():
+        _named.set(found)
+
+
+def apply_targets(params: Any) -> None:
+    """Copy what `note_targets` has found into `vllm_xargs`. What these name already, stays.
+
+    params: vLLM's SamplingParams or PoolingParams."""
+    if not (found := _named.get()) or not hasattr(params, "extra_args"):
+        return
+    params.extra_args = {
+        **{key: _number(text) for key, text in found.items()}, **(params.extra_args or {})
+    }  # fmt: skip
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # `why_bad_targets` tells the client
+
+
+def why_bad_targets(extra: dict[str, Any]) -> str:
+    """Return why these `vllm_xargs` name no target that can be used, for the user. Empty: they can
+    be used, or name none."""
+    for header, key in TARGET_HEADERS.items():
+        value = extra.get(key)
+        # A bool is an int in Python.
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_MS
+        ):
+            return (
+                f"vllm_xargs.{key} (header {header.decode()}) must be a number of milliseconds, "
+                f"above 0 and at most {MAX_MS:g}"
+            )
+    return ""
+
+
+def targets_of(params: Any) -> tuple[float | None, float | None]:
+    """Return the targets of a request for TTFT and ITL. None: it names none.
+
+    params: vLLM's SamplingParams. None: there are none."""
+    extra = getattr(params, "extra_args", None) or {}
+    return extra.get("ttft_ms"), extra.get("itl_ms")

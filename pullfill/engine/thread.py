@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from pullfill.engine.environment import RankWatch, sentinels_of
 from pullfill.engine.host import EngineHost
-from pullfill.engine.rank_processes import RankWatch, sentinels_of
 from pullfill.engine.watchdog import Pulse
 from pullfill.errors import EngineStuck, NotNow, PullfillError
 from pullfill.runtime import log

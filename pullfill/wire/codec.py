@@ -106,7 +106,7 @@ class Compat(Message, frozen=True, kw_only=True):
     block_size: number of tokens of a block.
     page_bytes: of one layer and KV head of a block.
     layout: order of pages.
-    attention, kv_scales: see engine/attention.py.
+    attention, kv_scales: see engine/kv.py.
     kv_groups: see engine/groups.py.
     """
 

@@ -23,9 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pullfill.engine import attention, groups, kv, speculation
-from pullfill.engine.attention import Attention, RankAttention
-from pullfill.engine.rank_processes import bind_to_parent
+from pullfill.engine import groups, kv, speculation
+from pullfill.engine.environment import bind_to_parent
+from pullfill.engine.kv import Attention, RankAttention
 from pullfill.runtime import pages
 from pullfill.transfer.owners import RankRegion
 from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
@@ -88,7 +88,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: dict[tuple[int, int], RankTold]
     ) -> None:
         stored = {rank: told.attention for rank, told in metadata.items()}
-        whole = attention.join(stored, self._heads)
+        whole = kv.join_attention(stored, self._heads)
         regions = {rank: told.region for rank, told in metadata.items()}
         self.attach(
             regions, self._heads, replace(whole, groups=groups.groups_of(self._kv_cache_config))
@@ -114,7 +114,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             region = tell(self._pool, caches, config.num_blocks)
             if self._pool is not None:
                 pages.make_caches_present(caches)
-        self._told = RankTold(region, attention.of_rank(self._vllm_config, kv_caches))
+        self._told = RankTold(region, kv.attention_of_rank(self._vllm_config, kv_caches))
 
     def get_handshake_metadata(self) -> RankTold | None:
         return self._told

@@ -12,8 +12,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from pullfill.engine.attention import NO_MODEL, Attention
-from pullfill.engine.kv import Geometry
+from pullfill.engine.kv import NO_MODEL, Attention, Geometry
 from pullfill.engine.thread import EngineThread
 from pullfill.runtime import log
 from pullfill.transfer.owners import RankRegion, attach_ranks, total_layers

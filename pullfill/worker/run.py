@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 from pullfill.config import ranks_of
-from pullfill.engine import check, environment, heap
+from pullfill.engine import check, environment
 from pullfill.errors import PullfillError, exit_code
 from pullfill.net.this_host import allow_open_files
 from pullfill.options import LogFormat, WorkerOptions
@@ -27,7 +27,7 @@ def run_worker(
     (`errors.exit_code`)."""
     log.setup(role, as_json=options.log_format is LogFormat.JSON)
     allow_open_files()
-    heap.begin_imports()
+    environment.begin_imports()
     eager = "--enforce-eager" in vllm_args
     ranks = ranks_of(vllm_args)
     core = options.cores[0] if len(options.cores) == 1 else None

@@ -17,7 +17,7 @@ import zmq
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
-from pullfill.engine import outputs
+from pullfill.engine import requests
 from tests.support.request_server_rig import Rig, rigged
 
 
@@ -126,7 +126,7 @@ def test_prefix_cache_counts_of_two_steps_add_up() -> None:
         for hits in (made.prefix_cache_stats, made.connector_prefix_cache_stats):
             for number, name in enumerate(counts, 1):
                 setattr(hits, name, number)
-    outputs.add_up(newer, older)
+    requests.add_up_stats(newer, older)
     for hits in (newer.prefix_cache_stats, newer.connector_prefix_cache_stats):
         assert hits is not None
         assert [getattr(hits, name) for name in counts] == [
@@ -141,8 +141,8 @@ def test_prefix_cache_counts_of_two_steps_add_up() -> None:
 def test_a_reset_of_the_prefix_cache_does_not_add_up() -> None:
     made = stats(1)
     made.connector_prefix_cache_stats = PrefixCacheStats()
-    assert outputs.plain(made)
+    assert requests.stats_plain(made)
     for hits in (made.prefix_cache_stats, made.connector_prefix_cache_stats):
         hits.reset = True
-        assert not outputs.plain(made)
+        assert not requests.stats_plain(made)
         hits.reset = False

@@ -18,8 +18,7 @@ from pullfill import releases
 from pullfill.deploy import vllm_flags
 from pullfill.engine import args, check, migration
 from pullfill.engine.args import build_config, flag_parser, flags_read
-from pullfill.engine.attention import of_rank
-from pullfill.engine.kv import device_of, executor_without_model
+from pullfill.engine.kv import attention_of_rank, device_of, executor_without_model
 from pullfill.errors import ConfigError
 from tests.support.chart import pods, render, the_container
 from tests.support.flags import split
@@ -131,7 +130,7 @@ def test_kv_scales_are_where_vllm_keeps_them() -> None:
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"l": layer})
     )
-    assert of_rank(config, ["l"]).scales == {"l": ([1.0], [1.0])}
+    assert attention_of_rank(config, ["l"]).scales == {"l": ([1.0], [1.0])}
 
 
 def test_vllms_flag_names_the_mock_and_the_mock_has_no_model() -> None:

@@ -5,19 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
 from pullfill.engine import environment
-from pullfill.engine.environment import LATE_NS, lazy_timers
-from pullfill.engine.host import EngineHost
-from pullfill.engine.thread import STOP_S
 
 # Eight threads allocate at the same time; malloc_info lists the arenas that there are.
 CODE = """
@@ -115,82 +108,3 @@ def test_a_worker_on_one_core_computes_on_one_thread_with_openmp_loaded_before_p
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     cores = len(os.sched_getaffinity(0))
     assert done.stdout.split() == [str(cores), "1"], done.stderr
-
-
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a Linux thread attribute")
-
-
-def slack_ns() -> int:
-    """Of the calling thread."""
-    return int(Path(f"/proc/{threading.get_native_id()}/timerslack_ns").read_text())
-
-
-@linux
-def test_only_threads_made_meanwhile_are_late() -> None:
-    found: list[int] = []
-
-    def start() -> None:
-        thread = threading.Thread(target=lambda: found.append(slack_ns()))
-        thread.start()
-        thread.join()
-
-    usual = slack_ns()
-    with lazy_timers():
-        start()
-    start()
-    assert found == [LATE_NS, usual]
-    assert slack_ns() == usual
-
-
-@linux
-def test_lazy_threads_end_one_after_another_while_their_engine_is_waited_for() -> None:
-    """As gloo's do: a dozen, each told to end when the one before it is gone."""
-
-    def look_around(end: threading.Event) -> None:
-        while not end.is_set():
-            time.sleep(0.01)
-
-    ends = [threading.Event() for _ in range(12)]
-    threads = [threading.Thread(target=look_around, args=(end,)) for end in ends]
-    with lazy_timers():
-        for thread in threads:
-            thread.start()
-    started = time.monotonic()
-    for end, thread in zip(ends, threads, strict=True):
-        end.set()
-        thread.join()
-    assert time.monotonic() - started < STOP_S / 2
-
-
-@linux
-@pytest.mark.parametrize(("ranks", "device"), [(1, "cpu"), (2, "cpu"), (1, "cuda")])
-def test_only_threads_of_the_executor_are_late(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, device: str
-) -> None:
-    """The connector starts threads of ours in the same constructor of vLLM's."""
-    found: dict[str, int] = {}
-
-    def start(who: str) -> None:
-        thread = threading.Thread(target=lambda: found.update({who: slack_ns()}))
-        thread.start()
-        thread.join()
-
-    class Core:
-        def __init__(self, config: Any, executor_class: Any, log_stats: bool) -> None:
-            self.executor, self.vllm_config = executor_class(config), config
-            start("connector")
-
-    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core", "vllm.v1.executor"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    executor = SimpleNamespace(get_class=lambda config: lambda config: start("executor"))
-    monkeypatch.setattr(sys.modules["vllm.v1.engine.core"], "EngineCore", Core, raising=False)
-    monkeypatch.setattr(sys.modules["vllm.v1.executor"], "Executor", executor, raising=False)
-    config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=ranks),
-        device_config=SimpleNamespace(device_type=device),
-        speculative_config=None,
-    )
-    usual = slack_ns()
-    EngineHost(config).build()
-    late = LATE_NS if (ranks, device) == (1, "cpu") else usual
-    assert found == {"executor": late, "connector": usual}

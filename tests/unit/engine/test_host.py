@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pullfill.engine import host as hosts
-from pullfill.engine.heap import EVERY_S, Heap
+from pullfill.engine.environment import TRIM_EVERY_S, Heap
 from pullfill.engine.host import EngineHooks, EngineHost
 from tests.support.engine_host import HostOf, looping
 from tests.support.fakes import FakeClock
@@ -24,7 +24,7 @@ from tests.support.waiting import eventually
 CODE = """
 import ctypes
 from pathlib import Path
-from pullfill.engine.heap import trim
+from pullfill.engine.environment import trim
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 def resident():
@@ -48,7 +48,7 @@ def test_a_trim_gives_holes_back() -> None:
 
 IMPORTS = """
 import gc, weakref
-from pullfill.engine.heap import begin_imports, end_imports
+from pullfill.engine.environment import begin_imports, end_imports
 class Loop:
     def __init__(self):
         self.itself = self
@@ -91,14 +91,14 @@ def test_the_heap_is_trimmed_at_times_while_there_is_work() -> None:
     clock, trims = FakeClock(), []
     kept = Heap(clock, lambda: trims.append(clock.monotonic()))
     kept.after_step()
-    clock.advance(EVERY_S - 0.1)
+    clock.advance(TRIM_EVERY_S - 0.1)
     kept.after_step()
     assert not trims
-    clock.advance(10 * EVERY_S)
+    clock.advance(10 * TRIM_EVERY_S)
     for _ in range(3):
         kept.after_step()
     assert len(trims) == 1
-    clock.advance(EVERY_S)
+    clock.advance(TRIM_EVERY_S)
     kept.after_step()
     assert len(trims) == 2
 

@@ -39,7 +39,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_memory_is_copied_by_us_without_a_gpu_only() -> None:
     for device, more in (
         ("cuda", {}),
-        ("cpu", {"spec_name": "HostSpec", "spec_module_path": "pullfill.engine.host_tier"}),
+        ("cpu", {"spec_name": "HostSpec", "spec_module_path": "pullfill.engine.tier"}),
     ):
         given = args(kv_offloading_size=0.5)
         assert kv_offloading.take(given, device) == {"cpu_bytes_to_use": 1 << 29, **more}

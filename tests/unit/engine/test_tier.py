@@ -32,7 +32,7 @@ def spec(ids: list[int], sizes: list[int]) -> Any:
 
 
 def test_store_and_load() -> None:
-    from pullfill.engine.host_tier import HostCopies
+    from pullfill.engine.tier import HostCopies
 
     before, after = cache(), cache()
     kept = [torch.zeros((ROWS, PAGE), dtype=torch.int8) for _ in range(2)]

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from pullfill.config import ranks_of
-from pullfill.engine import rank_processes
+from pullfill.engine import environment
 from pullfill.engine.thread import EngineThread
 from pullfill.errors import EngineStuck
 from tests.support.engine_host import engine_threads
@@ -26,7 +26,7 @@ REPO = Path(__file__).resolve().parents[3]
 PATIENCE_S = 20.0
 MAIN = """
 import multiprocessing, signal, sys, time
-from pullfill.engine.rank_processes import bind_to_parent
+from pullfill.engine.environment import bind_to_parent
 
 def rank(pipe):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
@@ -89,7 +89,7 @@ def _status(pid: int) -> list[str]:
 
 def test_the_main_process_binds_itself_to_nobody() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    rank_processes.bind_to_parent()
+    environment.bind_to_parent()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -113,8 +113,8 @@ def test_a_dead_rank_is_told_once_and_others_are_not() -> None:
     sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     told: list[str] = []
     heard = multiprocessing.Event()
-    sentinels = rank_processes.sentinels_of(core_with(*sleepers))
-    watch = rank_processes.RankWatch(sentinels, lambda why: (told.append(why), heard.set())[0])
+    sentinels = environment.sentinels_of(core_with(*sleepers))
+    watch = environment.RankWatch(sentinels, lambda why: (told.append(why), heard.set())[0])
     sleepers[1].kill()
     assert heard.wait(PATIENCE_S)
     assert told == ["the process of rank 1 ended"]
@@ -129,8 +129,8 @@ def test_a_dead_rank_is_told_once_and_others_are_not() -> None:
 
 def test_ranks_that_are_ended_on_purpose_are_no_news(sleeper: subprocess.Popen[bytes]) -> None:
     told: list[str] = []
-    sentinels = rank_processes.sentinels_of(core_with(sleeper))
-    watch = rank_processes.RankWatch(sentinels, told.append)
+    sentinels = environment.sentinels_of(core_with(sleeper))
+    watch = environment.RankWatch(sentinels, told.append)
     watch.stop()
     sleeper.kill()
     sleeper.wait()
@@ -140,8 +140,8 @@ def test_ranks_that_are_ended_on_purpose_are_no_news(sleeper: subprocess.Popen[b
 
 
 def test_one_rank_in_the_main_process_needs_no_thread() -> None:
-    assert rank_processes.sentinels_of(SimpleNamespace(model_executor=object())) == {}
-    watch = rank_processes.RankWatch({}, pytest.fail)
+    assert environment.sentinels_of(SimpleNamespace(model_executor=object())) == {}
+    watch = environment.RankWatch({}, pytest.fail)
     assert watch._thread is None
     watch.stop()
 
