@@ -87,8 +87,8 @@ def test_every_frontend_hears_the_last_levels_and_one_the_counts(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, idle: bool
 ) -> None:
     server, sent = rig.request_server, list[tuple[int, Any]]()
-    monkeypatch.setattr(request_server.vllm_outputs, "stats_outputs", lambda stats: stats)
-    monkeypatch.setattr(request_server.vllm_outputs, "only_stats", lambda batch: not batch.outputs)
+    monkeypatch.setattr(request_server.requests, "stats_outputs", lambda stats: stats)
+    monkeypatch.setattr(request_server.requests, "only_stats", lambda batch: not batch.outputs)
     monkeypatch.setattr(
         server, "_send_out", lambda frontend, stats: sent.append((frontend.index, stats))
     )

@@ -148,7 +148,7 @@ class Leaving:
 def stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of the test does not end."""
     monkeypatch.setattr(main, "exit_within", lambda *_: None)
-    monkeypatch.setattr(main.heap, "end_imports", lambda: None)
+    monkeypatch.setattr(main.environment, "end_imports", lambda: None)
 
 
 async def test_a_leaving_frontend_serves_until_load_balancers_know(stays: None) -> None:
