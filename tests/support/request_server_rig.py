@@ -171,11 +171,11 @@ def rigged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """A rig whose messages tests can write and read without vLLM."""
     monkeypatch.setattr(front_wire, "WorkerCodec", _Codec)
     monkeypatch.setattr(
-        request_servers.vllm_outputs,
+        request_servers.requests,
         "error_outputs",
         lambda name, why, fault: f"error {name} {fault}",
     )
-    monkeypatch.setattr(request_servers.vllm_outputs, "utility_outputs", lambda *told: told)
+    monkeypatch.setattr(request_servers.requests, "utility_outputs", lambda *told: told)
     rig = Rig()
     yield rig
     rig.close()
