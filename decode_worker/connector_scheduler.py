@@ -40,7 +40,7 @@ from pullfill.engine.groups import BlockOrder
 from pullfill.engine.requests import count_as_computed
 from pullfill.engine.seats import Seats
 from pullfill.ids import new_job_id
-from pullfill.queue.urgency import urgency_of
+from pullfill.queue.contract import urgency_of
 from pullfill.runtime import failpoints, log
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pullfill.decode_worker.rules import Situation
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.contract import Urgency
 from pullfill.worker.context import LATER, WorkerContext
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from pullfill.decode_worker.ledger import JobState, Ledger
 from pullfill.engine import features
 from pullfill.errors import Outcome, PullfillError, QueueFull
 from pullfill.ids import job_digest
-from pullfill.queue.contract import JobProducer
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.contract import JobProducer, Urgency
 from pullfill.runtime import failpoints, log
 from pullfill.wire import MAX_TEXT, PrefillJob, encode, u32
 

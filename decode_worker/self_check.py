@@ -42,7 +42,7 @@ from pullfill.engine.compat import dtype_of_kv, rounding_digest
 from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.errors import BadMessage, Outcome
 from pullfill.ids import job_digest, new_job_id
-from pullfill.queue.names import parse_ack
+from pullfill.queue.streams import parse_ack
 from pullfill.registry.self_checks import SelfChecks
 from pullfill.runtime import log, metrics
 from pullfill.wire import Claim, Compat, Refused, RefuseReason, SelfCheck

@@ -9,7 +9,7 @@ With `--concurrency N` the budget is N + 1 prompts that are not computed yet, of
 prompt more than the engine computes is there, and its prefix is read meanwhile (turns.py). KV that
 still travels counts only against the KV credits below.
 
-A tight job (queue/urgency.py) may exceed the budget, up to twice the budget, if the engine has a
+A tight job (queue/contract.py) may exceed the budget, up to twice the budget, if the engine has a
 second prompt: it goes past that one in the engine. Otherwise nothing is gained, and another worker
 may be free sooner. A worker without room only asks every _LOOK_S whether one is there: a worker
 with room waits for it, and gets it first.
@@ -194,14 +194,12 @@ class Puller:
         leaves = now < self._leave_until
         pulling = self._pulling = asyncio.timeout(None)
         try:
-            # One job per pull. A pull for more would wait until it knows that there are no more.
-            # The next pull gets the next job just as soon.
             wait_s = timer_grid.before(now + _WAIT_S, _WAIT_S / 2) - now
             if leaves or full:
                 wait_s = 0.0
             try:
                 async with pulling:
-                    deliveries = await self._consumer.pull(free, 1, wait_s, urgent_only=full)
+                    delivery = await self._consumer.pull(wait_s, urgent_only=full)
             finally:
                 self._pulling = None
         except Exception as exc:
@@ -212,13 +210,13 @@ class Puller:
             await self._wait_for_room(self._backoff.next())
             return
         self._backoff.reset()
-        if not deliveries and full:
-            await self._wait_for_room(_LOOK_S)
-        elif not deliveries and leaves:
-            await asyncio.sleep(_LOOK_S)
-        for delivery in deliveries:
-            if not self._stopped_s:
-                self._runner.start(delivery)
-                continue
+        if delivery is None:
+            if full:
+                await self._wait_for_room(_LOOK_S)
+            elif leaves:
+                await asyncio.sleep(_LOOK_S)
+        elif not self._stopped_s:
+            self._runner.start(delivery)
+        else:
             with contextlib.suppress(PullfillError):  # if it fails, the queue delivers it again
                 await delivery.nak()

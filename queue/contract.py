@@ -6,7 +6,7 @@ silent for `ack_wait_s`, the job is pending again. After `max_deliver` deliverie
 letter.
 
 Order: jobs of one urgency are delivered in the order in which they were published. Urgencies have
-shares by weight (urgency.py).
+shares by weight (`Turns`).
 
 A job may be delivered twice. A late ack of an earlier delivery settles it. The queue is no fence:
 the decode worker's ledger decides who may write.
@@ -17,12 +17,34 @@ the decode worker's ledger decides who may write.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pullfill.queue.urgency import Urgency
 from pullfill.wire import QueueStatus
+
+
+class Urgency(enum.IntEnum):
+    """How soon the request wants its first token. The most urgent one is the smallest."""
+
+    TIGHT = 0
+    NORMAL = 1
+    LOOSE = 2
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+def urgency_of(ttft_ms: float | None, tight_ms: float, loose_ms: float) -> Urgency:
+    """Return the urgency of a request.
+
+    ttft_ms: its target for the time to its first token. None: it names none, and is normal.
+    tight_ms: longest target that is tight. loose_ms: shortest one that is loose."""
+    if ttft_ms is None or tight_ms < ttft_ms < loose_ms:
+        return Urgency.NORMAL
+    return Urgency.TIGHT if ttft_ms <= tight_ms else Urgency.LOOSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,21 +207,52 @@ class JobConsumer(Protocol):
     def max_deliver(self) -> int:
         """Number of deliveries of one job, after which it becomes a dead letter."""
 
-    async def pull(
-        self, budget_tokens: int, max_jobs: int, wait_s: float, *, urgent_only: bool = False
-    ) -> list[Delivery]:
-        """Return up to `max_jobs` jobs. Waits for the first one, at most `wait_s`.
+    async def pull(self, wait_s: float, *, urgent_only: bool = False) -> Delivery | None:
+        """Return one job. Waits for it, at most `wait_s`. None: there is none, or after `drain`.
 
-        urgent_only: take nothing but tight jobs whose turn it is. `wait_s` must be 0.
+        urgent_only: take nothing but a tight job whose turn it is. `wait_s` must be 0.
 
-        Takes no more once the sum of `tokens` reaches `budget_tokens`. The first job is taken
-        whatever its size. Returns [] if there is none, and after `drain`. Raises QueueUnavailable
-        if the server cannot be reached within `wait_s`. A pull that is cancelled gives back what it
-        has taken. Between two pulls that do not follow each other at once, no job is kept for this
-        worker."""
+        Raises QueueUnavailable if the server cannot be reached within `wait_s`. A pull that is
+        cancelled gives back what it has taken. Between two pulls that do not follow each other at
+        once, no job is kept for this worker."""
 
     async def drain(self) -> None:
         """Take no more jobs. What is delivered from now on goes to other workers at once."""
 
     async def close(self) -> None:
         """Close. Waits until the server has confirmed all acks, for about 2 s at most."""
+
+
+class Turns:
+    """Which urgency one prefill worker takes a job of next. It does no I/O and reads no clock.
+
+    Deficit round robin, charged in uncached tokens. Each urgency has a credit, and the most urgent
+    one that has any left is served first. When only urgencies without credit have jobs, each one
+    gets `weight * quantum` again, until one of them has credit. So urgent jobs come first as long
+    as they ask for no more than their share, and no urgency is left without its share. An urgency
+    without jobs saves one round at most.
+
+    Each prefill worker counts for itself. The shares of all workers are those of each.
+
+    quantum: tokens per round and unit of weight."""
+
+    def __init__(self, quantum: int = 2048) -> None:
+        weights = {Urgency.TIGHT: 4, Urgency.NORMAL: 2, Urgency.LOOSE: 1}
+        self._share = {urgency: weight * quantum for urgency, weight in weights.items()}
+        self._credit = dict(self._share)
+
+    def order(self) -> list[Urgency]:
+        """Return all urgencies. Take the next job from the first one that has a job."""
+        return sorted(Urgency, key=lambda one: (self._rounds(one), one))
+
+    def took(self, urgency: Urgency, tokens: int) -> None:
+        """Charge a job that this worker has taken, in the order of `order`."""
+        if rounds := self._rounds(urgency):  # no urgency that has a job had credit
+            for each, share in self._share.items():
+                self._credit[each] = min(share, self._credit[each] + rounds * share)
+        self._credit[urgency] -= tokens
+
+    def _rounds(self, urgency: Urgency) -> int:
+        """Rounds until it has credit. After a long job these are many."""
+        credit = self._credit[urgency]
+        return 0 if credit > 0 else 1 + -credit // self._share[urgency]

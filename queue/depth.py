@@ -14,9 +14,9 @@ from datetime import datetime
 from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.queue.names import Names, consumer_of, round_up_tokens, subject_tokens
+from pullfill.queue.contract import Urgency
 from pullfill.queue.nats_connection import ApiError, NatsConnection
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.streams import Names, consumer_of, round_up_tokens, subject_tokens
 from pullfill.wire import QueueStatus
 
 

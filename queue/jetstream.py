@@ -1,11 +1,9 @@
 """The job queue on NATS JetStream: `JetStreamProducer` (decode), `JetStreamConsumer` (prefill).
 
-names.py            names of streams and subjects, token counts in subjects, ack subjects
-urgency.py          which of the three consumers the next job comes from
 nats_connection.py  one connection, redialled after each loss
-streams.py          makes and checks the streams and the consumers
+streams.py          names of streams and subjects; makes and checks the streams and the consumers
 depth.py            depth from a cache
-deadletter.py       jobs that nobody may try again
+dead_letters.py     jobs that nobody may try again
 """
 
 from __future__ import annotations
@@ -26,18 +24,9 @@ from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue import streams
-from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt
-from pullfill.queue.deadletter import DeadLetters, delete_message
+from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt, Turns, Urgency
+from pullfill.queue.dead_letters import DeadLetters, delete_message
 from pullfill.queue.depth import DepthCache, ask_depth
-from pullfill.queue.names import (
-    EXPECTED_STREAM,
-    MSG_ID,
-    TOKENS,
-    Names,
-    consumer_of,
-    parse_ack,
-    subject_tokens,
-)
 from pullfill.queue.nats_connection import (
     ApiError,
     NatsConnection,
@@ -45,8 +34,17 @@ from pullfill.queue.nats_connection import (
     NotSent,
     read_reply,
 )
-from pullfill.queue.streams import NOT_SET, Streams
-from pullfill.queue.urgency import Turns, Urgency
+from pullfill.queue.streams import (
+    EXPECTED_STREAM,
+    MSG_ID,
+    NOT_SET,
+    TOKENS,
+    Names,
+    Streams,
+    consumer_of,
+    parse_ack,
+    subject_tokens,
+)
 from pullfill.runtime import log
 from pullfill.runtime.health import Health
 from pullfill.runtime.lifecycle import end
@@ -54,15 +52,11 @@ from pullfill.wire import QueueSettings, QueueStatus
 
 logger = log.get("queue")
 
-# ---------------------------------------------------------------------- the decode worker's side
-
 BUSY_REFRESH_S = 0.2
-"""Seconds between counts of the queue while the server does not answer, and for BUSY_FOR_S after
-the depth has kept a job local."""
+"""Seconds between counts of the queue while the server does not answer, and for a while after the
+depth has kept a job local."""
 STEADY_REFRESH_S = 1.0
-"""The same while jobs wait, or if some were published lately. Own changes count in between."""
-IDLE_REFRESH_S = 2.0
-BUSY_FOR_S = 2.0
+"""The same otherwise. Own changes count in between."""
 MAX_HOLES = 20_000
 """Messages that are gone from the middle of the stream. 100,000 cost 17 ms of the loop."""
 JETSTREAM, STORAGE = "jetstream", "storage"
@@ -73,31 +67,23 @@ _STORES_NOTHING = (
 )
 
 
-class JetStreamProducer:
-    """A `JobProducer`. See the contract for what each method promises.
-
-    Circuit breaker: one publish or count without an answer opens it. Then `available` is False and
-    nothing is published. The next count that is answered closes it. So a server that hangs costs
-    one `publish_timeout_s`, once.
+class _End:
+    """What both ends of the queue have: a connection, and the streams that it makes sure of.
 
     streams: call its `configure` when the settings change."""
 
+    name = ""
+
     def __init__(
-        self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
+        self,
+        url: str,
+        config: QueueConfig,
+        settings: QueueSettings,
+        connect_options: Mapping[str, Any] | None,
     ) -> None:
-        self.connection = connection
+        self.connection = NatsConnection(url, self.name, connect_options)
         self._names = Names(config.namespace, config.compat_hash)
-        self.streams = Streams(connection, self._names, config, settings)
-        self._depth = DepthCache()
-        self._answering = False
-        self._holds, self._held_until = Backoff(BUSY_REFRESH_S, longest_s=30.0), -math.inf
-        self._asked_at = self._used_at = SYSTEM_CLOCK.monotonic()
-        self._refused_at = -math.inf
-        self._holes = 0
-        self._loop = asyncio.get_running_loop()
-        self._kick = asyncio.Event()
-        self._cancels = asyncio.Semaphore(64)  # NATS would not answer thousands in time
-        self._watcher: asyncio.Task[None] | None = None
+        self.streams = Streams(self.connection, self._names, config, settings)
 
     @classmethod
     async def connect(
@@ -112,11 +98,55 @@ class JetStreamProducer:
         """Connect, and make the streams if they are not there.
 
         Raises QueueUnavailable after `wait_s`, ConfigError."""
-        connection = NatsConnection(url, "producer", connect_options)
-        self = cls(connection, config, settings)
-        await connection.start(wait_s, self._connected, self._on_down)
-        self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
+        self = cls(url, config, settings, connect_options)
+        await self.connection.start(wait_s, self._connected, self._on_down)
+        self._started()
         return self
+
+    @property
+    def health(self) -> Health:
+        """Whether the server does what this end needs of it."""
+        return self.connection.health
+
+    async def _connected(self) -> None:
+        """Make ready what a new connection needs. The first one raises what goes wrong."""
+        raise NotImplementedError
+
+    def _started(self) -> None:
+        """The first connection is up."""
+
+    def _on_down(self) -> None:
+        """The connection is lost."""
+        self.streams.stream_id = ""
+
+
+# ---------------------------------------------------------------------- the decode worker's side
+
+
+class JetStreamProducer(_End):
+    """A `JobProducer`. See the contract for what each method promises.
+
+    Circuit breaker: one publish or count without an answer opens it. Then `available` is False and
+    nothing is published. The next count that is answered closes it. So a server that hangs costs
+    one `publish_timeout_s`, once."""
+
+    name = "producer"
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._depth = DepthCache()
+        self._answering = False
+        self._holds, self._held_until = Backoff(BUSY_REFRESH_S, longest_s=30.0), -math.inf
+        self._asked_at = SYSTEM_CLOCK.monotonic()
+        self._refused_at = -math.inf
+        self._holes = 0
+        self._loop = asyncio.get_running_loop()
+        self._kick = asyncio.Event()
+        self._cancels = asyncio.Semaphore(64)  # NATS would not answer thousands in time
+        self._watcher: asyncio.Task[None] | None = None
+
+    def _started(self) -> None:
+        self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
 
     async def close(self) -> None:
         await end(self._watcher)
@@ -134,11 +164,6 @@ class JetStreamProducer:
         """Bytes of the largest job that the server takes. 0: not known now. Any thread."""
         return self.connection.max_body
 
-    @property
-    def health(self) -> Health:
-        """Whether the server answers this producer."""
-        return self.connection.health
-
     def depth(self) -> QueueStatus:
         return self._depth.status()
 
@@ -152,7 +177,6 @@ class JetStreamProducer:
     ) -> Receipt:
         if not self.available:
             raise QueueUnavailable("the job queue does not answer now")
-        self._touch()
         stream_id, subject = self.streams.stream_id, self._names.job(tokens, urgency)
         headers = {MSG_ID: job_id, TOKENS: str(tokens), EXPECTED_STREAM: self._names.stream}
         try:
@@ -174,7 +198,6 @@ class JetStreamProducer:
         return Receipt(job_id, seq, duplicate, stream_id)
 
     async def cancel(self, receipt: Receipt) -> bool:
-        self._touch()
         self.committed(receipt)
         async with self._cancels:
             if self._answering and receipt.stream_id == self.streams.stream_id:
@@ -238,8 +261,8 @@ class JetStreamProducer:
         self._kick.set()
 
     def _on_down(self) -> None:
+        super()._on_down()
         self._answering = False
-        self.streams.stream_id = ""
 
     def _hold(self) -> None:
         """Publish nothing for a while, after a publish without an answer.
@@ -262,16 +285,11 @@ class JetStreamProducer:
         self.connection.health.failed(str(why), JETSTREAM)
         self._kick.set()
 
-    def _touch(self) -> None:
-        rested, self._used_at = self._used_at, SYSTEM_CLOCK.monotonic()
-        if self._used_at - rested > BUSY_FOR_S:
-            self._kick.set()  # this may make a count due earlier
-
     async def _watch(self) -> None:
         while True:
             await self._pause()
             if not self.connection.up:
-                await self.connection.wait_up(IDLE_REFRESH_S)
+                await self.connection.wait_up(STEADY_REFRESH_S)
                 continue
             try:
                 await self._look()
@@ -303,25 +321,19 @@ class JetStreamProducer:
         self._answering = True
         self.connection.health.ok(JETSTREAM)
 
-    async def _pause(self) -> None:
+    async def _pause(self, busy_for_s: float = 2.0) -> None:
         """Sleep until the next count is due. A count costs as much as a job."""
-        while self._answering and (left := self._left()) > 0:
+        while self._answering:
+            now = SYSTEM_CLOCK.monotonic()
+            busy = now - self._refused_at < busy_for_s
+            left = self._asked_at + (BUSY_REFRESH_S if busy else STEADY_REFRESH_S) - now
+            if left <= 0:
+                return
             self._kick.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._kick.wait()
-        if not self._answering:
-            await asyncio.sleep(BUSY_REFRESH_S)
-
-    def _left(self) -> float:
-        """Seconds until the next count."""
-        now = SYSTEM_CLOCK.monotonic()
-        pause = STEADY_REFRESH_S
-        if now - self._refused_at < BUSY_FOR_S:
-            pause = BUSY_REFRESH_S
-        elif self.depth().depth_jobs == 0 and now - self._used_at > BUSY_FOR_S:
-            pause = IDLE_REFRESH_S
-        return self._asked_at + pause - now
+        await asyncio.sleep(BUSY_REFRESH_S)
 
 
 # ---------------------------------------------------------------------- the prefill worker's side
@@ -330,14 +342,13 @@ REQUEST_S = 2.0
 """How long a pull request waits on the server."""
 GRACE_S = 1.0
 """If no answer comes within this time after a request has expired, the server counts as hung."""
-REPAIR_S = 0.5
 PULLS = "pulls"
 """The part of the server's health that says whether it answers pull requests."""
-IN_PROGRESS = b"+WPI"
+ACK, IN_PROGRESS = b"+ACK", b"+WPI"
 _FOUND_NOTHING = ("404", "408")
 
 
-class JetStreamConsumer:
+class JetStreamConsumer(_End):
     """A `JobConsumer`. See the contract for what each method promises.
 
     A pull asks the consumers of the three urgencies for a job that is there now, in the order of
@@ -349,18 +360,14 @@ class JetStreamConsumer:
     not used: what waits there cannot be withdrawn, and the next job would go to a worker that has
     no room for it. A job that comes all the same is given back at once.
 
-    A consumer that is gone or has no leader is left out (`_broken`) until it is repaired.
+    A consumer that is gone or has no leader is left out (`_broken`) until it is repaired."""
 
-    streams: call its `configure` when the settings change."""
+    name = "consumer"
 
-    def __init__(
-        self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
-    ) -> None:
-        self.connection = connection
-        self._names = Names(config.namespace, config.compat_hash)
-        self.streams = Streams(connection, self._names, config, settings)
-        self.letters = DeadLetters(connection, self._names)
-        self.acks = Acks(connection)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.letters = DeadLetters(self.connection, self._names)
+        self.acks = Acks(self.connection)
         self._turns = Turns()
         self._inbox = ""
         self._subscription: Subscription | None = None
@@ -376,22 +383,6 @@ class JetStreamConsumer:
         self._repairing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @classmethod
-    async def connect(
-        cls,
-        url: str,
-        config: QueueConfig,
-        *,
-        settings: QueueSettings = NOT_SET,
-        wait_s: float = 30.0,
-        connect_options: Mapping[str, Any] | None = None,
-    ) -> Self:
-        """As `JetStreamProducer.connect`."""
-        connection = NatsConnection(url, "consumer", connect_options)
-        self = cls(connection, config, settings)
-        await connection.start(wait_s, self._connected, self._on_down)
-        return self
-
     @property
     def ack_wait_s(self) -> float:
         return self.streams.ack_wait_s
@@ -399,11 +390,6 @@ class JetStreamConsumer:
     @property
     def max_deliver(self) -> int:
         return self.streams.max_deliver
-
-    @property
-    def health(self) -> Health:
-        """Whether this consumer can pull."""
-        return self.connection.health
 
     async def close(self) -> None:
         await end(self._repairing)
@@ -423,35 +409,27 @@ class JetStreamConsumer:
 
     # ------------------------------------------------------------------ pull
 
-    async def pull(
-        self, budget_tokens: int, max_jobs: int, wait_s: float, *, urgent_only: bool = False
-    ) -> list[Delivery]:
-        taken, tokens = list[JetStreamDelivery](), 0
+    async def pull(self, wait_s: float, *, urgent_only: bool = False) -> Delivery | None:
         async with self._pulling:
             try:
                 if wait_s <= 0:
                     await self._withdraw()
-                while len(taken) < max_jobs and not (taken and tokens >= budget_tokens):
-                    job = await self._next(0.0 if taken else wait_s, urgent_only)
-                    if job is None:
-                        break
-                    taken.append(job)
-                    tokens += job.tokens
-                    self._turns.took(job.urgency, job.tokens)
+                job = await self._next(wait_s, urgent_only)
             except QueueUnavailable as exc:
                 if self.connection.up:  # it is JetStream that does not work
                     self.health.failed(str(exc), PULLS)
-                if not taken:
-                    raise
+                raise
             except BaseException:
-                self._give_back(*taken)
+                self._give_back()
                 await self._withdraw()
                 raise
             finally:
                 # An owner that pulls again at once does so before this runs.
                 asyncio.get_running_loop().call_soon(self._rest)
-        self._pulled.update(taken)
-        return list(taken)
+        if job is not None:
+            self._turns.took(job.urgency, job.tokens)
+            self._pulled.add(job)
+        return job
 
     async def _next(self, wait_s: float, urgent_only: bool) -> JetStreamDelivery | None:
         """Return one job. None: none came within `wait_s`, or drain. Raises QueueUnavailable."""
@@ -532,11 +510,11 @@ class JetStreamConsumer:
         self.health.ok(PULLS)
         if inbox == self._inbox:
             self._live.pop(job.urgency, None)
+        self._arrived.append(job)
         if self._pulling.locked() and not self._draining:
-            self._arrived.append(job)
             self._wake.set()
         else:
-            self._give_back(job)
+            self._give_back()
 
     def _rest(self) -> None:
         """Take nothing more, unless the owner pulls again."""
@@ -545,11 +523,10 @@ class JetStreamConsumer:
             if self._live:
                 self._spawn(self._withdraw())
 
-    def _give_back(self, *jobs: JetStreamDelivery) -> None:
-        """Give back these jobs and those that have arrived."""
-        for job in (*jobs, *self._arrived):
-            self._spawn(job.nak())
-        self._arrived.clear()
+    def _give_back(self) -> None:
+        """Give back the jobs that have arrived."""
+        while self._arrived:
+            self._spawn(self._arrived.popleft().nak())
 
     async def _withdraw(self) -> None:
         """Take the requests back, by leaving the inbox that they name. Never raises.
@@ -585,9 +562,9 @@ class JetStreamConsumer:
         await self.letters.collect()
 
     def _on_down(self) -> None:
+        super()._on_down()
         if self._repairing is not None:
             self._repairing.cancel()
-        self.streams.stream_id = ""
         self.acks.forget()
         self._subscription = None
         self._live.clear()
@@ -603,7 +580,7 @@ class JetStreamConsumer:
         if self._repairing is None or self._repairing.done():
             self._repairing = asyncio.create_task(self._repair(), name="queue-repair")
 
-    async def _repair(self) -> None:
+    async def _repair(self, again_s: float = 0.5) -> None:
         while self._broken:
             try:
                 await self.streams.ensure()
@@ -617,7 +594,7 @@ class JetStreamConsumer:
                 self.health.ok(PULLS)
                 self._broken.clear()
                 self._wake.set()
-            await asyncio.sleep(REPAIR_S)
+            await asyncio.sleep(again_s)
 
     async def tell(self, stream_id: str, ack_subject: str, verdict: bytes) -> None:
         """Send `verdict`, if the server is connected and still has the stream."""
@@ -674,19 +651,10 @@ class JetStreamDelivery:
             await self._owner.tell(self._stream_id, self.ack_subject, IN_PROGRESS)
 
 
-CONFIRM_S = 0.5
-"""From an ack to the request that confirms it. Many acks share one."""
-ANSWER_S = 1.0
-CLOSE_S = 2.0
-PAUSE_S = 0.1
-"""While the consumer has no leader, or is being made again."""
-_ACK = b"+ACK"
-
-
 class Acks:
     """Sends acks, and sends them again until the server has confirmed them.
 
-    `send` does not wait for the server. Every CONFIRM_S the newest ack is sent once more, as a
+    `send` does not wait for the server. Every `confirm_s` the newest ack is sent once more, as a
     request. The server reads the acks of a connection in order, so its answer confirms all earlier
     ones. If the consumer has no leader, nobody has read them, and all are sent again.
 
@@ -696,8 +664,11 @@ class Acks:
 
     Life: `send` → `close`, which waits for what is open."""
 
-    def __init__(self, connection: NatsConnection) -> None:
+    # One request for each ack would cost 0.4 ms of CPU for each job.
+
+    def __init__(self, connection: NatsConnection, confirm_s: float = 0.5) -> None:
         self._connection = connection
+        self._confirm_s = confirm_s
         # Ack subjects that are not confirmed. Their order is that in which they were sent.
         self._open: dict[str, None] = {}
         self._nobody = False
@@ -706,7 +677,7 @@ class Acks:
     async def send(self, subject: str) -> None:
         """Ack a delivery of the stream that the server has now. Never raises."""
         try:
-            await self._connection.publish(subject, _ACK)
+            await self._connection.publish(subject, ACK)
         except NotSent:
             return
         self._open[subject] = None
@@ -722,9 +693,9 @@ class Acks:
         self._open.clear()
 
     async def close(self) -> None:
-        """Wait until all is confirmed, CLOSE_S at most."""
+        """Wait until all is confirmed, about 2 s at most."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
+            async with asyncio.timeout(4 * self._confirm_s):
                 while self._open and self._connection.up:
                     await self._confirm()
         if self._open:
@@ -735,20 +706,20 @@ class Acks:
 
     async def _confirm_all(self) -> None:
         while self._open:
-            await asyncio.sleep(CONFIRM_S)
+            await asyncio.sleep(self._confirm_s)
             await self._confirm()
 
     async def _confirm(self) -> None:
         asked = list(self._open)
         try:
             for subject in asked[:-1] if self._nobody else ():
-                await self._connection.publish(subject, _ACK)
+                await self._connection.publish(subject, ACK)
             self._nobody = False
             for newest in asked[-1:]:
-                await self._connection.request(newest, _ACK, ANSWER_S)
+                await self._connection.request(newest, ACK, 2 * self._confirm_s)
         except NoResponders:
             self._nobody = True
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(self._confirm_s / 5)  # no leader, or it is made again
             return
         except QueueUnavailable:
             pass  # NATS answers none for a delivery that it has forgotten. It has read the others

@@ -1,35 +1,117 @@
-"""Makes and checks the streams and the consumers of one queue, over each new connection.
+"""The streams and consumers of one job queue on NATS: their names, and who makes and checks them.
 
-What is missing is made, as `QueueConfig` says. So if a server comes back without its data, the
-first worker that reconnects repairs it.
+    stream            PULLFILL-{namespace}-{compat_hash}
+    job subject       pullfill.{namespace}.{compat_hash}.job.{urgency}.{tokens, rounded up}
+    dead stream       {stream}-dead, subject pullfill.{namespace}.{compat_hash}.dead
+    consumers         prefill-{urgency} (durable, shared by all prefill workers)
 
-Of an existing stream or consumer only the fields that `queue.*` sets are changed. Everything else
-stays as it is, so an operator's changes with NATS's own tools last. Storage and retention cannot be
-changed, and must match.
+What is missing is made over each new connection. Of an existing stream or consumer only the fields
+that `queue.*` sets are changed, so an operator's changes with NATS's own tools last. Storage and
+retention cannot be changed, and must match.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
-from pullfill.errors import ConfigError, QueueUnavailable
-from pullfill.queue.contract import QueueConfig
-from pullfill.queue.names import Names, consumer_of
+from pullfill.errors import BadMessage, ConfigError, QueueUnavailable
+from pullfill.ids import is_name
+from pullfill.queue.contract import QueueConfig, Urgency
 from pullfill.queue.nats_connection import ApiError, NatsConnection
-from pullfill.queue.urgency import Urgency
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
 from pullfill.wire import QueueSettings
 
 logger = log.get("queue")
 
-NOT_SET = QueueSettings()
-DUPLICATE_WINDOW_S = 120.0
-DEAD_MAX = 1000
-DEAD_MAX_BYTES = 256 << 20
-DEAD_MAX_AGE_S = 7 * 86400.0
+MSG_ID = "Nats-Msg-Id"
+EXPECTED_STREAM = "Nats-Expected-Stream"
+TOKENS = "Pullfill-Tokens"
+JOB_ID = "Pullfill-Job"
+REASON = "Pullfill-Reason"
+DELIVERIES = "Pullfill-Deliveries"
 
+
+def round_up_tokens(tokens: int) -> int:
+    """The next number with at most 5 significant bits: exact to 31, then at most 1/16 above."""
+    # This bounds the number of subjects: 464 up to 2**32 tokens.
+    shift = max(0, tokens.bit_length() - 5)
+    return -(-tokens >> shift) << shift
+
+
+class Names:
+    """All names of one queue.
+
+    root: the common part of its subjects. all_jobs: wildcard over the subjects of jobs.
+
+    Raises ConfigError on a namespace or hash that cannot be a name."""
+
+    def __init__(self, namespace: str, compat_hash: str) -> None:
+        for what, text in (("namespace", namespace), ("hash", compat_hash)):
+            if not is_name(text):
+                raise ConfigError(
+                    f"queue {what} {text!r} is not usable: lower-case letters, digits, '-', '_'"
+                )
+        root = f"pullfill.{namespace}.{compat_hash}"
+        self.stream = f"PULLFILL-{namespace}-{compat_hash}"
+        self.dead_stream = f"{self.stream}-dead"
+        self.root = root
+        self.all_jobs = f"{root}.job.*.*"
+        self.dead = f"{root}.dead"
+
+    def job(self, tokens: int, urgency: Urgency = Urgency.NORMAL) -> str:
+        """Subject of a job with so many tokens."""
+        # The token count is the last subject token because the server then counts jobs per token
+        # count for us. One STREAM.INFO tells the depth in tokens, right after any restart and with
+        # any number of publishers. The exact count is in a header.
+        return f"{self.root}.job.{urgency.label}.{round_up_tokens(max(0, tokens))}"
+
+    def jobs_of(self, urgency: Urgency) -> str:
+        """Wildcard over the subjects of jobs of this urgency."""
+        return f"{self.root}.job.{urgency.label}.*"
+
+
+def consumer_of(urgency: Urgency) -> str:
+    """Name of the consumer of the jobs of this urgency."""
+    return f"prefill-{urgency.label}"
+
+
+_URGENCY_OF = {consumer_of(urgency): urgency for urgency in Urgency}
+
+
+@dataclass(frozen=True, slots=True)
+class AckInfo:
+    """The fields of a delivery's ack subject, which the server wrote."""
+
+    stream: str
+    urgency: Urgency
+    number: int
+    seq: int
+
+
+def parse_ack(subject: str) -> AckInfo:
+    """Read `$JS.ACK.…` (9 tokens, or 11 and more with domain and account). Raises BadMessage."""
+    parts = subject.split(".")
+    if subject.isprintable() and " " not in subject and parts[:2] == ["$JS", "ACK"]:
+        fields = parts[2:] if len(parts) == 9 else parts[4:] if len(parts) >= 11 else []
+        if fields and subject.isascii() and all(map(str.isdigit, fields[2:7])):
+            if (urgency := _URGENCY_OF.get(fields[1])) is not None:
+                return AckInfo(fields[0], urgency, int(fields[2]), int(fields[3]))
+    raise BadMessage(f"not an ack subject: {subject[:200]!r}")
+
+
+def subject_tokens(subject: str) -> int:
+    """Token count of a job subject. 0 if its last token is not a number."""
+    last = subject.rsplit(".", 1)[-1]
+    return int(last) if last.isascii() and last.isdigit() and len(last) < 12 else 0
+
+
+# --------------------------------------------------------------------------- making them
+
+NOT_SET = QueueSettings()
+DEAD_MAX_BYTES = 256 << 20
 STREAM_NOT_FOUND = 10059
 CONSUMER_NOT_FOUND = 10014
 _STREAM_EXISTS = 10058
@@ -57,13 +139,13 @@ def job_stream(names: Names, config: QueueConfig) -> dict[str, Any]:
 
 def dead_stream(names: Names, config: QueueConfig) -> dict[str, Any]:
     """The last dead letters, for people. Bounded in number, bytes and age."""
-    return _stream(config, DEAD_MAX_AGE_S) | {
+    return _stream(config, max_age_s=7 * 86400.0) | {
         "name": names.dead_stream,
         "description": "pullfill jobs that nobody may try again",
         "subjects": [names.dead],
         "retention": "limits",
         "discard": "old",
-        "max_msgs": DEAD_MAX,
+        "max_msgs": 1000,
         "max_bytes": DEAD_MAX_BYTES,
     }
 
@@ -75,7 +157,7 @@ def _stream(config: QueueConfig, max_age_s: float) -> dict[str, Any]:
         "max_consumers": -1,
         "max_msg_size": -1,
         "num_replicas": config.replicas,
-        "duplicate_window": _ns(min(DUPLICATE_WINDOW_S, max_age_s)),
+        "duplicate_window": _ns(min(120.0, max_age_s)),
     }
 
 

@@ -16,13 +16,9 @@ from dataclasses import dataclass, field
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import BadMessage, QueueFull, QueueUnavailable
-from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt
-from pullfill.queue.names import round_up_tokens
-from pullfill.queue.urgency import Turns, Urgency
+from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt, Turns, Urgency
+from pullfill.queue.streams import round_up_tokens
 from pullfill.wire import QueueStatus
-
-DUPLICATE_WINDOW_S = 120.0
-_POLL_S = 0.005
 
 
 @dataclass(slots=True)
@@ -66,7 +62,7 @@ class MemoryQueue:
     def store(self, job_id: str, body: bytes, tokens: int, urgency: Urgency) -> Receipt:
         now = self.clock.monotonic()
         seen = self._seen.get(job_id)
-        if seen is not None and now - seen[1] < DUPLICATE_WINDOW_S:
+        if seen is not None and now - seen[1] < 120.0:
             return Receipt(job_id, seen[0], True, "memory")
         if len(self._jobs) >= self.config.max_jobs:
             raise QueueFull(f"the job queue is full: {self.config.max_jobs} jobs")
@@ -140,10 +136,10 @@ class MemoryQueue:
         )
 
     async def wait_changed(self, timeout_s: float) -> None:
-        """Wait for a change, for a moment at most, because the injected clock may have moved."""
+        """Wait for a change, for 5 ms at most, because the injected clock may have moved."""
         self._changed.clear()
         try:
-            async with asyncio.timeout(min(_POLL_S, timeout_s)):
+            async with asyncio.timeout(min(0.005, timeout_s)):
                 await self._changed.wait()
         except TimeoutError:
             pass
@@ -255,34 +251,20 @@ class MemoryConsumer:
         self.ack_wait_s = queue.config.ack_wait_s
         self.max_deliver = queue.config.max_deliver
 
-    async def pull(
-        self, budget_tokens: int, max_jobs: int, wait_s: float, *, urgent_only: bool = False
-    ) -> list[Delivery]:
+    async def pull(self, wait_s: float, *, urgent_only: bool = False) -> Delivery | None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
-        taken: list[Delivery] = []
-        tokens = 0
-        while not self._draining and len(taken) < max_jobs:
-            if taken and tokens >= budget_tokens:
-                break
+        while not self._draining:
             if not self._queue.offline:
-                self._queue.check_online()
                 job = await self._queue.take(self._turns, urgent_only=urgent_only)
                 if job is not None:
-                    taken.append(MemoryDelivery(self._queue, job))
-                    tokens += job.tokens
-                    continue
+                    return MemoryDelivery(self._queue, job)
             left = deadline - loop.time()
-            if taken or left <= 0 or urgent_only:
+            if left <= 0 or urgent_only:
+                self._queue.check_online()
                 break
             await self._queue.wait_changed(left)
-        if not taken and not self._draining:
-            self._check_still_online()
-        return taken
-
-    def _check_still_online(self) -> None:
-        if self._queue.offline:
-            raise QueueUnavailable("the in-memory queue is offline")
+        return None
 
     async def drain(self) -> None:
         self._draining = True

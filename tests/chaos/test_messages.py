@@ -14,7 +14,7 @@ import pytest
 from nats.js import JetStreamContext
 
 from pullfill.net import frames
-from pullfill.queue.names import EXPECTED_STREAM, MSG_ID, TOKENS, Names
+from pullfill.queue.streams import EXPECTED_STREAM, MSG_ID, TOKENS, Names
 from pullfill.wire import (
     Claim,
     Commit,

@@ -21,8 +21,8 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import status
-from pullfill.queue.names import consumer_of
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.contract import Urgency
+from pullfill.queue.streams import consumer_of
 from pullfill.snapshot import NOT_CLAIMED
 from tests.support import web
 from tests.support.cluster import MODEL, Cluster, Worker, until

@@ -66,7 +66,7 @@ class Load:
     async def work(self, worker: JetStreamConsumer) -> None:
         while not self.stop or self.producer.depth().depth_jobs or not self.producer.available:
             try:
-                for job in await worker.pull(500, 4, 0.5):
+                if job := await worker.pull(0.5):
                     await job.ack()
                     self.done[job.job_id] += 1
             except QueueUnavailable:
@@ -136,7 +136,7 @@ async def test_a_hang_longer_than_the_client_keeps_its_connection(
     server.resume()
     await until(lambda: producer.available and consumer.connection.up)
     await producer.publish("after", b"", 1)
-    [job] = await consumer.pull(1, 1, HANG_S)
+    job = await consumer.pull(HANG_S)
     await job.ack()
     await asyncio.gather(producer.close(), consumer.close())
 

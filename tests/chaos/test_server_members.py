@@ -19,7 +19,7 @@ from pullfill.deploy import operate
 from pullfill.errors import PullfillError
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.queue.names import Names
+from pullfill.queue.streams import Names
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
 from pullfill.wire import QueueSettings
@@ -70,11 +70,11 @@ class Traffic:
     async def _pull(self) -> None:
         while True:
             try:
-                jobs = await self.consumer.pull(1, 1, 1.0)
+                job = await self.consumer.pull(1.0)
             except PullfillError:
                 await asyncio.sleep(0.05)
                 continue
-            for job in jobs:
+            if job is not None:
                 self.pulled.setdefault(job.job_id, time.monotonic())
                 await job.ack()
 

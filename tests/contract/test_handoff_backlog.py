@@ -26,7 +26,7 @@ from tests.support.nats import NatsServer
 
 JOBS, TOKENS = 30, 1024
 """Each job alone fills the budget of a prefill worker here. It waits in the line of the live one's
-short prompts (queue/urgency.py), which therefore do not pass it."""
+short prompts (queue/contract.py), which therefore do not pass it."""
 GONE = "decode-gone"
 
 

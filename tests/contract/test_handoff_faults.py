@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pullfill.errors import Outcome
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.contract import Urgency
 from pullfill.wire import WIRE_VERSION, PrefillJob, decode, encode, u32
 from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import Cluster, hold, prompt, settled, stuck_in_a_write, until
@@ -101,7 +101,7 @@ async def test_a_job_of_another_wire_version_is_left_to_a_worker_that_can_read_i
         job = cluster.queue.job
         await until(lambda: (one := job(1)) is not None and one.deliveries and not one.in_flight)
         await prefill.puller.stop()
-        [delivery] = await cluster.queue.consumer().pull(1, 1, 30.0)
+        delivery = await cluster.queue.consumer().pull(30.0)
         assert delivery.number == 2
         assert not cluster.queue.dead
         await delivery.ack()

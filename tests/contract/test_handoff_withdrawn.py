@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from pullfill.queue.contract import JobConsumer, Receipt
+from pullfill.queue.contract import JobConsumer, Receipt, Urgency
 from pullfill.queue.jetstream import JetStreamConsumer
-from pullfill.queue.names import Names
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.streams import Names
 from tests.support.fakes import FakeClock
 from tests.support.handoff_decode import DecodeHalf, Served
 from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
@@ -135,9 +134,9 @@ async def lose(how: str, cluster: Cluster, consumer: JobConsumer) -> None:
         await connection.api(f"STREAM.DELETE.{names.stream}")
     else:
         for _ in range(cluster.config.max_deliver if how == "max_deliver" else 1):
-            [delivery] = await consumer.pull(1, 1, 30.0)
+            delivery = await consumer.pull(30.0)
             await (delivery.term("it is poison") if how == "term" else delivery.nak())
-        assert not await consumer.pull(1, 1, 0.2)
+        assert not await consumer.pull(0.2)
 
 
 @pytest.mark.parametrize("how", ["purge", "delete", "term", "max_deliver"])
@@ -155,7 +154,7 @@ async def test_a_job_whose_message_is_gone_is_local(
         if beside:
             older = decode.send(prompt(30))
             await until(lambda: decode.producer.depth().depth_jobs == 1)
-            [held] = await consumer.pull(1, 1, 30.0)
+            held = await consumer.pull(30.0)
         served = decode.send(prompt(20, seed=2))
         await until(lambda: decode.producer.depth().depth_jobs == 1 + beside)
         await lose(how, cluster, consumer)

@@ -12,7 +12,7 @@ import pytest
 from pullfill.errors import BadMessage, QueueFull
 from pullfill.queue.contract import DeadLetter, Delivery, JobConsumer, JobProducer, QueueConfig
 from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
-from pullfill.queue.names import round_up_tokens
+from pullfill.queue.streams import round_up_tokens
 from pullfill.testing.memory_queue import MemoryQueue
 from tests.support.nats import NatsServer, dead_letters, until
 
@@ -114,35 +114,26 @@ async def hasty(make: Make) -> Bench:
     return await make(a_config(ACK_WAIT_S))
 
 
-async def pulled(consumer: JobConsumer, budget_tokens: int, max_jobs: int) -> list[Delivery]:
-    """Pull until the budget is spent or all jobs are there.
-
-    One pull may bring fewer: a consumer hears of a job a moment after NATS has confirmed it."""
-    jobs: list[Delivery] = []
-    while len(jobs) < max_jobs and not (jobs and budget_tokens <= 0):
-        more = await consumer.pull(budget_tokens, max_jobs - len(jobs), SOON_S)
-        assert more, "no job came"
-        jobs += more
-        budget_tokens -= sum(job.tokens for job in more)
-    return jobs
+async def pulled(consumer: JobConsumer, count: int) -> list[Delivery]:
+    return [job for _ in range(count) if (job := await consumer.pull(SOON_S))]
 
 
 async def test_publish_pull_ack(hasty: Bench) -> None:
     receipt = await hasty.producer.publish("a", b"body", 100)
     assert not receipt.duplicate
-    [job] = await hasty.consumer.pull(1, 10, SOON_S)
+    job = await hasty.consumer.pull(SOON_S)
     assert (job.job_id, job.body, job.tokens, job.number) == ("a", b"body", 100, 1)
     await hasty.depth_is(1, in_flight=1)
     await job.ack()
     await hasty.depth_is(0, in_flight=0)
     await hasty.advance(1.5 * ACK_WAIT_S)
-    assert await hasty.consumer.pull(1, 1, 0.05) == []
+    assert await hasty.consumer.pull(0.05) is None
 
 
 async def test_empty_and_bytes_that_are_no_job_are_delivered(bench: Bench) -> None:
     await bench.producer.publish("empty", b"", 0)
     await bench.producer.publish("junk", bytes(range(256)), 0)
-    jobs = await pulled(bench.consumer, 1, 2)
+    jobs = await pulled(bench.consumer, 2)
     assert [job.body for job in jobs] == [b"", bytes(range(256))]
     for job in jobs:
         await job.ack()
@@ -151,7 +142,7 @@ async def test_empty_and_bytes_that_are_no_job_are_delivered(bench: Bench) -> No
 async def test_jobs_come_in_order(bench: Bench) -> None:
     for name in "abc":
         await bench.producer.publish(name, b"", 1)
-    jobs = await pulled(bench.consumer, 10**6, 3)
+    jobs = await pulled(bench.consumer, 3)
     assert [job.job_id for job in jobs] == ["a", "b", "c"]
     for job in jobs:
         await job.ack()
@@ -163,11 +154,10 @@ async def test_the_same_job_id_is_one_job(bench: Bench) -> None:
     assert again.duplicate
     assert again.seq == first.seq
     assert bench.producer.depth().depth_jobs == 1
-    jobs = await bench.consumer.pull(10**6, 10, SOON_S)
-    assert len(jobs) == 1
-    await jobs[0].ack()
+    job = await bench.consumer.pull(SOON_S)
+    await job.ack()
     assert (await bench.producer.publish("a", b"body", 100)).duplicate
-    assert await bench.consumer.pull(1, 1, 0.05) == []
+    assert await bench.consumer.pull(0.05) is None
 
 
 @pytest.mark.essential
@@ -187,14 +177,14 @@ async def test_cancel_pending(bench: Bench) -> None:
     assert await bench.producer.cancel(receipt)
     assert not await bench.producer.cancel(receipt)
     assert bench.producer.depth().depth_jobs == 0
-    assert await bench.consumer.pull(1, 1, 0.05) == []
+    assert await bench.consumer.pull(0.05) is None
 
 
 async def test_gone_are_the_jobs_whose_message_was_removed(bench: Bench) -> None:
     receipts = [await bench.producer.publish(name, b"body", 10) for name in "abcd"]
-    acked, *_ = await pulled(bench.consumer, 10, 1)
+    acked, *_ = await pulled(bench.consumer, 1)
     await acked.ack()
-    await pulled(bench.consumer, 10, 1)
+    await pulled(bench.consumer, 1)
     assert await bench.producer.cancel(receipts[2])
 
     async def gone() -> list[str]:
@@ -208,38 +198,38 @@ async def test_gone_are_the_jobs_whose_message_was_removed(bench: Bench) -> None
 
 async def test_cancel_in_flight_and_its_late_ack(hasty: Bench) -> None:
     receipt = await hasty.producer.publish("a", b"", 1)
-    [job] = await hasty.consumer.pull(1, 1, SOON_S)
+    job = await hasty.consumer.pull(SOON_S)
     assert await hasty.producer.cancel(receipt)
     await job.in_progress()
     await job.ack()
     await hasty.depth_is(0, in_flight=0)
     await hasty.advance(1.5 * ACK_WAIT_S)
-    assert await hasty.consumer.pull(1, 1, 0.05) == []
+    assert await hasty.consumer.pull(0.05) is None
 
 
 async def test_nak_gives_back_at_once(bench: Bench) -> None:
     await bench.producer.publish("a", b"", 1)
-    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    job = await bench.consumer.pull(SOON_S)
     await job.nak()
-    [again] = await bench.consumer.pull(1, 1, SOON_S)
+    again = await bench.consumer.pull(SOON_S)
     assert again.number == 2
     await again.ack()
 
 
 async def test_nak_with_delay_waits(bench: Bench) -> None:
     await bench.producer.publish("a", b"", 1)
-    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    job = await bench.consumer.pull(SOON_S)
     await job.nak(0.3)
-    assert await bench.consumer.pull(1, 1, 0.05) == []
+    assert await bench.consumer.pull(0.05) is None
     await bench.advance(0.4)
-    [again] = await bench.consumer.pull(1, 1, SOON_S)
+    again = await bench.consumer.pull(SOON_S)
     assert again.number == 2
     await again.ack()
 
 
 async def test_term_leaves_a_dead_letter(hasty: Bench) -> None:
     await hasty.producer.publish("a", b"poison", 1)
-    [job] = await hasty.consumer.pull(1, 1, SOON_S)
+    job = await hasty.consumer.pull(SOON_S)
     await job.term("cannot\r\nread it: é")
     await job.term("twice is once")
     await job.nak()
@@ -248,13 +238,13 @@ async def test_term_leaves_a_dead_letter(hasty: Bench) -> None:
     assert letter.reason.split() == ["cannot", "read", "it:", "é"]
     await hasty.depth_is(0)
     await hasty.advance(1.5 * ACK_WAIT_S)
-    assert await hasty.consumer.pull(1, 1, 0.05) == []
+    assert await hasty.consumer.pull(0.05) is None
 
 
 async def test_the_newest_dead_letters_come_first(bench: Bench) -> None:
     for name in "abc":
         await bench.producer.publish(name, b"", 1)
-        [job] = await bench.consumer.pull(1, 1, SOON_S)
+        job = await bench.consumer.pull(SOON_S)
         await job.term("poison")
     assert [letter.job_id for letter in await bench.dead_letters()] == ["c", "b", "a"]
 
@@ -263,10 +253,10 @@ async def test_the_newest_dead_letters_come_first(bench: Bench) -> None:
 async def test_max_deliver_ends_in_a_dead_letter_and_an_empty_queue(bench: Bench) -> None:
     await bench.producer.publish("a", b"body", 1)
     for number in (1, 2, 3):
-        [job] = await bench.consumer.pull(1, 1, SOON_S)
+        job = await bench.consumer.pull(SOON_S)
         assert job.number == number
         await job.nak()
-    assert await bench.consumer.pull(1, 1, 0.1) == []
+    assert await bench.consumer.pull(0.1) is None
     await bench.dead_is(1)
     [letter] = await bench.dead_letters()
     assert (letter.job_id, letter.reason, letter.body) == ("a", "max_deliver", b"body")
@@ -274,65 +264,44 @@ async def test_max_deliver_ends_in_a_dead_letter_and_an_empty_queue(bench: Bench
     await bench.depth_is(0, in_flight=0)
 
 
-async def test_a_pull_stops_at_its_token_budget(bench: Bench) -> None:
-    for name, tokens in (("a", 100), ("b", 50), ("c", 10), ("d", 10)):
-        await bench.producer.publish(name, b"", tokens)
-    first = await bench.consumer.pull(40, 10, SOON_S)
-    assert [job.job_id for job in first] == ["a"], "the first is taken whatever its size"
-    then = await pulled(bench.consumer, 55, 10)
-    assert [job.job_id for job in then] == ["b", "c"]
-    rest = await bench.consumer.pull(1000, 10, SOON_S)
-    assert [job.job_id for job in rest] == ["d"]
-    for job in first + then + rest:
-        await job.ack()
-    await bench.depth_is(0)
-
-
-async def test_a_pull_stops_at_max_jobs(bench: Bench) -> None:
-    for name in "abc":
-        await bench.producer.publish(name, b"", 1)
-    jobs = await pulled(bench.consumer, 10**6, 2)
-    assert [job.job_id for job in jobs] == ["a", "b"]
-
-
 async def test_a_waiting_pull_gets_the_next_job(bench: Bench) -> None:
-    pull = asyncio.create_task(bench.consumer.pull(1, 1, SOON_S))
+    pull = asyncio.create_task(bench.consumer.pull(SOON_S))
     await asyncio.sleep(0.05)
     await bench.producer.publish("a", b"", 1)
-    [job] = await pull
+    job = await pull
     await job.ack()
 
 
 async def test_a_cancelled_pull_loses_nothing(bench: Bench) -> None:
-    pull = asyncio.create_task(bench.consumer.pull(1, 1, SOON_S))
+    pull = asyncio.create_task(bench.consumer.pull(SOON_S))
     await asyncio.sleep(0.05)
     pull.cancel()
     await asyncio.gather(pull, return_exceptions=True)
     await bench.producer.publish("a", b"", 1)
     other = await bench.add_consumer()
-    [job] = await other.pull(1, 1, SOON_S)
+    job = await other.pull(SOON_S)
     assert job.number == 1, "each delivery in vain is one of max_deliver"
     await job.ack()
 
 
 async def test_drain_leaves_jobs_to_others(bench: Bench) -> None:
-    pull = asyncio.create_task(bench.consumer.pull(1, 1, SOON_S))
+    pull = asyncio.create_task(bench.consumer.pull(SOON_S))
     await asyncio.sleep(0.05)
     await bench.consumer.drain()
     async with asyncio.timeout(1.0):
-        assert await pull == []
+        assert await pull is None
     other = await bench.add_consumer()
     for name in "abcdef":
         await bench.producer.publish(name, b"", 1)
-    jobs = await pulled(other, 10**6, 6)
+    jobs = await pulled(other, 6)
     assert len(jobs) == 6
     assert all(job.number == 1 for job in jobs)
-    assert await bench.consumer.pull(1, 1, 0.05) == []
+    assert await bench.consumer.pull(0.05) is None
 
 
 async def test_a_drained_worker_still_settles(bench: Bench) -> None:
     await bench.producer.publish("a", b"", 1)
-    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    job = await bench.consumer.pull(SOON_S)
     await bench.consumer.drain()
     await job.in_progress()
     await job.ack()
@@ -341,17 +310,17 @@ async def test_a_drained_worker_still_settles(bench: Bench) -> None:
 
 async def test_hand_back_frees_the_job_of_a_dead_worker(bench: Bench) -> None:
     receipt = await bench.producer.publish("a", b"", 1)
-    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    job = await bench.consumer.pull(SOON_S)
     other = await bench.add_consumer()
     await bench.producer.nak(job.ack_subject, receipt)
-    [again] = await other.pull(1, 1, SOON_S)
+    again = await other.pull(SOON_S)
     assert (again.job_id, again.number) == ("a", 2)
     await again.ack()
 
 
 async def test_hand_back_leaves_the_jobs_of_others_alone(bench: Bench) -> None:
     await bench.producer.publish("other", b"", 1)
-    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    job = await bench.consumer.pull(SOON_S)
     mine = await bench.producer.publish("mine", b"", 1)
     with pytest.raises(BadMessage, match="another job"):
         await bench.producer.nak(job.ack_subject, mine)
@@ -380,7 +349,7 @@ async def test_depth_counts_jobs_and_tokens(bench: Bench) -> None:
     expected = sum(round_up_tokens(1000 * i) for i in range(1, 5))
     depth = bench.producer.depth()
     assert (depth.depth_jobs, depth.depth_tokens) == (4, expected), "own publishes count at once"
-    [job] = await bench.consumer.pull(1, 1, SOON_S)
+    job = await bench.consumer.pull(SOON_S)
     await bench.depth_is(4, in_flight=1)
     assert bench.producer.depth().depth_tokens == expected
     assert await bench.producer.cancel(receipts[3])
@@ -405,7 +374,7 @@ async def test_many_jobs_over_several_workers_each_once(bench: Bench) -> None:
 
     async def work(worker: JobConsumer) -> None:
         while len(seen) < 60:
-            for job in await worker.pull(40, 4, 0.1):
+            if job := await worker.pull(0.1):
                 seen.append(job.job_id)
                 await job.ack()
 

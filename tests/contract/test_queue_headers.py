@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pullfill.errors import QueueUnavailable
 from pullfill.queue.contract import DeadLetter, QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
-from pullfill.queue.names import Names
+from pullfill.queue.streams import Names
 from tests.contract.test_queue_jetstream import Pair, config, pair, retried, server
 from tests.support.nats import NatsServer, dead_letters, until
 
@@ -41,14 +41,14 @@ async def test_a_job_whose_headers_cannot_be_read_becomes_a_dead_letter(
     producer, consumer = pair
     await publish(server, Names(config.namespace, config.compat_hash).job(5), b"NATS/1.0")
     await producer.publish("good", b"2", 20)
-    [good] = await retried(lambda: consumer.pull(1, 1, 5))
+    good = await retried(lambda: consumer.pull(5))
     assert good.job_id == "good"
     await good.ack()
 
     async def pull() -> None:
         while True:
             with contextlib.suppress(QueueUnavailable):
-                assert await consumer.pull(1, 1, 1) == []
+                assert await consumer.pull(1) is None
 
     pulling = asyncio.create_task(pull())
     async with asyncio.timeout(60):
@@ -72,5 +72,5 @@ async def test_a_message_whose_headers_cannot_be_read_costs_a_connection(
         await until(lambda: deaf.generation > before and deaf.up)  # noqa: B023
     await until(lambda: producer.available)
     await producer.publish("good", b"2", 20)
-    [good] = await retried(lambda: consumer.pull(1, 1, 5))
+    good = await retried(lambda: consumer.pull(5))
     await good.ack()

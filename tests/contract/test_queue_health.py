@@ -21,16 +21,15 @@ from pullfill.errors import PeerUnavailable, PullfillError, QueueUnavailable
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.pulling import Pulling
 from pullfill.queue import nats_connection, streams
-from pullfill.queue.contract import QueueConfig
+from pullfill.queue.contract import QueueConfig, Urgency
 from pullfill.queue.jetstream import (
     BUSY_REFRESH_S,
     REQUEST_S,
     JetStreamConsumer,
     JetStreamProducer,
 )
-from pullfill.queue.names import consumer_of
 from pullfill.queue.nats_connection import NatsConnection, NoResponders
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.streams import consumer_of
 from pullfill.runtime.health import UP
 from pullfill.wire import QueueSettings
 from tests.support.control_rig import Decode, hello
@@ -216,13 +215,13 @@ async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_wo
         lost.setattr("pullfill.queue.jetstream.consumer_of", lambda _: "nobody")
         lost.setattr(consumer.connection, "api", _unavailable)
         with contextlib.suppress(QueueUnavailable):
-            assert await consumer.pull(1, 1, 0.1) == []
+            assert await consumer.pull(0.1) is None
         assert consumer.connection.up
         await asyncio.sleep(2 * nats_connection.PING_EVERY_S)
         assert not consumer.health.up, "a PING that is answered does not hide it"
         assert "no quorum" in str(consumer.health.status().error)
     await until(lambda: consumer.health.up, HANG_S)
-    assert await consumer.pull(1, 1, 0.1) == []
+    assert await consumer.pull(0.1) is None
 
 
 async def test_a_consumer_with_as_many_jobs_in_flight_as_it_may_have_is_no_outage(
@@ -232,7 +231,7 @@ async def test_a_consumer_with_as_many_jobs_in_flight_as_it_may_have_is_no_outag
     producer, consumer = ends.producer, ends.consumer
     for name in ("held", "stopped"):
         await producer.publish(name, b"", 10)
-    [held] = await consumer.pull(1, 1, HANG_S)
+    held = await consumer.pull(HANG_S)
     stream = consumer.streams._names.stream
     info = await producer.connection.api(f"CONSUMER.INFO.{stream}.{CONSUMER}")
     assert info["config"]["max_ack_pending"] > QueueConfig("", "").max_jobs
@@ -240,13 +239,13 @@ async def test_a_consumer_with_as_many_jobs_in_flight_as_it_may_have_is_no_outag
     await producer.connection.api(f"CONSUMER.CREATE.{stream}.{CONSUMER}", changed)
     turns: list[bool] = []
     consumer.health.on_change = lambda: turns.append(consumer.health.up)
-    pulling = asyncio.create_task(consumer.pull(1, 1, HANG_S))
+    pulling = asyncio.create_task(consumer.pull(HANG_S))
     await asyncio.sleep(0.1)
     await producer.publish("tight", b"", 10, Urgency.TIGHT)
-    assert [job.job_id for job in await pulling] == ["tight"]
+    assert (await pulling).job_id == "tight"
     assert turns == []
     await held.ack()
-    assert [job.job_id for job in await consumer.pull(1, 1, HANG_S)] == ["stopped"]
+    assert (await consumer.pull(HANG_S)).job_id == "stopped"
 
 
 async def test_a_cancelled_pull_withdraws_its_request_also_after_a_restart(ends: Ends) -> None:
@@ -259,7 +258,7 @@ async def test_a_cancelled_pull_withdraws_its_request_also_after_a_restart(ends:
                 await asyncio.sleep(0.01)
 
     for _ in range(3):
-        pulling = asyncio.create_task(ends.consumer.pull(1, 1, HANG_S))
+        pulling = asyncio.create_task(ends.consumer.pull(HANG_S))
         await waiting(1)
         pulling.cancel()
         await waiting(0, within_s=REQUEST_S / 2)  # by itself it would end later
@@ -339,7 +338,7 @@ async def test_a_server_that_counts_jobs_but_stores_none_is_asked_at_a_pace(
 async def test_a_pull_that_was_cancelled_has_left_the_server(ends: Ends) -> None:
     """On a busy machine its UNSUB is written late. A job would be sent to it, and be given back."""
     producer, consumer = ends.producer, ends.consumer
-    pull = asyncio.create_task(consumer.pull(1, 1, HANG_S))
+    pull = asyncio.create_task(consumer.pull(HANG_S))
     info = f"CONSUMER.INFO.{consumer.streams._names.stream}.{CONSUMER}"
     async with asyncio.timeout(HANG_S):
         while not (await producer.connection.api(info))["num_waiting"]:  # noqa: ASYNC110
@@ -351,7 +350,7 @@ async def test_a_pull_that_was_cancelled_has_left_the_server(ends: Ends) -> None
     await asyncio.gather(pull, return_exceptions=True)
     await producer.publish("a", b"", 10)
     await asyncio.sleep(0.5)
-    [job] = await consumer.pull(1, 1, HANG_S)
+    job = await consumer.pull(HANG_S)
     assert job.number == 1
     await job.ack()
 
@@ -362,7 +361,7 @@ async def test_a_stream_that_was_made_anew_with_other_rules_is_said(ends: Ends) 
     async def pull() -> None:
         while True:
             with contextlib.suppress(PullfillError):
-                await ends.consumer.pull(1, 1, 0.5)
+                await ends.consumer.pull(0.5)
             await asyncio.sleep(0.01)
 
     api, name = ends.producer.connection.api, ends.consumer.streams._names.stream

@@ -19,8 +19,8 @@ import pytest
 from pullfill.errors import ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue.contract import Delivery, QueueConfig, Receipt
 from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
-from pullfill.queue.names import Names
 from pullfill.queue.nats_connection import NoResponders
+from pullfill.queue.streams import Names
 from tests.support.nats import NatsServer, dead_letters, until
 
 HANG_S = 15.0
@@ -74,7 +74,7 @@ async def test_jobs_survive_a_killed_server(server: NatsServer, pair: Pair) -> N
     producer, consumer = pair
     await producer.publish("held", b"1", 10)
     await producer.publish("waiting", b"2", 20)
-    [held] = await consumer.pull(1, 1, 5)
+    held = await consumer.pull(5)
     await server.restart()
     await held.ack()
     names = set[str]()
@@ -83,7 +83,7 @@ async def test_jobs_survive_a_killed_server(server: NatsServer, pair: Pair) -> N
         # that ack, and delivers the job again.
         while not (names and producer.available and producer.depth().depth_jobs == 0):
             with contextlib.suppress(QueueUnavailable):
-                for job in await consumer.pull(2, 1, 0.2):
+                if job := await consumer.pull(0.2):
                     names.add(job.job_id)
                     await job.ack()
             producer.look_again()
@@ -119,13 +119,12 @@ async def test_room_is_noticed_by_one_that_publishes_nothing_for_want_of_it(
 ) -> None:
     """While all it knows is that the queue is full it does not use the queue; it must look all
     the same, at once and again, also when a thread says so that has no loop."""
-    for name in ("STEADY_REFRESH_S", "IDLE_REFRESH_S", "BUSY_FOR_S"):
-        monkeypatch.setattr(f"pullfill.queue.jetstream.{name}", 3600.0)
+    monkeypatch.setattr("pullfill.queue.jetstream.STEADY_REFRESH_S", 3600.0)
     producer, consumer = pair
     other = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
     try:
         await producer.publish("job", b"", 10)
-        [job] = await consumer.pull(1, 1, 5)
+        job = await consumer.pull(5)
         await job.ack()
         assert producer.depth().depth_jobs == 1, "it was not told"
         await asyncio.to_thread(producer.look_again)
@@ -141,14 +140,14 @@ async def test_a_server_that_came_back_empty_is_set_up_again(
 ) -> None:
     producer, consumer = pair
     old = await producer.publish("lost", b"", 10)
-    [held] = await consumer.pull(1, 1, 5)
+    held = await consumer.pull(5)
     await server.restart(empty=True)
     new = await publish_when_available(producer, "new")
     assert new.seq == old.seq, "the case this is about: numbers start again"
     assert not await producer.cancel(old), "an old receipt must not remove a new job"
     await producer.nak(held.ack_subject, old)
     await held.ack()
-    [job] = await retried(lambda: consumer.pull(1, 1, 1))
+    job = await retried(lambda: consumer.pull(1))
     assert job.job_id == "new", "an old delivery must not settle a new job"
     assert job.number == 1
     await job.ack()
@@ -172,17 +171,17 @@ async def test_a_deleted_stream_or_consumer_is_made_again(
                 break
             except QueueUnavailable:
                 await asyncio.sleep(0.05)
-    jobs = await retried(lambda: consumer.pull(1, 1, 1))
-    await jobs[0].ack()
+    job = await retried(lambda: consumer.pull(1))
+    await job.ack()
 
 
 async def test_a_pull_survives_a_restart_while_it_waits(server: NatsServer, pair: Pair) -> None:
     producer, consumer = pair
-    pull = asyncio.create_task(consumer.pull(1, 1, HANG_S))
+    pull = asyncio.create_task(consumer.pull(HANG_S))
     await asyncio.sleep(0.05)
     await server.restart()
     await publish_when_available(producer, "new")
-    [job] = await pull
+    job = await pull
     await job.ack()
 
 
@@ -206,12 +205,12 @@ async def test_a_hung_server_costs_one_timeout_then_nothing(
     took = time.monotonic() - started
     assert took < 10 * config.publish_timeout_s, "an open breaker waits for nobody"
     with pytest.raises(QueueUnavailable):
-        await consumer.pull(1, 1, 0.1)
+        await consumer.pull(0.1)
     server.resume()
     await publish_when_available(producer, "after")
     names = set[str]()
     while "after" not in names:  # the others, if they were stored, are refused at their claim
-        for job in await retried(lambda: consumer.pull(1, 1, 1)):
+        if job := await retried(lambda: consumer.pull(1)):
             names.add(job.job_id)
             await job.ack()
 
@@ -301,7 +300,7 @@ async def test_a_prompt_of_100k_tokens_passes(pair: Pair) -> None:
     producer, consumer = pair
     body = secrets.token_bytes(400_000)
     await producer.publish("long", body, 100_000)
-    [job] = await consumer.pull(1, 1, 5)
+    job = await consumer.pull(5)
     assert job.body == body
     assert job.tokens == 100_000
     await job.ack()
@@ -324,7 +323,7 @@ async def test_a_forged_message_is_delivered_and_can_be_terminated(
     producer, consumer = pair
     job = Names(config.namespace, config.compat_hash).job(0)
     await producer.connection.publish(job[:-1] + "many", b"\xff\x00junk")
-    [job] = await consumer.pull(1, 1, 5)
+    job = await consumer.pull(5)
     assert (job.body, job.tokens) == (b"\xff\x00junk", 0)
     await job.term("not a job")
     [letter] = await dead_letters(producer.connection, config)
@@ -339,16 +338,16 @@ async def test_a_sweep_finds_what_an_advisory_was_missed_for(
     consumer = await JetStreamConsumer.connect(server.url, config, wait_s=HANG_S)
     await producer.publish("a", b"body", 10)
     await producer.publish("b", b"other", 10)
-    await consumer.pull(1, 1, 5)
+    await consumer.pull(5)
     for subscription in list(consumer.connection.client._subs.values()):
         if "ADVISORY" in subscription.subject:
             await subscription.unsubscribe()
-    [job] = await consumer.pull(1, 1, 5)
+    job = await consumer.pull(5)
     assert await consumer.letters.sweep() == 0, "nothing is swept while a job is in flight"
     await job.ack()
     async with asyncio.timeout(HANG_S):
         while not (swept := await consumer.letters.sweep()):
-            assert await consumer.pull(1, 1, 0.1) == []
+            assert await consumer.pull(0.1) is None
     assert swept == 1
     [letter] = await dead_letters(producer.connection, config)
     assert (letter.job_id, letter.body) == ("a", b"body")

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from pullfill.errors import QueueUnavailable
-from pullfill.queue.contract import QueueConfig
+from pullfill.queue.contract import QueueConfig, Urgency
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.queue.names import Names, consumer_of
 from pullfill.queue.nats_connection import NoResponders
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.streams import Names, consumer_of
 from tests.support.nats import NatsServer, until
 
 HANG_S = 15.0
@@ -74,12 +73,12 @@ async def test_a_consumer_without_a_leader_holds_no_job_of_another_urgency(
         await ends.producer.connection.api(f"CONSUMER.DELETE.{ends.names.stream}.{TIGHT}")
         await ends.producer.publish("normal", b"", 7)
         await ends.producer.publish("tight", b"", 7, Urgency.TIGHT)
-        [job] = await asyncio.wait_for(ends.consumer.pull(1, 1, HANG_S), HANG_S)
+        job = await asyncio.wait_for(ends.consumer.pull(HANG_S), HANG_S)
         assert job.job_id == "normal"
         await until(lambda: bool(asked))
         assert ends.consumer.health.up
         await job.ack()
-    [job] = await ends.consumer.pull(1, 1, HANG_S)
+    job = await ends.consumer.pull(HANG_S)
     assert job.job_id == "tight"
     await job.ack()
 
@@ -110,7 +109,7 @@ async def test_without_a_leader_of_the_stream_prompts_are_prefilled_locally(
         assert not ends.producer.available
     await until(lambda: ends.producer.available, HANG_S)
     await ends.producer.publish("b", b"", 7)
-    [job] = await ends.consumer.pull(1, 1, HANG_S)
+    job = await ends.consumer.pull(HANG_S)
     assert job.job_id == "b"
     await job.ack()
 
@@ -121,5 +120,5 @@ async def test_a_dead_letter_stream_without_a_leader_holds_no_job(
     silence(ends.consumer, monkeypatch, ends.names.dead_stream)
     await ends.lose(ends.consumer)
     await ends.producer.publish("a", b"", 7)
-    [job] = await ends.consumer.pull(1, 1, HANG_S)
+    job = await ends.consumer.pull(HANG_S)
     await job.ack()

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from pullfill.errors import QueueUnavailable
-from pullfill.queue.contract import QueueConfig
+from pullfill.queue.contract import QueueConfig, Urgency
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.queue.names import Names, consumer_of
 from pullfill.queue.nats_connection import NatsConnection
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.streams import Names, consumer_of
 from pullfill.wire import QueueSettings
 from tests.support.nats import NatsServer, until
 
@@ -48,15 +47,15 @@ async def test_a_server_whose_clock_was_set_back_makes_no_delivery_stale(
     producer = await JetStreamProducer.connect(nats.url, config, wait_s=HANG_S)
     consumer = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
     receipts = [await producer.publish(name, b"", 10) for name in ("done", "poison", "held")]
-    jobs = [job for _ in range(3) for job in await consumer.pull(1, 1, 5)]
+    jobs = [await consumer.pull(5) for _ in range(3)]
     await jobs[0].ack()
     await jobs[1].term("poison")
     for _ in range(8):  # 1.6 times ack_wait
         await asyncio.sleep(config.ack_wait_s / 5)
         await jobs[2].in_progress()
-    assert await consumer.pull(1, 1, 0.1) == []
+    assert await consumer.pull(0.1) is None
     await producer.nak(jobs[2].ack_subject, receipts[2])
-    [again] = await consumer.pull(1, 1, 5)
+    again = await consumer.pull(5)
     assert (again.job_id, again.number) == ("held", 2)
     await again.ack()
     await until(lambda: producer.depth().depth_jobs == 0)
@@ -161,15 +160,15 @@ async def test_a_worker_that_drains_takes_no_job_with_it(
     transport: Any = leaving.connection.client._transport
     write, loop = transport.writelines, asyncio.get_running_loop()
     transport.writelines = lambda lines: loop.call_later(0.05, write, list(lines))
-    pulling = asyncio.create_task(leaving.pull(100, 1, 5.0))
+    pulling = asyncio.create_task(leaving.pull(5.0))
     consumer = f"CONSUMER.INFO.{Names(config.namespace, config.compat_hash).stream}.{CONSUMER}"
     async with asyncio.timeout(HANG_S):
         while (await producer.connection.api(consumer))["num_waiting"] == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await leaving.drain()
-    assert await pulling == []
+    assert await pulling is None
     await producer.publish("job", b"", 10)
-    [job] = await other.pull(100, 1, 5.0)
+    job = await other.pull(5.0)
     assert job.number == 1, "the first delivery was lost"
     await job.ack()
     await asyncio.gather(producer.close(), leaving.close(), other.close())

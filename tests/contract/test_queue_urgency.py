@@ -7,9 +7,8 @@ from collections import Counter
 
 import pytest
 
-from pullfill.queue.contract import Delivery, JobConsumer
+from pullfill.queue.contract import Delivery, JobConsumer, Urgency
 from pullfill.queue.jetstream import JetStreamConsumer
-from pullfill.queue.urgency import Urgency
 from tests.contract.test_queue_contract import SOON_S, Bench, bench, make
 
 __all__ = ["bench", "make"]
@@ -22,7 +21,7 @@ async def publish(bench: Bench, *jobs: tuple[str, int, Urgency]) -> None:
 
 
 async def one(consumer: JobConsumer) -> Delivery:
-    [job] = await consumer.pull(1, 1, SOON_S)
+    job = await consumer.pull(SOON_S)
     return job
 
 
@@ -32,7 +31,7 @@ async def handed_out(bench: Bench, count: int) -> list[str]:
         job = await one(bench.consumer)
         names.append(job.job_id)
         await job.ack()
-    assert await bench.consumer.pull(1, 1, 0.05) == []
+    assert await bench.consumer.pull(0.05) is None
     return names
 
 
@@ -84,9 +83,9 @@ async def test_a_worker_that_waits_at_all_takes_one_job_and_leaves_the_others(be
 
 async def test_a_worker_may_take_nothing_but_urgent_jobs(bench: Bench) -> None:
     await publish(bench, ("normal", 100, NORMAL))
-    assert await bench.consumer.pull(1, 1, 0.0, urgent_only=True) == []
+    assert await bench.consumer.pull(0.0, urgent_only=True) is None
     await publish(bench, ("tight", 100, TIGHT))
-    [job] = await bench.consumer.pull(1, 9, 0.0, urgent_only=True)
+    job = await bench.consumer.pull(0.0, urgent_only=True)
     assert job.job_id == "tight"
     await job.ack()
     assert await handed_out(bench, 1) == ["normal"]
@@ -98,7 +97,7 @@ async def test_workers_share_all_and_no_job_comes_twice(bench: Bench) -> None:
 
     async def work(consumer: JobConsumer) -> None:
         while sum(taken.values()) < 60:
-            for job in await consumer.pull(1, 1, 0.2):
+            if job := await consumer.pull(0.2):
                 taken[job.job_id] += 1
                 await job.ack()
 

@@ -88,7 +88,7 @@ async def test_a_job_goes_through_a_server_with_a_password_and_tls(
     )
     try:
         await producer.publish("job", b"body", 7)
-        (delivery,) = await consumer.pull(1 << 20, 1, HANG_S)
+        delivery = await consumer.pull(HANG_S)
         assert delivery.body == b"body"
         await delivery.ack()
         # Our own redial logs in again.

@@ -58,16 +58,16 @@ async def test_jobs_dead_letters_and_surveys_with_the_rights_of_one_namespace(
     )
     try:
         await producer.publish("acked", b"body", 7)
-        (delivery,) = await consumer.pull(1 << 20, 1, HANG_S)
+        delivery = await consumer.pull(HANG_S)
         await delivery.in_progress()
         await delivery.ack()
         receipt = await producer.publish("cancelled", b"body", 7)
         assert await producer.cancel(receipt)
         await producer.publish("poison", b"body", 7)
-        (delivery,) = await consumer.pull(1 << 20, 1, HANG_S)
+        delivery = await consumer.pull(HANG_S)
         await delivery.term("poison")
         await producer.publish("used up", b"body", 7)
-        await consumer.pull(1 << 20, 1, HANG_S)  # and never settled: an advisory moves it
+        await consumer.pull(HANG_S)  # and never settled: an advisory moves it
 
         async def dead() -> set[str]:
             return {letter.job_id for letter in await dead_letters(producer.connection, QUEUE)}

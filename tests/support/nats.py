@@ -19,9 +19,9 @@ import nats.errors
 from nats.aio.client import Client
 
 from pullfill.queue.contract import DeadLetter, QueueConfig
-from pullfill.queue.deadletter import get_message
-from pullfill.queue.names import DELIVERIES, JOB_ID, REASON, Names
+from pullfill.queue.dead_letters import get_message
 from pullfill.queue.nats_connection import NatsConnection
+from pullfill.queue.streams import DELIVERIES, JOB_ID, REASON, Names
 from tests.support.etcd import free_ports
 
 START_TIMEOUT_S = 20.0

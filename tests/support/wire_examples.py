@@ -17,7 +17,7 @@ import msgspec
 
 from pullfill import wire
 from pullfill.engine import front_wire
-from pullfill.queue.names import Names
+from pullfill.queue.streams import Names
 from pullfill.transfer.cuda_ipc.ipc_transport import Exported
 from pullfill.transfer.nccl import nccl_backend as nccl
 from pullfill.transfer.nixl import nixl_backend as nixl

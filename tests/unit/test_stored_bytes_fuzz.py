@@ -18,10 +18,10 @@ from pullfill.deploy.state import LAUNCH_FILE, StateDir
 from pullfill.errors import BadMessage, ConfigError, PeerUnavailable, QueueUnavailable
 from pullfill.net.frames import split_address
 from pullfill.net.security import load
-from pullfill.queue.deadletter import _Advisory
+from pullfill.queue.dead_letters import _Advisory
 from pullfill.queue.jetstream import JetStreamDelivery
-from pullfill.queue.names import MSG_ID, TOKENS, parse_ack, subject_tokens
 from pullfill.queue.nats_connection import read_reply
+from pullfill.queue.streams import MSG_ID, TOKENS, parse_ack, subject_tokens
 from pullfill.registry import keys, live_settings
 from pullfill.registry.directory import decode_worker_record
 from pullfill.registry.gateway import parse_url, read_failure

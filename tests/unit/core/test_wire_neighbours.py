@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pullfill.errors import OtherVersion
-from pullfill.queue.names import Names
+from pullfill.queue.streams import Names
 from pullfill.wire import WIRE_VERSION, Compat, PrefillJob
 from pullfill.wire.codec import decode, decoder, encode
 from tests.support.wire_examples import RECORDS, STRUCTS, example, required

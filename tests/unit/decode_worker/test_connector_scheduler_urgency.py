@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.contract import Urgency
 from pullfill.wire import MAX_TEXT
 from tests.support.handoff_model import BLOCK
 from tests.unit.decode_worker.test_connector_scheduler import Rig

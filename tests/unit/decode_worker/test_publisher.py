@@ -14,8 +14,7 @@ from pullfill.decode_worker.ledger import Entry, Ledger, Settle
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.engine import features
 from pullfill.errors import Outcome, QueueFull
-from pullfill.queue.contract import Receipt
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.contract import Receipt, Urgency
 from pullfill.testing.loopback import LoopbackFences
 from tests.support import said
 

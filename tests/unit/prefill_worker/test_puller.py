@@ -12,8 +12,7 @@ from pullfill.deploy.plan import PREFILL_CHUNK
 from pullfill.errors import QueueUnavailable
 from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.prefill_worker.transfer_worker import Credits
-from pullfill.queue.contract import QueueConfig
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.contract import QueueConfig, Urgency
 from pullfill.testing.memory_queue import MemoryQueue
 from tests.support.nats import until
 
@@ -42,12 +41,12 @@ class Consumer:
 
     def __init__(self, real: Any, runner: Runner) -> None:
         self._real, self._runner = real, runner
-        self.asked: list[tuple[int, int]] = []
+        self.asked: list[int] = []
 
-    async def pull(self, budget: int, max_jobs: int, wait_s: float, **how: bool) -> Any:
+    async def pull(self, wait_s: float, **how: bool) -> Any:
         if not how["urgent_only"]:
-            self.asked.append((max_jobs, len(self._runner.started)))
-        return await self._real.pull(budget, max_jobs, wait_s, **how)
+            self.asked.append(len(self._runner.started))
+        return await self._real.pull(wait_s, **how)
 
     async def drain(self) -> None:
         await self._real.drain()
@@ -73,7 +72,7 @@ async def test_each_job_starts_before_the_next_is_asked_for() -> None:
     puller.start()
     await started(runner, 3)
     await puller.stop()
-    assert consumer.asked == [(1, 0), (1, 1), (1, 2)], "then the budget is used up"
+    assert consumer.asked == [0, 1, 2], "then the budget is used up"
     assert runner.started == ["j0", "j1", "j2"]
 
 
@@ -168,7 +167,7 @@ async def test_a_pause_ends_the_pull_that_waits() -> None:
     await asyncio.sleep(0.02)
     await producer.publish("j", b"", 10)
     await asyncio.sleep(0.02)
-    [job] = await queue.consumer().pull(1, 1, 20.0)
+    job = await queue.consumer().pull(20.0)
     assert job.number == 1
     await job.nak()
     puller.pause(False)
@@ -208,9 +207,9 @@ async def test_jobs_are_left_to_workers_that_wait_and_taken_if_none_does(
     producer, consumer = queue.producer(), cast(Any, Consumer(queue.consumer(), runner))
     pull, waits = consumer.pull, list[float]()
 
-    async def noting(budget: int, max_jobs: int, wait_s: float, **how: Any) -> Any:
+    async def noting(wait_s: float, **how: Any) -> Any:
         waits.append(wait_s)
-        return await pull(budget, max_jobs, wait_s, **how)
+        return await pull(wait_s, **how)
 
     consumer.pull = noting
     puller = Puller(

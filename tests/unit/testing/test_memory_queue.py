@@ -26,10 +26,10 @@ async def test_offline_refuses_and_settles_nothing() -> None:
     with pytest.raises(QueueUnavailable):
         await producer.publish("c", b"", 1)
     with pytest.raises(QueueUnavailable):
-        await consumer.pull(1, 1, 0.01)
+        await consumer.pull(0.01)
     assert not await producer.cancel(receipt)
     queue.offline = False
-    jobs = await consumer.pull(10, 10, 0.01)
+    jobs = [await consumer.pull(0.01) for _ in range(2)]
     assert [job.job_id for job in jobs] == ["a", "b"], "the claim of the cancelled one is refused"
     queue.offline = True
     await jobs[0].ack()
@@ -39,7 +39,7 @@ async def test_offline_refuses_and_settles_nothing() -> None:
 
 async def test_nobody_waits_for_a_clock_that_stands_still() -> None:
     consumer = MemoryQueue(QueueConfig("ns", "abc"), FakeClock()).consumer()
-    assert await consumer.pull(1, 1, 0.02) == []
+    assert await consumer.pull(0.02) is None
 
 
 async def test_a_job_nobody_asks_for_disappears() -> None:
@@ -48,4 +48,4 @@ async def test_a_job_nobody_asks_for_disappears() -> None:
     await queue.producer().publish("a", b"", 1)
     clock.now = 11.0
     assert queue.producer().depth().depth_jobs == 0
-    assert await queue.consumer().pull(1, 1, 0.01) == []
+    assert await queue.consumer().pull(0.01) is None

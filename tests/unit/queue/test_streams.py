@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pullfill.errors import BadMessage, ConfigError
-from pullfill.queue.names import Names, parse_ack, round_up_tokens, subject_tokens
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.contract import Urgency
+from pullfill.queue.streams import Names, parse_ack, round_up_tokens, subject_tokens
 
 
 @given(st.integers(0, 2**32 - 1))

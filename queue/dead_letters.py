@@ -16,8 +16,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from pullfill.errors import PullfillError
-from pullfill.queue.contract import DeadLetter
-from pullfill.queue.names import DELIVERIES, JOB_ID, MSG_ID, REASON, Names, consumer_of
+from pullfill.queue.contract import DeadLetter, Urgency
 from pullfill.queue.nats_connection import (
     API_TIMEOUT_S,
     HEADER_ROOM,
@@ -25,14 +24,11 @@ from pullfill.queue.nats_connection import (
     NatsConnection,
     read_reply,
 )
-from pullfill.queue.urgency import Urgency
+from pullfill.queue.streams import DELIVERIES, JOB_ID, MSG_ID, REASON, Names, consumer_of
 from pullfill.runtime import log, metrics
 from pullfill.runtime.lifecycle import end
 
 logger = log.get("queue")
-
-SWEEP_S = 30.0
-MAX_DELIVER_REASON = "max_deliver"
 
 
 class DeadLetters:
@@ -83,9 +79,9 @@ class DeadLetters:
         except (PullfillError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as exc:
             logger.warning("could not move a job that used up its deliveries: %s", exc)
 
-    async def _sweep_for_ever(self) -> None:
+    async def _sweep_for_ever(self, every_s: float = 30.0) -> None:
         while True:
-            await asyncio.sleep(SWEEP_S)
+            await asyncio.sleep(every_s)
             if self._connection.up:
                 with contextlib.suppress(PullfillError, KeyError, TypeError, ValueError):
                     await self.sweep()
@@ -128,7 +124,7 @@ class DeadLetters:
         await self.write(
             DeadLetter(
                 job_id=headers.get(MSG_ID, f"seq-{seq}"),
-                reason=MAX_DELIVER_REASON,
+                reason="max_deliver",
                 deliveries=deliveries,
                 body=body,
             )

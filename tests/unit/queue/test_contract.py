@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.queue.urgency import QUANTUM, WEIGHT, Turns, Urgency, urgency_of
+from pullfill.queue.contract import Turns, Urgency, urgency_of
 
 TIGHT, NORMAL, LOOSE = Urgency
+QUANTUM, WEIGHT = 2048, {TIGHT: 4, NORMAL: 2, LOOSE: 1}
 
 
 def served(turns: Turns, jobs: dict[Urgency, int], count: int) -> list[Urgency]:
