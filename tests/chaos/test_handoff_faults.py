@@ -198,7 +198,7 @@ def test_row_7_abort_mid_write(paired: Cluster, oracle: Oracle) -> None:
         with going_away(paired, random_prompt(1500, seed=8400)):
             until(lambda: worker.stopped, 10, "stopped in a write")
         until(lambda: paired.counter("pullfill_quarantined_blocks"), 10, "in quarantine")
-        time.sleep(1.0)
+        time.sleep(0.5)
         assert paired.counter("pullfill_quarantined_blocks") > 0, "time is no proof"
         worker.signal(signal.SIGCONT)
         began = time.monotonic()

@@ -137,11 +137,14 @@ def test_row_16_etcd_down_shorter_than_the_ttl(paired: Cluster, oracle: Oracle) 
     before = paired.incarnations()
     assert len(before) == 2
     with checked(paired, oracle) as check:
-        with check.load(threads=2, seed=13_000):
+        with check.load(threads=2, seed=13_000) as load:
             paired.etcd.pause()
-            time.sleep(paired.lease_ttl_s * 0.4)
+            # Longer than a keep-alive's interval, a third of the TTL, and shorter than the TTL.
+            paused = time.monotonic()
+            until(lambda: time.monotonic() > paused + paired.lease_ttl_s * 0.4, 30, "a pause")
             paired.etcd.resume()
-            time.sleep(1.5)
+            done = len(load.done)
+            until(lambda: len(load.done) > done + 6, 60, "served after it")
         assert paired.incarnations() == before
 
 

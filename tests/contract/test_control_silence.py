@@ -39,13 +39,13 @@ async def test_a_silent_worker_is_gone_and_its_job_served_here() -> None:
 
 
 async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.1)
-    decode = Decode(silent_s=0.5)
+    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.06)
+    decode = Decode(silent_s=0.3)
     await decode.server.start("127.0.0.1")
     prefill = Prefill(decode)
     try:
         await prefill.link.wait_up(5.0)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.9)
         assert decode.server.prefill_workers == 1
         assert prefill.lost == 0
     finally:
@@ -74,8 +74,8 @@ async def test_a_link_that_is_used_all_the_time_need_not_say_that_it_lives(
 async def test_who_asks_all_the_time_is_not_taken_for_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.1)
-    decode = Decode(silent_s=0.5)
+    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.06)
+    decode = Decode(silent_s=0.3)
     await decode.server.start("127.0.0.1")
     prefill = Prefill(decode)
     try:

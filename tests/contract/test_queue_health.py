@@ -101,9 +101,10 @@ async def test_both_ends_say_that_nats_is_away_and_since_when(
 async def test_an_idle_connection_hardly_wakes_its_process(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PINGs twice a second over both, and the messages for the depth every other second."""
-    monkeypatch.setattr(nats_connection, "PING_EVERY_S", 0.5)
-    await asyncio.sleep(2.5)  # the producer asks less often, and has sent a PING
+    """PINGs ten times a second over both; the depth is hardly asked for."""
+    monkeypatch.setattr(nats_connection, "PING_EVERY_S", 0.1)
+    monkeypatch.setattr("pullfill.queue.jetstream.BUSY_FOR_S", 0.0)
+    await asyncio.sleep(0.6)  # the PINGs of before are over
     selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
     real, waited = selector.select, list[float]()
 
@@ -113,9 +114,9 @@ async def test_an_idle_connection_hardly_wakes_its_process(
 
     with monkeypatch.context() as counting:
         counting.setattr(selector, "select", select)
-        await asyncio.sleep(4.0)
+        await asyncio.sleep(0.8)
     moments = sum(after - before > 0.005 for before, after in pairwise(waited))
-    assert moments <= 4 * (4 + 4 + 1) + 4
+    assert moments <= 4 * (8 + 8 + 1) + 4
 
 
 async def test_a_link_closes_though_its_dial_loses_a_cancellation(

@@ -104,7 +104,8 @@ async def test_a_producer_that_is_hardly_used_seldom_asks(
 
     await witness.subscribe(f"$JS.API.STREAM.INFO.{stream}", cb=on_question)
     await witness.flush()
-    await asyncio.sleep(1.1)  # the count of its start is over
+    await until(lambda: len(asked) > 0)
+    await until(lambda: time.monotonic() - asked[-1] > 2 * BUSY_REFRESH_S)  # it asks seldom now
     asked.clear()
     await producer.publish("job", b"", 10)
     await until(lambda: producer.depth().depth_jobs == 1 and len(asked) > 0)

@@ -233,14 +233,14 @@ async def test_a_worker_whose_lease_is_kept_asks_etcd_for_no_other_sign_of_life(
         await real(self, timeout_s)
 
     monkeypatch.setattr(EtcdClient, "ping", ping)
-    ttl_s = 6
+    ttl_s = 2
     here = member(client, ns, "prefill-1", ttl_s=ttl_s)
     await here.join()
     kept = Directory(client, ns, ["decode"], ttl_s=ttl_s, beat_s=ttl_s / 2)
     await kept.start()
-    await asyncio.sleep(2.9)
+    await asyncio.sleep(0.95)
     assert asked == []
-    usual = Directory(client, ns, ["decode"], ttl_s=ttl_s)
+    usual = Directory(client, ns, ["decode"], ttl_s=ttl_s, beat_s=0.1)
     await usual.start()
     await eventually(lambda: bool(asked), within_s=5)
     await usual.close()

@@ -197,7 +197,7 @@ def test_a_supervisor_only_waits_and_the_cluster_outlives_it(state: Path) -> Non
 
         def rests() -> bool:
             before = switches(launch.supervisor_pid)
-            time.sleep(1.0)
+            time.sleep(0.5)
             return switches(launch.supervisor_pid) == before
 
         wait_for(rests, "it only looks at its disk, every 5 s")
@@ -380,7 +380,11 @@ def test_no_worker_is_given_up_for_deadly_prompts(
         url = cluster(state)["frontend_url"]
         with ThreadPoolExecutor(40 + len(FATAL)) as pool:
             streams = [pool.submit(ask, url, [30 + i, i + 11], 400) for i in range(40)]
-            time.sleep(2.0)
+            status = f"{url}/pullfill/status"
+            wait_for(
+                lambda: all(w["load"]["running"] for w in web.get(status).json()["workers"]),
+                "every worker has streams",
+            )
             killers = [pool.submit(ask_again, url, [token, 20]) for token in FATAL]
             refused = [call.result() for call in killers]
             answers = [call.result() for call in streams]

@@ -200,4 +200,4 @@ def test_vllms_search_for_kernels_passes_the_modules_of_numba() -> None:
     )
     import pullfill.prefix.index  # noqa: F401
 
-    dispatcher._rebind_kernels([(lambda: None, object())])
+    assert dispatcher._rebind_kernels([(lambda: None, object())]) is None

@@ -218,4 +218,4 @@ def test_make_targets_exist(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_python_in_the_documents_compiles(name: str) -> None:
     for program in re.findall(r"<<'END'\n(.*?)^END$", text_of(name), re.M | re.S):
-        compile(program, name, "exec")
+        assert compile(program, name, "exec")

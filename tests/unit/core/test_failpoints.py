@@ -23,10 +23,6 @@ def disarmed() -> Iterator[None]:
     failpoints.arm("")
 
 
-def test_off_by_default() -> None:
-    failpoints.hit("anything")
-
-
 def test_error_on_the_nth_hit_only() -> None:
     failpoints.arm("a.b=error:boom@2; c=sleep:0")
     failpoints.hit("a.b")

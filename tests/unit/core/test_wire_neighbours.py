@@ -35,7 +35,7 @@ def test_the_first_build_reads_what_is_said(name: str) -> None:
     schema = {"$ref": f"#/schemas/{name}", "schemas": OLD["schemas"]}
     for fields in (None, required(kind)):
         message = msgspec.json.decode(msgspec.json.encode(example(kind, fields)))
-        jsonschema.validate(message, schema)
+        assert list(jsonschema.Draft202012Validator(schema).iter_errors(message)) == []
 
 
 @pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)

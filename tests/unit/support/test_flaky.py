@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import flaky
@@ -216,8 +217,10 @@ def test_a_run_without_a_test_is_not_steady(tmp_path: Path) -> None:
 
 
 def test_busy_processes_end() -> None:
+    before = psutil.Process().children()
     with flaky.busy(2):
-        pass  # each was killed and waited for, or this would not end
+        assert len(psutil.Process().children()) == len(before) + 2
+    assert psutil.Process().children() == before
 
 
 def test_without_arguments_the_parts_of_make_test_are_repeated() -> None:
