@@ -26,7 +26,7 @@ from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.forecast import timeouts
 from pullfill.decode_worker.hit_blocks import HitBlocks
 from pullfill.decode_worker.ledger import Entry, Hold, Release, Settle
-from pullfill.decode_worker.prefix_fetch import FetchOutcome
+from pullfill.decode_worker.prefix.fetches import FetchOutcome
 from pullfill.decode_worker.rules import (
     ENOUGH,
     PREFIX_HIT,
@@ -44,7 +44,7 @@ from pullfill.queue.contract import urgency_of
 from pullfill.runtime import failpoints, log
 
 if TYPE_CHECKING:
-    from pullfill.decode_worker.fetch_choice import FetchChoice
+    from pullfill.decode_worker.prefix.fetches import PrefixFetches
     from pullfill.decode_worker.step_meter import StepMeter
     from pullfill.engine.tier import Tier
 
@@ -93,7 +93,7 @@ class ConnectorScheduler:
         self.in_flight = set[Any]()
         self.tier: Tier | None = None
         self.meter: StepMeter | None = None
-        self.fetching: FetchChoice | None = None
+        self.fetching: PrefixFetches | None = None
         self.seats = Seats()
 
     def bind_pool(self, pool: Any) -> None:
@@ -128,7 +128,7 @@ class ConnectorScheduler:
     @property
     def has_events(self) -> bool:
         """Whether remote prefills or fetches have ended."""
-        fetched = self.fetching is not None and self.fetching.fetches.has_events
+        fetched = self.fetching is not None and self.fetching.has_events
         return fetched or self._context.ledger.has_events
 
     @property
@@ -333,7 +333,7 @@ class ConnectorScheduler:
         loaded: list[str] = []
         # A hold comes before the report that makes vLLM free the same blocks. So no block in
         # quarantine reaches the free list.
-        for fetch in self.fetching.fetches.take() if self.fetching is not None else ():
+        for fetch in self.fetching.take() if self.fetching is not None else ():
             arrived = fetch.outcome is FetchOutcome.FETCHED
             if self.meter is not None and not arrived:
                 self.meter.finished(fetch.request_id)  # it is decided about anew

@@ -21,7 +21,7 @@ from pullfill.decode_worker.grants import Grants
 from pullfill.decode_worker.kv_reader import KvReader, Reach
 from pullfill.decode_worker.ledger import CancelMessage, Ledger, NakDelivery, SendRevoke
 from pullfill.decode_worker.peers import Peer, Peers
-from pullfill.decode_worker.read_leases import ReadLeases
+from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import Checks
 from pullfill.errors import AuthFailed, BadMessage, OtherVersion, Outcome, PullfillError

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.prefix_fetch import Fetch, FetchOutcome
+from pullfill.decode_worker.prefix.fetches import Fetch, FetchOutcome
 from pullfill.decode_worker.rules import BY_OUTAGE, Decision, Situation
 from pullfill.errors import Outcome
 from pullfill.runtime import metrics, tracing

@@ -17,15 +17,16 @@ from typing import Any
 import msgspec
 
 from pullfill.config import ClusterRef
-from pullfill.decode_worker import descriptors, fetching, leave
+from pullfill.decode_worker import descriptors, leave
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.kv_events import publish_blocks
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.load import LoadReports, demand_of, jobs_of, load_of, show_demand
 from pullfill.decode_worker.offers import offer
 from pullfill.decode_worker.outlook import Outlook
+from pullfill.decode_worker.prefix.block_events import publish_blocks
+from pullfill.decode_worker.prefix.fetches import attach
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
@@ -225,7 +226,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             context, engine.config, engine.compat, engine.host, self._kept, control.recount,
             lambda job: publisher.encode(job),
         )  # fmt: skip
-        fetches = fetching.attach(engine, hooks.server, control, hooks.meter, options, self._key)
+        fetches = attach(engine, hooks.server, control, hooks.meter, options, self._key)
         if fetches is not None:
             parts.push_async_callback(fetches.close)
         if (leases := control.leases) is not None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pullfill.decode_worker import kv_events
+from pullfill.decode_worker.prefix import block_events
 from pullfill.engine import front_wire
 from pullfill.frontend.decode_connection import DecodeConnection
 from tests.support.block_server import SIZE, BlockServer, prompt_hashes
@@ -109,7 +109,7 @@ async def test_more_blocks_than_the_ring_has_events(
     worker: BlockServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A snapshot comes in pages, while blocks come and go."""
-    monkeypatch.setattr(kv_events, "RING_EVENTS", 100)
+    monkeypatch.setattr(block_events, "RING_EVENTS", 100)
     small = BlockServer(monkeypatch, WORKER)
     rng = random.Random(3)
     prompts = [[rng.randrange(999) for _ in range(SIZE)] for _ in range(1000)]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker import prefix_fetch, read_leases
-from pullfill.decode_worker.holders import Holders
 from pullfill.decode_worker.kv_reader import KvReader
+from pullfill.decode_worker.prefix import fetches, read_leases
+from pullfill.decode_worker.prefix.holders import Holders
 from pullfill.errors import PeerUnavailable, TransferFailed
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.wire import Lease, u32
@@ -65,7 +65,7 @@ async def test_a_read_in_the_queue_does_not_interrupt_the_one_before_it(
     one = await pair.asker.admit(pair.asker.request(first, pair.holder.holds(PREFIX)))
     await until(slow.reached.is_set)
     # Long enough that the read begins in time on a busy machine: one that does not is `busy`.
-    monkeypatch.setattr(prefix_fetch, "_COPY_S", (0.5, 0.5))
+    monkeypatch.setattr(fetches, "_COPY_S", (0.5, 0.5))
     two = await pair.asker.admit(pair.asker.request(second, pair.holder.holds(PREFIX)))
     await until(lambda: two.loaded is not None or one.loaded is not None)
     assert one.loaded is None
@@ -79,7 +79,7 @@ async def test_a_read_that_is_too_slow_is_interrupted(
     pair: Pair, slow: SlowReads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Long enough that the read begins in time on a busy machine: one that does not is `busy`.
-    monkeypatch.setattr(prefix_fetch, "_COPY_S", (0.5, 0.5))
+    monkeypatch.setattr(fetches, "_COPY_S", (0.5, 0.5))
     tokens = prompt(PREFIX + 1)
     pair.holder.cache(tokens)
     served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
@@ -100,7 +100,7 @@ async def test_no_prompt_waits_for_a_session_that_does_not_open(
         return open_session
 
     monkeypatch.setattr(pair.asker.holders, "_reach", reach)
-    monkeypatch.setattr(prefix_fetch, "_COPY_S", (0.2, 0.2))
+    monkeypatch.setattr(fetches, "_COPY_S", (0.2, 0.2))
     tokens = prompt(PREFIX + 1)
     pair.holder.cache(tokens)
     served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
@@ -136,7 +136,7 @@ async def test_a_lease_is_given_back_when_its_prompt_goes_another_way(pair: Pair
 async def test_blocks_that_come_as_the_worker_leaves(pair: Pair) -> None:
     request = await pair.leased()
     served = pair.allocate(request)
-    fetch = pair.asker.fetches.known(request.request_id)
+    fetch = pair.asker.fetches._open.get(request.request_id)
     assert fetch is not None
     pair.asker.fetches._stop(fetch)  # what `close` does
     pair.asker.side.enqueue(request, [served.table], PREFIX)
@@ -145,20 +145,10 @@ async def test_blocks_that_come_as_the_worker_leaves(pair: Pair) -> None:
     assert (served.loaded, told.fetched_tokens) == (False, 0)
 
 
-async def test_a_connection_that_is_made_while_the_worker_leaves(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, go = Holders._connect, asyncio.Event()
-
-    async def connect(self: Holders, at: Any) -> Any:
-        await go.wait()
-        return await real(self, at)
-
-    monkeypatch.setattr(Holders, "_connect", connect)
+async def test_a_connection_that_is_made_while_the_worker_leaves(pair: Pair) -> None:
     using = asyncio.create_task(pair.asker.holders.use(pair.holder.holds(PREFIX)))
     await asyncio.sleep(0)
     await pair.asker.holders.close()
-    go.set()
     with pytest.raises(PeerUnavailable):
         await using
     await until(lambda: not pair.holder.leases._askers)
@@ -244,7 +234,7 @@ async def test_reads_that_are_cut_off_at_any_moment(
         return real(reader, *args)
 
     monkeypatch.setattr(KvReader, "_fetch", fetch)
-    monkeypatch.setattr(prefix_fetch, "_COPY_S", (0.0, 0.004))
+    monkeypatch.setattr(fetches, "_COPY_S", (0.0, 0.004))
     monkeypatch.setattr(Holders, "failed", lambda *_: None)  # else the first one ends them all
     talks = [prompt(PREFIX, seed=number) for number in range(3)]
     seen = set()

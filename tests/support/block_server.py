@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.kv_events import publish_blocks
+from pullfill.decode_worker.prefix.block_events import publish_blocks
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import check, front_wire

@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker import read_leases
 from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.fetch_choice import FetchChoice
-from pullfill.decode_worker.holders import Holders
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.prefix_fetch import PrefixFetches
-from pullfill.decode_worker.read_leases import ReadLeases
+from pullfill.decode_worker.prefix import read_leases
+from pullfill.decode_worker.prefix.fetches import PrefixFetches
+from pullfill.decode_worker.prefix.holders import Holders
+from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine.request_limits import PREFIX_HOLDER
 from pullfill.wire import (
@@ -142,19 +141,16 @@ class FetchWorker:
         )  # fmt: skip
         hello = LeaseHello(decode_instance=name, compat=COMPATIBLE.hash(), computes=computes)
         self.holders = Holders(
-            lambda: hello,
+            hello,
             lambda regions: lambda: rig.transport.connect(self.region.memory, *regions),
             None,
         )
-        self.fetches = PrefixFetches(
-            self.holders, block_size=BLOCK, block_bytes=LAYOUT.block_bytes,
-            wake=lambda: loop.call_soon_threadsafe(self.step),
-        )  # fmt: skip
         self.side = ConnectorScheduler(self.context, BLOCK)
         self.side.bind_pool(self.pool)
-        self.side.fetching = FetchChoice(
-            self.context, self.fetches, block_size=BLOCK, pool=self.pool, local_tokens=1,
-            prefill_s=lambda start, tokens: self.prefill_s,
+        self.fetches = self.side.fetching = PrefixFetches(
+            self.context, self.holders, block_size=BLOCK, block_bytes=LAYOUT.block_bytes,
+            pool=self.pool, local_tokens=1, prefill_s=lambda start, tokens: self.prefill_s,
+            wake=lambda: loop.call_soon_threadsafe(self.step),
         )  # fmt: skip
 
     async def start(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from pullfill.decode_worker.kv_events import Held
+from pullfill.decode_worker.prefix.block_events import Held
 from pullfill.engine.kv_events import Change, Cleared, KvEvents, Removed, Stored
 from pullfill.prefix import chain
 from pullfill.wire import u32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pullfill.decode_worker.kv_events import FLUSH_S
+from pullfill.decode_worker.prefix.block_events import FLUSH_S
 from tests.support.cluster import Cluster, until
 
 _STILL_S = FLUSH_S + 0.2

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from pullfill.decode_worker import holders
-from pullfill.decode_worker.holders import Holders
+from pullfill.decode_worker.prefix import holders
+from pullfill.decode_worker.prefix.holders import Holders
 from pullfill.errors import PeerUnavailable
 from pullfill.runtime.lifecycle import end
 from pullfill.wire import LeaseHello, LeaseWelcome, PrefixHolder
@@ -21,7 +21,7 @@ def reach(regions: object) -> object:
 @pytest.fixture
 async def made() -> Holders:
     hello = LeaseHello(decode_instance="asker", compat="c", computes="")
-    return Holders(lambda: hello, reach, None)  # type: ignore[arg-type]
+    return Holders(hello, reach, None)  # type: ignore[arg-type]
 
 
 class Impostor:
@@ -67,7 +67,7 @@ async def test_prompts_that_come_at_once_share_a_connection(made: Holders) -> No
     assert first is second
     assert server.connections == 1
     made.failed("holder")
-    assert first.lost
+    assert first.over
     with pytest.raises(PeerUnavailable, match="just now"):
         await made.use(at)
     made._places["holder"].not_before = 0.0
@@ -89,7 +89,7 @@ async def test_a_holder_that_fails_is_left_alone_longer_each_time(made: Holders)
         for _ in range(3):  # of several prompts, for the same fault
             made.failed("holder")
     assert pauses[:3] == [2.0, 4.0, 8.0]
-    assert pauses[-1] == holders.AGAIN_MOST_S
+    assert pauses[-1] == 30 * holders.AGAIN_S
     made.worked("holder")
     assert not made.away("holder")
     assert place.backoff.pause_s == holders.AGAIN_S

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.prefix_fetch import FetchOutcome
+from pullfill.decode_worker.prefix.fetches import FetchOutcome
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.errors import Outcome

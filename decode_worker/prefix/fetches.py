@@ -2,24 +2,13 @@
 
 A frontend's hint says who holds more of a prompt than this worker (wire.PrefixHolder). One fetch:
 
-    engine thread   `look`: the true local hit is known; if reading is worth it, ask for a lease.
-                    vLLM is told to ask again (None) until the answer is there
-    asyncio         lease: how many blocks the holder really has, pinned there
-    engine thread   `look`: so many tokens will be loaded. vLLM allocates blocks. `begin`
+    engine thread   `look`: if reading is worth it, ask for a lease. vLLM must ask again until the
+                    answer is there. Then so many tokens will be loaded
+    asyncio         how many blocks the holder really has, pinned there
+    engine thread   `begin`: vLLM has allocated blocks
     lane            copies into those blocks, under the lease's fence
     asyncio         the lease is given back. Only if it was valid until then, the copy counts
     engine thread   `take`: loaded, or failed. After a failure the prompt is computed
-
-What always holds:
-
-- After `begin` a request waits until `take` has returned it, exactly once. Only then vLLM may reuse
-  its blocks, and then no thread copies into them: a cancelled request waits for that, too.
-- A fetch is tried once for a request. It has a deadline in each phase. A holder that is stopped
-  delays one prompt by 2 s at most before the copy starts, or by 4 s if it stops between the
-  connection and the answer. Afterwards it is not asked for a while.
-- If two prompts want the same prefix, the second one waits for the first, and then has a local hit.
-
-Each field of a `Fetch` has one writer, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -30,17 +19,50 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from pullfill.decode_worker.fetch_rates import FetchRates
-from pullfill.decode_worker.holders import Holder, Holders, LeaseRefused, NotInTime
+from msgspec.structs import replace
+
+from pullfill.decode_worker.context import DecodeContext
+from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
+from pullfill.decode_worker.kv_reader import reach_any
+from pullfill.decode_worker.prefix.holders import Holder, Holders, LeaseRefused
+from pullfill.decode_worker.prefix.read_leases import ReadLeases
+from pullfill.decode_worker.rules import OF_THE_REQUEST, decide, first
+from pullfill.engine.compat import rounding_digest
+from pullfill.engine.groups import hash_at, keeps_all
+from pullfill.engine.request_limits import PREFIX_HOLDER
 from pullfill.errors import Fenced, IncompatibleError, PullfillError
+from pullfill.net.peer_link import NotInTime
+from pullfill.rate import Rate
 from pullfill.runtime import log, metrics
-from pullfill.wire import Adapter, Lease, LeaseAsk, PrefixHolder, u32
+from pullfill.wire import (
+    Adapter,
+    Lease,
+    LeaseAsk,
+    LeaseHello,
+    PrefixHolder,
+    RouterPolicy,
+    u32,
+)
+
+if TYPE_CHECKING:
+    from pullfill.decode_worker.control import ControlServer
+    from pullfill.decode_worker.request_server import RequestServer
+    from pullfill.decode_worker.step_meter import StepMeter
+    from pullfill.net.security import ClusterKey
+    from pullfill.options import WorkerOptions
+    from pullfill.worker.process import Engine
 
 logger = log.get("decode_worker.fetch")
 
 MOST = 32
 """Fetches of this worker at a time."""
+SURE = 8
+"""Reads of a holder after which their time counts. Until then it is worth reading from."""
+_MIB = float(1 << 20)
+_MOST_RATES = 4096
+"""When the rates of so many holders are remembered, all are forgotten."""
 _ASK_S = (1.0, 2.0)
 """Least and most time for the connection, and again for the answer with the lease."""
 _COPY_S = (1.0, 8.0)
@@ -141,28 +163,50 @@ class Fetch:
 
 
 class PrefixFetches:
-    """All fetches of this worker.
+    """Decides which prefixes are fetched, and fetches them.
+
+    What always holds:
+
+    - After `begin` a request waits until `take` has returned it, exactly once. Only then vLLM may
+      reuse its blocks, and then no thread copies into them: a cancelled request waits for that too.
+    - A fetch is tried once for a request. It has a deadline in each phase, so a holder that is
+      stopped delays one prompt by a few seconds. Afterwards it is not asked for a while.
+    - If two prompts want the same prefix, the second one waits for the first, and then has a hit.
 
     block_size: tokens of a block. block_bytes: bytes of a block over all layers and ranks.
+    pool: vLLM's BlockPool.
+    local_tokens: see `Situation`.
+    prefill_s: takes (start, tokens) and returns how long it takes to compute them here. 0: unknown.
     wake: wakes the engine thread."""
 
     def __init__(
         self,
+        context: DecodeContext,
         holders: Holders,
         *,
         block_size: int,
         block_bytes: int,
+        pool: Any,
+        local_tokens: int,
+        prefill_s: Callable[[int, int], float],
         wake: Callable[[], None],
-        rates: FetchRates | None = None,
     ) -> None:
+        self._context = context
         self._holders = holders
         self._block_size = block_size
         self._block_bytes = block_bytes
+        self._pool = pool
+        self._local_tokens = local_tokens
+        self._prefill_s = prefill_s
         self._wake = wake
-        self._rates = rates or FetchRates()
         self._loop = asyncio.get_running_loop()
+        # Seconds of a read from each holder: a part of its own, and a part for each MiB.
+        self._rates: dict[str, Rate] = {}
         self._open: dict[str, Fetch] = {}
         self._by_key: dict[object, Fetch] = {}
+        # Prompts that wait until another prompt's prefix is fetched: the key of that prefix, and
+        # the longest hit with which it is worth waiting. vLLM asks about each of them in each step.
+        self._after: dict[str, tuple[object, int]] = {}
         self._events: deque[Fetch] = deque()
         self._running: dict[asyncio.Task[None], Fetch] = {}
 
@@ -170,61 +214,57 @@ class PrefixFetches:
 
     @property
     def has_events(self) -> bool:
+        """Whether `take` would return something."""
         return bool(self._events)
 
-    def known(self, request_id: str) -> Fetch | None:
-        """Return the fetch of a request, whatever has become of it."""
-        return self._open.get(request_id)
+    def look(self, request: Any, hit: int) -> int | None:
+        """Return how many tokens beyond the local hit will be fetched: 0, or whole blocks.
 
-    def waits(self, key: object) -> bool:
-        """Whether the prefix with this key is being fetched for another prompt."""
-        fetch = self._by_key.get(key)
-        # An ended fetch stays here until vLLM asks about its prompt. Other prompts do not wait.
-        return fetch is not None and (fetch.turn is Turn.COPYING or fetch.answer is not Answer.NONE)
+        None: the holder is being asked, so vLLM must ask again.
 
-    def ask(self, fetch: Fetch, compute_s: float) -> bool:
-        """Begin a fetch, if it is worth it. Returns whether it has begun.
+        request: vLLM's Request. hit: tokens of the local prefix hit."""
+        fetch = self._open.get(request.request_id)
+        if fetch is None:
+            key, most = self._after.get(request.request_id, (None, -1))
+            if hit <= most and self._waits(key):
+                return None
+            return self._first(request, hit)
+        if fetch.turn is not Turn.WAITING:
+            return 0
+        if fetch.answer is Answer.PENDING and time.monotonic() < fetch.answer_by:
+            return None
+        if fetch.answer is Answer.LEASED and hit >= fetch.start:
+            tokens = fetch.leased - hit
+            if tokens >= fetch.least and self._stays(request, fetch.leased, fetch.adapter):
+                return tokens
+        self._drop(fetch)
+        return 0
 
-        compute_s: how long it would take to compute these tokens."""
-        kv_bytes = (fetch.end - fetch.start) // self._block_size * self._block_bytes
-        self._open[fetch.request_id] = fetch
-        if not self._rates.worth(fetch.at.instance_id, kv_bytes, compute_s):
-            return self._not(fetch, FetchOutcome.DEARER)
-        if self._holders.away(fetch.at.instance_id):
-            return self._not(fetch, FetchOutcome.UNREACHABLE)
-        if sum(map(self.waits, self._by_key)) >= MOST:
-            return self._not(fetch, FetchOutcome.BUSY)
-        self._by_key[fetch.key] = fetch
-        expected_s = self._rates.expected_s(fetch.at.instance_id, kv_bytes)
-        fetch.within_s = min(max(compute_s / 2, _ASK_S[0]), _ASK_S[1])
-        fetch.copy_s = min(max(4 * compute_s, 4 * expected_s, _COPY_S[0]), _COPY_S[1])
-        fetch.answer_by = time.monotonic() + 2 * fetch.within_s + 1.0
-        self._loop.call_soon_threadsafe(self._start, fetch)
-        return True
+    def begin(self, request_id: str, hit: int, blocks: Sequence[int]) -> None:
+        """Copy the KV after the local hit into these blocks, which vLLM has allocated.
 
-    def pending(self, fetch: Fetch) -> bool:
-        """Whether the holder is still being asked, and there is time to wait for its answer."""
-        return fetch.answer is Answer.PENDING and time.monotonic() < fetch.answer_by
-
-    def begin(self, fetch: Fetch, hit: int, blocks: Sequence[int]) -> None:
-        """Copy the leased tokens from `hit` on into these blocks. vLLM has allocated them."""
+        Without blocks, vLLM has declined, and the prompt is computed."""
+        if (fetch := self._open.get(request_id)) is None:
+            return
+        if not blocks:
+            self._drop(fetch)
+            return
         fetch.turn, fetch.begin_at = Turn.COPYING, hit
         self._loop.call_soon_threadsafe(self._go, fetch, list(blocks))
 
-    def drop(self, fetch: Fetch) -> None:
-        """Let the prompt be computed. Without effect after `begin`."""
-        if fetch.turn is Turn.WAITING:
-            fetch.turn, fetch.wanted = Turn.OVER, False
-            if self._by_key.get(fetch.key) is fetch:
-                del self._by_key[fetch.key]
-            if fetch.answer is not Answer.NONE:
-                self._loop.call_soon_threadsafe(self._stop, fetch)
+    def explain(self, request_id: str) -> None:
+        """Note why the prefix of an admitted request is not fetched, if a hint said who has it."""
+        self._after.pop(request_id, None)
+        if (fetch := self._open.get(request_id)) is not None:
+            self._drop(fetch)  # with pipeline parallelism it may still be asked for
+            self._context.traces.not_fetched(request_id, fetch.at.instance_id, fetch.outcome)
 
     def finished(self, request_id: str) -> None:
         """The request is over in vLLM. If it is being fetched, `take` still returns it."""
+        self._after.pop(request_id, None)
         if (fetch := self._open.get(request_id)) is None:
             return
-        self.drop(fetch)
+        self._drop(fetch)
         fetch.wanted = False
         if fetch.turn is Turn.OVER:
             del self._open[request_id]
@@ -242,14 +282,109 @@ class PrefixFetches:
             if fetch.outcome is FetchOutcome.FETCHED:
                 metrics.PREFIX_FETCH_TOKENS.inc(fetch.leased - fetch.begin_at)
                 if fetch.measured:
-                    self._rates.observe(fetch.at.instance_id, fetch.kv_bytes, fetch.seconds)
+                    self._observe(fetch.at.instance_id, fetch.kv_bytes, fetch.seconds)
             taken.append(fetch)
         return taken
+
+    def _first(self, request: Any, hit: int) -> int | None:
+        """Look at a request for the first time."""
+        config, size = self._context.router_config(), self._block_size
+        hint: PrefixHolder | None = (request.kv_transfer_params or {}).get(PREFIX_HOLDER)
+        least = config.min_fetch_tokens
+        if hint is None or not least or hint.instance_id == self._context.instance_id:
+            return 0
+        end = min(hint.tokens, request.num_prompt_tokens - self._local_tokens) // size * size
+        if end - hit < least or request.mm_features:
+            return 0
+        # No prefill worker is asked. So it does not matter whether one may load adapters.
+        asked = request.lora_request
+        adapter = None if asked is None else self._context.adapters.for_others(asked)
+        if not self._stays(request, end, adapter):
+            return 0
+        key = hash_at(self._pool, size, request, end // size - 1)
+        if self._waits(key):
+            self._after[request.request_id] = key, end - least
+            return None
+        fetch = Fetch(
+            request.request_id,
+            hint,
+            request.prompt_token_ids,
+            start=hit,
+            end=end,
+            least=least,
+            key=key,
+            cache_salt=request.cache_salt,
+            adapter=adapter,
+        )
+        compute_s = self._prefill_s(hit, end - hit) or (end - hit) / ASSUMED_TOKENS_PER_S
+        return None if self._ask(fetch, compute_s) else 0
+
+    def _stays(self, request: Any, hit: int, adapter: Adapter | None) -> bool:
+        """Whether others can have the KV, and the rest would be computed here, with this hit."""
+        now = replace(self._context.situation(request, hit), adapter=adapter)
+        if first(OF_THE_REQUEST, request, now) or now.config.policy is RouterPolicy.ALWAYS_REMOTE:
+            return False
+        if now.config.policy is RouterPolicy.COST:
+            return not now.long
+        return not decide(request, now).remote
+
+    def _waits(self, key: object) -> bool:
+        """Whether the prefix with this key is being fetched for another prompt."""
+        fetch = self._by_key.get(key)
+        # An ended fetch stays here until vLLM asks about its prompt. Other prompts do not wait.
+        return fetch is not None and (fetch.turn is Turn.COPYING or fetch.answer is not Answer.NONE)
+
+    def _ask(self, fetch: Fetch, compute_s: float) -> bool:
+        """Begin a fetch, if it is worth it. Returns whether it has begun.
+
+        compute_s: how long it would take to compute these tokens."""
+        holder = fetch.at.instance_id
+        kv_bytes = (fetch.end - fetch.start) // self._block_size * self._block_bytes
+        self._open[fetch.request_id] = fetch
+        expected_s = self.expected_s(holder, kv_bytes)
+        if expected_s >= compute_s:
+            return self._not(fetch, FetchOutcome.DEARER)
+        if self._holders.away(holder):
+            return self._not(fetch, FetchOutcome.UNREACHABLE)
+        if sum(map(self._waits, self._by_key)) >= MOST:
+            return self._not(fetch, FetchOutcome.BUSY)
+        self._by_key[fetch.key] = fetch
+        fetch.within_s = min(max(compute_s / 2, _ASK_S[0]), _ASK_S[1])
+        fetch.copy_s = min(max(4 * compute_s, 4 * expected_s, _COPY_S[0]), _COPY_S[1])
+        fetch.answer_by = time.monotonic() + 2 * fetch.within_s + 1.0
+        self._loop.call_soon_threadsafe(self._start, fetch)
+        return True
 
     def _not(self, fetch: Fetch, outcome: FetchOutcome) -> bool:
         fetch.turn, fetch.answer, fetch.outcome = Turn.OVER, Answer.NONE, outcome
         metrics.PREFIX_FETCH.labels(outcome.value).inc()
         return False
+
+    def _drop(self, fetch: Fetch) -> None:
+        """Let the prompt be computed. Without effect after `begin`."""
+        if fetch.turn is Turn.WAITING:
+            fetch.turn, fetch.wanted = Turn.OVER, False
+            if self._by_key.get(fetch.key) is fetch:
+                del self._by_key[fetch.key]
+            if fetch.answer is not Answer.NONE:
+                self._loop.call_soon_threadsafe(self._stop, fetch)
+
+    def expected_s(self, instance_id: str, kv_bytes: float) -> float:
+        """Expected seconds of a read from a holder. 0: unknown, so it is worth it."""
+        rate = self._rates.get(instance_id)
+        if rate is None or rate.count < SURE or not rate.fresh(self._loop.time()):
+            return 0.0
+        return rate.of(1.0, kv_bytes / _MIB)
+
+    def _observe(self, instance_id: str, kv_bytes: float, seconds: float) -> None:
+        """Learn from one read.
+
+        seconds: from the question for a lease until the lease is given back. Connecting to the
+        holder and opening its memory are not part of it."""
+        if len(self._rates) >= _MOST_RATES:
+            self._rates = {}
+        rate = self._rates.setdefault(instance_id, Rate())
+        rate.observe(1.0, kv_bytes / _MIB, seconds, self._loop.time())
 
     # ------------------------------------------------------------------ asyncio thread
 
@@ -295,7 +430,7 @@ class PrefixFetches:
                 holder = await self._holders.use(fetch.at)
             fetch.measured = holder.reader.connected
             began = time.monotonic()
-            lease = await holder.ask(lambda rid: _question(rid, fetch), fetch.within_s)
+            lease = await holder.lease(lambda rid: _question(rid, fetch), fetch.within_s)
             asked_s = time.monotonic() - began
             if not self._leased(fetch, lease):
                 return
@@ -360,7 +495,7 @@ class PrefixFetches:
             fetch.outcome = FetchOutcome.EXPIRED
             return
         fetch.kv_bytes = moved.nbytes
-        valid = await holder.end(lease)
+        valid = await holder.end_lease(lease)
         fetch.outcome = FetchOutcome.FETCHED if valid else FetchOutcome.EXPIRED
         if valid:
             self._holders.worked(fetch.at.instance_id)
@@ -397,3 +532,41 @@ def _question(rid: int, fetch: Fetch) -> LeaseAsk:
         cache_salt=fetch.cache_salt,
         adapter=fetch.adapter,
     )
+
+
+def attach(
+    engine: Engine[DecodeContext],
+    server: RequestServer,
+    control: ControlServer,
+    meter: StepMeter,
+    options: WorkerOptions,
+    key: ClusterKey | None,
+) -> PrefixFetches | None:
+    """Let other decode workers read here, and this one read there. asyncio thread.
+
+    Returns the fetches, to be closed before the KV memory. None: this worker cannot fetch."""
+    context, config = engine.context, engine.config
+    scheduler, size = context.scheduler, int(config.cache_config.block_size)
+    computes = rounding_digest(config)
+    control.leases = ReadLeases(
+        context, engine.host, server.intake, compat=engine.compat, computes=computes,
+        block_size=size, pool=scheduler.pool,
+    )  # fmt: skip
+    reach = reach_any(context.memories, options, key)
+    pool = scheduler.pool
+    if reach is None or not keeps_all(context.groups) or pool is None or not pool.enable_caching:
+        return None
+    hello = LeaseHello(
+        decode_instance=context.instance_id, compat=engine.compat.hash(), computes=computes
+    )
+    scheduler.fetching = PrefixFetches(
+        context,
+        Holders(hello, reach, key),
+        block_size=size,
+        block_bytes=sum(memory.layout.block_bytes for memory in context.memories),
+        pool=pool,
+        local_tokens=scheduler.local_tokens,
+        prefill_s=meter.prefill_s,
+        wake=engine.host.wake,
+    )
+    return scheduler.fetching

@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.decode_worker import prefix_fetch
-from pullfill.decode_worker.fetch_rates import SURE
-from pullfill.decode_worker.prefix_fetch import FetchOutcome
+from pullfill.decode_worker.prefix import fetches
+from pullfill.decode_worker.prefix.fetches import SURE, FetchOutcome
 from pullfill.decode_worker.rules import Situation
 from pullfill.wire import RouterPolicy
 from tests.support.fakes import situation
 from tests.support.fetch_rig import LEAST, FetchWorker
-from tests.support.kv_engine import BLOCK
+from tests.support.kv_engine import BLOCK, LAYOUT
 from tests.support.transfer_rigs import RIGS
 
+BLOCK_BYTES = LAYOUT.block_bytes
 TOKENS = list(range(10 * BLOCK + 1))
 
 
@@ -108,8 +108,13 @@ async def test_a_prompt_whose_rest_goes_to_a_prefill_worker_is_not_fetched(
 
 
 async def test_reading_must_be_cheaper(worker: FetchWorker, asked: list[Any]) -> None:
-    for _ in range(SURE):
-        worker.fetches._rates.observe("holder", 10 * worker.fetches._block_bytes, 5.0)
+    """Once it is known what it takes. Each holder for itself."""
+    for number in range(SURE):
+        assert worker.fetches.expected_s("holder", BLOCK_BYTES) == 0, "not sure yet"
+        blocks = number % 3 * 5
+        worker.fetches._observe("holder", blocks * BLOCK_BYTES, 1.0 + 0.4 * blocks)
+    assert worker.fetches.expected_s("holder", 0) == pytest.approx(1.0, rel=0.1)
+    assert worker.fetches.expected_s("other", 0) == 0
     request = worker.request(TOKENS, hint(worker, 10 * BLOCK))
     assert worker.side.decide(request, 0) == (0, False)
     worker.side.enqueue(request, [[]], 0)
@@ -133,7 +138,7 @@ async def test_no_prompt_waits_for_an_asyncio_thread_that_hangs(
     request = worker.request(TOKENS, hint(worker, 10 * BLOCK))
     assert worker.side.decide(request, 0) == (None, False)
     assert worker.side.decide(request, 0) == (None, False)
-    fetch = worker.fetches.known(request.request_id)
+    fetch = worker.fetches._open.get(request.request_id)
     assert fetch is not None
     fetch.answer_by = 0.0
     assert worker.side.decide(request, 0) == (0, False)
@@ -180,8 +185,7 @@ async def test_prompts_that_wait_for_the_fetch_of_another_cost_a_step_little(
     worker.side.request_finished(first.request_id)
     assert worker.side.decide(second, 0) == (None, False), "now this one fetches it"
     worker.side.request_finished(second.request_id)
-    assert worker.side.fetching is not None
-    assert not worker.side.fetching._after
+    assert not worker.fetches._after
 
 
 async def test_a_prompt_that_is_computed_waits_for_no_later_fetch(
@@ -231,7 +235,7 @@ async def test_no_prompt_waits_for_a_fetch_that_has_ended(worker: FetchWorker) -
 async def test_a_fetch_that_has_ended_neither_counts_nor_ends_the_next_one(
     worker: FetchWorker, asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_fetch, "MOST", 1)
+    monkeypatch.setattr(fetches, "MOST", 1)
     holder = hint(worker, 10 * BLOCK)
     ended, again, after = (named(worker, holder, name) for name in ("ended", "again", "after"))
     other = named(worker, holder, "other", TOKENS[::-1])
@@ -244,7 +248,7 @@ async def test_a_fetch_that_has_ended_neither_counts_nor_ends_the_next_one(
     assert [fetch.request_id for fetch in asked] == ["ended", "again"]
     assert worker.side.decide(ended, 0) == (0, False)
     assert worker.side.decide(after, 0) == (None, False)
-    assert worker.fetches.known("after") is None, "it waits for the second fetch"
+    assert worker.fetches._open.get("after") is None, "it waits for the second fetch"
     assert worker.side.decide(other, 0) == (0, False), "there is one fetch at a time"
     for request in (ended, again, after, other):
         worker.side.request_finished(request.request_id)

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import msgspec
 import pytest
 
-from pullfill.decode_worker import kv_events
-from pullfill.decode_worker.kv_events import BlockEvents, Held, pieces
+from pullfill.decode_worker.prefix import block_events
+from pullfill.decode_worker.prefix.block_events import BlockEvents, Held, pieces
 from pullfill.engine.kv_events import Change, Cleared, Places, Removed, Stored
 from pullfill.prefix import chain
 from pullfill.prefix.index import PrefixIndex
@@ -180,7 +180,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
-    monkeypatch.setattr(kv_events, "FLUSH_S", 0.01)
+    monkeypatch.setattr(block_events, "FLUSH_S", 0.01)
     rig = Rig()
     yield rig
     await rig.blocks.close()
@@ -224,7 +224,7 @@ async def test_changes_of_many_steps_are_one_message(rig: Rig) -> None:
 async def test_the_loop_goes_on_while_many_blocks_are_hashed(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_events, "_TURN_BLOCKS", 10)
+    monkeypatch.setattr(block_events, "_TURN_BLOCKS", 10)
     long = list(range(4000))
     turns: list[int] = []
 
@@ -243,7 +243,7 @@ async def test_an_answer_waits_for_the_engine_thread(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine in a long step must not find a whole snapshot in its queue."""
-    monkeypatch.setattr(kv_events, "_WINDOW", 2)
+    monkeypatch.setattr(block_events, "_WINDOW", 2)
     pages = [
         PrefixPage(epoch=1, at=0, upto=0, page=number, last=number == 9, hashes=bytes(8))
         for number in range(10)
@@ -275,7 +275,7 @@ async def test_asking_again_ends_the_answer_before(rig: Rig) -> None:
 async def test_an_asyncio_thread_that_hangs_costs_a_bounded_queue(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kv_events, "_MOST_STEPS", 5)
+    monkeypatch.setattr(block_events, "_MOST_STEPS", 5)
     follower = rig.follower()
     await until(lambda: follower.replica.state is State.WARM)
     for number in range(20):

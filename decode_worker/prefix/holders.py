@@ -1,0 +1,255 @@
+"""Connections to other decode workers, to read from their prefix caches (read_leases.py).
+
+    use         connect to a holder, unless we are connected
+    lease       ask it for a lease of cached blocks
+    read        copy these blocks, in the lane of the holder's reader (kv_reader.py)
+    end_lease   give it back. The answer says whether the copy counts
+
+A connection is made when it is first needed. It is closed after IDLE_S without use, and after any
+failure. A holder that failed is not asked for a while, which doubles with each further failure. A
+holder that only did not answer in time keeps its connection, and is not asked for AGAIN_S.
+
+asyncio thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pullfill.backoff import Backoff
+from pullfill.decode_worker.kv_reader import KvReader, Reach
+from pullfill.errors import BadMessage, HandoffError, PeerUnavailable, PullfillError
+from pullfill.net.peer_link import NotInTime, PeerLink
+from pullfill.net.security import ClusterKey
+from pullfill.runtime import log
+from pullfill.transfer.contract import MoveResult
+from pullfill.wire import (
+    Lease,
+    LeaseAsk,
+    LeaseEnd,
+    LeaseEnded,
+    LeaseHello,
+    LeaseWelcome,
+    NoLease,
+    PrefixHolder,
+    ToAsker,
+)
+
+logger = log.get("decode_worker.holders")
+
+AGAIN_S = 2.0
+"""How long a holder is not asked after its first failure. It is also the most time for a connection
+and for the answer to `end`: no prompt waits longer for what computing would soon have given."""
+MOST = 1024
+"""When so many holders are remembered, those without a connection are forgotten."""
+
+
+class LeaseRefused(HandoffError):
+    """The holder gave no lease. reason: see `NoLease`."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Holder(PeerLink):
+    """One connection to one holder. Made by `Holders.use`.
+
+    reader: reads its KV memory, from the welcome on. over: it has ended for good."""
+
+    heard, welcome = ToAsker, LeaseWelcome
+    reader: KvReader
+    over = False
+
+    def __init__(
+        self,
+        at: PrefixHolder,
+        hello: LeaseHello,
+        key: ClusterKey | None,
+        reach: Reach,
+        readers: set[KvReader],
+    ) -> None:
+        super().__init__(at.instance_id, at.control, hello, key, dial_s=AGAIN_S)
+        self._reach = reach
+        self._readers = readers
+        self._reads = 0
+
+    def on_welcome(self, welcome: LeaseWelcome) -> None:
+        open_session = self._reach(welcome.regions)
+        self.reader = KvReader(self.name, open_session, otherwise="cannot be read")
+        self._readers.add(self.reader)
+
+    def on_unwanted(self, answer: Any) -> None:
+        if isinstance(answer, Lease):
+            self.forget(answer)  # it came too late
+
+    def on_lost(self) -> None:
+        # A read under way goes on. The holder's fence says whether it may.
+        self.reader.leave(lambda: self._readers.discard(self.reader))
+
+    def on_over(self) -> None:
+        self.over = True
+
+    def needed(self) -> bool:
+        return self._reads > 0
+
+    async def lease(self, make: Callable[[int], LeaseAsk], within_s: float) -> Lease:
+        """Return a lease. Raises LeaseRefused, PeerUnavailable.
+
+        make: makes the message with a given request id."""
+        reply = await self.ask(make, within_s)
+        if isinstance(reply, NoLease):
+            raise LeaseRefused(f"{self.name}: {reply.reason}", reason=reply.reason)
+        if not isinstance(reply, Lease):
+            raise BadMessage("no answer to lease_ask")
+        return reply
+
+    async def read(
+        self,
+        lease: Lease,
+        source: Sequence[int],
+        target: Sequence[int],
+        wanted: Callable[[], bool],
+        within_s: float,
+        pause_s: float = 0.25,
+    ) -> tuple[MoveResult, str]:
+        """Copy leased blocks into ours. See `KvReader.read`.
+
+        within_s: a copy that takes longer is interrupted. If it has not begun by then, it never
+        begins. Then LeaseRefused is raised if other reads from this holder come first, and
+        NotInTime if the KV session is not open.
+        pause_s: before a read that is too slow is interrupted once more."""
+        loop, begun, late = asyncio.get_running_loop(), False, False
+        timer = loop.call_later(within_s, lambda: end_it())
+
+        # `begin` runs in the lane, `end_it` here. Each sets its own flag before it reads the other
+        # one. So no copy begins unseen.
+        def begin() -> bool:
+            nonlocal begun
+            begun = self.reader.connected  # before that, nothing touches the target blocks
+            return not late and wanted()
+
+        def end_it() -> None:
+            nonlocal late, timer
+            late = True
+            if not begun:
+                reading.cancel()
+                return
+            self.reader.interrupt()
+            timer = loop.call_later(pause_s, end_it)  # the copy may just not have begun
+
+        reading = loop.create_task(self.reader.read(lease.fence, source, target, begin))
+        self._reads += 1
+        try:
+            return await reading
+        except asyncio.CancelledError as exc:
+            if not late:
+                raise
+            if not self.reader.connected:
+                raise NotInTime(f"the KV session to {self.name} is not open in time") from exc
+            raise LeaseRefused(f"{self.name}: other reads took long", reason="busy") from exc
+        finally:
+            self._reads -= 1
+            timer.cancel()
+
+    async def end_lease(self, lease: Lease) -> bool:
+        """Give a lease back. Returns whether it was valid until now. Raises PeerUnavailable."""
+        reply = await self.ask(lambda rid: LeaseEnd(rid=rid, lease=lease.lease), AGAIN_S)
+        return isinstance(reply, LeaseEnded) and reply.valid
+
+    def forget(self, lease: Lease) -> None:
+        """Give back a lease that is not wanted, without waiting for the answer."""
+        self.send(LeaseEnd(rid=0, lease=lease.lease), now=True)
+
+
+class _Place:
+    """What `Holders` remembers about one holder, also while there is no connection to it.
+
+    link: the connection. None: there has been none yet.
+    not_before: when the holder may be asked again, by the loop's clock.
+    backoff: how long it is not asked after its next failure."""
+
+    def __init__(self) -> None:
+        self.link: Holder | None = None
+        self.not_before = 0.0
+        self.backoff = Backoff(AGAIN_S, 30 * AGAIN_S)
+
+
+class Holders:
+    """Makes, keeps and closes the connections to all holders.
+
+    hello: the first message of a connection.
+    reach: opens another worker's KV memory for reading.
+    key: the cluster key. A holder must hold the same one."""
+
+    def __init__(self, hello: LeaseHello, reach: Reach, key: ClusterKey | None) -> None:
+        self._hello = hello
+        self._reach = reach
+        self._key = key
+        self._loop = asyncio.get_running_loop()
+        self._places: dict[str, _Place] = {}
+        self._readers: set[KvReader] = set()
+        self._closed = False
+
+    def away(self, instance_id: str) -> bool:
+        """Whether this holder failed lately. Any thread."""
+        place = self._places.get(instance_id)
+        return place is not None and self._loop.time() < place.not_before
+
+    async def use(self, at: PrefixHolder) -> Holder:
+        """Return a connection to a holder. Raises PeerUnavailable."""
+        if self._closed:
+            raise PeerUnavailable("this worker is leaving")
+        if (place := self._places.get(at.instance_id)) is None:
+            if len(self._places) >= MOST:
+                self._places = {name: p for name, p in self._places.items() if _up(p)}
+            place = self._places[at.instance_id] = _Place()
+        link = place.link
+        if link is None or link.over:
+            if self.away(at.instance_id):
+                raise PeerUnavailable(f"{at.instance_id} could not be asked just now")
+            link = place.link = Holder(at, self._hello, self._key, self._reach, self._readers)
+        try:
+            await link.wait_up(AGAIN_S)
+        except PullfillError as exc:
+            self.failed(at.instance_id)
+            why = f"cannot ask {at.instance_id} for its prefix cache: {exc}"
+            logger.info(why)
+            raise PeerUnavailable(why) from exc
+        return link
+
+    def worked(self, instance_id: str) -> None:
+        """Note that a read from this holder has succeeded."""
+        if (place := self._places.get(instance_id)) is not None:
+            place.backoff.reset()
+            place.not_before = 0.0
+
+    def slow(self, instance_id: str) -> None:
+        """Note that this holder has not answered in time, as in a long step of its engine.
+
+        It is not asked for AGAIN_S."""
+        if (place := self._places.get(instance_id)) is not None:
+            place.not_before = self._loop.time() + AGAIN_S
+
+    def failed(self, instance_id: str) -> None:
+        """Close the connection to this holder, and do not ask it for a while."""
+        if (place := self._places.get(instance_id)) is None:
+            return
+        if (now := self._loop.time()) >= place.not_before:  # else others have failed with it
+            place.not_before = now + place.backoff.next()
+        if place.link is not None:
+            place.link.end()
+
+    async def close(self) -> None:
+        """End all connections, and wait for the reads under way. Nothing is read afterwards."""
+        self._closed = True
+        links = [place.link for place in self._places.values() if place.link is not None]
+        await asyncio.gather(*(link.close() for link in links))
+        for reader in list(self._readers):
+            await asyncio.to_thread(reader.close)
+
+
+def _up(place: _Place) -> bool:
+    return place.link is not None and not place.link.over
