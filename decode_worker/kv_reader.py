@@ -3,15 +3,15 @@
 That is a prefill worker with `--kv-mode pull`, or another decode worker that holds a prefix
 (holders.py).
 
-Each connected prefill worker has a lane (lanes.py) of its own, so a slow worker delays only its own
-jobs. The session to a worker is opened at the first read. It is closed after `IDLE_S` without a
-read, and opened again at the next one.
+Each connected prefill worker has a thread of its own (`SerialExecutor`), so a slow worker delays
+only its own jobs. The session to a worker is opened at the first read. It is closed after `IDLE_S`
+without a read, and opened again at the next one.
 
 A read always ends: it succeeds, the prefill worker's fence refuses it, or the connection breaks. A
 transport that waits for bytes gives up by itself.
 
 If a worker's memory cannot be reached, grants tell the worker to write instead. While it gets jobs,
-the lane tries from time to time to reach it again. No job waits for that.
+its thread tries from time to time to reach it again. No job waits for that.
 
 Lifecycle: made by the control server when a worker connects that can be read → `leave` when its
 connection ends; reads that were asked for still run, because shared memory outlives its owner →
@@ -30,7 +30,7 @@ from pullfill.net.security import ClusterKey
 from pullfill.options import WorkerOptions
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.idle import IDLE_S, IdleTimer
-from pullfill.runtime.lanes import Lane
+from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.connect import choose, connect, peer_transports, pulled_over, survey
 from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
 from pullfill.wire import FenceToken, KvMode, Ready, RegionDescriptor, u32
@@ -48,7 +48,7 @@ Reach = Callable[[Sequence[RegionDescriptor]], Open]
 
 
 class KvReader:
-    """The memory of one other worker, and the lane in which it is read.
+    """The memory of one other worker, and the thread on which it is read.
 
     otherwise: what the log says of a worker whose memory cannot be reached."""
 
@@ -68,7 +68,7 @@ class KvReader:
         self._closing = False
         self._unreachable = False
         self._tried_at = 0.0
-        self._lane = Lane()
+        self._thread = SerialExecutor()
         self._left = False
         self._idle = IdleTimer(self._rest, idle_s)
 
@@ -87,7 +87,7 @@ class KvReader:
         """Whether the worker's memory could be reached at the last attempt. asyncio thread.
 
         If it could not, grants do not say pull. A call AGAIN_S or later after that attempt starts
-        another one in the lane. Does not block."""
+        another one on its thread. Does not block."""
         if self._unreachable and self._clock.monotonic() - self._tried_at >= AGAIN_S:
             self._tried_at = self._clock.monotonic()
             self._soon(self._look_again)
@@ -102,7 +102,7 @@ class KvReader:
         After it has returned or raised, no thread touches the blocks. If it is cancelled, the copy
         goes on. Raises HandoffError, BadMessage and whatever `open_session` raises.
 
-        wanted: called when the lane gets to this read, and again once the session is open. False:
+        wanted: called when its thread gets to this read, and again once the session is open. False:
         do not read."""
         return await self.read(ready.fence, u32.unpack(ready.block_ids), blocks, wanted)
 
@@ -117,7 +117,7 @@ class KvReader:
         loop = asyncio.get_running_loop()
         with self._idle.used():
             return await loop.run_in_executor(
-                self._lane, self._fetch, fence, list(source), list(target), wanted
+                self._thread, self._fetch, fence, list(source), list(target), wanted
             )
 
     def interrupt(self) -> None:
@@ -128,17 +128,17 @@ class KvReader:
     def leave(self, over: Callable[[], None]) -> None:
         """Take no more reads. Does not block. May be called after `close`.
 
-        over: called once the reads so far have ended and the session is closed. The lane calls it.
-        After `close`, or without a thread for the lane, this method calls it before it returns."""
+        over: called once the reads so far have ended and the session is closed, on the thread.
+        After `close`, or if no thread can be started, before this method returns."""
         self._left = True
         try:
-            self._lane.submit(self._let_go).add_done_callback(lambda _: over())
+            self._thread.submit(self._let_go).add_done_callback(lambda _: over())
         except RuntimeError as exc:
             if not self._closing:
                 logger.warning("closing the session to %s here: %s", self._instance_id, exc)
-                self._let_go()  # nothing runs in a lane that needs a new thread
+                self._let_go()  # nothing runs where a new thread is needed
             over()
-        self._lane.shutdown(wait=False)
+        self._thread.shutdown(wait=False)
 
     def close(self) -> None:
         """Drop the reads that have not begun, interrupt the current one and wait for its end.
@@ -147,21 +147,21 @@ class KvReader:
         self._closing = self._left = True
         if (session := self._session) is not None:
             session.interrupt()
-        self._lane.shutdown(wait=True, cancel_futures=True)
+        self._thread.shutdown(wait=True, cancel_futures=True)
         self._let_go()
 
     def _rest(self) -> bool:
-        """Close the unused session, in the lane. The next read opens it again."""
+        """Close the unused session, on its thread. The next read opens it again."""
         if not self._left and self._session is not None:
             self._soon(self._let_go)
             logger.debug("closing the idle session to %s", self._instance_id)
         return True
 
     def _soon(self, call: Callable[[], None]) -> None:
-        """Queue a call for the lane. It is dropped if no thread can be started: whoever makes it
+        """Queue a call for its thread. It is dropped if no thread can be started: whoever makes it
         makes it again later."""
         try:
-            self._lane.put(call)
+            self._thread.put(call)
         except RuntimeError as exc:
             logger.debug("not now: %s", exc)
 
@@ -172,7 +172,7 @@ class KvReader:
         target: Sequence[int],
         wanted: Callable[[], bool],
     ) -> tuple[MoveResult, str]:
-        """Do one read. In the lane."""
+        """Do one read. On its thread."""
         if not wanted():
             raise HandoffError("its job ended before it was read")
         started = time.perf_counter()
@@ -206,7 +206,7 @@ class KvReader:
         return session
 
     def _look_again(self) -> None:
-        """Try to reach the memory again. In the lane."""
+        """Try to reach the memory again. On its thread."""
         if self._closing or self._session is not None:
             return
         try:

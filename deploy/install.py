@@ -17,7 +17,7 @@ MINIMUM = (3, 11)
 TRAP = ("torchvision", "torchaudio", "torchcodec")
 SMOKE = "import torch, transformers, vllm, nats, etcd3, typer, pullfill.queue.contract"
 # If an index also has CPU builds, they come first: 2.13.0+cpu sorts after 2.13.0.
-SMOKE_GPU = "import cupy, torch; assert torch.version.cuda, 'this is a CPU build of torch'; "
+SMOKE_GPU = "import torch; assert torch.version.cuda, 'this is a CPU build of torch'; "
 PIP_TO_UV = {
     "index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
     "constraint": "UV_CONSTRAINT", "trusted-host": "UV_INSECURE_HOST", "cert": "SSL_CERT_FILE",

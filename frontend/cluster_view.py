@@ -21,7 +21,7 @@ from pullfill.clock import SYSTEM_CLOCK
 from pullfill.net import http_proof
 from pullfill.net.this_host import open_files
 from pullfill.registry.directory import Directory
-from pullfill.runtime import exposition
+from pullfill.runtime import probe
 from pullfill.runtime.health import Health
 from pullfill.snapshot import Cluster, Report, Reports, cluster_of, read_report
 from pullfill.wire import WorkerRecord
@@ -120,8 +120,8 @@ class ClusterView:
         accept: the scraper's header. Workers get one that asks for the same format."""
         # One process may have two records, one for each role.
         records = list({r.http: r for r in reversed(self.records()) if r.http}.values())[::-1]
-        wanted = exposition.wants_openmetrics(accept)
-        headers = {"accept": exposition.OPENMETRICS if wanted else "text/plain"}
+        wanted = probe.wants_openmetrics(accept)
+        headers = {"accept": probe.OPENMETRICS if wanted else "text/plain"}
         texts = await asyncio.gather(
             *(self._fetch(record.http + "/metrics", headers) for record in records)
         )
@@ -133,7 +133,7 @@ class ClusterView:
                 await asyncio.sleep(0)  # streams go on between the pages of two workers
                 labels = {"instance_id": record.instance_id, "role": record.role}
                 merged.add(cluster | labels, body.decode("utf-8", "replace"))
-        return merged.text() + (exposition.END if wanted else "")
+        return merged.text() + (probe.END if wanted else "")
 
     async def response_elsewhere(self, response_id: str, authorization: str) -> bytes | None:
         """Return a response that another frontend has stored. None: none has it."""

@@ -23,7 +23,7 @@ from pullfill.frontend.forward.forwarding import Forwarding
 from pullfill.frontend.forward.sources import HEARTBEAT_PATH, ROLES, answer_heartbeat
 from pullfill.frontend.live import page as live_page
 from pullfill.frontend.request_log import MAX_RECORDS, RequestLog
-from pullfill.runtime import exposition
+from pullfill.runtime import probe
 from pullfill.snapshot import WorkerRow
 from pullfill.wire import WorkerState
 
@@ -166,6 +166,6 @@ class Admin:
     async def metrics(self, request: Request) -> Response:
         self.settle()
         accept = request.headers.get("accept", "")
-        own, kind = exposition.page(accept)
+        own, kind = probe.page(accept)
         text = await self.view.metrics(own.decode(), accept)
         return Response(text, headers={"Content-Type": kind})

@@ -20,7 +20,7 @@ from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.registry.directory import Directory
 from pullfill.runtime import log
 from pullfill.runtime.idle import IDLE_S, IdleTimer
-from pullfill.runtime.lanes import Lane
+from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.connect import connect, why_not_better
 from pullfill.transfer.contract import LocalMemory, PeerTransport
 from pullfill.wire import Compat, WorkerRecord
@@ -65,7 +65,7 @@ class TransferWorkers:
         if not self._memories:
             raise IncompatibleError("no transport reaches this worker's KV memory", field="device")
         name, find = record.instance_id, self._directory.descriptor
-        loop, lane = asyncio.get_running_loop(), Lane()
+        loop, thread = asyncio.get_running_loop(), SerialExecutor()
         try:
             first = await find(name, 0, expect=self._compat)
             if first.world_size > MAX_RANKS:
@@ -73,10 +73,10 @@ class TransferWorkers:
             more = [await find(name, n, expect=self._compat) for n in range(1, first.world_size)]
             # On a thread of its own: it may wait for a worker that does not answer.
             better = await loop.run_in_executor(
-                lane, why_not_better, first, self._transports, self._absent
+                thread, why_not_better, first, self._transports, self._absent
             )
             session = await loop.run_in_executor(
-                lane, connect, self._memories, [first, *more], self._transports
+                thread, connect, self._memories, [first, *more], self._transports
             )
         except BadMessage as exc:
             raise PeerUnavailable(f"cannot connect to the KV memory: {exc}") from exc

@@ -1,4 +1,4 @@
-"""Copies KV blocks between this worker and one decode worker, in a lane of its own.
+"""Copies KV blocks between this worker and one decode worker, on a thread of its own.
 
 Operations run in order: a prefix read, then the writes of each chunk once it is computed. While a
 chunk is written the engine computes the next one, because the copy does not hold the GIL. With
@@ -7,8 +7,8 @@ engine's own thread. With `pull` nothing is written: the blocks are kept until `
 decode worker to read.
 
 Each decode worker has a transfer worker of its own, so a stuck peer delays only its own jobs. A
-transfer worker has a thread only while it has work (`lanes.py`). Every submitted operation ends
-with exactly one callback. With `pull` the last callback comes with `let_go`.
+transfer worker has a thread only while it has work (`SerialExecutor`). Every submitted operation
+ends with exactly one callback. With `pull` the last callback comes with `let_go`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pullfill.errors import Fenced, HandoffError
 from pullfill.prefill_worker import job_spans
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import failpoints, log, metrics
-from pullfill.runtime.lanes import Lane
+from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
 from pullfill.wire import FenceToken, KvMode
 
@@ -75,7 +75,7 @@ class TransferWorker:
         self._account = account
         self._block_bytes = sum(memory.layout.block_bytes for memory in memories)
         self._name = name
-        self._lane = Lane()
+        self._thread = SerialExecutor()
         self._lock = threading.Lock()
         self._closed = False
         self._keeping = 0
@@ -92,7 +92,7 @@ class TransferWorker:
     @property
     def busy(self) -> bool:
         """Whether an operation runs or waits, or blocks are kept for the decode worker to read."""
-        return self._lane.busy or self._keeping > 0
+        return self._thread.busy or self._keeping > 0
 
     def read(
         self, task: PrefillTask, remote: Sequence[int], local: Sequence[int], done: Done
@@ -159,14 +159,14 @@ class TransferWorker:
             if not self._closed:
                 self._closed = True
                 if not self._put(self._end_session):
-                    self._end_session()  # nothing runs in a lane that needs a new thread
+                    self._end_session()  # nothing runs where a new thread is needed
         self._session.interrupt()
         if self._account is not None:
             self._account.close()
 
     def join(self, timeout_s: float) -> bool:
         """After `close`: wait until nothing is copied any more. False: not in time."""
-        return self._lane.wait(timeout_s)
+        return self._thread.wait(timeout_s)
 
     def _keep(self, operation: _Operation) -> None:
         """Keep blocks for the decode worker to read. `done` of the task's first ones comes last.
@@ -215,7 +215,7 @@ class TransferWorker:
 
         Two wake-ups of threads take longer than the copy. Returns False if it must be queued."""
         task, now = operation.task, operation.verb != "keep" and len(operation.remote) > 0
-        if not now or self._lane.busy or self._closed or task.cancelled:
+        if not now or self._thread.busy or self._closed or task.cancelled:
             return False
         if failpoints.armed():
             return False  # a failpoint may block the copy
@@ -237,7 +237,7 @@ class TransferWorker:
 
         The caller holds the lock, so that nothing is queued after the end."""
         try:
-            self._lane.put(call)
+            self._thread.put(call)
         except RuntimeError as exc:
             logger.warning(
                 "no thread for copies, so no KV moves to or from %s: %s", self._name, exc

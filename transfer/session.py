@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from pullfill.errors import Fenced, TransferFailed
-from pullfill.runtime.lanes import POOL
 from pullfill.transfer.contract import (
     Direction,
     FenceHold,
@@ -228,7 +227,7 @@ def _side_by_side(parts: Sequence[Callable[[], MoveResult]]) -> list[MoveResult]
 
     for number in range(1, len(parts)):
         try:
-            POOL.run(partial(run, number))
+            threading.Thread(target=run, args=(number,), name="kv-copy", daemon=True).start()
         except RuntimeError:  # no thread can be started
             run(number)
     if parts:

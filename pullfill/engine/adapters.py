@@ -34,8 +34,8 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from pullfill.errors import BadMessage
-from pullfill.runtime.lanes import Lane
 from pullfill.runtime.lifecycle import at_leave
+from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.wire import MAX_TEXT, Adapter
 
 if TYPE_CHECKING:
@@ -333,7 +333,9 @@ class AdapterFiles:
         reading = self._reading.get(path)
         if reading is None:
             loop = asyncio.get_running_loop()
-            reading = self._reading[path] = loop.run_in_executor(Lane(), self._known_or_empty, path)
+            reading = self._reading[path] = loop.run_in_executor(
+                SerialExecutor(), self._known_or_empty, path
+            )
             reading.add_done_callback(lambda _: self._reading.pop(path))
         return await asyncio.shield(reading)
 

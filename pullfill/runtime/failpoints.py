@@ -26,7 +26,6 @@ from pullfill.runtime import log
 logger = log.get("failpoints")
 ENV = "PULLFILL_FAILPOINTS"
 VERBS = ("kill", "stop", "sleep", "hold", "error")
-HOLD_LOOKS_EVERY_S = 0.01
 
 
 class FailpointError(RuntimeError):
@@ -116,7 +115,7 @@ def hit(name: str) -> None:
         time.sleep(float(action.argument))
     elif action.verb == "hold":
         while _active.get(name) is action:
-            time.sleep(HOLD_LOOKS_EVERY_S)
+            time.sleep(0.01)
             armed()
     elif action.verb == "error":
         raise FailpointError(action.argument or name)

@@ -13,7 +13,7 @@ import pytest
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.errors import Outcome, PeerUnavailable
 from pullfill.prefill_worker.decode_links import DecodeLink
-from pullfill.runtime.lanes import Pool
+from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.wire import Claim, Grant, Hello, Welcome
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, hello, until
@@ -54,7 +54,7 @@ async def test_the_last_lost_connection_serves_everything_locally(
 async def test_a_worker_is_forgotten_though_no_thread_can_close_its_session(
     decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `--kv-mode pull` the session is closed in a lane, which needs a thread."""
+    """With `--kv-mode pull` the session is closed on a thread."""
     prefill = await connect()
     (peer,) = decode.server.peers.values()
     closed: list[bool] = []
@@ -67,7 +67,7 @@ async def test_a_worker_is_forgotten_though_no_thread_can_close_its_session(
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(Pool, "run", refuse)
+    monkeypatch.setattr(SerialExecutor, "put", refuse)
     peer.channel.close()
     await until(lambda: decode.ledger.open_jobs == 0)
     assert decode.server.peers.get(peer.name) is None

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pullfill.frontend import cluster_view as cluster
 from pullfill.frontend.cluster_view import ClusterView
 from pullfill.net import http_proof
-from pullfill.runtime import exposition
+from pullfill.runtime import probe
 from pullfill.runtime.health import Health
 from pullfill.runtime.probe import ProbeServer
 from pullfill.snapshot import UNTOLD
@@ -244,7 +244,7 @@ pullfill_queue_depth_jobs 4.0
 
 async def test_every_series_says_of_which_cluster_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of vLLM, Python and the workers, too: one Prometheus scrapes several clusters."""
-    monkeypatch.setattr(exposition, "page", lambda _: (PAGE.encode(), exposition.PLAIN))
+    monkeypatch.setattr(probe, "page", lambda _: (PAGE.encode(), probe.PLAIN))
     async with answering(UNTOLD) as (url, _), viewed(url) as view:
         text = await view.metrics(PAGE)
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
-from pullfill.runtime import exposition, tracing
+from pullfill.runtime import probe, tracing
 from tests.support.fakes import FakeClock
 from tests.support.fetch_rig import FetchWorker, without_vllm
 from tests.support.handoff_rig import Cluster, prompt, settled, until
@@ -134,7 +134,7 @@ async def test_exemplars_name_the_trace(tmp_path: Path, receiver: Receiver) -> N
     async with Cluster(tmp_path) as cluster:
         decode, _ = await cluster.decode(), await cluster.prefill()
         await settled(decode.send(prompt(20), headers=HEADERS))
-    text = exposition.page(exposition.OPENMETRICS)[0].decode()
+    text = probe.page(probe.OPENMETRICS)[0].decode()
     (family,) = [f for f in openmetrics(text) if f.name == "pullfill_handoff_stage_seconds"]
     traced = {s.labels["stage"] for s in family.samples
               if s.exemplar and s.exemplar.labels == {"trace_id": TRACE}}  # fmt: skip

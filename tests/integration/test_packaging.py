@@ -136,7 +136,7 @@ def test_a_shell_completes_commands(venv: Path, tmp_path: Path) -> None:
     assert run(venv, "bash", "-c", script, cwd=tmp_path).split() == ["drain"]
 
 
-@pytest.mark.parametrize("extra", ["cpu", "cuda13", "nixl", "otel"])
+@pytest.mark.parametrize("extra", ["cpu", "cuda13", "cupy", "nixl", "otel"])
 def test_the_wheel_has_the_extra(wheel: Path, extra: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))

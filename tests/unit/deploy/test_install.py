@@ -211,7 +211,6 @@ def test_an_environment_that_was_interrupted_is_made_again(
 def test_a_cpu_build_of_torch_is_seen_beside_vllm_for_cuda(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None, wrong: bool
 ) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
     torch: Any = ModuleType("torch")
     torch.version = SimpleNamespace(cuda=cuda)
     monkeypatch.setitem(sys.modules, "torch", torch)

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pullfill.errors import Fenced, TransferFailed
-from pullfill.transfer import session as session_module
 from pullfill.transfer.contract import Direction, MoveResult
 from pullfill.transfer.session import GroupSession, Member
 from pullfill.wire import FenceToken
@@ -158,7 +157,7 @@ def test_without_more_threads_the_parts_are_copied_one_after_the_other(
     def refuse(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(session_module.POOL, "run", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     members = [_Scripted() for _ in range(3)]
     whole = GroupSession([Member(s, True, True) for s in members])
     assert whole.write_blocks(TOKEN, [1], [2]).nbytes == 30

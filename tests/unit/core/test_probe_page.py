@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, Counter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
-from pullfill.runtime import exposition, metrics
+from pullfill.runtime import metrics, probe
 
 PROMETHEUS = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
@@ -37,7 +37,7 @@ def observed() -> Iterator[None]:
 
 @pytest.mark.parametrize("accept", ["", "*/*", "text/html", "text/plain;version=0.0.4"])
 def test_plain_text_for_whoever_does_not_know_openmetrics(observed: None, accept: str) -> None:
-    body, kind = exposition.page(accept)
+    body, kind = probe.page(accept)
     assert kind == "text/plain; version=0.0.4; charset=utf-8"
     assert b"# {" not in body
     assert b"_created" not in body
@@ -46,10 +46,10 @@ def test_plain_text_for_whoever_does_not_know_openmetrics(observed: None, accept
 
 
 def test_openmetrics_with_the_last_trace_of_each_bucket(observed: None) -> None:
-    body, kind = exposition.page(PROMETHEUS)
+    body, kind = probe.page(PROMETHEUS)
     assert kind == "application/openmetrics-text; version=1.0.0; charset=utf-8"
     assert b"_created" not in body
-    assert body.decode().endswith(exposition.END)
+    assert body.decode().endswith(probe.END)
     assert b"\nvllm:test_tokens_total 0.0\n" in body
     families = {family.name: family for family in openmetrics(body.decode())}
     buckets = {

@@ -1,0 +1,89 @@
+"""Calls keep their order, a stuck one delays no other executor, and no work means no thread."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from pullfill.runtime.serial_executor import SerialExecutor
+from tests.support.fakes import wait_for
+
+
+def test_calls_run_in_order_and_one_at_a_time() -> None:
+    """Also one that is put in the moment in which the thread ends."""
+    for linger_s in (0.0, 1.0):
+        executor, ran, inside = SerialExecutor(linger_s), list[int](), threading.Lock()
+
+        def call(number: int, ran: list[int] = ran, inside: threading.Lock = inside) -> None:
+            assert inside.acquire(blocking=False)
+            ran.append(number)
+            inside.release()
+
+        for number in range(500):
+            executor.put(lambda number=number: call(number))  # type: ignore[misc]
+            if number % 3 == 0:
+                assert executor.wait(10)
+        assert executor.wait(10)
+        assert ran == list(range(500))
+
+
+def test_a_stuck_one_delays_nobody_and_an_idle_one_has_no_thread() -> None:
+    gate, before = threading.Event(), threading.active_count()
+    stuck = [SerialExecutor(linger_s=0.05) for _ in range(20)]
+    for executor in stuck:
+        executor.put(gate.wait)
+    free = SerialExecutor(linger_s=0.05)
+    assert free.submit(lambda: 7).result(10) == 7
+    assert all(executor.busy for executor in stuck)
+    gate.set()
+    assert all(executor.wait(10) for executor in stuck)
+    wait_for(lambda: threading.active_count() <= before)
+    assert free.submit(lambda: 8).result(10) == 8
+
+
+def test_without_a_thread_the_caller_is_told_and_later_calls_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor, ran = SerialExecutor(), list[str]()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            executor.put(lambda: ran.append("lost"))
+    assert not executor.busy
+    executor.put(lambda: ran.append("kept"))
+    assert executor.wait(10)
+    assert ran == ["kept"]
+
+
+def test_a_call_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    executor, gate = SerialExecutor(), threading.Event()
+    executor.put(gate.wait)
+    executor.put(lambda: 1 / 0)
+    failed = executor.submit(lambda: {}["key"])
+    gate.set()
+    with pytest.raises(KeyError):
+        failed.result(10)
+    assert executor.submit(lambda: 3).result(10) == 3
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_shutdown_waits_for_what_runs_and_cancels_the_rest() -> None:
+    executor, gate, entered = SerialExecutor(), threading.Event(), threading.Event()
+    running = executor.submit(lambda: (entered.set(), gate.wait(10)))
+    waiting = executor.submit(lambda: 1)
+    assert entered.wait(10)
+    executor.shutdown(wait=False, cancel_futures=True)
+    with pytest.raises(RuntimeError, match="shut"):
+        executor.submit(lambda: 2)
+    assert executor.wait(0.01) is False
+    gate.set()
+    executor.shutdown()
+    assert running.done()
+    with pytest.raises(CancelledError):
+        waiting.result(10)
