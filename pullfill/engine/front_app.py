@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from pullfill.engine.front_adapters import Board
     from pullfill.engine.front_client import DecodeClient, DecodePort
-    from pullfill.engine.front_responses import Ask
+    from pullfill.engine.front_patches import Ask
 
 _log = log.get("engine.front_app")
 
@@ -169,9 +169,9 @@ class FrontApp:
         from vllm.entrypoints.launchers.app import build_app
         from vllm.v1.executor import Executor
 
-        from pullfill.engine import front_errors, front_streams
+        from pullfill.engine import front_patches
         from pullfill.engine.front_client import DecodeClient, FrontLLM
-        from pullfill.engine.front_stats import LateStats, stat_loggers
+        from pullfill.engine.front_patches import LateStats, stat_loggers
 
         client = DecodeClient(prepared.config, port, board)
         args = prepared.args
@@ -187,8 +187,8 @@ class FrontApp:
         tasks = await engine.get_supported_tasks()
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
-        front_errors.settle(app.state)
-        front_streams.tell_failures(app.state, engine)
+        front_patches.settle_errors(app.state)
+        front_patches.tell_failures(app.state, engine)
         client.adapters.follow(app.state.openai_serving_models)
         app.state.server = _NoServer()
         look_up_first(app, HOT_PATHS)
@@ -206,15 +206,15 @@ class FrontApp:
 
     def stored_response(self, response_id: str) -> bytes | None:
         """Return a stored response for another frontend. None: this one does not have it."""
-        from pullfill.engine import front_responses
+        from pullfill.engine import front_patches
 
-        return front_responses.stored(self.app.state.openai_serving_responses, response_id)
+        return front_patches.stored(self.app.state.openai_serving_responses, response_id)
 
     def share_responses(self, ask: Ask) -> None:
         """Ask other frontends for the previous responses that this one does not have."""
-        from pullfill.engine import front_responses
+        from pullfill.engine import front_patches
 
-        front_responses.share(self.app.state.openai_serving_responses, ask)
+        front_patches.share(self.app.state.openai_serving_responses, ask)
 
     async def close(self) -> None:
         """Stop AsyncLLM. Requests still open end with an error."""

@@ -32,7 +32,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from pullfill.engine import release, request_limits
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.engine.front_adapters import Board, FrontAdapters
-from pullfill.engine.front_errors import failure
+from pullfill.engine.front_patches import failure
 from pullfill.engine.front_wire import DecodeWelcome
 from pullfill.engine.request_limits import strip_transfer_params
 from pullfill.errors import BadMessage, PeerUnavailable, PullfillError

@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
-from pullfill.engine import front_stats
-from pullfill.engine.front_stats import KEPT_STEPS, KEPT_TOKENS, LateStats, only_gauges
+from pullfill.engine import front_patches
+from pullfill.engine.front_patches import KEPT_STEPS, KEPT_TOKENS, LateStats, only_gauges
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_what_is_kept_is_bounded(entered: list[Any], steps: int, tokens: int) ->
 
 def test_every_other_field_is_taken_for_something_that_counts() -> None:
     assert only_gauges(SchedulerStats(num_running_reqs=3, kv_cache_usage=0.5))
-    names = vars(SchedulerStats()).keys() - front_stats._GAUGES - {"prefix_cache_stats"}
+    names = vars(SchedulerStats()).keys() - front_patches._GAUGES - {"prefix_cache_stats"}
     for name in names:
         stats = SchedulerStats()
         setattr(stats, name, {"a": 1})
@@ -88,10 +88,10 @@ def test_every_other_field_is_taken_for_something_that_counts() -> None:
 
 
 def test_a_plugin_that_brings_its_own_logger_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert front_stats.stat_loggers() == [LateStats]
+    assert front_patches.stat_loggers() == [LateStats]
 
     class Theirs(PrometheusStatLogger):  # type: ignore[misc]
         pass
 
-    monkeypatch.setattr(front_stats, "load_stat_logger_plugin_factories", lambda: [Theirs])
-    assert front_stats.stat_loggers() == []
+    monkeypatch.setattr(front_patches, "load_stat_logger_plugin_factories", lambda: [Theirs])
+    assert front_patches.stat_loggers() == []

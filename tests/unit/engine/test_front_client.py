@@ -15,7 +15,7 @@ from pullfill.engine.front_wire import DecodeWelcome
 from tests.support.late import Late
 
 front_client: Any = Late("pullfill.engine.front_client")
-front_errors: Any = Late("pullfill.engine.front_errors")
+front_patches: Any = Late("pullfill.engine.front_patches")
 
 
 class Port:
@@ -92,7 +92,7 @@ async def test_an_abort_by_the_reader_of_outputs_is_a_stop_string() -> None:
 def test_vllm_gives_our_errors_the_type_of_its_own(fault: Fault, kind: str, code: int) -> None:
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-    told = create_error_response(front_errors.failure("why", fault)).error
+    told = create_error_response(front_patches.failure("why", fault)).error
     assert (told.type, told.code, told.message) == (kind, code, "why")
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from pullfill.engine.blame import Fault
 from tests.support.late import Late
 
-front_errors: Any = Late("pullfill.engine.front_errors")
-front_streams: Any = Late("pullfill.engine.front_streams")
+front_patches: Any = Late("pullfill.engine.front_patches")
 responses: Any = Late("vllm.entrypoints.openai.responses.serving")
 messages: Any = Late("vllm.entrypoints.anthropic.serving")
 
@@ -18,7 +17,7 @@ messages: Any = Late("vllm.entrypoints.anthropic.serving")
 async def test_a_response_in_the_background_fails_and_says_why() -> None:
     """vLLM leaves it queued for ever, and its stream too."""
     handler = responses.OpenAIServingResponses.__new__(responses.OpenAIServingResponses)
-    told = front_errors.failure("decode-1 was lost", Fault.WORKERS)
+    told = front_patches.failure("decode-1 was lost", Fault.WORKERS)
 
     async def run(*_: Any) -> None:
         raise told
@@ -36,7 +35,7 @@ async def test_a_response_in_the_background_fails_and_says_why() -> None:
     handler.responses_stream_generator, handler._run_background_request = stream, run
     anthropic = messages.AnthropicServingMessages.__new__(messages.AnthropicServingMessages)
     state = SimpleNamespace(openai_serving_responses=handler, anthropic_serving_messages=anthropic)
-    front_streams.tell_failures(state, SimpleNamespace())
+    front_patches.tell_failures(state, SimpleNamespace())
     request = SimpleNamespace(request_id="resp_1")
     await handler._run_background_request(request)
     want = {"code": "server_error", "message": "decode-1 was lost"}

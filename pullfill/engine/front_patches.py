@@ -1,0 +1,298 @@
+"""What a frontend changes in vLLM's app and statistics, on top of vLLM's own classes.
+
+- Errors: one type and status in bodies and in streams, and one line in the log.
+- Streams of the Responses and Messages API end with an event that says why a request failed.
+- Stored responses: one frontend asks the others for those that it does not have.
+- Statistics enter the Prometheus metrics for many engine steps at once.
+
+`FrontApp.build` applies all of it once, before the app serves.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from openai.types.responses import ResponseFailedEvent
+from pydantic import TypeAdapter
+from vllm import exceptions
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
+from vllm.exceptions import GenerationError, VLLMClientError, VLLMError
+from vllm.v1.metrics.loggers import PrometheusStatLogger, load_stat_logger_plugin_factories
+
+from pullfill.engine.blame import Fault
+from pullfill.runtime import log
+
+_log = log.get("engine.front_patches")
+
+_APP = "vllm.entrypoints."
+
+# --------------------------------------------------------------------------- errors
+
+
+# vLLM prints the type of an exception in bodies, but `InternalServerError` in all streams. It logs
+# a traceback of each request that it refuses in a stream or at /v1/messages.
+
+
+class RequestRefused(VLLMClientError, GenerationError):  # type: ignore[misc]
+    """The request cannot be served as it is: 400, so that no client library sends it again."""
+
+
+# The second base of `RequestRefused`, and that of the others, keeps a traceback out of the log.
+_KINDS: dict[Fault, Any] = {
+    Fault.WORKERS: getattr(exceptions, "RetryableRequestError", GenerationError),
+    Fault.REQUEST: RequestRefused,
+    Fault.OURS: GenerationError,
+}
+_STATUS = {
+    Fault.WORKERS: HTTPStatus.SERVICE_UNAVAILABLE,
+    Fault.REQUEST: HTTPStatus.BAD_REQUEST,
+    Fault.OURS: HTTPStatus.INTERNAL_SERVER_ERROR,
+}
+
+
+def failure(message: str, fault: Fault) -> Exception:
+    """Return the error of a request that cannot be finished. vLLM answers with this message and the
+    status of the fault, or ends a stream with an error event."""
+    found: Exception = _KINDS[fault](message)
+    found.status_code = _STATUS[fault]  # type: ignore[attr-defined]
+    return found
+
+
+def settle_errors(state: Any) -> None:
+    """Let streams say what bodies say, and errors of requests be one line of the log.
+
+    state: of vLLM's app, complete."""
+    for handler in (state.openai_serving_chat, state.openai_serving_completion):
+        handler._convert_generation_error_to_streaming_response = (
+            handler.create_streaming_error_response
+        )
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith(_APP)]:
+        logging.getLogger(name).addFilter(_one_line)
+
+
+def _one_line(record: logging.LogRecord) -> bool:
+    exc = record.exc_info[1] if record.exc_info else None
+    if isinstance(exc, VLLMClientError | GenerationError):
+        record.msg, record.args = "%s (%s)", (record.getMessage(), exc)
+        record.exc_info = None
+    return True
+
+
+# --------------------------------------------------------------------------- the end of streams
+
+
+# vLLM's completions and chat tell errors themselves. Its Responses API cannot print an error and
+# cuts the connection. Its Messages API tells that it cannot read chat's error.
+_ERROR = 'data: {"error"'
+"""Begins the event with which a stream of chat ends if its request fails."""
+
+
+class Checks(Protocol):
+    def check(self, request_id: str, prompt: Any, params: Any, lora_request: Any) -> None:
+        """See FrontLLM."""
+
+
+def tell_failures(state: Any, engine: Checks) -> None:
+    """Wrap the handlers in the state of vLLM's app. engine: refuses requests."""
+    _of_responses(state.openai_serving_responses, engine)
+    _of_messages(state.anthropic_serving_messages)
+
+
+def _of_responses(handler: Any, engine: Checks) -> None:
+    generate, stream = handler._generate_with_builtin_tools, handler.responses_stream_generator
+    follow, run = handler.responses_background_stream_generator, handler._run_background_request
+
+    def checked(request_id: str, engine_input: Any, sampling_params: Any, **more: Any) -> Any:
+        # The stream begins before its request is submitted. Here its client can still get 400.
+        engine.check(request_id, engine_input, sampling_params, more.get("lora_request"))
+        return generate(
+            request_id=request_id, engine_input=engine_input, sampling_params=sampling_params,
+            **more,
+        )  # fmt: skip
+
+    def failed(request: Any, exc: Exception) -> dict[str, Any]:
+        """Return what a failed response says, and keep it if the response is stored."""
+        if not isinstance(exc, VLLMError):
+            _log.exception("response %s failed", request.request_id)
+        error = handler.create_error_response(exc).error
+        # OpenAI has no code that is nearer to a bad request.
+        code = "server_error" if error.code >= 500 else "invalid_prompt"
+        said = {"status": "failed", "error": {"code": code, "message": error.message}}
+        if stored := handler.response_store.get(request.request_id):
+            for name, value in said.items():
+                setattr(stored, name, value)
+        return said
+
+    def raised(exc: Exception) -> str:
+        raise exc  # vLLM would make an event of it that it then cannot read
+
+    async def streamed(request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        response, count = None, 0
+        try:
+            async for event in stream(request, *args, **kwargs):
+                response, count = response or event.response, count + 1
+                yield event
+        except Exception as exc:
+            if response is None:
+                raise
+            said = response.model_dump(mode="json", by_alias=True) | failed(request, exc)
+            yield ResponseFailedEvent.construct(
+                type="response.failed", sequence_number=count, response=said
+            )
+
+    async def followed(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async for event in follow(*args, **kwargs):
+            yield event
+            if event.type == "response.failed":
+                return  # vLLM would wait for more events for ever
+
+    async def ran(request: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            await run(request, *args, **kwargs)
+        except Exception as exc:
+            failed(request, exc)
+
+    handler._generate_with_builtin_tools = checked
+    handler.responses_stream_generator = streamed
+    handler.responses_background_stream_generator = followed
+    handler._run_background_request = ran
+    handler._convert_generation_error_to_streaming_response = raised
+
+
+def _of_messages(handler: Any) -> None:
+    convert = handler.message_stream_converter
+
+    async def told(chat: AsyncIterator[str]) -> AsyncIterator[str]:
+        error: dict[str, Any] = {}
+
+        async def good() -> AsyncIterator[str]:
+            async for event in chat:
+                if event.startswith(_ERROR):
+                    error.update(json.loads(event.removeprefix("data: "))["error"])
+                    return
+                yield event
+
+        async for event in convert(good()):
+            yield event
+        if error:
+            said = {"type": "error", "error": {key: error[key] for key in ("type", "message")}}
+            yield f"event: error\ndata: {json.dumps(said)}\n\n"
+
+    handler.message_stream_converter = told
+
+
+# --------------------------------------------------------------------------- stored responses
+
+
+# With VLLM_ENABLE_RESPONSES_API_STORE vLLM keeps each response, and the messages that led to it, in
+# the process that made it. A request's `previous_response_id` may name one of another frontend.
+_READ = TypeAdapter(ResponsesResponse)
+Ask = Callable[[str, str], Awaitable[bytes | None]]
+"""Gets the id of a response and the client's Authorization header. Returns what `stored` of another
+frontend returned. None: no frontend has it."""
+
+
+def stored(handler: Any, response_id: str) -> bytes | None:
+    """Return a response and its messages as JSON. None: it is not stored here.
+
+    handler: vLLM's OpenAIServingResponses. Messages of gpt-oss are of another kind: None."""
+    response = handler.response_store.get(response_id)
+    if response is None or handler.use_harmony:
+        return None
+    told = {
+        "response": response.model_dump(mode="json", by_alias=True),
+        "messages": handler.msg_store.get(response_id),
+    }
+    # Messages are dicts or objects of OpenAI's client.
+    return json.dumps(told, default=lambda item: item.model_dump(mode="json")).encode()
+
+
+def share(handler: Any, ask: Ask) -> None:
+    """Make the handler take a previous response from another frontend if it does not have it."""
+    create = handler.create_responses
+
+    async def created(request: Any, raw_request: Any = None) -> Any:
+        name = request.previous_response_id
+        if name and handler.enable_store and name not in handler.response_store:
+            headers = {} if raw_request is None else raw_request.headers
+            if told := await ask(name, headers.get("authorization", "")):
+                found = json.loads(told)
+                handler.msg_store[name] = found["messages"]
+                handler.response_store[name] = _READ.validate_python(found["response"])
+        return await create(request, raw_request)
+
+    handler.create_responses = created
+
+
+# --------------------------------------------------------------------------- statistics
+
+
+# vLLM enters statistics after each step, for some forty metrics. For a step of a few tokens that is
+# a good part of the frontend's work.
+KEPT_STEPS = 32
+KEPT_TOKENS = 512
+"""Whichever is reached first: entering them holds up the event loop for less than a millisecond."""
+
+_GAUGES = frozenset({
+    "num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs",
+    "num_kv_fetch_reqs_by_stage", "step_counter", "current_wave", "kv_cache_usage",
+    "iteration_details",
+})  # fmt: skip
+"""Fields of vLLM's SchedulerStats of which the last value alone counts."""
+
+
+class LateStats(PrometheusStatLogger):  # type: ignore[misc]
+    """A stat logger for AsyncLLM, in place of vLLM's own.
+
+    It keeps the statistics of many steps. `settle` enters them in their order, with vLLM's own
+    code, at the latest when somebody reads the metrics. Gauges show the last step only. So earlier
+    steps that changed nothing else are left out."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._late: list[tuple[Any, Any, Any, int]] = []
+        self._tokens = 0
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        self._late.append((scheduler_stats, iteration_stats, mm_cache_stats, engine_idx))
+        if iteration_stats is not None:
+            self._tokens += iteration_stats.num_generation_tokens
+        if len(self._late) >= KEPT_STEPS or self._tokens >= KEPT_TOKENS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Enter everything that is kept."""
+        late, self._late, self._tokens = self._late, [], 0
+        last = {entry[3]: number for number, entry in enumerate(late) if entry[0] is not None}
+        for number, (scheduler, iteration, cache, engine) in enumerate(late):
+            if number != last.get(engine) and scheduler is not None and only_gauges(scheduler):
+                scheduler = None
+            super().record(scheduler, iteration, cache, engine)
+
+
+def stat_loggers() -> list[type[LateStats]]:
+    """Return the stat loggers for AsyncLLM.
+
+    Empty if a plugin of vLLM brings a Prometheus logger, because a process has only one."""
+    theirs = [f for f in load_stat_logger_plugin_factories() if isinstance(f, type)]
+    return [] if any(issubclass(f, PrometheusStatLogger) for f in theirs) else [LateStats]
+
+
+def only_gauges(stats: Any) -> bool:
+    """Whether SchedulerStats hold only gauges, so that those of a later step replace them."""
+    hits = stats.prefix_cache_stats
+    return not (hits.requests or hits.queries or hits.hits) and not any(
+        value
+        for name, value in vars(stats).items()
+        if name not in _GAUGES and name != "prefix_cache_stats"
+    )
