@@ -30,7 +30,6 @@ _AFTER_OUTAGE = frozenset(Outcome) - {
     Outcome.REJECTED,
 }
 
-_OUTAGE_FRESH_S = 0.05
 _IN_SPAN = (
     "path", "reason", "prefix_hit_tokens", "fetched_tokens", "remote_tokens", "prefill_instance",
     "transport", "kv_bytes", "fallback", "outage",
@@ -271,7 +270,7 @@ class RequestTraces:
         reason: why the prompt stays here. Another reason is often the first sign of an outage."""
         now = self._clock.monotonic()
         said, at = self._outages.get(reason, ("", -math.inf))
-        if now - at > _OUTAGE_FRESH_S:
+        if now - at > 0.05:
             said = self.outage()
             self._outages[reason] = said, now
         return said

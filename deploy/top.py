@@ -33,7 +33,6 @@ from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net import http_proof
 from pullfill.snapshot import Snapshot
 
-AGAIN_S = 1.0
 PATH = "/pullfill/ui/events"
 _TIMEOUT = httpx.Timeout(5.0, read=10.0)
 """A frontend sends something every 5 s: with many workers, comments between the snapshots."""
@@ -157,7 +156,9 @@ def _q_ends() -> Iterator[None]:
 # --------------------------------------------------------------------------- the stream
 
 
-def _snapshots(ref: ClusterRef, url: str | None) -> Generator[Snapshot | str, None, None]:
+def _snapshots(
+    ref: ClusterRef, url: str | None, again_s: float = 1.0
+) -> Generator[Snapshot | str, None, None]:
     """Yield snapshots for ever, and why there is none.
 
     Raises UnavailableError and ConfigError as long as no frontend has answered."""
@@ -180,7 +181,7 @@ def _snapshots(ref: ClusterRef, url: str | None) -> Generator[Snapshot | str, No
                 yield f"connecting again: {why}"
         if not answered:
             raise UnavailableError(_NOBODY.format(why=why))
-        time.sleep(AGAIN_S)
+        time.sleep(again_s)
 
 
 def _stream(ref: ClusterRef, url: str, *, given: bool) -> Generator[Snapshot, None, None]:

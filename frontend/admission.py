@@ -9,8 +9,6 @@ answer, and so do the bytes of its body.
 in time and size. Without this check a streamed request would get 200 before vLLM finds that there
 is no worker.
 
-Clients that stop reading for SEND_S seconds are disconnected. This frees their admission slot.
-
 ASGI middleware. It costs one clock read per streamed chunk. Single event loop.
 """
 
@@ -28,7 +26,8 @@ import msgspec
 
 from pullfill.engine import request_limits
 from pullfill.frontend import counters
-from pullfill.frontend.dispatch import NO_WORKER, NO_WORKER_WAIT_S
+from pullfill.frontend.dispatch import NO_WORKER
+from pullfill.frontend.flight import WAITS
 from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
 
@@ -55,14 +54,9 @@ TEXT_PATHS = frozenset({
 """Routes that need the tokenizer, but no engine."""
 FORM_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """Routes whose body is a form with a recording, and no JSON."""
-RETRY_AFTER_S = 1
-BODY_S = 60.0
-"""How long a client may take to send its request."""
 BODY_BYTES = 256 << 20
 ALL_BYTES = 1 << 30
 """Most bytes of the bodies of all counted requests. vLLM keeps each until its answer has ended."""
-SEND_S = 120.0
-"""How long a client may read nothing while its connection's buffers are full."""
 MOST_COMMAS = 1 << 23
 """Reading so many values takes about a second."""
 MOST_VALUES = 1 << 15
@@ -108,6 +102,9 @@ class Admission:
     """See the module.
 
     wait_ready: takes seconds. Returns whether a decode worker can take requests within that time.
+    body_s: how long a client may take to send its request.
+    send_s: clients that read nothing for so long while their connection's buffers are full are
+    disconnected. This frees their admission slot.
     max_inflight: most HTTP requests that are being served. One request may ask for several prompts
     and choices.
     requests: keeps what came of each request that needs an engine."""
@@ -117,8 +114,8 @@ class Admission:
         app: App,
         wait_ready: Callable[[float], Awaitable[bool]],
         max_inflight: int,
-        body_s: float = BODY_S,
-        send_s: float = SEND_S,
+        body_s: float = 60.0,
+        send_s: float = 120.0,
         requests: RequestLog | None = None,
     ) -> None:
         self._app = app
@@ -168,7 +165,7 @@ class Admission:
                 return
             if refusal := _refusal(path, body):
                 await self._refuse(client.send, *refusal)
-            elif path in TEXT_PATHS or await self._wait_ready(NO_WORKER_WAIT_S):
+            elif path in TEXT_PATHS or await self._wait_ready(WAITS.first):
                 await self._app(scope, _replay(body, receive), client.send)
             else:
                 await self._refuse(client.send, 503, "no_worker", NO_WORKER)
@@ -230,7 +227,7 @@ class Admission:
 
     async def _refuse(self, send: Send, status: int, reason: str, message: str) -> None:
         counters.REFUSED.labels(reason).inc()
-        retry = RETRY_AFTER_S if status in (429, 503) else None
+        retry = 1 if status in (429, 503) else None
         await respond(send, status, message, _KINDS[status], retry_after_s=retry)
 
 

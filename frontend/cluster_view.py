@@ -1,6 +1,6 @@
 """Fetches `/status` and `/metrics` of all workers, and merges them. Asks other frontends.
 
-All workers are asked at once, for FETCH_TIMEOUT_S at most. A worker that hangs is shown as `lost`.
+All workers are asked at once, for `fetch_s` at most. A worker that hangs is shown as `lost`.
 Metrics are merged as text. To parse them into objects would stop the token streams of this process
 for tens of milliseconds per scrape.
 """
@@ -26,12 +26,6 @@ from pullfill.runtime.health import Health
 from pullfill.snapshot import Cluster, Report, Reports, cluster_of, read_report
 from pullfill.wire import WorkerRecord
 
-FETCH_TIMEOUT_S = 1.0
-AGAIN_S = 0.3
-ASKED_PER_S = 256
-"""Workers that /ready asks in a second, at most. Reading their answers holds up token streams."""
-READY_S = 0.5
-FRESH_S = 1.5
 MAX_BODY = 8 << 20
 ROLES = ("decode", "prefill")
 REQUESTS, RESPONSES = "/pullfill/requests/", "/pullfill/responses/"
@@ -54,16 +48,32 @@ class ClusterView:
     etcd: the health of etcd, as this process sees it.
     namespace: the cluster's.
     own_id: the instance id of this frontend.
+    fetch_s: how long a worker has to answer. ready_s: how much of it /ready waits for.
+    again_s: /ready asks again after so long, and uses an answer for fresh_s.
+    most_asked: workers that /ready asks in a second, at most. Reading their answers holds up token
+    streams.
     with_jobs: ask for the open jobs, too (`Report.jobs`, `held`). Set while somebody looks."""
 
     def __init__(
-        self, directory: Directory, etcd: Health, namespace: str, own_id: str = ""
+        self,
+        directory: Directory,
+        etcd: Health,
+        namespace: str,
+        own_id: str = "",
+        *,
+        fetch_s: float = 1.0,
+        ready_s: float = 0.5,
+        again_s: float = 0.3,
+        fresh_s: float = 1.5,
+        most_asked: float = 256.0,
     ) -> None:
         self._directory = directory
         self.etcd = etcd
         self._namespace = namespace
         self.with_jobs = False
         self._own_id = own_id
+        self._fetch_s, self._ready_s, self._again_s = fetch_s, ready_s, again_s
+        self._fresh_s, self._most_asked = fresh_s, most_asked
         self._session: aiohttp.ClientSession | None = None
         self._looking: asyncio.Task[dict[str, Report | None]] | None = None
         self._last: dict[str, Report] = {}
@@ -101,16 +111,16 @@ class ClusterView:
     async def reasons(self) -> list[str]:
         """Return which servers and workers are away or cut off, for /ready.
 
-        A worker that hangs delays this by READY_S at most. Its last report is used for FRESH_S. Of
-        more than AGAIN_S * ASKED_PER_S workers, reports are used for longer, as they come later."""
-        pause_s = max(AGAIN_S, len(self.records()) / ASKED_PER_S)
+        A worker that hangs delays this by `ready_s` at most. Its last report is used for `fresh_s`.
+        Of more workers than are asked in `again_s`, reports are used for longer."""
+        pause_s = max(self._again_s, len(self.records()) / self._most_asked)
         if SYSTEM_CLOCK.monotonic() - self._asked_at > pause_s:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(READY_S):
+                async with asyncio.timeout(self._ready_s):
                     await asyncio.shield(self._look())
         asked = [record for record in self.records() if record.instance_id in self._asked]
         told = [(record, self._last.get(record.instance_id)) for record in asked]
-        old_s = FRESH_S + pause_s - AGAIN_S
+        old_s = self._fresh_s + pause_s - self._again_s
         fresh = [(r, s if s is not None and s.age_s < old_s else None) for r, s in told]
         return cluster_of(fresh, self.etcd.status()).reasons()
 
@@ -194,7 +204,7 @@ class ClusterView:
             # With few connections, workers that hang would make others wait and time out.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=max(100, open_files() // 4)),
-                timeout=aiohttp.ClientTimeout(total=FETCH_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(total=self._fetch_s),
                 trust_env=False,
             )
         try:

@@ -31,12 +31,9 @@ from pullfill.wire import WorkerRecord, WorkerState
 _log = log.get("frontend.decode_pool")
 
 DECODE = "decode"
-REOPEN_S = 0.5
 IDLE_TICKS = 2
 """A worker that has no request of ours is asked every so many ticks: many are idle, and each answer
 wakes this process."""
-HUNG_S = 60.0
-"""A worker whose engine answers no PING for so long is lost even if its I/O thread still lives."""
 
 
 class WorkerPool:
@@ -44,8 +41,6 @@ class WorkerPool:
 
     names: a worker serves our model if its `model` or `model_path` is one of these.
     key: the cluster key, if the cluster has one.
-    prefix_blocks: how many blocks of workers' prefix caches are kept (`Prefixes`).
-
     prefixes: which worker holds which blocks.
     """
 
@@ -55,9 +50,9 @@ class WorkerPool:
         hello: front_wire.FrontendHello,
         names: Sequence[str],
         key: ClusterKey | None = None,
-        prefix_blocks: int = 0,
+        prefixes: Prefixes | None = None,
     ) -> None:
-        self.prefixes = Prefixes(prefix_blocks)
+        self.prefixes = prefixes or Prefixes(0)
         self._directory = directory
         self._hello = hello
         self._names = frozenset(names)
@@ -221,7 +216,7 @@ class WorkerPool:
         self._update()
         self.prefixes.forget(connection, connection.heard_at)
         self._dispatcher.on_lost(connection, reason, died)
-        asyncio.get_running_loop().call_later(REOPEN_S, self.refresh)
+        asyncio.get_running_loop().call_later(0.5, self.refresh)
 
     def on_message(self, connection: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
         try:
@@ -256,6 +251,8 @@ class WorkerPool:
         counters.DECODE_WORKERS.labels("refused").set(len(self._refused))
 
     async def _tick(self) -> None:
+        # A worker whose engine answers nothing for so long is lost even if its I/O thread lives.
+        hung_s = 10 * front_wire.SILENCE_S
         loop = asyncio.get_running_loop()
         for number in itertools.count():
             await asyncio.sleep(front_wire.PING_INTERVAL_S)
@@ -263,8 +260,8 @@ class WorkerPool:
             for connection in list(self._connections.values()):
                 if connection.state is ConnectionState.CONNECTING:
                     continue
-                if now - connection.heard_at > HUNG_S:
-                    connection.lose(f"it answered nothing for {HUNG_S:g} s")
+                if now - connection.heard_at > hung_s:
+                    connection.lose(f"it answered nothing for {hung_s:g} s")
                 elif connection.flights or number % IDLE_TICKS == 0:
                     connection.send(front_wire.PING)
             self.prefixes.tick(now)

@@ -26,10 +26,10 @@ from pullfill.engine.blame import Fault, explained
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
-from pullfill.frontend.flight import Flight, ids_of, keep_room, likely, name_of
+from pullfill.frontend.flight import WAITS, Flight, Waits, ids_of, keep_room, likely, name_of
 from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of, refused_id
 from pullfill.frontend.routing.balancer import Balancer
-from pullfill.frontend.suspects import SURE_S, Suspects, guilty
+from pullfill.frontend.suspects import Suspects, guilty
 from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log, tracing
 
@@ -38,26 +38,8 @@ if TYPE_CHECKING:
 
 _log = log.get("frontend.dispatch")
 
-NO_WORKER_WAIT_S = 2.0
-"""How long a new request waits for a first decode worker."""
-RESEND_WAIT_S = 0.8
-"""The least time a request waits for another worker after its own was lost."""
-RESEND_WAIT_MAX_S = 2.5
-"""The most time. A worker whose connection broke may be connected again by then."""
-SILENT_WAIT_S = 4.0
-"""Between these bounds the wait ends this long after the lost worker's last sign of life. So an
-error comes within 5 s, although it takes time to notice the loss."""
-STALL_S = 4.5
-"""If several workers are lost without a token in between, all waits end this long after the first
-one's last sign of life."""
-LAST_TRY_S = 0.25
-"""But each wait has at least this much time to find a worker that is ready."""
-_TURN_S = 0.005
-"""How long requests are placed before other callbacks of the event loop run."""
 MAX_MIGRATIONS = 20
 """How many workers one request may leave."""
-LOOK_S = 0.05
-"""How often a request that may end its worker looks for one where it ends nobody else."""
 NO_WORKER = "no decode worker is ready: start one with `pullfill decode` (or `pullfill up`)"
 REFUSED = "refused"
 """Outcome of a request that cannot be served as it is, or that kills workers."""
@@ -74,10 +56,14 @@ class Waiting:
     `place` for it, which must not raise. At its deadline `expire` is called."""
 
     def __init__(
-        self, place: Callable[[Flight, float], None], expire: Callable[[Flight], None]
+        self,
+        place: Callable[[Flight, float], None],
+        expire: Callable[[Flight], None],
+        turn_s: float = WAITS.turn,
     ) -> None:
         self._place = place
         self._expire = expire
+        self._turn_s = turn_s
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, Flight] = {}
         self._queue: deque[Flight] = deque()
@@ -99,7 +85,7 @@ class Waiting:
         return [f for f in self._held.values() if name_of(f) == fingerprint]
 
     def soon(self, flights: Iterable[Flight]) -> None:
-        """Place these requests soon. A lost worker may leave hundreds, so in slices of _TURN_S."""
+        """Place these requests soon. A lost worker may leave hundreds, so in slices of `turn_s`."""
         idle = not self._queue
         self._queue.extend(flights)
         if idle and self._queue:
@@ -116,7 +102,7 @@ class Waiting:
         self.soon(sorted(self._held.values(), key=likely))
 
     def _some(self) -> None:
-        now, until = self._loop.time(), time.monotonic() + _TURN_S
+        now, until = self._loop.time(), time.monotonic() + self._turn_s
         try:
             while self._queue:
                 flight = self._queue.popleft()
@@ -149,14 +135,14 @@ class Waiting:
             self._arm(min(flight.deadline for flight in self._held.values()))
 
 
-def patience_s(flight: Flight, heard_at: float, lost: bool, now: float) -> float:
+def patience_s(flight: Flight, waits: Waits, heard_at: float, lost: bool, now: float) -> float:
     """Return how long a request that leaves its worker waits for another. Sets `stalled_at`.
 
     heard_at: the worker's last sign of life. lost: whether it is lost."""
-    wait = max(RESEND_WAIT_S, min(RESEND_WAIT_MAX_S, heard_at + SILENT_WAIT_S - now))
+    wait = max(waits.least, min(waits.most, heard_at + waits.silent - now))
     if not lost or not flight.stalled_at:
-        flight.stalled_at = max(heard_at, now + RESEND_WAIT_S - SILENT_WAIT_S)
-    return max(LAST_TRY_S, min(wait, flight.stalled_at + STALL_S - now))
+        flight.stalled_at = max(heard_at, now + waits.least - waits.silent)
+    return max(waits.last, min(wait, flight.stalled_at + waits.stalled - now))
 
 
 class Calls:
@@ -225,7 +211,6 @@ class Dispatcher:
     candidates: returns the workers that may take requests.
     board: the requests that all frontends refuse.
     never: why no answer can migrate with this configuration. Empty: answers can.
-    restart_wait_s: how long a request whose worker was lost waits for one that is being started.
     flights: the requests submitted and not ended, by id. Read it only.
     """
 
@@ -238,7 +223,7 @@ class Dispatcher:
         board: SuspectBoard,
         *,
         never: str = "",
-        restart_wait_s: float = 0.0,
+        waits: Waits = WAITS,
     ) -> None:
         self._codec = codec
         self._requests = requests
@@ -250,13 +235,16 @@ class Dispatcher:
         self._waiting = Waiting(
             lambda flight, now: self._try(flight, self.route, now),
             lambda flight: self._fail(flight, flight.failure),
+            waits.turn,
         )
+        self._waits = waits
         self._calls = Calls(codec)
         self.balancer = balancer
         self._tasks: tuple[str, ...] | None = None
-        self._restart_wait_s = restart_wait_s
         self._leaving = ""
-        self.suspects = Suspects(board, self.flights.values, candidates, self._waiting.all_soon)
+        self.suspects = Suspects(
+            board, self.flights.values, candidates, self._waiting.all_soon, waits
+        )
 
     def bind(self, sink: DecodeClient) -> None:
         """Set where outputs go. Call it before the first worker is connected."""
@@ -298,7 +286,7 @@ class Dispatcher:
         )
         self._requests.begin(record)
         flight = Flight(request, request_id, record, NO_WORKER)
-        flight.deadline = now + NO_WORKER_WAIT_S
+        flight.deadline = now + self._waits.first
         self.flights[request_id] = flight
         if refusal := refused_id(request_id) or self.suspects.meet(flight):
             self._fail(flight, refusal, REFUSED)
@@ -465,9 +453,9 @@ class Dispatcher:
             return
         around = self.suspects.around(flight, workers, now)
         if not around:
-            flight.deadline = max(flight.deadline, now + NO_WORKER_WAIT_S)
+            flight.deadline = max(flight.deadline, now + self._waits.first)
             self._waiting.hold(flight)
-            self._loop.call_later(LOOK_S, self._waiting.soon, (flight,))
+            self._loop.call_later(self._waits.look, self._waiting.soon, (flight,))
             return
         self._waiting.drop(flight.request_id)
         self._send(flight, self.balancer.choose(flight, around, now), now)
@@ -524,10 +512,10 @@ class Dispatcher:
             return
         keep_room(flight, worker)
         now = self._loop.time()
-        wait = patience_s(flight, worker.heard_at, lost, now)
+        wait = patience_s(flight, self._waits, worker.heard_at, lost, now)
         if guilty(flight):
-            wait += SURE_S
-        flight.deadline = now + max(wait, self._restart_wait_s)
+            wait += self._waits.sure
+        flight.deadline = now + max(wait, self._waits.restart)
         flight.failure = f"{reason} and {NO_WORKER}"
         self._waiting.hold(flight)
         self._waiting.soon((flight,))

@@ -18,6 +18,42 @@ if TYPE_CHECKING:
 _log = log.get("frontend.flight")
 
 
+@dataclass(frozen=True)
+class Waits:
+    """How long requests wait for a decode worker, in seconds.
+
+    first: a new request waits so long for a first worker.
+    least, most: a request whose worker was lost waits at least and at most so long for another. A
+    worker whose connection broke may be connected again by then.
+    silent: between these bounds the wait ends this long after the lost worker's last sign of life.
+    So an error comes within 5 s, although it takes time to notice the loss.
+    stalled: if several workers are lost without a token in between, all waits end this long after
+    the first one's last sign of life. last: but each wait has this much time to find a worker.
+    restart: a request whose worker was lost waits at least so long for one that is being started.
+    sure: a death counts after this time (`suspects`).
+    apart: a request that was at a death waits so long for a worker where it ends nobody else. It
+    looks every `look`.
+    turn: so long requests are placed before other callbacks of the event loop run."""
+
+    first: float = 2.0
+    least: float = 0.8
+    most: float = 2.5
+    silent: float = 4.0
+    stalled: float = 4.5
+    last: float = 0.25
+    restart: float = 0.0
+    # A process whose connection broke connects again after 0.5 s, or ZMQ's longest retry (2 s).
+    sure: float = 3.0
+    # Long enough for the first outputs of requests that were just sent. Not a turn for each: of an
+    # innocent crash with 100 waiting prompts all go on after it.
+    apart: float = 1.0
+    look: float = 0.05
+    turn: float = 0.005
+
+
+WAITS = Waits()
+
+
 @dataclass(slots=True, frozen=True)
 class Hashed:
     """The hashes of the first blocks of a prompt of `tokens` tokens. None: it has none.

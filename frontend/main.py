@@ -37,6 +37,7 @@ from pullfill.frontend.admission import Admission
 from pullfill.frontend.cluster_view import ROLES, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
+from pullfill.frontend.flight import Waits
 from pullfill.frontend.forward import forwarding
 from pullfill.frontend.forward.forwarding import Forwarding
 from pullfill.frontend.http_auth import HttpAuth
@@ -44,6 +45,7 @@ from pullfill.frontend.live.page import LiveView
 from pullfill.frontend.request_log import RequestLog
 from pullfill.frontend.routes import Admin
 from pullfill.frontend.routing.balancer import Balancer
+from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.ids import new_instance_id
 from pullfill.net.security import FrontendSecurity
 from pullfill.net.this_host import allow_open_files, host_id
@@ -65,9 +67,6 @@ _TELL_S = 2.0
 """How long clients have for the error that ends their answers. Less than `down` leaves a process
 between its second SIGTERM and SIGKILL."""
 _STOPPING = "this frontend stops before the answer has ended: send the request again"
-_KEEP_ALIVE_S = 75
-"""How long an idle connection is kept. A request that meets the server's close gets no answer, so
-the client must close first: httpx does after 5 s, most load balancers after 60 s."""
 
 
 def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str]) -> int:
@@ -259,7 +258,7 @@ class _Frontend:
                 hello,
                 (*prepared.names, options.model),
                 cluster.security.cluster.load(),
-                options.prefix_index_blocks,
+                Prefixes(options.prefix_index_blocks),
             )
             pool.refuse_if_incompatible(cluster.namespace)
             requests = RequestLog()
@@ -281,7 +280,7 @@ class _Frontend:
                 pool.candidates,
                 board,
                 never=prepared.never,
-                restart_wait_s=options.restart_wait_s,
+                waits=Waits(restart=options.restart_wait_s),
             )
             board.start(dispatcher.on_refused)
             adapters = AdapterBoard(client, cluster.namespace)
@@ -382,7 +381,9 @@ class _Frontend:
             access_log=not args.disable_uvicorn_access_log,
             # None: its lines go through our handler.
             log_config=None if as_json else LOGGING_CONFIG,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            # A request that meets the close of its connection gets no answer, so the client must
+            # close first: httpx does after 5 s, most load balancers after 60 s.
+            timeout_keep_alive=75,
             # The answers have been ended by then. This is for clients that do not read.
             timeout_graceful_shutdown=math.ceil(self._options.drain_timeout_s + _TELL_S),
             ssl_keyfile=args.ssl_keyfile,

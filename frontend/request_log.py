@@ -36,9 +36,6 @@ MAX_PARTS = 32
 MAX_SAME = 20
 """Calls that one id finds. A client may send all its requests with the same X-Request-Id."""
 MAX_ERROR = 1000
-WAIT_S = 0.5
-"""A worker tells of an answer that a stop string has ended after its next step. Less than other
-frontends wait (`cluster_view.FETCH_TIMEOUT_S`)."""
 _HEADER = b"x-request-id"
 _ERROR_EVENTS = (b'data: {"error"', b"event: error", b"event: response.failed")
 """How an event begins that ends a stream with an error."""
@@ -115,12 +112,11 @@ class RequestRecord:
         """The last decode worker that it was sent to. Empty: none."""
         return self.sent[-1].worker if self.sent else ""
 
-    @property
-    def owed(self) -> bool:
-        """Whether its worker's record is still to come."""
+    def owed(self, wait_s: float) -> bool:
+        """Whether its worker's record is still to come, in so many seconds after its end."""
         if self.told is not None or self.error or not self.sent or self.over_at is None:
             return False
-        return time.monotonic() - self.over_at < WAIT_S
+        return time.monotonic() - self.over_at < wait_s
 
     def to(self, worker: str) -> SentTo:
         """Return a dispatch to a worker. `RequestLog.sent` enters it."""
@@ -275,10 +271,9 @@ class HttpCall:
         cut = any(record.answer_ms is None for record in self.records)
         return "cancelled" if cut or not (self.records or self.status) else "answered"
 
-    @property
-    def unsettled(self) -> bool:
+    def unsettled(self, wait_s: float) -> bool:
         """Whether more will be known of it in a moment."""
-        if any(record.owed for record in self.records):
+        if any(record.owed(wait_s) for record in self.records):
             return True
         # The client may have its last byte, and the application not have returned yet.
         return bool(self.status) and not self.ended and all(one.over_at for one in self.records)
@@ -316,8 +311,10 @@ def _reason(body: bytes) -> str:
 class RequestLog:
     """The calls of the last `limit` engine requests, and the last `limit` calls that had none."""
 
-    def __init__(self, limit: int = MAX_RECORDS) -> None:
-        self._limit = limit
+    # A worker tells of an answer that a stop string has ended after its next step. wait_s is less
+    # than other frontends wait (`ClusterView`).
+    def __init__(self, limit: int = MAX_RECORDS, wait_s: float = 0.5) -> None:
+        self._limit, self._wait_s = limit, wait_s
         self._open: OrderedDict[str, RequestRecord] = OrderedDict()
         # A flood of refusals pushes out no request that was served.
         self._served: OrderedDict[HttpCall, None] = OrderedDict()
@@ -443,8 +440,10 @@ class RequestLog:
     async def settled(self, request_id: str) -> None:
         """Wait until everything is known of the requests with this id that have just ended."""
         try:
-            async with asyncio.timeout(WAIT_S):
-                while any(call.unsettled for call in self._calls(request_id[:MAX_TEXT])):
+            async with asyncio.timeout(self._wait_s):
+                while any(
+                    call.unsettled(self._wait_s) for call in self._calls(request_id[:MAX_TEXT])
+                ):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:

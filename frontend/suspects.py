@@ -1,18 +1,11 @@
-"""Finds the request that kills decode workers, and refuses it. The whole rule:
+"""Finds the request that kills decode workers, and refuses it.
 
-- A worker has died if its connection is lost and its process does not connect again. A worker that
-  drains gives back what it does not finish, so nothing is in flight when it ends.
-- A request counts the deaths at which it was in flight. A request that its user sends again goes
-  on counting.
-- From its first death on, it goes to the worker with the fewest other such requests. If it has no
-  tokens, it waits up to APART_S for one where each other request has had an output since it was
-  sent there.
-- At two deaths it ends with an error. A death after its first token counts a third: it is seldom
-  the cause, and streams beside a deadly request would end. For REFUSE_S all frontends refuse its
-  fingerprint (`registry.suspect_records`), and the requests like it that wait for a worker end too.
-- The two deaths of a request without a token are explained: they do not count for streams.
-- If a host is gone, its deaths count for nobody: all its workers were lost within TOGETHER_S, two
-  or more, and workers of other hosts live.
+A worker has died if its connection is lost and its process does not connect again. A worker that
+drains gives back what it does not finish, so nothing is in flight when it ends. A request counts
+the deaths at which it was in flight. A request that its user sends again goes on counting. From its
+first death on, it goes to the worker with the fewest other such requests (`around`). At two deaths
+it ends with an error, and for REFUSE_S all frontends refuse its fingerprint
+(`registry.suspect_records`). The requests like it that wait for a worker end too.
 
 Each frontend counts its own requests. Single event loop. Costs one call per request at its end.
 """
@@ -26,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pullfill.engine import front_wire
 from pullfill.frontend import counters
-from pullfill.frontend.flight import Flight, likely, name_of
+from pullfill.frontend.flight import Flight, Waits, likely, name_of
 from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log
 
@@ -35,17 +28,12 @@ if TYPE_CHECKING:
 
 _log = log.get("frontend.suspects")
 
+# A death after its first token counts a third: it is seldom the cause, and streams beside a deadly
+# request would end.
 SILENT, STARTED, MOST = 3, 1, 6
 """How much a death counts, without and with tokens of the request, and when it is refused."""
 # Long enough to tell people, short enough that a repaired cluster does not refuse for hours.
 REFUSE_S = 600.0
-# A process whose connection broke connects again after REOPEN_S, or ZMQ's longest retry (2 s).
-SURE_S = 3.0
-# Long enough for the first outputs of requests that were just sent. Not a turn for each: of an
-# innocent crash with 100 waiting prompts all go on after it.
-APART_S = 1.0
-# Each connection sends its own heartbeats, so their ends are noticed up to two intervals apart.
-TOGETHER_S = 2 * front_wire.HEARTBEAT_IVL_MS / 1000.0
 # A lost worker may leave thousands, and each of them looks at each worker.
 CROWD = 16
 """More than so many other such requests at a worker count as so many."""
@@ -66,11 +54,16 @@ class Suspects:
         flights: Callable[[], Iterable[Flight]],
         ready: Callable[[], Sequence[DecodeConnection]],
         on_excused: Callable[[], None],
+        waits: Waits,
     ) -> None:
         self._board = board
         self._flights = flights
         self._ready = ready
         self._on_excused = on_excused
+        self._waits = waits
+        # Each connection sends its own heartbeats, so their ends are noticed up to two intervals
+        # apart.
+        self._together_s = 2 * front_wire.HEARTBEAT_IVL_MS / 1000.0
         self._loop = asyncio.get_running_loop()
         self._died: dict[str, tuple[str, float]] = {}
         self._unanswered: dict[str, tuple[dict[str, int], float]] = {}
@@ -104,12 +97,17 @@ class Suspects:
                 counters.SUSPECTS.labels("suspected").inc()
             flight.deaths[worker.process] = STARTED if flight.tokens else SILENT
         for flight in filter(guilty, flights):
-            self._loop.call_later(SURE_S, self._judge, flight)
+            self._loop.call_later(self._waits.sure, self._judge, flight)
             if likely(flight):
+                # The two deaths of a request without a token are explained: they do not count for
+                # streams.
                 streams = [f for f in self._flights() if f.tokens and not guilty(f)]
                 _forget(flight.deaths, [stream.deaths for stream in streams])
         ready = {other.record.host_id for other in self._ready()}
-        gone = [p for p, (h, at) in self._died.items() if h == host and at >= now - TOGETHER_S]
+        gone = [
+            p for p, (h, at) in self._died.items() if h == host and at >= now - self._together_s
+        ]
+        # All workers of the host are lost at once, and workers of other hosts live.
         if len(gone) > 1 and ready and host not in ready:
             _log.warning("host %s is gone: its deaths count for no request", worker.record.host)
             self._excuse(gone)
@@ -127,13 +125,15 @@ class Suspects:
             return workers
         name = name_of(flight)
         if likely(flight):
+            # Without tokens it waits for a worker where each other request has had an output since
+            # it was sent there.
             flight.waits_since = flight.waits_since or now
             quiet = [
                 worker
                 for worker in workers
                 if all(f.proven or name_of(f) == name for f in worker.flights.values())
             ]
-            if not quiet and now < flight.waits_since + APART_S:
+            if not quiet and now < flight.waits_since + self._waits.apart:
                 return ()
             workers = workers if len(quiet) in (0, len(workers)) else quiet
         if len(workers) < 2:

@@ -20,7 +20,6 @@ import aiohttp
 from pullfill.frontend.admission import Send, respond
 from pullfill.frontend.forward.servers import Server
 
-CONNECT_S = 3.0
 _ERROR_EVENT = b'data: {"error"'
 _PASSED_ON = frozenset({
     b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority", b"x-data-parallel-rank",
@@ -112,7 +111,7 @@ class Exchange:
 
         silence_s: longest wait for the next bytes. Raises StageFailed."""
         response: aiohttp.ClientResponse | None = None
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=3.0, sock_read=silence_s)
         try:
             async with server.watched():
                 # Not as a context manager: the answer is read on after this.

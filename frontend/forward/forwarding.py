@@ -35,9 +35,6 @@ from pullfill.frontend.request_log import RequestLog
 from pullfill.options import ForwarderName, FrontendOptions
 from pullfill.wire import RouterConfig
 
-KEEP_S = 2.0
-"""How long a connection is kept for the next request. vLLM closes it after 5 s."""
-
 
 def check(options: FrontendOptions) -> None:
     """Raise ConfigError if the flags for stock servers do not fit together, or cannot be used."""
@@ -92,7 +89,8 @@ class Forwarding:
         protocol = protocol_of(options.protocol)
         dispatch = dispatch_of(protocol, options.forwarder, options.dispatch)
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
+            # vLLM closes an idle connection after 5 s.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
             auto_decompress=False,
             trust_env=False,
         )

@@ -35,7 +35,6 @@ PATHS = frozenset({
     "/v1/messages",
 })  # fmt: skip
 _MAX_ID = 128
-_LOOK_S = 0.05
 NAMED = "named"
 """Result of the prefill stage with single dispatch: the decode server was told to start it."""
 
@@ -209,7 +208,7 @@ class Layer:
         while (  # noqa: ASYNC110 - two sides, and neither can take requests: a rare case
             self._pull.trouble() and self._stock.trouble() and time.monotonic() < end
         ):
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(0.05)
         return True
 
     def choose(self) -> Forwarder:

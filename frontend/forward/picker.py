@@ -26,8 +26,6 @@ from pullfill.wire import DecodeChoice, DecodePolicy
 
 BLOCK = 64
 """Tokens of a hashed block."""
-REMEMBER_S = 600.0
-"""How long the beginning of a prompt counts as held where it was sent, at least."""
 _MEAN = 0.95
 
 
@@ -86,11 +84,14 @@ class Pick:
 class Picker:
     """Chooses among the servers of one role.
 
-    policy: returns the policy to use now."""
+    policy: returns the policy to use now.
+    remember_s: how long the beginning of a prompt counts as held where it was sent, at least."""
 
-    def __init__(self, policy: Callable[[], DecodePolicy], rng: random.Random) -> None:
+    def __init__(
+        self, policy: Callable[[], DecodePolicy], rng: random.Random, remember_s: float = 600.0
+    ) -> None:
         self._policy = policy
-        self._placement = Placement(rng, REMEMBER_S)
+        self._placement = Placement(rng, remember_s)
         self._servers: Sequence[Server] = ()
         self._by_id: dict[str, Server] = {}
         self._among = Candidates.of([])

@@ -1,6 +1,6 @@
 """The stock vLLM servers that are known, and their health.
 
-A server stays as long as one source names it. One task for each looks every LOOK_S seconds:
+A server stays as long as one source names it. One task for each looks every second:
 
     new ──► ready ◄──► failing          refused
               └────────────────────────────┘
@@ -35,12 +35,9 @@ if TYPE_CHECKING:
 
 _log = log.get("frontend.forward")
 
-LOOK_S = 1.0
 ANSWER_S = 3.0
 """How long a server may take to answer one question about its health."""
 MISSES = 3
-LACK_S = 30.0
-"""How long a server is left out whose prefill answers lack what the protocol needs."""
 _METRIC = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}\n]*)\})? ([0-9.eE+-]+)$", re.M)
 _ASKED = (
     "vllm:request_success_total",
@@ -104,7 +101,7 @@ class Server:
     waits: deadlines of requests that wait for it. They end when the server is lost.
     readers: deadlines of requests that may still read its KV, with their decode servers.
     streams: number of answers that are being read from it.
-    lacking_until: see LACK_S, in seconds of the loop's clock."""
+    lacking_until: it is left out until then, in seconds of the loop's clock."""
 
     entry: Entry
     state: str = "new"
@@ -172,7 +169,9 @@ class Servers:
     names: the model names that this frontend serves. model: its model, a path or a name.
     protocol: says what servers must be registered with, and checks their KV addresses.
     pickers: by role, those who choose servers: they are told of loads, and who is gone.
-    headers: of each question, e.g. a key."""
+    headers: of each question, e.g. a key.
+    look_s: how often each server is looked at. answer_s: how long it may take to answer.
+    lack_s: how long a server is left out whose prefill answers lack what the protocol needs."""
 
     def __init__(
         self,
@@ -182,6 +181,10 @@ class Servers:
         protocol: KvProtocol,
         pickers: Mapping[str, Picker],
         headers: Mapping[str, str] | None = None,
+        *,
+        look_s: float = 1.0,
+        answer_s: float = ANSWER_S,
+        lack_s: float = 30.0,
     ) -> None:
         self._session = session
         self._names = names
@@ -189,6 +192,7 @@ class Servers:
         self._protocol = protocol
         self._pickers = pickers
         self._headers = headers or {}
+        self.look_s, self._answer_s, self._lack_s = look_s, answer_s, lack_s
         self._sources: dict[str, tuple[Entry, ...]] = {}
         self._named: dict[str, set[tuple[str, str]]] = {}
         self.known: dict[Entry, Server] = {}
@@ -273,8 +277,8 @@ class Servers:
             self._turn(server, "failing", why, end=False)
 
     def lacks(self, server: Server, why: str) -> None:
-        """A prefill server answered without what the protocol needs. It is left out for LACK_S."""
-        server.lacking_until = asyncio.get_running_loop().time() + LACK_S
+        """A prefill server answered without what the protocol needs. It is left out for a while."""
+        server.lacking_until = asyncio.get_running_loop().time() + self._lack_s
         self._turn(server, "refused", why)
 
     # ---------------------------------------------------------------- inside
@@ -315,7 +319,7 @@ class Servers:
                     _log.exception("cannot look at stock %s server %s", server.role, server.url)
                 why = f"its health cannot be read: see the log of this frontend ({exc!r})"
                 self._turn(server, "failing", why, end=False)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self.look_s)
 
     async def _look(self, server: Server) -> None:
         """Ask for the health, for the load, and for the models if that matters."""
@@ -380,7 +384,7 @@ class Servers:
         return ""
 
     async def _get(self, url: str) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        timeout = aiohttp.ClientTimeout(total=self._answer_s)
         get = self._session.get
         async with get(
             url, timeout=timeout, headers=self._headers, allow_redirects=False

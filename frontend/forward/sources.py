@@ -250,10 +250,6 @@ def _at(name: str, node: yaml.Node) -> str:
 
 HEARTBEAT_PATH = "/pullfill/servers/heartbeat"
 MAX_BYTES = 4096
-PUBLISH_S = 0.25
-STOPPED_S = 2.0
-"""If two looks are further apart, this process was stopped, and heard nobody meanwhile."""
-BODY_S = 5.0
 _MAX_LINES = 32
 
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
@@ -294,7 +290,7 @@ class Heartbeats:
     server. Two servers may not share a role and a URL. While one is heard, heartbeats with another
     KV address are refused. So two that contradict each other do not take turns.
 
-    `hear` only notes. A task publishes changes every PUBLISH_S seconds, so a flood of heartbeats
+    `hear` only notes. A task publishes changes every `publish_s` seconds, so a flood of heartbeats
     costs no more than that.
 
     publish: gets all servers that are heard, after each change.
@@ -305,10 +301,12 @@ class Heartbeats:
         publish: Callable[[tuple[Entry, ...]], None],
         silence_s: float,
         clock: Callable[[], float] = time.monotonic,
+        publish_s: float = 0.25,
     ) -> None:
         self.silence_s = silence_s
         self._publish = publish
         self._clock = clock
+        self._publish_s = publish_s
         self._heard: dict[tuple[str, str], _Heard] = {}
         self._changed = False
         self._looked = clock()
@@ -343,7 +341,8 @@ class Heartbeats:
     def look(self) -> None:
         """Forget the silent ones, and publish what has changed."""
         now = self._clock()
-        if (stopped := now - self._looked) > STOPPED_S:
+        # Two looks are further apart if this process was stopped. It heard nobody meanwhile.
+        if (stopped := now - self._looked) > 2.0:
             for heard in self._heard.values():
                 heard.at += stopped
         self._looked = now
@@ -363,7 +362,7 @@ class Heartbeats:
         """Look until cancelled."""
         while True:
             self.look()
-            await asyncio.sleep(PUBLISH_S)
+            await asyncio.sleep(self._publish_s)
 
     # ---------------------------------------------------------------- inside
 
@@ -401,14 +400,16 @@ class _Unreadable(ConfigError):
     """It is no heartbeat."""
 
 
-async def answer_heartbeat(heartbeats: Heartbeats | None, request: Request) -> Response:
+async def answer_heartbeat(
+    heartbeats: Heartbeats | None, request: Request, body_s: float = 5.0
+) -> Response:
     """Answer `POST /pullfill/servers/heartbeat`. heartbeats: None: stock servers are not used."""
     if heartbeats is None:
         text = "this frontend uses no stock vLLM servers: start it with --forwarder staged or batch"
         return _http_error(409, text)
     data = b""
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(body_s):
             async for part in request.stream():
                 data += part
                 if len(data) > MAX_BYTES:
@@ -416,7 +417,7 @@ async def answer_heartbeat(heartbeats: Heartbeats | None, request: Request) -> R
         entry = heartbeats.hear(data, JSON)
     except (TimeoutError, ClientDisconnect):
         heartbeats.unreadable("its body did not come")
-        return _http_error(408, f"the body did not come within {BODY_S:g} s")
+        return _http_error(408, f"the body did not come within {body_s:g} s")
     except OverloadedError as exc:
         return _http_error(503, str(exc))
     except ConfigError as exc:
@@ -437,7 +438,6 @@ def _http_error(status: int, text: str) -> Response:
 # then get requests. libzmq bounds neither the frames of one message nor the senders: a hostile one
 # could make it hold memory. So it is bound to loopback unless `--heartbeats-from` names networks.
 BATCH = 64
-PAUSE_S = 0.05
 WAITING = 16
 
 
@@ -470,7 +470,7 @@ def bind_heartbeats(address: str, networks: Sequence[Network]) -> zmq.Socket[byt
 class HeartbeatSocket:
     """The ROUTER where stock servers send heartbeats. `run` it as a task, `close` it at the end.
 
-    A task reads it, BATCH messages in PAUSE_S seconds at most. What waits is bounded: WAITING
+    A task reads it, BATCH messages in 50 ms at most. What waits is bounded: WAITING
     messages for each sender, frames of MAX_BYTES bytes. Nothing is ever sent.
 
     url: where it listens.
@@ -508,7 +508,7 @@ class HeartbeatSocket:
                 except PullfillError:
                     continue  # counted and logged by `hear`
             # A message that is there already is read without giving way to other tasks.
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(0.05)
 
     def _heard(self, sender: str) -> bool:
         address = ipaddress.ip_address(sender)

@@ -31,12 +31,9 @@ from pullfill.snapshot import (
 )
 from pullfill.wire import WorkerRecord, WorkerState
 
-MINUTE_S = 60.0
 MAX_MARKS = 200
 MAX_VALUES = 512
 """Of this many requests in a step the percentiles are taken, at most."""
-_LEAST_S = 0.1
-"""Rates of requests are taken over this time, at least."""
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float] | None:
@@ -168,12 +165,12 @@ class Series:
 
     def now(self, now: float, tokens_per_s: float) -> Now:
         """Return the figures of the last minute. tokens_per_s: measured by the caller."""
-        while self._recent and (self._recent[0].at or 0.0) < now - MINUTE_S:
+        while self._recent and (self._recent[0].at or 0.0) < now - 60.0:
             self._recent.popleft()
         rows = self._recent
-        seconds = MINUTE_S
+        seconds = 60.0
         if len(rows) == rows.maxlen:  # the minute had more of them than are remembered
-            seconds = max(_LEAST_S, now - (rows[0].at or 0.0))
+            seconds = max(0.1, now - (rows[0].at or 0.0))
         return Now(
             ttft_ms=percentiles([row.ttft_ms for row in rows if row.ttft_ms is not None]),
             itl_ms=percentiles([row.itl_ms for row in rows if row.itl_ms is not None]),

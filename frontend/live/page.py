@@ -37,19 +37,14 @@ from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
 from pullfill.snapshot import HISTORY_S, RECENT, Ended, Snapshot, WorkerPoint
 
-PERIOD_S = 1.0
 QUIET_S = 5.0
 """Each viewer gets something this often, at least. `pullfill top` gives up after 10 s."""
-WORKERS_PER_S = 16
+WORKERS_A_SECOND = 16
 """With more workers the snapshots are made less often, so that the cost stays the same."""
 MAX_VIEWERS = 32
 _SLICE = 256
 """So many records of the past are counted before other callbacks of the event loop run."""
 FILES = Path(__file__).parent.parent / "ui"
-SEND_S = 10.0
-"""A viewer that takes nothing for so long is disconnected."""
-RETRY_MS = 1000
-"""How soon a browser connects again when the frontend has gone."""
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -87,7 +82,7 @@ class _Viewer:
 class LiveView:
     """Makes the snapshots, while somebody looks.
 
-    The first viewer starts one task for all viewers. Each PERIOD_S it asks every worker for its
+    The first viewer starts one task for all viewers. Each second it asks every worker for its
     report, takes what has ended from the request log, and gives every viewer the new snapshot as
     JSON, made once. When the last viewer has gone, the task ends. Then nothing is asked.
 
@@ -112,12 +107,15 @@ class LiveView:
         model: str,
         since: float,
         frontends: Callable[[], int] = lambda: 1,
+        period_s: float = 1.0,
+        quiet_s: float = QUIET_S,
     ) -> None:
         self._view = view
         self._requests = requests
         self._flights = flights
         self._targets_ms = targets_ms
         self._frontends = frontends
+        self._period_s, self._quiet_s = period_s, quiet_s
         self._frontend, self._model, self._since = frontend, model, since
         self.marks = Marks()
         self._series = Series()
@@ -136,7 +134,7 @@ class LiveView:
     def watch(self) -> AsyncIterator[bytes]:
         """Return snapshots as JSON until `close`. The first one is whole.
 
-        If there is no snapshot for QUIET_S, empty bytes are sent to show that the connection is
+        If there is no snapshot for `quiet_s`, empty bytes are sent to show that the connection is
         alive. While snapshots fail nothing is sent, so viewers time out.
         Raises OverloadedError if there are too many viewers."""
         if len(self._viewers) >= MAX_VIEWERS:
@@ -151,7 +149,7 @@ class LiveView:
         try:
             while not self._closed:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(QUIET_S):
+                    async with asyncio.timeout(self._quiet_s):
                         await viewer.fresh.wait()
                 viewer.fresh.clear()
                 body, viewer.pending = viewer.pending, None
@@ -189,7 +187,7 @@ class LiveView:
                 self._broken = True
                 _log.exception("no snapshot for the live page")
             workers = len(self._view.records())
-            period_s = max(PERIOD_S, workers / WORKERS_PER_S)
+            period_s = max(self._period_s, workers / WORKERS_A_SECOND)
             await asyncio.sleep(max(0.1 * period_s, period_s - (time.monotonic() - began)))
 
     async def _look(self) -> None:
@@ -282,15 +280,16 @@ class EventStream(Response):
     """Server-sent events, one for each body of JSON in one line. Ends with its source.
 
     An empty body becomes a comment, which viewers ignore: the connection is alive.
-    It ends at once when the client disconnects, or takes nothing for SEND_S seconds."""
+    It ends at once when the client disconnects, or takes nothing for `send_s` seconds."""
 
-    def __init__(self, source: AsyncIterator[bytes]) -> None:
+    def __init__(self, source: AsyncIterator[bytes], send_s: float = 10.0) -> None:
         super().__init__(
             media_type="text/event-stream",
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )
         del self.headers["content-length"]
         self._source = source
+        self._send_s = send_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -308,21 +307,21 @@ class EventStream(Response):
 
     async def _events(self, send: Send) -> None:
         try:
-            await _send(send, b"retry: %d\n\n" % RETRY_MS)
+            # A browser connects again so many ms after the frontend has gone.
+            await self._send(send, b"retry: 1000\n\n")
             async for body in self._source:
-                await _send(send, b"data: %b\n\n" % body if body else b": \n\n")
+                await self._send(send, b"data: %b\n\n" % body if body else b": \n\n")
             await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
-            _log.warning("disconnected a viewer that read nothing for %g s", SEND_S)
+            _log.warning("disconnected a viewer that read nothing for %g s", self._send_s)
         except OSError:
             pass  # it has gone
         finally:
             await self._source.aclose()  # type: ignore[attr-defined]
 
-
-async def _send(send: Send, body: bytes) -> None:
-    async with asyncio.timeout(SEND_S):
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _send(self, send: Send, body: bytes) -> None:
+        async with asyncio.timeout(self._send_s):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _gone(receive: Receive) -> None:

@@ -24,8 +24,6 @@ from pullfill.wire import DecodeChoice, DecodePolicy, PrefixHolder
 
 MAX_TOGETHER = 1024
 """For how many answers with several choices the worker is remembered."""
-LOOK_S = 0.25
-"""How often it is checked whether the index is warm, and how many frontends there are."""
 
 
 class Balancer:
@@ -188,7 +186,7 @@ class Balancer:
 
     def _look(self, now: float) -> None:
         """Find the block size, whether the index is warm, and the number of frontends."""
-        self._look_at = now + LOOK_S
+        self._look_at = now + 0.25
         self._placement.chooser.peers = max(1, self._frontends())
         sizes = {w.instance_id: w.welcome.prefix_block_size for w in self._workers if w.welcome}
         cached = [name for name, size in sizes.items() if size]

@@ -75,8 +75,6 @@ FADE = 256
 """Requests per worker after which recent work counts half."""
 _STEPS = 8
 """Work fades in so many steps."""
-PREDICTED_S = 30.0
-"""How long blocks count as held that a worker was sent, but has not reported as stored."""
 PREDICTED_BLOCKS = 1 << 18
 
 
@@ -427,9 +425,9 @@ class Placement:
     have computed what this frontend sent to them.
 
     rng: see `Chooser`.
-    predicted_s: see PREDICTED_S."""
+    predicted_s: how long blocks count as held that a worker was sent, but has not reported."""
 
-    def __init__(self, rng: random.Random, predicted_s: float = PREDICTED_S) -> None:
+    def __init__(self, rng: random.Random, predicted_s: float = 30.0) -> None:
         self.fleet = Fleet()
         self.chooser = Chooser(rng)
         self._predicted = Predicted(PREDICTED_BLOCKS, predicted_s)

@@ -28,13 +28,6 @@ from pullfill.prefix.replica import Replica, State
 from pullfill.wire.codec import decoder
 from pullfill.wire.prefix import PrefixEvents, PrefixFollow, PrefixPage
 
-MISSING_S = 10.0
-"""Events of a worker are missing when the index has not been complete for this long."""
-_AGAIN_S = 2.0
-"""A worker that has sent nothing for this long, and whose blocks are not known, is asked again."""
-_TIDY_S = 0.001
-"""Forgetting a worker takes the loop for about so long before other callbacks get their turn."""
-
 _message = decoder(PrefixEvents | PrefixPage)
 
 
@@ -54,9 +47,11 @@ class Prefixes:
     """The blocks of all decode workers.
 
     max_blocks: how many different blocks are kept, of all workers together. 0: nothing is kept, and
-    no worker is asked."""
+    no worker is asked.
+    missing_s: events of a worker are missing when the index has not been complete for so long."""
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int, missing_s: float = 10.0) -> None:
+        self._missing_s = missing_s
         self._index = PrefixIndex(max(1, max_blocks))
         self._off = max_blocks == 0
         self._followed: dict[str, _Followed] = {}
@@ -174,7 +169,7 @@ class Prefixes:
             replica = followed.replica
             if (
                 replica.state is not State.WARM
-                and now - max(replica.heard, followed.asked_at) > _AGAIN_S
+                and now - max(replica.heard, followed.asked_at) > self._missing_s / 5
             ):
                 self._ask(followed, replica.ask(now), now)
         missing = sum(self._is_missing(each, now) for each in self._followed.values())
@@ -184,7 +179,7 @@ class Prefixes:
 
     def _is_missing(self, followed: _Followed, now: float) -> bool:
         replica = followed.replica
-        return replica.state is not State.WARM and now - replica.since > MISSING_S
+        return replica.state is not State.WARM and now - replica.since > self._missing_s
 
     def _ask(self, followed: _Followed, question: PrefixFollow, now: float) -> None:
         followed.asked_at = now
@@ -208,7 +203,8 @@ class Prefixes:
         asyncio.get_running_loop().call_soon(self._tidy_more)
 
     def _tidy_more(self) -> None:
-        if self._index.tidy(_TIDY_S):
+        # So many seconds before other callbacks get their turn.
+        if self._index.tidy(0.001):
             self._tidying = False
         else:
             asyncio.get_running_loop().call_soon(self._tidy_more)

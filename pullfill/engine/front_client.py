@@ -42,7 +42,8 @@ from pullfill.wire import MAX_TEXT
 _log = log.get("engine.front_client")
 
 UTILITY_TIMEOUT_S = 10.0
-SLOW_UTILITY_TIMEOUT_S = 120.0
+_SLOW = 12
+"""Utilities that move weights or caches have so many times longer."""
 _CACHED_LIMITS = ("default_cmpl_tok_params", "default_chat_tok_params")
 """Cached properties of vLLM's renderer that hold `max_model_len`."""
 _SUMS = ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
@@ -166,7 +167,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self.renderer: Any = None
         self._config = vllm_config
         self._port = port
-        self.adapters = FrontAdapters(port, board, SLOW_UTILITY_TIMEOUT_S)
+        self.adapters = FrontAdapters(port, board, _SLOW * UTILITY_TIMEOUT_S)
         self._queue: deque[EngineCoreOutputs] = deque()
         self._wake = asyncio.Event()
         self._reader: asyncio.Task[Any] | None = None
@@ -290,7 +291,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         return self.supported_tasks()
 
     async def _all(self, method: str, *args: Any, slow: bool = False) -> list[Any]:
-        timeout = SLOW_UTILITY_TIMEOUT_S if slow else UTILITY_TIMEOUT_S
+        timeout = _SLOW * UTILITY_TIMEOUT_S if slow else UTILITY_TIMEOUT_S
         try:
             return await self._port.call(method, args, timeout)
         except PeerUnavailable as exc:

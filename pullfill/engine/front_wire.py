@@ -80,8 +80,7 @@ PING_INTERVAL_S = 1.0
 SILENCE_S = 6.0
 """A decode worker aborts the requests of a frontend that says nothing for this long."""
 HEARTBEAT_IVL_MS = 500
-HEARTBEAT_TIMEOUT_MS = 3000
-"""ZMQ's own heartbeat: a peer that is stopped or cut off counts as lost after both times."""
+"""ZMQ's own heartbeat: a peer that is stopped or cut off counts as lost after seven of these."""
 LOAD_S = 0.05
 MAX_IDS = 65536
 _ERROR = 3
@@ -173,7 +172,7 @@ def set_options(socket: Any) -> None:
     socket.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
     socket.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_IVL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6 * HEARTBEAT_IVL_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     if socket.type == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

@@ -1,9 +1,8 @@
 """OpenTelemetry spans of this process, sent to the address of vLLM's `--otlp-traces-endpoint`.
 
-Spans are made when they are over, with the times that the process has measured anyway. So nothing
-is open while a request runs, and a request costs one small object for each span. A thread of the
-SDK encodes and sends them. While the endpoint hangs, it alone waits; then spans are dropped, and
-one line says so.
+Spans are made when their request or job is over, from the times in its record. So nothing is open
+while it runs. A thread of the SDK encodes and sends them. While the endpoint hangs, it alone waits;
+then spans are dropped, and one line says so.
 
 A `Context` names a span before it is made: whoever works on its behalf gets `Context.header`, the
 W3C `traceparent`. A frontend begins a trace, or goes on with the client's. From there:
@@ -16,10 +15,6 @@ W3C `traceparent`. A frontend begins a trace, or goes on with the client's. From
 
 A second dispatch or attempt is linked to the one before it. vLLM's own `llm_request` lies below
 `frontend.dispatch`.
-
-Without the flag `begin` is not called, OpenTelemetry is not imported, and each context is None. The
-protocol, the sampler and the name of the service come from OpenTelemetry's environment variables,
-as in vLLM: OTEL_EXPORTER_OTLP_TRACES_PROTOCOL (grpc), OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME.
 """
 
 from __future__ import annotations
@@ -42,8 +37,6 @@ from pullfill.runtime import log
 _log = log.get("tracing")
 
 PARENT = "traceparent"
-CLOSE_S = 2.0
-"""How long the end of the process waits for the endpoint."""
 _HEADER = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-|\Z)")
 _PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 _SAMPLED = 1
@@ -120,6 +113,9 @@ def record(
         _exporting.record(name, context, above, (began, ended), values, links, error, kind)
 
 
+# Without the flag OpenTelemetry is not imported, and each context is None. Protocol, sampler and
+# name of the service come from OpenTelemetry's environment variables, as in vLLM:
+# OTEL_EXPORTER_OTLP_TRACES_PROTOCOL (grpc), OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME.
 def begin(endpoint: str | None, role: str, instance_id: str) -> None:
     """Trace from now on. Does nothing without an endpoint. Raises ConfigError.
 
@@ -129,12 +125,12 @@ def begin(endpoint: str | None, role: str, instance_id: str) -> None:
         _exporting = _Exporting(endpoint, role, instance_id)
 
 
-def close() -> None:
-    """Send what waits, for CLOSE_S at most. Traces end with this."""
+def close(within_s: float = 2.0) -> None:
+    """Send what waits, for `within_s` at most. Traces end with this."""
     global _exporting
     exporting, _exporting = _exporting, None
     if exporting is not None:
-        exporting.close()
+        exporting.close(within_s)
 
 
 class _Exporting:
@@ -223,12 +219,12 @@ class _Exporting:
     def _named(self, context: Context, remote: bool = False) -> Any:
         return self._api.SpanContext(context.trace_id, context.span_id, remote, self._flags)
 
-    def close(self) -> None:
+    def close(self, within_s: float) -> None:
         # In threads, because their own limits are not kept while an exporter waits for an answer.
         vllms = getattr(self._api.get_tracer_provider(), "shutdown", None)
         ends = [end for end in (self._processor.shutdown, vllms) if end is not None]
         threads = [threading.Thread(target=end, daemon=True) for end in ends]
-        until = time.monotonic() + CLOSE_S
+        until = time.monotonic() + within_s
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pullfill.frontend.forward import servers
 from pullfill.wire import DecodePolicy
 from tests.support.forward_rig import ForwardRig, forwarding, until
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "LOOK_S", 0.02)
 
 
 async def stock_of(rig: ForwardRig, requests: int) -> int:

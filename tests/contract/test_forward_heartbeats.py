@@ -21,19 +21,13 @@ from starlette.routing import Route
 
 from pullfill.errors import ConfigError
 from pullfill.frontend import counters, main
-from pullfill.frontend.forward import servers, sources
+from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.sources import Heartbeats, HeartbeatSocket
 from pullfill.frontend.http_auth import HttpAuth
 from pullfill.options import parse_networks
 from tests.support.forward_rig import ForwardRig, forwarding, until
 
 KEY = {"authorization": "Bearer admin"}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "LOOK_S", 0.02)
-    monkeypatch.setattr(sources, "PUBLISH_S", 0.02)
 
 
 def beat(rig: ForwardRig, role: str) -> dict[str, Any]:
@@ -44,7 +38,9 @@ def beat(rig: ForwardRig, role: str) -> dict[str, Any]:
 @asynccontextmanager
 async def hearing(rig: ForwardRig, silence_s: float = 5.0) -> AsyncIterator[Heartbeats]:
     """Heartbeats that name the servers of a rig."""
-    found = Heartbeats(lambda entries: rig.servers.set("heartbeats", entries), silence_s)
+    found = Heartbeats(
+        lambda entries: rig.servers.set("heartbeats", entries), silence_s, publish_s=0.02
+    )
     task = asyncio.create_task(found.run())
     try:
         yield found

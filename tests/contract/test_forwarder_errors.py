@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend.forward import servers
 from tests.support.forward_rig import forwarding, until
 
 
@@ -138,7 +137,6 @@ async def test_a_decode_server_waits_no_longer_for_the_kv_of_a_server_that_is_lo
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefill server that hangs keeps its connections open. vLLM would wait for ever."""
-    monkeypatch.setattr(servers, "LOOK_S", 0.02)
     async with forwarding() as rig:
         prefill, decode = rig.prefill[0], rig.decode[0]
         decode.stalls = asyncio.Event()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pullfill.frontend.forward import servers
 from pullfill.wire import DecodePolicy
 from tests.support.fake_stock import events
 from tests.support.forward_rig import ForwardRig, Got, forwarding, until
@@ -29,12 +28,6 @@ ALONE = [how for how in STOCK if how[1] != "p2p"]
 each = pytest.mark.parametrize("how", ALL, ids=lambda how: "-".join(filter(None, how)))
 each_alone = pytest.mark.parametrize("how", ALONE, ids=lambda how: "-".join(filter(None, how)))
 each_stock = pytest.mark.parametrize("how", STOCK, ids=lambda how: "-".join(filter(None, how)))
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "LOOK_S", 0.02)
-    monkeypatch.setattr(servers, "ANSWER_S", 0.5)
 
 
 def of(how: Any, **options: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pullfill.frontend import cluster_view as cluster
 from pullfill.frontend.cluster_view import ClusterView
 from pullfill.net import http_proof
 from pullfill.runtime import probe
@@ -26,6 +25,9 @@ from tests.support.http_stub import serving
 from tests.support.listening import listening
 from tests.support.workers import record
 
+AT_ONCE = {"again_s": 0.0, "most_asked": math.inf}
+PATIENT = {"fetch_s": 60.0, "fresh_s": 60.0, "ready_s": 60.0}
+"""A worker may take long to answer, as on a busy machine."""
 AWAY = {"up": False, "since_s": 5.0, "error": "nats://h:1: refused"}
 
 
@@ -42,17 +44,17 @@ class Known:
 
 
 @asynccontextmanager
-async def viewed(*urls: str) -> AsyncIterator[ClusterView]:
+async def viewed(*urls: str, **times: float) -> AsyncIterator[ClusterView]:
     known = Known(*(record(f"decode-{n}", http=url) for n, url in enumerate(urls)))
-    async with viewing(known) as view:
+    async with viewing(known, **times) as view:
         yield view
 
 
 @asynccontextmanager
-async def viewing(known: Known) -> AsyncIterator[ClusterView]:
+async def viewing(known: Known, **times: float) -> AsyncIterator[ClusterView]:
     etcd = Health("etcd", "http://h:2")
     etcd.ok()
-    view = ClusterView(known, etcd, "blue")
+    view = ClusterView(known, etcd, "blue", **(PATIENT | times))
     try:
         yield view
     finally:
@@ -115,24 +117,12 @@ async def hanging() -> AsyncIterator[Hanging]:
         yield worker
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker may take long to answer, as on a busy machine."""
-    monkeypatch.setattr(cluster, "FETCH_TIMEOUT_S", 60.0)
-    monkeypatch.setattr(cluster, "FRESH_S", 60.0)
-    monkeypatch.setattr(cluster, "READY_S", 60.0)
-
-
-@pytest.mark.usefixtures("patient")
-async def test_a_worker_that_hangs_does_not_hold_up_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_hangs_does_not_hold_up_ready() -> None:
     """A readiness probe gives up after a second, so one hanging worker must not delay the
     answer."""
-    monkeypatch.setattr(cluster, "READY_S", 0.2)
-    monkeypatch.setattr(cluster, "AGAIN_S", 0.0)
-    monkeypatch.setattr(cluster, "ASKED_PER_S", math.inf)
     said = {"load": {}, "servers": {"nats": AWAY}}
     async with hanging() as stopped, answering(said) as (url, _):
-        async with viewed(stopped.url, url) as view:
+        async with viewed(stopped.url, url, ready_s=0.2, **AT_ONCE) as view:
             looking = asyncio.create_task(view.status())
             await until(lambda: "decode-1" in view._last)
             reasons = await view.reasons()
@@ -144,15 +134,13 @@ async def test_a_worker_that_hangs_does_not_hold_up_ready(monkeypatch: pytest.Mo
             assert [row.state for row in rows] == ["lost", "ready"]
 
 
-async def test_a_worker_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "FETCH_TIMEOUT_S", 0.1)
-    async with hanging() as stopped, viewed(stopped.url) as view:
+async def test_a_worker_that_hangs_is_lost() -> None:
+    async with hanging() as stopped, viewed(stopped.url, fetch_s=0.1) as view:
         (row,) = (await view.status()).workers
         assert row.state == "lost"
         await asyncio.wait_for(stopped.given_up.wait(), 10)
 
 
-@pytest.mark.usefixtures("patient")
 async def test_a_worker_that_joins_while_others_are_asked_is_not_lost() -> None:
     async with hanging() as stopped, answering({"load": {}}) as (url, _asked):
         known = Known(record("decode-0", http=stopped.url))
@@ -167,38 +155,36 @@ async def test_a_worker_that_joins_while_others_are_asked_is_not_lost() -> None:
             assert [row.state for row in rows] == ["lost", "ready"]
 
 
-@pytest.mark.usefixtures("patient")
-async def test_questions_at_once_cost_each_worker_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "AGAIN_S", 3600.0)
-    async with answering({"load": {}}) as (url, asked), viewed(url) as view:
-        await asyncio.gather(*(view.reasons() for _ in range(5)), *(view.status() for _ in "ab"))
-        assert len(asked) == 1
-        await view.reasons()
-        assert len(asked) == 1, "an answer counts for a moment"
-        monkeypatch.setattr(cluster, "AGAIN_S", 0.0)
-        monkeypatch.setattr(cluster, "ASKED_PER_S", 0.001)
-        await view.reasons()
-        assert len(asked) == 1, "as seldom as a large fleet"
-        monkeypatch.setattr(cluster, "ASKED_PER_S", math.inf)
-        await view.reasons()
-        assert len(asked) == 2
+async def test_questions_at_once_cost_each_worker_one() -> None:
+    async with answering({"load": {}}) as (url, asked):
+        async with viewed(url, again_s=3600.0) as view:
+            status = (view.status() for _ in "ab")
+            await asyncio.gather(*(view.reasons() for _ in range(5)), *status)
+            assert len(asked) == 1
+            await view.reasons()
+            assert len(asked) == 1, "an answer counts for a moment"
+        async with viewed(url, again_s=0.0, most_asked=0.001) as view:
+            await view.reasons()
+            await view.reasons()
+            assert len(asked) == 2, "as seldom as a large fleet"
+        async with viewed(url, **AT_ONCE) as view:
+            await view.reasons()
+            await view.reasons()
+            assert len(asked) == 4
 
 
-@pytest.mark.usefixtures("patient")
-async def test_what_a_worker_said_long_ago_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "AGAIN_S", 0.0)
-    monkeypatch.setattr(cluster, "ASKED_PER_S", math.inf)
+async def test_what_a_worker_said_long_ago_is_not_repeated() -> None:
     said = {"load": {}, "servers": {"nats": AWAY}}
-    async with answering(said) as (url, _), viewed(url) as view:
-        assert await view.reasons()
-    async with viewed(url) as gone:
-        gone._last = view._last
-        assert await gone.reasons(), "it may only be slow"
-        monkeypatch.setattr(cluster, "FRESH_S", 0.0)
-        assert await gone.reasons() == [f"NATS {UNTOLD}"]
+    known = Known()
+    async with viewing(known, **AT_ONCE) as view, viewing(known, fresh_s=0.0, **AT_ONCE) as strict:
+        async with answering(said) as (url, _):
+            known.records = (record("decode-0", http=url),)
+            assert await view.reasons()
+            await strict.reasons()
+        assert await view.reasons() == ["NATS unreachable for 5 s: nats://h:1: refused"], "slow?"
+        assert await strict.reasons() == [f"NATS {UNTOLD}"]
 
 
-@pytest.mark.usefixtures("patient")
 async def test_workers_that_hang_hide_no_other() -> None:
     """The HTTP client had 100 connections. A worker that waited for one was shown as lost, too."""
     async with hanging() as stopped, answering({"load": {}}) as (url, _asked):

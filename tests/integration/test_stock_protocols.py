@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.protocols import Stages, protocol_of
 from pullfill.frontend.forward.servers import Server
 from pullfill.frontend.forward.sources import Heartbeats, HeartbeatSocket, make
@@ -76,16 +75,13 @@ def test_mooncake_takes_the_parameters() -> None:
     assert pulled.transfer_id == meta.reqs_to_send["p"][0]
 
 
-async def test_the_heartbeats_of_moriio_are_heard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_heartbeats_of_moriio_are_heard(tmp_path: Path) -> None:
     """vLLM's own sender, a process of its own."""
-    monkeypatch.setattr(sources, "PUBLISH_S", 0.02)
     sender = Path(moriio.__file__).parent / "moriio_heartbeat.py"
     # Its package for CPUs lacks msgpack.
     (tmp_path / "msgpack.py").write_text("from msgspec.msgpack import encode as dumps\n")
     known: list[Any] = []
-    heard = Heartbeats(lambda entries: known.__setitem__(slice(None), entries), 1.0)
+    heard = Heartbeats(lambda entries: known.__setitem__(slice(None), entries), 1.0, publish_s=0.02)
     socket = HeartbeatSocket("tcp://127.0.0.1:*", heard)
     tasks = [asyncio.create_task(work) for work in (heard.run(), socket.run())]
     payload = {"type": "P", "http_address": "10.0.0.1:8100", "zmq_address": PREFILL_KV}

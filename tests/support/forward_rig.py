@@ -229,7 +229,9 @@ async def forwarding_to(
         stack.push_async_callback(session.close)
         pickers: dict[str, Picker] = {}
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        servers = Servers(session, ("m",), model, spoken, pickers, headers)
+        servers = Servers(
+            session, ("m",), model, spoken, pickers, headers, look_s=0.02, answer_s=0.5
+        )
         stack.push_async_callback(servers.close)
         forwarder = ForwarderName(name)
         order = dispatch_of(spoken, forwarder, Dispatch(dispatch) if dispatch else None)

@@ -14,9 +14,11 @@ from pullfill.engine import check, front_wire
 from pullfill.engine.blame import Fault
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
+from pullfill.frontend.flight import WAITS, Waits
 from pullfill.frontend.request_log import RequestLog
 from pullfill.frontend.routing import choice
 from pullfill.frontend.routing.balancer import Balancer
+from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.snapshot import Explained
 from pullfill.wire import DecodePolicy
 from tests.support.fake_board import Alone
@@ -93,16 +95,16 @@ async def until(condition: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def rig(
     *workers: FakeDecode,
-    restart_wait_s: float = 0.0,
+    waits: Waits = WAITS,
     board: Any = None,
-    prefix_blocks: int = 0,
+    prefixes: Prefixes | None = None,
     policy: DecodePolicy = DecodePolicy.ROUND_ROBIN,
 ) -> AsyncIterator[Rig]:
     directory = FakeDirectory(*(worker.start().record for worker in workers))
     hello = front_wire.FrontendHello(
         frontend_instance="frontend-t", vllm_version=check.require_version(), model="m"
     )
-    pool = WorkerPool(directory, hello, ["m"], prefix_blocks=prefix_blocks)
+    pool = WorkerPool(directory, hello, ["m"], prefixes=prefixes)
     requests, sink = RequestLog(), Sink()
     board = Alone() if board is None else board
     with pytest.MonkeyPatch.context() as patch:  # to touch 13 MB takes longer than most tests
@@ -114,7 +116,7 @@ async def rig(
         requests,
         pool.candidates,
         board,
-        restart_wait_s=restart_wait_s,
+        waits=waits,
     )
     dispatcher.bind(sink)
     board.start(dispatcher.on_refused)

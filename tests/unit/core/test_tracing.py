@@ -24,7 +24,6 @@ CLIENT = f"00-{TRACE}-{SPAN}-01"
 def _ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", raising=False)
     monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
-    monkeypatch.setattr(tracing, "CLOSE_S", 20.0)  # all spans arrive, however slow the machine is
     yield
     tracing.close()
 
@@ -116,7 +115,6 @@ def test_all_who_know_a_job_know_its_attempts() -> None:
 def test_an_endpoint_that_hangs_stops_nothing_and_one_line_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracing, "CLOSE_S", 2.0)
     monkeypatch.setattr(logging.getLogger("pullfill"), "propagate", True)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")
@@ -138,7 +136,7 @@ def test_an_endpoint_that_hangs_stops_nothing_and_one_line_says_so(
         tracing.record("last", Context(1, 3), None, 0.0, 1.0, {})
         began = time.monotonic()
         tracing.close()
-        assert time.monotonic() - began < tracing.CLOSE_S + 5.0
+        assert time.monotonic() - began < 7.0
     # An exporter that still tries draws random numbers, which fails other tests by Hypothesis.
     for thread in set(threading.enumerate()) - before:
         thread.join(20.0)

@@ -151,12 +151,9 @@ def test_comments_between_snapshots_keep_the_stream_alive(tmp_path: Path) -> Non
         snapshots.close()
 
 
-def test_a_frontend_that_goes_away_is_looked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "AGAIN_S", 0.05)
+def test_a_frontend_that_goes_away_is_looked_for_again(tmp_path: Path) -> None:
     with serving() as url:
-        snapshots = command._snapshots(ref(tmp_path, url), None)
+        snapshots = command._snapshots(ref(tmp_path, url), None, again_s=0.05)
         first = next(snapshots)
         assert isinstance(first, Snapshot)
         assert first.whole

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from pullfill.frontend.routing.choice import PREDICTED_S, Choice, Held, Placement
+from pullfill.frontend.routing.choice import Choice, Held, Placement
 from pullfill.wire import DecodePolicy
 
 BLOCK = 16
@@ -35,9 +35,9 @@ def test_siblings_follow_a_prompt_that_is_not_computed_yet() -> None:
 
 
 def test_what_was_only_predicted_is_forgotten() -> None:
-    placement = Placement(random.Random(1))
+    placement = Placement(random.Random(1), predicted_s=30.0)
     send(placement, choose(placement))
-    assert choose(placement, 2.0 * PREDICTED_S + 1).matched_tokens == 0
+    assert choose(placement, 61.0).matched_tokens == 0
 
 
 def test_predicted_blocks_add_to_stored_ones() -> None:

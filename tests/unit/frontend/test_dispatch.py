@@ -10,8 +10,8 @@ import pytest
 from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault
 from pullfill.errors import IncompatibleError, PeerUnavailable
-from pullfill.frontend import dispatch
 from pullfill.frontend.dispatch import NO_WORKER
+from pullfill.frontend.flight import Waits
 from pullfill.wire import MAX_TEXT, WorkerState
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import ABORT, Output, Outputs, answer, request
@@ -89,11 +89,8 @@ async def test_a_request_before_any_worker_waits_for_one() -> None:
     worker.die()
 
 
-async def test_without_a_worker_the_request_fails_and_says_what_to_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dispatch, "NO_WORKER_WAIT_S", 0.1)
-    async with rig() as r:
+async def test_without_a_worker_the_request_fails_and_says_what_to_start() -> None:
+    async with rig(waits=Waits(first=0.1)) as r:
         r.dispatcher.submit(request("alone"))
         await until(lambda: bool(r.sink.failures))
         assert r.sink.failures == {"alone": NO_WORKER}
@@ -114,13 +111,9 @@ async def test_death_before_the_first_token_sends_the_request_elsewhere_under_a_
         assert r.sink.gone == ["decode-1"]
 
 
-async def test_the_only_worker_dying_fails_a_request_that_had_not_begun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
+async def test_the_only_worker_dying_fails_a_request_that_had_not_begun() -> None:
     only = FakeDecode("decode-1", hold=True)
-    async with rig(only) as r:
+    async with rig(only, waits=Waits(least=0.1, most=0.1)) as r:
         await r.ready(1)
         r.dispatcher.submit(request("a"))
         await until(lambda: bool(only.added))

@@ -12,6 +12,7 @@ import pytest
 
 from pullfill.engine import front_wire
 from pullfill.frontend import dispatch
+from pullfill.frontend.flight import Waits
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import ABORT, LENGTH, Output, Outputs, answer, request
 from tests.support.frontend_rig import Rig, rig, until
@@ -178,12 +179,10 @@ async def test_a_seeded_request_without_a_token_starts_again_elsewhere() -> None
         assert r.sink.tokens["a"] == answer([1, 2, 3], 4)
 
 
-async def test_without_another_worker_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_another_worker_it_says_so() -> None:
     """How soon is for tests/contract/test_frontend_lost_worker.py."""
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
     only = FakeDecode("decode-1", step_s=0.01)
-    async with rig(only) as r:
+    async with rig(only, waits=Waits(least=0.1, most=0.1)) as r:
         await r.ready(1)
         r.dispatcher.submit(request("a", max_tokens=500))
         await begun(r, "a")
@@ -207,14 +206,10 @@ async def test_a_worker_that_joins_in_time_takes_it() -> None:
     late.die()
 
 
-async def test_a_worker_too_small_for_the_rest_is_not_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
+async def test_a_worker_too_small_for_the_rest_is_not_asked() -> None:
     one = FakeDecode("decode-1", step_s=0.01, max_model_len=512)
     small = FakeDecode("decode-2", max_model_len=64)
-    async with rig(one, small) as r:
+    async with rig(one, small, waits=Waits(least=0.1, most=0.1)) as r:
         await r.ready(2)
         r.dispatcher.submit(request("a", max_tokens=400))
         await begun(r, "a")
@@ -267,12 +262,10 @@ async def test_an_abort_between_two_workers_ends_it_everywhere() -> None:
         assert r.dispatcher.in_flight == 0
 
 
-async def test_hundreds_at_a_lost_worker_do_not_stop_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dispatch, "_TURN_S", 0.0)  # one request per turn of the loop
+async def test_hundreds_at_a_lost_worker_do_not_stop_the_loop() -> None:
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
-    async with rig(one, two) as r:
+    one_each_turn = Waits(turn=0.0)
+    async with rig(one, two, waits=one_each_turn) as r:
         await r.ready(2)
         for i in range(400):
             r.dispatcher.submit(request(f"r{i}", PROMPT, max_tokens=100))

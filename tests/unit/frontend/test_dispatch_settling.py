@@ -12,7 +12,8 @@ import zmq
 from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault
 from pullfill.frontend import counters, dispatch
-from pullfill.frontend.dispatch import Dispatcher, Flight
+from pullfill.frontend.dispatch import Dispatcher
+from pullfill.frontend.flight import WAITS, Flight, Waits
 from pullfill.frontend.request_log import RequestLog
 from pullfill.frontend.routing.balancer import Balancer
 from pullfill.wire import DecodePolicy
@@ -57,7 +58,7 @@ class Family(Sink):
 class Desk:
     """A dispatcher with requests at worker A."""
 
-    def __init__(self, *requests: Any) -> None:
+    def __init__(self, *requests: Any, waits: Waits = WAITS) -> None:
         self.workers: list[Worker] = [Worker("A")]
         self.sink = Family()
         self.dispatcher = Dispatcher(
@@ -66,6 +67,7 @@ class Desk:
             RequestLog(),
             lambda: self.workers,  # type: ignore[arg-type,return-value]
             Alone(),  # type: ignore[arg-type]
+            waits=waits,
         )
         self.sink.dispatcher = self.dispatcher
         self.sink.open = {r.request_id for r in requests}
@@ -117,13 +119,8 @@ async def test_a_request_that_cannot_be_judged_harms_no_other(
     assert list(desk.sink.failures) == ["a"]
 
 
-async def test_who_must_not_wait_long_does_not_wait_for_who_may(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dispatch, "NO_WORKER_WAIT_S", 600.0)
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 0.1)
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_MAX_S", 0.1)
-    desk = Desk(request("a"))
+async def test_who_must_not_wait_long_does_not_wait_for_who_may() -> None:
+    desk = Desk(request("a"), waits=Waits(first=600.0, least=0.1, most=0.1))
     (first,) = desk.workers
     desk.workers = []
     desk.dispatcher.submit(request("new"))
@@ -145,28 +142,25 @@ async def test_one_loss_after_another_is_waited_for_once() -> None:
     desk.dispatcher.on_message(second, front_wire.BACK, [front_wire.encode_ids(["c~1"])])  # type: ignore[arg-type]
     now = second.heard_at = asyncio.get_running_loop().time()
     desk.lose()
-    wait = dispatch.STALL_S - 3.0
+    wait = WAITS.stalled - 3.0
     assert a.deadline - now == pytest.approx(wait, abs=wait / 2)
     for flight in (b, c):
-        assert flight.deadline - now > dispatch.RESEND_WAIT_MAX_S * 0.9
+        assert flight.deadline - now > WAITS.most * 0.9
 
 
-async def test_choices_that_fail_together_are_counted_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_choices_that_fail_together_are_counted_once() -> None:
     """And none of them is sent anywhere once the first has failed."""
     failed = counters.FAILED._value
     before = failed.get()
-    monkeypatch.setattr(dispatch, "NO_WORKER_WAIT_S", 0.01)
-    monkeypatch.setattr(dispatch, "RESEND_WAIT_S", 600.0)
-    seeded = Desk(request("a1", seed=1), request("a2", seed=1))
+    waits = Waits(first=0.01, least=600.0)
+    seeded = Desk(request("a1", seed=1), request("a2", seed=1), waits=waits)
     seeded.say("a1", 1)
     second = Worker("B")
     seeded.lose(second)
     await asyncio.sleep(0.05)
     assert (list(seeded.sink.failures), second.flights) == (["a1"], {})
     assert seeded.dispatcher.in_flight == 0
-    later = Desk()
+    later = Desk(waits=waits)
     later.workers = []
     later.sink.open = {"a1", "a2"}
     for name in ("a1", "a2"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend import suspects
+from pullfill.frontend.flight import Waits
 from tests.support.fake_board import Alone
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import answer, request
@@ -18,9 +18,7 @@ from tests.support.frontend_rig import Rig, rig, until
 FATAL = 666
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspects, "SURE_S", 0.1)
+QUICK = Waits(sure=0.1)
 
 
 class Fleet:
@@ -47,7 +45,7 @@ async def fleet_of(
         FakeDecode(f"decode-{i}", step_s=0.004, fatal_token=FATAL, fatal_length=fatal_length)
         for i in range(count)
     ]
-    async with rig(*workers, board=board) as r:
+    async with rig(*workers, board=board, waits=QUICK) as r:
         await r.ready(count)
         yield r, Fleet(*workers)
 
@@ -93,7 +91,7 @@ async def test_a_refused_request_reaches_no_worker_until_it_is_allowed_again() -
 
 async def test_a_second_try_of_a_user_who_went_away_is_a_second_try() -> None:
     one, two = FakeDecode("decode-1", fatal_token=FATAL), FakeDecode("decode-2", hold=True)
-    async with rig(one, two) as r:
+    async with rig(one, two, waits=QUICK) as r:
         await r.ready(2)
         r.dispatcher.submit(request("d", [FATAL]))
         await until(lambda: bool(two.added))
@@ -116,12 +114,9 @@ async def test_an_answer_that_kills_half_way_kills_six() -> None:
         assert set(r.sink.failures) == {"d"}
 
 
-async def test_a_connection_that_breaks_and_comes_back_is_no_death(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(suspects, "SURE_S", 30.0)  # a busy machine connects late
+async def test_a_connection_that_breaks_and_comes_back_is_no_death() -> None:
     worker, other = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
-    async with rig(worker, other) as r:
+    async with rig(worker, other, waits=Waits(sure=30.0)) as r:  # a busy machine connects late
         await r.ready(2)
         r.dispatcher.submit(request("a"))
         for n, fake in enumerate((worker, other), 1):
@@ -177,7 +172,7 @@ async def test_deaths_of_a_whole_host_count_for_nobody(others: bool) -> None:
     board = Alone()
     host = [FakeDecode(f"decode-{i}", hold=True) for i in range(2)]
     last = FakeDecode("decode-9", hold=True, ahead_s=0.001 if others else 0.0)
-    async with rig(*host, last, board=board) as r:
+    async with rig(*host, last, board=board, waits=QUICK) as r:
         await r.ready(3)
         for i in range(3):
             r.dispatcher.submit(request(f"r{i}", [i]))
@@ -193,7 +188,7 @@ async def test_deaths_of_a_whole_host_count_for_nobody(others: bool) -> None:
 
 async def test_what_was_at_a_death_goes_where_nothing_else_like_it_is() -> None:
     one, *rest = [FakeDecode(f"decode-{i}", hold=True) for i in range(4)]
-    async with rig(one) as r:
+    async with rig(one, waits=QUICK) as r:
         await r.ready(1)
         for i in range(3):
             r.dispatcher.submit(request(f"r{i}", [i]))
@@ -208,12 +203,9 @@ async def test_what_was_at_a_death_goes_where_nothing_else_like_it_is() -> None:
         fake.die()
 
 
-async def test_what_may_be_deadly_waits_for_outputs_of_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(suspects, "APART_S", 60.0)
+async def test_what_may_be_deadly_waits_for_outputs_of_the_others() -> None:
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
-    async with rig(one, two) as r:
+    async with rig(one, two, waits=Waits(sure=0.1, apart=60.0)) as r:
         await r.ready(2)
         for name in ("a", "b"):
             r.dispatcher.submit(request(name, [ord(name)]))

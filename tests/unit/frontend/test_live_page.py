@@ -149,10 +149,9 @@ async def test_a_viewer_that_disconnects_ends_its_source() -> None:
     assert live.over == 1
 
 
-async def test_a_viewer_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_page, "SEND_S", 0.02)
+async def test_a_viewer_that_reads_nothing_is_disconnected() -> None:
     peer = Peer(deaf=True)
-    stream = EventStream(Live().watch())
+    stream = EventStream(Live().watch(), send_s=0.02)
     await asyncio.wait_for(stream({"method": "GET"}, peer.receive, peer.send), 5)
 
 

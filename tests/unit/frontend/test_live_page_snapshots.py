@@ -48,16 +48,15 @@ class View:
 
 
 @pytest.fixture
-def view(monkeypatch: pytest.MonkeyPatch) -> View:
-    monkeypatch.setattr(page, "PERIOD_S", 0.01)
+def view() -> View:
     return View()
 
 
-def live_of(view: View, requests: RequestLog | None = None) -> LiveView:
+def live_of(view: View, requests: RequestLog | None = None, **times: float) -> LiveView:
     made: Any = view
     return LiveView(
         made, requests or RequestLog(), tuple, lambda: (1000.0, 50.0),
-        frontend="f", model="m", since=1.0,
+        frontend="f", model="m", since=1.0, **({"period_s": 0.01} | times),
     )  # fmt: skip
 
 
@@ -134,11 +133,9 @@ async def test_viewers_share_the_work_and_a_slow_one_gets_a_whole_snapshot(view:
 
 
 async def test_a_viewer_hears_something_between_snapshots_that_are_far_apart(
-    view: View, monkeypatch: pytest.MonkeyPatch
+    view: View,
 ) -> None:
-    monkeypatch.setattr(page, "PERIOD_S", 60.0)
-    monkeypatch.setattr(page, "QUIET_S", 0.02)
-    live = live_of(view)
+    live = live_of(view, period_s=60.0, quiet_s=0.02)
     stream: Any = live.watch()
     assert (await next_of(stream)).whole
     for _ in range(3):
@@ -147,12 +144,9 @@ async def test_a_viewer_hears_something_between_snapshots_that_are_far_apart(
     assert [body async for body in stream] == []
 
 
-async def test_a_report_that_fails_ends_nothing(
-    view: View, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_report_that_fails_ends_nothing(view: View) -> None:
     """Nothing is heard meanwhile, so that a viewer who gives up after a silence does so."""
-    monkeypatch.setattr(page, "QUIET_S", 0.002)
-    live = live_of(view)
+    live = live_of(view, quiet_s=0.002)
     stream: Any = live.watch()
     view.fails = True
     waiting = asyncio.ensure_future(next_of(stream))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend import request_log
 from pullfill.frontend.admission import Admission
+from pullfill.frontend.flight import Waits
 from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of
 from pullfill.wire import ExplainRecord
 from tests.support.fake_decode import FakeDecode
@@ -202,12 +202,9 @@ async def test_a_flood_of_refusals_pushes_out_no_request_that_was_served() -> No
     assert requests.get("k4") is None, "the records of all together are bounded"
 
 
-async def test_a_request_that_lost_its_worker_or_never_had_one_is_explained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("pullfill.frontend.dispatch.NO_WORKER_WAIT_S", 0.05)
+async def test_a_request_that_lost_its_worker_or_never_had_one_is_explained() -> None:
     worker = FakeDecode("decode-1", hold=True)
-    async with rig(worker, restart_wait_s=0.05) as r:
+    async with rig(worker, waits=Waits(first=0.05, restart=0.05)) as r:
         await r.ready(1)
         r.dispatcher.submit(request("cmpl-a-0-1234abcd", max_tokens=9, seed=1, temperature=1.0))
         await until(lambda: bool(worker.added))
@@ -237,11 +234,8 @@ async def test_an_answer_that_a_stop_string_ended_is_known_at_once() -> None:
         assert (found.state, found.path) == ("answered", "local")
 
 
-async def test_a_record_that_never_comes_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(request_log, "WAIT_S", 0.01)
-    requests, one = RequestLog(), RequestRecord("x")
+async def test_a_record_that_never_comes_is_not_waited_for() -> None:
+    requests, one = RequestLog(wait_s=0.01), RequestRecord("x")
     one.answer_ms = 1.0
     requests.begin(one)
     requests.sent("wire", one, one.to("decode-1"))

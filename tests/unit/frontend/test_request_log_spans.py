@@ -18,12 +18,11 @@ HEADERS = {"traceparent": f"00-{TRACE}-{CLIENT}-01", "tracestate": "vendor=1"}
 
 
 @pytest.fixture
-def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    monkeypatch.setattr(tracing, "CLOSE_S", 20.0)  # all spans arrive, however slow the machine is
+def receiver() -> Iterator[Receiver]:
     with Receiver() as receiver:
         tracing.begin(receiver.url, "frontend", "frontend-1")
         yield receiver
-        tracing.close()
+        tracing.close(20.0)
 
 
 def traced(request_id: str, headers: dict[str, str] | None) -> Request:
@@ -39,7 +38,7 @@ async def answered(request_id: str, headers: dict[str, str] | None) -> FakeDecod
         await r.ready(1)
         r.dispatcher.submit(traced(request_id, headers))
         await until(lambda: request_id in r.sink.finished)
-    tracing.close()
+    tracing.close(20.0)
     return worker
 
 
@@ -73,7 +72,7 @@ async def test_a_request_that_is_sent_again_is_linked(receiver: Receiver) -> Non
         await until(lambda: bool(one.added))
         one.die()
         await until(lambda: "a-1" in r.sink.finished)
-    tracing.close()
+    tracing.close(20.0)
     first, second = receiver.named("frontend.dispatch")
     assert first.error
     assert not second.error
@@ -89,7 +88,7 @@ async def test_an_abort_ends_the_trace(receiver: Receiver) -> None:
         await until(lambda: bool(worker.added))
         r.dispatcher.abort(["a-1"])
         await asyncio.sleep(0)
-    tracing.close()
+    tracing.close(20.0)
     assert receiver.one("frontend.request").error == "aborted"
     assert receiver.one("frontend.dispatch").error == "aborted"
 
@@ -105,7 +104,7 @@ async def test_a_stop_string_is_no_error(receiver: Receiver) -> None:
         r.dispatcher.abort(["a-1"], answered=True)
         assert record.answer_ms is not None, "not cancelled"
         await until(lambda: worker.aborted == ["a-1"])
-    tracing.close()
+    tracing.close(20.0)
     assert not receiver.one("frontend.request").error
 
 

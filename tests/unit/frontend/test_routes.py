@@ -8,11 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-import pytest
 
 from pullfill.engine import front_wire
 from pullfill.frontend.routes import Admin
-from pullfill.frontend.routing import prefixes
+from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.snapshot import Cluster, WorkerRow
 from tests.support.fake_decode import FakeDecode
 from tests.support.frontend_rig import Rig, rig, until
@@ -55,7 +54,7 @@ async def body(answer: Any) -> dict[str, Any]:
 
 async def test_the_status_has_what_a_choice_of_a_worker_rests_on() -> None:
     worker = FakeDecode("decode-1", load=LOAD)
-    async with rig(worker, prefix_blocks=9) as r:
+    async with rig(worker, prefixes=Prefixes(9)) as r:
         await r.ready(1)
         one, two, prefill = (await body(admin(r).status(cast(Any, None))))["workers"]
     assert one["routing"]["load"] == msgspec.to_builtins(LOAD)
@@ -66,13 +65,10 @@ async def test_the_status_has_what_a_choice_of_a_worker_rests_on() -> None:
     assert one["troubles"] == two["troubles"] == prefill["troubles"] == ["old"]
 
 
-async def test_a_worker_whose_blocks_are_not_known_is_a_trouble_and_a_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prefixes, "MISSING_S", 0.05)
+async def test_a_worker_whose_blocks_are_not_known_is_a_trouble_and_a_reason() -> None:
     worker, request = FakeDecode("decode-1", prefix_block_size=16), cast(Any, None)
     now = asyncio.get_running_loop().time
-    async with rig(worker, prefix_blocks=9) as r:
+    async with rig(worker, prefixes=Prefixes(9, missing_s=0.05)) as r:
         await r.ready(1)
         await until(lambda: bool(r.pool.prefixes.troubles(now())))
         (row, *_) = (await body(admin(r).status(request)))["workers"]
