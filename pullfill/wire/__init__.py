@@ -1,10 +1,9 @@
 """Every struct that crosses a process boundary (docs/wire.md describes each).
 
-`jobs`: the job on the queue. `control`: the control channel between workers. `lease`: read leases
-between decode workers. `records`: what etcd keeps and people read. `settings`: what `pullfill
-config` writes. `self_check`: what the self-check has found. `prefix`: what a decode worker says of
-its prefix cache. `codec`: how all of them are encoded. What else a frontend and a decode worker say
-to each other is in `engine/front_wire.py`, since it carries vLLM's own structs.
+`workers`: what two workers say to each other, the job on the queue first. `records`: what etcd
+keeps and people read. `prefix`: what a decode worker says of its prefix cache. `codec`: how all of
+them are encoded. What else a frontend and a decode worker say to each other is in
+`engine/front_wire.py`, since it carries vLLM's own structs.
 """
 
 from __future__ import annotations
@@ -23,9 +22,34 @@ from pullfill.wire.codec import (
     decode,
     encode,
 )
-from pullfill.wire.control import (
+from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
+from pullfill.wire.records import (
+    AdapterRecord,
+    DecodeChoice,
+    DecodePolicy,
+    Expected,
+    ExplainRecord,
+    ForwardStage,
+    PredictedMs,
+    QueueSettings,
+    QueueStatus,
+    RegionDescriptor,
+    RoleMove,
+    RoleOrder,
+    RouterConfig,
+    RouterPolicy,
+    SelfCheck,
+    ServerStatus,
+    SuspectRecord,
+    Timings,
+    WorkerRecord,
+    WorkerRole,
+    WorkerState,
+)
+from pullfill.wire.workers import (
     ALIVE_INTERVAL_S,
     SILENT_S,
+    Adapter,
     AuthChallenge,
     AuthHello,
     AuthProof,
@@ -41,50 +65,29 @@ from pullfill.wire.control import (
     Heartbeat,
     Hello,
     KvMode,
-    Load,
-    Progress,
-    Ready,
-    Refused,
-    RefuseReason,
-    Revoke,
-    StageTimings,
-    ToDecode,
-    ToPrefill,
-    Trial,
-    Welcome,
-)
-from pullfill.wire.jobs import Adapter, PrefillJob
-from pullfill.wire.lease import (
     Lease,
     LeaseAsk,
     LeaseEnd,
     LeaseEnded,
     LeaseHello,
     LeaseWelcome,
+    Load,
     NoLease,
+    PrefillJob,
     PrefixHolder,
+    Progress,
+    Ready,
+    Refused,
+    RefuseReason,
+    Revoke,
+    StageTimings,
     ToAsker,
+    ToDecode,
     ToHolder,
+    ToPrefill,
+    Trial,
+    Welcome,
 )
-from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
-from pullfill.wire.records import (
-    AdapterRecord,
-    DecodeChoice,
-    Expected,
-    ExplainRecord,
-    ForwardStage,
-    PredictedMs,
-    QueueStatus,
-    RegionDescriptor,
-    ServerStatus,
-    SuspectRecord,
-    Timings,
-    WorkerRecord,
-    WorkerState,
-)
-from pullfill.wire.roles import RoleMove, RoleOrder, WorkerRole
-from pullfill.wire.self_check import SelfCheck
-from pullfill.wire.settings import DecodePolicy, QueueSettings, RouterConfig, RouterPolicy
 
 __all__ = [
     "ALIVE_INTERVAL_S",

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pullfill.errors import (
@@ -27,9 +28,10 @@ from pullfill.net.security import ClusterKey
 from pullfill.transfer.contract import Rect
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.stream import kv_protocol, stream_server
+from pullfill.transfer.stream.kv_protocol import Answer, Operation, Status
 from pullfill.transfer.stream.stream_peer import StreamSession, StreamTransport
 from pullfill.transfer.stream.tcp_backend import TcpKind
-from pullfill.wire import FenceToken
+from pullfill.wire import FenceToken, decode, encode
 from tests.support.proxy import Proxy
 from tests.support.stream_held import Held, revoke, wait_for
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, assert_same, stream_rig
@@ -159,6 +161,17 @@ def test_a_block_outside_the_grant_is_refused(make: Make, verb: str) -> None:
     assert_same(region.data, theirs)
     assert_same(mine.data, ours)
     getattr(session, verb)(token, [1, 2], [1, 2])
+    session.close()
+
+
+@pytest.mark.parametrize("blocks", [[2, 1], [1, 1], [64]], ids=["unordered", "twice", "outside"])
+def test_block_ids_that_only_a_faulty_peer_sends_are_refused(make: Make, blocks: list[int]) -> None:
+    _, region, _, session, token = start(make)
+    if blocks == [64]:  # of a live token, the grant refuses it
+        revoke(region, token)
+    ids = np.array(blocks, "<u4").tobytes()
+    session._connection.send(encode(Operation(verb="write", fence=token, blocks=ids)))
+    assert decode(session._connection.receive(), Answer).status is Status.REFUSED
     session.close()
 
 

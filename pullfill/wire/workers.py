@@ -1,6 +1,9 @@
-"""The messages between a prefill worker and a decode worker, on the control channel.
+"""What two workers say to each other: the job on the queue, the control channel, read leases.
 
-`ToDecode` and `ToPrefill` list what each side may send.
+`ToDecode` and `ToPrefill` list what each side of the control channel may send. A read lease pins
+cached blocks of a decode worker (the *holder*) for a moment, so that another one (the *asker*) can
+copy them. The asker connects to the holder's control server. `ToHolder` and `ToAsker` list what
+each side may send there.
 """
 
 from __future__ import annotations
@@ -12,6 +15,53 @@ from msgspec import Meta
 
 from pullfill.wire.codec import WIRE_VERSION, Count, Finite, Id, Message, Text, Version
 from pullfill.wire.records import RegionDescriptor
+
+Positions = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=256)]
+
+
+class Adapter(Message, frozen=True, kw_only=True):
+    """The LoRA adapter of a request. content: digest of its files (`engine.adapters.content`)."""
+
+    name: Text
+    path: Text
+    content: Id
+
+
+class PrefillJob(Message, frozen=True, kw_only=True):
+    """One remote prefill, as published on the job stream.
+
+    token_ids: the prompt tokens whose KV is wanted, raw little-endian u32.
+    hit_tokens: leading tokens whose KV the decode worker already holds (a block multiple).
+    block_ids: decode-side blocks of all `token_ids` (hit blocks first), raw little-endian u32. The
+    blocks of the first `hit_tokens` may be read, the others are written. A grant must confirm them.
+    read_from: for each KV cache group, the position in the prompt of its first block that may be
+    read. A position counts blocks. See engine/groups.py for the order.
+    kept_from: the same for blocks that are written.
+    features: digest of the multimodal inputs that the grant brings. Empty: there are none.
+    priority: in the prefill worker's engine. The smallest comes first.
+    request_id: for dead letters, traces and logs, which people read.
+    timeout_s: how long from publish the decode worker waits before it serves locally.
+    trace: W3C `traceparent` of the remote prefill. Empty: it is not traced.
+    """
+
+    v: Version = WIRE_VERSION
+    job_id: Id
+    incarnation: Id
+    decode_instance: Id
+    request_id: Text
+    compat: Id
+    token_ids: bytes
+    hit_tokens: Count
+    block_ids: bytes
+    read_from: Positions = (0,)
+    kept_from: Positions = (0,)
+    cache_salt: Text | None = None
+    adapter: Adapter | None = None
+    features: Text = ""
+    priority: int = 0
+    timeout_s: Annotated[float, Meta(gt=0, le=1e9)]
+    trace: Text = ""
+
 
 ALIVE_INTERVAL_S = 1.0
 SILENT_S = 5.0
@@ -286,3 +336,89 @@ class Trial(Message, tag="trial", frozen=True, kw_only=True):
 
 ToDecode = Hello | Claim | Progress | Commit | Ready | GiveUp | DrainAck | Draining | Heartbeat
 ToPrefill = Welcome | Goodbye | Grant | Refused | CommitReply | Revoke | Heartbeat | Trial
+
+
+class PrefixHolder(Message, frozen=True, kw_only=True):
+    """A frontend's hint that travels with a request: another decode worker holds its prefix.
+
+    control: address of that worker's control server.
+    tokens: how many leading tokens of the prompt it holds, as far as the frontend knows."""
+
+    instance_id: Id
+    control: Text
+    tokens: Count
+
+
+class LeaseHello(Message, tag="lease_hello", frozen=True, kw_only=True):
+    """First message of an asker.
+
+    compat: compatibility hash. computes: digest of what decides how the asker rounds
+    (`engine.compat.rounding_digest`). Both must be the holder's own."""
+
+    v: Version = WIRE_VERSION
+    decode_instance: Id
+    compat: Id
+    computes: Text
+
+
+class LeaseWelcome(Message, tag="lease_welcome", frozen=True, kw_only=True):
+    """The holder accepts the connection. regions: its KV memory, one region for each rank."""
+
+    v: Version = WIRE_VERSION
+    decode_instance: Id
+    regions: tuple[RegionDescriptor, ...]
+
+
+class LeaseAsk(Message, tag="lease_ask", frozen=True, kw_only=True):
+    """Ask for a lease of the cached blocks of a prompt.
+
+    token_ids: the prompt's first tokens, raw little-endian u32.
+    start: how many of them the asker holds itself. A block multiple.
+    cache_salt, adapter: what else the KV depends on."""
+
+    rid: Count
+    token_ids: bytes
+    start: Count
+    cache_salt: Text | None = None
+    adapter: Adapter | None = None
+
+
+class Lease(Message, tag="lease", frozen=True, kw_only=True):
+    """The right to read some blocks, until the asker ends it or `within_s` have passed.
+
+    lease: its number on this connection.
+    block_ids: the holder's blocks from `start` on, as many as are cached in a row, raw u32.
+    fence: refuses every read after the lease has ended."""
+
+    rid: Count
+    lease: Count
+    block_ids: bytes
+    fence: FenceToken
+    within_s: Annotated[float, Meta(gt=0, le=3600)]
+
+
+class NoLease(Message, tag="no_lease", frozen=True, kw_only=True):
+    """The holder gives no lease.
+
+    reason: `not_held`: the blocks are not cached. `busy`: a limit is reached, or a step runs."""
+
+    rid: Count
+    reason: Text
+
+
+class LeaseEnd(Message, tag="lease_end", frozen=True, kw_only=True):
+    """The asker has copied the blocks, or does not want them any more. rid 0: no answer is read."""
+
+    rid: Count
+    lease: Count
+
+
+class LeaseEnded(Message, tag="lease_ended", frozen=True, kw_only=True):
+    """Answer to `LeaseEnd`. valid: the blocks were pinned until now. If not, no copy counts."""
+
+    rid: Count
+    valid: bool
+
+
+ToHolder = LeaseAsk | LeaseEnd
+ToAsker = LeaseWelcome | Goodbye | Lease | NoLease | LeaseEnded
