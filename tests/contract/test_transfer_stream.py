@@ -170,8 +170,9 @@ def test_block_ids_that_only_a_faulty_peer_sends_are_refused(make: Make, blocks:
     if blocks == [64]:  # of a live token, the grant refuses it
         revoke(region, token)
     ids = np.array(blocks, "<u4").tobytes()
-    session._connection.send(encode(Operation(verb="write", fence=token, blocks=ids)))
-    assert decode(session._connection.receive(), Answer).status is Status.REFUSED
+    connection = session._connection
+    connection.send(encode(Operation(verb="write", fence=token, blocks=ids)))
+    assert decode(connection.receive(), Answer).status is Status.REFUSED
     session.close()
 
 
