@@ -24,7 +24,7 @@ from pullfill.decode_worker.request_server import RequestServer
 from pullfill.engine import front_wire, kv_offloading
 from pullfill.engine.kv_events import Change, Cleared, KvEvents, Places, Removed, Stored, origin
 from pullfill.prefix import chain
-from pullfill.prefix.ring import Ring
+from pullfill.prefix.events import Ring
 from pullfill.runtime import failpoints, log
 from pullfill.wire import u32
 from pullfill.wire.prefix import Op, PrefixFollow

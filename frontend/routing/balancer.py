@@ -18,7 +18,7 @@ from pullfill.frontend.flight import Flight, Hashed
 from pullfill.frontend.routing.choice import KNOWN, Candidates, Choice, Placement
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.prefix import chain
-from pullfill.prefix.replica import State
+from pullfill.prefix.events import State
 from pullfill.prefix.table import SLOTS
 from pullfill.wire import DecodeChoice, DecodePolicy, PrefixHolder
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pullfill.prefix.chain import HashArray
-from pullfill.prefix.predicted import Predicted
+from pullfill.prefix.index import Predicted
 from pullfill.wire import DecodePolicy
 
 _T = TypeVar("_T")

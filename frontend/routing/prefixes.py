@@ -23,8 +23,8 @@ from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.routing.choice import KNOWN, Held
 from pullfill.prefix.chain import Hashes
+from pullfill.prefix.events import Replica, State
 from pullfill.prefix.index import PrefixIndex
-from pullfill.prefix.replica import Replica, State
 from pullfill.wire.codec import decoder
 from pullfill.wire.prefix import PrefixEvents, PrefixFollow, PrefixPage
 

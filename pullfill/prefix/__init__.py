@@ -1,9 +1,9 @@
 """Which decode worker holds which blocks of a prompt.
 
-A decode worker numbers the blocks that it stores and removes and keeps the last events (`ring`). A
-frontend follows the events of each decode worker (`replica`) and keeps the blocks of all of them in
-one `index`. `chain` names a block by the tokens up to its end. `predicted` remembers where prompts
-went whose blocks are not stored yet.
+A decode worker numbers the blocks that it stores and removes, and a frontend follows these events
+of each decode worker (`events`). The frontend keeps the blocks of all of them, and where prompts
+went whose blocks are not stored yet, in an `index` over a compiled `table`. `chain` names a block
+by the tokens up to its end.
 
 Nothing here does I/O, takes a lock or knows vLLM. Each object belongs to one thread.
 """

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from pullfill.prefix import kernels as k
-from pullfill.prefix.kernels import I64, compiled, helper
+from pullfill.prefix import chain as k
+from pullfill.prefix.chain import I64, compiled, helper
 
 SEGMENT = 1024
 FULL, STEP = 768, 32

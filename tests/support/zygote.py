@@ -60,7 +60,7 @@ _PRELOADED = (
     "numba",
     "numba.core.dispatcher",
     "numba.core.typing.templates",
-    "pullfill.prefix.llvm",  # has no settings, and numba needs it beside vLLM
+    "pullfill.prefix.chain",  # has no settings, and numba needs it beside vLLM
     "numpy.ma",
     "prometheus_client.core",
     "semantic_version",

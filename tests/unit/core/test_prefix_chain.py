@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llvmlite.binding import ffi
 
-from pullfill.prefix.chain import as_array, chain, extend, root, state_of
+from pullfill.prefix import table
+from pullfill.prefix.chain import (
+    I64,
+    as_array,
+    chain,
+    compiled,
+    extend,
+    hide,
+    root,
+    sip_chain,
+    state_of,
+)
 
 TOKENS = np.arange(100, dtype=np.uint32).tobytes()
 
@@ -34,8 +47,6 @@ def test_the_hash_is_siphash_1_3() -> None:
     told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     if sys.hash_info.algorithm != "siphash13":
         pytest.skip(f"this Python hashes with {sys.hash_info.algorithm}")
-    from pullfill.prefix.kernels import sip_chain
-
     out = np.zeros(1, np.uint64)
     sip_chain(0, 0, np.frombuffer(b"abcdefghijkl", np.uint32), 3, out)
     assert int(out[0]) == int(told.stdout)
@@ -74,3 +85,39 @@ def test_bad_arguments_are_refused() -> None:
         chain(b"short", TOKENS, 16)
     with pytest.raises(ValueError, match="buffer size"):
         as_array(b"x" * 9)
+
+
+# ------------------------------------------------------------------ numba
+
+
+def test_a_function_compiles_where_nothing_can_be_cached() -> None:
+    """numba caches only what comes from a file; one in a folder that cannot be written is alike."""
+    scope: dict[str, Any] = {}
+    exec("def twice(number):\n    return 2 * number", scope)
+    twice: Any = compiled(I64)(scope["twice"])
+    assert twice(21) == 42
+    assert len(twice.nopython_signatures) == 1
+
+
+def test_a_function_is_compiled_before_its_first_call() -> None:
+    for function in (sip_chain, table.change, table.match, table.collect):
+        before: Any = function
+        assert len(before.nopython_signatures) == 1
+
+
+def test_the_library_has_its_functions_and_no_dict() -> None:
+    assert not hasattr(ffi.lib, "__dict__")
+    assert ffi.lib.LLVMPY_GetDefaultTargetTriple is not None
+
+
+def test_an_object_that_answers_to_every_name() -> None:
+    class Library:
+        __slots__ = ()
+
+        def __getattr__(self, name: str) -> str:
+            return f"function {name}"
+
+    assert hasattr(Library(), "__dict__")
+    hide(Library)
+    assert not hasattr(Library(), "__dict__")
+    assert Library().create == "function create"

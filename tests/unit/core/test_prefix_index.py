@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pullfill.prefix.chain import chain, root
-from pullfill.prefix.index import PrefixIndex
+from pullfill.prefix.index import Predicted, PrefixIndex
 from pullfill.wire.prefix import Op
 
 PROMPT = chain(root(None, None, 16), bytes(range(256)) * 4, 16)
@@ -110,3 +110,31 @@ def test_events_are_applied_in_their_order() -> None:
     assert sorted(index.hashes(7)) == sorted(PROMPT[1:3])
     with pytest.raises(ValueError, match="6 ops for 5 hashes"):
         index.apply(7, ops, twice[:5])
+
+
+# ------------------------------------------------------------------ predicted blocks
+
+
+def test_a_sibling_finds_the_shared_blocks() -> None:
+    predicted = Predicted(1000, life_s=1.0)
+    predicted.add(3, PROMPT, now=0.0)
+    sibling = np.array([*PROMPT[:6], 77, 78], np.uint64)
+    assert predicted.match(sibling, now=0.5) == {3: 6}
+    predicted.forget(3)
+    assert predicted.match(sibling, now=0.5) == {}
+
+
+def test_an_entry_dies_between_one_life_and_two() -> None:
+    predicted = Predicted(1000, life_s=1.0)
+    predicted.add(3, PROMPT, now=0.0)
+    predicted.add(3, PROMPT[:2], now=1.1)
+    assert predicted.match(PROMPT, now=1.9) == {3: 16}
+    assert predicted.match(PROMPT, now=2.05) == {3: 2}
+    assert predicted.match(PROMPT, now=9.0) == {}
+
+
+def test_it_never_keeps_more_than_its_bound() -> None:
+    predicted = Predicted(8, life_s=1.0)
+    for start in range(0, 1000, 10):
+        predicted.add(1, PROMPT + np.uint64(start), now=start / 100)
+        assert len(predicted) <= 8

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from pullfill.prefix.chain import HashArray
+from pullfill.prefix.events import REFILL_S, RETRY_S, Replica, Ring, State
 from pullfill.prefix.index import PrefixIndex
-from pullfill.prefix.replica import REFILL_S, RETRY_S, Replica, State
-from pullfill.prefix.ring import Ring
 from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
 
 

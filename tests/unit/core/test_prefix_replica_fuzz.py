@@ -12,9 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from pullfill.prefix.events import RETRY_S, Replica, Ring, State
 from pullfill.prefix.index import PrefixIndex
-from pullfill.prefix.replica import RETRY_S, Replica, State
-from pullfill.prefix.ring import Ring
 from pullfill.wire.codec import decode, encode
 from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
 from tests.support.fuzz import MANY

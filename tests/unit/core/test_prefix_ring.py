@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pullfill.prefix.chain import HashArray
-from pullfill.prefix.ring import Ring
+from pullfill.prefix.events import Ring
 from pullfill.wire.codec import decode, encode
 from pullfill.wire.prefix import MAX_EVENTS, Op, PrefixEvents, PrefixFollow, PrefixPage
 

@@ -14,8 +14,8 @@ from pullfill.decode_worker.prefix import block_events
 from pullfill.decode_worker.prefix.block_events import BlockEvents, Held, pieces
 from pullfill.engine.kv_events import Change, Cleared, Places, Removed, Stored
 from pullfill.prefix import chain
+from pullfill.prefix.events import Replica, State
 from pullfill.prefix.index import PrefixIndex
-from pullfill.prefix.replica import Replica, State
 from pullfill.wire import u32
 from pullfill.wire.prefix import PrefixEvents, PrefixPage
 

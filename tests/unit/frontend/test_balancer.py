@@ -17,7 +17,7 @@ from pullfill.frontend.routing import balancer as module
 from pullfill.frontend.routing.balancer import Balancer, hashes_of
 from pullfill.frontend.routing.choice import ALPHA, KNOWN
 from pullfill.frontend.routing.prefixes import Prefixes
-from pullfill.prefix.ring import Ring
+from pullfill.prefix.events import Ring
 from pullfill.wire import DecodePolicy, PrefixHolder
 from pullfill.wire.prefix import Op, PrefixFollow
 from tests.support.fake_vllm import request

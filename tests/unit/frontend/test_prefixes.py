@@ -13,7 +13,7 @@ from pullfill import wire
 from pullfill.engine import front_wire
 from pullfill.errors import BadMessage
 from pullfill.frontend.routing.prefixes import Prefixes
-from pullfill.prefix.ring import Ring
+from pullfill.prefix.events import Ring
 from pullfill.wire.prefix import Op, PrefixFollow
 
 BLOCKS = np.arange(1, 6, dtype=np.uint64)
