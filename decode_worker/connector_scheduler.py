@@ -220,7 +220,8 @@ class ConnectorScheduler:
         if not external_tokens:
             return
         later = bool(situation.hit_tokens or self._scheduled or self.tier is not None)
-        job = self._open(request, tables, situation, external_tokens - offloaded, later)
+        external = external_tokens - offloaded
+        job = self._open(request, tables, situation, external, later, decision.to)
         failpoints.hit("decode.before_publish")
         if self.tier is not None and offloaded:
             self.tier.load(request, offloaded)
@@ -242,6 +243,7 @@ class ConnectorScheduler:
         situation: Situation,
         external_tokens: int,
         later: bool,
+        to: str,
     ) -> OpenedJob:
         """Open the job in the ledger. From now on its request waits."""
         hit_tokens = situation.hit_tokens
@@ -268,6 +270,7 @@ class ConnectorScheduler:
             features=request.mm_features,
             priority=request.priority,
             trace=self._context.traces.header(request.request_id),
+            to=to,
             timeout_s=timeout_s,
             claim_timeout_s=claim_timeout_s,
             urgency=urgency_of(
@@ -277,8 +280,6 @@ class ConnectorScheduler:
             ),
         )
         self._waiting.add(job.request_id)
-        if self._context.trials is not None:
-            self._context.trials.opened(job.request_id)
         self._context.ledger.open(
             Entry(
                 job.job_id,
@@ -291,6 +292,7 @@ class ConnectorScheduler:
                 hedge_s=situation.costs.hedge_s if config.hedge and situation.costs else math.inf,
                 stall_s=config.remote_timeout_s,
                 later=later,
+                in_queue=not to,
             )
         )
         return job

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
     from pullfill.decode_worker.ledger import Ledger
     from pullfill.decode_worker.request_trace import RequestTraces
-    from pullfill.decode_worker.self_check_requests import Trials
+    from pullfill.decode_worker.self_check import Trials
     from pullfill.transfer.contract import LocalMemory, Owner, OwnerFences
     from pullfill.transfer.shm.shm_transport import FenceOwner
     from pullfill.wire import Adapter, RouterConfig
@@ -25,7 +25,8 @@ class OpenedJob:
     """A job that the connector scheduler just opened, for the publisher to encode and publish.
 
     features: vLLM's multimodal inputs of the prompt.
-    trace: as in `PrefillJob`."""
+    trace: as in `PrefillJob`.
+    to: see `Decision`."""
 
     job_id: str
     request_id: str
@@ -42,6 +43,7 @@ class OpenedJob:
     urgency: Urgency = Urgency.NORMAL
     features: Sequence[Any] = ()
     trace: str = ""
+    to: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +75,3 @@ class DecodeContext(WorkerContext):
     trials: Trials | None = None
     ledger: Ledger = LATER
     scheduler: ConnectorScheduler = LATER
-
-    def of_a_trial(self, job: OpenedJob) -> bool:
-        """Whether the job belongs to the self-check. If so, the self-check sends the job itself."""
-        return self.trials is not None and self.trials.publish(job)

@@ -24,7 +24,14 @@ from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import Checks
-from pullfill.errors import AuthFailed, BadMessage, OtherVersion, Outcome, PullfillError
+from pullfill.errors import (
+    AuthFailed,
+    BadMessage,
+    OtherVersion,
+    Outcome,
+    PeerUnavailable,
+    PullfillError,
+)
 from pullfill.net.channel import Channel, accept
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log, metrics, timer_grid
@@ -46,6 +53,7 @@ from pullfill.wire import (
     Ready,
     Revoke,
     ToDecode,
+    Trial,
     Welcome,
 )
 
@@ -61,9 +69,9 @@ class ControlServer:
     key: the cluster key. A prefill worker that does not hold it is refused.
     reach: opens a prefill worker's memory for reading. In pull mode a prefill worker whose memory
     cannot be read writes instead.
-    checks: the self-check, set before `start`. Without it every prefill worker may bring KV.
+    checks: the self-check, which is told who connects. None: nothing can be compared.
     leases: lets other decode workers read the prefix cache. Set before `start`.
-    prefill_workers: number of prefill workers that pull and may bring KV.
+    prefill_workers: number of prefill workers that pull jobs of this worker.
     forecaster: is told how long the writing of KV took.
     """
 
@@ -80,6 +88,7 @@ class ControlServer:
         key: ClusterKey | None = None,
         reach: Reach | None = None,
         forecaster: PrefillWorkers | None = None,
+        checks: Checks | None = None,
     ) -> None:
         self._instance_id = instance_id
         self._compat = compat
@@ -104,7 +113,7 @@ class ControlServer:
         self._seldom = log.Seldom(_COMPLAIN_EVERY_S)
         self.address = ""
         self.prefill_workers = 0
-        self.checks: Checks | None = None
+        self.checks = checks
         self.leases: ReadLeases | None = None
 
     async def start(self, host: str, port: int = 0) -> None:
@@ -274,8 +283,8 @@ class ControlServer:
             hello.adapters,
             hello.features,
             max_prompt_tokens=hello.max_prompt_tokens,
-            # `met` says it. Until then the engine thread must not see a worker that may bring KV.
-            cleared=self.checks is None,
+            pulls=not hello.why,
+            why_not=hello.why,
         )
         self.peers[peer.name] = peer
         for old in [p for p in self.peers.values() if p.instance_id == peer.instance_id]:
@@ -321,21 +330,23 @@ class ControlServer:
         if (reader := peer.reader) is not None:
             reader.leave(lambda: self._readers.discard(reader))
 
-    def recount(self) -> None:
-        """Count the prefill workers again, after the self-check has changed who may bring KV."""
-        self._count()
-        self._nobody_pulls()
-        self._wake.set()
+    def send(self, name: str, body: bytes) -> None:
+        """Send a job to one prefill worker, past the queue. name: of its connection.
+
+        Raises PeerUnavailable."""
+        if (peer := self.peers.get(name)) is None:
+            raise PeerUnavailable(f"{name} is not connected any more")
+        peer.channel.write(Trial(job=body))
 
     def _count(self) -> None:
-        self.prefill_workers = sum(p.cleared for p in self.peers.pulling)
+        self.prefill_workers = len(self.peers.pulling)
         # Before `_nobody_pulls` looks: what is opened after that look is told.
         self._ledger.tell_opens = not self.prefill_workers
 
     def _nobody_pulls(self) -> None:
-        """Serve locally what nobody has claimed, if no prefill worker pulls and may bring KV."""
+        """Serve locally what nobody has claimed, if no prefill worker pulls jobs."""
         if not self.prefill_workers and self._ledger.open_jobs:
-            self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True, but_trials=True)
+            self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
 
     def _hears(self, peer: Peer, message: object) -> None:
         peer.heard = self._loop.time()
@@ -365,8 +376,7 @@ class ControlServer:
                 return
             # These four messages make no deadline earlier, so the ledger's timer need not run.
             case Claim():
-                if self.checks is None or self.checks.may_claim(peer, message):
-                    self.grants.grant(peer, message)
+                self.grants.grant(peer, message)
                 return
             case Progress():
                 self.grants.progress(peer, message)

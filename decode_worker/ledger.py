@@ -41,8 +41,6 @@ logger = log.get("decode_worker.ledger")
 # How long a request waits for the proof that its revoked writer is quiet. A running batch ends
 # within milliseconds. A writer whose process is stopped in a batch may never end it.
 NO_PROOF_S = 0.1
-TRIAL = "self-check-"
-"""Request ids of the self-check begin with this."""
 _REMEMBERED = 16_384
 
 P = ParamSpec("P")
@@ -109,7 +107,9 @@ class Entry:
     stall_s: an attempt that makes progress may go on beyond timeout_s. It ends after this many
     seconds without progress.
     later: the job waits for something before it is published. claim_timeout_s counts only from
-    `set_digest` on."""
+    `set_digest` on.
+    in_queue: whether the job is published. If not, it is sent to one prefill worker, and tells
+    nothing about the queue."""
 
     job_id: str
     request_id: str
@@ -121,6 +121,7 @@ class Entry:
     hedge_s: float = math.inf
     stall_s: float = 0.0
     later: bool = False
+    in_queue: bool = True
 
     # Times by the ledger's clock. queued_at is infinite for a job that is not published yet.
     opened_at: float = field(init=False)
@@ -157,11 +158,6 @@ class Entry:
         """The ledger takes the job in."""
         self.opened_at, self.deadline = now, now + self.timeout_s
         self.queued_at = math.inf if self.later else now
-
-    @property
-    def self_check(self) -> bool:
-        """Whether the self-check made this job. Such a job does not pass the queue."""
-        return self.request_id.startswith(TRIAL)
 
     @property
     def published(self) -> bool:
@@ -448,7 +444,7 @@ class Ledger:
         """Register a job before it is published. Its request waits until the job is settled."""
         with self._lock:
             entry.begin(self._clock.monotonic())
-            if not entry.self_check and self.claims.queued(entry.job_id):
+            if entry.in_queue and self.claims.queued(entry.job_id):
                 entry.claim_timeout_s *= self.claims.trial_share
             self._jobs[entry.job_id] = entry
             self._by_request[entry.request_id] = entry.job_id
@@ -498,7 +494,7 @@ class Ledger:
             fence = self._fences.open(entry.blocks, entry.first_target)
         except OverloadedError:  # another job must end first
             return Refused(rid=claim.rid, reason=RefuseReason.HELD, retry_after_s=1.0)
-        if not entry.self_check:
+        if entry.in_queue:
             self.claims.claimed()
         entry.attempt += 1
         entry.written = 0
@@ -657,24 +653,15 @@ class Ledger:
             self._give_up(entry, Outcome.CANCELLED)
 
     @locked
-    def give_up_all(
-        self, outcome: Outcome, *, but_granted: bool = False, but_trials: bool = False
-    ) -> None:
+    def give_up_all(self, outcome: Outcome, *, but_granted: bool = False) -> None:
         """Serve every open job locally.
 
-        but_granted: let those end that a prefill worker computes or has computed.
-        but_trials: leave those of the self-check. They do not come from the queue."""
+        but_granted: let those end that a prefill worker computes or has computed, or that were not
+        published but sent to one."""
         for entry in list(self._jobs.values()):
-            under_way = but_granted and entry.state in UNDER_WAY
-            if not (entry.settled or under_way or (but_trials and entry.self_check)):
+            under_way = entry.state in UNDER_WAY or not entry.in_queue
+            if not (entry.settled or (but_granted and under_way)):
                 self._give_up(entry, outcome)
-
-    @locked
-    def distrust(self, writer: str) -> None:
-        """Serve locally what this prefill worker computes, and what of it is not loaded yet."""
-        for entry in list(self._jobs.values()):
-            if entry.writer == writer and entry.state in UNDER_WAY and not entry.settled:
-                self._give_up(entry, Outcome.SELF_CHECK)
 
     def new_incarnation(self, incarnation: str) -> None:
         """Refuse every claim and commit of the old incarnation. Open jobs are served locally."""
@@ -747,7 +734,7 @@ class Ledger:
         entry.quarantined_at = self._clock.monotonic()
         self._actions.append(SendRevoke(entry.writer, entry.job_id, entry.attempt, str(reason)))
         self._ask_proof(entry)
-        last = entry.attempt >= self._max_attempts or entry.losses > 1 or entry.self_check
+        last = entry.attempt >= self._max_attempts or entry.losses > 1 or not entry.in_queue
         if requeue and last and not entry.settled:
             lost = reason == Outcome.PREFILL_LOST
             self._give_up(entry, Outcome.PREFILL_LOST if lost else Outcome.PREFILL_FAILED)
@@ -897,7 +884,7 @@ class Ledger:
     def _nobody_claimed(self, entry: Entry) -> None:
         """Serve the job locally. If that opens the breaker, do so with every queued job. Jobs whose
         deadline comes before their claim timeout do not count."""
-        counts = not entry.self_check and entry.queued_at + entry.claim_timeout_s <= entry.deadline
+        counts = entry.in_queue and entry.queued_at + entry.claim_timeout_s <= entry.deadline
         opens = counts and self.claims.timed_out(entry.job_id, entry.queued_at)
         self._give_up(entry, Outcome.CLAIM_TIMEOUT if entry.published else Outcome.TIMEOUT)
         for other in list(self._jobs.values()) if opens else ():

@@ -115,7 +115,7 @@ def demand_of(engine: Engine[DecodeContext], control: ControlServer, meter: Step
     remote = sum(counts.get(state, 0) for state in _REMOTE)
     running, waiting = engine.core.scheduler.get_request_counts()
     blocks = kv.usable_blocks(engine.core)
-    pulling = [peer for peer in control.peers.pulling if peer.cleared]
+    pulling = control.peers.pulling
     rates = [peer.load.tokens_per_s for peer in pulling]
     return meter.demand.figures(
         open_tokens=ledger.uncomputed(),

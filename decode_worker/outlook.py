@@ -71,8 +71,7 @@ class Outlook:
         depth = self.producer.depth()
         # Our own jobs count once they are opened. They reach the queue later.
         own_jobs, own_tokens = ledger.queued()
-        connected = self.control.peers.pulling
-        pulling = [peer for peer in connected if peer.cleared]
+        pulling = self.control.peers.pulling
         pullers = tuple(peer.instance_id for peer in pulling)
         adapter = request.lora_request
         if adapter is not None:
@@ -88,7 +87,7 @@ class Outlook:
             own_tokens=own_tokens,
             own_unwritten=ledger.unwritten(),
             # In a large fleet others may pull the job, and connect then.
-            pulling=frozenset(pullers) if self.control.peers.pool <= len(connected) else None,
+            pulling=frozenset(pullers) if self.control.peers.pool <= len(pulling) else None,
         )
         costs = None
         if self.meter is not None:
@@ -152,8 +151,7 @@ class Outlook:
 
     def outage(self) -> str:
         """Why prompts cannot be prefilled remotely now, for people. Empty: no reason is known."""
-        not_pulling = self.control.peers.not_pulling
-        said = [self.producer.health.outage(), *not_pulling, *self._failed_checks]
+        said = [self.producer.health.outage(), *self.control.peers.not_pulling]
         if self.context.ledger.claims.stalled:
             said.append(NOT_CLAIMED)
         # A prefill worker needs etcd when it first connects to a decode worker.
@@ -163,7 +161,6 @@ class Outlook:
         """Why this worker is degraded, for /ready."""
         not_pulling = self.control.peers.not_pulling
         reasons = [self.producer.health.outage(), self.etcd.outage(), *not_pulling]
-        reasons += self._failed_checks
         if self.context.ledger.claims.stalled:
             reasons.append(NOT_CLAIMED)
         if not self.control.prefill_workers:
@@ -171,10 +168,6 @@ class Outlook:
             why = checked or "no prefill worker pulls jobs"
             reasons.append(f"{why}: every prompt is prefilled here")
         return list(filter(None, reasons))
-
-    @property
-    def _failed_checks(self) -> list[str]:
-        return self.control.checks.failures if self.control.checks else []
 
     def servers(self) -> dict[str, Any]:
         """`servers` and `queue` of /status. The queue is null while NATS does not answer."""

@@ -23,7 +23,7 @@ class Peer:
     adapters: whether the worker can load LoRA adapters.
     features: whether the worker takes multimodal inputs.
     max_prompt_tokens: length of the longest prompt that it takes. 0: as ours.
-    cleared: whether the worker may bring KV (self_check.py).
+    pulls, why_not: whether it pulls jobs of this decode worker, and why not.
     busy: what its last Heartbeat said.
     heard: when the last message came, by the loop's clock.
     asked_at: when the worker was welcomed, or sent its last claim, commit or ready."""
@@ -37,7 +37,6 @@ class Peer:
     adapters: bool = False
     features: bool = False
     max_prompt_tokens: int = 0
-    cleared: bool = True
     leaving: bool = False
     pulls: bool = True
     why_not: str = ""
@@ -67,8 +66,8 @@ class Peers(dict[str, Peer]):
 
     @property
     def instances(self) -> list[str]:
-        """Instance ids of those that may bring KV."""
-        return sorted({p.instance_id for p in list(self.values()) if p.cleared})
+        """Instance ids of those that are connected."""
+        return sorted({p.instance_id for p in list(self.values())})
 
     @property
     def pulling(self) -> list[Peer]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from pullfill.decode_worker.context import OpenedJob
@@ -27,7 +28,8 @@ _LOOK_S = 0.5  # a job whose message is gone is served locally within a second
 class Publisher:
     """Owns the tasks that publish.
 
-    loop: the worker's asyncio loop."""
+    loop: the worker's asyncio loop.
+    send: sends a job to one prefill worker, past the queue. Raises PeerUnavailable."""
 
     def __init__(
         self,
@@ -37,12 +39,14 @@ class Publisher:
         *,
         instance_id: str,
         compat_hash: str,
+        send: Callable[[str, bytes], None],
     ) -> None:
         self._loop = loop
         self._queue = queue
         self._ledger = ledger
         self._instance_id = instance_id
         self._compat_hash = compat_hash
+        self._send = send
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._submitted: deque[OpenedJob] = deque()
         self._woken = False
@@ -124,6 +128,8 @@ class Publisher:
             body = self.encode(job, brings)
             self._ledger.set_digest(job.job_id, job_digest(body), brought)
             failpoints.hit("decode.publish")
+            if job.to:
+                return self._send(job.to, body)
             tokens = len(job.token_ids) - job.hit_tokens
             receipt = await self._queue.publish(job.job_id, body, tokens, job.urgency)
         except PullfillError as exc:

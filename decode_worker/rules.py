@@ -63,7 +63,7 @@ class Situation(msgspec.Struct, frozen=True):
     queue_jobs: jobs that wait, without those in work.
     remote_kv: share of the KV cache that open remote prefills would hold, this one included.
     claims_stalled: jobs were queued and nobody claimed them (breaker.py).
-    prefill_workers: number of prefill workers that pull and may bring KV.
+    prefill_workers: number of prefill workers that pull jobs of this worker.
     oversize: why no prefill worker can get a prompt of this length. Empty: one can.
     self_check: why the self-check lets no prefill worker bring KV. Empty: there is no such reason.
     costs: what the prefill is expected to cost here and there. None: nothing was predicted.
@@ -101,10 +101,13 @@ class Situation(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """remote False: prefill here. `reason` is a metric label: a small fixed set of words."""
+    """remote False: prefill here. `reason` is a metric label: a small fixed set of words.
+
+    to: name of the prefill worker's connection that gets the job. Empty: the queue gets it."""
 
     remote: bool
     reason: str
+    to: str = ""
 
 
 Rule = Callable[[Any, Situation], Decision | None]

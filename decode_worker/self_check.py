@@ -1,15 +1,12 @@
-"""Two workers that meet for the first time compare a remote prefill with a local one.
+"""The self-check: kinds of workers that meet for the first time compare a remote prefill with a
+local one.
 
-    prefill worker connects → its kind is known? ──passed──▶ it may bring KV
-                                   │         └──failed──▶ it may not, until that is cleared
-                                   no: one prompt of random tokens, prefilled here, then by it;
-                                       KV and log probabilities compared; the result kept in etcd
+    a worker joins as `checking` → one prompt of random tokens is prefilled here, and by the prefill
+    worker → KV and log probabilities are compared → the result is kept in etcd → it is `ready`
 
-Until there is a result the prefill worker gets no jobs. A comparison that could not be made is made
-again after a pause. Only values that differ are a failure.
-
-The remote prefill is made in two steps: half of the prompt, then all of it. So the prefill worker
-computes the second half on top of a context, as it does for a prompt in chunks.
+A prefill worker follows the results (prefill_worker/control_connections.py). Until it has passed
+with the kind of a decode worker, it takes none of that worker's jobs. Claims and commits know
+nothing of it. A comparison that could not be made is made again. Only values that differ fail.
 
 asyncio thread only, except where a method says otherwise.
 """
@@ -20,36 +17,36 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pullfill.backoff import Backoff
 from pullfill.decode_worker import difference
-from pullfill.decode_worker.context import DecodeContext, OpenedJob
-from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.rules import SELF_CHECK_FAILED as FAILED
 from pullfill.decode_worker.rules import SELF_CHECK_PENDING as PENDING
-from pullfill.decode_worker.self_check_requests import (
-    Incomplete,
-    Trial,
-    Trials,
-    logprobs_to_ask,
-)
-from pullfill.engine.compat import dtype_of_kv, rounding_digest
-from pullfill.engine.groups import ONE_GROUP, Groups
-from pullfill.errors import BadMessage, Outcome
-from pullfill.ids import job_digest, new_job_id
-from pullfill.queue.streams import parse_ack
-from pullfill.registry.self_checks import SelfChecks
+from pullfill.decode_worker.rules import Decision
+from pullfill.engine import requests
+from pullfill.engine.compat import dtype_of_kv, logprobs_are_cheap, rounding_digest
+from pullfill.engine.groups import Groups
+from pullfill.errors import PullfillError
+from pullfill.ids import new_job_id
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.directory import live_workers
+from pullfill.registry.self_checks import SelfChecks, pair_of
 from pullfill.runtime import log, metrics
-from pullfill.wire import Claim, Compat, Refused, RefuseReason, SelfCheck
-from pullfill.wire import Trial as TrialJob
+from pullfill.runtime.lifecycle import end
+from pullfill.transfer.copying import BlockReader, copies_of
+from pullfill.wire import Compat, SelfCheck, WorkerState
 
 if TYPE_CHECKING:
+    from pullfill.decode_worker.context import DecodeContext
+    from pullfill.decode_worker.difference import Pages
+    from pullfill.decode_worker.request_trace import RequestTraces
     from pullfill.engine.host import EngineHost
+    from pullfill.transfer.contract import LocalMemory
 
 logger = log.get("decode_worker.self_check")
 
@@ -57,19 +54,17 @@ BLOCKS, TOKENS = (2, 4), 256
 """Length of the compared prompt: the least and the most blocks, and tokens that it should not
 exceed. Most of a comparison's time is the computation of these tokens."""
 LONGEST_S = 30.0
-"""A comparison that takes longer is given up and repeated."""
-_PAUSES_S = (0.5, 30.0)
-"""Pause before the second try, and the longest pause. It doubles each time."""
-_LOOK_S = 0.5
-"""How often a pause checks for a new prefill worker, which does not wait for its end."""
+"""A comparison that takes longer is repeated. A decode worker waits for no more than this time to
+be compared: then it serves, and prefills every prompt itself."""
+CLIENT = -1
+"""The client index of these requests. No frontend has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ours:
     """What the comparison needs to know about this worker.
 
-    computes: `engine.compat.rounding_digest`. Empty: nothing is compared, and every prefill worker
-    may bring KV.
+    computes: see `WorkerRecord`.
     blocks: length of the compared prompt."""
 
     instance_id: str
@@ -81,145 +76,96 @@ class Ours:
     layers: int
     kv_dtype: str
     model_dtype: str
-    groups: Groups = ONE_GROUP
+    groups: Groups
 
 
 class Checks:
     """The self-checks of this decode worker with all kinds of prefill workers.
 
-    encode: encodes a job as on the stream.
-    on_change: called when it has changed which prefill workers may bring KV."""
+    kept: all results."""
 
-    def __init__(
-        self,
-        ours: Ours,
-        trials: Trials,
-        kept: SelfChecks,
-        ledger: Ledger,
-        encode: Callable[[OpenedJob], bytes],
-        on_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, ours: Ours, trials: Trials, kept: SelfChecks) -> None:
+        self.computes = ours.computes
         self._ours = ours
         self._trials = trials
         self._kept = kept
-        self._ledger = ledger
-        self._encode = encode
-        self._on_change = on_change
-        self._results = dict(kept.current)
         self._peers: dict[str, tuple[Peer, str]] = {}
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._jobs: dict[str, str] = {}
-        self._one = asyncio.Lock()
-        self._closed = False
-        kept.on_change = self._changed
-        trials.send = self._send
+        self._changed = asyncio.Event()
+        self._joining = True
+        self._tasks = [asyncio.create_task(self._run(), name="self-checks")]
 
     async def close(self) -> None:
-        """Cancel the comparisons under way."""
-        self._closed = True
-        for task in self._running.values():
-            task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
-
-    # ------------------------------------------------------------------ prefill workers
+        """Cancel the comparison under way."""
+        await end(*self._tasks)
 
     def met(self, peer: Peer) -> None:
-        """Handle a new prefill worker: set whether it may bring KV, or begin a comparison."""
-        if not self._ours.computes or not peer.computes:
-            peer.cleared = True
-            self._on_change()
-            return
-        self._peers[peer.name] = peer, self._pair(peer)
-        self._judge()
+        """Note a prefill worker that has connected."""
+        if pair := self._pair(peer.computes):
+            self._peers[peer.name] = peer, pair
+            self._changed.set()
 
     def lost(self, peer: Peer) -> None:
-        """Forget a prefill worker whose connection has ended. Give up the trials sent to it."""
+        """Note that its connection has ended."""
         self._peers.pop(peer.name, None)
-        for job_id, writer in self._jobs.items():
-            if writer == peer.name:
-                self._ledger.give_up(job_id, Outcome.PREFILL_LOST)
 
-    def may_claim(self, peer: Peer, claim: Claim) -> bool:
-        """Whether the prefill worker may have the job.
+    def _pair(self, prefill_computes: str) -> str:
+        return pair_of(self._ours.compat_hash, self._ours.computes, prefill_computes)
 
-        If not, its claim is refused. If others may have the job, it goes back to the queue for
-        them, once. Otherwise the prompt is prefilled here."""
-        if peer.cleared or self._jobs.get(claim.job_id) == peer.name:
-            return True
-        entry = self._ledger.find(claim.job_id)
-        reason = RefuseReason.CLOSED
-        if entry is not None and entry.state in UNDER_WAY:
-            reason = RefuseReason.IN_PROGRESS
-        elif entry is not None and not entry.settled and self._left_to_others(claim):
-            reason = RefuseReason.NOT_CLEARED
-        elif entry is not None and entry.state is JobState.QUEUED:
-            self._ledger.give_up(claim.job_id, Outcome.SELF_CHECK)
-        metrics.CLAIM.labels(reason.value).inc()
-        peer.channel.write(Refused(rid=claim.rid, reason=reason))
-        return False
+    # ------------------------------------------------------------------ while this worker joins
 
-    def _left_to_others(self, claim: Claim) -> bool:
-        """Whether another prefill worker may soon have this job."""
-        if not any(p.cleared and p.pulls and not p.leaving for p, _ in self._peers.values()):
-            return False
+    def join(self, etcd: EtcdClient, namespace: str, note: Callable[[], None]) -> None:
+        """Be `checking` until each kind of prefill worker in the registry has a result.
+
+        Call it once this worker is registered. Of two workers that join at the same moment, at
+        least one then sees the other.
+
+        note: called when this worker is not `checking` any more."""
+
+        async def look() -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LONGEST_S):
+                    # Workers may leave the registry meanwhile. No watch tells that here.
+                    while await self._unknown(etcd, namespace):  # noqa: ASYNC110
+                        await asyncio.sleep(0.2)
+            self._joining = False
+            note()
+
+        self._tasks.append(asyncio.create_task(look(), name="self-checks of the registry"))
+
+    async def _unknown(self, etcd: EtcdClient, namespace: str) -> bool:
+        """Whether there is a kind of prefill worker without a result, as far as etcd tells."""
         try:
-            return parse_ack(claim.ack_subject).number == 1
-        except BadMessage:
-            return False
-
-    def _pair(self, peer: Peer) -> str:
-        ours = self._ours
-        text = f"{ours.compat_hash} {ours.computes} {peer.computes}"
-        return blake2b(text.encode(), digest_size=8).hexdigest()
-
-    def _judge(self) -> None:
-        """Set for each peer whether it may bring KV. Compare the pairs without a result."""
-        for peer, pair in self._peers.values():
-            result, before = self._results.get(pair), peer.cleared
-            peer.cleared = result is not None and result.passed
-            if before and not peer.cleared:
-                self._ledger.distrust(peer.name)
-            if result is None and pair not in self._running and not self._closed:
-                self._running[pair] = asyncio.create_task(self._find_out(pair))
-        self._on_change()
-
-    def _changed(self, pair: str, result: SelfCheck | None) -> None:
-        """Handle a result that has changed in etcd.
-
-        A failure that is gone was cleared by somebody. A success that is gone was lost with etcd's
-        data, and is written again."""
-        ours = self._results.get(pair)
-        if result is not None:
-            self._results[pair] = result
-        elif ours is not None and ours.passed:
-            self._kept.keep(pair, ours)
-        else:
-            self._results.pop(pair, None)
-        self._judge()
+            records = [worker.record for worker in await live_workers(etcd, namespace)]
+        except PullfillError as exc:
+            logger.debug("the registry cannot be read: %s", exc)
+            return True
+        return any(
+            record.role == "prefill"
+            and record.state is not WorkerState.DRAINING
+            and record.instance_id != self._ours.instance_id
+            and record.compat is not None
+            and record.compat.hash() == self._ours.compat_hash
+            and bool(pair := self._pair(record.computes))
+            and pair not in self._kept.current
+            for record in records
+        )
 
     # ------------------------------------------------------------------ what is told
 
     @property
-    def failures(self) -> list[str]:
-        """One line for each connected prefill worker whose check has failed. Any thread."""
-        return [
-            self._advice(peer, result)
-            for peer, pair in list(self._peers.values())
-            if (result := self._results.get(pair)) is not None and not result.passed
-        ]
-
-    def _advice(self, peer: Peer, result: SelfCheck) -> str:
-        return result.advice(peer.instance_id, self._ours.instance_id)
+    def joining(self) -> bool:
+        """Whether this worker is `checking`."""
+        return self._joining
 
     @property
     def reason(self) -> str:
-        """Why the self-check lets no prefill worker bring KV. Empty: there is no such reason.
+        """Why no connected prefill worker brings KV. Empty: the self-check is not why.
 
         Any thread."""
-        peers = list(self._peers.values())
-        if not peers or any(peer.cleared for peer, _ in peers):
+        results = [self._kept.current.get(pair) for _, pair in list(self._peers.values())]
+        if not results or any(result is not None and result.passed for result in results):
             return ""
-        return PENDING if any(pair not in self._results for _, pair in peers) else FAILED
+        return PENDING if None in results else FAILED
 
     def told(self) -> dict[str, object]:
         """The state of the self-checks, for /status."""
@@ -232,83 +178,72 @@ class Checks:
                     "result": "pending" if result is None else result.word,
                     "advice": None
                     if result is None or result.passed
-                    else self._advice(peer, result),
+                    else result.advice(peer.instance_id, self._ours.instance_id),
                     "kv_difference": result and result.kv_difference,
                     "kv_tolerance": result and result.kv_tolerance,
                     "logprob_difference": result and result.logprob_difference,
                     "logprob_tolerance": result and result.logprob_tolerance,
                 }
                 for peer, pair in self._peers.values()
-                for result in [self._results.get(pair)]
+                for result in [self._kept.current.get(pair)]
             ],
         }
 
-    # ------------------------------------------------------------------ one comparison
+    # ------------------------------------------------------------------ comparisons
 
-    def _send(self, job: OpenedJob, writer: str) -> None:
-        found = self._peers.get(writer)
-        if found is None:
-            self._ledger.give_up(job.job_id, Outcome.PREFILL_LOST)
-            return
-        body = self._encode(job)
-        self._ledger.set_digest(job.job_id, job_digest(body))
-        self._jobs[job.job_id] = writer
-        found[0].channel.write(TrialJob(job=body))
+    async def _run(self) -> None:
+        """Compare with one prefill worker of each kind without a result, one after another.
 
-    async def _find_out(self, pair: str) -> None:
-        """Compare until there is a result, or no prefill worker of this pair is connected.
-
-        Each try is with another worker of the pair: one may be out of reach, or stand still."""
-        backoff, tries = Backoff(*_PAUSES_S), Counter[str]()
+        Each try is with another worker of the kind: one may be out of reach, or stand still."""
+        tries = Counter[str]()
+        pauses = Backoff(0.5, LONGEST_S)
+        unsubscribe = self._kept.subscribe(self._changed.set)
         try:
-            while pair not in self._results:
-                peers = [peer for peer, other in self._peers.values() if other == pair]
+            while True:
+                self._changed.clear()
+                peers = [p for p, pair in self._peers.values() if pair not in self._kept.current]
                 if not peers:
-                    return
-                seen = set(self._peers)
+                    await self._changed.wait()
+                    pauses.reset()
+                    continue
                 peer = min(peers, key=lambda one: tries[one.instance_id])
                 tries[peer.instance_id] += 1
-                try:
-                    async with self._one, asyncio.timeout(LONGEST_S):
-                        started = time.monotonic()
-                        result, local_s = await self._compare(peer)
-                        took_s = time.monotonic() - started
-                except (Incomplete, TimeoutError) as exc:
-                    why = str(exc) or f"no answer in {LONGEST_S:.0f} s"
-                    logger.info("self-check with %s: %s; trying again", peer.instance_id, why)
-                except Exception:
-                    logger.exception("self-check with %s failed; trying again", peer.instance_id)
-                else:
-                    self._results.setdefault(pair, result)
-                    self._kept.keep(pair, result)
-                    self._say(peer, result, took_s, local_s)
-                    break
-                metrics.SELF_CHECK.labels("incomplete").inc()
-                pause = backoff.next()
-                for _ in range(round(pause / (look_s := min(pause, _LOOK_S)))):
-                    await asyncio.sleep(look_s)
-                    if not self._peers.keys() <= seen:
-                        break
-        except Exception:
-            logger.exception("the self-check failed; prompts are prefilled here")
+                if not await self._compared(peer):
+                    metrics.SELF_CHECK.labels("incomplete").inc()
+                    with suppress(TimeoutError):  # a worker that has just come is tried at once
+                        async with asyncio.timeout(pauses.next()):
+                            await self._changed.wait()
         finally:
-            self._running.pop(pair, None)
-        self._judge()
+            unsubscribe()
 
-    def _say(self, peer: Peer, result: SelfCheck, took_s: float, local_s: float) -> None:
+    async def _compared(self, peer: Peer) -> bool:
+        """Compare, and keep the result. Returns whether there is one."""
+        try:
+            async with asyncio.timeout(LONGEST_S):
+                started = time.monotonic()
+                result, local_s = await self._compare(peer)
+                took_ms = (time.monotonic() - started) * 1e3
+        except (Incomplete, TimeoutError) as exc:
+            why = str(exc) or f"no answer in {LONGEST_S:.0f} s"
+            logger.info("self-check with %s: %s; trying again", peer.instance_id, why)
+            return False
+        except Exception:
+            logger.exception("self-check with %s failed; trying again", peer.instance_id)
+            return False
         metrics.SELF_CHECK.labels(result.word).inc()
         if result.passed:
             logger.info(
                 "self-check with %s passed in %.0f ms, a local prefill took %.0f: %s",
-                peer.instance_id, took_s * 1e3, local_s * 1e3, result.in_words(),
+                peer.instance_id, took_ms, local_s * 1e3, result.in_words(),
             )  # fmt: skip
-            return
-        logger.error("%s (found in %.0f ms)", self._advice(peer, result), took_s * 1e3)
+        else:
+            logger.error("%s (found in %.0f ms)", result.advice(), took_ms)
+        self._kept.keep(self._pair(peer.computes), result)
+        return True
 
     async def _compare(self, peer: Peer) -> tuple[SelfCheck, float]:
         """Return the result, and how long the local prefill took, in seconds."""
         ours, run = self._ours, self._trials.run
-        self._jobs.clear()  # of the last comparison
         # Not the first and last tokens of the vocabulary: there are the special tokens.
         ordinary = range(ours.vocabulary // 4, 3 * ours.vocabulary // 4)
         blocks = ours.blocks
@@ -319,6 +254,8 @@ class Checks:
         # At the same time, on two workers. If both fail, the second ends by itself.
         both = [run(tokens, salt=new_job_id(), blocks=blocks)]
         if half:
+            # The prefill worker has the first half when it gets all: so it computes the second half
+            # on top of a context, as it does for a prompt in chunks.
             both.append(run(tokens[: half + 1], salt=salt, writer=peer.name))
         local, *_ = await asyncio.gather(*both)
         remote = await run(tokens, salt=salt, writer=peer.name, blocks=blocks)
@@ -333,8 +270,7 @@ class Checks:
             difference.of_groups(a, b, ours.kv_dtype, ours.layers, ours.groups)
             for a, b in zip(local.pages, remote.pages, strict=True)
         ]
-        known = [value for value in found if value is not None]
-        kv = max(known) if known else None
+        kv = max((value for value in found if value is not None), default=None)
         logprob = None
         if local.logprobs:
             logprob = difference.logprob_difference(local.logprobs, remote.logprobs)
@@ -353,6 +289,170 @@ class Checks:
         )
 
 
+class Incomplete(Exception):
+    """The comparison could not be made. The message says why."""
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """One request of a comparison.
+
+    writer: name of the prefill worker's connection. Empty: prefilled here.
+    blocks: how many of its first blocks are copied, in each KV cache group.
+    settled: whether the remote prefill has ended. loaded: whether it brought the KV.
+    took_s: how long the request took.
+    pages: the copied KV, once for each group of ranks that hold the same heads."""
+
+    request_id: str
+    writer: str
+    blocks: int
+    done: asyncio.Future[None]
+    settled: bool = False
+    loaded: bool = False
+    took_s: float = 0.0
+    pages: list[Pages] = field(default_factory=list)
+    logprobs: dict[int, float] = field(default_factory=dict)
+
+
+class Trials:
+    """Requests that the decode worker sends its own engine for the self-check.
+
+    They take the path of any request: vLLM's scheduler, the ledger, a prefill worker's claim,
+    writes and commit. But the decision about them is made here, their job goes to the prefill
+    worker that is checked, and metrics do not count them. asyncio thread only, except where a
+    heading says otherwise.
+
+    logprobs: how many of the most likely tokens get a log probability. None: no tokens.
+    groups: the KV cache groups of the model."""
+
+    def __init__(
+        self,
+        host: EngineHost,
+        traces: RequestTraces,
+        memories: Sequence[LocalMemory],
+        groups: Groups,
+        logprobs: int | None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._host = host
+        self._traces = traces
+        self._logprobs = logprobs
+        self._groups = groups
+        self._readers = [BlockReader(memories, copy=i) for i in range(copies_of(memories))]
+        self._open: dict[str, Trial] = {}
+
+    async def run(
+        self, tokens: Sequence[int], *, salt: str, writer: str = "", blocks: int = 0
+    ) -> Trial:
+        """Prefill `tokens` here, or by `writer`, and sample one token. Raises Incomplete."""
+        trial = Trial(f"self-check-{new_job_id()}", writer, blocks, self._loop.create_future())
+
+        def settled(loaded: bool) -> None:
+            trial.settled, trial.loaded = True, loaded
+
+        self._open[trial.request_id] = trial
+        self._traces.apart[trial.request_id] = settled
+        request = requests.trial_request(
+            trial.request_id, tokens, cache_salt=salt, client=CLIENT, logprobs=self._logprobs
+        )
+
+        def add(core: Any) -> None:
+            try:
+                core.add_request(*core.preprocess_add_request(request))
+            except Exception as exc:
+                self._end(trial, Incomplete(f"the engine refused the prompt: {exc}"))
+
+        began = time.monotonic()
+        self._host.submit(add)
+        try:
+            await trial.done
+            trial.took_s = time.monotonic() - began
+        finally:
+            self._host.submit(lambda core: self._forget(core, trial.request_id))
+        if writer and not trial.loaded:
+            raise Incomplete("the prefill worker did not bring the KV")
+        return trial
+
+    def _end(self, trial: Trial, failure: Exception | None) -> None:
+        """End the wait for a trial. failure: raised there. Any thread."""
+
+        def tell() -> None:
+            if trial.done.done():
+                return
+            if failure is None:
+                trial.done.set_result(None)
+            else:
+                trial.done.set_exception(failure)
+
+        self._loop.call_soon_threadsafe(tell)
+
+    # ------------------------------------------------------------------ engine thread
+
+    def decision(self, request_id: str) -> Decision | None:
+        """Return where to prefill a request of the self-check. None: it is no such request."""
+        trial = self._open.get(request_id)
+        if trial is None:
+            return None
+        # Asked again after the remote prefill has failed, the answer is local.
+        return Decision(bool(trial.writer) and not trial.settled, "self_check", to=trial.writer)
+
+    def finished(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
+        """Copy the request's blocks. vLLM is done with it, and has not reused them yet.
+
+        tables: the block ids of the request, for each KV cache group."""
+        trial = self._open.get(request_id)
+        if trial is None or not trial.blocks or min(map(len, tables), default=0) < trial.blocks:
+            return
+        ids = [block for table in tables for block in table[: trial.blocks]]
+        try:
+            trial.pages = [
+                self._of_layers(reader.pages(ids), trial.blocks) for reader in self._readers
+            ]
+        except Exception:  # e.g. no free memory on the GPU: the check is made again later
+            logger.exception("the KV of a self-check could not be read")
+
+    def _of_layers(self, pages: Pages, blocks: int) -> Pages:
+        """Fill the memory that no layer of the blocks' group uses with zeros.
+
+        It holds what the blocks held before, in a group with more layers."""
+        most = max(self._groups.layers, default=0)
+        for index, layers in enumerate(self._groups.layers):
+            some = pages[index * blocks : (index + 1) * blocks]
+            some.reshape(len(some), most, -1)[:, layers:] = 0
+        return pages
+
+    def take(self, outputs: dict[int, Any]) -> None:
+        """Remove our requests from the outputs of a step.
+
+        If the step's statistics come with our outputs, they are moved to any frontend's."""
+        batch = outputs.pop(CLIENT, None)
+        if batch is None:
+            return
+        for output in batch.outputs:
+            trial = self._open.get(output.request_id)
+            if trial is None or output.finish_reason is None:
+                continue
+            failed = requests.is_error(output)
+            if (found := output.new_logprobs) is not None:
+                pairs = zip(found.logprob_token_ids[0], found.logprobs[0], strict=True)
+                trial.logprobs = {int(token): float(value) for token, value in pairs}
+            self._end(trial, Incomplete("the engine failed the request") if failed else None)
+        for other in outputs.values():
+            other.scheduler_stats = other.scheduler_stats or batch.scheduler_stats
+            break
+
+    def _forget(self, core: Any, request_id: str) -> None:
+        core.abort_requests([request_id])
+        self._open.pop(request_id, None)
+        # The job of an aborted request is settled later. Until then its trace must stay apart.
+        self._loop.call_soon_threadsafe(
+            self._loop.call_later, 2 * LONGEST_S, self._forget_trace, request_id
+        )
+
+    def _forget_trace(self, request_id: str) -> None:
+        self._traces.apart.pop(request_id, None)
+
+
 def wanted_blocks(block_size: int) -> int:
     """How many blocks of so many tokens the compared prompt should have.
 
@@ -361,15 +461,17 @@ def wanted_blocks(block_size: int) -> int:
     return max(least, min(most, TOKENS // block_size))
 
 
+def logprobs_to_ask(kv_dtype: str, best: int = 5) -> int | None:
+    """Return of how many most likely tokens the log probabilities are compared.
+
+    None: only KV is compared, because vLLM would first compile for seconds. If the KV cannot be
+    read as numbers, log probabilities are asked for all the same."""
+    return best if logprobs_are_cheap() or not difference.readable(kv_dtype) else None
+
+
 def checks_for(
-    context: DecodeContext,
-    config: Any,
-    compat: Compat,
-    host: EngineHost,
-    kept: SelfChecks,
-    on_change: Callable[[], None],
-    encode: Callable[[OpenedJob], bytes],
-) -> Checks | None:
+    context: DecodeContext, config: Any, compat: Compat, host: EngineHost, kept: SelfChecks
+) -> tuple[Trials, Checks] | None:
     """Make the self-check of this worker, or return None if nothing can be compared.
 
     That is so if no transport reaches the KV memory, if there is no model or it generates no text,
@@ -377,19 +479,18 @@ def checks_for(
     block_size = config.cache_config.block_size
     fits = context.scheduler.longest_kept(wanted_blocks(block_size) * block_size)
     blocks = min(fits, config.model_config.max_model_len - 2) // block_size
-    how = rounding_digest(config)
+    computes = rounding_digest(config)
     generates = config.model_config.runner_type == "generate"
-    if not context.memories or not how or not generates or blocks < 1:
+    if not context.memories or not computes or not generates or blocks < 1:
         return None
     kv_dtype = dtype_of_kv(config)
-    context.trials = Trials(
-        asyncio.get_running_loop(), host, context.traces, context.memories,
-        logprobs=logprobs_to_ask(kv_dtype), groups=context.groups,
-    )  # fmt: skip
+    trials = Trials(
+        host, context.traces, context.memories, context.groups, logprobs_to_ask(kv_dtype)
+    )
     ours = Ours(
         instance_id=context.instance_id,
         compat_hash=compat.hash(),
-        computes=how,
+        computes=computes,
         block_size=block_size,
         blocks=blocks,
         vocabulary=config.model_config.get_vocab_size(),
@@ -398,4 +499,4 @@ def checks_for(
         model_dtype=compat.dtype,
         groups=context.groups,
     )
-    return Checks(ours, context.trials, kept, context.ledger, encode, on_change)
+    return trials, Checks(ours, trials, kept)

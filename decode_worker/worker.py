@@ -30,7 +30,8 @@ from pullfill.decode_worker.prefix.fetches import attach
 from pullfill.decode_worker.publisher import Publisher
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
-from pullfill.decode_worker.self_check import checks_for
+from pullfill.decode_worker.rules import SELF_CHECK_PENDING
+from pullfill.decode_worker.self_check import Checks, checks_for
 from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.engine import front_wire, kv
 from pullfill.engine.chunks import PrefillChunks
@@ -211,6 +212,10 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         parts.push_async_callback(producer.close)
         queue.subscribe(producer.streams.configure)
         parts.push_async_callback(memory.end, thread, context, self.copiers)
+        made = checks_for(context, engine.config, engine.compat, engine.host, self._kept)
+        if made is not None:
+            context.trials, checks = made
+            parts.push_async_callback(checks.close)
         control = ControlServer(
             instance_id=self.instance_id,
             compat=engine.compat,
@@ -221,11 +226,8 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
             key=self._key,
             reach=reach_for(context.memories, options, self._key),
             forecaster=hooks.meter.model.workers,
+            checks=None if made is None else checks,
         )
-        control.checks = checks_for(
-            context, engine.config, engine.compat, engine.host, self._kept, control.recount,
-            lambda job: publisher.encode(job),
-        )  # fmt: skip
         fetches = attach(engine, hooks.server, control, hooks.meter, options, self._key)
         if fetches is not None:
             parts.push_async_callback(fetches.close)
@@ -236,7 +238,7 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         address = options.advertise_control or control.address
         publisher = Publisher(
             self._loop, producer, context.ledger, instance_id=self.instance_id,
-            compat_hash=engine.compat.hash(),
+            compat_hash=engine.compat.hash(), send=control.send,
         )  # fmt: skip
         control.grants.claimed, control.grants.committed = producer.claimed, producer.committed
         outlook = Outlook(
@@ -253,15 +255,20 @@ class DecodeRole(Role[DecodeContext, DecodeHooks]):
         )
         self._traces.outage = outlook.outage
         context.situation = outlook.situation
-        context.publish = lambda job: None if context.of_a_trial(job) else publisher.submit(job)
+        context.publish = publisher.submit
         context.queue_full = producer.look_again
         context.wake_control = partial(_call_soon, self._loop, control.wake)
         parts.push_async_callback(hooks.blocks.close)
-        return DecodeService(engine, hooks, control, outlook, address, thread)
+        join = partial(self._join, control.checks)
+        return DecodeService(engine, hooks, control, outlook, address, thread, join)
+
+    def _join(self, checks: Checks | None, note: Callable[[], None]) -> None:
+        if checks is not None:
+            checks.join(self._etcd, self._cluster.namespace, note)
 
 
 class DecodeService(Service):
-    """See Service."""
+    """See Service. join: begins the self-checks with the workers in the registry."""
 
     def __init__(
         self,
@@ -271,7 +278,9 @@ class DecodeService(Service):
         outlook: Outlook,
         control_address: str,
         thread: EngineThread[Any],
+        join: Callable[[Callable[[], None]], None],
     ) -> None:
+        self._join = join
         self._engine = engine
         self._server = hooks.server
         self._blocks = hooks.blocks
@@ -290,13 +299,22 @@ class DecodeService(Service):
         if self._control.leases is not None:
             self._control.leases.renew()
         described = descriptors.describe(engine.context, incarnation, engine.compat)
+        checks = self._control.checks
         record = msgspec.structs.replace(
-            record, data=self._server.address, control=self._control_address
-        )
+            record, data=self._server.address, control=self._control_address,
+            computes=checks.computes if checks else "",
+        )  # fmt: skip
         return record, described
 
-    async def start(self) -> None:
-        """Frontends and prefill workers connect by themselves once the worker is registered."""
+    async def start(self, note: Callable[[], None]) -> None:
+        # Frontends and prefill workers connect by themselves once the worker is registered.
+        self._join(note)
+
+    def checking(self) -> str:
+        checks = self._control.checks
+        if checks is None or not checks.joining:
+            return ""
+        return f"{SELF_CHECK_PENDING}: the registry lists prefill workers of a new kind"
 
     async def resume(self) -> None:
         """Serve again after a drain. Call it before the worker registers again."""

@@ -218,8 +218,8 @@ def check_role(
 async def _has_role(etcd: EtcdClient, namespace: str, instance_id: str, wanted: WorkerRole) -> bool:
     """Whether the worker is registered in the role, and in no other."""
     mine = [r for r in await workers(etcd, namespace) if r.instance_id == instance_id]
-    ready = {record.role for record in mine if record.state is WorkerState.READY}
-    return len(ready) == len(mine) and ready == wanted.names
+    stays = {record.role for record in mine if record.state is not WorkerState.DRAINING}
+    return len(stays) == len(mine) and stays == wanted.names
 
 
 # --------------------------------------------------------------------------- suspects

@@ -223,9 +223,9 @@ async def wait_ready(
 
 
 async def _ready(etcd: EtcdClient, namespace: str) -> dict[str, str]:
-    """Return the own URL of each member that is registered as ready, by instance id."""
+    """Return the own URL of each member that is registered and stays, by instance id."""
     found = await members.workers(etcd, namespace)
-    return {r.instance_id: r.http for r in found if r.state is WorkerState.READY}
+    return {r.instance_id: r.http for r in found if r.state is not WorkerState.DRAINING}
 
 
 def keep_frontends_off(options: UpOptions, children: Children, names: Sequence[str]) -> None:

@@ -33,7 +33,6 @@ SILENT_CLAIM_S = 0.5
 class _Charge:
     tokens: int
     timer: asyncio.TimerHandle
-    trial: bool
     decode_instance: str = ""
     asked_at: float = math.inf
     counted: bool = True
@@ -45,13 +44,11 @@ class Budget:
     """See the module.
 
     tokens: sum over the deliveries that count.
-    granted_at: when the last grant came, but for jobs of a self-check: those are granted always.
     on_room: called when `tokens` has become less."""
 
     def __init__(self, on_room: Callable[[], None]) -> None:
         self._on_room = on_room
         self._charges: dict[str, _Charge] = {}
-        self.granted_at = -math.inf
         self.tokens = 0
 
     @property
@@ -64,10 +61,10 @@ class Budget:
         """Number of deliveries without a grant."""
         return sum(not charge.granted for charge in self._charges.values())
 
-    def pulled(self, job_id: str, tokens: int, *, trial: bool = False) -> None:
-        """Charge a delivery. trial: it is of a self-check."""
+    def pulled(self, job_id: str, tokens: int) -> None:
+        """Charge a delivery."""
         timer = asyncio.get_running_loop().call_later(CLAIM_S, self._slow, job_id)
-        self._charges[job_id] = _Charge(tokens, timer, trial)
+        self._charges[job_id] = _Charge(tokens, timer)
         self.tokens += tokens
 
     def claims(self, job_id: str, decode_instance: str) -> None:
@@ -88,8 +85,6 @@ class Budget:
 
     def granted(self, job_id: str) -> None:
         charge = self._charges[job_id]
-        if not charge.trial:
-            self.granted_at = asyncio.get_running_loop().time()
         charge.granted = True
         self.in_line(job_id)
 

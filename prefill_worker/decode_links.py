@@ -31,6 +31,7 @@ from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.reach import SharedTransferWorker
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.registry.directory import Directory
+from pullfill.registry.self_checks import SelfChecks, pair_of
 from pullfill.runtime import log
 from pullfill.runtime.idle import IDLE_S
 from pullfill.wire import (
@@ -45,6 +46,7 @@ from pullfill.wire import (
     Grant,
     Heartbeat,
     Hello,
+    LeaseHello,
     Load,
     Ready,
     Refused,
@@ -74,6 +76,7 @@ class DecodeLink(PeerLink):
         self.record = record
         self._links = links
         self._completed = 0
+        self._said = ""
         self.transfer = SharedTransferWorker(
             lambda: links.open_transfer_worker(record), record.instance_id
         )
@@ -124,6 +127,11 @@ class DecodeLink(PeerLink):
         assert isinstance(reply, CommitReply)
         return reply
 
+    def tell(self) -> None:
+        """Tell the decode worker if it has changed whether this worker pulls its jobs."""
+        if self._links.why_none_of(self.record) != self._said:
+            self.send(self.ping())
+
     def give_up(self, grant: Grant, cause: str, *, retry: bool) -> None:
         """Tell the decode worker that the attempt is over here.
 
@@ -136,6 +144,9 @@ class DecodeLink(PeerLink):
         )  # fmt: skip
 
     # ------------------------------------------------------------------ as a PeerLink
+
+    def greeting(self) -> Hello | LeaseHello:
+        return replace(self._hello, why=self._links.why_none_of(self.record))
 
     def on_welcome(self, welcome: Any) -> None:
         self.transfer.forgive()
@@ -171,7 +182,7 @@ class DecodeLink(PeerLink):
     def ping(self) -> Heartbeat:
         before, (self._completed, granted) = self._completed, self._links.activity()
         busy = granted > 0 or self._completed != before
-        why = self._links.why_not
+        why = self._said = self._links.why_none_of(self.record)
         return Heartbeat(pulls=not why, why=why, busy=busy, load=self._links.load())
 
 
@@ -184,6 +195,8 @@ class DecodeLinks:
     on_revoke: called with each Revoke. on_lost: called when a connection ends.
     on_trial: called with each job of a self-check.
     key: the cluster key. Decode workers must hold the same one.
+    kept: the results of self-checks. None: every decode worker gets our KV.
+    on_checked: called after `start` when `checking` may have changed.
     most: number of prefill workers that stay connected to one decode worker.
     idle_s: a connection that nothing needs is closed after this long.
     appear_s: how long a job waits for the connection to its decode worker.
@@ -203,6 +216,8 @@ class DecodeLinks:
         on_lost: Callable[[DecodeLink], None],
         key: ClusterKey | None = None,
         on_trial: Callable[[Trial], None] = lambda _trial: None,
+        kept: SelfChecks | None = None,
+        on_checked: Callable[[], None] = lambda: None,
         most: int = STANDING_LINKS,
         idle_s: float = IDLE_S,
         silent_s: float = SILENT_S,
@@ -219,6 +234,8 @@ class DecodeLinks:
         self.on_lost = on_lost
         self.key = key
         self.on_trial = on_trial
+        self._kept = kept
+        self._on_checked = on_checked
         self.idle_s = idle_s
         self.silent_s = silent_s
         self._ranking = Ranking(hello.prefill_instance, most)
@@ -231,7 +248,7 @@ class DecodeLinks:
         self._gone: dict[str, WorkerRecord | None] = {}
         self._changed = asyncio.Event()
         self._started = self._closed = False
-        self._unsubscribe: Callable[[], None] = lambda: None
+        self._unsubscribe: list[Callable[[], None]] = []
         self.standing: set[str] = set()
         self.leaving = False
         self.why_not = ""
@@ -243,7 +260,9 @@ class DecodeLinks:
 
     def start(self) -> None:
         """Connect to the decode workers in the directory, and follow its changes."""
-        self._unsubscribe = self._directory.subscribe(self._on_change)
+        self._unsubscribe.append(self._directory.subscribe(self._on_change))
+        if self._kept is not None:
+            self._unsubscribe.append(self._kept.subscribe(self._refresh))
         for role in ("prefill", "decode"):
             for record in self._directory.workers(role).values():
                 self._on_change(None, record)
@@ -262,13 +281,14 @@ class DecodeLinks:
         """Tell every decode worker why this worker pulls no jobs, now and with every Heartbeat.
 
         why: empty if it pulls again."""
-        self.why_not = why[:MAX_TEXT]
+        self.why_not = why
         for link in self.links.values():
-            link.send(link.ping())
+            link.tell()
 
     async def close(self) -> None:
         self._closed = True
-        self._unsubscribe()
+        for unsubscribe in self._unsubscribe:
+            unsubscribe()
         await asyncio.gather(*(link.close() for link in list(self._all)))
 
     @property
@@ -280,6 +300,41 @@ class DecodeLinks:
         """The transport that is used to each decode worker that was written to."""
         routes = {name: link.transfer.route for name, link in self.links.items()}
         return {name: route for name, route in routes.items() if route is not None}
+
+    # ------------------------------------------------------------------ the self-check
+
+    @property
+    def checking(self) -> str:
+        """Why no decode worker in the directory gets our KV. Empty: one does, or there is none."""
+        why = ""
+        for record in self._records.values():
+            if not (why := self._unchecked(record)):
+                return ""
+        return why
+
+    def why_none_of(self, record: WorkerRecord) -> str:
+        """Why this worker pulls no jobs of a decode worker. Empty: it does."""
+        return (self.why_not or self._unchecked(record))[:MAX_TEXT]
+
+    def _pair(self, record: WorkerRecord) -> str:
+        return pair_of(self.hello.compat, record.computes, self.hello.computes)
+
+    def _unchecked(self, record: WorkerRecord) -> str:
+        if self._kept is None:
+            return ""
+        ours = self.hello.prefill_instance
+        return self._kept.why_not(self._pair(record), record.instance_id, ours)
+
+    def _to_be_checked(self, linked: set[str]) -> set[str]:
+        """Return one decode worker of each kind that we are not compared with.
+
+        linked: those to which we are connected anyway."""
+        kinds: dict[str, str] = {}
+        known = self._kept.current if self._kept is not None else None
+        for name, record in self._records.items():
+            if known is not None and (pair := self._pair(record)) and pair not in known:
+                kinds[pair] = name if name in linked else kinds.get(pair, name)
+        return set(kinds.values())
 
     # ------------------------------------------------------------------ for jobs
 
@@ -293,6 +348,13 @@ class DecodeLinks:
         return instance_id in self._records if link is None else link.connected
 
     async def find(self, instance_id: str) -> DecodeLink:
+        """As `find_unchecked`. Raises PeerUnavailable also if the self-check has not passed."""
+        link = await self.find_unchecked(instance_id)
+        if why := self._unchecked(link.record):
+            raise PeerUnavailable(why)
+        return link
+
+    async def find_unchecked(self, instance_id: str) -> DecodeLink:
         """Return the connected link to a decode worker. Makes it if there is none.
 
         Waits for a decode worker that the directory does not list yet, but not for one that has
@@ -350,9 +412,13 @@ class DecodeLinks:
     def _refresh(self) -> None:
         """Make the standing connections. Those that are not standing any more end when idle."""
         if self._started and not self._closed:
-            self.standing = self._ranking.wanted()
+            wanted = self._ranking.wanted()
+            self.standing = wanted | self._to_be_checked(wanted)
             for name in self.standing - self.links.keys():
                 self._open(self._records[name])
+            for link in self.links.values():
+                link.tell()
+            self._on_checked()
 
     # ------------------------------------------------------------------ the directory
 
@@ -361,7 +427,7 @@ class DecodeLinks:
         if record is None:
             return
         if record.role == "prefill":
-            pulls = new is not None and new.state is WorkerState.READY and self._fits(new)
+            pulls = new is not None and new.state is not WorkerState.DRAINING and self._fits(new)
             self._ranking.prefill(record.instance_id, pulls)
         elif record.role == "decode" and record.instance_id != self.hello.prefill_instance:
             if new is None:

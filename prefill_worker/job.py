@@ -33,7 +33,7 @@ from pullfill.errors import (
 from pullfill.net.peer_link import ConnectionLost
 from pullfill.prefill_worker import job_spans
 from pullfill.prefill_worker.decode_links import DecodeLink
-from pullfill.prefill_worker.job_message import JobMessage, patience
+from pullfill.prefill_worker.job_message import JobMessage, TrialDelivery, patience
 from pullfill.prefill_worker.pace import Pace
 from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.prefill_worker.task import PrefillTask, TooLong, check
@@ -145,7 +145,7 @@ class Job:
             runner.budget.claims(self.job_id, job.decode_instance)
         else:
             runner.budget.waits(self.job_id)
-        self.connection = await runner.connections.find(job.decode_instance)
+        self.connection = await self._find()
         asked = time.monotonic()
         while True:
             self._lost = False
@@ -155,7 +155,7 @@ class Job:
                 )
                 break
             except ConnectionLost:
-                self.connection = await runner.connections.find(job.decode_instance)
+                self.connection = await self._find()
             except ClaimRefused as exc:
                 wait_s = exc.retry_after_s
                 if exc.reason != RefuseReason.HELD.value or wait_s is None:
@@ -174,6 +174,12 @@ class Job:
         self.grant, self._holds_grant = grant, True
         log.about(attempt=grant.attempt)
         job_spans.claimed(self, asked)
+
+    async def _find(self) -> DecodeLink:
+        links = self._runner.connections
+        trial = isinstance(self.message.first, TrialDelivery)
+        find = links.find_unchecked if trial else links.find
+        return await find(self.job.decode_instance)
 
     # ------------------------------------------------------------------ step 7: compute_and_write
 
@@ -372,9 +378,6 @@ class Job:
                 await self.message.settle("ack")
             case ClaimRefused():
                 metrics.CLAIM.labels(why.reason).inc()
-                if why.reason == RefuseReason.NOT_CLEARED:
-                    self._runner.not_cleared()
-                    return await self.message.settle("nak")
                 # The worker that holds a job in progress keeps its message alive and settles it.
                 # But the last delivery is acked here: or it would become a dead letter.
                 last = self.message.first.number >= self._runner.max_deliver()

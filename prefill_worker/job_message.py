@@ -9,6 +9,7 @@ asyncio thread only.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Literal
 
 from pullfill.errors import PullfillError
@@ -66,6 +67,30 @@ class JobMessage:
         except PullfillError as exc:
             # The queue delivers the message again. Then the claim is refused, or the job runs.
             logger.warning("could not %s job %s: %s", verb, latest.job_id, exc)
+
+
+@dataclass(slots=True)
+class TrialDelivery:
+    """Looks like the delivery of a job that came past the queue, for a self-check. There is no
+    message to settle."""
+
+    job_id: str
+    body: bytes
+    tokens: int
+    number: int = 1
+    ack_subject: str = ""
+
+    async def ack(self) -> None:
+        """See the class."""
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        """See the class."""
+
+    async def term(self, reason: str) -> None:
+        """See the class."""
+
+    async def in_progress(self) -> None:
+        """See the class."""
 
 
 def patience(timeout_s: float, delivery: int, max_deliver: int) -> float | None:

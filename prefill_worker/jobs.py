@@ -20,18 +20,17 @@ from pullfill.prefill_worker import job_spans
 from pullfill.prefill_worker.budget import Budget
 from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.job import Job
+from pullfill.prefill_worker.job_message import TrialDelivery
 from pullfill.prefill_worker.read_grants import ReadGrants
-from pullfill.prefill_worker.self_check_job import TrialDelivery
 from pullfill.queue.contract import Delivery
 from pullfill.runtime import log
 from pullfill.snapshot import FLOWS, HeldJob
-from pullfill.wire import RefuseReason, Revoke
+from pullfill.wire import PrefillJob, RefuseReason, Revoke, Trial, decode, u32
 
 if TYPE_CHECKING:
     from pullfill.prefill_worker.decode_links import DecodeLinks
     from pullfill.prefill_worker.engine import PrefillEngine
 
-_GRANTED_S = 60.0
 _HELD_S = 0.05
 
 
@@ -44,8 +43,6 @@ class JobRunner:
     read_grants: of the decode workers that read our memory.
     by_prompt: whether the budget counts prompts that are not computed (budget.py).
     on_change: called when a job has ended or the budget has room.
-    on_not_cleared: called when a claim was refused because of the self-check, and none was granted
-    for _GRANTED_S. Some decode workers may grant what others refuse.
     on_unreachable: called for each job whose decode worker is in the directory, but to which this
     worker cannot bring KV, or not that of a prompt so long. Other prefill workers may be able to.
     It gets the seconds until the queue delivers the job again.
@@ -75,7 +72,6 @@ class JobRunner:
         self._heartbeat_s = heartbeat_s
         self._on_change = on_change
         self._take_back = take_back
-        self.on_not_cleared: Callable[[], None] = lambda: None
         self.on_unreachable: Callable[[float], None] = lambda _again_s: None
         self._jobs: dict[str, Job] = {}
         self._kept: set[asyncio.Task[None]] = set()
@@ -106,11 +102,6 @@ class JobRunner:
         """Jobs that count against `--concurrency` (budget.py)."""
         return self.budget.uncomputed
 
-    def not_cleared(self) -> None:
-        """Note that a decode worker has refused a claim because of its self-check."""
-        if asyncio.get_running_loop().time() > self.budget.granted_at + _GRANTED_S:
-            self.on_not_cleared()
-
     def held(self) -> list[HeldJob]:
         """Return the jobs that run here, for the live page. Only when somebody looks."""
         now = time.monotonic()
@@ -120,6 +111,11 @@ class JobRunner:
             else HeldJob(job_id=job.job_id)
             for job in list(self._jobs.values())[:FLOWS]
         ]
+
+    def start_trial(self, trial: Trial) -> None:
+        """Run a job that a decode worker has sent for its self-check. Raises BadMessage."""
+        job = decode(trial.job, PrefillJob)
+        self.start(TrialDelivery(job.job_id, trial.job, len(u32.unpack(job.token_ids))))
 
     def start(self, delivery: Delivery) -> None:
         """Run a delivery. If its job runs here already, that run settles this newer one."""
@@ -139,8 +135,7 @@ class JobRunner:
             self.keep(_acked(delivery))
             return
         job = self._jobs[delivery.job_id] = Job(self, delivery)
-        trial = isinstance(delivery, TrialDelivery)
-        self.budget.pulled(delivery.job_id, delivery.tokens, trial=trial)
+        self.budget.pulled(delivery.job_id, delivery.tokens)
         self.no_jobs.clear()
         self.idle.clear()
         if not self._sends_heartbeats:

@@ -90,7 +90,6 @@ class Puller:
         self._paused = False
         self._pulling: asyncio.Timeout | None = None
         self._backoff = Backoff()
-        self._uncleared, self._uncleared_until = Backoff(1.0, longest_s=30.0), -math.inf
         self._leave_until = -math.inf
 
     def start(self) -> None:
@@ -109,18 +108,6 @@ class Puller:
             self._end_pull()
         self._room.set()
 
-    def not_cleared(self) -> None:
-        """Leave the jobs to others for a while: a self-check does not let this worker bring KV."""
-        now = asyncio.get_running_loop().time()
-        if now < self._uncleared_until:
-            return
-        if now >= self._uncleared_until + self._uncleared.pause_s:  # that was long ago
-            self._uncleared.reset()
-        pause_s = self._uncleared.next()
-        self._uncleared_until = now + pause_s
-        logger.info("not cleared by the self-check: no jobs for %.0f s", pause_s)
-        self._end_pull()
-
     def leave_to_others(self, again_s: float = 0.0) -> None:
         """Take only jobs that no other worker waits for, until _LEAVE_S after a job comes again.
 
@@ -133,12 +120,6 @@ class Puller:
     def _end_pull(self) -> None:
         if self._pulling is not None and not self._pulling.expired():
             self._pulling.reschedule(asyncio.get_running_loop().time())
-
-    @property
-    def _stopped_s(self) -> float:
-        """For how many seconds at least nothing is pulled, _WAIT_S at most."""
-        left = self._uncleared_until - asyncio.get_running_loop().time()
-        return _WAIT_S if self._paused else max(0.0, min(left, _WAIT_S))
 
     async def stop(self) -> None:
         """Stop pulling for good. Jobs under way go on."""
@@ -186,9 +167,8 @@ class Puller:
         free_jobs = self._max_jobs - (self._runner.in_flight - waiting)
         full = free <= 0
         no_room = full and not self._urgent(free, self._max_jobs - free_jobs)
-        stopped_s = self._stopped_s
-        if stopped_s or no_room or free_jobs <= 0 or waiting >= MAX_WAITING:
-            await self._wait_for_room(stopped_s or _WAIT_S)
+        if self._paused or no_room or free_jobs <= 0 or waiting >= MAX_WAITING:
+            await self._wait_for_room(_WAIT_S)
             return
         now = asyncio.get_running_loop().time()
         leaves = now < self._leave_until
@@ -215,7 +195,7 @@ class Puller:
                 await self._wait_for_room(_LOOK_S)
             elif leaves:
                 await asyncio.sleep(_LOOK_S)
-        elif not self._stopped_s:
+        elif not self._paused:
             self._runner.start(delivery)
         else:
             with contextlib.suppress(PullfillError):  # if it fails, the queue delivers it again

@@ -23,6 +23,7 @@ class Pulling:
         self._nats = nats
         self._stuck = False
         self._busy = ""
+        self._checking = ""
         self._why_not = ""
         nats.on_change = self._look
         self._look()
@@ -42,8 +43,18 @@ class Pulling:
             self._busy = why
             self._pause()
 
+    def checks(self, why: str) -> None:
+        """Note why no decode worker gets our KV before a self-check has passed. Empty: one does.
+
+        Each decode worker is told its own reason (control_connections.py)."""
+        if why != self._checking:
+            if bool(why) != bool(self._checking):
+                logger.info("%s", f"pulling no jobs: {why}" if why else "the self-check has passed")
+            self._checking = why
+            self._pause()
+
     def _pause(self) -> None:
-        self._puller.pause(self._stuck or bool(self._busy))
+        self._puller.pause(self._stuck or bool(self._busy or self._checking))
         self._look()
 
     def _look(self) -> None:

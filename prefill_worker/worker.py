@@ -31,13 +31,13 @@ from pullfill.prefill_worker.pulling import Pulling
 from pullfill.prefill_worker.reach import TransferWorkers
 from pullfill.prefill_worker.read_grants import ReadGrants, open_region
 from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
-from pullfill.prefill_worker.self_check_job import delivery_of
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.queue.contract import Delivery, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.live_settings import Settings
+from pullfill.registry.self_checks import SelfChecks
 from pullfill.runtime import log
 from pullfill.runtime.health import Health, servers_json
 from pullfill.runtime.lifecycle import until
@@ -124,6 +124,8 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         )
         await self._directory.start()
         parts.push_async_callback(self._directory.close)
+        self._kept = await SelfChecks.started(etcd, self._cluster.namespace)
+        parts.push_async_callback(self._kept.close)
 
     def make_context(self, host: EngineHost, files: RegionFiles) -> PrefillContext:
         scheduler = PrefillScheduler(host.wake, self._options.concurrency or 0)
@@ -217,7 +219,9 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             lambda connection, revoke: runner.revoked(connection, revoke),
             lambda connection: runner.connection_lost(connection),
             self._key,
-            lambda trial: runner.start(delivery_of(trial.job)),
+            lambda trial: runner.start_trial(trial),
+            self._kept,
+            lambda: made.checked(),
             most=options.standing_links,
         )
         parts.push_async_callback(connections.close)
@@ -239,11 +243,12 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
             consumer, runner, budget_tokens=budget, max_jobs=_MAX_JOBS, credits=credits,
             concurrency=concurrency,
         )  # fmt: skip
-        runner.on_not_cleared = puller.not_cleared
         runner.on_unreachable = puller.leave_to_others
         parts.push_async_callback(puller.stop)
         healths = [consumer.health, self._etcd.health]
-        made = PrefillService(engine, thread, connections, runner, puller, credits, healths)
+        made = PrefillService(
+            engine, thread, connections, runner, puller, credits, healths, self._hello.computes
+        )
         parts.callback(made.pulling.close)
         return made
 
@@ -252,6 +257,7 @@ class PrefillService(Service):
     """See Service.
 
     healths: of NATS and of etcd.
+    computes: see `WorkerRecord`.
     pulling: whether this worker pulls jobs."""
 
     def __init__(
@@ -263,7 +269,10 @@ class PrefillService(Service):
         puller: Puller,
         credits: Credits,
         healths: list[Health],
+        computes: str,
     ) -> None:
+        self._computes = computes
+        self._note: Callable[[], None] = lambda: None
         self._engine = engine
         self._thread = thread
         self._connections = connections
@@ -274,11 +283,21 @@ class PrefillService(Service):
         self.pulling = Pulling(connections, puller, healths[0])
 
     def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
-        return record, []  # decode workers get our regions with Hello
+        # Decode workers get our regions with Hello.
+        return msgspec.structs.replace(record, computes=self._computes), []
 
-    async def start(self) -> None:
+    async def start(self, note: Callable[[], None]) -> None:
+        self._note = note
         self._connections.start()
         self._puller.start()
+
+    def checking(self) -> str:
+        return self._connections.checking
+
+    def checked(self) -> None:
+        """Note that a decode worker or a result of a self-check has come or gone."""
+        self.pulling.checks(self.checking())
+        self._note()
 
     def reasons(self) -> list[str]:
         reasons = [health.outage() for health in self._healths if not health.up]

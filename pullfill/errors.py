@@ -143,6 +143,5 @@ class Outcome(enum.StrEnum):
     QUARANTINED = "quarantined"
     REJECTED = "rejected"
     ENGINE_STUCK = "engine_stuck"
-    SELF_CHECK = "self_check"
     OWN_JOB = "own_job"
     JOB_GONE = "job_gone"

@@ -6,6 +6,7 @@ asyncio thread only.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from pullfill.elastic.switch import Switch
@@ -34,9 +35,12 @@ class ElasticService(Service):
     def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         raise AssertionError("each side has a record of its own")
 
-    async def start(self) -> None:
+    async def start(self, note: Callable[[], None]) -> None:
         self._following = asyncio.create_task(self._switch.run(), name="role switch")
         await self._orders.start()
+
+    def checking(self) -> str:
+        return "; ".join(filter(None, (service.checking() for service in self._serving)))
 
     def _on_order(self, event: Put | Delete) -> None:
         if not isinstance(event, Put) or event.key != self._key:

@@ -68,7 +68,7 @@ class Side(ABC):
             self.service = self.last = service
             self.membership = membership
             await membership.join(wait_s)
-            await service.start()
+            await service.start(membership.refresh)
         except BaseException:
             await self.end()
             raise
@@ -227,6 +227,10 @@ class Switch:
         for side in self.serving:
             if side.membership is not None and not side.draining:
                 side.membership.note_state(state)
+
+    def refresh(self) -> None:
+        for membership in self._memberships:
+            membership.refresh()
 
     @property
     def _memberships(self) -> list[Registration]:

@@ -106,6 +106,10 @@ class PeerLink:
 
     # ------------------------------------------------------------------ what a subclass says
 
+    def greeting(self) -> Hello | LeaseHello:
+        """The first message of the connection that is made now."""
+        return self._hello
+
     def on_welcome(self, welcome: Any) -> None:
         """The connection is up from now on. A PullfillError ends it."""
 
@@ -280,7 +284,7 @@ class PeerLink:
 
     async def _greet(self, channel: Channel) -> Any:
         try:
-            await introduce(channel, self._key, self._hello)
+            await introduce(channel, self._key, self.greeting())
             first = await channel.read(self.heard)
         except EOFError:
             raise PeerUnavailable(

@@ -206,6 +206,7 @@ class Membership:
     lease: our lease, which lives as far as we know. None: not registered.
     incarnation: of the last registration. Empty before `join`.
     on_reregistered: called on the loop with the new incarnation after an outage.
+    checking: whether the record says `checking` in place of `ready`. `refresh` follows a change.
     """
 
     def __init__(
@@ -217,6 +218,7 @@ class Membership:
         *,
         clock: Clock = BOOT_CLOCK,
         on_reregistered: Callable[[str], None] | None = None,
+        checking: Callable[[], bool] = lambda: False,
     ) -> None:
         self._client = client
         self._namespace = namespace
@@ -224,6 +226,7 @@ class Membership:
         self._make = make
         self._clock = clock
         self._on_reregistered = on_reregistered
+        self._checking = checking
         self._state = WorkerState.READY
         self.lease: EtcdLease | None = None
         self._task: asyncio.Task[None] | None = None
@@ -274,6 +277,10 @@ class Membership:
     def note_state(self, state: WorkerState) -> None:
         """`set_state` without waiting."""
         self._state = state
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Write our keys again if etcd does not hold what they say now."""
         self._stale.set()
 
     async def leave(self, timeout_s: float = 2.0) -> None:
@@ -323,7 +330,10 @@ class Membership:
         """Our keys and what they must hold."""
         record = self._record
         assert record is not None
-        record = msgspec.structs.replace(record, state=self._state)
+        state = self._state
+        if state is WorkerState.READY and self._checking():
+            state = WorkerState.CHECKING
+        record = msgspec.structs.replace(record, state=state)
         name = keys.worker(self._namespace, record.role, record.instance_id)
         items = {
             keys.descriptor(self._namespace, record.instance_id, d.rank): encode(d)

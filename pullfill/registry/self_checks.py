@@ -1,7 +1,7 @@
-"""Results of self-checks at `self_checks/{pair}`. Decode workers watch them.
+"""Results of self-checks at `self_checks/{pair}`. All workers watch them.
 
 A pair names two kinds of workers, not two processes. So the keys have no lease: a result outlives
-the workers that made it.
+the workers that made it. Decode workers make the results (decode_worker/self_check.py).
 
 Life: `started` → `current` follows etcd by itself → `close`. `kept` and `clear` are for the command
 line.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from hashlib import blake2b
 
 import msgspec
 
@@ -22,13 +23,20 @@ from pullfill.runtime import log
 from pullfill.wire import SelfCheck
 
 _log = log.get("registry.self_checks")
-_RETRY_S = 2.0
+
+
+def pair_of(compat_hash: str, decode_computes: str, prefill_computes: str) -> str:
+    """Return the name of two kinds of workers. The last two: their `WorkerRecord.computes`.
+
+    Empty: their prefills are never compared, because one of them has no model."""
+    if not decode_computes or not prefill_computes:
+        return ""
+    text = f"{compat_hash} {decode_computes} {prefill_computes}"
+    return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 class SelfChecks:
-    """See the module.
-
-    on_change: called on the loop with a pair and its result, or None when the key is gone."""
+    """See the module. current: the results, by pair."""
 
     def __init__(self, client: EtcdClient, namespace: str) -> None:
         self._client = client
@@ -36,8 +44,8 @@ class SelfChecks:
         self._prefix = keys.self_checks_prefix(namespace)
         self._background = Background(client)
         self._follower = Follower(client, self._prefix, "the self-checks", self._on_event)
+        self._callbacks: list[Callable[[], None]] = []
         self.current: dict[str, SelfCheck] = {}
-        self.on_change: Callable[[str, SelfCheck | None], None] = lambda _pair, _result: None
 
     @classmethod
     async def started(
@@ -53,13 +61,30 @@ class SelfChecks:
         await self._follower.close()
         await self._background.close()
 
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` on the loop after each change. Returns what ends that."""
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
+
+    def why_not(self, pair: str, decode_instance: str, prefill_instance: str) -> str:
+        """Why the prefill worker must not bring KV to the decode worker. Empty: it may.
+
+        pair: their kinds."""
+        if not pair:
+            return ""
+        if (result := self.current.get(pair)) is None:
+            return f"self_check_pending: not compared with the prefills of {decode_instance} yet"
+        return "" if result.passed else result.advice(prefill_instance, decode_instance)
+
     def keep(self, pair: str, result: SelfCheck) -> None:
         """Write a result. While etcd is away, try again.
 
         A success never replaces a failure in etcd: somebody has to clear the failure."""
+        self.current.setdefault(pair, result)
         self._background.run(self._keep(pair, result), f"self-check-{pair}")
+        self._tell()
 
-    async def _keep(self, pair: str, result: SelfCheck) -> None:
+    async def _keep(self, pair: str, result: SelfCheck, again_s: float = 2.0) -> None:
         key, value = keys.self_check(self._namespace, pair), msgspec.json.encode(result)
         while True:
             try:
@@ -71,16 +96,24 @@ class SelfChecks:
                     return
             except PullfillError as exc:
                 _log.debug("not written yet: %s", exc)
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(again_s)
 
     def _on_event(self, event: Put | Delete) -> None:
         pair = event.key.decode("utf-8", "replace").removeprefix(self._prefix)
+        before = self.current.get(pair)
         result = _parsed(pair, event.value) if isinstance(event, Put) else None
-        if result is None:
-            self.current.pop(pair, None)
-        else:
+        if result is not None:
             self.current[pair] = result
-        self.on_change(pair, result)
+        elif before is not None and before.passed:
+            # Nobody clears a success, so etcd has lost its data.
+            self.keep(pair, before)
+        else:
+            self.current.pop(pair, None)
+        self._tell()
+
+    def _tell(self) -> None:
+        for callback in list(self._callbacks):
+            callback()
 
 
 def _parsed(pair: str, value: bytes) -> SelfCheck | None:

@@ -27,7 +27,7 @@ from msgspec import Meta
 
 from pullfill.errors import BadMessage, OtherVersion
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=0)]

@@ -124,8 +124,12 @@ class RegionDescriptor(Message, frozen=True, kw_only=True):
 
 
 class WorkerState(enum.StrEnum):
-    """READY takes work; DRAINING finishes what it has; LOST: its key is gone or it is silent."""
+    """READY takes work; DRAINING finishes what it has; LOST: its key is gone or it is silent.
 
+    CHECKING: it is compared with the workers of the other role first (decode_worker/self_check.py).
+    A decode worker gets no requests meanwhile, and a prefill worker pulls no jobs."""
+
+    CHECKING = "checking"
     READY = "ready"
     DRAINING = "draining"
     LOST = "lost"
@@ -137,6 +141,8 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     data: ZMQ address for requests (decode); control: TCP address for claims (decode);
     http: base URL of the probe server (/live /ready /metrics /status).
     restarts: how often `pullfill up` has started it again.
+    computes: digest of how it rounds (`engine.compat.rounding_digest`). Empty: it takes part in no
+    self-check.
     """
 
     v: Version = WIRE_VERSION
@@ -156,6 +162,7 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     control: str = ""
     max_model_len: Count = 0
     restarts: Count = 0
+    computes: Text = ""
 
 
 class AdapterRecord(Message, frozen=True, kw_only=True):

@@ -78,9 +78,6 @@ class RefuseReason(enum.StrEnum):
     """It cannot be granted now, but soon: claim again after `retry_after_s`."""
     IN_PROGRESS = "in_progress"
     """Another prefill worker, which is alive, works on it: forget this delivery, settle nothing."""
-    NOT_CLEARED = "not_cleared"
-    """The self-check does not let this worker bring KV, and others may: nak this delivery, and pull
-    nothing for a while."""
 
 
 class KvMode(enum.StrEnum):
@@ -134,7 +131,8 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     adapters: whether it can load LoRA adapters.
     features: whether it takes multimodal inputs.
     max_prompt_tokens: length of the longest prompt that it takes. 0: it takes all of this decode
-    worker's."""
+    worker's.
+    why: why it pulls no jobs now, as in `Heartbeat`. Empty: it pulls."""
 
     v: Version = WIRE_VERSION
     prefill_instance: Id
@@ -144,6 +142,7 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     adapters: bool = False
     features: bool = False
     max_prompt_tokens: Count = 0
+    why: Text = ""
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
@@ -209,8 +208,7 @@ class Refused(Message, tag="refused", frozen=True, kw_only=True):
     """No grant.
 
     retry_after_s: claim again after this time. None: do not claim again, and ack the delivery. With
-    the reason `in_progress` do not ack it either: the worker that holds the job will. With
-    `not_cleared` nak it."""
+    the reason `in_progress` do not ack it either: the worker that holds the job will."""
 
     rid: Count
     reason: RefuseReason
@@ -316,8 +314,8 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
 
     Each side treats the other as gone when it hears nothing for SILENT_S or a little more.
 
-    pulls: False while the prefill worker's engine is stuck or NATS does not answer it. A change is
-    sent at once.
+    pulls: False while the prefill worker pulls no jobs of this decode worker: its engine is stuck,
+    NATS does not answer it, or the self-check has not passed. A change is sent at once.
     why: the reason if `pulls` is False, for people.
     busy: the prefill worker computes for some decode worker, or has since the last Heartbeat of
     this connection. A worker that is not busy any more would claim a job at once."""

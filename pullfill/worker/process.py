@@ -67,8 +67,13 @@ class Service(Protocol):
 
         Everything granted under another incarnation than the record's is void from now on."""
 
-    async def start(self) -> None:
-        """Begin to take work. The worker is registered."""
+    async def start(self, note: Callable[[], None]) -> None:
+        """Begin to take work. The worker is registered.
+
+        note: called when `checking` changes."""
+
+    def checking(self) -> str:
+        """Why the record says `checking`, for people. Empty: it does not."""
 
     def reasons(self) -> list[str]:
         """Why this worker is degraded, for /ready."""
@@ -113,6 +118,8 @@ class Registration(Protocol):
     async def set_state(self, state: WorkerState) -> bool: ...
 
     def note_state(self, state: WorkerState) -> None: ...
+
+    def refresh(self) -> None: ...
 
     async def leave(self) -> None: ...
 
@@ -217,7 +224,7 @@ class WorkerProcess(Generic[C, H]):
             parts.push_async_callback(self._membership.leave)
             self._stop.starting = False
             await self._membership.join(options.connect_timeout_s)
-            await self._service.start()
+            await self._service.start(self._membership.refresh)
             self._guard.start()
             parts.push_async_callback(self._guard.stop)
             name, model = self._instance_id, self._engine.served_name
@@ -297,6 +304,7 @@ class WorkerProcess(Generic[C, H]):
             self._options.lease_ttl_s,
             partial(self._describe, role, service),
             on_reregistered=lambda i: self._log.warning("registered again as %s", i[:8]),
+            checking=lambda: bool(service.checking()),
         )
 
     def _describe(
@@ -323,10 +331,15 @@ class WorkerProcess(Generic[C, H]):
         )
 
     def _ready(self) -> tuple[bool, dict[str, Any]]:
-        reasons = self._service.reasons()
+        reasons = [*self._service.reasons(), *filter(None, [self._service.checking()])]
         told = {**self._service.told(), "degraded": bool(reasons), "reasons": reasons}
-        detail = {"state": self._state, **told, **self._guard.detail()}
+        detail = {"state": self._shown_state, **told, **self._guard.detail()}
         return self._state is WorkerState.READY, detail
 
+    @property
+    def _shown_state(self) -> WorkerState:
+        ready = self._state is WorkerState.READY
+        return WorkerState.CHECKING if ready and self._service.checking() else self._state
+
     def _status(self) -> dict[str, Any]:
-        return {"state": self._state, "pod": pod_name(), **self._service.status()}
+        return {"state": self._shown_state, "pod": pod_name(), **self._service.status()}

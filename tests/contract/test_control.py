@@ -82,33 +82,6 @@ async def test_the_inputs_of_one_job_are_sent_at_a_time(decode: Decode, raw: Raw
             claim(job_id)
 
 
-async def test_a_new_worker_may_bring_no_kv_until_its_self_check_is_known(
-    decode: Decode, connect: Any
-) -> None:
-    """Otherwise the engine thread, which may look in between, would send a prompt away."""
-    seen: list[int] = []
-
-    class Judge:
-        failures: tuple[str, ...] = ()
-        reason = ""
-
-        def met(self, peer: Any) -> None:
-            seen.append(decode.server.prefill_workers)
-            peer.cleared = True
-            decode.server.recount()
-
-        def lost(self, peer: Any) -> None:
-            pass
-
-        async def close(self) -> None:
-            pass
-
-    decode.server.checks = Judge()  # type: ignore[assignment]
-    await connect()
-    assert seen == [0]
-    assert decode.server.prefill_workers == 1
-
-
 # ------------------------------------------------------------------ refusals
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.ledger import TRIAL, Entry, JobState, Settle
+from pullfill.decode_worker.ledger import Entry, JobState, Settle
 from pullfill.errors import Outcome
 from pullfill.net import frames
 from pullfill.wire import Claim, Draining, GiveUp, Grant, Heartbeat, Revoke
@@ -114,16 +114,15 @@ async def test_what_is_proved_quiet_while_nobody_pulls_is_not_held_first(decode:
     assert decode.settled() == [Settle("r-j", Outcome.PREFILL_LOST)]
 
 
-async def test_jobs_do_not_wait_for_a_worker_that_may_not_bring_kv(decode: Rig) -> None:
-    """It pulls, but its self-check has failed. Trials of the self-check wait for nobody that
-    pulls."""
-    _, cleared = await decode.worker(), await decode.worker()
-    first = next(iter(decode.server.peers.values()))
-    first.cleared = False
-    decode.server.recount()
+async def test_jobs_do_not_wait_for_a_worker_that_pulls_none(decode: Rig) -> None:
+    """Its self-check has not passed. The job of a self-check waits for nobody that pulls."""
+    unchecked, checked = await decode.worker(), await decode.worker()
+    unchecked.say(Heartbeat(pulls=False, why="self_check_pending"))
+    await until(lambda: decode.server.prefill_workers == 1)
     decode.open()
-    decode.ledger.open(Entry("t", f"{TRIAL}1", (7, 8), first_target=0, timeout_s=30.0))
-    cleared.say(Draining())
+    job = Entry("t", "r-t", (7, 8), first_target=0, timeout_s=30.0, in_queue=False)
+    decode.ledger.open(job)
+    checked.say(Draining())
     await until(lambda: decode.ledger.find("j") is None)
     assert decode.settled() == [Settle("r-j", Outcome.PREFILL_LOST)]
     trial = decode.ledger.find("t")

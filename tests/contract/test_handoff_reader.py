@@ -119,7 +119,14 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         thread: Any = SimpleNamespace(dead=asyncio.Event())
         (nats := Health("nats")).ok()
         service = PrefillService(
-            engine, thread, prefill.links, runner, prefill.puller, prefill.credits, [nats]
+            engine,
+            thread,
+            prefill.links,
+            runner,
+            prefill.puller,
+            prefill.credits,
+            [nats],
+            computes="",
         )
         faults = hold(prefill)
         served = decode.send(prompt(30))

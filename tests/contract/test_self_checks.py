@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from pullfill.errors import PeerUnavailable
+from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.self_checks import SelfChecks, clear, kept
-from pullfill.wire import SelfCheck
+from pullfill.registry.self_checks import SelfChecks, clear, kept, pair_of
+from pullfill.wire import Hello, SelfCheck
+from tests.support.control_rig import Decode
+from tests.support.handoff_directory import FakeDirectory
+from tests.support.transfer_rigs import COMPAT
 from tests.support.workers import eventually
 
 
@@ -20,24 +31,46 @@ def result(passed: bool) -> SelfCheck:
 async def test_a_failure_stays_until_it_is_cleared(client: EtcdClient) -> None:
     checks = await SelfChecks.started(client, "kept")
     other = await SelfChecks.started(client, "kept")
-    heard: list[tuple[str, bool | None]] = []
-    other.on_change = lambda pair, found: heard.append((pair, found and found.passed))
+    heard = 0
+
+    def on_change() -> None:
+        nonlocal heard
+        heard += 1
+
+    other.subscribe(on_change)
     try:
         checks.keep("a", result(passed=True))
         await eventually(lambda: other.current.get("a") == result(passed=True))
-        checks.keep("a", result(passed=False))
-        await eventually(lambda: other.current.get("a") == result(passed=False))
+        other.keep("a", result(passed=False))
+        await eventually(lambda: checks.current.get("a") == result(passed=False))
         checks.keep("a", result(passed=True))
         checks.keep("b", result(passed=True))
         await eventually(lambda: "b" in other.current)
         assert other.current["a"] == result(passed=False)
+        assert "pullfill recheck" in other.why_not("a", "d", "p")
         assert await clear(client, "kept") == ["a"]
         await eventually(lambda: "a" not in other.current)
-        assert heard == [("a", True), ("a", False), ("b", True), ("a", None)]
+        assert heard >= 4
         assert await kept(client, "kept") == {"b": result(passed=True)}
     finally:
         await checks.close()
         await other.close()
+
+
+async def test_a_success_that_etcd_lost_is_written_again(client: EtcdClient) -> None:
+    checks = await SelfChecks.started(client, "lost")
+    try:
+        checks.keep("a", result(passed=True))
+        key = keys.self_check("lost", "a")
+        for _ in range(2):
+            while await client.get(key) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await client.delete(key)
+        assert checks.why_not("a", "d", "p") == ""
+        assert checks.why_not("b", "d", "p").startswith("self_check_pending")
+        assert checks.why_not("", "d", "p") == ""
+    finally:
+        await checks.close()
 
 
 async def test_what_cannot_be_read_is_no_result(client: EtcdClient) -> None:
@@ -49,3 +82,55 @@ async def test_what_cannot_be_read_is_no_result(client: EtcdClient) -> None:
         assert await kept(client, "odd") == {}
     finally:
         await checks.close()
+
+
+async def test_a_prefill_worker_follows_the_results(client: EtcdClient) -> None:
+    """It pulls no jobs before it has passed with one decode worker, tells each decode worker why it
+    takes none of its jobs, and claims none: but for the job of a self-check."""
+    results = await SelfChecks.started(client, "follows")
+    directory: Any = FakeDirectory()
+    hello = Hello(prefill_instance="prefill-1", compat=COMPAT.hash(), computes="ours")
+    changes: list[str] = []
+    decode = [Decode(name=name) for name in ("decode-1", "decode-2", "decode-3")]
+    for one, computes in zip(decode, ("a", "a", "b"), strict=True):
+        await one.server.start("127.0.0.1")
+        directory.put(replace(one.record(), compat=COMPAT, computes=computes))
+    links = DecodeLinks(
+        directory, hello, COMPAT, no_transfer_worker, lambda *_: None, lambda *_: None,
+        kept=results, on_checked=lambda: changes.append(links.checking), most=0,
+    )  # fmt: skip
+
+    def told(at: Decode) -> list[str]:
+        return [peer.why_not for peer in at.server.peers.values()]
+
+    try:
+        links.start()
+        first, second, third = decode
+        # Only connections that the checks need stay open here: one for each kind.
+        await eventually(lambda: all(told(first) + told(third)))
+        assert not told(second)
+        assert all(why.startswith("self_check_pending") for why in told(first) + told(third))
+        assert changes[-1].startswith("self_check_pending")
+        assert [one.server.prefill_workers for one in decode] == [0, 0, 0]
+        with pytest.raises(PeerUnavailable, match="self_check_pending"):
+            await links.find("decode-1")
+        assert (await links.find_unchecked("decode-1")).connected
+        results.keep(pair_of(COMPAT.hash(), "a", "ours"), result(passed=False))
+        await eventually(lambda: "pullfill recheck" in told(first)[0])
+        assert changes[-1], "it has not passed with anybody"
+        results.keep(pair_of(COMPAT.hash(), "b", "ours"), result(passed=True))
+        assert changes[-1] == ""
+        await eventually(lambda: [d.server.prefill_workers for d in decode] == [0, 0, 1])
+        assert (await links.find("decode-3")).connected
+        with pytest.raises(PeerUnavailable, match="self_check_failed"):
+            await links.find("decode-1")
+        assert links.knows("decode-1"), "others may reach it, so its jobs stay in the queue"
+    finally:
+        await links.close()
+        for one in decode:
+            await one.server.stop()
+        await results.close()
+
+
+async def no_transfer_worker(_: Any) -> Any:
+    raise AssertionError("nothing is moved")

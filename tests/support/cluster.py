@@ -18,7 +18,7 @@ from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import httpx
 import msgspec
@@ -74,6 +74,7 @@ class Cluster:
     api_key: str = "none"
     forked: bool = True
     workers: list[Worker] = field(default_factory=list)
+    up_states: ClassVar[tuple[str, ...]] = ("ready",)
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -179,12 +180,18 @@ class Cluster:
                     ready = web.get(f"{self.frontend_url}/ready").json()
                     if ready.get("decode", 0) < sum(w.role == "decode" for w in workers):
                         return False
-                elif not _seen_ready(known.get(worker.pid, {})):
+                elif not self._up(known.get(worker.pid, {})):
                     return False
                 else:
                     worker.instance_id = known[worker.pid]["instance_id"]
             return True
         return False
+
+    def _up(self, row: dict[str, Any]) -> bool:
+        """Whether a worker is ready, by its row of the status. A decode worker must also be
+        connected to the frontend: then the row holds the load that its welcome message brought."""
+        connected = row.get("routing", {}).get("load", {}) is not None
+        return row.get("state") in self.up_states and connected
 
     def linked(self) -> bool:
         """Whether every prefill worker is connected to every decode worker but itself."""
@@ -345,9 +352,3 @@ class Cluster:
             for line in w.log.read_text(errors="replace").splitlines()
             if bad.search(line)
         ]
-
-
-def _seen_ready(row: dict[str, Any]) -> bool:
-    """Whether a worker is ready, by its row of the status. A decode worker must also be connected
-    to the frontend: then the row holds the load that its welcome message brought."""
-    return row.get("state") == "ready" and row.get("routing", {}).get("load", {}) is not None

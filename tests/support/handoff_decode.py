@@ -109,6 +109,7 @@ class DecodeHalf:
             self.ledger,
             instance_id=self.name,
             compat_hash=COMPATIBLE.hash(),
+            send=self.control.send,
         )
         return WorkerRecord(
             instance_id=self.name,

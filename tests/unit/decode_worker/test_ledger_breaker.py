@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.decode_worker.ledger import TRIAL, Entry, Ledger, Settle
+from pullfill.decode_worker.ledger import Entry, Ledger, Settle
 from pullfill.decode_worker.rules import Situation, decide
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
@@ -108,10 +108,8 @@ def test_a_job_of_the_self_check_says_nothing_about_the_queue() -> None:
     decode = Decode()
     decode.stall()
     decode.clock.advance(PAUSE_S[0])
-    names = (f"{TRIAL}{number}" for number in count())
-    for granted in (False, True):
-        job = next(names)
-        decode.ledger.open(Entry(job, job, (1, 2), 0, timeout_s=CLAIM_S, claim_timeout_s=CLAIM_S))
+    for job, granted in (("t1", False), ("t2", True)):
+        decode.ledger.open(Entry(job, job, (1, 2), 0, timeout_s=CLAIM_S, in_queue=False))
         if granted:
             assert decode.claims(job)
             decode.commits(job)

@@ -46,21 +46,6 @@ def test_a_writer_that_gives_up_is_no_loss() -> None:
     assert model.claim(job, "c").grant is not None
 
 
-@pytest.mark.parametrize("state", ["granted", "reading"])
-def test_what_a_worker_that_fails_the_self_check_has_under_way_is_served_here(state: str) -> None:
-    model = HandoffModel()
-    job, grant = granted(model)
-    if state == "reading":
-        assert model.ready(grant) is None
-    model.ledger.distrust("b")
-    assert settled(model) == []
-    model.ledger.distrust("a")
-    assert settled(model) == [Outcome.SELF_CHECK]
-    if state == "reading":
-        assert model.end_read(model.reads[-1], good=True) == "stale"
-    assert model.claim(job, "c").grant is None
-
-
 class NoLocks(LoopbackFences):
     """The kernel has no memory for the locks of the first `fails` proofs."""
 

@@ -53,7 +53,7 @@ async def test_a_stuck_engine_that_goes_on_does_not_end_a_drain() -> None:
         host=host, context=SimpleNamespace(ledger=ledger), leases=None, dead=None,
         server=SimpleNamespace(dismiss=bool), blocks=None, meter=None,
     )  # fmt: skip
-    service = worker.DecodeService(parts, parts, parts, outlook, "", parts)  # type: ignore[arg-type]
+    service = worker.DecodeService(parts, parts, parts, outlook, "", parts, bool)  # type: ignore[arg-type]
     said = []
     for stuck in (True, False):
         service.engine_stuck(stuck)

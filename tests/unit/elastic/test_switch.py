@@ -36,6 +36,9 @@ class FakeMembership:
     def note_state(self, state: WorkerState) -> None:
         self._told.append(f"{self._name} notes {state}")
 
+    def refresh(self) -> None:
+        pass
+
     async def leave(self) -> None:
         self._told.append(f"{self._name} leaves")
 
@@ -46,7 +49,7 @@ class FakeService:
     def __init__(self, name: str, told: list[str], idle: asyncio.Event) -> None:
         self._name, self._told, self._idle = name, told, idle
 
-    async def start(self) -> None:
+    async def start(self, note: Any) -> None:
         self._told.append(f"{self._name} starts")
 
     async def stop_taking(self) -> None:

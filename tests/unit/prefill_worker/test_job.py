@@ -19,7 +19,6 @@ from pullfill.prefill_worker.budget import CLAIM_S
 from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.prefill_worker.reach import OutOfReach
-from pullfill.prefill_worker.self_check_job import TrialDelivery
 from pullfill.wire import (
     CommitReply,
     DrainAck,
@@ -153,40 +152,6 @@ def back(worker: Worker) -> GiveUp:
 
 
 # ------------------------------------------------------------------ a peer's fault is no poison
-
-
-async def test_a_job_that_the_self_check_refuses_is_left_to_others() -> None:
-    worker, delivery, told = Worker(never()), Delivered(), list[str]()
-    worker.runner.on_not_cleared = lambda: told.append("not cleared")
-
-    async def refuses(*_: Any) -> Grant:
-        raise ClaimRefused("not cleared", reason=RefuseReason.NOT_CLEARED)
-
-    worker.link.claim = refuses
-    worker.runner.start(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == ["nak"]
-    assert told == ["not cleared"]
-    worker.runner.budget.granted_at = asyncio.get_running_loop().time() - 1.0
-    worker.runner.start(Delivered())  # type: ignore[arg-type]
-    await worker.over()
-    assert told == ["not cleared"], "another decode worker grants its jobs"
-
-
-async def test_the_job_of_a_self_check_says_nothing_about_who_grants_others() -> None:
-    worker, told = Worker(never()), list[str]()
-    worker.runner.on_not_cleared = lambda: told.append("not cleared")
-    worker.runner.start(TrialDelivery("j", BODY, 1))
-    await eventually(lambda: worker.runner.budget._charges["j"].granted)
-    await worker.runner.abandon()
-
-    async def refuses(*_: Any) -> Grant:
-        raise ClaimRefused("not cleared", reason=RefuseReason.NOT_CLEARED)
-
-    worker.link.claim = refuses
-    worker.runner.start(Delivered())  # type: ignore[arg-type]
-    await worker.over()
-    assert told == ["not cleared"]
 
 
 @pytest.mark.parametrize("inputs", [True, False])

@@ -176,29 +176,6 @@ async def test_a_pause_ends_the_pull_that_waits() -> None:
     assert runner.started == ["j"]
 
 
-async def test_a_worker_that_is_not_cleared_pulls_nothing_for_ever_longer() -> None:
-    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
-    producer, fake = queue.producer(), cast(Any, runner)
-    puller = Puller(queue.consumer(), fake, budget_tokens=30, max_jobs=32, credits=Credits(1 << 20))
-    puller.start()
-    await asyncio.sleep(0)
-    now = asyncio.get_running_loop().time
-    for number, seconds in enumerate([1, 2, 4, 8, 16, 30, 30]):
-        puller.not_cleared()
-        puller.not_cleared()  # of another job, at the same time
-        assert puller._uncleared_until - now() == pytest.approx(seconds, abs=0.1)
-        await producer.publish(f"j{number}", b"", 1)
-        await asyncio.sleep(0.02)
-        assert len(runner.started) == number, "it is left to others"
-        puller._uncleared_until = now()
-        puller.changed()
-        await started(runner, number + 1)
-    puller._uncleared_until = now() - 100.0
-    puller.not_cleared()
-    assert puller._uncleared_until - now() == pytest.approx(1, abs=0.1), "that was long ago"
-    await puller.stop()
-
-
 async def test_jobs_are_left_to_workers_that_wait_and_taken_if_none_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
