@@ -222,26 +222,14 @@ def up(
     Flags not listed here go to vLLM, e.g. --max-model-len 8192.
     """
     from pullfill.deploy import up as command_up
-    from pullfill.deploy import vllm_flags
-    from pullfill.net.security import load
 
-    own = own_flags(context, "up", "decode", "prefill")
-    of_decode = vllm_flags.of_role("--decode-args", decode_args, own)
-    options = replace(
+    options = replace(options, workers=workers, frontend=frontend, settings=settings or [])
+    options = command_up.completed(
         options,
-        namespace=cluster.namespace or "default",
-        etcd_url=cluster.etcd,
-        nats_url=cluster.nats,
-        security=load(cluster.security),
-        workers=workers,
-        frontend=frontend,
-        settings=settings or [],
-        vllm_args=[*vllm_flags.of_role("--vllm-args", vllm_args, own), *context.args],
-        role_args={
-            "decode": of_decode,
-            "frontend": vllm_flags.for_frontend(of_decode),
-            "prefill": vllm_flags.of_role("--prefill-args", prefill_args, own),
-        },
+        cluster,
+        own_flags(context, "up", "decode", "prefill"),
+        {"--vllm-args": vllm_args, "--decode-args": decode_args, "--prefill-args": prefill_args},
+        context.args,
     )
     return command_up.up(options, cluster.state_dir, detach=detach)
 
@@ -371,9 +359,9 @@ def requests(
 
     Shows what frontends show at /pullfill/ui, to administrators only.
     """
-    from pullfill.deploy import latest
+    from pullfill.deploy import top
 
-    return latest.show(cluster.find_to_ask(url), url, most, as_json)
+    return top.requests(cluster.find_to_ask(url), url, most, as_json)
 
 
 @command(app)

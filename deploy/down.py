@@ -26,12 +26,8 @@ from pullfill.net.this_host import host_id, shm_dir
 WORKERS = ("decode", "prefill")
 SERVERS = ("etcd", "nats")
 PHASES: tuple[tuple[str, ...], ...] = (WORKERS, ("frontend",), SERVERS)
-SECOND_TERM_GRACE_S = 3.0
-SERVER_DEADLINE_S = 10.0
-SUPERVISOR_DEADLINE_S = 5.0
-_PATIENCE_S = 0.5
-"""How long to wait for the lock. A supervisor that restarts a process holds it shorter."""
-_POLL_S = 0.05
+GRACE_S = 3.0
+"""How long a process may take to end after a second SIGTERM, and its kernel after a SIGKILL."""
 
 
 def down(state_dir: str | None, *, timeout_s: float | None) -> int:
@@ -87,10 +83,11 @@ async def _locked(state: StateDir, timeout_s: float | None) -> AsyncIterator[Non
                 break
             except Locked:
                 waited = time.monotonic() - began
-                if waited > 2 * (_drain_s(_recorded(state), timeout_s) + SERVER_DEADLINE_S):
+                if waited > 2 * (_drain_s(_recorded(state), timeout_s) + 3 * GRACE_S):
                     raise
             launch = state.launch()
-            if launch and not told and waited > _PATIENCE_S and not state.stopping():
+            # A supervisor that restarts a process holds the lock for less than half a second.
+            if launch and not told and waited > 0.5 and not state.stopping():
                 pid = launch.supervisor_pid
                 typer.echo(f"stopping the `pullfill up` that is starting (pid {pid})")
                 told = send(launch.supervisor, signal.SIGTERM)
@@ -162,12 +159,12 @@ async def take_down(
     remove_shared_memory([entry.instance_id for entry in gone if entry.instance_id])
     if len(gone) == len(entries):
         state.clear()
-    deadline = time.monotonic() + SUPERVISOR_DEADLINE_S
+    deadline = time.monotonic() + 2 * GRACE_S
     while other is not None and is_alive(other):
         if time.monotonic() > deadline:
             send(other, signal.SIGKILL)
             break
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(0.05)
     return killed
 
 
@@ -176,6 +173,7 @@ async def stop_in_order(
     view: ProcessView,
     drain_s: float | None,
     force: Callable[[], bool],
+    servers_s: float = 10.0,
 ) -> list[str]:
     """Stop the processes: workers, then frontends, then servers.
 
@@ -185,7 +183,7 @@ async def stop_in_order(
         phase = [e for e in entries if e.role in roles and is_alive(identity(e))]
         deadline_s = _drain_s(phase, drain_s)
         if roles is SERVERS:
-            deadline_s = min(deadline_s, SERVER_DEADLINE_S)
+            deadline_s = min(deadline_s, servers_s)  # they have nothing to drain
         killed += await stop_phase(phase, view, deadline_s, force)
     return killed
 
@@ -232,15 +230,15 @@ async def stop_phase(
             if now - began > deadline_s or force():
                 second = now
                 send_all(signal.SIGTERM)
-        elif not killed and now - second > SECOND_TERM_GRACE_S:
+        elif not killed and now - second > GRACE_S:
             killed = list(alive)
             send_all(signal.SIGKILL)
-        elif killed and now - second > 4 * SECOND_TERM_GRACE_S:
+        elif killed and now - second > 4 * GRACE_S:
             # Unkillable: stuck in the kernel. Say so instead of hanging.
             for name in alive:
                 view.set(name, "failed", "does not die; see its pid in the log directory")
             return killed
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(0.05)
 
 
 async def _kill_stragglers(cluster_id: str) -> int:
@@ -249,9 +247,9 @@ async def _kill_stragglers(cluster_id: str) -> int:
     They are found by the cluster's id in their environment. `up` may have started one without
     recording it, or a worker that was killed may have left one. Returns how many were killed."""
     killed = [process for process in tagged(cluster_id) if send(process, signal.SIGKILL)]
-    deadline = time.monotonic() + SECOND_TERM_GRACE_S
+    deadline = time.monotonic() + GRACE_S
     while any(map(is_alive, killed)) and time.monotonic() < deadline:  # noqa: ASYNC110 - no event
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(0.05)
     return len(killed)
 
 

@@ -22,7 +22,6 @@ import typer
 from pullfill.deploy.state import StateDir
 from pullfill.errors import ConfigError
 
-POLL_S = 0.2
 _BLOCK = 1 << 16
 
 
@@ -39,7 +38,7 @@ def show(state_dir: str | None, name: str | None, *, lines: int, follow: bool) -
         for tail in tails:
             tail.show_last(lines)
         while follow:
-            time.sleep(POLL_S)
+            time.sleep(0.2)
             if name is None:
                 tails += _new(state, tails, width)
             for tail in tails:

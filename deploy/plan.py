@@ -40,8 +40,6 @@ from pullfill.registry import live_settings
 
 ROLES = ("decode", "prefill")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
-RESTART_WAIT_S = 30.0
-"""How long requests wait for a decode worker that is restarted. Longer than most starts take."""
 
 DEMO = "demo"
 
@@ -346,7 +344,8 @@ def worker_spec(
             host=options.host,
             port=options.port,
             own_port=own_port,
-            restart_wait_s=RESTART_WAIT_S if options.restart else 0.0,
+            # Longer than most starts of a decode worker take.
+            restart_wait_s=30.0 if options.restart else 0.0,
         )
     else:
         flags = vllm_flags.for_worker(flags)

@@ -17,21 +17,25 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 
 import httpx
 import msgspec
+import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import top_worker
 from pullfill.deploy.members import frontend_urls, local_urls
-from pullfill.deploy.top_view import Seen, screen
+from pullfill.deploy.top_view import Seen, count, ms, screen
+from pullfill.deploy.view import plain
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net import http_proof
-from pullfill.snapshot import Snapshot
+from pullfill.snapshot import Ended, Snapshot
 
 PATH = "/pullfill/ui/events"
 _TIMEOUT = httpx.Timeout(5.0, read=10.0)
@@ -220,3 +224,48 @@ def _shown_to(ref: ClusterRef, url: str, given: bool) -> Iterator[dict[str, str]
     else:
         for key in keys.api_keys():
             yield {http_proof.HEADER: http_proof.proof(key.encode(), PATH, time.time())}
+
+
+# --------------------------------------------------------------------------- pullfill requests
+
+
+def requests(ref: ClusterRef, url: str | None, most: int, as_json: bool) -> int:
+    """Print requests of all frontends, the latest last.
+
+    url: of the only frontend to ask; None: ask all. most: how many requests to print at most.
+    Raises UnavailableError if no frontend answers, ConfigError if each one that
+    answers denies access."""
+    rows = [row for snapshot in first_of_each(ref, url) for row in snapshot.ended]
+    # A request without an end was cancelled. Nobody knows when, so it stands first.
+    rows = sorted(rows, key=lambda row: row.at or 0.0)[-most:]
+    if as_json:
+        typer.echo(msgspec.json.encode(rows).decode())
+    elif rows:
+        Console().print(requests_table(rows), highlight=False)
+        typer.echo("✓ TTFT and ITL within router.ttft_ms and router.itl_ms (or its own), ✕ not")
+        typer.echo("`pullfill explain REQUEST` shows the stages of one")
+    else:
+        typer.echo("no request has ended yet")
+    return 0
+
+
+def requests_table(rows: Sequence[Ended]) -> Table:
+    """Return a row for each request. Fits 80 columns. Ids are never shortened.
+
+    The sign before the time says whether it was within its targets."""
+    found = Table(box=None, padding=(0, 1, 0, 0))
+    found.add_column("ended", no_wrap=True)
+    found.add_column("request", overflow="fold", min_width=25)
+    found.add_column("path", no_wrap=True)
+    found.add_column("reason", overflow="fold")
+    for name in ("in", "out", "TTFT", "ITL"):
+        found.add_column(name, justify="right", no_wrap=True)
+    signs = {True: Text("✓ ", style="green"), False: Text("✕ ", style="red"), None: Text("  ")}
+    for row in rows:
+        ended = time.strftime("%H:%M:%S", time.localtime(row.at)) if row.at else "cancel"
+        found.add_row(
+            signs[row.good] + ended, Text(plain(row.id)), plain(row.path),
+            Text(plain(row.fallback or row.reason)),
+            count(row.prompt), count(row.made), ms(row.ttft_ms), ms(row.itl_ms),
+        )  # fmt: skip
+    return found

@@ -13,25 +13,54 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from types import FrameType
 
 import typer
 
-from pullfill.deploy import members, plan
+from pullfill.deploy import members, plan, vllm_flags
 from pullfill.deploy.state import StateDir, exit_words
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.view import ProcessView, SteadyConsole
 from pullfill.errors import UnavailableError
-from pullfill.options import UpOptions
+from pullfill.net.security import load
+from pullfill.options import ClusterOptions, UpOptions
 
 SUPERVISOR_LOG = "supervisor"
 _LOG_WIDTH = 200
-_STOCK_S = 5.0
-"""How long `up` waits for stock vLLM servers, if nobody else can serve, before it says why."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def completed(
+    options: UpOptions,
+    cluster: ClusterOptions,
+    own: Collection[str],
+    given: Mapping[str, str | None],
+    vllm_args: Sequence[str],
+) -> UpOptions:
+    """Return the options with those of the cluster, and with all vLLM flags.
+
+    own: flags of pullfill, which may not stand among vLLM's.
+    given: the values of --vllm-args, --decode-args and --prefill-args. vllm_args: other flags.
+    Raises ConfigError."""
+    every, decode, prefill = [vllm_flags.of_role(*one, own) for one in given.items()]
+    return replace(
+        options,
+        namespace=cluster.namespace or "default",
+        etcd_url=cluster.etcd,
+        nats_url=cluster.nats,
+        security=load(cluster.security),
+        vllm_args=[*every, *vllm_args],
+        role_args={
+            "decode": decode,
+            "frontend": vllm_flags.for_frontend(decode),
+            "prefill": prefill,
+        },
+    )
 
 
 def up(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
@@ -80,7 +109,7 @@ def _say_ready(options: UpOptions, state: StateDir, detach: bool) -> None:
     else:
         typer.echo("ready (no frontend)")
     if options.frontends and not options.decode:
-        for why in members.why_not_ready(options.frontend_url, _STOCK_S):
+        for why in members.why_not_ready(options.frontend_url, within_s=5.0):
             typer.echo(f"  but not yet: {why}")
     where = "" if state.path == StateDir().path else f" --state-dir {quote(str(state.path))}"
     by_key = "" if detach else "Ctrl-C, or "

@@ -89,8 +89,8 @@ def _build(recipe: Recipe, directory: Path) -> None:
     # Imported here: a process that finds the model there need not wait for torch.
     from safetensors.torch import save_file
 
+    from pullfill.demo.recipe import answer_only, random_weights
     from pullfill.demo.tokenizer import build_tokenizer, readable, write_tokenizer
-    from pullfill.demo.weights import answer_only, random_weights
 
     tokenizer, weights = build_tokenizer(recipe.vocab), random_weights(recipe)
     if recipe.readable:

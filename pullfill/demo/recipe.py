@@ -1,12 +1,16 @@
-"""What a demo checkpoint is made of: a recipe, and the config files that follow from it."""
+"""What a demo checkpoint is made of: a recipe, and the config files and weights that follow."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:  # loaded only by those who make weights
+    from torch import Tensor
+from collections.abc import Sequence
 
 FORMAT = 2
 """Part of every digest. Raise it when the tokenizer, the template or the weights change: then
@@ -92,3 +96,59 @@ class Recipe:
 
 DEMO = Recipe(init_range=0.2, embedding=0.1, readable=True)
 """The checkpoint behind `--model demo`."""
+
+
+# --------------------------------------------------------------------------- weights
+
+EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+def layer_name(layer: int, part: str) -> str:
+    """Return the name of a weight. part: e.g. `self_attn.q_proj`."""
+    return f"model.layers.{layer}.{part}.weight"
+
+
+def random_weights(recipe: Recipe) -> dict[str, Tensor]:
+    """Return weights drawn from `recipe.seed`, the same on every call. Those of norms are one."""
+    import torch
+
+    wide, narrow = recipe.heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
+    hidden, inner = recipe.hidden, recipe.intermediate
+    draw = torch.Generator().manual_seed(recipe.seed)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(rows, columns, generator=draw) * (recipe.init_range * scale)
+
+    weights = {EMBED: matrix(recipe.vocab, hidden, recipe.embedding)}
+    for layer in range(recipe.layers):
+        parts = {
+            "input_layernorm": torch.ones(hidden),
+            # Half the scale for queries and keys, so that attention looks at all of the context.
+            "self_attn.q_proj": matrix(wide, hidden, 0.5),
+            "self_attn.k_proj": matrix(narrow, hidden, 0.5),
+            "self_attn.v_proj": matrix(narrow, hidden),
+            "self_attn.o_proj": matrix(hidden, wide),
+            "post_attention_layernorm": torch.ones(hidden),
+            "mlp.gate_proj": matrix(inner, hidden),
+            "mlp.up_proj": matrix(inner, hidden),
+            "mlp.down_proj": matrix(hidden, inner),
+        }
+        weights |= {layer_name(layer, part): weight for part, weight in parts.items()}
+    return weights | {NORM: torch.ones(hidden), HEAD: matrix(recipe.vocab, hidden)}
+
+
+def answer_only(weights: dict[str, Tensor], tokens: Sequence[int]) -> None:
+    """Change the weights so that the model answers with these tokens only."""
+    import torch
+
+    # The first of the hidden numbers becomes a positive constant: each embedding has it, and no
+    # layer adds to it. To the logit of every other token it adds a large negative number.
+    weights[EMBED][:, 0] = 3 * weights[EMBED].std()
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight[0] = 0
+    head = weights[HEAD]
+    others = torch.ones(len(head), dtype=torch.bool)
+    others[list(tokens)] = False
+    head[others] = 0
+    head[:, 0] = -10_000 * others

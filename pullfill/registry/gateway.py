@@ -156,7 +156,6 @@ class EtcdConnector(aiohttp.TCPConnector):
 T = TypeVar("T")
 
 OLDEST = sem.Version("3.4.0")
-TIMEOUT_S = 2.0
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, UnicodeError)
 
 
@@ -249,7 +248,7 @@ class EtcdRpc:
         *,
         wait_s: float = 30.0,
         on_retry: Callable[[str], None] | None = None,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = 2.0,
         security: ServerSecurity = OPEN.etcd,
     ) -> Self:
         """Connect to an etcd at `url`. Try for up to `wait_s`.

@@ -8,8 +8,8 @@ ended, the store is read *as of rev* once it answers again:
 - It is not (compacted, or a store that restarted empty, maybe grown past rev since): take a new
   snapshot, yield the difference, then `Synced` again.
 
-A stream that is silent for IDLE_S is renewed in the same way. So a half-open connection cannot hide
-changes for longer. `Follower` watches in a task of its own.
+A stream that is silent for `idle_s` is renewed in the same way. So a half-open connection cannot
+hide changes for longer. `Follower` watches in a task of its own.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ from pullfill.registry.gateway import Failure
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
 
-IDLE_S = 60.0
-"""A watch that brought nothing for this long is opened anew."""
-REFUSED_S = 10.0
-"""Pause after etcd has refused it. To check a password takes etcd tens of milliseconds of CPU."""
 _log = log.get("registry.watch")
 
 
@@ -132,13 +128,16 @@ async def watch_prefix(
     prefix: str | bytes,
     *,
     on_break: Callable[[], None] | None = None,
-    idle_s: float = IDLE_S,
+    idle_s: float = 60.0,
     pause_s: float = 0.05,
+    refused_s: float = 10.0,
 ) -> AsyncGenerator[WatchEvent, None]:
     """Yield events of all keys with `prefix`, for ever.
 
     on_break: called each time a stream breaks or cannot be opened.
+    idle_s: a stream that brought nothing for this long is opened anew.
     pause_s: the first pause before a broken stream is opened again.
+    refused_s: the pause after etcd has refused it.
 
     Raises ConfigError if etcd does not let us read there at first. A later refusal counts as an
     outage: an operator may take back what caused it. Then `client.health` says why."""
@@ -180,7 +179,8 @@ async def watch_prefix(
                     _log.debug("watch of %s broke: %s", shown, exc)
                 if on_break is not None:
                     on_break()
-                await asyncio.sleep(REFUSED_S if isinstance(exc, ConfigError) else backoff.next())
+                # To check a password takes etcd tens of milliseconds of CPU.
+                await asyncio.sleep(refused_s if isinstance(exc, ConfigError) else backoff.next())
     finally:
         client.health.ok(part)  # nobody looks there any more
 

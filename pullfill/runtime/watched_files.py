@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import os
 
-LOOK_S = 1.0
-"""How often owners look. Two looks must agree, so a change acts after two seconds."""
-
 Stamp = tuple[int, int, int] | str
 """What changes with a file: its inode, size in bytes and time in ns. A text: it cannot be read."""
 
 
 class WatchedFiles:
-    """These files, as they were last read. Belongs to one loop."""
+    """These files, as they were last read. Belongs to one loop.
 
-    def __init__(self, *paths: str) -> None:
+    every_s: how often `wait` looks. Two looks must agree, so a change acts after twice that."""
+
+    def __init__(self, *paths: str, every_s: float = 1.0) -> None:
+        self._every_s = every_s
         self._paths = paths
         self._read = self._last = self._stamps()
 
@@ -35,9 +35,9 @@ class WatchedFiles:
 
     async def wait(self) -> None:
         """Return when they are to be read again."""
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(self._every_s)
         while not await self.changed():  # noqa: ASYNC110 - files have no event to wait for
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._every_s)
 
     def _stamps(self) -> list[Stamp]:
         return [_stamp(path) for path in self._paths]

@@ -16,10 +16,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-DRAIN_S = 30.0
-"""How long the command may take to end after the first SIGTERM. The second one means: at once."""
-FORCE_S = 15.0
-
 
 def run(command: Sequence[str], stdin: int = 0) -> int:
     """Run the command until it ends, or until `stdin` is closed. Return its exit code."""
@@ -42,7 +38,8 @@ def _until_closed(stdin: int, ended: int) -> None:
 
 
 def _stop(child: subprocess.Popen[bytes]) -> int:
-    for patience_s in (DRAIN_S, FORCE_S):
+    # The first SIGTERM asks the command to drain. The second one means: at once.
+    for patience_s in (30.0, 15.0):
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
             return child.wait(patience_s)

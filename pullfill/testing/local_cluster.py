@@ -33,10 +33,7 @@ COMMAND = (sys.executable, "-P", "-m", "pullfill")
 GUARD = (sys.executable, "-P", "-m", "pullfill.testing.guard")
 MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
 """vLLM's flags for engines without a model: every token is the same, and computed in no time."""
-START_S = 600.0
-STOP_S = 60.0
 _READY = "ready"
-_POLL_S = 0.1
 
 
 class LocalCluster:
@@ -114,7 +111,7 @@ def cluster(
     frontends: int = 1,
     mock: bool = False,
     env: Mapping[str, str] | None = None,
-    start_s: float = START_S,
+    start_s: float = 600.0,
 ) -> Iterator[LocalCluster]:
     """Start a cluster, and stop it at the end of `with`.
 
@@ -169,7 +166,7 @@ def _wait_ready(guard: subprocess.Popen[bytes], output: Path, start_s: float) ->
             raise UnavailableError(f"the cluster did not start:\n{text.strip()}")
         if time.monotonic() > deadline:
             raise UnavailableError(f"the cluster did not start in {start_s:.0f} s:\n{text.strip()}")
-        time.sleep(_POLL_S)
+        time.sleep(0.1)
 
 
 def _stop(guard: subprocess.Popen[bytes]) -> None:
@@ -177,7 +174,7 @@ def _stop(guard: subprocess.Popen[bytes]) -> None:
     assert guard.stdin is not None
     guard.stdin.close()
     try:
-        guard.wait(STOP_S)
+        guard.wait(60.0)  # longer than the guard waits for the cluster
     except subprocess.TimeoutExpired:
         guard.kill()
         guard.wait()

@@ -19,7 +19,6 @@ from pullfill.errors import ConfigError, NotNow, RegistryUnavailable
 from pullfill.net.security import Security, load
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.registry import watch
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Put, watch_prefix
 from tests.support.certificates import Certificates, make_certificates
@@ -219,15 +218,13 @@ async def test_a_watch_outlives_a_changed_password(
     tmp_path: Path,
     locked_etcd: EtcdServer,
     certificates: Certificates,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watch, "REFUSED_S", 0.2)
     security = write(tmp_path, etcd_toml(certificates), password=PASSWORD)
     client = await EtcdClient.connect(locked_etcd.url, wait_s=HANG_S, security=security.etcd)
     seen: list[bytes] = []
 
     async def follow() -> None:
-        async for event in watch_prefix(client, "p/", idle_s=0.3):
+        async for event in watch_prefix(client, "p/", idle_s=0.3, refused_s=0.2):
             if isinstance(event, Put):
                 seen.append(event.value)
 

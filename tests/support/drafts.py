@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from pullfill.demo.weights import answer_only, layer_name, random_weights
+from pullfill.demo.recipe import answer_only, layer_name, random_weights
 from tests.support.checkpoint import TINY, tiny_checkpoint
 
 FEW = (40, 90, 150)

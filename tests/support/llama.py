@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from pullfill.demo.recipe import Recipe
-from pullfill.demo.weights import EMBED, HEAD, NORM, layer_name
+from pullfill.demo.recipe import EMBED, HEAD, NORM, Recipe, layer_name
 
 Cache = dict[int, tuple[Tensor, Tensor]]
 """Keys and values of each layer."""

@@ -24,7 +24,7 @@ from tests.support.checkpoint import TINY, tiny_checkpoint
 from tests.support.late import Late
 
 torch: Any = Late("torch")
-weights: Any = Late("pullfill.demo.weights")
+weights: Any = Late("pullfill.demo.recipe")
 llama: Any = Late("tests.support.llama")
 
 SMALL = Recipe(

@@ -94,12 +94,10 @@ async def test_frontends_have_as_long_as_workers_and_servers_have_not(
     given: float | None,
     started_with: float,
     code: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """When all workers have ended, a frontend may still have streams of stock servers.
 
     given: what `down --timeout` says. Without it each has what `up` has started it with."""
-    monkeypatch.setattr(down, "SERVER_DEADLINE_S", 0.5)
     started = start_time(slow.pid) or 0
     entry = ProcessEntry(
         name=role,
@@ -111,5 +109,5 @@ async def test_frontends_have_as_long_as_workers_and_servers_have_not(
         drain_s=started_with,
     )
     view = ProcessView(Console(file=io.StringIO()), "stopping")
-    assert await down.stop_in_order([entry], view, given, lambda: False) == []
+    assert await down.stop_in_order([entry], view, given, lambda: False, 0.5) == []
     assert slow.wait() == code

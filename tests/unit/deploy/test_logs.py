@@ -94,7 +94,7 @@ def test_follow_prints_what_comes_until_it_is_stopped(state: StateDir) -> None:
         with state.log_of("decode-0").open("a") as log:
             log.write("half a ")
             log.flush()
-            time.sleep(2 * logs.POLL_S)
+            time.sleep(0.4)
             log.write("line\n")
         assert read() == "decode-0  | half a line\n"
         state.log_of("decode-2").write_text("a new process\n")

@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import cli, latest
+from pullfill.deploy import cli, top
 from pullfill.deploy import top as command
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.frontend.live.page import QUIET_S
@@ -86,12 +86,12 @@ def test_the_latest_requests_of_all_frontends_are_listed(
 ) -> None:
     with serving() as one, serving() as other:
         monkeypatch.setattr(command, "frontend_urls", lambda _: [one, NOWHERE, other, one])
-        assert latest.show(ref(tmp_path), None, 1000, as_json=True) == 0
+        assert top.requests(ref(tmp_path), None, 1000, as_json=True) == 0
         rows = msgspec.json.decode(capsys.readouterr().out, type=list[Ended])
         assert [row.at for row in rows] == sorted(row.at or 0.0 for row in rows)
         assert len(rows) > 50
         assert max(Counter(row.id for row in rows).values()) == 2, "each frontend once"
-        assert latest.show(ref(tmp_path), other, 30, as_json=False) == 0
+        assert top.requests(ref(tmp_path), other, 30, as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     (line,) = (line for line in lines if rows[-1].id in line)
@@ -113,9 +113,9 @@ def test_the_url_of_a_frontend_is_enough(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_no_frontend_tells_of_requests(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="no frontend answers"):
-        latest.show(ref(tmp_path), NOWHERE, 1, as_json=False)
+        top.requests(ref(tmp_path), NOWHERE, 1, as_json=False)
     with serving(admin=(ADMIN,)) as url, pytest.raises(ConfigError, match="administrators only"):
-        latest.show(ref(tmp_path), url, 1, as_json=False)
+        top.requests(ref(tmp_path), url, 1, as_json=False)
 
 
 def test_the_administrators_key_goes_to_frontends_that_the_user_knows_only(tmp_path: Path) -> None:

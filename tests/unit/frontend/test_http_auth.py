@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from pullfill.frontend.http_auth import OPEN_PATHS, SERVING_PATHS, HttpAuth
 from pullfill.net import http_proof
 from pullfill.net.security import FrontendSecurity
-from pullfill.runtime import watched_files
 from pullfill.runtime.watched_files import WatchedFiles
 
 KEY, OTHER, ADMIN = "client-key-0123456789", "client-key-number-two", "admin-key-0123456789"
@@ -228,8 +227,9 @@ async def test_keys_are_taken_from_changed_files_while_it_serves(
     file.write_text(KEY)
     keys = FrontendSecurity(api_key_file=str(file))
     auth = HttpAuth(app, keys.api_keys(), ())
-    monkeypatch.setattr(watched_files, "LOOK_S", 0.01)
-    follow = auth.follow(WatchedFiles(*keys.key_files()), lambda: (keys.api_keys(), ()))
+    follow = auth.follow(
+        WatchedFiles(*keys.key_files(), every_s=0.01), lambda: (keys.api_keys(), ())
+    )
     task = asyncio.create_task(follow)
     assert not await shown(OTHER)
     file.write_text(f"{KEY}\n{OTHER}\n")
