@@ -35,7 +35,7 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.live_settings import Settings
 from pullfill.wire import DecodePolicy, RouterConfig
-from tests.support.fake_board import Alone
+from tests.support.frontend_rig import Alone
 
 TURN, OUTPUT = 96, 2
 _LIMIT_S = 60.0

@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pullfill.errors import ConfigError
 from pullfill.frontend import counters, main
 from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.sources import Heartbeats, HeartbeatSocket
@@ -185,25 +184,6 @@ async def test_a_flood_leaves_time_for_others() -> None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             real.close(linger=0)
-
-
-async def test_another_model_under_the_same_name_is_refused() -> None:
-    async with forwarding(known=False) as rig, hearing(rig) as beats, dealing(beats) as dealer:
-        rig.decode[0].root = "/models/other"
-        for role in "PD":
-            await dealer.send(msgspec.msgpack.encode(beat(rig, role)))
-        await rig.states(ready=1, refused=1)
-        (line,) = rig.servers.troubles()
-        assert "serves /models/other as m, and this frontend serves /m under that name" in line
-        assert "give one of the models another --served-model-name" in line
-
-
-async def test_a_port_that_is_taken_is_told() -> None:
-    async with forwarding(known=False) as rig, hearing(rig) as beats:
-        first = HeartbeatSocket("tcp://127.0.0.1:*", beats)
-        with pytest.raises(ConfigError, match="choose another --heartbeats"):
-            HeartbeatSocket(first.url, beats)
-        first.close()
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pullfill.frontend.forward import servers, sources
+from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.servers import StockLoad, load_of
 from pullfill.frontend.forward.sources import ServerFile
 from tests.support.fake_stock import FakeStock
@@ -72,19 +72,6 @@ async def test_models_that_cannot_be_read_are_a_refusal_and_asked_for_again(
         assert "its /v1/models lists no models as vLLM does" in await trouble(rig)
         told = [{"id": "m", "root": "/m"}]
         await rig.states(ready=1)
-
-
-async def test_a_server_that_is_looked_at_in_vain_is_looked_at_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with forwarding() as rig:
-        with monkeypatch.context() as patch:
-            patch.setattr(servers, "load_of", {}.__getitem__)  # a bug
-            await rig.states(failing=2)
-            assert "its health cannot be read" in rig.servers.troubles()[0]
-            await asyncio.sleep(0.1)
-        assert caplog.text.count("cannot look at stock decode server") == 1
-        await rig.states(ready=2)
 
 
 async def test_a_server_that_is_taken_out_of_the_file_ends_its_requests_and_gets_no_more(

@@ -62,7 +62,7 @@ async def test_a_stream_that_begins_with_an_error_goes_to_another_pair() -> None
 
 async def test_kv_that_cannot_be_read_and_then_a_server_that_breaks_off_is_one_fault() -> None:
     """So a prefill server ends: the KV that it has made is lost, then it answers nobody."""
-    async with forwarding(prefill=2, decode=2) as rig:
+    async with forwarding(prefill=2, decode=2, look_s=1.0) as rig:
         rig.decode[0].refuse = (500, "Internal server error")
         rig.prefill[1].breaks = 0
         for _ in range(2):

@@ -24,6 +24,7 @@ from pullfill.frontend.routing import choice
 from pullfill.options import Dispatch, ForwarderName
 from pullfill.wire import DecodePolicy
 from tests.support.fake_stock import FakeStock, World, events, whole
+from tests.support.frontend_rig import until
 
 PATIENCE_S = 20.0
 FEW_BLOCKS = 1 << 10
@@ -170,12 +171,6 @@ class ForwardRig:
         await until(now)
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - the condition has no event to wait for
-            await asyncio.sleep(0.005)
-
-
 @asynccontextmanager
 async def forwarding(
     name: str = "staged",
@@ -188,10 +183,11 @@ async def forwarding(
     known: bool = True,
     wait: bool = True,
     key: str = "",
+    look_s: float = 0.02,
 ) -> AsyncIterator[ForwardRig]:
     """A forwarder with so many servers. known: they are registered. wait: until they are ready.
 
-    key: the API key that it has for them."""
+    key: the API key that it has for them. look_s: how often it looks at them."""
     async with AsyncExitStack() as stack:
         world = World()
         fakes = [FakeStock(world, protocol) for _ in range(prefill + decode)]
@@ -202,7 +198,13 @@ async def forwarding(
         found += [sources.make("decode", f.url, f.kv) for f in fakes[prefill:]]
         rig = await stack.enter_async_context(
             forwarding_to(
-                found if known else [], name, protocol_of(protocol), dispatch, silence_s, key=key
+                found if known else [],
+                name,
+                protocol_of(protocol),
+                dispatch,
+                silence_s,
+                key=key,
+                look_s=look_s,
             )
         )
         rig.prefill, rig.decode = fakes[:prefill], fakes[prefill:]
@@ -222,6 +224,7 @@ async def forwarding_to(
     *,
     model: str = "/m",
     key: str = "",
+    look_s: float = 0.02,
 ) -> AsyncIterator[ForwardRig]:
     """A forwarder with these servers, ready or not. model: what they serve as `m`."""
     async with AsyncExitStack() as stack:
@@ -230,7 +233,7 @@ async def forwarding_to(
         pickers: dict[str, Picker] = {}
         headers = {"authorization": f"Bearer {key}"} if key else {}
         servers = Servers(
-            session, ("m",), model, spoken, pickers, headers, look_s=0.02, answer_s=0.5
+            session, ("m",), model, spoken, pickers, headers, look_s=look_s, answer_s=0.5
         )
         stack.push_async_callback(servers.close)
         forwarder = ForwarderName(name)

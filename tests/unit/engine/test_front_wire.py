@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pullfill import wire
 from pullfill.engine import front_wire
@@ -39,22 +37,8 @@ def test_hello_survives_the_wire_and_another_version_does_not() -> None:
         wire.decode(other, front_wire.FrontendHello)
 
 
-@given(st.binary(max_size=64))
-def test_id_lists_from_the_wire_are_strict(data: bytes) -> None:
-    try:
-        ids = front_wire.decode_ids(data)
-    except BadMessage:
-        return
-    assert all(isinstance(item, str) for item in ids)
-
-
 def test_refusal_text_is_printable_whatever_was_sent() -> None:
     assert front_wire.text_of(b"no\x1b[31m \xff" + b"x" * 9999).isprintable()
-
-
-def test_attempt_ids_differ() -> None:
-    assert front_wire.attempt_id("r", 0) == "r"
-    assert len({front_wire.attempt_id("r", n) for n in range(4)}) == 4
 
 
 def test_the_hint_of_a_request_is_strict() -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine import request_limits
 from pullfill.frontend import admission as gates
-from pullfill.frontend.admission import Admission
+from pullfill.frontend.admission import MOST_COMMAS, MOST_VALUES, Admission, why_too_much
 
 
 class Client:
@@ -146,42 +145,6 @@ async def test_every_way_out_frees_the_slot() -> None:
     assert gate.in_flight == 0
 
 
-async def test_a_client_that_takes_nothing_is_left() -> None:
-    app = App()
-    app.go.set()
-    gate = Admission(app, app.wait_ready, 2, send_s=0.1)
-    deaf = Client(gate)
-    deaf.takes.clear()
-    deaf.say()
-    await settle()
-    app.go.clear()
-    waiting = Client(gate).say()  # for its answer, which is nobody's fault
-    await settle()
-    assert gate.in_flight == 2
-    async with asyncio.timeout(10):
-        await deaf.task
-    assert deaf.sent == []
-    assert gate.in_flight == 1
-    app.go.set()
-    await waiting.task
-    assert (waiting.status, gate.in_flight) == (200, 0)
-
-
-async def test_a_body_in_pieces_arrives_whole_and_has_its_slot_from_the_first() -> None:
-    app = App()
-    app.go.set()
-    gate = Admission(app, app.wait_ready, 1)
-    slow = Client(gate).say(b'{"a":', more=True)
-    await settle()
-    assert gate.in_flight == 1
-    other = Client(gate)
-    await other.task
-    assert other.status == 429, "refused before it is read"
-    slow.say(b"1}")
-    await slow.task
-    assert (slow.status, app.bodies) == (200, [b'{"a":1}'])
-
-
 async def test_all_bodies_together_are_bounded_until_their_answers_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -224,17 +187,6 @@ async def test_what_needs_the_tokenizer_is_bounded_too_but_needs_no_worker(
     large = Client(gate, path).say(b"{" * 9)
     await large.task
     assert (large.status, len(app.bodies), gate.in_flight) == (413, 1, 0)
-
-
-async def test_the_choices_of_each_request_are_counted_apart() -> None:
-    counted: list[str] = []
-
-    async def app(*_: Any) -> None:
-        counted.extend(request_limits.why_too_many(2, 3) for _ in range(2))
-
-    for _ in range(2):
-        await Client(Admission(app, App().wait_ready, 1)).say().task
-    assert [bool(why) for why in counted] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/api/v1/completions"])
@@ -331,3 +283,64 @@ async def test_whole_pairs_and_escaped_backslashes_pass(body: bytes) -> None:
     client = Client(Admission(app, app.wait_ready, 1)).say(body)
     await client.task
     assert client.status == 200
+
+
+# ------------------------------------------------- bodies that vLLM would check for seconds
+
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MANY = MOST_VALUES + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [1] * MANY}),
+        (CHAT, {"messages": [{}] * MANY}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "q"}] * MANY}]}),
+        (CHAT, {"messages": [{"prompt": [[1]]}] * MANY}),
+        (TEXT, {"prompt": [1, *["a"] * MANY]}),
+        (TEXT, {"prompt": [[1], *[["a"]] * MANY]}),
+        (TEXT, {"prompt": [1.5] * MANY}),
+        (TEXT, {"prompt": "p", "stop": [1] * MANY}),
+        (TEXT, {"prompt": "p", "echo": ["a"] * MANY}),
+        (TEXT, {"prompt": "p", "logit_bias": {str(n): "x" for n in range(MANY)}}),
+        (TEXT, {str(n): 1 for n in range(MANY)}),
+        (TEXT, [[]] * MANY),
+    ],
+)
+def test_too_many_values(path: str, body: Any) -> None:
+    assert "send it in parts" in why_too_much(path, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": [1] * 8 * MANY}),
+        (TEXT, {"prompt": ["a, [b], {c}"] * MANY}),
+        (TEXT, {"prompt": [[1, 2]] * MANY}),
+        (TEXT, {"prompt": "{[,]}" * MANY}),
+        (TEXT, {"prompt": "p", "stop": ["a"] * MANY, "bad_words": ["b"] * MANY}),
+        (TEXT, {"prompt": "p", "logit_bias": {str(n): 1.0 for n in range(MANY)}}),
+        ("/inference/v1/generate", {"sampling_params": {"allowed_token_ids": [1] * MANY}}),
+        (CHAT, {"messages": [{"role": "user", "content": "a, b, c"}] * (MOST_VALUES // 4)}),
+        ("/v1/completions/derender", {"logprobs": [{"a": 1}] * MANY}),
+    ],
+)
+def test_tokens_prompts_and_texts_do_not_count(path: str, body: Any) -> None:
+    assert why_too_much(path, json.dumps(body).encode()) == ""
+
+
+def test_what_only_python_reads_counts_too() -> None:
+    body = json.dumps({"messages": [1] * MANY, "x": float("nan")}).encode()
+    assert b"NaN" in body
+    assert why_too_much(CHAT, body)
+
+
+def test_no_body_is_read_for_long() -> None:
+    assert "commas" in why_too_much(TEXT, b"," * (MOST_COMMAS + 1))
+
+
+@pytest.mark.parametrize("body", [b"", b"nonsense", b"[" * 100_000, b'{"a":' * 100_000])
+def test_what_cannot_be_read_is_left_to_vllm(body: bytes) -> None:
+    assert why_too_much(CHAT, body) == ""

@@ -13,7 +13,6 @@ from pullfill import wire
 from pullfill.engine import front_wire
 from pullfill.frontend.flight import Flight
 from pullfill.frontend.request_log import RequestRecord
-from pullfill.frontend.routing import balancer as module
 from pullfill.frontend.routing.balancer import Balancer, hashes_of
 from pullfill.frontend.routing.choice import ALPHA, KNOWN
 from pullfill.frontend.routing.prefixes import Prefixes
@@ -113,12 +112,6 @@ async def test_the_choice_is_explained_and_counted(rig: Rig) -> None:
     assert counted("kv", "prefix") == before + 1
 
 
-async def test_a_prompt_follows_one_that_was_just_sent(rig: Rig) -> None:
-    rig.holds()
-    first = rig.worker_of(request("r", PROMPT))
-    assert rig.worker_of(request("s", [*PROMPT[:-5], 1, 2, 3])) == first
-
-
 @pytest.mark.parametrize(
     "other", [{"cache_salt": "s"}, {"lora_request": SimpleNamespace(lora_name="l")}]
 )
@@ -162,45 +155,6 @@ def test_a_migrated_answer_is_matched_with_the_tokens_that_are_out() -> None:
     assert parts.tolist() == whole.tolist()
 
 
-async def test_a_prompt_is_hashed_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig.holds()
-    calls = []
-    real = hashes_of
-    monkeypatch.setattr(module, "hashes_of", lambda *args: calls.append(args) or real(*args))
-    flight = rig.choose(request("r", PROMPT))
-    rig.balancer.left(flight)
-    rig.balancer.choose(flight, rig.workers, rig.now)
-    assert len(calls) == 1
-
-
-async def test_all_choices_of_an_answer_go_to_one_worker(rig: Rig) -> None:
-    rig.policy = DecodePolicy.ROUND_ROBIN
-
-    def part(number: int) -> Any:
-        made = request(f"{number}_cmpl-x-0-1234abcd", PROMPT)
-        made.external_req_id = "cmpl-x-0"
-        return made
-
-    flights = [rig.choose(part(number)) for number in range(3)]
-    assert {at(flight) for flight in flights} == {at(flights[0])}
-    reasons = [f.record.decode_choice.reason for f in flights if f.record.decode_choice]
-    assert reasons[1:] == ["together", "together"]
-
-
-async def test_load_is_counted_until_the_end(rig: Rig) -> None:
-    rig.holds()
-    flight = rig.choose(request("r", PROMPT))
-    assert flight.share is not None
-    view = flight.share.view
-    assert (view.own_tokens, view.own_blocks) == (325, 21)
-    rig.balancer.first(flight)
-    assert (view.own_tokens, view.own_blocks) == (0, 21)
-    flight.tokens += [1, 2, 3]
-    rig.balancer.left(flight)
-    rig.balancer.left(flight)
-    assert (view.own_blocks, view.work) == (0, 328)
-
-
 async def test_what_workers_report_decides(rig: Rig) -> None:
     rig.holds()
     for worker, queued in zip(rig.workers, (900, 100, 500), strict=True):
@@ -209,21 +163,6 @@ async def test_what_workers_report_decides(rig: Rig) -> None:
         )
         rig.balancer.report(worker)
     assert rig.worker_of(request("r", PROMPT)) == "b"
-
-
-async def test_a_lost_worker_leaves_nothing_behind(rig: Rig) -> None:
-    rig.holds()
-    flight = rig.choose(request("r", PROMPT))
-    gone = at(flight)
-    (lost,) = [worker for worker in rig.workers if worker.instance_id == gone]
-    rig.prefixes.forget(lost, 0.0)
-    rig.balancer.lost(lost)
-    rig.balancer.left(flight)
-    rig.workers = [worker for worker in rig.workers if worker is not lost]
-    other = rig.choose(request("s", PROMPT))
-    assert at(other) != gone
-    assert other.record.decode_choice is not None
-    assert other.record.decode_choice.matched_tokens == 0
 
 
 async def test_before_the_workers_have_told_their_blocks_a_hash_names_two(rig: Rig) -> None:
@@ -235,11 +174,6 @@ async def test_before_the_workers_have_told_their_blocks_a_hash_names_two(rig: R
     other = rig.choose(request("s", list(range(900, 1300)))).record.decode_choice
     assert other is not None
     assert other.reason == "no_prefix"
-
-
-async def test_workers_without_a_prefix_cache_are_chosen_by_load(rig: Rig) -> None:
-    rig.workers = [Worker("a", 0), Worker("b", 0)]
-    assert {rig.worker_of(request(f"r{n}", PROMPT)) for n in range(2)} == {"a", "b"}
 
 
 def holder(rig: Rig, asked: Any, worker: int) -> PrefixHolder | None:
@@ -276,10 +210,3 @@ async def test_nobody_is_named_who_holds_hardly_more(rig: Rig) -> None:
     assert holder(rig, request("r2", PROMPT[: 2 * BLOCK]), 2) is None, "too short"
     rig.min_fetch = 0
     assert holder(rig, request("r3", PROMPT), 2) is None, "switched off"
-
-
-async def test_a_worker_that_is_lost_is_not_named(rig: Rig) -> None:
-    rig.min_fetch = BLOCK
-    rig.holds(b=request("x", PROMPT))
-    rig.prefixes.forget(rig.workers[1], 0.0)
-    assert holder(rig, request("r", PROMPT), 0) is None

@@ -5,10 +5,22 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
-from pullfill.frontend.routing import choice as decode_choice
-from pullfill.frontend.routing.choice import Ask, Candidates, Choice, Chooser, WorkerView
+from pullfill.frontend.routing.choice import (
+    ALPHA,
+    FADE,
+    KNOWN,
+    Ask,
+    Candidates,
+    Choice,
+    Chooser,
+    Fleet,
+    Held,
+    Placement,
+    WorkerView,
+)
 from pullfill.wire import DecodePolicy
 
 BLOCK = 16
@@ -65,12 +77,12 @@ def test_least_loaded_avoids_each_kind_of_load(field: str) -> None:
 def test_a_prompt_goes_where_its_prefix_is() -> None:
     choice = kv(chooser(), ask(b=90), views("a", "b", "c"))
     assert (choice.view.instance_id, choice.matched_tokens, choice.reason) == ("b", 1440, "prefix")
-    assert choice.score == decode_choice.ALPHA * 160
+    assert choice.score == ALPHA * 160
 
 
 def test_a_queue_that_costs_more_than_the_prefix_saves_turns_a_prompt_away() -> None:
     among = views("a", "b")
-    saved = decode_choice.ALPHA * 1440
+    saved = ALPHA * 1440
     among.by_id["b"].others_tokens = saved - 10
     assert kv(chooser(), ask(b=90), among).view.instance_id == "b"
     among.by_id["b"].others_tokens = saved + 10
@@ -105,13 +117,13 @@ def test_prompts_that_differ_after_a_shared_prefix_get_to_all_workers() -> None:
 
 def test_a_prefix_that_many_others_hold_too_is_not_crowded() -> None:
     names = [f"w{n}" for n in range(200)]
-    among, held = views(*names), dict.fromkeys(names[: decode_choice.KNOWN], 90)
+    among, held = views(*names), dict.fromkeys(names[:KNOWN], 90)
     for more, full in ((0, False), (900, True)):
         by = chooser()
         for _ in range(1000):
             what = Ask(1600, BLOCK, HASHES[:100], held, 90, True, more)
             choice = kv(by, what, among)
-        assert (choice.score == decode_choice.ALPHA * 160) is full
+        assert (choice.score == ALPHA * 160) is full
 
 
 def test_a_conversation_stays_although_its_worker_has_done_all_the_work() -> None:
@@ -183,3 +195,110 @@ def test_more_frontends_count_a_shared_prefix_for_each_other() -> None:
         return 1000
 
     assert sent_before_another_is_tried(8) < sent_before_another_is_tried(1) < 100
+
+
+# --------------------------------------------------------------------------- the load
+
+
+def test_a_report_counts_others_and_our_own_is_not_counted_twice() -> None:
+    fleet = Fleet()
+    view = fleet.join("a")
+    share = fleet.send(view, 300.0, 20.0)
+    fleet.report("a", queued_tokens=1000.0, active_blocks=50.0, free_blocks=950.0)
+    assert (view.own_tokens + view.others_tokens, view.own_blocks + view.others_blocks) == (
+        1000,
+        50,
+    )
+    fleet.send(view, 100.0, 7.0)
+    assert (view.own_tokens + view.others_tokens, view.free_blocks) == (1100.0, 943.0)
+    share.first()
+    assert (view.own_tokens, view.others_tokens, view.own_blocks) == (100.0, 700.0, 27.0)
+
+
+def test_a_worker_that_joins_gets_the_mean_of_recent_work() -> None:
+    fleet = Fleet()
+    a, b = fleet.join("a"), fleet.join("b")
+    fleet.send(a, 300.0, 1.0)
+    fleet.send(b, 100.0, 1.0)
+    assert fleet.join("c").work == 200.0
+    assert fleet.join("a").work == 300.0
+
+
+def test_work_fades_with_work() -> None:
+    fleet = Fleet()
+    a, b = fleet.join("a"), fleet.join("b")
+    fleet.send(a, 10_000.0, 1.0)
+    for _ in range(2 * FADE - 1):
+        fleet.send(b, 0.0, 1.0)
+    assert 4900 < a.work < 5100
+
+
+def test_a_worker_that_has_left_is_forgotten_and_its_shares_may_still_end() -> None:
+    fleet = Fleet()
+    share = fleet.send(fleet.join("a"), 300.0, 20.0)
+    fleet.join("b")
+    fleet.drop("a")
+    share.end()
+    fleet.report("a", 1.0, 1.0, 1.0)
+    assert list(fleet.views) == ["b"]
+
+
+# --------------------------------------------------------------------------- both together
+
+
+ARRAY = np.arange(1, 101, dtype=np.uint64)
+
+
+def placed(placement: Placement, now: float = 0.0, **stored: int) -> Choice:
+    among = placement.candidates(["a", "b", "c"])
+    return placement.choose(
+        DecodePolicy.KV, 1650, among, now, block=BLOCK, hashes=ARRAY, stored=Held(stored)
+    )
+
+
+def send(placement: Placement, choice: Choice, now: float = 0.0) -> None:
+    placement.send(choice, 1650, now, block=BLOCK, hashes=ARRAY).end()
+
+
+def test_siblings_follow_a_prompt_that_is_not_computed_yet() -> None:
+    placement = Placement(random.Random(1))
+    first = placed(placement)
+    assert first.matched_tokens == 0
+    send(placement, first)
+    second = placed(placement, 1.0)
+    assert second.view is first.view
+    assert second.matched_tokens == 1600
+
+
+def test_what_was_only_predicted_is_forgotten() -> None:
+    placement = Placement(random.Random(1), predicted_s=30.0)
+    send(placement, placed(placement))
+    assert placed(placement, 61.0).matched_tokens == 0
+
+
+def test_predicted_blocks_add_to_stored_ones() -> None:
+    placement = Placement(random.Random(1))
+    send(placement, placed(placement, b=60))
+    found = placed(placement, 1.0, a=40, b=60)
+    assert (found.view.instance_id, found.matched_tokens) == ("b", 1600)
+    found = placed(placement, 1.0, a=100, b=60)
+    assert (found.view.instance_id, found.matched_tokens) == ("a", 1600)
+
+
+def test_a_worker_that_has_left_is_not_predicted_to_hold_anything() -> None:
+    placement = Placement(random.Random(1))
+    first = placed(placement)
+    send(placement, first)
+    left = [name for name in "abc" if name != first.view.instance_id]
+    placement.drop(first.view.instance_id)
+    among = placement.candidates(left)
+    found = placement.choose(DecodePolicy.KV, 1650, among, 1.0, block=BLOCK, hashes=ARRAY)
+    assert (found.reason, found.matched_tokens) == ("no_prefix", 0)
+
+
+def test_a_prompt_without_hashes_goes_by_load() -> None:
+    placement = Placement(random.Random(1))
+    among = placement.candidates(["a", "b"])
+    first = placement.choose(DecodePolicy.KV, 100, among, 0.0)
+    placement.send(first, 100, 0.0)
+    assert placement.choose(DecodePolicy.KV, 100, among, 0.0).view is not first.view

@@ -7,15 +7,13 @@ import contextlib
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import pytest
 
 from pullfill.engine import front_wire
-from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
+from pullfill.frontend.decode_connection import ConnectionState
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import request
 from tests.support.frontend_rig import rig, until
@@ -166,31 +164,6 @@ async def test_nothing_counts_that_comes_after_a_break_went_unnoticed() -> None:
     relay.close()
 
 
-async def test_a_worker_without_requests_is_asked_less_often(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(front_wire, "PING_INTERVAL_S", 0.02)
-    sent, send = Counter[str](), DecodeConnection.send
-
-    def noting(self: DecodeConnection, kind: bytes, *frames: Any) -> None:
-        sent[self.instance_id] += kind == front_wire.PING
-        send(self, kind, *frames)
-
-    monkeypatch.setattr(DecodeConnection, "send", noting)
-    busy, idle = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
-    async with rig(busy, idle) as r:
-        await r.ready(2)
-        r.dispatcher.submit(request("r-1"))
-        await until(lambda: bool(busy.added))
-        begin = sent.copy()
-        await until(lambda: sent["decode-1"] >= begin["decode-1"] + 12)
-        now = sent - begin
-        assert abs(2 * now["decode-2"] - now["decode-1"]) <= 1, "to every second tick"
-        all_sent = sent.copy()
-        await until(lambda: busy.pings >= all_sent["decode-1"])
-        await until(lambda: idle.pings >= all_sent["decode-2"])
-
-
 async def test_a_worker_that_sends_rubbish_has_not_died() -> None:
     """Its requests go on elsewhere, and none of them is suspected of having killed it."""
     bad, good = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
@@ -203,29 +176,3 @@ async def test_a_worker_that_sends_rubbish_has_not_died() -> None:
         assert not r.dispatcher.flights["a"].deaths
         good.hold = False
         await until(lambda: "a" in r.sink.finished)
-
-
-async def test_the_load_of_a_worker_is_that_of_its_welcome_then_of_its_last_report() -> None:
-    def load(running: int) -> front_wire.LoadReport:
-        return front_wire.LoadReport(
-            running=running, waiting=2, uncached_tokens_queued=3, active_blocks=4, free_blocks=5
-        )
-
-    worker = FakeDecode("decode-1", load=load(1))
-    async with rig(worker) as r:
-        await r.ready(1)
-        connection = r.pool.candidates()[0]
-        assert connection.load == load(1)
-        before = connection.load_at
-        worker.send_raw(front_wire.LOAD, msgspec.msgpack.encode(load(7)))
-        await until(lambda: connection.load == load(7))
-        assert connection.load_at >= before > 0
-
-
-@pytest.mark.parametrize("payload", [b"", b"nonsense", msgspec.msgpack.encode({"running": -1})])
-async def test_a_load_that_cannot_be_read_ends_the_connection(payload: bytes) -> None:
-    worker = FakeDecode("decode-1")
-    async with rig(worker) as r:
-        await r.ready(1)
-        worker.send_raw(front_wire.LOAD, payload)
-        await until(lambda: r.sink.gone == ["decode-1"])

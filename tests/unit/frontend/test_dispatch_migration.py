@@ -56,10 +56,12 @@ async def test_an_answer_goes_on_from_the_tokens_that_are_out(how: str) -> None:
         (front_wire.OUT, b"junk"),
         (front_wire.OUT,),
         (front_wire.EXPL, b"junk"),
-        (front_wire.BACK, b"x", b"y"),
+        (front_wire.BACK, b"\x01"),
+        (front_wire.LAST, b"\x90", b"\xc1"),
+        (front_wire.OUT, msgspec.msgpack.encode([0, [[1, 2]]])),
         (b"WHAT", b""),
     ],
-    ids=["outputs", "nothing", "explain", "back", "kind"],
+    ids=["outputs", "nothing", "explain", "back", "last", "typed", "kind"],
 )
 async def test_an_unreadable_message_moves_the_answers_of_its_worker(
     frames: tuple[bytes, ...],
@@ -76,39 +78,6 @@ async def test_an_unreadable_message_moves_the_answers_of_its_worker(
         assert [asked.request_id for asked in two.added] == ["r~1"]
         await until(lambda: one.byes > 0)
         assert one.byes == 1
-
-
-async def test_only_the_lost_workers_answers_move() -> None:
-    one, two = FakeDecode("decode-1", stop_after=SOME), FakeDecode("decode-2", step_s=0.005)
-    async with rig(one, two) as r:
-        await r.ready(2)
-        for i in range(6):
-            r.dispatcher.submit(request(f"r{i}", [i], max_tokens=60))
-        for i in range(6):
-            await begun(r, f"r{i}")
-        one.die()
-        await until(lambda: len(r.sink.finished) == 6)
-        assert all(r.sink.tokens[f"r{i}"] == answer([i], 60) for i in range(6))
-        assert sorted(q.request_id for q in two.added) == [
-            "r0~1", "r1", "r2~1", "r3", "r4~1", "r5"
-        ]  # fmt: skip
-
-
-async def test_an_answer_survives_the_loss_of_one_worker_after_another() -> None:
-    workers = [FakeDecode(f"decode-{i}", step_s=0.003, stop_after=SOME) for i in range(4)]
-    async with rig(*workers) as r:
-        await r.ready(4)
-        r.dispatcher.submit(request("a", PROMPT, max_tokens=100))
-        for i, end in enumerate(("leave", "die", "die")):
-            await until(lambda: any(w.added for w in workers))
-            (there,) = [w for w in workers if w.added]
-            there.added.clear()
-            await begun(r, "a", 5 * (i + 1))
-            getattr(there, end)()
-        for worker in workers:
-            worker.stop_after = 0
-        await until(lambda: "a" in r.sink.finished)
-        assert r.sink.tokens["a"] == answer(PROMPT, 100)
 
 
 async def test_a_request_handed_back_again_and_again_is_no_killer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,14 +13,13 @@ import zmq
 from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault
 from pullfill.frontend import counters, dispatch
-from pullfill.frontend.dispatch import Dispatcher
+from pullfill.frontend.dispatch import Dispatcher, Waiting
 from pullfill.frontend.flight import WAITS, Flight, Waits
 from pullfill.frontend.request_log import RequestLog
 from pullfill.frontend.routing.balancer import Balancer
 from pullfill.wire import DecodePolicy
-from tests.support.fake_board import Alone
 from tests.support.fake_vllm import Output, Outputs, PlainCodec, request
-from tests.support.frontend_rig import Sink, until
+from tests.support.frontend_rig import Alone, Sink, until
 
 
 class Worker:
@@ -200,3 +200,32 @@ async def test_a_request_that_no_wire_can_carry_is_refused() -> None:
     desk.dispatcher.submit(odd)
     assert desk.sink.refused == {"b"}
     assert desk.dispatcher.in_flight == 1
+
+
+def due(name: str, deadline: float) -> Any:
+    return SimpleNamespace(request_id=name, deadline=deadline)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_deadline_that_has_passed_expires_at_once(loop: str) -> None:
+    """uvloop gives no timer for a time that has passed."""
+    module = pytest.importorskip(loop, reason=f"{loop} is not installed")
+
+    async def expire() -> list[str]:
+        ended: list[str] = []
+
+        def end(one: Any) -> None:
+            waiting.drop(one.request_id)
+            ended.append(one.request_id)
+
+        waiting = Waiting(lambda one, now: None, end)
+        now = asyncio.get_running_loop().time()
+        waiting.hold(due("late", now - 1.0))
+        waiting.hold(due("later", now - 0.5))
+        async with asyncio.timeout(5.0):
+            while len(ended) < 2:  # noqa: ASYNC110 - nothing tells it
+                await asyncio.sleep(0.001)
+        return sorted(ended)
+
+    with asyncio.Runner(loop_factory=module.new_event_loop) as runner:
+        assert runner.run(expire()) == ["late", "later"]

@@ -10,9 +10,7 @@ import pytest
 
 from pullfill.errors import ConfigError
 from pullfill.frontend.forward.forwarding import Forwarding, check
-from pullfill.frontend.forward.sources import JSON
 from pullfill.options import Dispatch, ForwarderName, FrontendOptions, parse_networks
-from tests.support.forward_rig import until
 
 STAGED = FrontendOptions(forwarder=ForwarderName.STAGED)
 NETWORKS = parse_networks("10.0.0.0/24")
@@ -59,19 +57,6 @@ async def test_pull_makes_nothing() -> None:
     assert Forwarding.of(FrontendOptions(), ("m",), cast(Any, None)) is None
 
 
-async def test_the_servers_are_known_at_once() -> None:
-    servers = "prefill=http://127.0.0.1:1,decode=http://127.0.0.1:2"
-    found = Forwarding.of(replace(STAGED, servers=servers, model="m"), ("m",), cast(Any, None))
-    assert found is not None
-    try:
-        assert [row["url"] for row in found.servers.status()] == [
-            "http://127.0.0.1:2", "http://127.0.0.1:1",
-        ]  # fmt: skip
-        assert "no stock decode server is ready: http://127.0.0.1:2" in found.stock.trouble()
-    finally:
-        await found.close()
-
-
 async def test_the_servers_of_a_file_are_known_and_a_broken_file_is_a_trouble(
     tmp_path: Path,
 ) -> None:
@@ -89,20 +74,5 @@ async def test_the_servers_of_a_file_are_known_and_a_broken_file_is_a_trouble(
             await found.file.look()
         assert found.troubles()[-1].startswith(f"{path}, line 1: url: the server has none")
         assert len(found.servers.known) == 2
-    finally:
-        await found.close()
-
-
-async def test_servers_that_send_heartbeats_are_known_until_they_are_silent() -> None:
-    options = replace(STAGED, heartbeats="tcp://127.0.0.1:*", heartbeat_silence_s=60.0, model="m")
-    found = Forwarding.of(options, ("m",), cast(Any, None))
-    assert found is not None
-    try:
-        found.heartbeats.hear(b'{"type": "D", "http_address": "127.0.0.1:1"}', JSON)
-        found.heartbeats.look()
-        assert [row["sources"] for row in found.servers.status()] == [("heartbeats",)]
-        found.heartbeats.silence_s = 0.01
-        await until(lambda: not found.servers.known)
-        assert found.socket is not None
     finally:
         await found.close()

@@ -142,10 +142,3 @@ def test_the_number_of_servers_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPa
     rig.hear("D", "c:1")
     rig.passes(0.25)
     assert rig.published[-1] == (Entry("decode", "http://c:1"),)
-
-
-def test_lines_of_refusals_are_bounded(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    for number in range(100):
-        with pytest.raises(ConfigError):
-            rig.hear(f"x{number}", "a:1")
-    assert len(caplog.records) == 32

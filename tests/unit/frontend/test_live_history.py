@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from pullfill.frontend.live.history import MAX_VALUES, Series, TokenMeter, percentiles
-from pullfill.snapshot import HISTORY_S, STEP_S, Ended, WorkerPoint
+from pullfill.frontend.live.history import MAX_MARKS, Marks, Series, TokenMeter, percentiles
+from pullfill.snapshot import HISTORY_S, STEP_S, Cluster, Ended, WorkerPoint, WorkerRow
+from pullfill.wire import ServerStatus, WorkerRecord, WorkerState
+from tests.support.workers import record
 
 NOW = 10_000.0
 
@@ -55,21 +58,6 @@ def test_samples_count_more_than_what_was_spread() -> None:
     assert point.workers == {"d": WorkerPoint(0.25, 3, 1, 7.0)}
 
 
-def test_a_look_across_two_steps_counts_in_both() -> None:
-    series = Series()
-    series.sampled(NOW - 1, 4.0, 40.0, None, {})
-    series.sampled(NOW + 1, 2.0, 40.0, None, {})
-    before, now = series.points(NOW + 1, 2)
-    assert now.tokens_per_s == pytest.approx(20.0)
-    assert before.tokens_per_s == pytest.approx((40 + 20) / (4 + 1))
-
-
-def test_looks_that_are_many_steps_apart_count_no_token_twice() -> None:
-    series = Series()
-    series.sampled(NOW + 2, 20.0, 200.0, None, {})
-    assert [point.tokens_per_s for point in series.points(NOW + 2, 2)] == pytest.approx([10.0] * 2)
-
-
 def test_what_is_older_than_the_history_is_forgotten() -> None:
     series = Series()
     series.ended(ended(NOW))
@@ -89,17 +77,6 @@ def test_the_figures_are_of_the_last_minute() -> None:
     assert now.tokens_per_s == 12.0
 
 
-def test_more_requests_than_are_remembered_are_counted_over_the_time_that_they_took() -> None:
-    series = Series()
-    rows = [ended(NOW - 30 + n / 100, good=n % 2 == 0) for n in range(3000)]  # 100 in a second
-    series.recent(rows)
-    now = series.now(NOW, 0.0)
-    assert now.done_per_s == pytest.approx(100.0, rel=0.01)
-    assert now.good_per_s == pytest.approx(50.0, rel=0.01)
-    series.recent([ended(NOW)] * 4 * MAX_VALUES)
-    assert series.now(NOW, 0.0).done_per_s > 2048, "all at once"
-
-
 def test_tokens_between_two_looks_are_those_under_way_and_those_that_ended() -> None:
     meter = TokenMeter()
     assert meter.look(5.0, [("a", 100)], [ended(decode="a", made=999)]) == (0.0, {})
@@ -109,3 +86,114 @@ def test_tokens_between_two_looks_are_those_under_way_and_those_that_ended() -> 
     assert tokens["a"] == 0, "an answer that was cancelled counts nothing back"
     meter.reset()
     assert meter.look(99.0, [("a", 5)], []) == (0.0, {})
+
+
+# --------------------------------------------------------------------------- marks
+
+
+READY = record("decode-1", role="decode", pid=1)
+LOST = msgspec.structs.replace(READY, state=WorkerState.LOST)
+UP = ServerStatus(up=True, since_s=999.0)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def seen(*rows: WorkerRecord, **nats: ServerStatus) -> Cluster:
+    """The cluster of workers that do not answer, and NATS."""
+    workers = tuple(
+        WorkerRow(instance_id=row.instance_id, role=row.role, state=row.state) for row in rows
+    )
+    return Cluster(workers=workers, servers=nats)
+
+
+def told(marks: Marks) -> list[tuple[str, str, float, float | None]]:
+    return [(m.kind, m.who, m.at, m.until) for m in marks.marks()]
+
+
+def test_changes_in_the_registry_are_marks() -> None:
+    clock = Clock()
+    marks = Marks(clock)
+    marks.on_change(None, READY)
+    clock.now += 1
+    again = msgspec.structs.replace(READY, pid=2)
+    marks.on_change(READY, again)
+    clock.now += 1
+    draining = msgspec.structs.replace(again, state=WorkerState.DRAINING)
+    marks.on_change(again, draining)
+    clock.now += 7
+    marks.on_change(draining, None)
+    assert told(marks) == [
+        ("joined", "decode-1", 1000.0, None),
+        ("restarted", "decode-1", 1001.0, None),
+        ("drain", "decode-1", 1002.0, 1009.0),
+        ("left", "decode-1", 1009.0, None),
+    ]
+
+
+def test_an_outage_lasts_until_the_server_answers() -> None:
+    clock = Clock()
+    marks = Marks(clock)
+    marks.seen(seen(nats=UP))
+    away = ServerStatus(up=False, since_s=3.0, error="nats://h:1: refused")
+    marks.seen(seen(nats=away))
+    clock.now += 4
+    marks.seen(seen(nats=msgspec.structs.replace(away, since_s=7.0)))
+    assert told(marks) == [("outage", "nats", 997.0, None)], "once, and it is not over"
+    clock.now += 2
+    marks.seen(seen(nats=ServerStatus(up=True, since_s=0.5)))
+    assert told(marks) == [("outage", "nats", 997.0, 1005.5)]
+    assert marks.marks()[0].text == "nats://h:1: refused"
+
+
+def test_a_worker_that_is_ready_again_drains_no_more() -> None:
+    """As one whose engine was stuck."""
+    clock = Clock()
+    marks = Marks(clock)
+    draining = msgspec.structs.replace(READY, state=WorkerState.DRAINING)
+    marks.on_change(READY, draining)
+    clock.now += 3
+    marks.on_change(draining, READY)
+    assert told(marks) == [("drain", "decode-1", 1000.0, 1003.0)]
+
+
+def test_a_worker_that_does_not_answer_is_lost_until_it_does() -> None:
+    clock = Clock()
+    marks = Marks(clock)
+    marks.seen(seen(LOST))
+    clock.now += 3
+    marks.seen(seen(READY))
+    assert told(marks) == [("lost", "decode-1", 1000.0, 1003.0)]
+
+
+def test_a_report_that_is_late_marks_nobody_who_has_left() -> None:
+    clock = Clock()
+    marks = Marks(clock)
+    draining = msgspec.structs.replace(READY, state=WorkerState.DRAINING)
+    marks.on_change(None, READY)
+    marks.on_change(draining, None)
+    marks.seen(seen(LOST))  # was asked before it left
+    clock.now += 1
+    marks.seen(seen())
+    assert [(kind, until) for kind, _, _, until in told(marks) if kind != "joined"] == [
+        ("left", None), ("lost", 1001.0),
+    ]  # fmt: skip
+    clock.now += HISTORY_S + 1
+    assert told(marks) == []
+
+
+def test_marks_are_bounded_and_what_lasts_is_kept() -> None:
+    clock = Clock()
+    marks = Marks(clock)
+    marks.seen(seen(nats=ServerStatus(up=False, since_s=0.0, error="e")))
+    clock.now += HISTORY_S + 1
+    assert [kind for kind, *_ in told(marks)] == ["outage"]
+    for _ in range(2 * MAX_MARKS):
+        marks.on_change(None, READY)
+    assert len(marks.marks()) == MAX_MARKS
+    clock.now += HISTORY_S + 1
+    assert told(marks) == []

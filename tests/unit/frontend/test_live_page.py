@@ -108,15 +108,6 @@ async def test_events_end_with_their_source() -> None:
     assert (refused.status_code, refused.json()["error"]) == (503, "too many look")
 
 
-async def test_an_empty_body_is_sent_as_a_comment() -> None:
-    live = Live()
-    for body in (b"", b'{"a":1}', b"", None):
-        live.bodies.put_nowait(body)
-    async with client(live) as http:
-        answer = await http.get("/pullfill/ui/events")
-    assert answer.text == 'retry: 1000\n\n: \n\ndata: {"a":1}\n\n: \n\n'
-
-
 class Peer:
     """One ASGI connection. deaf: what is sent to it is never taken."""
 
@@ -153,9 +144,3 @@ async def test_a_viewer_that_reads_nothing_is_disconnected() -> None:
     peer = Peer(deaf=True)
     stream = EventStream(Live().watch(), send_s=0.02)
     await asyncio.wait_for(stream({"method": "GET"}, peer.receive, peer.send), 5)
-
-
-async def test_a_head_request_opens_no_stream() -> None:
-    live = Live()
-    async with client(live) as http:
-        assert (await http.head("/pullfill/ui/events")).status_code == 200

@@ -61,28 +61,6 @@ def test_a_port_to_share_has_a_number() -> None:
         listeners_of(FrontendOptions(port=0, own_port=0))
 
 
-async def test_tls_flags_of_vllms_server_reach_uvicorn(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Told(Exception):
-        """Ends the call."""
-
-    told: dict[str, Any] = {}
-
-    def config(app: object, **options: Any) -> None:
-        told.update(options)
-        raise Told
-
-    monkeypatch.setattr("uvicorn.Config", config)
-    tls = {f"ssl_{name}": name for name in ("keyfile", "certfile", "ca_certs", "ciphers")}
-    args = Namespace(
-        uvicorn_log_level="info", disable_uvicorn_access_log=False, ssl_cert_reqs=2, **tls
-    )
-    frontend: Any = SimpleNamespace(_options=FrontendOptions())
-    never: Any = None
-    with pytest.raises(Told):
-        await main._Frontend._http(frontend, never, SimpleNamespace(args=args), never, never, never)
-    assert {name: told[name] for name in tls} == tls
-
-
 class Leaving:
     """A frontend process that is told to leave while a client reads a stream.
 

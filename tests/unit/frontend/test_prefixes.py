@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -81,16 +80,6 @@ async def test_a_worker_is_cold_until_it_has_told_its_blocks(rig: Rig) -> None:
     assert value("pullfill_prefix_events_total") == told + 5
 
 
-async def test_leading_blocks_of_each_worker(rig: Rig) -> None:
-    a, b = Worker("a"), Worker("b")
-    for worker, blocks in ((a, BLOCKS[:2]), (b, BLOCKS[1:])):
-        worker.ring.append(Op.STORE, blocks)
-        rig.follow(worker)
-        rig.answer(worker)
-    assert rig.prefixes.matched(BLOCKS).blocks == {"a": 2}
-    assert rig.prefixes.matched(BLOCKS[1:]).blocks == {"a": 1, "b": 4}
-
-
 async def test_a_lost_worker_is_forgotten_and_comes_back_cold(rig: Rig) -> None:
     worker = Worker("a")
     worker.ring.append(Op.STORE, BLOCKS)
@@ -105,21 +94,6 @@ async def test_a_lost_worker_is_forgotten_and_comes_back_cold(rig: Rig) -> None:
     assert rig.state(again) == "cold"
     rig.answer(again)
     assert rig.prefixes.status("a", rig.now)["blocks"] == 0
-
-
-async def test_a_gap_is_healed_and_counted(rig: Rig) -> None:
-    worker = Worker("a")
-    rig.follow(worker)
-    rig.answer(worker)
-    worker.ring.append(Op.STORE, BLOCKS[:3])  # is not sent
-    worker.ring.append(Op.STORE, BLOCKS[3:])
-    before = value("pullfill_prefix_gaps_total", what="gaps")
-    for message in worker.ring.since(worker.ring.epoch, 3) or ():
-        rig.prefixes.take(worker, wire.encode(message), rig.now + 5)  # type: ignore[arg-type]
-    assert rig.state(worker) == "behind"
-    assert value("pullfill_prefix_gaps_total", what="gaps") == before + 1
-    rig.answer(worker)
-    assert (rig.state(worker), rig.prefixes.matched(BLOCKS).blocks) == ("warm", {"a": 5})
 
 
 async def test_events_that_stay_away_are_asked_for_again_and_told(rig: Rig) -> None:
@@ -143,14 +117,6 @@ async def test_events_that_stay_away_are_asked_for_again_and_told(rig: Rig) -> N
     assert (len(worker.asked), dict(rig.prefixes.troubles(rig.now))) == (asked, {})
 
 
-async def test_a_worker_without_a_prefix_cache_is_no_trouble(rig: Rig) -> None:
-    worker = Worker("a", block_size=0)
-    rig.follow(worker)
-    rig.prefixes.tick(rig.now + 100)
-    assert (worker.asked, rig.state(worker), rig.prefixes.block_size("a")) == ([], "none", 0)
-    assert dict(rig.prefixes.troubles(rig.now + 100)) == {}
-
-
 async def test_a_worker_that_cannot_tell_its_blocks_is_told_at_once(rig: Rig) -> None:
     worker = Worker("a", block_size=0, missing="this release tells no token_ids")
     rig.follow(worker)
@@ -160,12 +126,6 @@ async def test_a_worker_that_cannot_tell_its_blocks_is_told_at_once(rig: Rig) ->
     assert value("pullfill_prefix_missing_workers") == 1
     rig.prefixes.forget(worker, rig.now)  # type: ignore[arg-type]
     assert dict(rig.prefixes.troubles(rig.now)) == {}
-
-
-async def test_no_index_asks_nobody() -> None:
-    rig, worker = Rig(max_blocks=0), Worker("a")
-    rig.follow(worker)
-    assert (worker.asked, rig.state(worker)) == ([], "none")
 
 
 async def test_blocks_beyond_the_bound_are_refused_and_no_trouble() -> None:
@@ -189,23 +149,3 @@ async def test_what_no_worker_sends_is_a_bad_message(rig: Rig, payload: bytes) -
     rig.follow(worker)
     with pytest.raises(BadMessage):
         rig.prefixes.take(worker, payload, rig.now)  # type: ignore[arg-type]
-
-
-async def test_forgetting_leaves_turns_to_others(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of a lost worker is freed in slices."""
-    slices: list[float] = []
-
-    def tidy(max_s: float) -> bool:
-        slices.append(max_s)
-        return len(slices) >= 20
-
-    monkeypatch.setattr(rig.prefixes._index, "tidy", tidy)
-    worker = Worker("a")
-    rig.follow(worker)
-    rig.prefixes.forget(worker, rig.now)  # type: ignore[arg-type]
-    turns = 0
-    while len(slices) < 20:
-        await asyncio.sleep(0)
-        turns += 1
-    assert turns >= 20
-    assert max(slices) <= 0.002
