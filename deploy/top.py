@@ -29,9 +29,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import top_worker
 from pullfill.deploy.members import frontend_urls, local_urls
-from pullfill.deploy.top_view import Seen, count, ms, screen
+from pullfill.deploy.top_view import Seen, check_worker, count, ms, screen, worker_screen
 from pullfill.deploy.view import plain
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net import http_proof
@@ -58,7 +57,7 @@ def top(ref: ClusterRef, url: str | None, once: bool, worker: str | None = None)
 
     def shown(seen: Seen, trouble: str, height: int) -> RenderableType:
         if worker is not None:
-            return top_worker.screen(seen, worker, trouble)
+            return worker_screen(seen, worker, trouble)
         return screen(seen, trouble, height)
 
     if once or not console.is_terminal:
@@ -81,7 +80,7 @@ def _checked(
     """Yield the same. Raises ConfigError if the first snapshot does not know the worker."""
     first = next(snapshots)
     assert isinstance(first, Snapshot)
-    top_worker.check(first, worker)
+    check_worker(first, worker)
     yield first
     yield from snapshots
 

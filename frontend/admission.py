@@ -1,13 +1,9 @@
 """HTTP admission control: refuses requests before vLLM sees them.
 
 Only requests that need an engine or the tokenizer are checked. Health, metrics and status pass.
-
-429: `max_inflight` requests are being served. A request counts from its headers to the end of its
-answer, and so do the bytes of its body.
-
-503: the request needs an engine, and no decode worker can take it. Its body is read first, bounded
-in time and size. Without this check a streamed request would get 200 before vLLM finds that there
-is no worker.
+429: `max_inflight` requests are being served, from their headers to the end of their answers, or
+their bodies have ALL_BYTES. 503: the request needs an engine, and no decode worker can take it. 413:
+vLLM's checks would take seconds for its body.
 
 ASGI middleware. It costs one clock read per streamed chunk. Single event loop.
 """
@@ -165,6 +161,7 @@ class Admission:
                 return
             if refusal := _refusal(path, body):
                 await self._refuse(client.send, *refusal)
+            # Without this check a streamed request would get 200 before vLLM finds no worker.
             elif path in TEXT_PATHS or await self._wait_ready(WAITS.first):
                 await self._app(scope, _replay(body, receive), client.send)
             else:

@@ -4,22 +4,7 @@ A route is open (health and metrics), serving or administrative. Every route tha
 as open or serving is administrative. So a route that a later vLLM adds is closed at first.
 
 Without an admin key, administrative routes answer only to clients on this machine: a peer on a
-loopback address, without headers of a proxy or of a browser page.
-
-A key comes as `Authorization: Bearer KEY`, or as `x-api-key: KEY`, which Anthropic's clients send.
-The routes behind get the former. `follow` takes new keys while the frontend serves.
-
-The live page is administrative, and a browser cannot send what other clients send. So for its
-paths, which only read:
-
-- A key may come as the password of HTTP Basic, which the browser asks for. The routes behind get it
-  as a Bearer key, too.
-- On this machine a page of this frontend may ask, too. It must have come by a loopback name, or
-  a page of another site could point its own name at this machine.
-
-Other frontends and pullfill's commands find this frontend in etcd. They show no key, but the proof
-of one (pullfill/net/http_proof.py). For GET of PROOF_PATHS the proof of any key is as good as a key
-for clients.
+loopback address, without headers of a proxy or of a browser page (`_from_here`).
 
 The check runs once per request, in front of everything else.
 """
@@ -65,7 +50,14 @@ SERVING_PATHS = ENGINE_PATHS | TEXT_PATHS | {
 SERVING_PREFIXES = (
     "/v1/models/", "/v1/responses/", "/pullfill/requests/", "/pullfill/responses/",
 )  # fmt: skip
+# The live page is administrative, and a browser cannot send what other clients send. So for its
+# paths, which only read, a key may come as the password of HTTP Basic, and a page of this frontend
+# may ask on this machine. It must have come by a loopback name, or a page of another site could
+# point its own name at this machine.
 PAGE = "/pullfill/ui"
+# Other frontends and pullfill's commands find this frontend in etcd. They show no key, but the
+# proof of one (pullfill/net/http_proof.py). For GET of these paths the proof of any key is as good
+# as a key for clients.
 PROOF_PATHS = (
     "/pullfill/status", "/pullfill/requests/", "/pullfill/responses/", f"{PAGE}/events",
 )  # fmt: skip

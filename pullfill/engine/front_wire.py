@@ -1,34 +1,13 @@
 """The wire between a frontend and a decode worker.
 
 ZMQ DEALER (frontend) → ROUTER (decode worker, bound at `WorkerRecord.data`). Each message is
-`[kind, *payload]`; the ROUTER sees the frontend's routing id in front of it.
+`[kind, *payload]`; the ROUTER sees the frontend's routing id in front of it. vLLM's structs travel
+in vLLM's own msgpack codec. So both ends must run the same vLLM release. HELO checks that.
 
-    frontend → decode                              decode → frontend
-    HELO  FrontendHello           (first)          HELO  DecodeWelcome, or NOPE text
-    ADD   id, prompt as u32, PrefixHolder or       OUT   EngineCoreOutputs frames
-          nothing, EngineCoreRequest
-    ABRT  list[request id]                         EXPL  list[ExplainRecord]
-    UTIL  (call_id, method, args) frames           LAST  EXPL's and OUT's, of requests that end
-                                                   BACK  list[request id]: given up, send elsewhere
-    FOLW  PrefixFollow                             LOAD  LoadReport, when it has changed
-                                                   BLKS  PrefixEvents or PrefixPage, to those that
-                                                         have sent FOLW
-    PING  every PING_INTERVAL_S, idle every 2nd    PONG
-    BYE                                            DRAIN takes no new requests
-                                                   GONE  the worker had dropped this frontend
-
-Life of a connection: the frontend connects under a routing id that it never uses again, sends HELO
-and PING, and sends requests only after the welcome. A connection that breaks is over, because
-messages may be lost. Then the frontend sends its requests elsewhere, to go on from the tokens that
-it has. The decode worker aborts the requests of a frontend that has said BYE, or nothing for
-SILENCE_S. A request that is sent a second time gets a new id (`attempt_id`).
-
-A worker that drains, or whose intake is full, answers an ADD with BACK: it has nothing of the
-request.
-
-vLLM's structs travel in vLLM's own msgpack codec. So both ends must run the same vLLM release.
-HELO checks that. The prompt of an ADD travels beside them: msgpack decodes a long list in one go
-and holds the GIL meanwhile, 6 ms for 128k token ids. Only the two codecs import vLLM.
+The frontend connects under a routing id that it never uses again, sends HELO and PING, and sends
+requests only after the welcome. A connection that breaks is over, because messages may be lost.
+Then the frontend sends its requests elsewhere, to go on from the tokens that it has. The decode
+worker aborts the requests of a frontend that has said BYE, or nothing for SILENCE_S.
 """
 
 from __future__ import annotations
@@ -58,6 +37,19 @@ from pullfill.wire import (
     u32,
 )
 
+# frontend → decode                              decode → frontend
+# HELO  FrontendHello           (first)          HELO  DecodeWelcome, or NOPE text
+# ADD   id, prompt as u32, PrefixHolder or       OUT   EngineCoreOutputs frames
+#       nothing, EngineCoreRequest
+# ABRT  list[request id]                         EXPL  list[ExplainRecord]
+# UTIL  (call_id, method, args) frames           LAST  EXPL's and OUT's, of requests that end
+#                                                BACK  list[request id]: the worker drains, or its
+#                                                      intake is full; it has nothing of them
+# FOLW  PrefixFollow                             LOAD  LoadReport, when it has changed
+#                                                BLKS  PrefixEvents or PrefixPage, after FOLW
+# PING  every PING_INTERVAL_S, idle every 2nd    PONG
+# BYE                                            DRAIN takes no new requests
+#                                                GONE  the worker had dropped this frontend
 HELO = b"HELO"
 NOPE = b"NOPE"
 ADD = b"ADD"
@@ -286,6 +278,7 @@ class FrontendCodec:
         holder: another decode worker that holds the prompt's prefix."""
         if not isinstance(obj, self._request_type):
             return self._encode(obj)
+        # msgpack decodes a long list in one go and holds the GIL meanwhile, 6 ms for 128k token ids.
         rest: Any = copy.copy(obj)
         if obj.prompt_token_ids:
             rest.prompt_token_ids = None

@@ -1,20 +1,14 @@
 """OpenTelemetry spans of this process, sent to the address of vLLM's `--otlp-traces-endpoint`.
 
-Spans are made when their request or job is over, from the times in its record. So nothing is open
-while it runs. A thread of the SDK encodes and sends them. While the endpoint hangs, it alone waits;
-then spans are dropped, and one line says so.
-
-A `Context` names a span before it is made: whoever works on its behalf gets `Context.header`, the
-W3C `traceparent`. A frontend begins a trace, or goes on with the client's. From there:
-
     frontend.request → frontend.dispatch → decode.request → decode.prefix_fetch
                                                           → decode.remote_prefill
                                                             ├ queue.wait
                                                             ├ prefill.attempt → prefill.claim, ...
                                                             └ decode.commit
 
-A second dispatch or attempt is linked to the one before it. vLLM's own `llm_request` lies below
-`frontend.dispatch`.
+Spans are made when their request or job is over, from the times in its record. So nothing is open
+while it runs. A thread of the SDK encodes and sends them; if the endpoint hangs, spans are dropped.
+A `Context` names a span before it is made: whoever works below it gets `Context.header`.
 """
 
 from __future__ import annotations
