@@ -2,8 +2,8 @@
 
 Only requests that need an engine or the tokenizer are checked. Health, metrics and status pass.
 429: `max_inflight` requests are being served, from their headers to the end of their answers, or
-their bodies have ALL_BYTES. 503: the request needs an engine, and no decode worker can take it. 413:
-vLLM's checks would take seconds for its body.
+their bodies have ALL_BYTES. 503: the request needs an engine, and no decode worker can take it.
+413: vLLM's checks would take seconds for its body.
 
 ASGI middleware. It costs one clock read per streamed chunk. Single event loop.
 """

@@ -278,7 +278,8 @@ class FrontendCodec:
         holder: another decode worker that holds the prompt's prefix."""
         if not isinstance(obj, self._request_type):
             return self._encode(obj)
-        # msgpack decodes a long list in one go and holds the GIL meanwhile, 6 ms for 128k token ids.
+        # msgpack decodes a long list in one go and holds the GIL meanwhile: 6 ms for 128k token
+        # ids.
         rest: Any = copy.copy(obj)
         if obj.prompt_token_ids:
             rest.prompt_token_ids = None
