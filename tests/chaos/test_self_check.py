@@ -12,8 +12,7 @@ import pytest
 from pullfill.registry import keys
 from pullfill.wire import SelfCheck
 from tests.support.checkpoint import deepseek_checkpoint
-from tests.support.cluster import Cluster, until
-from tests.support.command import pullfill
+from tests.support.cluster import Cluster, pullfill, until
 from tests.support.prompts import ask, random_prompt
 
 WRONG = '--compilation-config={"custom_ops": ["+rotary_embedding"]}'

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, until
-from tests.support.command import pullfill
+from tests.support.cluster import Cluster, pullfill, until
 from tests.support.prompts import ask, random_prompt
 
 pytestmark = pytest.mark.engine

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.cluster import Cluster, until
-from tests.support.command import pullfill
+from tests.support.cluster import Cluster, pullfill, until
 from tests.support.load import Load
 from tests.support.oracle import Oracle
 

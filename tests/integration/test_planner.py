@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import MODEL, Cluster, until
-from tests.support.command import command, pullfill
+from tests.support.cluster import MODEL, Cluster, command, pullfill, until
 from tests.support.prompts import random_prompt
 
 pytestmark = pytest.mark.engine

@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
@@ -25,16 +26,14 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from pullfill.registry import keys
+from pullfill.runtime.failpoints import parse as check_failpoints
 from pullfill.transfer.shm.files import shm_dir, sweep
 from pullfill.wire import RouterConfig, WorkerRecord, decode
 from tests.support import web
-from tests.support.command import PULLFILL
 from tests.support.etcd import EtcdServer, free_ports
 from tests.support.leaks import left_in
 from tests.support.nats import NatsServer
 from tests.support.waiting import until as until
-from tests.support.worker_process import Worker as Worker
-from tests.support.worker_process import write_failpoints
 from tests.support.zygote import Forked, zygote
 
 if TYPE_CHECKING:
@@ -55,6 +54,89 @@ LATE_S = 5.0
 """How long tests wait for a worker that did not answer the frontend within one second."""
 PATIENT = '{"publish_timeout_s": 3.0}'
 """Queue settings: a test machine may stand still for longer than NATS takes to store a job."""
+
+
+PULLFILL = (sys.executable, "-c", "from pullfill.deploy.cli import main; main()")
+
+
+@dataclass
+class Worker:
+    """One process of the cluster."""
+
+    role: str
+    process: subprocess.Popen[bytes] | Forked
+    log: Path
+    instance_id: str = ""
+    armed: str = ""  # its failpoints now
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def stopped(self) -> bool:
+        """By SIGSTOP, or a failpoint's."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False  # it has ended
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    @property
+    def answers(self) -> bool:
+        """Whether it can answer: it lives and is not stopped."""
+        return self.alive and not self.stopped
+
+    @property
+    def router(self) -> RouterConfig:
+        """The settings that a decode worker or frontend last said it acts on."""
+        said = re.findall(rb"router settings: ({[^}]*})", self.log.read_bytes())
+        if not said:
+            return RouterConfig()
+        # In JSON logs the quotes are escaped.
+        return msgspec.json.decode(said[-1].replace(b'\\"', b'"'), type=RouterConfig)
+
+    def arm(self, spec: str) -> None:
+        """Replace its failpoints now. Hits are counted from here."""
+        self.armed = spec
+        write_failpoints(self.log, spec)
+
+    def hold(self, failpoint: str, within_s: float = 20.0) -> None:
+        """Hold it at its next hit of a failpoint. Returns when it is there. `arm` lets it go."""
+        line = f"failpoint {failpoint} acts: hold".encode()
+        before = self.log.read_bytes().count(line)
+        self.arm(f"{failpoint}=hold@1")
+        until(lambda: self.log.read_bytes().count(line) > before, within_s, f"held at {failpoint}")
+
+    def signal(self, number: int) -> None:
+        if self.alive:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL and reap."""
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self, within_s: float = 30.0) -> int:
+        """Send SIGTERM (drain), wait, and return the exit code."""
+        self.signal(signal.SIGTERM)
+        return self.process.wait(within_s)
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def write_failpoints(log: Path, spec: str) -> Path:
+    """Replace the file from which a worker with this log takes its failpoints."""
+    check_failpoints(spec)
+    path = log.with_suffix(".failpoints")
+    new = path.with_suffix(".new")
+    new.write_text(spec)
+    return new.replace(path)
 
 
 @dataclass
@@ -352,3 +434,22 @@ class Cluster:
             for line in w.log.read_text(errors="replace").splitlines()
             if bad.search(line)
         ]
+
+
+def command(cluster: Cluster, *words: str) -> list[str]:
+    """Return the arguments of `pullfill WORDS` for this cluster."""
+    where = ("--etcd", cluster.etcd.url, "--nats", cluster.nats.url)
+    return [*PULLFILL, *words, *where, "--namespace", cluster.namespace]
+
+
+def pullfill(
+    cluster: Cluster, *words: str, timeout_s: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run `pullfill WORDS`. Its lines are not wrapped."""
+    return subprocess.run(
+        command(cluster, *words),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "COLUMNS": "400"},
+    )

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.cluster import Cluster, Worker, until
-from tests.support.command import pullfill
+from tests.support.cluster import Cluster, Worker, pullfill, until
 from tests.support.load import Load
 
 
