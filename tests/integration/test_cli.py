@@ -16,7 +16,7 @@ import pytest
 
 from pullfill import wire
 from pullfill.deploy import local_servers
-from pullfill.deploy.state import StateDir, identity
+from pullfill.deploy.state import StateDir, identity, is_alive, tagged
 from pullfill.net.this_host import host_id
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
@@ -42,7 +42,7 @@ def test_up_detached_then_down(state: Path) -> None:
     assert local_servers.nats_ready(found["nats_url"]) is None
     assert local_servers.etcd_ready(found["etcd_url"]) is None
     running = recorded(state)
-    assert all(state.is_alive(process) for process in running)
+    assert all(is_alive(process) for process in running)
 
     for entry in found["processes"]:
         # The process is the server itself, not something that started it.
@@ -53,7 +53,7 @@ def test_up_detached_then_down(state: Path) -> None:
     down = run(state, "down")
     assert down.returncode == 0, down.stderr
     assert "stopped 2 of 2" in down.stdout
-    assert not any(state.is_alive(process) for process in running)
+    assert not any(is_alive(process) for process in running)
     assert not (state / "cluster.json").exists()
     again = run(state, "down")
     assert (again.returncode, "nothing runs" in again.stdout) == (0, True)
@@ -68,7 +68,7 @@ def test_a_second_up_is_refused_and_harms_nothing(state: Path) -> None:
     assert len(second.stderr.strip().splitlines()) == 1
     assert all(f"pid {process.pid}" in second.stderr for process in running)
     assert recorded(state) == running
-    assert all(state.is_alive(process) for process in running)
+    assert all(is_alive(process) for process in running)
     run(state, "down")
 
 
@@ -79,10 +79,10 @@ def test_down_after_up_was_killed(state: Path) -> None:
     running = recorded(state)
     up.kill()
     up.wait()
-    assert all(state.is_alive(process) for process in running)
+    assert all(is_alive(process) for process in running)
     down = run(state, "down")
     assert down.returncode == 0, down.stderr
-    assert not any(state.is_alive(process) for process in running)
+    assert not any(is_alive(process) for process in running)
     assert run(state, "up", "--detach", *SERVERS_ONLY).returncode == 0
     run(state, "down")
 
@@ -93,12 +93,12 @@ def test_up_killed_while_it_starts(state: Path) -> None:
     wait_for((state / "launch.json").exists, "up did not begin")
     launch = StateDir(state).launch()
     assert launch is not None
-    wait_for(lambda: bool(state.tagged(launch.cluster_id)), "nothing was started")
+    wait_for(lambda: bool(tagged(launch.cluster_id)), "nothing was started")
     up.kill()
     up.wait()
     (state / "cluster.json").unlink(missing_ok=True)
     assert run(state, "down").returncode == 0
-    assert state.tagged(launch.cluster_id) == []
+    assert tagged(launch.cluster_id) == []
 
 
 def test_down_stops_an_up_that_is_still_starting(state: Path, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_down_stops_an_up_that_is_still_starting(state: Path, tmp_path: Path) ->
     assert down.returncode == 0, down.stderr
     output, _ = up.communicate(timeout=30)
     assert up.returncode == 130, output
-    assert not any(state.is_alive(process) for process in running)
+    assert not any(is_alive(process) for process in running)
 
 
 def test_a_worker_started_by_hand_is_named_and_left_alone(state: Path) -> None:
@@ -156,7 +156,7 @@ def test_down_spares_a_process_that_got_the_pid(state: Path) -> None:
         assert run(state, "down").returncode == 0
         assert bystander.poll() is None
         # The server itself carries the cluster's id and is found by that.
-        assert not any(state.is_alive(process) for process in real.values())
+        assert not any(is_alive(process) for process in real.values())
     finally:
         bystander.kill()
         bystander.wait()
@@ -171,7 +171,7 @@ def test_foreground_ends_in_order_on_a_signal(state: Path, sig: signal.Signals) 
     output, _ = up.communicate(timeout=30)
     assert up.returncode == 0, output
     assert output.rstrip().endswith("stopped")
-    assert not any(state.is_alive(process) for process in running)
+    assert not any(is_alive(process) for process in running)
     assert not (state / "cluster.json").exists()
 
 
@@ -184,7 +184,7 @@ def test_foreground_ends_in_order_when_nobody_reads_what_it_prints(state: Path) 
     up.stdout.close()
     up.send_signal(signal.SIGINT)
     assert up.wait(30) == 0
-    assert not any(state.is_alive(process) for process in running)
+    assert not any(is_alive(process) for process in running)
 
 
 def test_foreground_ends_when_down_stops_it(state: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_child_that_dies_while_starting_takes_nothing_with_it(
     assert up.returncode == 1
     assert "error: decode-0 died while starting" in output
     assert str(state / "logs" / "decode-0.log") in output
-    assert state.tagged(launch.cluster_id) == []
+    assert tagged(launch.cluster_id) == []
     assert not (state / "cluster.json").exists()
 
 

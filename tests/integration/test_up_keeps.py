@@ -22,7 +22,7 @@ import pytest
 
 from pullfill.config import STATE_DIR_ENV
 from pullfill.deploy import local_servers, status
-from pullfill.deploy.state import StateDir, identity
+from pullfill.deploy.state import StateDir, identity, is_alive, tagged
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.runtime import failpoints
@@ -98,7 +98,7 @@ def ready(state: Path) -> dict[str, int]:
 def alive(state: Path) -> set[str]:
     file = StateDir(state).cluster()
     assert file is not None
-    return {e.name for e in file.processes if state.is_alive(identity(e))}
+    return {e.name for e in file.processes if is_alive(identity(e))}
 
 
 def kill(state: Path, *names: str) -> None:
@@ -112,7 +112,7 @@ def wait_restarted(state: Path, restarts: int, *names: str) -> None:
         assert file is not None
         found = {e.name: e for e in file.processes}
         return all(
-            found[n].restarts == restarts and state.is_alive(identity(found[n])) for n in names
+            found[n].restarts == restarts and is_alive(identity(found[n])) for n in names
         )
 
     wait_for(back, f"{names} restarted {restarts} times")
@@ -202,7 +202,7 @@ def test_a_supervisor_only_waits_and_the_cluster_outlives_it(state: Path) -> Non
 
         wait_for(rests, "it only looks at its disk, every 5 s")
         os.kill(launch.supervisor_pid, signal.SIGKILL)
-        wait_for(lambda: not state.is_alive(launch.supervisor), "it is gone")
+        wait_for(lambda: not is_alive(launch.supervisor), "it is gone")
         assert servers_answer(state)
         gone = f"the supervisor (pid {launch.supervisor_pid}) is gone"
         assert gone in run(state, "status").stdout
@@ -210,7 +210,7 @@ def test_a_supervisor_only_waits_and_the_cluster_outlives_it(state: Path) -> Non
 
 def test_no_restart_leaves_nobody_behind(state: Path) -> None:
     with detached(state, "--no-restart", *SERVERS_ONLY) as launch:
-        assert not state.is_alive(launch.supervisor)
+        assert not is_alive(launch.supervisor)
         assert "not started again (--no-restart)" in run(state, "status").stdout
 
 
@@ -242,7 +242,7 @@ def test_an_interrupted_start_in_the_background_leaves_nothing(state: Path, tmp_
     output, _ = up.communicate(timeout=30)
     assert up.returncode == 130, output
     assert "interrupted" in output
-    assert state.tagged(launch.cluster_id) == []
+    assert tagged(launch.cluster_id) == []
     assert not (state / "cluster.json").exists()
 
 
