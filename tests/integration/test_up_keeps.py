@@ -111,9 +111,7 @@ def wait_restarted(state: Path, restarts: int, *names: str) -> None:
         file = StateDir(state).cluster()
         assert file is not None
         found = {e.name: e for e in file.processes}
-        return all(
-            found[n].restarts == restarts and is_alive(identity(found[n])) for n in names
-        )
+        return all(found[n].restarts == restarts and is_alive(identity(found[n])) for n in names)
 
     wait_for(back, f"{names} restarted {restarts} times")
 
