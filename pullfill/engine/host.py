@@ -38,8 +38,6 @@ logger = log.get("engine.host")
 
 _BLOCKED_POLL_MS = 2
 _IDLE_POLL_MS = 1_000
-_MOMENT_S = 0.001
-"""The pause in which a frontend on the same core sends a first token to its client."""
 
 
 @cache
@@ -101,8 +99,6 @@ class EngineHost:
         self._beat = 0
         self._doing = ""
         self._blocked_at: float | None = None
-        self._one_core = False
-        self._first_tokens = False
         self._heap = environment.Heap()
         self.stepping = False
         """Whether the last turn of the loop took a step (any thread may read it)."""
@@ -194,10 +190,8 @@ class EngineHost:
                 self.core.shutdown()
 
     def _loop(self, core: EngineCore) -> None:
-        self._one_core = len(os.sched_getaffinity(0)) == 1
         timeout = 0
         while not self._stopping:
-            rested = timeout > 0
             came = self._take_in(core, timeout)
             quiet = timeout == _IDLE_POLL_MS and not came
             # A step that would only tell the model runner which requests have finished is skipped:
@@ -226,7 +220,6 @@ class EngineHost:
             self.hooks.after_step(len(core.batch_queue or ()))
             if outputs:
                 self.hooks.on_outputs(outputs)
-                self._let_them_go(rested)
             core.post_step(executed)
             self._heap.after_step()
             timeout = 0 if core.batch_queue else self._pause(core, executed)
@@ -236,23 +229,10 @@ class EngineHost:
             elif timeout == _BLOCKED_POLL_MS and self._blocked_at is None:
                 self._blocked_at = time.monotonic()
 
-    def _let_them_go(self, rested: bool) -> None:
-        """Sleep for a moment after a step that made the first tokens of remote prefills.
-
-        With one core, the threads and the frontend that bring these tokens to the client would
-        otherwise wait for about 3 ms, a time slice of the next step. `sched_yield` does not help.
-
-        rested: whether the engine slept before this step. If not, the others already get their
-        turns between the steps, and there is no need to sleep."""
-        if self._first_tokens and rested and self._one_core:
-            time.sleep(_MOMENT_S)
-        self._first_tokens = False
-
     def received(self, request_ids: Collection[str]) -> None:
         """Tell vLLM that the remote KV of these waiting requests has arrived.
 
         The next step runs them and makes their first tokens. Engine thread, between steps."""
-        self._first_tokens = True
         self.copied(received=request_ids)
 
     def copied(self, received: Collection[str] = (), sent: Collection[str] = ()) -> None:

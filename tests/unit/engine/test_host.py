@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import pytest
 
 from pullfill.engine import host as hosts
 from pullfill.engine.environment import TRIM_EVERY_S, Heap
-from pullfill.engine.host import EngineHooks, EngineHost
+from pullfill.engine.host import EngineHost
 from tests.support.engine_host import HostOf, looping
 from tests.support.fakes import FakeClock
 from tests.support.waiting import eventually
@@ -101,76 +100,6 @@ def test_the_heap_is_trimmed_at_times_while_there_is_work() -> None:
     clock.advance(TRIM_EVERY_S)
     kept.after_step()
     assert len(trims) == 2
-
-
-class Core:
-    """Three steps with one output each. waits: the first runs no model, so the loop pauses."""
-
-    def __init__(self, said: list[str], waits: bool) -> None:
-        self.left = 3
-        self.batch_queue = None
-        self._said, self._waits = said, waits
-        self.scheduler = SimpleNamespace(
-            requests={"a": SimpleNamespace(status=WAITING)},
-            running=["a"],
-            finished_recving_kv_req_ids=set(),
-            get_request_counts=lambda: (self.left, 0),
-            _update_from_kv_xfer_finished=lambda told: None,
-        )
-
-    def step_fn(self) -> tuple[dict[int, str], bool]:
-        self._said.append("step")
-        self.left -= 1
-        if not self.left:
-            self.scheduler.requests.clear()
-        return {0: "tokens"}, not (self._waits and self.left == 2)
-
-    def post_step(self, executed: bool) -> None:
-        pass
-
-
-def run(monkeypatch: pytest.MonkeyPatch, cores: set[int], waits: bool = True) -> list[str]:
-    """What a loop of three steps does, in order; KV of a prompt has come before the second."""
-    vllm = SimpleNamespace(Report=SimpleNamespace, Status=STATUS)
-    monkeypatch.setattr(hosts, "_vllm", lambda: vllm)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-    monkeypatch.setattr(time, "sleep", lambda seconds: said.append("leaves its core"))
-    said: list[str] = []
-    core: Any = Core(said, waits)
-
-    class Hooks(EngineHooks):
-        def before_step(self) -> bool:
-            if core.left == 2:
-                host.received(["a"])
-            if core.left == 0:
-                host.stop()
-            return False
-
-        def on_outputs(self, outputs: object) -> None:
-            said.append("outputs")
-
-    host = HostOf(core)
-    host.hooks = Hooks()
-    host.run()
-    return said
-
-
-PLAIN = ["step", "outputs"]
-
-
-def test_first_tokens_after_remote_prefills_go_before_the_next_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On one core, after a rest: the threads that carry them would wait for it."""
-    assert run(monkeypatch, {3}) == [*PLAIN, *PLAIN, "leaves its core", *PLAIN]
-
-
-def test_in_a_stream_of_steps_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, {3}, waits=False) == PLAIN * 3
-
-
-def test_with_a_core_to_spare_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, {2, 3}) == PLAIN * 3
 
 
 # ------------------------------------------------------------------ steps that do nothing
