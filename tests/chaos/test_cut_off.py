@@ -107,13 +107,9 @@ def test_row_18_blackhole(timeout_s: float, cause: str, wires: Wires, oracle: Or
         wires.control.pass_all()
 
 
-def test_row_18_reset(wires: Wires, oracle: Oracle) -> None:
-    """Both ends know at once: local, and connected again."""
-    late: dict[str, Bound] = {"write": (0, 1), "claim": (0, 1)}
-    with checked(wires.cluster, oracle, fallbacks={"prefill_lost": 1}, stale=late) as check:
-        cut_in_a_handoff(wires, check, wires.control.reset, seed=20_100)
 
 
+@pytest.mark.long
 def test_row_18_half_open(wires: Wires, oracle: Oracle) -> None:
     """The prefill worker comes back over a new connection while the old one seems to stand: its
     new claim takes the job from its old self."""
@@ -123,27 +119,11 @@ def test_row_18_half_open(wires: Wires, oracle: Oracle) -> None:
         assert (told["path"], told["attempts"]) == ("remote", 2)
 
 
-def test_row_18_delay(wires: Wires, oracle: Oracle) -> None:
-    """A slow control channel costs time and nothing else."""
-    with checked(wires.cluster, oracle) as check:
-        wires.control.delay(0.3)
-        told = check.told(check.ask(random_prompt(900, seed=20_300)))
-        assert (told["path"], told["attempts"]) == ("remote", 1)
 
 
-def test_row_15_prefill_worker_cut_off_from_nats(wires: Wires, oracle: Oracle) -> None:
-    """It tells the decode worker that it cannot pull. So the first prompt is taken back, and later
-    ones stay local. When NATS is back, it pulls again."""
-    with checked(
-        wires.cluster, oracle, fallbacks={"prefill_lost": (0, 1)}, stale={"claim": (0, 1)}
-    ) as check:
-        wires.pulls.blackhole()
-        told = [check.told(check.ask(random_prompt(700, seed=20_400 + n))) for n in (1, 2, 3)]
-        assert [t["path"] for t in told] == ["local"] * 3
-        assert all("NATS does not answer it" in t["outage"] for t in told)
-        wires.pulls.pass_all()
 
 
+@pytest.mark.long
 def test_row_15_decode_worker_cut_off_from_nats(wires: Wires, oracle: Oracle) -> None:
     """At most one publish fails. After that prompts are local at once."""
     with checked(

@@ -105,6 +105,7 @@ def kept(cluster: Cluster) -> int:
     return sum(credits["used_bytes"].values())
 
 
+@pytest.mark.long
 def test_row_2_prefill_dies_while_it_is_read(pulling: Cluster, oracle: Oracle) -> None:
     """It had done all it had to do: what it kept is read to the end, and nothing computed again."""
     (decode,), (victim,) = pulling.of("decode"), pulling.of("prefill")
@@ -147,6 +148,7 @@ def test_row_8_decode_dies_while_it_reads(pulling: Cluster, oracle: Oracle) -> N
         assert check.told(check.ask(random_prompt(900, seed=9401)))["path"] == "remote"
 
 
+@pytest.mark.long
 def test_a_stopped_reader_keeps_what_it_reads(pulling: Cluster, oracle: Oracle) -> None:
     """In the middle of a batch it holds the fence of the prefill worker's blocks: they are not used
     for anything else, however long it takes."""

@@ -118,6 +118,7 @@ async def test_stopped_longer_than_the_ttl(etcd: EtcdServer, cluster: Cluster) -
     assert cluster.directory.workers("decode")["decode-1"].state is WorkerState.DRAINING
 
 
+@pytest.mark.long
 async def test_killed_longer_than_the_ttl_with_its_data(etcd: EtcdServer, cluster: Cluster) -> None:
     etcd.kill()
     await eventually(lambda: not cluster.worker.lease)
@@ -142,6 +143,7 @@ async def test_restarted_at_once_with_its_data_the_lease_lives_on(
     await cluster.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("down_s", [0.0, 3.0])
 async def test_restarted_empty(etcd: EtcdServer, cluster: Cluster, down_s: float) -> None:
     """Also twice, and also faster than a keep-alive would notice."""
@@ -179,6 +181,7 @@ async def test_a_worker_that_dies_for_good_in_an_outage_is_dropped_after_its_gra
     assert time.monotonic() - back > 2.0  # never before the TTL
 
 
+@pytest.mark.long
 async def test_dead_worker_of_a_healthy_etcd_is_dropped_at_its_ttl(cluster: Cluster) -> None:
     assert cluster.worker._task is not None
     assert cluster.worker.lease is not None

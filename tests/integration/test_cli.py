@@ -101,6 +101,7 @@ def test_up_killed_while_it_starts(state: Path) -> None:
     assert tagged(launch.cluster_id) == []
 
 
+@pytest.mark.long
 def test_down_stops_an_up_that_is_still_starting(state: Path, tmp_path: Path) -> None:
     """vLLM takes seconds to load, so the start is caught in the middle."""
     model = tmp_path / "m"
@@ -175,6 +176,7 @@ def test_foreground_ends_in_order_on_a_signal(state: Path, sig: signal.Signals) 
     assert not (state / "cluster.json").exists()
 
 
+@pytest.mark.long
 def test_foreground_ends_in_order_when_nobody_reads_what_it_prints(state: Path) -> None:
     """As of `pullfill up | tee up.log`, whose `tee` gets Ctrl-C too."""
     up = start(state, "up", *SERVERS_ONLY)
@@ -187,6 +189,7 @@ def test_foreground_ends_in_order_when_nobody_reads_what_it_prints(state: Path) 
     assert not any(is_alive(process) for process in running)
 
 
+@pytest.mark.long
 def test_foreground_ends_when_down_stops_it(state: Path) -> None:
     up = start(state, "up", *SERVERS_ONLY)
     read_until(up, "ready (no frontend)")

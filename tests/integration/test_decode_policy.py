@@ -83,6 +83,7 @@ def test_turns_go_where_their_prefix_is_until_that_worker_is_gone(cluster: Clust
     assert cluster.counter("pullfill_decode_choice_total", policy="kv", reason="prefix") >= 4
 
 
+@pytest.mark.long
 def test_the_policy_changes_while_the_cluster_runs(cluster: Cluster) -> None:
     talk = Conversation(cluster, 50)
     assert len({talk.turn()["decode_instance"] for _ in range(3)}) == 1

@@ -50,6 +50,7 @@ def test_two_round_trips_under_load(elastic: Cluster, worker: Worker, oracle: Or
     assert not elastic.log_errors()
 
 
+@pytest.mark.long
 def test_streams_that_run_are_finished(elastic: Cluster, worker: Worker, oracle: Oracle) -> None:
     """The worker leaves routing at once, and keeps its role until its streams have ended."""
     prompts = [random_prompt(60, seed=3100 + i) for i in range(4)]
@@ -82,6 +83,7 @@ def test_a_worker_that_is_both_decodes_and_prefills(
     elastic.assert_clean()
 
 
+@pytest.mark.long
 def test_a_worker_that_is_both_pulls_nothing_while_its_streams_leave_no_time(
     elastic: Cluster, worker: Worker
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_worker_that_is_both_pulls_nothing_while_its_streams_leave_no_time(
     elastic.assert_clean()
 
 
+@pytest.mark.long
 def test_the_first_job_comes_soon_after_the_drain(
     elastic: Cluster, worker: Worker, oracle: Oracle
 ) -> None:
@@ -131,6 +134,7 @@ def log_times(worker: Worker, what: str) -> list[datetime]:
     return [datetime.fromisoformat(line[:23].replace(",", ".")) for line in lines]
 
 
+@pytest.mark.long
 def test_a_worker_without_the_flag_keeps_its_role(elastic: Cluster, worker: Worker) -> None:
     usual = elastic.of("decode")[0]
     refused = order(elastic, usual, "prefill")
@@ -139,6 +143,7 @@ def test_a_worker_without_the_flag_keeps_its_role(elastic: Cluster, worker: Work
     assert ask(elastic, random_prompt(40, seed=3400)).tokens
 
 
+@pytest.mark.long
 def test_it_drains_in_its_new_roles(elastic: Cluster, worker: Worker, oracle: Oracle) -> None:
     """The last test here: the worker is gone after it."""
     become(elastic, worker, "both")

@@ -139,6 +139,7 @@ async def test_what_a_worker_gives_back_another_one_serves(pair: Pair) -> None:
                 assert text == expected(free.added[-1].prompt_token_ids or [], 40)
 
 
+@pytest.mark.long
 async def test_an_adapter_is_served_by_all_until_it_is_unloaded_at_one(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def backlog(cluster: Cluster) -> float:
     return cluster.counter("pullfill_backlog_seconds", role="decode")
 
 
+@pytest.mark.long
 def test_an_autoscaler_sees_demand_without_a_prefill_worker_and_none_left_with_one(
     alone: Cluster,
 ) -> None:
@@ -73,6 +74,7 @@ def test_an_autoscaler_sees_demand_without_a_prefill_worker_and_none_left_with_o
     assert served["missed"] < 1.0
 
 
+@pytest.mark.long
 def test_streams_are_pressure(alone: Cluster) -> None:
     before = alone.counter("pullfill_decode_pressure", role="decode")
     alone.set_router(itl_ms=0.1)

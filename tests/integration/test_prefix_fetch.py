@@ -174,6 +174,7 @@ def test_a_client_that_goes_away_in_a_read(cluster: Cluster, oracle: Oracle) -> 
     talk.turn()
 
 
+@pytest.mark.long
 def test_a_holder_that_drains_lets_the_reader_finish(cluster: Cluster, oracle: Oracle) -> None:
     talk = Turns(cluster, oracle, seed=600)
     talk.first()
@@ -207,6 +208,7 @@ def test_a_holder_that_is_killed_in_the_middle(
     assert talk.told["fetch"] in ("unreachable", "lost", "expired")
 
 
+@pytest.mark.long
 def test_a_holder_that_is_stopped_delays_little(cluster: Cluster, oracle: Oracle) -> None:
     talk = Turns(cluster, oracle, seed=800)
     talk.first()

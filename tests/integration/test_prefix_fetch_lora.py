@@ -13,7 +13,7 @@ from tests.support.lora import lora_adapter
 from tests.support.prefix_events import BlocksOf
 from tests.support.prompts import Answer, ask, random_prompt
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 FLAGS = ("--enable-lora", "--max-lora-rank=8", "--max-loras=2")
 NAMES = ("red", "blue")

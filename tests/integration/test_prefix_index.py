@@ -134,6 +134,7 @@ def test_the_load_is_told_while_requests_run_and_after(cluster: Cluster) -> None
     assert load["free_blocks"] == row(cluster, decode)["load"]["kv_blocks"]
 
 
+@pytest.mark.long
 def test_the_users_own_consumer_gets_the_events_of_vllm(
     cluster: Cluster, subscriber: tuple[int, Any]
 ) -> None:
@@ -148,6 +149,7 @@ def test_the_users_own_consumer_gets_the_events_of_vllm(
     assert kinds == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
 
 
+@pytest.mark.long
 def test_a_worker_without_a_prefix_cache_is_no_trouble_and_a_dead_one_is_forgotten(
     cluster: Cluster,
 ) -> None:
@@ -163,6 +165,7 @@ def test_a_worker_without_a_prefix_cache_is_no_trouble_and_a_dead_one_is_forgott
     assert cluster.counter("pullfill_prefix_missing_workers") == 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not release.this.offloads_kv, reason="refused at start with vLLM 0.30")
 def test_blocks_that_are_offloaded_still_count(cluster: Cluster) -> None:
     before = cluster.of("decode")

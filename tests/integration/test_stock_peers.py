@@ -64,6 +64,7 @@ _SAID = [
 ]
 
 
+@pytest.mark.long
 async def test_more_requests_than_the_servers_take_at_once(pair: Peers, oracle: Oracle) -> None:
     prompts = [prompt(100 + n, 90 + n) for n in range(6 * SEQS)]
     ways = list(FORWARDERS)
@@ -74,6 +75,7 @@ async def test_more_requests_than_the_servers_take_at_once(pair: Peers, oracle: 
     await pair.idle()
 
 
+@pytest.mark.long
 async def test_nothing_runs_on_for_clients_that_leave(pair: Peers) -> None:
     ways = [(how, stream, early) for how in FORWARDERS for stream in (0, 1) for early in (0, 1)]
     for number, (how, stream, early) in enumerate(ways):
@@ -109,6 +111,7 @@ async def _comes_back(pair: Peers, server: StockVllm, oracle: Oracle, first: int
     assert await pair.counter(READ, decode) - before > 300
 
 
+@pytest.mark.long
 async def test_no_request_fails_when_the_prefill_server_is_killed(
     pair: Peers, oracle: Oracle
 ) -> None:
@@ -125,6 +128,7 @@ async def test_no_request_fails_when_the_prefill_server_is_killed(
     await _comes_back(pair, prefill, oracle, 250)
 
 
+@pytest.mark.long
 async def test_each_request_ends_when_the_decode_server_is_killed(
     pair: Peers, oracle: Oracle
 ) -> None:

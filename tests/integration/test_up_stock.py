@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.support.command_line import cluster, run
 from tests.support.fake_stock import FakeStock, World
@@ -21,6 +22,7 @@ async def command(state: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 async def test_up_needs_no_workers_of_its_own(state: Path, model_path: Path) -> None:
     world = World()
     prefill, decode = (FakeStock(world, root=str(model_path)) for _ in range(2))
