@@ -107,8 +107,6 @@ def test_row_18_blackhole(timeout_s: float, cause: str, wires: Wires, oracle: Or
         wires.control.pass_all()
 
 
-
-
 @pytest.mark.long
 def test_row_18_half_open(wires: Wires, oracle: Oracle) -> None:
     """The prefill worker comes back over a new connection while the old one seems to stand: its
@@ -117,10 +115,6 @@ def test_row_18_half_open(wires: Wires, oracle: Oracle) -> None:
     with checked(wires.cluster, oracle, stale=late) as check:
         told = cut_in_a_handoff(wires, check, wires.control.half_open, seed=20_200)
         assert (told["path"], told["attempts"]) == ("remote", 2)
-
-
-
-
 
 
 @pytest.mark.long
