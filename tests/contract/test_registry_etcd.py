@@ -11,27 +11,15 @@ from msgspec import to_builtins
 
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry import keys
-from pullfill.registry.client import EtcdClient, LeaseNotFound, RevisionLost
+from pullfill.registry.client import EtcdClient, LeaseNotFound
 from pullfill.registry.live_settings import Settings
-from pullfill.registry.membership import EtcdLease, LeaseFate
+from pullfill.registry.membership import EtcdLease
 from pullfill.registry.watch import Delete, Put, Synced, WatchEvent, watch_prefix
 from pullfill.wire import RouterConfig, RouterPolicy
 from tests.support.etcd import EtcdServer, free_ports
 from tests.support.workers import eventually
 
 # ------------------------------------------------------------------ client
-
-
-async def test_values_are_bytes_and_empty_is_not_absent(client: EtcdClient, ns: str) -> None:
-    assert await client.get(ns) is None
-    for value in (b"", b"\0\xff\xfe raw", b"x" * 100_000):
-        await client.put(ns, value)
-        found = await client.get(ns)
-        assert found is not None
-        assert found.value == value
-    await client.delete(ns)
-    await client.delete(ns)
-    assert await client.get(ns) is None
 
 
 async def test_prefix_of_0xff_reads_only_its_keys(client: EtcdClient) -> None:
@@ -43,25 +31,6 @@ async def test_prefix_of_0xff_reads_only_its_keys(client: EtcdClient) -> None:
     assert revision >= max(kv.mod_revision for kv in found)
     assert [kv.key for kv in (await client.get_prefix(b"\xff"))[0]] == [b"\xff\xff1"]
     assert len((await client.get_prefix(b""))[0]) >= 6
-
-
-async def test_conditional_writes(client: EtcdClient, ns: str) -> None:
-    assert await client.put_if(ns, b"1", mod_revision=0)
-    assert not await client.put_if(ns, b"2", mod_revision=0)
-    found = await client.get(ns)
-    assert found is not None
-    assert found.value == b"1"
-    assert await client.put_if(ns, b"3", mod_revision=found.mod_revision)
-    assert not await client.put_if(ns, b"4", mod_revision=found.mod_revision)
-
-
-async def test_reading_another_time(client: EtcdClient, ns: str) -> None:
-    first = await client.put(ns, b"1")
-    await client.put(ns, b"2")
-    kvs, _ = await client.get_prefix(ns, revision=first)
-    assert [kv.value for kv in kvs] == [b"1"]
-    with pytest.raises(RevisionLost):
-        await client.get_prefix(ns, revision=first + 10_000)
 
 
 async def test_many_watches_do_not_block_a_put(client: EtcdClient, ns: str) -> None:
@@ -125,16 +94,6 @@ async def test_a_lease_lives_longer_than_its_ttl_and_takes_its_keys(
     assert (await client.keep_alive(lease.id)).ttl == 0
     with pytest.raises(LeaseNotFound):
         await client.put(ns, b"", lease.id)
-
-
-async def test_etcdctl_lease_revoke_is_seen_as_revoked(
-    client: EtcdClient, etcd: EtcdServer
-) -> None:
-    lease = await EtcdLease.grant(client, 60)
-    lease.start()
-    assert "revoked" in await asyncio.to_thread(etcd.ctl, "lease", "revoke", f"{lease.id:x}")
-    lease.check_now()
-    assert await asyncio.wait_for(lease.wait(), 10) is LeaseFate.REVOKED
 
 
 # ------------------------------------------------------------------ watch

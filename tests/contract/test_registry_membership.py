@@ -133,18 +133,6 @@ async def test_an_incompatible_worker_does_not_join(
     await old.leave()
 
 
-async def test_another_model(client: EtcdClient, ns: str) -> None:
-    old = member(client, ns, "decode-1", ttl_s=60)
-    await old.join()
-    other = {"model": "big", "compat": compat(model="big")}
-    with pytest.raises(IncompatibleError, match=r"model is 'big'.*'demo'"):
-        await member(client, ns, "decode-2", changes=other).join()
-    frontend = member(client, ns, "frontend-1", changes={"compat": None, "model": "third"})
-    await frontend.join()
-    for one in (old, frontend):
-        await one.leave()
-
-
 @pytest.mark.parametrize("role", ["decode", "prefill", "frontend"])
 async def test_a_process_of_another_wire_version_does_not_join(
     client: EtcdClient, ns: str, role: str
@@ -328,12 +316,3 @@ async def test_an_order_hangs_on_the_lease_of_a_worker(client: EtcdClient, ns: s
     assert decode(found.value, RoleOrder).role.names == {"prefill"}
     await worker.leave()
     assert await client.get(keys.role_order(ns, "worker-1")) is None
-
-
-async def test_what_is_stored_is_the_wire_form(client: EtcdClient, ns: str) -> None:
-    me = member(client, ns, "decode-1", ttl_s=60)
-    await me.join()
-    kv = await client.get(keys.worker(ns, "decode", "decode-1"))
-    assert kv is not None
-    assert decode(kv.value, WorkerRecord).instance_id == "decode-1"
-    await me.leave()

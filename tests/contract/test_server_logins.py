@@ -311,11 +311,3 @@ def sockets_of_this_process() -> set[str]:
         with contextlib.suppress(OSError):  # of this very listing
             links.add(os.readlink(entry.path))
     return {link for link in links if link.startswith("socket:")}
-
-
-async def test_certificates_for_an_unencrypted_address_are_a_mistake(
-    tmp_path: Path, certificates: Certificates
-) -> None:
-    security = write(tmp_path, etcd_toml(certificates), password=PASSWORD)
-    with pytest.raises(ConfigError, match="use https://"):
-        await EtcdClient.connect("http://127.0.0.1:1", wait_s=0, security=security.etcd)

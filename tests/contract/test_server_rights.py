@@ -11,7 +11,7 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import doctor
-from pullfill.errors import ConfigError, PullfillError
+from pullfill.errors import ConfigError
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.registry import keys
@@ -81,20 +81,6 @@ async def test_jobs_dead_letters_and_surveys_with_the_rights_of_one_namespace(
     finally:
         await asyncio.gather(producer.close(), consumer.close())
     assert "Violation" not in nats.log.read_text()
-
-
-async def test_the_rights_of_one_namespace_publish_no_job_of_another(nats: NatsServer) -> None:
-    options = {"user": "demo", "password": PASSWORD}
-    other = QueueConfig("other", "0123456789abcdef", publish_timeout_s=0.2)
-    producer = await JetStreamProducer.connect(
-        nats.url, other, wait_s=HANG_S, connect_options=options
-    )
-    try:
-        with pytest.raises(PullfillError):
-            await producer.publish("job", b"body", 7)
-    finally:
-        await producer.close()
-    await until(lambda: "Publish Violation" in nats.log.read_text())
 
 
 # ------------------------------------------------------------------ etcd

@@ -32,11 +32,6 @@ def _write(directory: Path, **changes: str) -> ClusterFile:
 
 
 class TestClusterRef:
-    def test_from_a_state_directory(self, tmp_path: Path) -> None:
-        _write(tmp_path)
-        ref = ClusterRef.resolve(state_dir=tmp_path)
-        assert ref == ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", tmp_path)
-
     def test_urls_win_over_the_file(self, tmp_path: Path) -> None:
         _write(tmp_path)
         ref = ClusterRef.resolve(state_dir=tmp_path, etcd="http://h:9", namespace="green")
@@ -68,15 +63,6 @@ class TestClusterRef:
         own = _write(state_dir, etcd_url="http://127.0.0.1:2,http://b:3")
         ref = ClusterRef.resolve(etcd="http://b:3/, http://localhost:2")
         assert (ref.namespace, ref.etcd_url, ref.nats_url) == ("blue", own.etcd_url, own.nats_url)
-
-    def test_both_urls_need_no_file(self, tmp_path: Path) -> None:
-        gone = tmp_path / "gone"
-        ref = ClusterRef.resolve(state_dir=gone, etcd="http://h:9", nats="nats://h:8")
-        assert ref == ClusterRef("default", "http://h:9", "nats://h:8", gone)
-
-    def test_the_environment_names_the_directory(self, state_dir: Path) -> None:
-        _write(state_dir)
-        assert ClusterRef.resolve().state_dir == state_dir
 
     def test_nothing_there_says_what_to_do(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"pullfill up.*--state-dir"):

@@ -42,12 +42,3 @@ def test_the_docstring_draws_the_whole_tree() -> None:
     for kind in _subclasses(errors.PullfillError):
         if kind.__module__ == errors.__name__:
             assert kind.__name__ in errors.__doc__
-
-
-def test_a_refused_claim_is_retryable_only_with_a_time() -> None:
-    assert errors.ClaimRefused("x", reason="held", retry_after_s=0.1).retryable
-    assert not errors.ClaimRefused("x", reason="closed").retryable
-
-
-def test_incompatible_names_the_field() -> None:
-    assert errors.IncompatibleError("x", field="dtype").field == "dtype"

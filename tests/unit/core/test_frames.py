@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pullfill.errors import BadMessage, OtherVersion
 from pullfill.net import frames
 from pullfill.net.channel import Channel
-from pullfill.wire import WIRE_VERSION, DrainAck, Goodbye, Hello, ToDecode, encode
+from pullfill.wire import WIRE_VERSION, DrainAck, Hello, ToDecode, encode
 from tests.support import framing
 from tests.support.listening import listening
 
@@ -45,24 +45,12 @@ async def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
         await channel.read(Hello)
 
 
-@pytest.mark.parametrize("cut", [0, 1, 3, 4, 5, 20])
-async def test_an_end_in_the_middle_is_an_end(cut: int) -> None:
-    with pytest.raises(EOFError):
-        await channel_of(frame(encode(HELLO))[:cut]).read(Hello)
-
-
 async def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
     """Only the length is there: waiting for the body would be the bug."""
     channel, _ = framing.channel_of()
     channel.data_received(struct.pack("<I", frames.MAX_FRAME + 1))
     with pytest.raises(BadMessage, match="bytes"):
         await asyncio.wait_for(channel.read(Hello), 10)
-
-
-@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80", encode(QUIET), encode(HELLO) + b"\0"])
-async def test_what_is_not_the_message_is_refused(body: bytes) -> None:
-    with pytest.raises(BadMessage):
-        await channel_of(frame(body)).read(Hello)
 
 
 async def test_another_version_is_refused() -> None:
@@ -115,26 +103,6 @@ async def test_what_is_written_in_one_turn_of_the_loop_leaves_in_one_piece() -> 
     assert wire.aborted
 
 
-async def test_what_is_written_now_takes_along_what_waits() -> None:
-    channel, wire = framing.channel_of()
-    channel.write(HELLO)
-    channel.write(QUIET, now=True)
-    assert wire.pieces == [frame(encode(HELLO)) + frame(encode(QUIET))]
-    await asyncio.sleep(0)
-    assert len(wire.pieces) == 1
-
-
-async def test_much_at_once_does_not_wait_for_the_end_of_the_turn() -> None:
-    """So that what a peer does not read stays bounded within a turn too."""
-    channel, wire = framing.channel_of()
-    for _ in range(100):
-        channel.write(Goodbye(reason="r" * 4000))
-    assert wire.pieces
-    assert max(map(len, wire.pieces)) < 80_000
-    await asyncio.sleep(0)
-    assert sum(map(len, wire.pieces)) > 400_000
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 10_000])
 async def test_messages_are_handled_as_they_arrive_however_they_are_cut(size: int) -> None:
     """They are handled in the callback that received their last byte. Replies are sent in one
@@ -155,15 +123,6 @@ async def test_messages_are_handled_as_they_arrive_however_they_are_cut(size: in
         assert len(wire.pieces) <= before + 1
         assert sum(map(len, wire.pieces)) == len(heard) * len(frame(encode(QUIET)))
     assert heard == sent
-
-
-async def test_what_came_before_anybody_listens_is_handled_first() -> None:
-    channel, _ = framing.channel_of()
-    channel.data_received(2 * frame(encode(HELLO)) + frame(encode(QUIET)))
-    assert await channel.read(Hello) == HELLO
-    heard: list[Any] = []
-    channel.hear(ToDecode, heard.append)
-    assert heard == [HELLO, QUIET]
 
 
 @pytest.mark.parametrize(
@@ -239,15 +198,6 @@ async def test_a_peer_that_stands_still_for_a_moment_gets_large_messages() -> No
         go.set()
         assert [await asyncio.wait_for(got.get(), 10) for _ in sizes] == sizes
         writer.close()
-
-
-async def test_who_does_not_read_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    channel, wire = framing.channel_of()
-    wire.get_write_buffer_size = lambda: frames.MAX_BACKLOG + 1  # type: ignore[method-assign]
-    channel.peer = "10.0.0.7:5"
-    channel.write(QUIET, now=True)
-    assert (wire.aborted, wire.pieces) == (True, [])
-    assert "ended the connection to 10.0.0.7:5: it has not read the last 64 MiB" in caplog.text
 
 
 async def test_a_peer_that_reads_nothing_gets_a_broken_connection() -> None:

@@ -18,13 +18,6 @@ def challenged(here: Introduction, there: Acceptance) -> AuthChallenge:
     return challenge
 
 
-def test_both_ends_get_the_same_keys() -> None:
-    here, there = Introduction(OURS, CONTROL), Acceptance(OURS, CONTROL)
-    proof, incoming, outgoing = here.answer(challenged(here, there))
-    assert there.check(proof) == (outgoing, incoming)
-    assert incoming != outgoing
-
-
 @pytest.mark.parametrize(("key", "purpose"), [(OTHER, CONTROL), (OURS, KV_PORT)])
 def test_another_key_or_purpose_proves_nothing(key: ClusterKey, purpose: str) -> None:
     here, there = Introduction(OURS, CONTROL), Acceptance(key, purpose)

@@ -64,12 +64,6 @@ def test_others_do_not_silence_us(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.message for record in caplog.records] == ["settings"]
 
 
-def test_a_level_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(log.LEVEL_ENV, "verbose")
-    with pytest.raises(ConfigError, match=r"PULLFILL_LOG_LEVEL='verbose'.*DEBUG, INFO"):
-        log.setup("decode")
-
-
 @pytest.mark.parametrize("debug", ["", "1"])
 def test_an_error_is_one_line_unless_more_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], debug: str

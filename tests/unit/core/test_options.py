@@ -26,7 +26,6 @@ from pullfill.options import (
     declared,
     parse_listen,
     parse_networks,
-    parse_transports,
 )
 from pullfill.wire import KvMode
 
@@ -156,14 +155,6 @@ def test_flags_of_up_are_those_of_the_processes_it_starts() -> None:
 
 
 # --------------------------------------------------------------------------- values
-
-
-def test_transports_flag() -> None:
-    assert parse_transports(None) is None
-    assert parse_transports("tcp, shm") == {"tcp", "shm"}
-    for wrong in ("", " , ", "udp", "shm,udp"):
-        with pytest.raises(ConfigError, match="cuda_ipc, shm, nccl, nixl, tcp"):
-            parse_transports(wrong)
 
 
 @pytest.mark.parametrize("given", ["tcp://h:1", "h:1"])

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llvmlite.binding import ffi
 
-from pullfill.prefix import table
 from pullfill.prefix.chain import (
-    I64,
     as_array,
     chain,
-    compiled,
     extend,
-    hide,
     root,
     sip_chain,
     state_of,
@@ -88,36 +82,3 @@ def test_bad_arguments_are_refused() -> None:
 
 
 # ------------------------------------------------------------------ numba
-
-
-def test_a_function_compiles_where_nothing_can_be_cached() -> None:
-    """numba caches only what comes from a file; one in a folder that cannot be written is alike."""
-    scope: dict[str, Any] = {}
-    exec("def twice(number):\n    return 2 * number", scope)
-    twice: Any = compiled(I64)(scope["twice"])
-    assert twice(21) == 42
-    assert len(twice.nopython_signatures) == 1
-
-
-def test_a_function_is_compiled_before_its_first_call() -> None:
-    for function in (sip_chain, table.change, table.match, table.collect):
-        before: Any = function
-        assert len(before.nopython_signatures) == 1
-
-
-def test_the_library_has_its_functions_and_no_dict() -> None:
-    assert not hasattr(ffi.lib, "__dict__")
-    assert ffi.lib.LLVMPY_GetDefaultTargetTriple is not None
-
-
-def test_an_object_that_answers_to_every_name() -> None:
-    class Library:
-        __slots__ = ()
-
-        def __getattr__(self, name: str) -> str:
-            return f"function {name}"
-
-    assert hasattr(Library(), "__dict__")
-    hide(Library)
-    assert not hasattr(Library(), "__dict__")
-    assert Library().create == "function create"

@@ -42,18 +42,6 @@ def test_of_many_workers_those_that_hold_most_are_named() -> None:
     assert named == set(range(8, 20))
 
 
-def test_a_forgotten_worker_matches_nothing_and_may_come_back() -> None:
-    index = PrefixIndex(100)
-    index.store(1, PROMPT)
-    index.store(2, PROMPT)
-    index.forget(1)
-    assert index.match(PROMPT) == {2: 16}
-    index.store(1, PROMPT[:2])
-    while not index.tidy(0.001):
-        pass
-    assert index.match(PROMPT) == {1: 2, 2: 16}
-
-
 def test_blocks_beyond_the_limit_are_refused_and_counted() -> None:
     index = PrefixIndex(10)
     assert index.store(1, PROMPT) == 6
@@ -63,29 +51,6 @@ def test_blocks_beyond_the_limit_are_refused_and_counted() -> None:
     index.remove(2, PROMPT[:10])
     assert index.store(1, PROMPT[10:]) == 0
     assert index.blocks(1) == 6
-
-
-def test_forgotten_workers_make_room_before_a_block_is_refused() -> None:
-    index = PrefixIndex(len(PROMPT))
-    index.store(1, PROMPT)
-    index.forget(1)
-    other = PROMPT + np.uint64(1)
-    assert index.room == 0
-    assert index.store(2, other) == 0
-    assert index.match(other) == {2: 16}
-
-
-def test_a_cleared_index_is_as_new() -> None:
-    index = PrefixIndex(len(PROMPT))
-    index.store(1, PROMPT)
-    index.stage(2, PROMPT)
-    index.forget(1)
-    index.clear()
-    assert (len(index), index.room, index.match(PROMPT)) == (0, 16, {})
-    index.adopt(2)
-    assert index.blocks(2) == 0
-    assert index.store(3, PROMPT) == 0
-    assert index.match(PROMPT) == {3: 16}
 
 
 def test_what_is_staged_is_seen_when_it_is_adopted() -> None:

@@ -49,16 +49,6 @@ def pair() -> Pair:
     return Pair()
 
 
-def test_a_new_replica_gets_all_events_from_the_first(pair: Pair) -> None:
-    pair.ring.append(Op.STORE, blocks(1, 2, 3))
-    pair.ring.append(Op.REMOVE, blocks(2))
-    assert pair.replica.state is State.COLD
-    pair.heal(pair.replica.ask(0))
-    assert pair.replica.state is State.WARM
-    assert pair.equal()
-    assert pair.replica.healing.snapshots == 0
-
-
 @pytest.mark.essential
 def test_a_gap_is_resent_and_a_large_one_brings_a_snapshot() -> None:
     for max_events, snapshots in ((1000, 0), (2, 1)):
@@ -91,38 +81,6 @@ def test_what_was_lost_is_asked_for_again(pair: Pair) -> None:
     assert pair.equal()
 
 
-def test_duplicates_change_nothing(pair: Pair) -> None:
-    pair.heal(pair.replica.ask(0))
-    pair.ring.append(Op.STORE, blocks(1, 2))
-    (first,) = pair.news()
-    pair.ring.append(Op.REMOVE, blocks(1))
-    (second,) = pair.news()
-    for message in (first, second, first, second):
-        assert pair.replica.take(message, 1.0) is None
-    assert pair.equal()
-    assert pair.replica.state is State.WARM
-
-
-def test_events_that_overlap_are_applied_once(pair: Pair) -> None:
-    pair.heal(pair.replica.ask(0))
-    pair.ring.append(Op.STORE, blocks(1, 2))
-    for message in pair.news():
-        pair.replica.take(message, 1.0)
-    pair.sent = 1
-    pair.ring.append(Op.REMOVE, blocks(2))
-    for message in pair.news():
-        assert pair.replica.take(message, 1.0) is None
-    pair.ring.append(Op.REMOVE, blocks(1))
-    for message in pair.news():
-        assert pair.replica.take(message, 1.0) is None
-    assert pair.equal()
-    assert pair.replica.healing.gaps == 0
-    pair.ring.append(Op.STORE, blocks(9))
-    pair.news()
-    (beat,) = pair.news()
-    assert pair.replica.take(beat, 9.0) == PrefixFollow(epoch=pair.ring.epoch, next=4)
-
-
 def test_a_snapshot_read_over_time_is_good_when_its_events_have_come() -> None:
     pair = Pair(max_events=10)
     pair.ring.append(Op.STORE, blocks(*range(1, 20)))
@@ -140,41 +98,6 @@ def test_a_snapshot_read_over_time_is_good_when_its_events_have_come() -> None:
     assert pair.replica.state is State.WARM
     assert pair.replica.healing.differences == 0
     assert pair.equal()
-
-
-def test_what_was_staged_of_a_snapshot_that_was_cut_off_is_dropped() -> None:
-    pair = Pair(max_events=1)
-    pair.ring.append(Op.STORE, blocks(1, 2))
-    (page, *_) = pair.ring.answer(pair.replica.ask(0))
-    assert isinstance(page, PrefixPage)
-    pair.replica.take(msgspec.structs.replace(page, last=False), 0.1)
-    pair.ring.append(Op.REMOVE, blocks(1, 2))
-    pair.heal(pair.replica.ask(1.0))
-    assert pair.equal()
-    assert pair.replica.healing.differences == 0
-
-
-def test_a_restarted_worker_replaces_what_it_held(pair: Pair) -> None:
-    pair.ring.append(Op.STORE, blocks(1, 2, 3))
-    pair.heal(pair.replica.ask(0))
-    pair.ring = Ring(1, 1000)
-    pair.ring.append(Op.STORE, blocks(7, 8))
-    pair.sent = pair.ring.next
-    (beat,) = pair.news()
-    pair.heal(pair.replica.take(beat, 5.0))
-    assert pair.equal()
-    assert pair.replica.healing.restarts == 1
-
-
-def test_clear_empties_the_index_too(pair: Pair) -> None:
-    pair.heal(pair.replica.ask(0))
-    pair.ring.append(Op.STORE, blocks(1, 2, 3))
-    pair.ring.append(Op.CLEAR, b"")
-    pair.ring.append(Op.STORE, blocks(3, 4))
-    for message in pair.news():
-        pair.replica.take(message, 1.0)
-    assert pair.equal()
-    assert pair.index.blocks(5) == 2
 
 
 def test_an_index_that_differs_is_found_and_replaced(pair: Pair) -> None:
@@ -235,13 +158,3 @@ def test_events_that_no_ring_sends_are_refused(pair: Pair) -> None:
     for ops, hashes in ((b"\1\1", bytes(8)), (b"\3", bytes(8))):
         with pytest.raises(ValueError, match="block events"):
             pair.replica.take(PrefixEvents(epoch=1, first=0, ops=ops, hashes=hashes), 0)
-
-
-def test_forgetting_leaves_nothing(pair: Pair) -> None:
-    pair.ring.append(Op.STORE, blocks(1, 2))
-    pair.heal(pair.replica.ask(0))
-    pair.replica.forget(3.0)
-    assert pair.replica.state is State.COLD
-    assert pair.index.blocks(5) == 0
-    pair.heal(pair.replica.ask(4.0))
-    assert pair.equal()

@@ -39,13 +39,6 @@ def test_it_keeps_the_last_events_in_their_order() -> None:
             assert ring.since(ring.epoch, len(told) - 8) is None
 
 
-def test_more_events_at_once_than_it_keeps() -> None:
-    ring = Ring(4, 100)
-    ring.append(Op.STORE, blocks(*range(1, 11)))
-    assert [one for _, one in sent(ring, 6)] == [7, 8, 9, 10]
-    assert len(ring.held()) == 10
-
-
 def test_a_message_has_at_most_so_many_events() -> None:
     ring = Ring(3 * MAX_EVENTS, 3 * MAX_EVENTS)
     ring.append(Op.STORE, np.arange(1, 2 * MAX_EVENTS + 2, dtype=np.uint64))
@@ -67,22 +60,6 @@ def test_a_snapshot_has_every_block_in_pages_that_fit() -> None:
     assert [one.last for one in pages] == [False] * (len(pages) - 1) + [True]
     found = [np.frombuffer(decode(encode(one), PrefixPage).hashes, np.uint64) for one in pages]
     assert np.array_equal(np.sort(np.concatenate(found)), np.sort(hashes))
-
-
-def test_an_empty_ring_answers_with_a_sign_of_life() -> None:
-    ring = Ring(10, 10)
-    (only,) = ring.answer(PrefixFollow())
-    assert isinstance(only, PrefixEvents)
-    assert (only.first, only.ops, only.held, only.epoch) == (0, b"", 0, ring.epoch)
-
-
-def test_another_life_has_another_epoch() -> None:
-    assert Ring(1, 1).epoch != Ring(1, 1).epoch
-    ring = Ring(10, 10)
-    ring.append(Op.STORE, blocks(1, 2))
-    assert ring.since(ring.epoch + 1, 1) is None
-    first, *_ = ring.answer(PrefixFollow(epoch=ring.epoch + 1, next=1))
-    assert isinstance(first, PrefixPage)
 
 
 @pytest.mark.parametrize(("max_blocks", "held"), [(3, 3), (2, None)])

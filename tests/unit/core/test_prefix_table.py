@@ -189,13 +189,3 @@ def test_a_full_pool_refuses_and_says_so() -> None:
     while not index.tidy(0.01):
         pass
     assert index.store(5, blocks) == 0
-
-
-def test_one_slot_too_many_is_refused() -> None:
-    index = PrefixIndex(10)
-    for worker in range(table.SLOTS):
-        index.store(worker, np.array([7], np.uint64))
-    with pytest.raises(ValueError, match="4096 workers"):
-        index.store(table.SLOTS, b"")
-    index.forget(9)
-    index.store(table.SLOTS, b"")

@@ -68,17 +68,6 @@ async def test_routes(worker: tuple[Worker, ProbeServer]) -> None:
     assert (await _get(f"{server.url}/nothing"))[0] == 404
 
 
-async def test_metrics_are_refreshed_when_asked_for(worker: tuple[Worker, ProbeServer]) -> None:
-    it, server = worker
-    status, text = await _get(f"{server.url}/metrics")
-    assert (status, it.refreshed) == (200, 1)
-    assert "pullfill_queue_depth_jobs" in text
-
-
-async def test_stop_without_start_is_harmless() -> None:
-    await ProbeServer("127.0.0.1", lambda: (True, {}), dict).stop()
-
-
 @pytest.mark.essential
 def test_promised_metrics_and_labels() -> None:
     families = {}

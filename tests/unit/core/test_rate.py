@@ -50,13 +50,6 @@ def test_one_pause_of_the_machine_is_clipped_and_a_second_one_is_a_change() -> N
     assert rate.of(1.0, 0.5) > 20.0
 
 
-def test_observations_that_are_all_alike_decide_what_they_can() -> None:
-    rate = Rate()
-    for number in range(20):
-        rate.observe(2.0, 3.0, 5.0, float(number))
-    assert rate.of(2.0, 3.0) == pytest.approx(5.0, rel=0.05)
-
-
 @given(st.lists(st.tuples(st.floats(0, 20), st.floats(0, 400), st.floats(0, 100)), max_size=30))
 def test_it_never_goes_below_zero(seen: list[tuple[float, float, float]]) -> None:
     rate = Rate()

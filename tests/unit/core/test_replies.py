@@ -31,14 +31,6 @@ async def test_each_question_gets_its_own_answer() -> None:
     assert not replies
 
 
-async def test_an_answer_that_comes_late_is_unwanted() -> None:
-    replies, unwanted = made()
-    with pytest.raises(KeyError, match="late"):
-        await replies.ask(1, lambda: None, 0.01, LATE)
-    replies.answer(1, "late")
-    assert unwanted == ["late"]
-
-
 async def test_an_answer_that_comes_with_a_cancellation_is_not_lost() -> None:
     replies, unwanted = made()
     asked = asyncio.create_task(replies.ask(1, lambda: None, 10, LATE))

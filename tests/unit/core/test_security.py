@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from pullfill.config import ClusterFile, ClusterRef
 from pullfill.deploy import plan, run_role
 from pullfill.errors import ConfigError, NotNow
 from pullfill.net.security import OPEN, SECTIONS, ClusterKey, load
-from pullfill.options import WorkerOptions
 from tests.support.certificates import make_certificates
 
 KEY = "0123456789abcdef" * 2
@@ -73,13 +71,6 @@ def test_nothing_printed_holds_a_secret(file: Path) -> None:
     )
     for text in (PASSWORD, KEY, "first-api-key", "the-admin-key"):
         assert text not in shown
-
-
-def test_a_token_is_read(tmp_path: Path) -> None:
-    secret(tmp_path / "token", "s3cret-token\n")
-    path = tmp_path / "s.toml"
-    path.write_text('[nats]\ntoken_file = "token"\n')
-    assert load(path).nats.options() == {"token": "s3cret-token"}
 
 
 def test_keys_of_unequal_labels_and_secrets_are_unrelated() -> None:
@@ -155,14 +146,6 @@ def test_what_a_renewal_leaves_for_a_moment_passes(tmp_path: Path, file: Path) -
             load(file)
 
 
-def test_a_fifo_does_not_hang(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "k", 0o600)
-    path = tmp_path / "s.toml"
-    path.write_text('[cluster]\nkey_file = "k"\n')
-    with pytest.raises(ConfigError, match="not a regular file"):
-        load(path)
-
-
 # ------------------------------------------------------------------ how it gets to every process
 
 
@@ -175,13 +158,6 @@ def test_a_state_directory_remembers_it(tmp_path: Path, file: Path) -> None:
     own = tmp_path / "other.toml"
     own.write_text("")
     assert ClusterRef.resolve(state_dir=tmp_path, security=own).security.path == str(own)
-
-
-def test_children_get_the_path_and_no_secret(file: Path) -> None:
-    ref = ClusterRef("n", "http://e", "nats://q", None, load(file))
-    command = plan.role_command("decode", ref, "m", WorkerOptions())
-    assert command[command.index("--security") + 1] == str(file)
-    assert PASSWORD not in " ".join(command)
 
 
 @pytest.mark.parametrize("name", ["nats", "etcd"])

@@ -95,34 +95,11 @@ def test_a_worker_that_is_both_has_a_row_for_each_role_and_all_its_troubles_in_e
     assert [row.troubles for row in rows] == [(outage, "wrong KV")] * 2
 
 
-def test_etcd_is_what_the_frontend_sees() -> None:
-    away = ServerStatus(up=False, since_s=3.0, error="http://h:2: refused")
-    assert cluster_of([], away).reasons() == ["etcd unreachable for 3 s: http://h:2: refused"]
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff"])
-def test_what_is_no_report_is_none(body: bytes) -> None:
-    assert read_report(body) is None
-
-
 def test_without_a_report_the_servers_are_unknown_not_up() -> None:
     cluster = cluster_of([decode(None)], ETCD)
     assert cluster.servers["nats"].up is False
     assert cluster.outages() == [f"NATS {UNTOLD}"]
     assert (cluster.workers[0].state, cluster.workers[0].age_s) == ("lost", None)
-
-
-@pytest.mark.parametrize(
-    ("load", "expected"),
-    [
-        ({"kv_blocks": 200, "kv_free_blocks": 150, "running": 3, "waiting": 2}, (0.25, 3, 2)),
-        ({"kv_blocks": 0, "running": True, "waiting": "x"}, (None, None, None)),
-        ({}, (None, None, None)),
-    ],
-)
-def test_a_row_has_what_its_worker_tells(load: dict[str, Any], expected: Any) -> None:
-    (row,) = cluster_of([decode(said(load=load))], ETCD).workers
-    assert (row.kv, row.running, row.waiting) == expected
 
 
 def test_jobs_of_a_prefill_worker_run_once_they_are_claimed() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from pullfill.errors import ConfigError
 from pullfill.runtime import tracing
 from pullfill.runtime.tracing import Context
 from tests.support.otlp import Receiver
@@ -38,32 +37,6 @@ def test_off_there_is_no_context_and_no_opentelemetry() -> None:
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
-def test_a_span_arrives_as_it_was_recorded(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
-    with Receiver(protocol) as receiver:
-        tracing.begin(receiver.url, "decode", "decode-1")
-        found = tracing.root({"traceparent": CLIENT})
-        assert found is not None
-        context, above = found
-        assert above == Context(int(TRACE, 16), int(SPAN, 16))
-        now, other = time.monotonic(), context.child()
-        tracing.record(
-            "a", context, above, now - 2.0, now, {"n": 1, "none": None, "s": "x"},
-            links=[other], error="lost", kind="SERVER",
-        )  # fmt: skip
-        tracing.close()
-        span = receiver.one("a")
-    assert (span.trace, span.parent, span.id) == (TRACE, SPAN, f"{context.span_id:016x}")
-    assert span.links == (f"{other.span_id:016x}",)
-    assert span.attributes == {"n": 1, "s": "x"}
-    assert (span.error, span.kind) == ("lost", 2)
-    assert span.end_ns - span.start_ns == pytest.approx(2e9, abs=1e6)
-    assert abs(span.end_ns / 1e9 - time.time()) < 60.0, "not the monotonic clock"
-    assert span.resource["service.instance.id"] == "decode-1"
-    assert (span.resource["service.name"], span.resource["pullfill.role"]) == ("pullfill", "decode")
 
 
 def test_who_decides_what_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +78,6 @@ def test_headers(header: str | None, read: bool) -> None:
             assert context.trace == TRACE
 
 
-def test_all_who_know_a_job_know_its_attempts() -> None:
-    remote = Context(5, 6)
-    assert remote.attempt("job", 1) == remote.attempt("job", 1)
-    assert len({remote.attempt(j, n).span_id for j in "ab" for n in (1, 2)}) == 4
-    assert remote.attempt("job", 1).trace_id == 5
-
-
 def test_an_endpoint_that_hangs_stops_nothing_and_one_line_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,10 +117,3 @@ def _lines(caplog: pytest.LogCaptureFixture, text: str, count: int) -> list[str]
         assert time.monotonic() < until, caplog.text
         time.sleep(0.02)
     return found
-
-
-def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "smoke")
-    with pytest.raises(ConfigError, match="grpc or http/protobuf"):
-        tracing.begin("http://127.0.0.1:1", "decode", "d")
-    assert tracing.root({}) is None

@@ -8,31 +8,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from pullfill.deploy import cli
 from pullfill.errors import ConfigError, UnavailableError
-from pullfill.options import UpOptions
 from pullfill.runtime.log import DEBUG_ENV
 
 COMMANDS = ("up", "down", "decode", "prefill", "frontend", "status", "drain", "explain", "doctor")
 runner = CliRunner()
-
-
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `up` was called with."""
-    seen: dict[str, Any] = {}
-
-    def up(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
-        seen.update(options=options, state_dir=state_dir, detach=detach)
-        return 0
-
-    monkeypatch.setattr("pullfill.deploy.up.up", up)
-    return seen
 
 
 @pytest.fixture
@@ -65,34 +50,6 @@ def test_help_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_unknown_flags_of_up_go_to_vllm(given: dict[str, Any]) -> None:
-    arguments = [
-        "up",
-        "--model",
-        "/m",
-        "--max-model-len",
-        "512",
-        "--decode",
-        "2",
-        "--enforce-eager",
-    ]
-    result = runner.invoke(cli.app, [*arguments, "--detach", "--seed=3", "--state-dir", "/s"])
-    assert result.exit_code == 0, result.output
-    options = given["options"]
-    assert (options.model, options.decode, given["detach"]) == ("/m", 2, True)
-    assert given["state_dir"] == "/s"
-    assert options.vllm_args == ["--max-model-len", "512", "--enforce-eager", "--seed=3"]
-
-
-def test_defaults_of_up(given: dict[str, Any], state_dir: Path) -> None:
-    runner.invoke(cli.app, ["up"])
-    options = given["options"]
-    assert (options.model, options.decode, options.prefill, options.frontends) == ("demo", 1, 1, 1)
-    assert (options.host, options.port) == ("127.0.0.1", 8000)
-    assert given["state_dir"] == str(state_dir)
-    assert not given["detach"]
 
 
 @pytest.mark.parametrize(

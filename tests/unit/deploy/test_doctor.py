@@ -36,11 +36,6 @@ def live(instance_id: str, http: str) -> WorkerRecord:
     return record(instance_id, http=http)
 
 
-def test_workers_that_fit() -> None:
-    found = list(doctor.fit([record("decode-d"), record("prefill-p")]))
-    assert [f.level for f in found] == [OK, OK]
-
-
 @pytest.mark.essential
 def test_workers_that_do_not_fit() -> None:
     other = record("prefill-p", compat=compat(dtype="bfloat16"))
@@ -48,10 +43,6 @@ def test_workers_that_do_not_fit() -> None:
     assert found[-1].level == FAIL
     assert "decode-d and prefill-p cannot exchange KV: dtype" in found[-1].what
     assert found[-1].advice
-
-
-def test_no_workers() -> None:
-    assert [f.level for f in doctor.fit([])] == [FAIL, WARN]
 
 
 def test_stock_servers_serve_without_workers() -> None:
@@ -82,23 +73,6 @@ def test_each_pair_of_workers_has_its_line() -> None:
     assert used.what == "prefill-a writes to decode-a over tcp"
     assert used.advice == "not shm: on another host"
     assert "decode-b yet" in unused.what
-
-
-@pytest.mark.parametrize("answer", [(200, {"routes": 3}), (200, None), (500, {}), None])
-def test_a_worker_that_answers_nonsense_is_no_failure(answer: tuple[int, Any] | None) -> None:
-    with serving(lambda *_: answer or (200, {})) as url:
-        gone = f"http://127.0.0.1:{free_port()}"
-        there = url if answer else gone
-        found = list(doctor.pairs([live("decode-a", url), live("prefill-a", there)]))
-    assert found == []
-
-
-def test_many_pairs_are_cut_short() -> None:
-    with serving(lambda *_: (200, {})) as url:
-        workers = [live(f"{role}-{n}", url) for role in ("decode", "prefill") for n in range(9)]
-        found = list(doctor.pairs(workers))
-    assert len(found) == 33
-    assert "more" in found[-1].what
 
 
 def test_workers_whose_cached_blocks_frontends_do_not_know() -> None:

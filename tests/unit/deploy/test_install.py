@@ -7,8 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -156,16 +154,6 @@ def test_vllm_for_cpu_gets_what_the_indexes_have(
     assert "import torch, transformers, vllm" in ran("python")[-1]
 
 
-def test_a_new_requirement_of_pullfill_does_not_touch_vllm(
-    tmp_path: Path, venv: Callable[..., Callable[[str], list[str]]]
-) -> None:
-    ran = venv()
-    install.install(tmp_path, "cpu", releases.VLLM, only_ours=True)
-    assert [line.partition(" install ")[2] for line in ran("uv")] == [
-        "--compile-bytecode -e .[dev]"
-    ]
-
-
 @pytest.mark.parametrize(
     ("does", "said"),
     [
@@ -186,38 +174,6 @@ def test_a_failure_says_what_to_do_in_one_line(
     assert said in error
     assert "make install" in error
     assert "\n" not in error
-
-
-def test_an_environment_that_was_interrupted_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-
-    def interrupted(command: list[str], **_: object) -> None:
-        made.append(command[1:])
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        (tmp_path / "bin" / "python").touch()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess, "run", interrupted)
-    (tmp_path / "notes").touch()
-    for _ in range(2):
-        assert install.main() == "error: interrupted; make install goes on from there"
-    assert [command[:2] for command in made] == [["-m", "venv"]] * 2
-    assert (tmp_path / "notes").exists(), "what somebody else has put there"
-
-
-@pytest.mark.parametrize(("cuda", "wrong"), [("13.0", False), (None, True)])
-def test_a_cpu_build_of_torch_is_seen_beside_vllm_for_cuda(
-    monkeypatch: pytest.MonkeyPatch, cuda: str | None, wrong: bool
-) -> None:
-    torch: Any = ModuleType("torch")
-    torch.version = SimpleNamespace(cuda=cuda)
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    if not wrong:
-        return exec(install.SMOKE_GPU, {})
-    with pytest.raises(AssertionError, match="CPU build of torch"):
-        exec(install.SMOKE_GPU, {})
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ import yaml
 from pullfill.config import split_urls
 from pullfill.deploy import local_servers
 from pullfill.deploy.planner import PlanSettings
-from pullfill.frontend import admission
 from pullfill.registry import live_settings
 from pullfill.runtime.lifecycle import EXIT_S
 from pullfill.wire import QueueSettings
@@ -114,12 +113,6 @@ def test_kubernetes_waits_longer_than_a_drain(role: str, drain: int) -> None:
     assert "lifecycle" not in container
     ready = options["ready_grace"] if role == "frontend" else 0.0
     assert template["spec"]["terminationGracePeriodSeconds"] >= ready + drain + EXIT_S
-
-
-def test_a_frontend_has_room_for_the_requests_that_it_takes() -> None:
-    """Four requests of 250 MiB took 3.2 times their size: as they came, joined, as text."""
-    limit = the_container(pods(render())["pullfill-frontend"])["resources"]["limits"]["memory"]
-    assert bytes_of(limit) >= (1 << 30) + 3.2 * admission.ALL_BYTES
 
 
 GPU = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
@@ -236,15 +229,6 @@ def test_what_selects_pods_finds_them() -> None:
         assert port in {p["name"] for p in the_container(templates[name])["ports"]}
 
 
-def test_frontends_reach_each_other_also_with_chosen_clients() -> None:
-    peer = {"namespaceSelector": {"matchLabels": {"team": "x"}}}
-    documents = render(networkPolicy={"clients": [peer]})
-    policy = of_kind(documents, "NetworkPolicy")["pullfill-frontend"]
-    first, second = policy["spec"]["ingress"][0]["from"]
-    assert first == peer
-    assert second["podSelector"] == policy["spec"]["podSelector"]
-
-
 # ------------------------------------------------------------------ servers
 
 
@@ -335,26 +319,5 @@ def test_keda_scales_deployments_that_exist() -> None:
         assert trigger["metadata"]["ignoreNullValues"] == "false", "no figures are not no load"
 
 
-def test_two_releases_have_namespaces_of_their_own() -> None:
-    assert options_of(render())["namespace"] == "serving_pullfill"
-    assert options_of(render(pullfillNamespace="blue"))["namespace"] == "blue"
-    query = of_kind(render(keda={"enabled": True}), "ScaledObject")["pullfill-decode"]
-    assert 'pullfill_namespace="serving_pullfill"' in str(query["spec"]["triggers"])
-
-
 def options_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return parse(arguments(the_container(pods(documents)["pullfill-decode"])))
-
-
-def test_either_a_pod_monitor_or_annotations_find_the_frontends() -> None:
-    front = pods(render())["pullfill-frontend"]
-    assert front["metadata"]["annotations"]["prometheus.io/port"] == "8000"
-    assert not of_kind(render(), "PodMonitor")
-    documents = render(podMonitor={"enabled": True, "labels": {"release": "monitoring"}})
-    front = pods(documents)["pullfill-frontend"]
-    assert "annotations" not in front["metadata"], "each frontend is scraped once"
-    (monitor,) = of_kind(documents, "PodMonitor").values()
-    assert monitor["metadata"]["labels"]["release"] == "monitoring"
-    assert monitor["spec"]["selector"]["matchLabels"] == front["metadata"]["labels"]
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert endpoint["port"] in {p["name"] for p in the_container(front)["ports"]}

@@ -71,14 +71,6 @@ def test_an_unknown_name_is_told_the_nearest(state: StateDir, tmp_path: Path) ->
         logs.chosen(StateDir(tmp_path / "none"), None)
 
 
-def test_long_lines_and_bytes_that_are_no_text(
-    state: StateDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    long = "x" * 200_000
-    state.log_of("decode-1").write_bytes(b"first\n" + long.encode() + b"\n\xff\xfe\nno end")
-    assert shown(state, "decode-1", capsys, 2) == [long, "��", "no end"]
-
-
 def test_follow_prints_what_comes_until_it_is_stopped(state: StateDir) -> None:
     code = "import signal, sys; from pullfill.deploy import logs; "
     # A test run that a script starts in the background ignores SIGINT.

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from rich.console import Console
 
@@ -26,7 +24,7 @@ from pullfill.deploy.planner import (
 )
 from pullfill.errors import UnavailableError
 from pullfill.registry.client import KeyValue
-from pullfill.wire import RoleMove, WorkerRole, decode, encode
+from pullfill.wire import RoleMove, WorkerRole, decode
 
 REF = ClusterRef("default", "http://h:1", "nats://h:1")
 
@@ -161,12 +159,6 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(monkeypatch)
 
 
-def test_a_move_is_ordered_as_pullfill_role_does(rig: Rig) -> None:
-    assert rig.step().moves
-    assert rig.orders == [("decode-2", WorkerRole.PREFILL)]
-    assert abs(rig.etcd.move.at - time.time()) < 5
-
-
 def test_a_planner_that_starts_again_keeps_the_pause(rig: Rig) -> None:
     rig.step()
     rig.told["workers"][1]["role"] = "prefill"
@@ -197,17 +189,6 @@ def test_without_a_decode_worker_a_prefill_worker_becomes_one(rig: Rig) -> None:
         rig.step()
 
 
-def test_of_two_planners_one_orders(rig: Rig) -> None:
-    def other() -> None:
-        rig.etcd.revision += 1
-
-    rig.etcd.between = other
-    found = rig.step()
-    assert (found.moves, rig.orders) == ((), [])
-    assert "another planner" in found.reasons[0]
-    assert not found.state.moved_to
-
-
 def test_a_worker_that_died_on_its_way_is_not_waited_for_for_ever() -> None:
     seen = Observation(500.0, (PlanMember("p", PREFILL), PlanMember("d", DECODE)), {})
     gone = RoleMove(instance_id="x", after=WorkerRole.PREFILL, at=1000.0)
@@ -221,20 +202,6 @@ def test_a_worker_that_died_on_its_way_is_not_waited_for_for_ever() -> None:
     assert (ahead.changing, state.moved_at) == (("x",), 500.0)
     later = replace(seen, at=520.0)
     assert planner.remembered(gone, 8, -50.0, later, state)[1].moved_at == 520.0, "another order"
-
-
-def test_a_planner_whose_clock_is_ahead_pauses_others_no_longer(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig.step()
-    rig.told["workers"][1]["instance_id"] = "decode-4"  # decode-2 has died on its way
-    ahead = msgspec.structs.replace(rig.etcd.move, at=time.time() + 3600.0)
-    rig.etcd.value, now = encode(ahead), time.monotonic()
-    monkeypatch.setattr(planner.time, "monotonic", lambda: now)
-    found = rig.step()
-    assert not found.moves
-    now += planner.ABSENT_S
-    assert planner.step(REF, PlanSettings(settle_s=0.0), found.state).moves
 
 
 def test_a_look_that_fails_does_not_end_a_watch(

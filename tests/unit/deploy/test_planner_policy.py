@@ -13,7 +13,6 @@ from pullfill.deploy.planner import (
     PREFILL,
     Move,
     Observation,
-    Plan,
     PlanMember,
     PlanSettings,
     PlanState,
@@ -146,13 +145,6 @@ def test_a_shortage_must_last() -> None:
     assert plan(seen(1, 3, long=1.2, at=116.0), again.state, settings).moves
 
 
-def test_a_move_waits_for_the_one_before() -> None:
-    observation = seen(1, 4, long=2.0, changing=("d9",))
-    found = plan(observation, PlanState(), NOW)
-    assert not found.moves
-    assert "d9" in found.reasons[0]
-
-
 def test_pauses_after_a_move_are_longer_before_one_back() -> None:
     settings = PlanSettings(settle_s=0.0, cool_down_s=60.0, reverse_s=120.0)
     moved = plan(seen(1, 4, long=2.0, at=0.0), PlanState(), settings).state
@@ -181,13 +173,6 @@ def wave(settings: PlanSettings, *, period_s: float, periods: int) -> list[tuple
     return moves
 
 
-def test_a_square_wave_is_followed_by_two_moves_each_way() -> None:
-    moves = wave(PlanSettings(), period_s=600.0, periods=5)
-    roles = [move.after for _, move in moves]
-    assert roles[:4] == [PREFILL, PREFILL, DECODE, DECODE]
-    assert len(moves) == 5 * 4
-
-
 @pytest.mark.parametrize("period_s", [2.0, 20.0, 60.0, 120.0, 240.0])
 def test_a_fast_wave_moves_no_more_than_the_pauses_allow(period_s: float) -> None:
     settings = PlanSettings()
@@ -200,12 +185,6 @@ def test_a_fast_wave_moves_no_more_than_the_pauses_allow(period_s: float) -> Non
     assert backs <= 1200 / settings.reverse_s
     if period_s <= settings.settle_s:
         assert not moves
-
-
-def test_equal_looks_give_equal_plans() -> None:
-    observation = seen(2, 3, long=2.0, streams=1.0, backlog_s=9.0)
-    plans: list[Plan] = [plan(observation, PlanState(), NOW) for _ in range(3)]
-    assert plans[0] == plans[1] == plans[2]
 
 
 def test_the_observation_is_read_from_the_status() -> None:

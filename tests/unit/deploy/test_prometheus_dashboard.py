@@ -19,13 +19,6 @@ def metrics_of(query: str) -> set[str]:
     return set(re.findall(r"pullfill_\w+", query)) - EVERYWHERE
 
 
-def test_all_panels_have_a_title_of_their_own_and_room() -> None:
-    assert len({panel["title"] for panel in PANELS}) == len(PANELS)
-    places = {(p["gridPos"]["x"], p["gridPos"]["y"]) for p in dashboard()["panels"]}
-    assert len(places) == len(dashboard()["panels"])
-    assert all(one["datasource"]["uid"] == "${datasource}" for one in (*PANELS, *TARGETS))
-
-
 def test_one_cluster_is_chosen_among_those_that_prometheus_knows() -> None:
     (chosen,) = [v for v in dashboard()["templating"]["list"] if v["name"] == "cluster"]
     assert (chosen["type"], chosen["multi"], chosen["includeAll"]) == ("query", False, False)

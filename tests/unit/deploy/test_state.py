@@ -11,7 +11,6 @@ import pytest
 
 from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import down
-from pullfill.deploy.down import remove_shared_memory
 from pullfill.deploy.state import (
     LAUNCH_FILE,
     Launch,
@@ -38,24 +37,6 @@ def _cluster(*entries: ProcessEntry) -> ClusterFile:
     )
 
 
-def test_nothing_is_made_by_looking(tmp_path: Path) -> None:
-    state = StateDir(tmp_path / "s")
-    assert state.cluster() is None
-    assert state.launch() is None
-    assert state.live() == []
-    assert not state.path.exists()
-
-
-def test_the_directory_is_named_by_argument_environment_or_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert StateDir().path == tmp_path / ".pullfill"
-    monkeypatch.setenv("PULLFILL_STATE_DIR", "other")
-    assert StateDir().path == tmp_path / "other"
-    assert StateDir("mine").path == tmp_path / "mine"
-
-
 def test_files_come_back_as_written_and_leave_no_traces(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     launch = Launch(cluster_id=new_cluster_id(), model="demo", engine_args=["--a", "1"])
@@ -69,11 +50,6 @@ def test_files_come_back_as_written_and_leave_no_traces(tmp_path: Path) -> None:
     assert state.cluster() is None
 
 
-def test_a_damaged_launch_file_is_unknown(tmp_path: Path) -> None:
-    (tmp_path / LAUNCH_FILE).write_text("{")
-    assert StateDir(tmp_path).launch() is None
-
-
 def test_a_live_cluster_is_refused_by_name_and_pid(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     own = os.getpid()
@@ -85,15 +61,6 @@ def test_a_live_cluster_is_refused_by_name_and_pid(tmp_path: Path) -> None:
         state.refuse_if_live()
     assert "ghost" not in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_dead_cluster_is_not_refused(tmp_path: Path) -> None:
-    process = subprocess.Popen(["true"])
-    started = start_time(process.pid) or 1
-    process.wait()
-    state = StateDir(tmp_path)
-    state.write_cluster(_cluster(_entry(process.pid, started)))
-    state.refuse_if_live()
 
 
 @pytest.mark.parametrize("where", ["another host/another boot/pid:[1]", None])
@@ -182,11 +149,3 @@ def test_prepare_keeps_old_logs_and_drops_old_servers(tmp_path: Path) -> None:
     assert (tmp_path / "logs/x.log.1").read_text() == "old"
     assert not (tmp_path / "logs/x.log").exists()
     assert not state.stopping()
-
-
-def test_shared_memory_of_the_dead_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
-    for name in ("pullfill-decode-1", "pullfill-decode-1.fence", "pullfill-decode-2", "other"):
-        (tmp_path / name).touch()
-    remove_shared_memory(["decode-1"])
-    assert {p.name for p in tmp_path.iterdir()} == {"pullfill-decode-2", "other"}

@@ -22,7 +22,6 @@ from pullfill.deploy.state import (
     spawn,
     start_time,
     tagged,
-    tail,
 )
 
 
@@ -41,13 +40,6 @@ def _wait(condition: object, seconds: float = 10.0) -> bool:
             return True
         time.sleep(0.01)
     return False
-
-
-def test_identity_of_a_running_process(child: subprocess.Popen[bytes]) -> None:
-    identity = identify(child.pid)
-    assert identity is not None
-    assert identity.started > 0
-    assert is_alive(identity)
 
 
 def test_another_start_time_is_another_process(child: subprocess.Popen[bytes]) -> None:
@@ -71,13 +63,6 @@ def test_a_zombie_is_dead(child: subprocess.Popen[bytes]) -> None:
     assert not send(identity, signal.SIGTERM)
 
 
-def test_a_stopped_process_is_alive(child: subprocess.Popen[bytes]) -> None:
-    identity = identify(child.pid)
-    assert identity is not None
-    child.send_signal(signal.SIGSTOP)
-    assert is_alive(identity)
-
-
 def test_a_name_with_spaces_and_brackets_is_parsed() -> None:
     code = (
         "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) S (b', 0, 0, 0); "
@@ -94,11 +79,6 @@ def test_a_name_with_spaces_and_brackets_is_parsed() -> None:
             assert started >= boot
         finally:
             process.kill()
-
-
-def test_no_such_process() -> None:
-    assert identify(2**22 + 1) is None
-    assert not send(ProcessId(2**22 + 1, 1), signal.SIGTERM)
 
 
 def test_tagged_finds_exactly_ours(child: subprocess.Popen[bytes]) -> None:
@@ -143,10 +123,3 @@ def test_confine_reaches_every_thread() -> None:
         child.stdin.close()
         assert child.stdout.read().split() == [str(cores[-1])] * 3
     confine(child.pid, cores)  # gone: nothing happens
-
-
-def test_tail(tmp_path: Path) -> None:
-    log = tmp_path / "x.log"
-    assert tail(log) == []
-    log.write_bytes(b"\n".join(b"line %d" % i for i in range(100_000)) + b"\n\n\xff\n")
-    assert tail(log, 3) == ["line 99998", "line 99999", "�"]

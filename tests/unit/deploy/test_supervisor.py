@@ -13,7 +13,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,13 +21,12 @@ import pytest
 from rich.console import Console
 
 from pullfill import wire
-from pullfill.deploy import down, local_servers, plan, supervisor
-from pullfill.deploy.state import Launch, ProcessId, StateDir, identity, is_alive, tagged
+from pullfill.deploy import local_servers, plan, supervisor
+from pullfill.deploy.state import ProcessId, StateDir, identity, is_alive, tagged
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
 from pullfill.net.security import Security, ServerSecurity
-from pullfill.net.this_host import pid_space
 from pullfill.registry.client import EtcdClient, KeyValue
 from tests.support.http_stub import serving
 from tests.support.waiting import eventually
@@ -127,36 +126,6 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         yield rig
 
 
-async def test_cluster_json_names_the_port_that_was_chosen(rig: Rig) -> None:
-    async with rig.up(port=0):
-        cluster = rig.state.cluster()
-        assert cluster is not None
-        host, _, port = cluster.frontend_url.rpartition(":")
-        assert host == "http://127.0.0.1"
-        assert int(port) > 0
-
-
-async def test_the_record_says_where_its_pids_are_valid(rig: Rig) -> None:
-    rig.add("decode-0")
-    async with rig.up():
-        cluster, launch = rig.state.cluster(), rig.state.launch()
-        assert cluster is not None
-        assert launch is not None
-        spaces = [launch.supervisor_space, *(entry.space for entry in cluster.processes)]
-        assert spaces == [pid_space()] * 2
-
-
-async def test_launch_json_names_the_model_from_any_directory(
-    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    async with rig.up(model="."):
-        launch = rig.state.launch()
-        assert launch is not None
-        assert launch.model == str(tmp_path)
-
-
 async def test_a_worker_starts_when_the_one_before_it_on_its_gpu_is_ready(rig: Rig) -> None:
     for name, after in (("decode-0", ""), ("decode-1", ""), ("prefill-0", "decode-0")):
         rig.add(name, after)
@@ -225,30 +194,6 @@ async def test_an_interrupted_start_leaves_nothing(
     assert (rig.state.live(), rig.state.launch()) == ([], None)
 
 
-def test_down_stops_in_order_what_up_has_started(
-    rig: Rig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("decode-0", "prefill-0", "frontend-0"):
-        rig.add(name)
-
-    async def start_and_leave() -> None:
-        it = rig.supervisor(restart=False)
-        await it.start()
-        it.let_go()
-
-    asyncio.run(start_and_leave())
-    assert down.down(str(rig.state.path), timeout_s=30.0) == 0
-    *steps, last = capsys.readouterr().out.splitlines()
-    steps = [" ".join(line.split()[:2]) for line in steps]
-    assert steps[:2] == ["decode-0 draining", "prefill-0 draining"]
-    assert set(steps[2:4]) == {"decode-0 stopped", "prefill-0 stopped"}
-    assert steps[4:] == ["frontend-0 stopping", "frontend-0 stopped"]
-    assert last == "stopped 3 of 3 processes in order"
-    assert rig.state.launch() is None
-    assert down.down(str(rig.state.path), timeout_s=30.0) == 0
-    assert "nothing runs" in capsys.readouterr().out
-
-
 class TestTheEnd:
     """What `up` stops when it is told to, whatever happened to its record."""
 
@@ -274,22 +219,6 @@ class TestTheEnd:
         worker = await self._pid_after(rig, replace)
         assert not is_alive(worker)
         assert "cannot write to" in rig.printed.getvalue()
-
-    async def test_another_command_holds_the_lock_for_a_moment(self, rig: Rig) -> None:
-        held = ExitStack()
-
-        def hold() -> None:
-            held.enter_context(StateDir(rig.state.path).locked())
-            asyncio.get_running_loop().call_later(0.3, held.close)
-
-        assert not is_alive(await self._pid_after(rig, hold))
-        assert rig.state.launch() is None
-
-    async def test_the_record_is_of_another_up_by_now(self, rig: Rig) -> None:
-        other = Launch(cluster_id="other", model="m")
-        worker = await self._pid_after(rig, lambda: rig.state.write_launch(other))
-        assert not is_alive(worker)
-        assert rig.state.launch() == other
 
 
 class TestSelfChecks:
@@ -339,9 +268,3 @@ class TestSelfChecks:
         async with rig.up(frontends=0) as printed:
             (line,) = [line for line in printed if "self-checks" in line]
         assert line.startswith("decode-0: the self-checks are not over yet")
-
-    async def test_without_prefill_workers_there_are_none(self, rig: Rig) -> None:
-        rig.specs.pop()
-        rig.self_check(pulling=0)
-        async with asyncio.timeout(120.0), rig.up(frontends=0, prefill=0) as printed:
-            assert "self-check" not in "".join(printed)

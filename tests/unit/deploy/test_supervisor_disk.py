@@ -13,7 +13,7 @@ from rich.console import Console
 
 from pullfill.config import RESTARTS_ENV, ClusterFile
 from pullfill.deploy import plan
-from pullfill.deploy.state import Launch, StateDir, full_disk
+from pullfill.deploy.state import Launch, StateDir
 from pullfill.deploy.supervisor import MAX_DEATHS, Children, DiskWatch, Keeper
 from pullfill.deploy.view import ProcessView
 from tests.support.small_disk import full, small_disk
@@ -69,13 +69,6 @@ async def until(check: Callable[[], bool]) -> None:
     await asyncio.to_thread(eventually, check, "what the keeper does")
 
 
-def test_a_disk_with_room_is_not_told(rig: Rig) -> None:
-    rig.watch.look()
-    assert full_disk(rig.state.path) is None
-    assert full_disk(rig.state.path / "missing") is None
-    assert rig.said() == ""
-
-
 def test_it_is_told_once_and_what_it_broke_is_mended(rig: Rig) -> None:
     rig.launch("nats", "echo no space left on device; exec sleep 60")
     with full(rig.state.path):
@@ -107,16 +100,6 @@ def test_a_disk_that_was_full_for_a_moment(rig: Rig) -> None:
     rig.launch("nats", "sleep 60")
     rig.watch.look()
     assert rig.children["nats"].poll() is None, "that line is about the process before"
-
-
-def test_with_no_restart_nats_is_left_alone(rig: Rig) -> None:
-    watch = DiskWatch(rig.children, restart=False)
-    rig.launch("nats", "sleep 60")
-    with full(rig.state.path):
-        watch.look()
-    watch.look()
-    assert "has room again" in rig.said()
-    assert rig.children["nats"].poll() is None
 
 
 async def test_a_server_that_a_full_disk_ends_comes_back_when_there_is_room(rig: Rig) -> None:

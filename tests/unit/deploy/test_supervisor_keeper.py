@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
@@ -29,22 +28,6 @@ class TestDeaths:
     def test_pauses_grow_and_end(self) -> None:
         deaths = Deaths()
         assert [deaths.pause(float(i)) for i in range(5)] == [0.5, 1.0, 2.0, 4.0, None]
-
-    def test_a_slow_start_that_fails_is_tried_ever_later(self) -> None:
-        """It dies 20 s after each start: too seldom to be given up."""
-        deaths, now, pauses = Deaths(), 0.0, []
-        for _ in range(9):
-            pause = deaths.pause(now)
-            assert pause is not None
-            pauses.append(pause)
-            now += pause + 20.0
-        assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-
-    def test_who_ran_for_a_minute_starts_over(self) -> None:
-        deaths, now = Deaths(), 0.0
-        for _ in range(20):
-            assert deaths.pause(now) == 0.5
-            now += 0.5 + WINDOW_S + 0.1
 
     def test_five_within_the_window_are_enough_at_any_time(self) -> None:
         deaths = Deaths()
@@ -121,20 +104,6 @@ async def test_a_worker_that_dies_while_it_drains_is_not_started_again(rig: Rig)
     assert "finished (told to leave, then " in rig.said.getvalue()
 
 
-async def test_a_dead_worker_is_another_instance_and_counted(rig: Rig) -> None:
-    rig.launch("decode-0", f"echo restarts ${RESTARTS_ENV} as $1; sleep 60")
-    first = rig.entry("decode-0")
-    async with rig.keeping("decode-0"):
-        rig.children["decode-0"].kill()
-        await until(lambda: rig.entry("decode-0").restarts == 1)
-        again = rig.entry("decode-0")
-        assert (again.pid, again.started) != (first.pid, first.started)
-        assert again.instance_id not in (None, "old")
-        log = rig.state.log_of("decode-0")
-        await until(lambda: f"restarts 1 as {again.instance_id}" in log.read_text())
-    assert "decode-0 died (killed by SIGKILL)" in rig.said.getvalue()
-
-
 @pytest.mark.essential
 async def test_a_worker_whose_engine_fails_on_requests_is_not_given_up(rig: Rig) -> None:
     rig.launch("decode-0", f"exit {STEP_FAILED}")
@@ -164,12 +133,6 @@ async def test_who_leaves_on_purpose_stays_away(rig: Rig, monkeypatch: pytest.Mo
     assert status.processes(ref)["processes"][0]["start_another"] == "pullfill prefill"
 
 
-async def test_a_server_is_missed_however_it_left(rig: Rig) -> None:
-    rig.launch("nats", f"test ${RESTARTS_ENV} = 0 && exit 0; sleep 60")
-    async with rig.keeping("nats"):
-        await until(lambda: rig.entry("nats").restarts == 1)
-
-
 async def test_five_deaths_end_it_with_the_last_lines_of_the_log(rig: Rig) -> None:
     rig.launch("nats", f"echo reason ${RESTARTS_ENV}; exit 3")
     async with rig.keeping("nats") as task:
@@ -186,41 +149,6 @@ async def test_five_deaths_end_it_with_the_last_lines_of_the_log(rig: Rig) -> No
     assert "nats: gave up" in told
     assert "reason 4" in told
     assert "the supervisor (pid 0) is gone" in told
-
-
-async def test_a_program_that_is_gone_is_given_up_too(rig: Rig) -> None:
-    program = rig.state.path / "program"
-    program.symlink_to(sys.executable)
-    spec = plan.ProcessSpec(name="etcd", role="etcd", argv=[str(program), "-c", ""], env={})
-    rig.children.launch(spec)
-    program.unlink()
-    async with rig.keeping("etcd") as task:
-        await asyncio.wait_for(task, PATIENCE_S)
-    assert rig.entry("etcd").gave_up
-    assert rig.said.getvalue().count("was not started again: cannot start etcd") == MAX_DEATHS - 1
-
-
-async def test_a_full_disk_stops_nothing_and_one_line_says_so(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig.launch("decode-0", f"echo restarts ${RESTARTS_ENV}; sleep 60")
-    log = rig.state.log_of("decode-0")
-
-    def full(_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(rig.state), "write_cluster", lambda _, file: full(file))
-        async with rig.keeping("decode-0"):
-            for restarts in (0, 1, 2):
-                await until(lambda n=restarts: f"restarts {n}\n" in log.read_text())
-                if restarts < 2:
-                    rig.children["decode-0"].kill()
-            await asyncio.sleep(0.1)
-            assert log.read_text().count("restarts") == 3, "each was started once"
-    said = rig.said.getvalue()
-    assert said.count("No space left on device") == 1
-    assert "not started again" not in said
 
 
 async def test_a_lock_that_cannot_be_opened_costs_one_try(

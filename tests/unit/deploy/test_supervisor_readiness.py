@@ -10,7 +10,6 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import members, plan, supervisor
-from pullfill.deploy.supervisor import StartFailed
 from pullfill.errors import RegistryUnavailable
 from tests.support.workers import record
 
@@ -69,21 +68,6 @@ async def wait(
     return children
 
 
-async def test_a_frontend_is_asked_at_its_own_port(
-    looks: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def ready(url: str) -> bool:
-        asked.append(url)
-        return len(asked) == 2
-
-    monkeypatch.setattr(members, "frontend_ready", ready)
-    looks += [[], [record("f-1", role="frontend", http="http://own")]]
-    assert (await wait()).shown == ["frontend-0 ready"]
-    assert asked == ["http://own"] * 2
-
-
 async def test_etcd_may_be_away_for_a_while(
     looks: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,21 +78,6 @@ async def test_etcd_may_be_away_for_a_while(
     looks[:] = [away]
     with pytest.raises(RegistryUnavailable, match="away"):
         await wait(away_s=0.01)
-
-
-async def test_a_start_that_takes_too_long(looks: list[Any]) -> None:
-    looks.append([])
-    with pytest.raises(StartFailed, match="frontend-0 was not ready after 0 s"):
-        await wait(0.01)
-
-
-async def test_a_frontend_without_workers_waits_for_no_stock_servers(
-    looks: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(members, "frontend_ready", lambda _: False)
-    looks.append([record("f-1", role="frontend")])
-    options = plan.UpOptions(decode=0, ready_timeout_s=0.5)
-    assert (await wait(options=options)).shown == ["frontend-0 ready"]
 
 
 def test_why_a_frontend_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,16 +52,6 @@ def _up(directory: Path, start: str, slow: float = 0) -> subprocess.CompletedPro
     return programs.run(code, str(directory / "state"))
 
 
-def test_it_returns_when_the_cluster_is_ready(tmp_path: Path) -> None:
-    done = _up(tmp_path, "pass")
-    assert done.returncode == 0, done.stderr
-    logs = tmp_path / "state" / "logs"
-    stop = f"pullfill down --state-dir {tmp_path}/state"
-    assert done.stdout == f"session True\nready (no frontend)\n  logs: {logs}\n  stop: {stop}\n"
-    log = logs / "supervisor.log"
-    eventually(lambda: log.read_text() == "it goes on\nstopped\n", "it has gone on")
-
-
 @pytest.mark.parametrize("here", [True, False])
 def test_it_names_a_state_directory_that_is_not_the_default_one(
     here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from pullfill.errors import ConfigError
@@ -46,15 +45,6 @@ def test_each_setting_says_what_it_may_be(kind: type[RouterConfig] | type[QueueS
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [("policy", "always_remote", "always_remote"), ("remote_timeout_s", " 2.5 ", 2.5),
-     ("max_prefill_queue_size", "0", 0)],
-)  # fmt: skip
-def test_settings_text(name: str, text: str, value: object) -> None:
-    assert live_settings._from_text(RouterConfig, name, text) == value
-
-
-@pytest.mark.parametrize(
     ("name", "text"),
     [("policy", "Conditional"), ("remote_timeout_s", "nan"), ("remote_timeout_s", "inf"),
      ("remote_timeout_s", "-1"), ("max_prefill_queue_size", "1.5"),
@@ -76,11 +66,6 @@ def test_setting_one_field_repairs_a_bad_key() -> None:
         live_settings.find("router.colour")
 
 
-def test_queue_settings_are_all_unset_until_somebody_sets_them() -> None:
-    assert set(msgspec.to_builtins(live_settings.parse(b"{}", QueueSettings)).values()) == {None}
-    assert live_settings.parse(b'{"replicas":3}', QueueSettings) == QueueSettings(replicas=3)
-
-
 def test_a_queue_setting_is_only_found_by_its_whole_name() -> None:
     assert live_settings.find("queue.replicas") == (QueueSettings, "replicas")
     assert (
@@ -91,14 +76,3 @@ def test_a_queue_setting_is_only_found_by_its_whole_name() -> None:
     for key in ("replicas", "router.replicas", "queue.policy"):
         with pytest.raises(ConfigError, match=r"no setting.*queue\.max_bytes"):
             live_settings.find(key)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("replicas", "0"), ("replicas", "6"), ("max_bytes", "-1"), ("max_bytes", "1G"),
-     ("max_jobs", "0"), ("ack_wait_s", "0.1"), ("ack_wait_s", "nan"), ("max_deliver", "none"),
-     ("max_deliver", "null"), ("publish_timeout_s", "0"), ("publish_timeout_s", "61")],
-)  # fmt: skip
-def test_queue_settings_refuse_bad_text(name: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"queue.{name}.*must be .*unset"):
-        live_settings._from_text(QueueSettings, name, text)

@@ -48,22 +48,9 @@ def test_a_prompt_gets_its_first_token_with_its_last_chunk() -> None:
     assert model.step(step({"a": 1}, old={"a": (100, 1)})) == {"a": [7]}
 
 
-def test_a_prompt_that_was_brought_needs_its_last_token_only() -> None:
-    model = MockModel(MockSettings())
-    assert len(model.step(step({"a": 1}, new("a", 100, computed=99)))["a"]) == 1
-
-
 def test_a_resumed_request_computes_its_own_tokens_first() -> None:
     model = MockModel(MockSettings())
     assert model.step(step({"a": 10}, new("a", 10, resumed=3))) == {"a": []}
-
-
-def test_requests_of_one_step_are_told_apart_and_forgotten() -> None:
-    model = MockModel(MockSettings(token=1))
-    tokens = model.step(step({"a": 10, "b": 5}, new("a", 10), new("b", 6)))
-    assert tokens == {"a": [1], "b": []}
-    model.step(step({"b": 1}, old={"b": (5, 0)}, finished=("a",)))
-    assert set(model._prompts) == {"b"}
 
 
 @pytest.mark.parametrize(
