@@ -2,9 +2,8 @@
 
 Operations run in order: a prefix read, then the writes of each chunk once it is computed. While a
 chunk is written the engine computes the next one, because the copy does not hold the GIL. With
-`push` the engine waits instead. A copy of at most 256 KiB, with nothing before it, is made on the
-engine's own thread. With `pull` nothing is written: the blocks are kept until `let_go`, for the
-decode worker to read.
+`push` the engine waits instead. With `pull` nothing is written: the blocks are kept until `let_go`,
+for the decode worker to read.
 
 Each decode worker has a transfer worker of its own, so a stuck peer delays only its own jobs. A
 transfer worker has a thread only while it has work (`SerialExecutor`). Every submitted operation
@@ -25,8 +24,8 @@ from pullfill.prefill_worker import job_spans
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.serial_executor import SerialExecutor
-from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
-from pullfill.wire import FenceToken, KvMode
+from pullfill.transfer.contract import LocalMemory, PeerSession
+from pullfill.wire import KvMode
 
 logger = log.get("prefill_worker.transfer_worker")
 
@@ -34,7 +33,6 @@ _PUSH_S = 30.0
 """How long an engine step may wait for its write. A dead or silent peer ends it sooner."""
 
 Done = Callable[[PrefillTask, BaseException | None], None]
-_Move = Callable[[FenceToken, Sequence[int], Sequence[int]], MoveResult | None]
 
 
 @cache
@@ -202,35 +200,11 @@ class TransferWorker:
         with operation.task.lock:
             operation.task.outstanding += 1
         operation.task.submit()
-        if self._moved_now(operation):
-            return
         self._charge(operation.verb, self._size(operation))
         with self._lock:
             taken = not self._closed and self._put(partial(self._do, operation))
         if not taken:
             self._finish(operation, HandoffError(_ENDED if self._closed else _NO_THREAD))
-
-    def _moved_now(self, operation: _Operation) -> bool:
-        """Do a small operation on the caller's thread if nothing is queued before it.
-
-        Two wake-ups of threads take longer than the copy. Returns False if it must be queued."""
-        task, now = operation.task, operation.verb != "keep" and len(operation.remote) > 0
-        if not now or self._thread.busy or self._closed or task.cancelled:
-            return False
-        if failpoints.armed():
-            return False  # a failpoint may block the copy
-        failure: BaseException | None = None
-        move = self._session.move_now
-        try:
-            if operation.verb == "read":
-                moved = self._read(operation, partial(move, "read"))
-            else:
-                moved = self._write(operation, partial(move, "write"))
-        except Exception as exc:
-            failure, moved = self._failure(operation, exc), True
-        if moved:
-            self._over(operation, failure)
-        return moved
 
     def _put(self, call: Callable[[], object]) -> bool:
         """Queue a call. Returns False if no thread can be started.
@@ -258,9 +232,9 @@ class TransferWorker:
             if task.cancelled or self._closed:
                 failure = HandoffError("cancelled" if task.cancelled else _ENDED)
             elif operation.verb == "read":
-                self._read(operation, self._session.read_blocks)
+                self._read(operation)
             elif operation.verb == "write":
-                self._write(operation, self._session.write_blocks)
+                self._write(operation)
         except Exception as exc:
             failure = self._failure(operation, exc)
         self._finish(operation, failure)
@@ -270,27 +244,20 @@ class TransferWorker:
             metrics.STALE_REFUSED.labels(operation.verb).inc()
         return exc
 
-    def _read(self, operation: _Operation, move: _Move) -> bool:
-        """Returns False if `move` did nothing."""
+    def _read(self, operation: _Operation) -> None:
         task = operation.task
         failpoints.hit("prefill.before_read")
-        result = move(task.fence, operation.remote, operation.local)
-        if result is None:
-            return False
+        result = self._session.read_blocks(task.fence, operation.remote, operation.local)
         task.read_s += result.seconds
         _of(metrics.KV_READ_BYTES, self.transport).inc(result.nbytes)
         _of(metrics.KV_READ_SECONDS, self.transport).observe(result.seconds)
         job_spans.moved(task, "read", self.transport, result.seconds, result.nbytes)
-        return True
 
-    def _write(self, operation: _Operation, move: _Move) -> bool:
-        """Returns False if `move` did nothing."""
+    def _write(self, operation: _Operation) -> None:
         task = operation.task
         if operation.remote:
             failpoints.hit("prefill.before_write")
-            result = move(task.fence, operation.local, operation.remote)
-            if result is None:
-                return False
+            result = self._session.write_blocks(task.fence, operation.local, operation.remote)
             task.written_blocks += result.blocks
             task.written_bytes += result.nbytes
             task.write_s += result.seconds
@@ -298,7 +265,6 @@ class TransferWorker:
             _of(metrics.KV_WRITE_SECONDS, self.transport).observe(result.seconds)
             job_spans.moved(task, "write", self.transport, result.seconds, result.nbytes)
             failpoints.hit("prefill.after_write")
-        return True
 
     def _finish(self, operation: _Operation, failure: BaseException | None) -> None:
         self._charge(operation.verb, -self._size(operation))

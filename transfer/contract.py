@@ -148,10 +148,8 @@ class OwnerFences(Protocol):
 class FenceHold(Protocol):
     """Holds a fence while one batch is copied. One object serves all fences of one owner."""
 
-    def enter(self, token: FenceToken, wait: bool = True) -> bool:
-        """Hold the fence. Raises Fenced, without holding it, if the token is not valid any more.
-
-        wait: if False, and the owner uses the fence at this moment, return False."""
+    def enter(self, token: FenceToken) -> None:
+        """Hold the fence. Raises Fenced, without holding it, if the token is not valid any more."""
         ...
 
     def leave(self, token: FenceToken) -> None:
@@ -229,15 +227,6 @@ class PeerSession(Protocol):
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
         return self.move("read", fence, source, target)
-
-    def move_now(
-        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult | None:
-        """As `move`, for callers that must not wait.
-
-        Moves the blocks if that takes less than a millisecond and waits for nobody. Otherwise
-        returns None, and nothing was moved. The default moves nothing."""
-        return None
 
     def interrupt(self) -> None:
         """End a move that waits for the owner: it raises TransferFailed soon, and so does every

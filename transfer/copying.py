@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,11 @@ from numpy.typing import NDArray
 from pullfill.transfer.contract import LocalMemory, Rect
 from pullfill.transfer.gpu.copies import lane_of
 from pullfill.transfer.layout import crop, dense_layout, plan_routes
-from pullfill.transfer.runs import Batch, Planner, Rows
+from pullfill.transfer.runs import Batch, Planner
 
 _memmove = ctypes.CDLL(None).memmove
-_memmove_held = ctypes.PyDLL(None).memmove
-for _function in (_memmove, _memmove_held):
-    _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    _function.restype = ctypes.c_void_p
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memmove.restype = ctypes.c_void_p
 
 _ANYWHERE = ctypes.c_uint8 * (1 << 46)
 """Lets numpy place an array at any address. The plan has checked the ranges."""
@@ -54,21 +51,6 @@ def copy_batch(source: int, target: int, batch: Batch) -> None:
 def _at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.uint8]:
     memory: Any = _ANYWHERE.from_address(address)
     return np.ndarray(shape, np.uint8, memory, 0, (*strides, 1))
-
-
-def copy_held(source: int, target: int, batch: Batch) -> None:
-    """As `copy_batch`, but keeps the GIL. For few bytes: the wait for the GIL would take longer."""
-    for src, dst, nbytes in zip(batch.source, batch.target, batch.nbytes, strict=True):
-        for src_row, dst_row in _displacements(batch.rows):
-            _memmove_held(target + dst + dst_row, source + src + src_row, nbytes)
-
-
-@lru_cache(maxsize=64)
-def _displacements(rows: Rows) -> list[tuple[int, int]]:
-    """The offset of each row in the source and in the target."""
-    # Cached: a session has the same few rows each time, and numpy costs more than the copies.
-    source, target = rows.steps()
-    return list(zip(source.tolist(), target.tolist(), strict=True))
 
 
 def copies_of(memories: Sequence[LocalMemory]) -> int:

@@ -27,15 +27,10 @@ from pullfill.transfer.contract import (
     PeerSession,
 )
 from pullfill.transfer.copying import copy_batch
-from pullfill.transfer.runs import LIMITS, Batch, CopyPlan, Planner
+from pullfill.transfer.runs import LIMITS, Batch, Planner
 from pullfill.wire import FenceToken
 
 Copier = Callable[[int, int, Batch], None]
-
-NOW_BYTES = 256 << 10
-"""Bytes that `move_now` moves at most: 0.05 ms at 5 GB/s."""
-NOW_COPIES = 64
-"""Copies that `move_now` makes at most."""
 
 
 class MappedSession(PeerSession):
@@ -50,14 +45,12 @@ class MappedSession(PeerSession):
         hold: FenceHold,
         *,
         copier: Copier = copy_batch,
-        now: Copier | None = None,
         limits: tuple[int, int, int] = LIMITS,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """
         local, remote: both sides of what is moved (`layout.both_sides`).
         copier: copies a batch.
-        now: copies a small batch without waiting for anybody. None: `move_now` moves nothing.
         limits: of a batch, see `CopyPlan.batches`.
         on_close: gives the mapping back. Called once, after the hold is closed.
         """
@@ -67,7 +60,7 @@ class MappedSession(PeerSession):
         self._local = local
         self._remote_address = remote_address
         self._hold = hold
-        self._copy, self._copy_now, self._limits = copier, now, limits
+        self._copy, self._limits = copier, limits
         self._on_close = on_close
         self._busy = threading.Lock()
         self._closed = False
@@ -85,25 +78,24 @@ class MappedSession(PeerSession):
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
         started = time.perf_counter()
-        todo = self._plan(verb, source, target)
+        todo = (self._writes if verb == "write" else self._reads).plan(source, target)
+        src, dst = self._local.address, self._remote_address
+        if verb == "read":
+            src, dst = dst, src
         with self._busy:
-            self._batches(verb, fence, todo, self._copy)
-        return _result(todo, started)
-
-    def move_now(
-        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult | None:
-        if self._copy_now is None or len(source) * self._local.layout.block_bytes > NOW_BYTES:
-            return None
-        started = time.perf_counter()
-        todo = self._plan(verb, source, target)
-        if todo.runs > NOW_COPIES or not self._busy.acquire(blocking=False):
-            return None
-        try:
-            done = self._batches(verb, fence, todo, self._copy_now, wait=False)
-        finally:
-            self._busy.release()
-        return _result(todo, started) if done else None
+            if self._closed:
+                raise TransferFailed("the session is closed")
+            for batch in todo.batches(*self._limits):
+                self._hold.before_batch(verb)
+                self._hold.enter(fence)
+                try:
+                    self._hold.inside_batch(verb)
+                    self._copy(src, dst, batch)
+                finally:
+                    self._hold.leave(fence)
+                self._moved += batch.total
+        seconds = time.perf_counter() - started
+        return MoveResult(todo.blocks, todo.total, seconds, todo.runs)
 
     def close(self) -> None:
         """Wait for a batch under way, then let go of the region. Idempotent."""
@@ -113,44 +105,6 @@ class MappedSession(PeerSession):
                 self._closed = True
                 self._hold.close()
                 self._on_close()
-
-    def _plan(self, verb: Direction, source: Sequence[int], target: Sequence[int]) -> CopyPlan:
-        plans = self._writes if verb == "write" else self._reads
-        return plans.plan(source, target)
-
-    def _batches(
-        self, verb: Direction, fence: FenceToken, todo: CopyPlan, copy: Copier, wait: bool = True
-    ) -> bool:
-        """Move all batches of a plan. The caller holds `_busy`.
-
-        wait: see `FenceHold.enter`. False is for plans of one batch only.
-
-        Returns False if nothing was moved."""
-        if self._closed:
-            raise TransferFailed("the session is closed")
-        hold, src, dst = self._hold, self._local.address, self._remote_address
-        if verb == "read":
-            src, dst = dst, src
-        for batch in todo.batches(*self._limits):
-            hold.before_batch(verb)
-            if not hold.enter(fence, wait):
-                return False
-            try:
-                hold.inside_batch(verb)
-                copy(src, dst, batch)
-            finally:
-                hold.leave(fence)
-            self._moved += batch.total
-        return True
-
-
-def _result(todo: CopyPlan, started: float) -> MoveResult:
-    return MoveResult(
-        blocks=todo.blocks,
-        nbytes=todo.total,
-        seconds=time.perf_counter() - started,
-        runs=todo.runs,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +123,7 @@ class GroupSession(PeerSession):
     """Owns its members and closes them. One move at a time.
 
     In a move all members copy at the same time, under the same fence, which covers all ranks of its
-    owner. A move returns or raises only after every member has ended its part. `move_now` moves
-    nothing, because it would be one move per member."""
+    owner. A move returns or raises only after every member has ended its part."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = list(members)

@@ -197,13 +197,12 @@ class _LoopbackHold(FenceHold):
         self._owner = owner
         self._incarnation = owner.incarnation
 
-    def enter(self, token: FenceToken, wait: bool = True) -> bool:
+    def enter(self, token: FenceToken) -> None:
         fences = self._owner.fences
         with fences.changed:
             if self._owner.incarnation != self._incarnation:
                 raise Fenced("the region belongs to another incarnation of its owner")
             fences.valid(token).holders += 1
-        return True
 
     def leave(self, token: FenceToken) -> None:
         fences = self._owner.fences

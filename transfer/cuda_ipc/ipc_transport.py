@@ -196,7 +196,7 @@ class IpcHold(ShmHold):
             self._record = WriterRecord(fd)
             undo.pop_all()
 
-    def enter(self, token: FenceToken, wait: bool = True) -> bool:
+    def enter(self, token: FenceToken) -> None:
         """Raises TransferFailed, too, when the owner has ended, or when an earlier copy may still
         be in flight: the record names one slot, and must go on naming that one."""
         if not self._settled():
@@ -206,10 +206,8 @@ class IpcHold(ShmHold):
         # engine too. A batch under way when the owner dies is not covered.
         if self._owner.ended:
             raise TransferFailed("the process that owned the GPU memory has ended")
-        if not super().enter(token, wait):
-            return False
+        super().enter(token)
         self._record.begin(token.slot)
-        return True
 
     def leave(self, token: FenceToken) -> None:
         if self._settled():

@@ -41,7 +41,6 @@ _HEADER_BYTES = 4096
 _SLOT_BYTES = 64
 _WORD = 8
 _INCARNATION_AT = 2  # index of the word in units of u64
-_LOCK_PATIENCE_S = 1.0
 _SLOTS_KEPT = 64
 
 _Slot: TypeAlias = tuple[int, lock.Call, lock.Call]
@@ -206,19 +205,16 @@ class ShmHold:
         self._words = memoryview(self._map).cast("Q")
         self._slots_used: dict[int, _Slot] = {}
 
-    def enter(self, token: FenceToken, wait: bool = True) -> bool:
+    def enter(self, token: FenceToken) -> None:
         word, take, _ = self._slots_used.get(token.slot) or self._prepare(token)
         words, epoch = self._words, token.epoch
         if words[word + 1] == epoch:
             raise Fenced("the grant is being revoked")
         if lock.call(*take):
-            if not wait:
-                return False
             self._wait_shared(word, token)
         if words[word] != epoch or words[_INCARNATION_AT] != self._word:
             self.leave(token)
             raise Fenced("the grant was revoked")
-        return True
 
     def _prepare(self, token: FenceToken) -> _Slot:
         """Make the calls for a slot. Raises Fenced when there is no such slot."""
@@ -233,10 +229,10 @@ class ShmHold:
         self._slots_used[token.slot] = slot
         return slot
 
-    def _wait_shared(self, word: int, token: FenceToken) -> None:
+    def _wait_shared(self, word: int, token: FenceToken, patience_s: float = 1.0) -> None:
         """Wait until the owner lets go of the slot. It holds it for microseconds, unless it is
         stopped right then."""
-        give_up = time.monotonic() + _LOCK_PATIENCE_S
+        give_up = time.monotonic() + patience_s
         while not lock.try_shared(self._fd, word * _WORD, _SLOT_BYTES):
             if time.monotonic() >= give_up:
                 raise TransferFailed("the owner holds the fence and does not let go")

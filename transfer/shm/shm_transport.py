@@ -16,7 +16,6 @@ from pullfill.net.this_host import host_id
 from pullfill.runtime import failpoints
 from pullfill.runtime.pages import make_present
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
-from pullfill.transfer.copying import copy_held
 from pullfill.transfer.layout import both_sides, check_bounds
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.fence import SLOTS, ShmFences, ShmHold
@@ -120,10 +119,6 @@ def _endpoint(
     )
 
 
-_MAP_S = 0.1
-"""The first job waits at most so long for the pages of the mapping."""
-
-
 class ShmTransport:
     """PeerTransport for regions of this host and this user. Stateless."""
 
@@ -171,8 +166,7 @@ class ShmTransport:
             raise PeerUnavailable(
                 f"the KV memory of {descriptor.instance_id} cannot be mapped: {exc}"
             ) from exc
-        # Else the first write to each page is a page fault: 20 ms for 25 MB.
-        make_present(mapping.address, endpoint.nbytes, parts=descriptor.num_layers, within_s=_MAP_S)
-        return MappedSession(
-            self.name, ours, theirs, mapping.address, hold, now=copy_held, on_close=mapping.close
-        )
+        # Else the first write to each page is a page fault: 20 ms for 25 MB. The first job waits
+        # for this.
+        make_present(mapping.address, endpoint.nbytes, parts=descriptor.num_layers, within_s=0.1)
+        return MappedSession(self.name, ours, theirs, mapping.address, hold, on_close=mapping.close)

@@ -87,8 +87,7 @@ class StreamTransport:
 
 
 class StreamSession(PeerSession):
-    """Thread-safe; one operation at a time. `move_now` moves nothing, because the owner has to
-    answer."""
+    """Thread-safe; one operation at a time."""
 
     # `interrupt` looks at `_opening` before `_connection`. `open` sets them in the opposite order.
     # So no connection is missed.

@@ -187,8 +187,6 @@ class Session:
         self.freed_under_it = self._host.freed.is_set()
         return MoveResult(1, 0, 0.0, 1)
 
-    def move_now(self, *_: object) -> None: ...
-
     def interrupt(self) -> None:
         """A copy out of mapped memory waits for nobody, and is not to be interrupted."""
 

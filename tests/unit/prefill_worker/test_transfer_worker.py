@@ -10,8 +10,7 @@ import pytest
 from pullfill.errors import Fenced, HandoffError
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import TransferWorker
-from pullfill.runtime import failpoints
-from pullfill.transfer.contract import Direction, MoveResult
+from pullfill.transfer.contract import MoveResult
 from pullfill.transfer.layout import dense_layout
 from pullfill.wire import FenceToken
 from tests.support.fakes import wait_for
@@ -37,7 +36,6 @@ class Session:
         self.closed = 0
         self.interrupted = 0
         self.moved_bytes = 0
-        self.at_once: list[str] | None = None
 
     def _move(self, verb: str, source: Sequence[int], target: Sequence[int]) -> MoveResult:
         self.entered.set()
@@ -57,15 +55,6 @@ class Session:
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
         return self._move("read", source, target)
-
-    def move_now(
-        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult | None:
-        """With `at_once` set; it gets the name of the thread."""
-        if self.at_once is None:
-            return None
-        self.at_once.append(threading.current_thread().name)
-        return self._move(verb, source, target)
 
     def interrupt(self) -> None:
         self.interrupted += 1
@@ -301,63 +290,3 @@ def test_without_a_thread_for_it_the_session_is_closed_all_the_same(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     transfer_worker.close()
     assert session.closed == 1
-
-
-# ------------------------------------------------------------------ on the caller's thread
-
-
-def test_a_small_copy_is_made_on_the_callers_thread(
-    transfer_worker: TransferWorker, session: Session
-) -> None:
-    """All is told when `write` returns, as if a thread of the pool had done it."""
-    calls, session.at_once = Calls(transfer_worker), []
-    transfer_worker.read(calls.task, [5], [0], calls.done)
-    transfer_worker.write(calls.task, [1], [6], True, calls.done)
-    assert session.at_once == [threading.current_thread().name] * 2
-    assert session.done == [("read", [5], [0]), ("write", [1], [6])]
-    assert (calls.callbacks, calls.ends) == ([None] * 2, [None])
-    task = calls.task
-    assert (task.written_blocks, task.written_bytes) == (1, 100)
-    assert (task.outstanding, task.submitted) == (0, 0)
-
-
-def test_a_copy_keeps_its_place_behind_those_before_it(
-    transfer_worker: TransferWorker, session: Session
-) -> None:
-    calls = Calls(transfer_worker)
-    session.gate.clear()
-    transfer_worker.write(calls.task, [1], [6], False, calls.done)
-    assert session.entered.wait(10)
-    session.at_once = []
-    transfer_worker.write(calls.task, [2], [7], True, calls.done)
-    assert session.at_once == []
-    session.gate.set()
-    wait_for(lambda: calls.ends)
-    assert [source for _, source, _ in session.done] == [[1], [2]]
-
-
-def test_a_copy_at_once_can_fail_like_any_other(
-    transfer_worker: TransferWorker, session: Session
-) -> None:
-    calls, session.at_once = Calls(transfer_worker), []
-    session.fenced = True
-    transfer_worker.write(calls.task, [1], [6], False, calls.done)
-    assert [type(end) for end in calls.ends] == [Fenced]
-    assert [type(failure) for failure in calls.callbacks] == [Fenced]
-    assert calls.task.cancelled
-    assert calls.task.outstanding == 0
-
-
-@pytest.mark.parametrize("why", ["cancelled", "fault"])
-def test_what_may_take_long_or_is_not_wanted_goes_the_long_way(
-    why: str, transfer_worker: TransferWorker, session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A digest takes longer than the copy; a fault in a test is to hold up a copy, not a step."""
-    calls, session.at_once = Calls(transfer_worker), []
-    if why == "cancelled":
-        calls.task.cancel()
-    else:
-        monkeypatch.setattr(failpoints, "_active", failpoints.parse("elsewhere=error"))
-    transfer_worker.write(calls.task, [1], [6], True, calls.done)
-    wait_for(lambda: calls.ends)
-    assert session.at_once == []
