@@ -307,7 +307,7 @@ class _Frontend:
             stock = Forwarding.of(options, prepared.names, lambda: settings.current, stock_key)
             front.share_responses(view.response_elsewhere)
             stored = front.stored_response
-            admin = Admin(pool, view, requests, front.settle, board.listed, stored, live, stock)
+            admin = Admin(pool, view, requests, board.listed, stored, live, stock)
             admin.attach(front.app)
             if stock is None:
                 admission = Admission(

@@ -37,7 +37,6 @@ class Admin:
     """Serves the routes. All but `heartbeat` are read-only.
 
     refused: returns the entries of `suspects`.
-    settle: enters vLLM's late statistics into the metrics. Called before the metrics are read.
     stored: returns a response that this frontend has stored, for another one.
     page: makes what the live page shows.
     stock: the stock vLLM servers, if there may be any.
@@ -46,7 +45,6 @@ class Admin:
     pool: WorkerPool
     view: ClusterView
     requests: RequestLog
-    settle: Callable[[], None]
     refused: Callable[[], list[dict[str, Any]]]
     stored: Callable[[str], bytes | None]
     page: live_page.LiveView
@@ -164,7 +162,6 @@ class Admin:
         return await answer_heartbeat(self.stock.heartbeats if self.stock else None, request)
 
     async def metrics(self, request: Request) -> Response:
-        self.settle()
         accept = request.headers.get("accept", "")
         own, kind = probe.page(accept)
         text = await self.view.metrics(own.decode(), accept)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from pullfill.engine.front_patches import Ask
 
 _log = log.get("engine.front_app")
-
-HOT_PATHS = ("/v1/completions", "/v1/chat/completions")
-"""Routes that are looked up first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +148,11 @@ class FrontApp:
     """The assembled server.
 
     app: has vLLM's routes.
-    client: takes the outputs of all workers.
-    settle: call it before the metrics are read."""
+    client: takes the outputs of all workers."""
 
     app: FastAPI
     engine: Any
     client: DecodeClient
-    settle: Callable[[], None]
     _watch: asyncio.Task[None]
 
     @staticmethod
@@ -171,7 +166,6 @@ class FrontApp:
 
         from pullfill.engine import front_patches
         from pullfill.engine.front_client import DecodeClient, FrontLLM
-        from pullfill.engine.front_patches import LateStats, stat_loggers
 
         client = DecodeClient(prepared.config, port, board)
         args = prepared.args
@@ -181,7 +175,6 @@ class FrontApp:
                 executor_class=Executor,
                 log_stats=not args.disable_log_stats,
                 log_requests=args.enable_log_requests,
-                stat_loggers=None if args.disable_log_stats else stat_loggers(),
             )
         client.processor, client.renderer = engine.output_processor, engine.renderer
         tasks = await engine.get_supported_tasks()
@@ -191,18 +184,10 @@ class FrontApp:
         front_patches.tell_failures(app.state, engine)
         client.adapters.follow(app.state.openai_serving_models)
         app.state.server = _NoServer()
-        look_up_first(app, HOT_PATHS)
         # As in an engine: vLLM asks for environment variables at each token.
         envs.enable_envs_cache()
         watch = asyncio.create_task(_keep_output_handler(engine), name="frontend-output-watch")
-        manager = engine.logger_manager
-        kept = [x for x in (manager.stat_loggers if manager else ()) if isinstance(x, LateStats)]
-
-        def settle() -> None:
-            for logger in kept:
-                logger.settle()
-
-        return FrontApp(app, engine, client, settle, watch)
+        return FrontApp(app, engine, client, watch)
 
     def stored_response(self, response_id: str) -> bytes | None:
         """Return a stored response for another frontend. None: this one does not have it."""
@@ -220,19 +205,6 @@ class FrontApp:
         """Stop AsyncLLM. Requests still open end with an error."""
         self._watch.cancel()
         self.engine.shutdown()
-
-
-def look_up_first(app: Starlette, paths: Sequence[str]) -> None:
-    """Move the routes of these paths to the front, unless a route before them answers as well."""
-    # Routes are tried one after the other, twice for each request.
-    routes = app.router.routes
-    found = []
-    for path in paths:
-        scope = {"type": "http", "method": "POST", "path": path}
-        route = next((r for r in routes if r.matches(scope)[0] is not Match.NONE), None)
-        if route is not None and getattr(route, "path", None) == path:
-            found.append(route)
-    routes[:] = [*found, *(route for route in routes if route not in found)]
 
 
 def has_route(app: Starlette, scope: Any) -> bool:

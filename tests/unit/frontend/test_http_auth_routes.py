@@ -1,6 +1,5 @@
 """Every route of the installed vLLM that takes a POST is known: it runs an engine, is harmless, or
-is for administrators. Read from vLLM's source, so that no flag, task or plugin hides one. And the
-order in which routes are looked up."""
+is for administrators. Read from vLLM's source, so that no flag, task or plugin hides one."""
 
 from __future__ import annotations
 
@@ -13,14 +12,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette._utils import get_route_path
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Mount, Route
 
 from pullfill import releases
 from pullfill.engine.check import base_version, require_version
-from pullfill.engine.front_app import look_up_first
 from pullfill.frontend.admission import ENGINE_PATHS, TEXT_PATHS, route_of
 from pullfill.frontend.http_auth import OPEN_PATHS, SERVING_PATHS, SERVING_PREFIXES
 
@@ -87,19 +81,3 @@ def test_the_classes_are_what_the_guard_makes_of_them() -> None:
 def test_a_route_is_what_starlette_will_find(path: str, root: str) -> None:
     scope = {"path": path, "root_path": root}
     assert route_of(scope) == get_route_path(scope)
-
-
-async def _nothing(_: Request) -> Response:
-    return Response()
-
-
-def test_hot_routes_are_looked_up_first_and_answer_as_before() -> None:
-    a, b, any_c, c = (Route(p, _nothing, methods=["POST"]) for p in ("/a", "/b", "/{x}", "/c"))
-    app = Starlette(routes=[a, any_c, Route("/b", _nothing), b, c, Mount("/m", Starlette())])
-    rest = app.router.routes[2:]
-    look_up_first(app, ["/c", "/m", "/a", "/b", "/d"])
-    # `/{x}` answered for /b, /c and /d, so it still does.
-    assert app.router.routes == [a, any_c, *rest]
-    app = Starlette(routes=[a, b, c])
-    look_up_first(app, ["/c", "/b"])
-    assert app.router.routes == [c, b, a]

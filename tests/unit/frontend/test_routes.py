@@ -41,7 +41,7 @@ class _View:
 
 def admin(r: Rig) -> Admin:
     parts: dict[str, Any] = {
-        "view": _View(), "requests": SimpleNamespace(), "settle": lambda: None,
+        "view": _View(), "requests": SimpleNamespace(), 
         "refused": list, "stored": lambda _: None, "page": SimpleNamespace(),
     }  # fmt: skip
     return Admin(r.pool, **parts)
