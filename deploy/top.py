@@ -34,7 +34,7 @@ from pullfill.deploy.top_view import Seen, check_worker, count, ms, screen, work
 from pullfill.deploy.view import plain
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net import http_proof
-from pullfill.snapshot import Ended, Snapshot
+from pullfill.snapshot import Ended, LiveSnapshot
 
 PATH = "/pullfill/ui/events"
 _TIMEOUT = httpx.Timeout(5.0, read=10.0)
@@ -63,7 +63,7 @@ def top(ref: ClusterRef, url: str | None, once: bool, worker: str | None = None)
     if once or not console.is_terminal:
         seen = Seen()
         found = next(snapshots)
-        assert isinstance(found, Snapshot)
+        assert isinstance(found, LiveSnapshot)
         seen.take(found)
         snapshots.close()
         width = console.width if console.is_terminal else _WIDTH
@@ -75,21 +75,21 @@ def top(ref: ClusterRef, url: str | None, once: bool, worker: str | None = None)
 
 
 def _checked(
-    snapshots: Generator[Snapshot | str, None, None], worker: str
-) -> Generator[Snapshot | str, None, None]:
+    snapshots: Generator[LiveSnapshot | str, None, None], worker: str
+) -> Generator[LiveSnapshot | str, None, None]:
     """Yield the same. Raises ConfigError if the first snapshot does not know the worker."""
     first = next(snapshots)
-    assert isinstance(first, Snapshot)
+    assert isinstance(first, LiveSnapshot)
     check_worker(first, worker)
     yield first
     yield from snapshots
 
 
-def first_of_each(ref: ClusterRef, url: str | None) -> list[Snapshot]:
+def first_of_each(ref: ClusterRef, url: str | None) -> list[LiveSnapshot]:
     """Return the first, whole snapshot of each frontend that answers, one for each frontend.
 
     Raises UnavailableError if none answers, ConfigError if each that answers denies access."""
-    found = dict[tuple[str, float], Snapshot]()
+    found = dict[tuple[str, float], LiveSnapshot]()
     refused, why = list[ConfigError](), "no frontend is known"
     for where in [url] if url else frontend_urls(ref):
         try:
@@ -109,7 +109,7 @@ def first_of_each(ref: ClusterRef, url: str | None) -> list[Snapshot]:
 
 def _watch(
     console: Console,
-    snapshots: Iterator[Snapshot | str],
+    snapshots: Iterator[LiveSnapshot | str],
     shown: Callable[[Seen, str, int], RenderableType],
 ) -> None:
     """Show each snapshot. A text is a trouble."""
@@ -117,7 +117,7 @@ def _watch(
     with _q_ends(), Live(console=console, screen=True, auto_refresh=False) as live:
         for found in snapshots:
             trouble = found if isinstance(found, str) else ""
-            if isinstance(found, Snapshot):
+            if isinstance(found, LiveSnapshot):
                 seen.take(found)
             live.update(shown(seen, trouble, console.height), refresh=True)
 
@@ -161,7 +161,7 @@ def _q_ends() -> Iterator[None]:
 
 def _snapshots(
     ref: ClusterRef, url: str | None, again_s: float = 1.0
-) -> Generator[Snapshot | str, None, None]:
+) -> Generator[LiveSnapshot | str, None, None]:
     """Yield snapshots for ever, and why there is none.
 
     Raises UnavailableError and ConfigError as long as no frontend has answered."""
@@ -187,11 +187,11 @@ def _snapshots(
         time.sleep(again_s)
 
 
-def _stream(ref: ClusterRef, url: str, *, given: bool) -> Generator[Snapshot, None, None]:
+def _stream(ref: ClusterRef, url: str, *, given: bool) -> Generator[LiveSnapshot, None, None]:
     """Yield the snapshots of one frontend. Raises ConfigError if it refuses.
 
     given: the user has named it."""
-    decoder = msgspec.json.Decoder(Snapshot)
+    decoder = msgspec.json.Decoder(LiveSnapshot)
     with httpx.Client(timeout=_TIMEOUT, trust_env=False, verify=True) as client:
         for headers in _shown_to(ref, url, given):
             with client.stream("GET", url + PATH, headers=headers) as answer:

@@ -17,9 +17,9 @@ from pullfill.snapshot import (
     HISTORY_S,
     STEP_S,
     Flow,
+    LiveSnapshot,
     Mark,
     Point,
-    Snapshot,
     Stage,
     WorkerPoint,
     WorkerRow,
@@ -51,10 +51,10 @@ class Seen:
     """What was seen of a cluster: the last snapshot and the history. `take` each snapshot."""
 
     def __init__(self) -> None:
-        self.snapshot: Snapshot | None = None
+        self.snapshot: LiveSnapshot | None = None
         self._points: dict[float, Point] = {}
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: LiveSnapshot) -> None:
         self.snapshot = snapshot
         self._points |= {point.at: point for point in snapshot.points}
         for at in [at for at in self._points if at < snapshot.at - HISTORY_S - STEP_S]:
@@ -145,7 +145,7 @@ def spark(values: Sequence[float | None], columns: int = _SPARK) -> str:
 # --------------------------------------------------------------------------- parts
 
 
-def head(snapshot: Snapshot, trouble: str) -> Text:
+def head(snapshot: LiveSnapshot, trouble: str) -> Text:
     text = Text("pullfill ", style="bold")
     others = f" (1 of {snapshot.frontends} frontends)" if snapshot.frontends > 1 else ""
     text.append(f"{plain(snapshot.model)} at {plain(snapshot.frontend)}{others}", style="dim")
@@ -157,7 +157,7 @@ def head(snapshot: Snapshot, trouble: str) -> Text:
     return text
 
 
-def _figures(snapshot: Snapshot) -> Iterator[RenderableType]:
+def _figures(snapshot: LiveSnapshot) -> Iterator[RenderableType]:
     now, (ttft, itl) = snapshot.now, snapshot.targets_ms
 
     def pair(values: tuple[float, float] | None) -> str:
@@ -190,7 +190,7 @@ Histories = dict[str, tuple[list[float | None], Callable[[float | None], str]]]
 _MORE = ("ITL p95", "KV use")
 
 
-def _histories(points: Sequence[Point], snapshot: Snapshot) -> Histories:
+def _histories(points: Sequence[Point], snapshot: LiveSnapshot) -> Histories:
     line = history(points, snapshot.at)
     decode = {row.instance_id for row in snapshot.workers if row.role == "decode"}
 
@@ -217,7 +217,7 @@ def sparks(histories: Histories) -> Table:
     return table
 
 
-def _lanes(snapshot: Snapshot) -> Text:
+def _lanes(snapshot: LiveSnapshot) -> Text:
     text = Text("")
     for number, (lane, stages) in enumerate(_LANES.items()):
         flows = [flow for flow in snapshot.flows if flow.stage in stages]
@@ -308,7 +308,7 @@ def event(mark: Mark) -> Text:
 # --------------------------------------------------------------------------- one worker
 
 
-def check_worker(snapshot: Snapshot, instance_id: str) -> None:
+def check_worker(snapshot: LiveSnapshot, instance_id: str) -> None:
     """Raises ConfigError if no worker of this name is there, or was."""
     known = {row.instance_id for row in snapshot.workers}
     known |= {name for point in snapshot.points for name in point.workers}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.migration import fingerprint, room_for
 from pullfill.frontend.request_log import RequestRecord
-from pullfill.frontend.routing.choice import Choice, Share
+from pullfill.frontend.routing.choice import Share, WorkerChoice
 from pullfill.prefix.chain import HashArray
 from pullfill.runtime import log
 
@@ -104,7 +104,7 @@ class Flight:
     proven: bool = False
     waits_since: float = 0.0
     hashed: Hashed | None = None
-    choice: Choice | None = None
+    choice: WorkerChoice | None = None
     share: Share | None = None
     counted: int = 0
 

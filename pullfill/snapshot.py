@@ -2,10 +2,10 @@
 `pullfill status`, `pullfill top` and the live page.
 
     workers' /status: `Report` ──► `cluster_of` ──► `Cluster` ──► status, /ready
-                                                        └─ with a frontend's requests: `Snapshot`
+                                                        └─ with its requests: `LiveSnapshot`
 
-A frontend makes a `Snapshot` a second while somebody looks, and nothing otherwise. The first one
-that a viewer gets is `whole`: it also has the history. `/pullfill/ui/events` sends them as JSON.
+A frontend makes a `LiveSnapshot` a second while somebody looks, and nothing otherwise. The first
+one that a viewer gets is `whole`: it also has the history. `/pullfill/ui/events` sends them as JSON.
 
 Times named `at` are seconds since 1970 by the frontend's clock. Other times are seconds (`_s`) or
 milliseconds (`_ms`). None: unknown, or not measured.
@@ -385,7 +385,7 @@ class Now(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failed: int = 0
 
 
-class Snapshot(Cluster, frozen=True, kw_only=True, omit_defaults=True):
+class LiveSnapshot(Cluster, frozen=True, kw_only=True, omit_defaults=True):
     """The cluster, and the requests of the frontend that tells.
 
     since: when the frontend started. A viewer that reconnects sees by it that this one is new.

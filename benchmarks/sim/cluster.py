@@ -1,6 +1,6 @@
 """The simulated cluster: workers, frontends, and the time that messages take between them.
 
-A frontend is the production code: `Placement` and `PrefixIndex`. The simulator stands for the
+A frontend is the production code: `Placer` and `PrefixIndex`. The simulator stands for the
 network and the clock. Events are in a heap; equal times go in the order in which the events were
 made. So one seed gives one result.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.sim.worker import Figures, Job, Speed, Worker
 from benchmarks.sim.workloads import Req, Workload, mix
-from pullfill.frontend.routing.choice import KNOWN, Candidates, Held, Placement
+from pullfill.frontend.routing.choice import KNOWN, Candidates, HeldBlocks, Placer
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire import DecodePolicy
 
@@ -62,7 +62,7 @@ class Frontend:
     times: CPU seconds of each decision on this machine, the lookup in the index included."""
 
     def __init__(self, setup: Setup, number: int, block: int, texts: int) -> None:
-        self.placement = Placement(random.Random(mix(setup.seed, number)))
+        self.placement = Placer(random.Random(mix(setup.seed, number)))
         self.placement.chooser.peers = setup.frontends
         self.index = PrefixIndex(max(1 << 16, min(2 * setup.workers * setup.blocks, texts)))
         self.times: list[float] = []
@@ -82,7 +82,7 @@ class Frontend:
         hashes = req.packed()
         begun = time.thread_time()
         found, more = self.index.deepest(hashes, KNOWN)
-        stored = Held({self._names[n]: blocks for n, blocks in found.items()}, more)
+        stored = HeldBlocks({self._names[n]: blocks for n, blocks in found.items()}, more)
         choice = placement.choose(
             self._setup.policy,
             req.tokens,

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from pullfill.frontend.forward.servers import Server
-from pullfill.frontend.routing.choice import Candidates, Placement, Share
+from pullfill.frontend.routing.choice import Candidates, Placer, Share
 from pullfill.prefix import chain
 from pullfill.wire import DecodeChoice, DecodePolicy
 
@@ -91,7 +91,7 @@ class Picker:
         self, policy: Callable[[], DecodePolicy], rng: random.Random, remember_s: float = 600.0
     ) -> None:
         self._policy = policy
-        self._placement = Placement(rng, remember_s)
+        self._placement = Placer(rng, remember_s)
         self._servers: Sequence[Server] = ()
         self._by_id: dict[str, Server] = {}
         self._among = Candidates.of([])

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from pullfill.errors import ConfigError
-from pullfill.frontend.forward.sources import ROLES, Entry
+from pullfill.frontend.forward.sources import ROLES, StockEntry
 from pullfill.runtime import log
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Server:
     streams: number of answers that are being read from it.
     lacking_until: it is left out until then, in seconds of the loop's clock."""
 
-    entry: Entry
+    entry: StockEntry
     state: str = "new"
     why: str = "not asked yet"
     sources: tuple[str, ...] = ()
@@ -193,15 +193,15 @@ class Servers:
         self._pickers = pickers
         self._headers = headers or {}
         self.look_s, self._answer_s, self._lack_s = look_s, answer_s, lack_s
-        self._sources: dict[str, tuple[Entry, ...]] = {}
+        self._sources: dict[str, tuple[StockEntry, ...]] = {}
         self._named: dict[str, set[tuple[str, str]]] = {}
-        self.known: dict[Entry, Server] = {}
+        self.known: dict[StockEntry, Server] = {}
         self._ready: dict[str, Sequence[Server]] = {role: () for role in ROLES}
         self._tasks: dict[asyncio.Task[None], Server] = {}
 
     # ---------------------------------------------------------------- sources
 
-    def set(self, source: str, entries: Iterable[Entry]) -> None:
+    def set(self, source: str, entries: Iterable[StockEntry]) -> None:
         """A source knows exactly these servers now."""
         self._sources[source] = tuple(entries)
         self._named[source] = {(entry.role, entry.url) for entry in self._sources[source]}

@@ -1,6 +1,6 @@
 """What names stock servers: `--servers`, the watched file of `--servers-file`, and heartbeats.
 
-Each source publishes all servers that it knows now, as `Entry` objects. `Servers.set` takes them.
+Each source publishes all servers that it knows now (`StockEntry`). `Servers.set` takes them.
 Single event loop. A file is read and parsed in a thread, so a slow disk stops no request.
 """
 
@@ -46,7 +46,7 @@ _NO_PORT = re.compile(r":(?!//|\d+(?:[/?@]|$)).*", re.S)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StockEntry:
     """One named server. kv: its KV address, in the form of its connector. Empty: none is needed."""
 
     role: str
@@ -54,7 +54,7 @@ class Entry:
     kv: str = ""
 
 
-def parse_list(text: str) -> tuple[Entry, ...]:
+def parse_list(text: str) -> tuple[StockEntry, ...]:
     """Return the servers of `ROLE=URL[@KV],…`. Raises ConfigError."""
     found = []
     for part in (p.strip() for p in text.split(",")):
@@ -68,9 +68,9 @@ def parse_list(text: str) -> tuple[Entry, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def make(role: str, url: str, kv: str = "") -> Entry:
+def make(role: str, url: str, kv: str = "") -> StockEntry:
     """Return a checked entry. Raises ConfigError."""
-    return Entry(role_of(role), url_of(url), kv_of(kv))
+    return StockEntry(role_of(role), url_of(url), kv_of(kv))
 
 
 def role_of(role: str) -> str:
@@ -133,7 +133,7 @@ class ServerFile:
 
     Raises ConfigError if the file cannot be used at the start."""
 
-    def __init__(self, path: str, publish: Callable[[tuple[Entry, ...]], None]) -> None:
+    def __init__(self, path: str, publish: Callable[[tuple[StockEntry, ...]], None]) -> None:
         self._path = path
         self._publish = publish
         self._watched = WatchedFiles(path)
@@ -163,7 +163,7 @@ class ServerFile:
             self._publish(found)
 
 
-def read_file(path: str) -> tuple[Entry, ...]:
+def read_file(path: str) -> tuple[StockEntry, ...]:
     """Return the servers of a file. Raises ConfigError."""
     try:
         # Not a pipe or a device: opening or reading one might never end.
@@ -181,7 +181,7 @@ def read_file(path: str) -> tuple[Entry, ...]:
         raise ConfigError(f"{path} is not UTF-8 text: give a YAML or JSON file") from None
 
 
-def parse_file(text: str, name: str) -> tuple[Entry, ...]:
+def parse_file(text: str, name: str) -> tuple[StockEntry, ...]:
     """Return the servers of a file's text. name: of the file. Raises ConfigError."""
     if text.lstrip().startswith("["):
         text = text.replace("\t", " ")  # JSON may have tabs, YAML may not
@@ -200,7 +200,7 @@ def parse_file(text: str, name: str) -> tuple[Entry, ...]:
         raise ConfigError(f"{_at(name, root)}: {_FILE_FORM}")
     if len(root.value) > MAX_SERVERS:
         raise ConfigError(f"{_at(name, root)}: {MAX_SERVERS} servers at most")
-    found: dict[tuple[str, str], tuple[Entry, int]] = {}
+    found: dict[tuple[str, str], tuple[StockEntry, int]] = {}
     for node in root.value:
         entry, line = _entry(name, node), node.start_mark.line + 1
         other, first = found.setdefault((entry.role, entry.url), (entry, line))
@@ -212,12 +212,12 @@ def parse_file(text: str, name: str) -> tuple[Entry, ...]:
     return tuple(entry for entry, _ in found.values())
 
 
-def _entry(name: str, node: yaml.Node) -> Entry:
+def _entry(name: str, node: yaml.Node) -> StockEntry:
     values = dict(_pairs(name, node))
     for key in ("role", "url"):
         if key not in values:
             raise ConfigError(f"{_at(name, node)}: {key}: the server has none")
-    return Entry(values["role"], values["url"], values.get("kv", ""))
+    return StockEntry(values["role"], values["url"], values.get("kv", ""))
 
 
 def _pairs(name: str, node: yaml.Node) -> Iterator[tuple[str, str]]:
@@ -255,7 +255,7 @@ _MAX_LINES = 32
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
 
 
-class Heartbeat(msgspec.Struct, frozen=True):
+class StockHeartbeat(msgspec.Struct, frozen=True):
     """What vLLM's MoRIIOConnector and P2pNcclConnector send to their proxy every 3 s: over ZMQ as
     msgpack, over HTTP as JSON. Other fields are ignored.
 
@@ -269,16 +269,16 @@ class Heartbeat(msgspec.Struct, frozen=True):
 class Decoder(Protocol):
     """msgspec's decoders of JSON and of msgpack."""
 
-    def decode(self, data: bytes, /) -> Heartbeat: ...
+    def decode(self, data: bytes, /) -> StockHeartbeat: ...
 
 
-JSON: Decoder = msgspec.json.Decoder(Heartbeat)
-MSGPACK: Decoder = msgspec.msgpack.Decoder(Heartbeat)
+JSON: Decoder = msgspec.json.Decoder(StockHeartbeat)
+MSGPACK: Decoder = msgspec.msgpack.Decoder(StockHeartbeat)
 
 
 @dataclass(slots=True)
 class _Heard:
-    entry: Entry
+    entry: StockEntry
     at: float
 
 
@@ -298,7 +298,7 @@ class Heartbeats:
 
     def __init__(
         self,
-        publish: Callable[[tuple[Entry, ...]], None],
+        publish: Callable[[tuple[StockEntry, ...]], None],
         silence_s: float,
         clock: Callable[[], float] = time.monotonic,
         publish_s: float = 0.25,
@@ -312,7 +312,7 @@ class Heartbeats:
         self._looked = clock()
         self._told: set[str] = set()
 
-    def hear(self, data: bytes, decoder: Decoder) -> Entry:
+    def hear(self, data: bytes, decoder: Decoder) -> StockEntry:
         """Note a heartbeat. Returns its server.
 
         Raises ConfigError if it is bad, OverloadedError if there are too many servers. Each reason
@@ -367,7 +367,7 @@ class Heartbeats:
     # ---------------------------------------------------------------- inside
 
     @staticmethod
-    def _read(data: bytes, decoder: Decoder) -> Heartbeat:
+    def _read(data: bytes, decoder: Decoder) -> StockHeartbeat:
         if len(data) > MAX_BYTES:
             raise _Unreadable(f"cannot read a heartbeat: it has more than {MAX_BYTES} bytes")
         try:
@@ -377,7 +377,7 @@ class Heartbeats:
                 f"cannot read a heartbeat: {exc}; send type (P or D), http_address and zmq_address"
             ) from None
 
-    def _note(self, entry: Entry) -> None:
+    def _note(self, entry: StockEntry) -> None:
         now, key = self._clock(), (entry.role, entry.url)
         heard = self._heard.get(key)
         if heard is None or now - heard.at > self.silence_s:

@@ -2,7 +2,7 @@
 
     /pullfill/ui               the page
     /pullfill/ui/NAME          its style, scripts and icon
-    /pullfill/ui/events        server-sent events: each is a `Snapshot` (pullfill/snapshot.py)
+    /pullfill/ui/events        server-sent events: each is a `LiveSnapshot` (pullfill/snapshot.py)
     /pullfill/ui/requests/ID   as /pullfill/requests/ID
 
 All paths are relative to the page, so a proxy may serve it below a prefix. `http_auth` decides who
@@ -35,7 +35,7 @@ from pullfill.frontend.live.history import Marks, Series, TokenMeter
 from pullfill.frontend.live.rows import ended_of, flows_of
 from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
-from pullfill.snapshot import HISTORY_S, RECENT, Ended, Snapshot, WorkerPoint
+from pullfill.snapshot import HISTORY_S, RECENT, Ended, LiveSnapshot, WorkerPoint
 
 QUIET_S = 5.0
 """Each viewer gets something this often, at least. `pullfill top` gives up after 10 s."""
@@ -208,7 +208,7 @@ class LiveView:
             self._series.sampled(now, seconds, sum(tokens.values()), cluster.backlog_s, points)
         flows, hidden = flows_of(flights, reports, time.monotonic())
         figures = self._series.now(now, sum(rates.values()))
-        snapshot = Snapshot(
+        snapshot = LiveSnapshot(
             at=now,
             frontend=self._frontend,
             model=self._model,
@@ -230,7 +230,7 @@ class LiveView:
         )
         self._publish(snapshot)
 
-    def _publish(self, snapshot: Snapshot) -> None:
+    def _publish(self, snapshot: LiveSnapshot) -> None:
         @cache
         def whole() -> bytes:
             """The snapshot with the history, made at most once."""

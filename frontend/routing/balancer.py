@@ -15,7 +15,7 @@ from pullfill.engine import migration
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.flight import Flight, Hashed
-from pullfill.frontend.routing.choice import KNOWN, Candidates, Choice, Placement
+from pullfill.frontend.routing.choice import KNOWN, Candidates, Placer, WorkerChoice
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.prefix import chain
 from pullfill.prefix.events import State
@@ -48,7 +48,7 @@ class Balancer:
         self._prefixes = prefixes
         self._frontends = frontends
         self._min_fetch = min_fetch
-        self._placement = Placement(random.Random())
+        self._placement = Placer(random.Random())
         self._together: dict[str, str] = {}
         self._workers: Sequence[DecodeConnection] = ()
         self._by_id: dict[str, DecodeConnection] = {}
@@ -166,7 +166,7 @@ class Balancer:
         flight.choice = self._place(flight, self._among, now)
         return self._by_id[flight.choice.view.instance_id]
 
-    def _place(self, flight: Flight, among: Candidates, now: float) -> Choice:
+    def _place(self, flight: Flight, among: Candidates, now: float) -> WorkerChoice:
         policy = self._policy()
         hashed = self._hashed(flight) if policy is DecodePolicy.KV else _NOT_HASHED
         stored = None

@@ -2,7 +2,7 @@
 
     Fleet      the load of each worker: its last report, and what this frontend has sent since
     Chooser    the policies, and what they remember
-    Placement  both, and what the workers will hold of prompts that are on their way
+    Placer     both, and what the workers will hold of prompts that are on their way
 
 No I/O and no clock, so the simulator (`benchmarks/sim/`) decides with this code. Its results chose
 the constants. The balancer uses it for decode workers, `forward` for stock servers. Single event
@@ -198,7 +198,7 @@ class Candidates:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldBlocks:
     """Which workers hold the beginning of a prompt.
 
     blocks: instance id -> leading blocks, of KNOWN workers at most. The caller may change it.
@@ -237,7 +237,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Choice:
+class WorkerChoice:
     """The worker, and why.
 
     matched_tokens: how much of the prompt it holds, as far as known.
@@ -271,7 +271,7 @@ class Chooser:
         self._crowds: OrderedDict[int, int] = OrderedDict()
         self.peers = 1
 
-    def choose(self, policy: DecodePolicy, ask: Ask, among: Candidates) -> Choice:
+    def choose(self, policy: DecodePolicy, ask: Ask, among: Candidates) -> WorkerChoice:
         """Choose one of `among`. The time it takes hardly depends on how many there are."""
         views = among.views
         if policy is DecodePolicy.ROUND_ROBIN:
@@ -288,7 +288,7 @@ class Chooser:
             return _hashed(ask, views)
         return self._kv(ask, among)
 
-    def _kv(self, ask: Ask, among: Candidates) -> Choice:
+    def _kv(self, ask: Ask, among: Candidates) -> WorkerChoice:
         matched, policy = ask.matched, DecodePolicy.KV
         longest = max(matched.values(), default=0)
         least = _least_blocks(ask)
@@ -301,7 +301,7 @@ class Chooser:
         best = near[costs.index(low)]
         held = matched.get(best.instance_id, 0)
         reason = "prefix" if held == longest else "balance"
-        return Choice(best, policy, held * ask.block, low, reason)
+        return WorkerChoice(best, policy, held * ask.block, low, reason)
 
     def _worth(self, ask: Ask, longest: int) -> float:
         """What a held token counts: 1, or less if many prompts were equal up to there only.
@@ -383,15 +383,15 @@ def _least(
     views: Sequence[WorkerView],
     reason: str,
     least: float = math.inf,
-) -> Choice:
+) -> WorkerChoice:
     costs = _costs(ask, views, least)
     low = min(costs)
     view = views[costs.index(low)]
     held = ask.matched.get(view.instance_id, 0)
-    return Choice(view, policy, held * ask.block, low, reason)
+    return WorkerChoice(view, policy, held * ask.block, low, reason)
 
 
-def _hashed(ask: Ask, views: Sequence[WorkerView]) -> Choice:
+def _hashed(ask: Ask, views: Sequence[WorkerView]) -> WorkerChoice:
     key = int(ask.hashes[_key_depth(len(ask.hashes)) - 1]).to_bytes(8, "little")
     two = heapq.nsmallest(
         2, views, key=lambda v: zlib.crc32(v.instance_id.encode(), zlib.crc32(key))
@@ -410,15 +410,15 @@ def _key_depth(blocks: int) -> int:
     return depth
 
 
-def _plain(policy: DecodePolicy, ask: Ask, view: WorkerView, reason: str) -> Choice:
+def _plain(policy: DecodePolicy, ask: Ask, view: WorkerView, reason: str) -> WorkerChoice:
     held = ask.matched.get(view.instance_id, 0)
-    return Choice(view, policy, held * ask.block, None, reason)
+    return WorkerChoice(view, policy, held * ask.block, None, reason)
 
 
 # --------------------------------------------------------------------------- both together
 
 
-class Placement:
+class Placer:
     """The state of one frontend's choices: `choose` decides, `send` counts the request.
 
     What the workers hold is handed in (`stored`). It is joined with what they will hold once they
@@ -456,9 +456,9 @@ class Placement:
         *,
         block: int = 0,
         hashes: HashArray | None = None,
-        stored: Held | None = None,
+        stored: HeldBlocks | None = None,
         warm: bool = True,
-    ) -> Choice:
+    ) -> WorkerChoice:
         """Choose a worker for a prompt of `tokens` tokens.
 
         block, hashes: tokens per block and the chain hashes of the prompt's blocks.
@@ -466,7 +466,7 @@ class Placement:
         now: monotonic seconds."""
         if hashes is None or not len(hashes) or not block:
             return self.chooser.choose(policy, Ask(tokens, block), among)
-        held = stored if stored is not None else Held({})
+        held = stored if stored is not None else HeldBlocks({})
         known = held.blocks
         most = max(known.values(), default=0)
         # A hash names all blocks before it, too. So it is enough to look at what comes after those
@@ -481,7 +481,7 @@ class Placement:
 
     def send(
         self,
-        choice: Choice,
+        choice: WorkerChoice,
         tokens: int,
         now: float,
         *,

@@ -21,7 +21,7 @@ from pullfill.engine import front_wire
 from pullfill.errors import BadMessage
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
-from pullfill.frontend.routing.choice import KNOWN, Held
+from pullfill.frontend.routing.choice import KNOWN, HeldBlocks
 from pullfill.prefix.chain import Hashes
 from pullfill.prefix.events import Replica, State
 from pullfill.prefix.index import PrefixIndex
@@ -63,14 +63,14 @@ class Prefixes:
 
     # ---------------------------------------------------------------- questions
 
-    def matched(self, hashes: Hashes, most: int = KNOWN) -> Held:
+    def matched(self, hashes: Hashes, most: int = KNOWN) -> HeldBlocks:
         """Return how many leading blocks each worker holds. Those that lack the first are left out.
 
         hashes: of a prompt's blocks (prefix/chain.py). Workers with another block size hold none of
         these: their hashes differ.
         most: of more workers than this, only those that hold most of the blocks are named."""
         found, more = self._index.deepest(hashes, most)
-        return Held({self._names[number]: count for number, count in found.items()}, more)
+        return HeldBlocks({self._names[number]: count for number, count in found.items()}, more)
 
     @property
     def workers(self) -> int:

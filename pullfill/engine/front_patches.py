@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from openai.types.responses import ResponseFailedEvent
 from pydantic import TypeAdapter
@@ -23,6 +23,9 @@ from vllm.exceptions import GenerationError, VLLMClientError, VLLMError
 
 from pullfill.engine.blame import Fault
 from pullfill.runtime import log
+
+if TYPE_CHECKING:
+    from pullfill.engine.front_client import FrontLLM
 
 _log = log.get("engine.front_patches")
 
@@ -89,18 +92,13 @@ _ERROR = 'data: {"error"'
 """Begins the event with which a stream of chat ends if its request fails."""
 
 
-class Checks(Protocol):
-    def check(self, request_id: str, prompt: Any, params: Any, lora_request: Any) -> None:
-        """See FrontLLM."""
-
-
-def tell_failures(state: Any, engine: Checks) -> None:
+def tell_failures(state: Any, engine: FrontLLM) -> None:
     """Wrap the handlers in the state of vLLM's app. engine: refuses requests."""
     _of_responses(state.openai_serving_responses, engine)
     _of_messages(state.anthropic_serving_messages)
 
 
-def _of_responses(handler: Any, engine: Checks) -> None:
+def _of_responses(handler: Any, engine: FrontLLM) -> None:
     generate, stream = handler._generate_with_builtin_tools, handler.responses_stream_generator
     follow, run = handler.responses_background_stream_generator, handler._run_background_request
 

@@ -216,7 +216,7 @@ async def forwarding(
 
 @asynccontextmanager
 async def forwarding_to(
-    found: Sequence[sources.Entry],
+    found: Sequence[sources.StockEntry],
     name: str,
     spoken: KvProtocol,
     dispatch: str | None = None,

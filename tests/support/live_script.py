@@ -34,8 +34,8 @@ from pullfill.snapshot import (
     STEP_S,
     Ended,
     Flow,
+    LiveSnapshot,
     Mark,
-    Snapshot,
     Stage,
     WorkerPoint,
     WorkerRow,
@@ -181,7 +181,7 @@ class ScriptedLive:
             flows.append(flow)
         return sorted(flows, key=lambda flow: -flow.age_s)
 
-    def snapshot(self, whole: bool) -> Snapshot:
+    def snapshot(self, whole: bool) -> LiveSnapshot:
         now = time.time()
         busy = self._busy(now - self._began)
         fresh = [self._request(now, busy, False)]
@@ -195,7 +195,7 @@ class ScriptedLive:
         backlog = points[-1].backlog_s
         figures = self._series.now(now, points[-1].tokens_per_s)
         began = self._began
-        return Snapshot(
+        return LiveSnapshot(
             at=now,
             frontend="frontend-0-5d21",
             model="demo-8b",

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from pullfill.frontend.forward.sources import Entry
+from pullfill.frontend.forward.sources import StockEntry
 from tests.support import web
 from tests.support.etcd import free_ports
 from tests.support.zygote import Forked, zygote
@@ -50,8 +50,8 @@ class StockVllm:
         return f"http://127.0.0.1:{self.ports[0]}"
 
     @property
-    def entry(self) -> Entry:
-        return Entry(self.role, self.url)
+    def entry(self) -> StockEntry:
+        return StockEntry(self.role, self.url)
 
     @property
     def alive(self) -> bool:

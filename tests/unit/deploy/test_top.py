@@ -25,7 +25,7 @@ from pullfill.deploy import top as command
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.frontend.live.page import QUIET_S
 from pullfill.net.security import FrontendSecurity, Security
-from pullfill.snapshot import Ended, Snapshot
+from pullfill.snapshot import Ended, LiveSnapshot
 from tests.support.live_script import DECODE, DRAINING, serving
 
 ADMIN = "admin-key-0123456789"
@@ -130,7 +130,7 @@ def test_the_administrators_key_goes_to_frontends_that_the_user_knows_only(tmp_p
 def test_a_frontend_with_keys_wants_one(tmp_path: Path) -> None:
     with serving(admin=(ADMIN,)) as url:
         snapshots = command._snapshots(ref(tmp_path, url, ADMIN), None)
-        assert isinstance(next(snapshots), Snapshot)
+        assert isinstance(next(snapshots), LiveSnapshot)
         snapshots.close()
         with pytest.raises(ConfigError, match="admin_key_file"):
             next(command._snapshots(ref(tmp_path, url), None))
@@ -147,7 +147,7 @@ def test_comments_between_snapshots_keep_the_stream_alive(tmp_path: Path) -> Non
     assert (command._TIMEOUT.read or 0.0) >= 2 * QUIET_S
     with serving() as url:
         snapshots = command._snapshots(ref(tmp_path, url), None)
-        assert all(isinstance(next(snapshots), Snapshot) for _ in range(2))
+        assert all(isinstance(next(snapshots), LiveSnapshot) for _ in range(2))
         snapshots.close()
 
 
@@ -155,12 +155,12 @@ def test_a_frontend_that_goes_away_is_looked_for_again(tmp_path: Path) -> None:
     with serving() as url:
         snapshots = command._snapshots(ref(tmp_path, url), None, again_s=0.05)
         first = next(snapshots)
-        assert isinstance(first, Snapshot)
+        assert isinstance(first, LiveSnapshot)
         assert first.whole
     said = next(found for found in snapshots if isinstance(found, str))
     assert said.startswith("connecting again: ")
     with serving(int(url.rpartition(":")[2])):
-        again = next(found for found in snapshots if isinstance(found, Snapshot))
+        again = next(found for found in snapshots if isinstance(found, LiveSnapshot))
         assert again.whole
         snapshots.close()
 

@@ -10,17 +10,19 @@ from rich.console import Console
 
 from pullfill.deploy.top_view import Seen, screen, spark
 from pullfill.deploy.view import plain
-from pullfill.snapshot import HISTORY_S, Flow, Mark, Point, Snapshot, Stage, WorkerRow
+from pullfill.snapshot import HISTORY_S, Flow, LiveSnapshot, Mark, Point, Stage, WorkerRow
 from pullfill.wire import ServerStatus
 from tests.support.live_script import DECODE, DRAINING, PREFILL, ScriptedLive
 
 
 @pytest.fixture(scope="module")
-def whole() -> Snapshot:
+def whole() -> LiveSnapshot:
     return ScriptedLive().snapshot(True)
 
 
-def shown(snapshot: Snapshot | None, width: int = 80, height: int = 60, trouble: str = "") -> str:
+def shown(
+    snapshot: LiveSnapshot | None, width: int = 80, height: int = 60, trouble: str = ""
+) -> str:
     seen = Seen()
     if snapshot is not None:
         seen.take(snapshot)
@@ -30,7 +32,7 @@ def shown(snapshot: Snapshot | None, width: int = 80, height: int = 60, trouble:
     return stream.getvalue()
 
 
-def test_everything_fits_80_columns_and_the_height_of_the_terminal(whole: Snapshot) -> None:
+def test_everything_fits_80_columns_and_the_height_of_the_terminal(whole: LiveSnapshot) -> None:
     for height in (24, 30, 50):
         lines = shown(whole, height=height).splitlines()
         assert max(map(len, lines)) <= 80
@@ -46,7 +48,7 @@ def test_everything_fits_80_columns_and_the_height_of_the_terminal(whole: Snapsh
     assert "prefill" in next(line for line in text.splitlines() if line.startswith("decode worker"))
 
 
-def test_long_names_are_cut_and_nothing_is_sent_to_the_terminal(whole: Snapshot) -> None:
+def test_long_names_are_cut_and_nothing_is_sent_to_the_terminal(whole: LiveSnapshot) -> None:
     odd = "x\x1b]0;owned\x07\x9b" + "y" * 90
     worker = WorkerRow(instance_id=odd, role="decode", state="lost")
     flow = Flow(id=odd, stage=Stage.QUEUE, decode=odd)
@@ -60,7 +62,7 @@ def test_long_names_are_cut_and_nothing_is_sent_to_the_terminal(whole: Snapshot)
     assert plain(odd).startswith("x?]0;owned??y")
 
 
-def test_names_are_text_and_no_markup(whole: Snapshot) -> None:
+def test_names_are_text_and_no_markup(whole: LiveSnapshot) -> None:
     odd = "[/red] :boom:"
     worker = WorkerRow(instance_id=odd, role="decode", state="lost")
     flow = Flow(id=odd, stage=Stage.QUEUE, decode=odd)
@@ -68,7 +70,7 @@ def test_names_are_text_and_no_markup(whole: Snapshot) -> None:
     assert text.count(odd) == 3
 
 
-def test_a_server_that_is_away_and_a_lost_frontend_are_said(whole: Snapshot) -> None:
+def test_a_server_that_is_away_and_a_lost_frontend_are_said(whole: LiveSnapshot) -> None:
     nats = ServerStatus(up=False, since_s=3.0, error="h:1: refused")
     away = msgspec.structs.replace(whole, servers={"nats": nats})
     assert "▲ NATS unreachable for 3 s" in shown(away)
@@ -78,7 +80,7 @@ def test_a_server_that_is_away_and_a_lost_frontend_are_said(whole: Snapshot) -> 
 
 def test_the_history_grows_with_each_snapshot_and_forgets_the_oldest() -> None:
     seen = Seen()
-    first = Snapshot(at=1000.0, frontend="f", model="m", since=1.0, points=(Point(at=995.0),))
+    first = LiveSnapshot(at=1000.0, frontend="f", model="m", since=1.0, points=(Point(at=995.0),))
     seen.take(first)
     seen.take(msgspec.structs.replace(first, at=1004.0, points=(Point(at=995.0, done=2),)))
     assert [(point.at, point.done) for point in seen.points] == [(995.0, 2)]

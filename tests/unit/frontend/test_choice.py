@@ -14,11 +14,11 @@ from pullfill.frontend.routing.choice import (
     KNOWN,
     Ask,
     Candidates,
-    Choice,
     Chooser,
     Fleet,
-    Held,
-    Placement,
+    HeldBlocks,
+    Placer,
+    WorkerChoice,
     WorkerView,
 )
 from pullfill.wire import DecodePolicy
@@ -41,7 +41,7 @@ def ask(tokens: int = 1600, *, stored: int = -1, warm: bool = True, **matched: i
     return Ask(tokens, BLOCK, HASHES[: tokens // BLOCK], matched, most, warm)
 
 
-def kv(by: Chooser, what: Ask, among: Candidates) -> Choice:
+def kv(by: Chooser, what: Ask, among: Candidates) -> WorkerChoice:
     return by.choose(DecodePolicy.KV, what, among)
 
 
@@ -249,19 +249,19 @@ def test_a_worker_that_has_left_is_forgotten_and_its_shares_may_still_end() -> N
 ARRAY = np.arange(1, 101, dtype=np.uint64)
 
 
-def placed(placement: Placement, now: float = 0.0, **stored: int) -> Choice:
+def placed(placement: Placer, now: float = 0.0, **stored: int) -> WorkerChoice:
     among = placement.candidates(["a", "b", "c"])
     return placement.choose(
-        DecodePolicy.KV, 1650, among, now, block=BLOCK, hashes=ARRAY, stored=Held(stored)
+        DecodePolicy.KV, 1650, among, now, block=BLOCK, hashes=ARRAY, stored=HeldBlocks(stored)
     )
 
 
-def send(placement: Placement, choice: Choice, now: float = 0.0) -> None:
+def send(placement: Placer, choice: WorkerChoice, now: float = 0.0) -> None:
     placement.send(choice, 1650, now, block=BLOCK, hashes=ARRAY).end()
 
 
 def test_siblings_follow_a_prompt_that_is_not_computed_yet() -> None:
-    placement = Placement(random.Random(1))
+    placement = Placer(random.Random(1))
     first = placed(placement)
     assert first.matched_tokens == 0
     send(placement, first)
@@ -271,13 +271,13 @@ def test_siblings_follow_a_prompt_that_is_not_computed_yet() -> None:
 
 
 def test_what_was_only_predicted_is_forgotten() -> None:
-    placement = Placement(random.Random(1), predicted_s=30.0)
+    placement = Placer(random.Random(1), predicted_s=30.0)
     send(placement, placed(placement))
     assert placed(placement, 61.0).matched_tokens == 0
 
 
 def test_predicted_blocks_add_to_stored_ones() -> None:
-    placement = Placement(random.Random(1))
+    placement = Placer(random.Random(1))
     send(placement, placed(placement, b=60))
     found = placed(placement, 1.0, a=40, b=60)
     assert (found.view.instance_id, found.matched_tokens) == ("b", 1600)
@@ -286,7 +286,7 @@ def test_predicted_blocks_add_to_stored_ones() -> None:
 
 
 def test_a_worker_that_has_left_is_not_predicted_to_hold_anything() -> None:
-    placement = Placement(random.Random(1))
+    placement = Placer(random.Random(1))
     first = placed(placement)
     send(placement, first)
     left = [name for name in "abc" if name != first.view.instance_id]
@@ -297,7 +297,7 @@ def test_a_worker_that_has_left_is_not_predicted_to_hold_anything() -> None:
 
 
 def test_a_prompt_without_hashes_goes_by_load() -> None:
-    placement = Placement(random.Random(1))
+    placement = Placer(random.Random(1))
     among = placement.candidates(["a", "b"])
     first = placement.choose(DecodePolicy.KV, 100, among, 0.0)
     placement.send(first, 100, 0.0)

@@ -6,13 +6,13 @@ import pytest
 
 from pullfill import redact
 from pullfill.errors import ConfigError
-from pullfill.frontend.forward.sources import Entry, parse_list
+from pullfill.frontend.forward.sources import StockEntry, parse_list
 
 
 def test_a_list() -> None:
     text = "prefill=http://a:1@k:2, decode=b:3/,decode=http://b:3,"
     assert parse_list(text) == (
-        Entry("prefill", "http://a:1", "k:2"), Entry("decode", "http://b:3"),
+        StockEntry("prefill", "http://a:1", "k:2"), StockEntry("decode", "http://b:3"),
     )  # fmt: skip
     assert parse_list("") == ()
 

@@ -10,10 +10,10 @@ import pytest
 
 from pullfill.errors import ConfigError
 from pullfill.frontend.forward import sources
-from pullfill.frontend.forward.sources import Entry, ServerFile, parse_file, read_file
+from pullfill.frontend.forward.sources import ServerFile, StockEntry, parse_file, read_file
 
-PREFILL = Entry("prefill", "http://a:1", "k:2")
-DECODE = Entry("decode", "http://b:3")
+PREFILL = StockEntry("prefill", "http://a:1", "k:2")
+DECODE = StockEntry("decode", "http://b:3")
 YAML = """\
 # a comment
 - role: prefill
@@ -82,7 +82,7 @@ def test_what_is_no_file_of_text(tmp_path: Path) -> None:
 class Watched:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.published: list[tuple[Entry, ...]] = []
+        self.published: list[tuple[StockEntry, ...]] = []
         self.path.write_text(YAML)
         self.file = ServerFile(str(path), self.published.append)
 

@@ -11,10 +11,10 @@ import pytest
 from pullfill.errors import ConfigError, OverloadedError
 from pullfill.frontend import counters as metrics
 from pullfill.frontend.forward import sources
-from pullfill.frontend.forward.sources import JSON, MSGPACK, Entry, Heartbeats
+from pullfill.frontend.forward.sources import JSON, MSGPACK, Heartbeats, StockEntry
 
-PREFILL = Entry("prefill", "http://a:1", "k:2")
-DECODE = Entry("decode", "http://b:3")
+PREFILL = StockEntry("prefill", "http://a:1", "k:2")
+DECODE = StockEntry("decode", "http://b:3")
 
 
 class Rig:
@@ -22,10 +22,10 @@ class Rig:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.published: list[tuple[Entry, ...]] = []
+        self.published: list[tuple[StockEntry, ...]] = []
         self.beats = Heartbeats(self.published.append, 5.0, lambda: self.now)
 
-    def hear(self, kind: str, http: str, zmq: str = "") -> Entry:
+    def hear(self, kind: str, http: str, zmq: str = "") -> StockEntry:
         beat = {"type": kind, "http_address": http, "zmq_address": zmq}
         return self.beats.hear(json.dumps(beat).encode(), JSON)
 
@@ -53,7 +53,7 @@ def test_what_connectors_send() -> None:
         "zmq_address": "host:10.0.0.1,handshake:6301,notify:61005", "transfer_mode": "WRITE",
     }  # fmt: skip
     entry = rig.beats.hear(msgspec.msgpack.encode(sent), MSGPACK)
-    assert entry == Entry("prefill", "http://10.0.0.1:8100", sent["zmq_address"])
+    assert entry == StockEntry("prefill", "http://10.0.0.1:8100", sent["zmq_address"])
     assert rig.beats.hear(json.dumps(sent).encode(), JSON) == entry
 
 
@@ -100,7 +100,7 @@ def test_two_servers_under_one_address_do_not_take_turns(
     rig.passes(6)
     rig.hear("P", "a:1", "other:2")
     rig.passes(0.25)
-    assert rig.published[-1] == (Entry("prefill", "http://a:1", "other:2"),)
+    assert rig.published[-1] == (StockEntry("prefill", "http://a:1", "other:2"),)
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_the_number_of_servers_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPa
     rig.passes(6)
     rig.hear("D", "c:1")
     rig.passes(0.25)
-    assert rig.published[-1] == (Entry("decode", "http://c:1"),)
+    assert rig.published[-1] == (StockEntry("decode", "http://c:1"),)

@@ -14,7 +14,7 @@ from pullfill.errors import OverloadedError
 from pullfill.frontend.live import page
 from pullfill.frontend.live.page import LiveView
 from pullfill.frontend.request_log import RequestLog, RequestRecord
-from pullfill.snapshot import Cluster, Report, Snapshot, cluster_of
+from pullfill.snapshot import Cluster, LiveSnapshot, Report, cluster_of
 from pullfill.wire import ExplainRecord, ServerStatus
 from tests.support.workers import record
 
@@ -68,9 +68,9 @@ def finish(requests: RequestLog, name: str, made: int = 3) -> RequestRecord:
     return record
 
 
-async def next_of(stream: AsyncIterator[bytes]) -> Snapshot:
+async def next_of(stream: AsyncIterator[bytes]) -> LiveSnapshot:
     async with asyncio.timeout(5):
-        return msgspec.json.decode(await anext(stream), type=Snapshot)
+        return msgspec.json.decode(await anext(stream), type=LiveSnapshot)
 
 
 async def test_nothing_is_asked_when_nobody_looks(view: View) -> None:
