@@ -5,7 +5,7 @@
                                                         └─ with its requests: `LiveSnapshot`
 
 A frontend makes a `LiveSnapshot` a second while somebody looks, and nothing otherwise. The first
-one that a viewer gets is `whole`: it also has the history. `/pullfill/ui/events` sends them as JSON.
+one that a viewer gets is `whole`: it also has the history. `/pullfill/ui/events` sends them.
 
 Times named `at` are seconds since 1970 by the frontend's clock. Other times are seconds (`_s`) or
 milliseconds (`_ms`). None: unknown, or not measured.
