@@ -13,15 +13,15 @@ FORGET_S = 30.0
 """A rate that was not observed for this long is not believed any more, so that one bad measurement
 cannot keep prompts away from a worker for ever."""
 _HALF_S = FORGET_S / 4
-_KEEP = 0.8
+_KEEP = 0.7
 """Weight that is left to older observations when a new one comes."""
 _STAY = 0.02
 """How strongly a solution is held to the one before. It decides where the observations do not, for
 example when all of them have the same x1 and x2."""
 _CLIP = 4.0
-"""An observation counts as at most so many times the expected value, and at least the fraction,
-unless the one before was clipped too. So one pause of the machine does not spoil the fit, and a
-real change is learned from the second observation on."""
+"""An observation counts as at most so many times the expected value, and at least the fraction. So
+one pause of the machine does not spoil the fit. If the next one is as far off, the speed has
+changed, and what was learned before is forgotten."""
 _SURE = 3
 """Observations before an unexpected one is clipped."""
 
@@ -51,17 +51,24 @@ class Rate:
         """Learn from one observation. now: seconds of a monotonic clock."""
         if not math.isfinite(y) or y < 0:
             return
+        left = _KEEP * 0.5 ** (max(0.0, now - self.at) / _HALF_S) if self.count else 0.0
         expected = self.of(x1, x2)
         if self.count >= _SURE and expected > 0:
             within = min(max(y, expected / _CLIP), expected * _CLIP)
-            self._clipped = within != y and not self._clipped
-            y = within if self._clipped else y
-        left = _KEEP * 0.5 ** (max(0.0, now - self.at) / _HALF_S) if self.count else 0.0
-        self._s11 = self._s11 * left + x1 * x1
-        self._s12 = self._s12 * left + x1 * x2
-        self._s22 = self._s22 * left + x2 * x2
-        self._t1 = self._t1 * left + x1 * y
-        self._t2 = self._t2 * left + x2 * y
+            if within == y:
+                self._clipped = False
+            elif self._clipped:
+                left, self._clipped = 0.0, False
+            else:
+                y, self._clipped = within, True
+        # The error of a time grows with its length. So each weighs by its size, and not by its
+        # square: with one x this gives the sum of the times over the sum of the sizes.
+        w = 1.0 / max(x1 + x2, 1e-9)
+        self._s11 = self._s11 * left + w * x1 * x1
+        self._s12 = self._s12 * left + w * x1 * x2
+        self._s22 = self._s22 * left + w * x2 * x2
+        self._t1 = self._t1 * left + w * x1 * y
+        self._t2 = self._t2 * left + w * x2 * y
         self.count += 1
         self.at = now
         self._solve()

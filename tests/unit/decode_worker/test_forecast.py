@@ -71,8 +71,8 @@ def test_kv_that_is_not_written_yet_is_in_front_too() -> None:
         1600, 100, 1e8, workers=2, loads=[load(1000), load(1000)], depth_tokens=4000, own_tokens=0,
         own_unwritten=1200,
     )  # fmt: skip
-    assert told.wait_s == 6, "two links, 12 s of writing; 2 s of computation"
-    assert told.claim_within_s == 24, "or all of it comes over one of them"
+    assert told.wait_s == pytest.approx(6), "two links, 12 s of writing; 2 s of computation"
+    assert told.claim_within_s == pytest.approx(24), "or all of it comes over one of them"
 
 
 def test_the_link_of_a_worker_that_is_gone_keeps_no_prompt_local() -> None:
@@ -113,10 +113,10 @@ def test_with_nothing_measured_prompts_go_out_and_have_time() -> None:
 def test_the_writing_is_measured_by_link_and_the_slowest_sets_the_deadline() -> None:
     made, clock = forecaster()
     measured(made, "fast", 1.0)
-    assert of(made, 16_000, [load(1e6)]).write_s == 1
+    assert of(made, 16_000, [load(1e6)]).write_s == pytest.approx(1)
     measured(made, "slow", 3.0)
     told = of(made, 16_000, [load(1e6)])
-    assert told.write_s == 2, "whoever pulls it"
+    assert told.write_s == pytest.approx(2), "whoever pulls it"
     assert told.commit_within_s == pytest.approx(2 * (3 + 0.016))
     clock.advance(BELIEVE_LINK_S + 1)
     late = of(made, 16_000, [load(1e6)])
@@ -133,10 +133,10 @@ def test_a_link_that_became_slow_is_noticed_and_one_hold_up_is_not() -> None:
     for _ in range(100):
         made.wrote("p", 1000, 0.1)
     made.wrote("p", 10, 2.0)
-    assert of(made, 16_000, [load(1000)]).write_s == pytest.approx(0.1, rel=0.01)
-    for _ in range(5):
-        made.wrote("p", 1000, 60.0)
-    assert of(made, 16_000, [load(1000)]).write_s > 30
+    assert of(made, 16_000, [load(1000)]).write_s == pytest.approx(0.1, rel=0.05)
+    for _ in range(2):
+        made.wrote("p", 100, 6.0)
+    assert of(made, 16_000, [load(1000)]).write_s == pytest.approx(60)
 
 
 @pytest.mark.parametrize(("blocks", "seconds"), [(0, 1.0), (1, 0.0), (1, -1.0), (1, float("inf"))])
