@@ -136,7 +136,7 @@ def test_a_link_that_became_slow_is_noticed_and_one_hold_up_is_not() -> None:
     assert of(made, 16_000, [load(1000)]).write_s == pytest.approx(0.1, rel=0.05)
     for _ in range(2):
         made.wrote("p", 100, 6.0)
-    assert of(made, 16_000, [load(1000)]).write_s == pytest.approx(60)
+    assert of(made, 16_000, [load(1000)]).write_s == pytest.approx(60, rel=0.01)
 
 
 @pytest.mark.parametrize(("blocks", "seconds"), [(0, 1.0), (1, 0.0), (1, -1.0), (1, float("inf"))])
