@@ -34,7 +34,7 @@ from pullfill.errors import (
 )
 from pullfill.net.channel import Channel, accept
 from pullfill.net.security import ClusterKey
-from pullfill.runtime import log, metrics, timer_grid
+from pullfill.runtime import log, metrics
 from pullfill.runtime.lifecycle import stop_listening
 from pullfill.wire import (
     SILENT_S,
@@ -205,7 +205,7 @@ class ControlServer:
         pause = self._silent_s / 5
         while True:
             before = self._loop.time()
-            await asyncio.sleep(timer_grid.left(before, pause))
+            await asyncio.sleep(pause)
             if self._loop.time() - before > 2 * pause:
                 # This process did not run. What the workers said meanwhile is not read yet.
                 for peer in self.peers.values():

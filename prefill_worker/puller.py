@@ -36,7 +36,7 @@ from pullfill.errors import PullfillError
 from pullfill.prefill_worker.jobs import JobRunner
 from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.queue.contract import JobConsumer
-from pullfill.runtime import log, timer_grid
+from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
 from pullfill.wire import SILENT_S
 
@@ -174,9 +174,7 @@ class Puller:
         leaves = now < self._leave_until
         pulling = self._pulling = asyncio.timeout(None)
         try:
-            wait_s = timer_grid.before(now + _WAIT_S, _WAIT_S / 2) - now
-            if leaves or full:
-                wait_s = 0.0
+            wait_s = 0.0 if leaves or full else _WAIT_S
             try:
                 async with pulling:
                     delivery = await self._consumer.pull(wait_s, urgent_only=full)

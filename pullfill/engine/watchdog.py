@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.runtime import log, timer_grid
+from pullfill.runtime import log
 
 if TYPE_CHECKING:
     from pullfill.engine.thread import EngineThread
@@ -120,7 +120,6 @@ class EngineWatchdog:
             self._on_stuck(False)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while self.health is not Health.LOST:
-            await asyncio.sleep(timer_grid.left(loop.time(), self._interval_s))
+            await asyncio.sleep(self._interval_s)
             self.look()

@@ -34,7 +34,7 @@ from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient, Header, LeaseNotFound
 from pullfill.registry.directory import refuse_if_incompatible
 from pullfill.registry.watch import Put, Synced, watch_prefix
-from pullfill.runtime import log, timer_grid
+from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState, encode
 
@@ -164,11 +164,11 @@ class EtcdLease:
 
     async def _keep(self) -> LeaseFate:
         judge, interval = self._judge, self._judge.ttl_s / 3
-        loop, delay = asyncio.get_running_loop(), 0.0
+        delay = 0.0
         while True:
             # Not wait_for: on 3.11 it swallows a cancellation that comes with the nudge.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay or timer_grid.left(loop.time(), interval)):
+                async with asyncio.timeout(delay or interval):
                     await self._nudge.wait()
             self._nudge.clear()
             sent_at = self._clock.monotonic()
