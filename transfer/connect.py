@@ -34,9 +34,9 @@ from pullfill.wire import RegionDescriptor
 
 logger = logging.getLogger(__name__)
 
+# Characters. A longer reason is cut, because reasons travel in every commit and a library that
+# fails to load may say much.
 LONGEST_REASON = 300
-"""Characters. A longer reason is cut, because reasons travel in every commit and a library that
-fails to load may say much."""
 
 
 def pulled_over(memory: LocalMemory, chosen: Collection[str] | None) -> frozenset[str]:
@@ -142,8 +142,8 @@ _BACKENDS = {  # imported only when asked for: a backend may need a package or a
     "nixl": ("pullfill.transfer.nixl.nixl_backend", "NixlKind"),
     "tcp": ("pullfill.transfer.stream.tcp_backend", "TcpKind"),
 }
+# Used and offered only where `--transports` names them.
 BY_NAME = frozenset({"nixl"})
-"""Used and offered only where `--transports` names them."""
 _ONLY_BY_NAME = "only with --transports nixl: its UCX listens outside pullfill's login"
 _NO_MEMORY = "it does not move memory of this kind"
 

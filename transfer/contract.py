@@ -1,15 +1,12 @@
 """What every transport promises. No torch here: memory is an address, a size and strides.
 
-There are two sides. The *owner* (decode worker) registers its KV memory, opens a fence for each
-grant and revokes it. The *peer* (prefill worker) connects to a region of the owner. It reads or
-writes blocks under a fence. A block is opaque bytes per layer and KV head.
+The *owner* (decode worker) registers its KV memory, opens a fence for each grant and revokes it.
+The *peer* (prefill worker) connects to a region of the owner. It reads or writes blocks under a
+fence. A block is opaque bytes per layer and KV head.
 
 The one promise: after `OwnerFences.try_revoke` returned True for a fence, no byte can be written
 under that fence any more, and no read under it is believed, whatever the peer does. Time is never
 the proof.
-
-Threads: `PeerSession.move` blocks the caller. Any thread may call it, one at a time. Any thread may
-call `interrupt` at any time. The owner side is thread-safe.
 """
 
 from __future__ import annotations
@@ -111,7 +108,7 @@ class MoveResult:
 
 
 class OwnerFences(Protocol):
-    """The owner's side: its fences. Each covers the regions of all its ranks."""
+    """The owner's side: its fences. Each covers the regions of all its ranks. Thread-safe."""
 
     def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
         """Open a fence. It is valid from now on.
@@ -190,7 +187,10 @@ class Owner(Protocol):
 
 
 class PeerSession(Protocol):
-    """A prefill worker's connection to one region of one decode worker."""
+    """A prefill worker's connection to one region of one decode worker.
+
+    `move` blocks the caller. Any thread may call it, one at a time. Any thread may call `interrupt`
+    at any time."""
 
     @property
     def transport(self) -> str: ...

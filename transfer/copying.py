@@ -25,8 +25,8 @@ _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memmove.restype = ctypes.c_void_p
 
+# Lets numpy place an array at any address. The plan has checked the ranges.
 _ANYWHERE = ctypes.c_uint8 * (1 << 46)
-"""Lets numpy place an array at any address. The plan has checked the ranges."""
 _STAGE_BYTES = 1 << 20
 
 

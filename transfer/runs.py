@@ -27,15 +27,15 @@ from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.layout import dense_layout
 
 Offsets = NDArray[np.int64]
+# [n, 2], C-contiguous: address, bytes (a `struct iovec[n]`).
 Iovec: TypeAlias = NDArray[np.uint64]
-"""[n, 2], C-contiguous: address, bytes (a `struct iovec[n]`)."""
 
+# A fence is held for one batch. At 4-10 GB/s a batch takes 3-8 ms, so a revoke waits that long
+# for a running writer. The work between two batches costs 1 % of the copy.
 BATCH_BYTES = 32 << 20
-"""A fence is held for one batch. At 4-10 GB/s a batch takes 3-8 ms, so a revoke waits that long
-for a running writer. The work between two batches costs 1 % of the copy."""
 BATCH_RUNS = 1024
+# Longer runs are cut. (libc moves less than about 1 MiB at a time more slowly.)
 RUN_BYTES = 1 << 20
-"""Longer runs are cut. (libc moves less than about 1 MiB at a time more slowly.)"""
 LIMITS = BATCH_BYTES, BATCH_RUNS, RUN_BYTES
 
 
@@ -302,8 +302,8 @@ def _fold(a: KvLayout, b: KvLayout) -> tuple[int, Rows]:
     return unit, rows
 
 
+# Runs made at a time: layers are expanded in groups of about so many.
 _EXPAND = 1 << 15
-"""Runs made at a time: layers are expanded in groups of about so many."""
 
 
 @dataclass(frozen=True, slots=True)

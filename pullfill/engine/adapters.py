@@ -1,18 +1,8 @@
 """Loads LoRA adapters into an engine. An adapter is what its files say.
 
-Name and path do not identify an adapter: its files may change, and another machine may have other
-files at that path. So inside workers an adapter is called `NAME@DIGEST`, its *identity*, with a
-digest of its files. vLLM makes this name part of its block hashes, so KV of other files is never a
-prefix hit. Frontends send it with a request, jobs carry both parts, and no worker uses files that
-have another digest.
-
-An adapter has a number in the engine (`lora_int_id`), which each worker gives itself. No number is
-used twice, because vLLM keeps an adapter whose loading failed halfway, and would take it for the
-next one with its number. What frontends send as number says which of two loads is the newer one.
-
-vLLM loads an adapter when a step needs it, and a failure there ends the engine. It holds
-`--max-cpu-loras` adapters, and loads others again in a step. So `Adapters` copies the files, and
-loads an adapter before its first request enters. vLLM loads it again from the copy only.
+Inside workers an adapter is called `NAME@DIGEST`, its *identity*, with a digest of its files. vLLM
+makes this name part of its block hashes, so KV of other files is never a prefix hit. Frontends send
+it with a request, jobs carry both parts, and no worker uses files that have another digest.
 """
 
 from __future__ import annotations
@@ -42,13 +32,13 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 _CHUNK = 1 << 20
+# The files that vLLM loads. Others in the directory differ from machine to machine: a download
+# leaves its time there, and a training its checkpoints.
 _FILES = "adapter_*"
-"""The files that vLLM loads. Others in the directory differ from machine to machine: a download
-leaves its time there, and a training its checkpoints."""
 _IDENTITY = re.compile(r"(.*)@([0-9a-f]{32}(?:-3d)?)", re.DOTALL)
+# Ends the digest of an adapter whose weights of experts are in the 3D layout. The same files would
+# be another adapter without it.
 _3D = "-3d"
-"""Ends the digest of an adapter whose weights of experts are in the 3D layout. The same files would
-be another adapter without it."""
 
 
 def identity(name: str, content: str) -> str:
@@ -141,6 +131,17 @@ class _Copy:
 
 class Adapters:
     """The adapters of one engine. Engine thread, except where a method says otherwise."""
+
+    # Name and path do not identify an adapter: its files may change, and another machine may have
+    # other files at that path.
+    #
+    # Each worker gives an adapter a number of its own (`lora_int_id`). No number is used twice,
+    # because vLLM keeps an adapter whose loading failed halfway, and would take it for the next one
+    # with its number. What frontends send as number says which of two loads is the newer one.
+    #
+    # vLLM loads an adapter when a step needs it, and a failure there ends the engine. It holds
+    # `--max-cpu-loras` adapters, and loads others again in a step. So the files are copied, and an
+    # adapter is loaded before its first request enters. vLLM loads it again from the copy only.
 
     def __init__(self) -> None:
         self._files = AdapterFiles()

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _ROTARY = "rotary_embedding"
 _OF_VALUES = ValueError | TypeError | LookupError | AttributeError | NotImplementedError
+# Characters of a message of argparse. Some list every choice.
 _LONGEST = 500
-"""Characters of a message of argparse. Some list every choice."""
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 

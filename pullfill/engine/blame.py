@@ -13,8 +13,8 @@ import enum
 
 from pullfill.errors import BadMessage, ConfigError
 
+# What vLLM's validation raises besides its own errors. vLLM answers 400 to these too.
 _VALIDATION = (ValueError, TypeError, OverflowError)
-"""What vLLM's validation raises besides its own errors. vLLM answers 400 to these too."""
 _OWN = (BadMessage, ConfigError)
 _CLIENT_ERROR = "VLLMClientError"
 

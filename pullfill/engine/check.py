@@ -17,6 +17,7 @@ from pullfill import releases
 from pullfill.errors import IncompatibleError
 
 _INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+# What the engine host and the connectors of a worker use of vLLM.
 WORKER_NAMES = {
     "vllm.v1.engine.core": (
         "EngineCore.step",
@@ -92,8 +93,8 @@ WORKER_NAMES = {
         "KVConnectorBase_V1.get_required_kvcache_layout",
     ),
 }
-"""What the engine host and the connectors of a worker use of vLLM."""
 
+# What a frontend uses of vLLM.
 FRONTEND_NAMES = {
     "vllm.entrypoints.launchers.app": ("build_app",),
     "vllm.entrypoints.launchers.api_server.app_state": ("init_app_state",),
@@ -150,7 +151,6 @@ FRONTEND_NAMES = {
     "vllm.v1.metrics.stats": ("SchedulerStats", "PrefixCacheStats"),
     "vllm.envs": ("enable_envs_cache",),
 }
-"""What a frontend uses of vLLM."""
 
 
 def base_version(version: str) -> str:

@@ -26,8 +26,8 @@ from pullfill.engine.check import installed_builds
 from pullfill.runtime import log
 
 DEVICE_ENV = "PULLFILL_DEVICE"
+# Of glibc's mallopt.
 M_ARENA_MAX = -8
-"""Of glibc's mallopt."""
 
 
 def computes_on_cpu() -> bool:
@@ -111,9 +111,6 @@ def bound_arenas(count: int = 2) -> None:
         os.environ["MALLOC_ARENA_MAX"] = str(count)
 
 
-TRIM_EVERY_S = 30.0
-
-
 def trim() -> None:
     """Give the free pages of all malloc arenas back to the kernel (glibc's `malloc_trim`).
 
@@ -174,18 +171,23 @@ class Heap:
     does not grow, so it is not trimmed.
     """
 
-    def __init__(self, clock: Clock = SYSTEM_CLOCK, trim: Callable[[], None] = trim) -> None:
+    def __init__(
+        self,
+        clock: Clock = SYSTEM_CLOCK,
+        trim: Callable[[], None] = trim,
+        every_s: float = 30.0,
+    ) -> None:
         self._clock = clock
-        self._trim = trim
-        self._due = clock.monotonic() + TRIM_EVERY_S
+        self._trim, self._every_s = trim, every_s
+        self._due = clock.monotonic() + every_s
 
     def after_step(self) -> None:
-        """Trim if TRIM_EVERY_S have passed since the last time. Takes as long as a decode step.
+        """Trim if `every_s` have passed since the last time. Takes as long as a decode step.
 
         Call it on the engine thread, between steps."""
         if self._clock.monotonic() >= self._due:
             self._trim()
-            self._due = self._clock.monotonic() + TRIM_EVERY_S
+            self._due = self._clock.monotonic() + self._every_s
 
 
 logger = log.get("engine.ranks")

@@ -16,8 +16,8 @@ import msgspec
 from pullfill.engine import release
 from pullfill.errors import BadMessage
 
+# Most bytes of a prompt's features. A frame of the control channel takes twice as many.
 MAX_BYTES = 8 << 20
-"""Most bytes of a prompt's features. A frame of the control channel takes twice as many."""
 
 
 def nbytes(features: Iterable[Any]) -> int:

@@ -21,9 +21,9 @@ from pullfill.runtime import log
 
 logger = log.get("engine.grammars")
 
+# Most CPU seconds for one mask or one token. Usual ones take microseconds. A busy machine does not
+# change the CPU time.
 SLOW_S = 0.25
-"""Most CPU seconds for one mask or one token. Usual ones take microseconds. A busy machine does not
-change the CPU time."""
 SLOW = (
     f"the structured output of the request is too complex: one token takes more than {SLOW_S:g} s. "
     "Use fewer nested repetitions and alternatives"

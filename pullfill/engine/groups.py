@@ -1,26 +1,13 @@
 """The KV cache groups of a model, and the order in which a job lists the blocks of all groups.
 
-vLLM splits the layers of a model into KV cache groups. The layers of a group share one table of
-blocks for each request. For example, layers with full attention are in one group, and layers with a
-sliding window in others. All groups take their blocks from one pool, so a block id names one block,
-whatever its group. A block has memory for as many layers as the largest group has.
-
-vLLM frees the blocks that a sliding window has left behind, and puts its null block (EMPTY) into
-their places in the table. So a job lists, for each group, only the blocks from some position on. A
-position counts blocks of the prompt.
+The layers of a group share one table of blocks for each request. All groups take their blocks from
+one pool. A block has memory for as many layers as the largest group has. A job lists, for each
+group, the blocks from some position on. A position counts blocks of the prompt.
 
     position        0    1    2    3
     full           11   12   13   14        from position 0
     window          -    -   23   24        from position 2
     the job lists  11   12   13 23   14 24
-
-Layers such as Mamba's have a state instead of KV. It stands for all tokens computed so far, and
-each step replaces it. vLLM keeps the one after the last token, in the block at its position. So
-such a group is like a window of one token: a job lists its last block, which is written when the
-last token is computed. The decode worker computes at least the last token of a prompt itself. So
-the job ends before that token, and so does the prefill worker's state.
-
-Without prefix caching vLLM has one block for the state, whatever the position (`by_position`).
 """
 
 from __future__ import annotations
@@ -34,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+# vLLM's id of its null block. It frees the blocks that a sliding window has left behind, and puts
+# this one into their places in the table.
 EMPTY = 0
-"""vLLM's id of its null block."""
+# In the settings of our connector: whether vLLM offloads KV, too.
 BESIDE_TIER = "beside_tier"
-"""In the settings of our connector: whether vLLM offloads KV, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +176,11 @@ def groups_of(kv_cache_config: Any) -> Groups:
     return Groups(" ".join(map("{}x{}".format, layers, kinds)), layers, states)
 
 
+# Layers such as Mamba's have a state instead of KV. It stands for all tokens computed so far, and
+# each step replaces it. vLLM keeps the one after the last token, in the block at its position. So
+# such a group is like a window of one token: a job lists its last block, which is written when the
+# last token is computed. The decode worker computes at least the last token of a prompt itself. So
+# the job ends before that token, and so does the prefill worker's state.
 def _state(spec: Any) -> tuple[tuple[str, int], ...]:
     parts = zip(getattr(spec, "shapes", ()), getattr(spec, "dtypes", ()), strict=True)
     return tuple((_name(dtype), prod(shape) * dtype.itemsize) for shape, dtype in parts)

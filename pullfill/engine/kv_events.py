@@ -3,16 +3,6 @@
 vLLM's scheduler gives the events of a step to its `kv_event_publisher`. `attach` puts ours in that
 place. A publisher that the user has configured (--kv-events-config) still gets every event.
 
-Which blocks count:
-
-- A block counts where every KV cache group with full attention holds it. Groups with a sliding
-  window or with Mamba state are left out: they keep only the end of a prompt. A model without full
-  attention counts the blocks of its first group.
-- A block that vLLM has offloaded to CPU memory counts like a block in the KV cache, since loading
-  it is faster than computing it.
-- A block counts only if its KV depends on tokens, `cache_salt` and LoRA adapter alone. A block that
-  holds a part of an image, or comes after one, is left out (`origin`).
-
 An event names a block by vLLM's own hash. It is a handle here: bytes that name the block until it
 is removed, and mean nothing to other processes.
 """
@@ -28,9 +18,9 @@ from typing import Any
 import msgspec
 
 _INTS = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
+# What must be told of stored blocks. A release of vLLM that tells less has no events here.
 _FIELDS = frozenset({"block_hashes", "parent_block_hash", "token_ids", "block_size", "medium",
                      "lora_name", "extra_keys", "group_idx"})  # fmt: skip
-"""What must be told of stored blocks. A release of vLLM that tells less has no events here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +75,10 @@ class Places:
         return (places | places >> len(self.bits)) & every == every
 
 
+# A block counts where every KV cache group with full attention holds it. Groups with a sliding
+# window or with Mamba state are left out: they keep only the end of a prompt. A model without full
+# attention counts the blocks of its first group. A block that vLLM has offloaded to CPU memory
+# counts like a block in the KV cache, since loading it is faster than computing it.
 def places_of(kv_cache_config: Any) -> Places:
     """Return the groups of vLLM's KVCacheConfig whose blocks count."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -97,6 +91,8 @@ def places_of(kv_cache_config: Any) -> Places:
     return Places({i: 1 << bit for bit, i in enumerate(chosen)}, size)
 
 
+# A block counts only if its KV depends on tokens, `cache_salt` and LoRA adapter alone. A block that
+# holds a part of an image, or comes after one, is left out.
 def origin(stored: Stored) -> tuple[str, int]:
     """Return (cache_salt, number of leading blocks that depend on tokens, salt and LoRA alone).
 

@@ -16,8 +16,8 @@ from pullfill.errors import ConfigError
 
 _CONNECTOR = "OffloadingConnector"
 _MEMORY = "CPUOffloadingSpec"
+# Names of vLLM's classes, and of ours in tier.py that replace them without a GPU.
 _HOST = {_MEMORY: "HostSpec", "TieringOffloadingSpec": "HostTieringSpec"}
-"""Names of vLLM's classes, and of ours in tier.py that replace them without a GPU."""
 
 
 def take(args: Any, device_type: str) -> dict[str, Any] | None:

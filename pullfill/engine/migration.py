@@ -2,12 +2,8 @@
 
 `migration_request` makes the request for the other worker. The tokens that are out become the end
 of its prompt. Then the next token of a greedy answer is the same as without the loss, and that of a
-sampled answer comes from the same distribution.
-
-That does not hold if the answer depends on which tokens are prompt and which are output, or on
-state that died with the worker. `why_not` finds such requests by their SamplingParams. `FIELDS`
-lists the SamplingParams that this module knows. If the installed vLLM has more of them, no request
-migrates, because a new one may matter (`why_never`).
+sampled answer comes from the same distribution. `why_not` finds requests of which that is not true.
+`fingerprint` tells requests apart that make an engine compute something else.
 
 Pure functions over vLLM's structs. No vLLM import here.
 """
@@ -25,8 +21,8 @@ from pullfill.engine import release
 from pullfill.engine.request_limits import TARGET_HEADERS
 from pullfill.wire import u32
 
+# vLLM's own bound: a lower temperature means argmax.
 _GREEDY_BELOW = 1e-5
-"""vLLM's own bound: a lower temperature means argmax."""
 
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     # field: (values with which it does nothing, why other values rule a migration out)
@@ -54,8 +50,11 @@ _WITHOUT_HISTORY = {
     # About the object itself, or reported only.
     "skip_clone", "_watermarking_skipped", "routed_experts_prompt_start",
 }  # fmt: skip
+# Every field of SamplingParams that this module was written for. If the installed vLLM has more, no
+# request migrates, because a new one may matter (`why_never`). A migration is not exact if the
+# answer depends on which tokens are prompt and which are output, or on state that died with the
+# worker.
 FIELDS = _NEUTRAL.keys() | _ADJUSTED | _CHECKED | _WITHOUT_HISTORY
-"""Every field of SamplingParams that this module was written for."""
 
 REQUIRED_NAMES = {
     "vllm.sampling_params": tuple(
@@ -162,8 +161,8 @@ _NOT_OF_THE_ENGINE = frozenset({
     # About the object itself, and how many choices there are besides this one.
     "skip_clone", "n",
 })  # fmt: skip
+# Bytes. Short, because people type the fingerprint.
 _SIZE = 8
-"""Bytes. Short, because people type the fingerprint."""
 
 
 def fingerprint(request: Any) -> str:

@@ -18,19 +18,19 @@ from typing import Any
 
 from pullfill.wire import PrefixHolder
 
+# Characters of a schema, grammar, regex, or of all choices together. To compile more takes seconds
+# on the engine's core, and the time grows faster than the size.
 MAX_STRUCTURED = 128 << 10
-"""Characters of a schema, grammar, regex, or of all choices together. To compile more takes seconds
-on the engine's core, and the time grows faster than the size."""
+# Choices of a structured output. 20,000 took more than a minute to compile.
 MAX_CHOICES = 2000
-"""Choices of a structured output. 20,000 took more than a minute to compile."""
+# Stop strings of a request. The frontend looks for each of them after each token.
 MAX_STOPS = 256
-"""Stop strings of a request. The frontend looks for each of them after each token."""
+# Key of the hint in the `kv_transfer_params` of vLLM's Request.
 PREFIX_HOLDER = "prefix_holder"
-"""Key of the hint in the `kv_transfer_params` of vLLM's Request."""
 _TRANSFER_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
+# How many choices the HTTP request that is being served has asked for and not submitted yet.
 _asked: ContextVar[list[int] | None] = ContextVar("asked", default=None)
-"""How many choices the HTTP request that is being served has asked for and not submitted yet."""
 
 
 def begin() -> None:
@@ -104,12 +104,12 @@ def _too_large(structured: Any) -> str:
     return ""
 
 
+# The key in `vllm_xargs` of each header.
 TARGET_HEADERS = {b"x-pullfill-ttft-ms": "ttft_ms", b"x-pullfill-itl-ms": "itl_ms"}
-"""The key in `vllm_xargs` of each header."""
 MAX_MS = 3.6e6
 
+# What the HTTP request that is being served names in its headers.
 _named: ContextVar[dict[str, str] | None] = ContextVar("targets", default=None)
-"""What the HTTP request that is being served names in its headers."""
 
 
 def note_targets(headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -20,15 +20,15 @@ from pullfill.engine.blame import Fault
 from pullfill.engine.environment import untrack
 from pullfill.wire import u32
 
+# Prompt tokens in one slice: 0.1 to 0.3 ms.
 _SLICE = 1024
-"""Prompt tokens in one slice: 0.1 to 0.3 ms."""
+# Longer prompts, in tokens, are kept from the garbage collector (`untrack`). For shorter
+# ones that costs more than it saves.
 TRACKED = 256
-"""Longer prompts, in tokens, are kept from the garbage collector (`untrack`). For shorter
-ones that costs more than it saves."""
 
 
+# The client index of the outputs of a `prefill_request`. Frontends have other ones.
 PREFILL_CLIENT = -2
-"""The client index of the outputs of a `prefill_request`. Frontends have other ones."""
 
 
 def prefill_request(
@@ -163,17 +163,17 @@ def prepare(core: Any, request: Any, tokens: memoryview) -> Generator[None, None
     return made
 
 
+# Fields of vLLM's SchedulerStats of which the newest value alone counts.
 _LEVELS = frozenset({
     "num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs",
     "num_kv_fetch_reqs_by_stage", "kv_cache_usage", "waiting_lora_adapters",
     "running_lora_adapters",
 })  # fmt: skip
-"""Fields of vLLM's SchedulerStats of which the newest value alone counts."""
 _HITS = ("prefix_cache_stats", "connector_prefix_cache_stats")
+# Fields of vLLM's PrefixCacheStats that add up.
 _COUNTS = (
     "requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits",
 )  # fmt: skip
-"""Fields of vLLM's PrefixCacheStats that add up."""
 
 
 def count_as_computed(request: Any, tokens: int) -> None:

@@ -17,14 +17,14 @@ from pullfill import releases
 from pullfill.engine import check, release
 from pullfill.errors import BadMessage, ConfigError
 
+# vLLM's names of methods, as in `--speculative-config`.
 _WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-"""vLLM's names of methods, as in `--speculative-config`."""
+# Why workers with such layers refuse to speculate on CPU.
 STATES_ON_CPU = (
     "vLLM's CPU build answers wrong, or fails, if it speculates with Mamba or linear attention"
 )
-"""Why workers with such layers refuse to speculate on CPU."""
+# vLLM's own bound: it takes a smaller min_p, or temperature, for 0.
 _NEGLIGIBLE = 1e-5
-"""vLLM's own bound: it takes a smaller min_p, or temperature, for 0."""
 
 
 def local_tokens(vllm_config: Any) -> int:

@@ -27,11 +27,11 @@ from pullfill.errors import IncompatibleError
 from pullfill.runtime import metrics
 
 _ALLOCATED = "_current_batch_allocated_block_ids"
+# vLLM's names of what its offloading has copied.
 _BYTES = {
     "vllm:kv_offload_load_bytes": metrics.KV_OFFLOAD_BYTES.labels("load"),
     "vllm:kv_offload_store_bytes": metrics.KV_OFFLOAD_BYTES.labels("store"),
 }
-"""vLLM's names of what its offloading has copied."""
 
 
 class Tier(OffloadingConnector):  # type: ignore[misc]

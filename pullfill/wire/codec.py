@@ -3,15 +3,6 @@
 Encoding is msgpack through msgspec: strict types, no pickle. Each top-level message carries its
 version `v`. A reader raises OtherVersion for any other version.
 
-Builds of one version work together, so within a version a struct only grows:
-
-- A reader ignores fields that it does not know. A new field is optional, and a reader that ignores
-  it still does the right thing.
-- A new kind of message, or a new word of an enum, is sent only to a peer that has said in a field
-  that it knows it.
-- Whatever else changes needs a new WIRE_VERSION. Its processes have streams of their own
-  (`Compat.hash`), and none joins a namespace in which the other version lives.
-
 Sizes are in bytes. Times are in seconds, unless the name ends in `_ms`. They are durations: clocks
 of two hosts are never compared.
 """
@@ -27,13 +18,21 @@ from msgspec import Meta
 
 from pullfill.errors import BadMessage, OtherVersion
 
+# Builds of one version work together, so within a version a struct only grows:
+#
+# - A reader ignores fields that it does not know. A new field is optional, and a reader that
+#   ignores it still does the right thing.
+# - A new kind of message, or a new word of an enum, is sent only to a peer that has said in a field
+#   that it knows it.
+# - Whatever else changes needs a new WIRE_VERSION. Its processes have streams of their own
+#   (`Compat.hash`), and none joins a namespace in which the other version lives.
 WIRE_VERSION = 11
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=0)]
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
+# Neither infinite nor NaN: one such duration would spoil a histogram's sum or a timer for good.
 Finite = Annotated[float, Meta(ge=-1e12, le=1e12)]
-"""Neither infinite nor NaN: one such duration would spoil a histogram's sum or a timer for good."""
 MAX_TEXT = 2048
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]

@@ -12,14 +12,14 @@ from msgspec import Meta
 
 from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version
 
+# Most block events, or hashes, in one message: 18 KiB. The index takes in as many in 1 ms.
 MAX_EVENTS = 2048
-"""Most block events, or hashes, in one message: 18 KiB. The index takes in as many in 1 ms."""
 
 U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Epoch = U63
 Ops = Annotated[bytes, Meta(max_length=MAX_EVENTS)]
+# Block hashes (prefix/chain.py), little-endian u64.
 HashBytes = Annotated[bytes, Meta(max_length=8 * MAX_EVENTS)]
-"""Block hashes (prefix/chain.py), little-endian u64."""
 
 
 class Op(enum.IntEnum):
@@ -27,8 +27,8 @@ class Op(enum.IntEnum):
 
     REMOVE = 0
     STORE = 1
+    # All blocks are gone. Its hash is 0.
     CLEAR = 2
-    """All blocks are gone. Its hash is 0."""
 
 
 class PrefixEvents(Message, tag="prefix_events", frozen=True, kw_only=True):

@@ -74,21 +74,21 @@ class RefuseReason(enum.StrEnum):
     STALE_INCARNATION = "stale_incarnation"
     COMMITTED = "committed"
     CLOSED = "closed"
+    # It cannot be granted now, but soon: claim again after `retry_after_s`.
     HELD = "held"
-    """It cannot be granted now, but soon: claim again after `retry_after_s`."""
+    # Another prefill worker, which is alive, works on it: forget this delivery, settle nothing.
     IN_PROGRESS = "in_progress"
-    """Another prefill worker, which is alive, works on it: forget this delivery, settle nothing."""
 
 
 class KvMode(enum.StrEnum):
     """How KV comes into the decode worker's blocks. Its choice, said in each grant."""
 
+    # The prefill worker writes each chunk while it computes the next one.
     PUSH_ASYNC = "push_async"
-    """The prefill worker writes each chunk while it computes the next one."""
+    # It writes each chunk before it computes the next one.
     PUSH = "push"
-    """It writes each chunk before it computes the next one."""
+    # It keeps the blocks until the decode worker has read them.
     PULL = "pull"
-    """It keeps the blocks until the decode worker has read them."""
 
 
 class FenceToken(Message, frozen=True, kw_only=True):

@@ -1,24 +1,11 @@
 """Who copies by GPU right now: records beside the fence's header, for the proof after a death.
 
-A CPU's copy ends with the threads of its process, and the kernel frees their file locks only after
-that. A GPU copies on by itself. When its writer is killed, its locks go when its files are closed.
-Its copies end when the driver destroys the CUDA context, which may be later. So a free lock proves
-nothing about a GPU writer that died.
-
     1024 + 16 * i     record i: u64 process (`process_word`), u64 slot + 1 while it copies
 
 A fence hold takes a record, and a lock on the record for its life. It names its slot in the record
 while copies may be in flight. The owner first takes the slot's lock. Then it looks for records that
 still name the slot. Their writers lost the lock without finishing, so they are dying or dead. The
 owner takes the end of the *process* as the proof.
-
-That is enough, by the driver's published source: the kernel reports a process as ended after its
-last file was released, and the release of the driver's control file frees the process's channels
-before it returns. A child forked without exec would keep the files open. Workers make none.
-
-`why_no_proof` finds the two cases where it is not enough. Under MPS, the channels are those of a
-server that outlives its clients. And one setting makes the driver free channels some time later.
-MIG changes nothing: an instance's channels are freed in the same way.
 """
 
 from __future__ import annotations
@@ -38,8 +25,19 @@ from pullfill.transfer.shm import lock
 
 _AT = 1024
 _RECORD_BYTES = 16
+# How many GPU sessions one owner can have at a time.
 RECORDS = (4096 - _AT) // _RECORD_BYTES
-"""How many GPU sessions one owner can have at a time."""
+
+
+# A CPU's copy ends with the threads of its process, and the kernel frees their file locks only
+# after that. A GPU copies on by itself. When its writer is killed, its locks go when its files are
+# closed. Its copies end when the driver destroys the CUDA context, which may be later. So a free
+# lock proves nothing about a GPU writer that died.
+#
+# The end of its process does, by the driver's published source: the kernel reports a process as
+# ended after its last file was released, and the release of the driver's control file frees the
+# process's channels before it returns. A child forked without exec would keep the files open.
+# Workers make none. MIG changes nothing: an instance's channels are freed in the same way.
 
 
 def why_no_proof(driver: CudaDriver, device: int) -> str | None:
@@ -52,7 +50,7 @@ def why_no_proof(driver: CudaDriver, device: int) -> str | None:
         shared, settings = driver.shares_contexts(device), driver.settings()
     except TransferFailed as exc:
         return f"whether the end of a process ends its copies is unknown: {exc}"
-    if shared:
+    if shared:  # the channels are those of a server that outlives its clients
         return (
             "MPS runs here, and its server may copy on for a process that has ended: stop it (echo "
             "quit | nvidia-cuda-mps-control), or point CUDA_MPS_PIPE_DIRECTORY to an empty folder"

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from pullfill.transfer.gpu.kernel import RunKernel
 
 
+# Runs of a batch at most: 2 GiB of 64 KiB runs.
 BATCH_RUNS = 32768
-"""Runs of a batch at most: 2 GiB of 64 KiB runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,10 @@ logger = log.get("transfer.gpu")
 HANDLE_BYTES = 64
 Addresses = NDArray[np.uint64]
 
-_ASK_S = 0.05
 _LIBRARY = "libcuda.so.1"
 _SETTINGS = Path("/proc/driver/nvidia/params")
+# The folder of the MPS daemon's socket `control`: the variable that names it, and the default.
 _MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
-"""The folder of the MPS daemon's socket `control`: the variable that names it, and the default."""
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
 _BLOCKING_EVENT = 1 | 2  # CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING
@@ -97,7 +96,7 @@ def load() -> CudaDriver:
     return CudaDriver()
 
 
-def settle(synchronize: Callable[[], None], otherwise: str) -> None:
+def settle(synchronize: Callable[[], None], otherwise: str, ask_s: float = 0.05) -> None:
     """Wait, for as long as it takes, until nothing runs on a stream or a device.
 
     otherwise: logged once if CUDA fails to say it.
@@ -111,7 +110,7 @@ def settle(synchronize: Callable[[], None], otherwise: str) -> None:
             if not said:
                 logger.error("%s: %s", otherwise, exc)
             said = True
-            time.sleep(_ASK_S)
+            time.sleep(ask_s)
 
 
 class CudaDriver:

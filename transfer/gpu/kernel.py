@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 
 from pullfill.transfer.gpu.cuda import Addresses
 
+# Words of 8 bytes that a program moves in a step: 64 bytes for each thread of 4 warps.
 LANES = 1024
-"""Words of 8 bytes that a program moves in a step: 64 bytes for each thread of 4 warps."""
 STEPS = 4
+# Bytes of a row at most, a multiple of 16.
 SPAN = 256 << 10
-"""Bytes of a row at most, a multiple of 16."""
+# Rows that long runs add at most: those of 4 GiB.
 ROOM = (4 << 30) // SPAN
-"""Rows that long runs add at most: those of 4 GiB."""
 _WIDTH = 3
 
 

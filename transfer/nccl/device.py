@@ -1,31 +1,12 @@
 """All NCCL calls of one GPU, on one thread: communicators of two ranks, from making to abort.
 
-    making --both there--> idle --run--> issuing --on the stream--> running --done--> idle
-      |                     |               |                          | fault, given up
-      |                     |               |                       revoking
-      | fault, given up     | closed        | fault, given up          | nothing runs any more
-      +---------------------+---------------+--------> dead <----------+
-                                                        | nothing else runs on the GPU
-                                                       freed
-
-NCCL's manual forbids calls for one GPU from two threads at once ("Thread Safety"). It allows an
-abort only while no other thread is in a call ("Fault Tolerance"). So sessions never call NCCL. They
-leave a request at their communicator. The GPU's owner thread does what is asked, and polls every
-communicator until it is idle. All communicators are nonblocking, so its calls do not wait for other
-workers.
-
-An abort is the exception. It frees GPU memory, and that waits for every kernel on the GPU, also for
-one that waits for a dead worker. Only the owner thread could stop that kernel. So a running
-transfer is first *revoked*, which stops its kernel and frees nothing. The abort comes when nothing
-else runs. No new group begins while a `run` waits for an abort, or while `DEAD` communicators wait.
-
-A group that was given up while it was `issuing` cannot be revoked, and NCCL may still launch it. So
-all dead communicators are aborted together, in one group of NCCL's. The group stops all their
-kernels before it frees anything.
-
-`run` returns only when the GPU does nothing more with its messages: the kernel has ended, or it was
-never launched and the communicator is gone. While CUDA cannot tell, `run` does not return, because
-its caller holds a fence.
+making --both there--> idle --run--> issuing --on the stream--> running --done--> idle
+  |                     |               |                          | fault, given up
+  |                     |               |                       revoking
+  | fault, given up     | closed        | fault, given up          | nothing runs any more
+  +---------------------+---------------+--------> dead <----------+
+                                                    | nothing else runs on the GPU
+                                                   freed
 """
 
 from __future__ import annotations
@@ -42,9 +23,8 @@ from pullfill.transfer.nccl.library import RANKS, Nccl, NcclMove
 
 log = logging.getLogger(__name__)
 
+# While so many communicators wait to be freed, no new group begins.
 DEAD = 4
-"""While so many communicators wait to be freed, no new group begins."""
-_PAUSES_S = (20e-6, 500e-6)
 _FAST_POLLS = 200
 
 
@@ -67,10 +47,10 @@ class Communicator:
     def __init__(self, device: Device, unique_id: bytes, rank: int) -> None:
         self._device = device
         self.unique_id, self.rank = unique_id, rank
+        # Set when the communicator is made, or has failed.
         self.ready = threading.Event()
-        """Set when the communicator is made, or has failed."""
+        # Set when the GPU does nothing more with `messages`, whether they arrived or not.
         self.settled = threading.Event()
-        """Set when the GPU does nothing more with `messages`, whether they arrived or not."""
         self.given_up = threading.Event()
         self.error: Exception | None = None
         # What follows belongs to the owner thread; `run` hands it `messages` while it is idle.
@@ -110,6 +90,8 @@ class Communicator:
         try:
             self._wait(self.settled, watch)
         except BaseException:
+            # Until the kernel has ended, or was never launched and the communicator is gone. While
+            # CUDA cannot tell, this does not return, because the caller holds a fence.
             self.settled.wait()
             raise
         if self.error is not None:
@@ -136,10 +118,22 @@ class Device:
 
     The owner thread is there only while there are communicators."""
 
+    # NCCL's manual forbids calls for one GPU from two threads at once ("Thread Safety"). It allows
+    # an abort only while no other thread is in a call ("Fault Tolerance"). So sessions never call
+    # NCCL. They leave a request at their communicator. The GPU's owner thread does what is asked,
+    # and polls every communicator until it is idle. All communicators are nonblocking, so its calls
+    # do not wait for other workers.
+    #
+    # An abort is the exception. It frees GPU memory, and that waits for every kernel on the GPU,
+    # also for one that waits for a dead worker. Only the owner thread could stop that kernel. So a
+    # running transfer is first *revoked*, which stops its kernel and frees nothing. The abort comes
+    # when nothing else runs. No new group begins while a `run` waits for an abort, or while `DEAD`
+    # communicators wait.
+
     def __init__(self, gpu: CudaGpu) -> None:
         self.gpu = gpu
+        # By rank: see gpu_turns.py.
         self.turns = tuple(Turns(gpu) for _ in range(RANKS))
-        """By rank: see gpu_turns.py."""
         self.nccl = Nccl(gpu.library())
         self._changed = threading.Condition()
         self._asked: list[Callable[[], None]] = []
@@ -237,7 +231,7 @@ class Device:
             return 0.0
         if all(comm.state is State.IDLE and comm.messages is None for comm in self._comms):
             return None
-        return _PAUSES_S[self._polls > _FAST_POLLS]
+        return 20e-6 if self._polls <= _FAST_POLLS else 500e-6
 
     def _step(self, comm: Communicator) -> None:
         """Bring one communicator forward. Whatever it raises is a fault of this communicator."""
@@ -329,6 +323,9 @@ class Device:
         if any(comm.state in _ON_THE_GPU for comm in self._comms):
             return
         dead = [comm for comm in self._comms if comm.state is State.DEAD]
+        # A group that was given up while it was `issuing` cannot be revoked, and NCCL may still
+        # launch it. So all are aborted together, in one group of NCCL's. The group stops all their
+        # kernels before it frees anything.
         # Launched groups first: to abort one that is not means to wait for its launch, and CUDA may
         # hold up a launch until running kernels have ended.
         dead.sort(key=self._still_launching)

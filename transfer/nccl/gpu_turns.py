@@ -26,8 +26,8 @@ from pullfill.transfer.nccl import library
 from pullfill.transfer.runs import Iovec, Runs, pieces
 
 TURNS = 4
+# Seconds between two looks of a waiting session at its connection.
 TICK_S = 0.02
-"""Seconds between two looks of a waiting session at its connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,8 @@ class Laid:
                 at += message.total
 
 
+# This process's libnccl. Raises TransferFailed.
 nccl = cache(library.load)
-"""This process's libnccl. Raises TransferFailed."""
 
 
 class CudaGpu:

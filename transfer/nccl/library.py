@@ -22,9 +22,9 @@ from typing import Any
 from pullfill.errors import TransferFailed
 
 RANKS = 2
+# Thread blocks of a communicator's kernel, at most. Each takes a multiprocessor while it runs, and
+# about 6.5 MB of GPU memory. NCCL_MAX_CTAS in the environment overrides it.
 MAX_CTAS = 8
-"""Thread blocks of a communicator's kernel, at most. Each takes a multiprocessor while it runs, and
-about 6.5 MB of GPU memory. NCCL_MAX_CTAS in the environment overrides it."""
 SUCCESS, IN_PROGRESS = 0, 7  # ncclResult_t
 UINT8 = 1  # ncclDataType_t
 MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC

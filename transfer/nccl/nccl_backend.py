@@ -4,9 +4,6 @@ Both sides cut a batch into messages of `MESSAGE_BYTES`, at the same places. A m
 contiguous in a side's memory goes straight from or into its KV blocks. The others go through memory
 of that side's turn (gpu_turns.py): one kernel gathers or scatters them there.
 
-Both sides queue their half only when each has a turn and the bytes to send are in place. So a
-kernel waits for a message on the link, and for nothing else.
-
 A communicator takes time to make and some 50 MB. It is made with the first batch, and given up at
 the end of the session or after any fault. The peer decides (`NcclUse`). A peer whose owner has let
 go already is told by an error.
@@ -138,7 +135,9 @@ class _NcclBackend(LazyBackend[Communicator]):
         raise NotImplementedError
 
     def _meet(self) -> None:
-        """Wait until both sides have a turn and the bytes to send are in place."""
+        """Wait until both sides have a turn and the bytes to send are in place.
+
+        So a kernel waits for a message on the link, and for nothing else."""
         raise NotImplementedError
 
     def _make(self, unique_id: bytes) -> Communicator:

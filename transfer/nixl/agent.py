@@ -1,16 +1,9 @@
 """One NIXL agent over one memory. No other file calls NIXL. One thread at a time uses an agent.
 
-NIXL does three things that would disturb a worker:
-
-- Its progress thread keeps a core busy. None is made: who waits for a transfer polls, with pauses.
-- A new agent may pin the thread that makes it to other cores. The affinity is put back.
-- Its import sets up logging of its own. That is undone. NIXL_LOG_LEVEL still sets the level.
-
 The proof that nothing lands any more: a transfer that is done is done. One that is given up may
 still be in a queue of UCX or of the network card, and to release its handle does not promise to
 take it out. So the whole agent is closed: its worker, its endpoints, its registration of the
-memory. Without those, neither UCX nor a card can write there. On a GPU, UCX may have queued copies
-that go on without it. So `close` then waits for all that this process has queued on the GPU.
+memory. Without those, neither UCX nor a card can write there.
 """
 
 from __future__ import annotations
@@ -44,8 +37,8 @@ from pullfill.transfer.runs import Iovec
 
 log = logging.getLogger(__name__)
 
+# Agents are made one at a time: what is put back afterwards belongs to process or thread.
 _making = threading.Lock()
-"""Agents are made one at a time: what is put back afterwards belongs to process or thread."""
 _FAST_S, _SHORT_S, _LONG_S = 0.1, 50e-6, 500e-6
 
 
@@ -77,6 +70,7 @@ def _package() -> str | None:
 
 @cache
 def _import() -> Any:
+    # Its import sets up logging of its own. NIXL_LOG_LEVEL still sets the level.
     before = logging.raiseExceptions
     try:
         api = importlib.import_module(f"{_package()}._api")
@@ -112,6 +106,7 @@ class Agent:
         with _failures("cannot make a NIXL agent"), _making, _same_affinity():
             self._enter()
             api = _import()
+            # NIXL's progress thread would keep a core busy: who waits for a transfer polls.
             config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent: Any = api.nixl_agent(f"pullfill-{secrets.token_hex(8)}", config)
             if "UCX" not in self._agent.backends:
@@ -187,6 +182,8 @@ class Agent:
             gc.collect()
             time.sleep(_LONG_S)
         if (gpu := self._gpu) is not None:
+            # UCX may have queued copies that go on without it: wait for all that this process has
+            # queued on the GPU.
             driver = cuda.load()
             cuda.settle(
                 lambda: driver.synchronize(gpu), "NIXL may still copy into this worker, restart it"
@@ -234,6 +231,7 @@ def _failures(what: str) -> Iterator[None]:
 
 @contextmanager
 def _same_affinity() -> Iterator[None]:
+    # A new agent may pin the thread that makes it to other cores.
     before = os.sched_getaffinity(0)
     try:
         yield

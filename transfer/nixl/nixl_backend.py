@@ -27,11 +27,11 @@ from pullfill.transfer.stream.backends import Backend, BackendKind, Interjected,
 from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version, decode, encode
 
 MAX_METADATA = 1 << 20
+# Bytes of a run list: half a million runs.
 MAX_RUNS = 8 << 20
-"""Bytes of a run list: half a million runs."""
 MAX_FRAME = MAX_METADATA + MAX_RUNS + 4096
+# Pauses between two looks at the connection while waiting.
 _LOOK_EVERY = 64
-"""Pauses between two looks at the connection while waiting."""
 
 
 class NixlRuns(Message, tag="nixl_runs", frozen=True, kw_only=True):
@@ -170,8 +170,8 @@ class NixlKind(BackendKind):
     """Backends of one process share nothing."""
 
     name = "nixl"
+    # Small, because over shared memory NIXL copies a batch itself, and holds the GIL meanwhile.
     batch_bytes = 4 << 20
-    """Small, because over shared memory NIXL copies a batch itself, and holds the GIL meanwhile."""
 
     def why_not(self) -> str | None:
         return nixl.why_not()

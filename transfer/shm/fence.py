@@ -1,19 +1,9 @@
 """The fence file: a slot for each grant, with an epoch, guarded by an OFD lock on the slot's bytes.
 
-    byte 0            owner lock (files.py)
-    0 .. 1023         header: magic, slots, incarnation word, incarnation text
-    1024 .. 4095      who copies by GPU (cuda_ipc/writers.py)
-    4096 + 64 * i     slot i: u64 epoch, u64 dying (the epoch the owner is revoking), padding
-
-Whoever copies, in any transport, locks the slot *shared* for one bounded batch. It believes only
-the epoch that it reads while it holds the lock. Several ranks may copy under one grant at once.
-
-The owner revokes: it locks the slot *exclusively* and adds one to the epoch. Then nobody else holds
-the lock, and everybody who takes it later sees the new epoch. That is the whole proof. `dying` and
-the incarnation word only make a writer stop earlier.
-
-A stopped writer keeps its lock, so its blocks stay in quarantine. A dead one loses it in the
-kernel.
+byte 0            owner lock (files.py)
+0 .. 1023         header: magic, slots, incarnation word, incarnation text
+1024 .. 4095      who copies by GPU (cuda_ipc/writers.py)
+4096 + 64 * i     slot i: u64 epoch, u64 dying (the epoch the owner is revoking), padding
 """
 
 from __future__ import annotations
@@ -34,6 +24,16 @@ from pullfill.runtime import failpoints
 from pullfill.transfer.shm import lock
 from pullfill.wire import FenceToken
 
+# Whoever copies, in any transport, locks the slot *shared* for one bounded batch. It believes only
+# the epoch that it reads while it holds the lock. Several ranks may copy under one grant at once.
+#
+# The owner revokes: it locks the slot *exclusively* and adds one to the epoch. Then nobody else
+# holds the lock, and everybody who takes it later sees the new epoch. That is the whole proof.
+# `dying` and the incarnation word only make a writer stop earlier.
+#
+# A stopped writer keeps its lock, so its blocks stay in quarantine. A dead one loses it in the
+# kernel.
+
 SLOTS = 4096
 _MAGIC = b"pfFENCE1"
 _HEADER = struct.Struct("<8sQQ128s")  # magic, slots, incarnation word, incarnation text
@@ -43,8 +43,8 @@ _WORD = 8
 _INCARNATION_AT = 2  # index of the word in units of u64
 _SLOTS_KEPT = 64
 
+# The index of the epoch's word, and the calls that lock and unlock the slot (`lock.shared`).
 _Slot: TypeAlias = tuple[int, lock.Call, lock.Call]
-"""The index of the epoch's word, and the calls that lock and unlock the slot (`lock.shared`)."""
 
 
 def incarnation_word(incarnation: str) -> int:

@@ -33,8 +33,6 @@ PREFIX = "pullfill-"
 _REGION = re.compile(r"/(?:[^/\0]+/)*pullfill-[a-z0-9_-]+\.(?:kv|fence)\Z")
 _KV = re.compile(r"(?P<instance>pullfill-.+)-[0-9]+\.kv")
 _UNNAMED = re.compile(r"/proc/[0-9]+/fd/[0-9]+\Z")
-_SWEPT_S = 5.0
-"""The longest wait for a sweeper that has locked our file. Unless stopped, it unlinks at once."""
 _OPEN = os.O_NONBLOCK | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -158,12 +156,12 @@ class RegionFiles:
             ) from exc
         self._forget = at_leave(self.close)
 
-    def _create_locked(self) -> int:
+    def _create_locked(self, sweeper_s: float = 5.0) -> int:
         # A sweeper may lock the file between our create and our lock, and unlink it then. Only who
         # holds the lock may unlink, or the sweeper's unlink would hit the next file of this name:
-        # so we wait until it is gone, and make another.
+        # so we wait until it is gone, and make another. Unless stopped, it unlinks at once.
         fd = os.open(self.fence_path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
-        give_up = time.monotonic() + _SWEPT_S
+        give_up = time.monotonic() + sweeper_s
         while not (lock.try_exclusive(fd, 0, 1) and os.fstat(fd).st_nlink):
             os.close(fd)
             while True:

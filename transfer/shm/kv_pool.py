@@ -30,9 +30,9 @@ from pullfill.transfer.shm.files import create_kv, kv_path
 
 log = logging.getLogger(__name__)
 
+# Never emptied. vLLM drops every KV tensor when its engine ends, also after a failed step. Freed
+# memory would be used again at once, while our copies from it and into it go on.
 _told: list[torch.UntypedStorage] = []
-"""Never emptied. vLLM drops every KV tensor when its engine ends, also after a failed step. Freed
-memory would be used again at once, while our copies from it and into it go on."""
 
 
 class SharedKvPool(TorchFunctionMode):  # type: ignore[misc]

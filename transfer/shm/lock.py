@@ -21,9 +21,9 @@ _F_OFD_SETLK = 37
 _fcntl = ctypes.PyDLL(None, use_errno=True).fcntl
 
 Call: TypeAlias = tuple[int, int, Any]
+# `call(*ready)` does what `shared` made ready. Returns 0 when it is done. When not, nothing has
+# changed; `try_shared` and `unlock` say why. (To keep errno would cost a tenth more.)
 call = ctypes.PyDLL(None).fcntl
-"""`call(*ready)` does what `shared` made ready. Returns 0 when it is done. When not, nothing has
-changed; `try_shared` and `unlock` say why. (To keep errno would cost a tenth more.)"""
 
 
 class _Flock(ctypes.Structure):

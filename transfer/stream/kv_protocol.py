@@ -37,8 +37,8 @@ BATCH, STOP, ANSWER = b"B", b"S", b"A"
 
 MIN_BATCH, MAX_BATCH = 64 << 10, 64 << 20
 MAX_SETUP = 64 << 10
+# Bytes of an operation's frame: four million block ids.
 MAX_OPERATION = 16 << 20
-"""Bytes of an operation's frame: four million block ids."""
 
 Setup = Annotated[bytes, Meta(max_length=MAX_SETUP)]
 
@@ -76,11 +76,11 @@ class StreamWelcome(Message, tag="stream_welcome", frozen=True, kw_only=True):
 class Why(enum.StrEnum):
     """Why the owner refuses a connection."""
 
+    # Another instance or incarnation answers here, or it is full or leaving.
     UNAVAILABLE = "unavailable"
-    """Another instance or incarnation answers here, or it is full or leaving."""
     INCOMPATIBLE = "incompatible"
+    # The hello names a memory that is not like ours: its descriptor is wrong.
     WRONG = "wrong"
-    """The hello names a memory that is not like ours: its descriptor is wrong."""
 
 
 class StreamGoodbye(Message, tag="stream_goodbye", frozen=True, kw_only=True):
@@ -108,8 +108,8 @@ class Operation(Message, tag="operation", frozen=True, kw_only=True):
 class Status(enum.StrEnum):
     DONE = "done"
     FENCED = "fenced"
+    # The operation itself is wrong; the owner closes the connection after saying so.
     REFUSED = "refused"
-    """The operation itself is wrong; the owner closes the connection after saying so."""
 
 
 class Answer(Message, tag="answer", frozen=True, kw_only=True):
@@ -119,10 +119,8 @@ class Answer(Message, tag="answer", frozen=True, kw_only=True):
     reason: Text = ""
 
 
+# How long an operation waits for the other end without progress.
 STALL_S = 30.0
-"""How long an operation waits for the other end without progress."""
-DEAD_AFTER_S = 15
-"""A host that answers no TCP keepalive for this long is gone."""
 _LENGTH = struct.Struct("<I")
 _TIMEVAL = struct.Struct("@qq")
 _NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -148,11 +146,12 @@ class SocketConnection:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_AFTER_S // 3)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_AFTER_S // 3)
+        # A host that answers nothing for 15 s is gone.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
         # Keep-alives rest while sent bytes wait for their acknowledgement.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
         self.stall_s = 0.0
         self.set_stall(stall_s)
 
@@ -288,9 +287,9 @@ def reason(code: int) -> str:
     return f"the connection broke: {os.strerror(code)}"
 
 
+# A frame of the opening may take so long, and all of it twice that: whoever connects and says
+# nothing, or next to nothing, is soon gone.
 HELLO_S = 5.0
-"""A frame of the opening may take so long, and all of it twice that: whoever connects and says
-nothing, or next to nothing, is soon gone."""
 
 
 class StalePeer(PeerUnavailable):

@@ -33,6 +33,7 @@ from pullfill.transfer.stream.backends import Backend, BackendKind, Interjected
 from pullfill.transfer.stream.kv_protocol import (
     ANSWER,
     BATCH,
+    HELLO_S,
     STALL_S,
     STOP,
     Answer,
@@ -45,7 +46,6 @@ from pullfill.transfer.stream.kv_protocol import (
 )
 from pullfill.wire import FenceToken, RegionDescriptor, decode, encode
 
-CONNECT_S = 5.0
 _INTERRUPTED = "the session was interrupted"
 
 
@@ -304,7 +304,7 @@ class StreamSession(PeerSession):
         endpoint = self._descriptor.endpoints.get(self.transport, "")
         host, port = frames.split_address(endpoint.partition("#")[0])
         try:
-            return socket.create_connection((host.strip("[]"), port), CONNECT_S)
+            return socket.create_connection((host.strip("[]"), port), HELLO_S)
         except (OSError, OverflowError) as exc:
             raise PeerUnavailable(
                 f"the KV port of {self._descriptor.instance_id} at {host}:{port} does not answer: "

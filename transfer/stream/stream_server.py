@@ -267,19 +267,19 @@ def _asked_for(memory: LocalMemory, said: StreamHello) -> LocalMemory:
 
 log = logging.getLogger(__name__)
 
+# File descriptors of one connection: its socket and its fence hold.
 FILES_EACH = 2
-"""File descriptors of one connection: its socket and its fence hold."""
+# File descriptors that KV connections must leave for the rest of the process.
 FILES_SPARED = 256
-"""File descriptors that KV connections must leave for the rest of the process."""
+# Connections, at most, that have not sent their hello yet.
 MAX_STRANGERS = 64
-"""Connections, at most, that have not sent their hello yet."""
+# A further connection waits until one of them has sent its hello, or has been silent for so long. A
+# silent one is ended, so it keeps nobody out. A fleet that connects at the same time is served one
+# after the other.
 STRANGERS_S = 1.0
-"""A further connection waits until one of them has sent its hello, or has been silent for so long.
-A silent one is ended, so it keeps nobody out. A fleet that connects at the same time is served one
-after the other."""
+# A batch of a peer that is alive ends within this time. A revoke interrupts one that takes longer.
+# This decides when a connection is given up. It proves nothing.
 PATIENCE_S = 0.02
-"""A batch of a peer that is alive ends within this time. A revoke interrupts one that takes longer.
-This decides when a connection is given up. It proves nothing."""
 
 
 class StreamServer:

@@ -117,9 +117,9 @@ def _fail(got: int) -> None:
 
 class TcpKind(BackendKind):
     name = "tcp"
+    # At 4 MiB, the work between two batches costs a tenth of the speed. A revoke does not wait for
+    # a batch that takes long: it interrupts it.
     batch_bytes = 16 << 20
-    """At 4 MiB, the work between two batches costs a tenth of the speed. A revoke does not wait for
-    a batch that takes long: it interrupts it."""
 
     def detail(self, memory: LocalMemory) -> str | None:
         return "" if memory.device is None else None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pullfill.engine import host as hosts
-from pullfill.engine.environment import TRIM_EVERY_S, Heap
+from pullfill.engine.environment import Heap
 from pullfill.engine.host import EngineHost
 from tests.support.engine_host import HostOf, looping
 from tests.support.fakes import FakeClock
@@ -88,16 +88,16 @@ def test_an_engine_shuts_down_without_collecting_garbage() -> None:
 
 def test_the_heap_is_trimmed_at_times_while_there_is_work() -> None:
     clock, trims = FakeClock(), []
-    kept = Heap(clock, lambda: trims.append(clock.monotonic()))
+    kept = Heap(clock, lambda: trims.append(clock.monotonic()), 30.0)
     kept.after_step()
-    clock.advance(TRIM_EVERY_S - 0.1)
+    clock.advance(29.9)
     kept.after_step()
     assert not trims
-    clock.advance(10 * TRIM_EVERY_S)
+    clock.advance(300.0)
     for _ in range(3):
         kept.after_step()
     assert len(trims) == 1
-    clock.advance(TRIM_EVERY_S)
+    clock.advance(30.0)
     kept.after_step()
     assert len(trims) == 2
 
