@@ -4,7 +4,7 @@ local one.
     a worker joins as `checking` → one prompt of random tokens is prefilled here, and by the prefill
     worker → KV and log probabilities are compared → the result is kept in etcd → it is `ready`
 
-A prefill worker follows the results (prefill_worker/control_connections.py). Until it has passed
+A prefill worker follows the results (prefill_worker/decode_links.py). Until it has passed
 with the kind of a decode worker, it takes none of that worker's jobs. Claims and commits know
 nothing of it. A comparison that could not be made is made again. Only values that differ fail.
 

@@ -147,7 +147,7 @@ def _entry(role: str) -> Callable[[ClusterRef, Any, list[str]], int]:
 
         return decode
     if role == "prefill":
-        from pullfill.prefill_worker.main import run as prefill
+        from pullfill.prefill_worker.side import run as prefill
 
         return prefill
     from pullfill.frontend.main import run as frontend

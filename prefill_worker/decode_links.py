@@ -20,7 +20,7 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -58,6 +58,9 @@ from pullfill.wire import (
     WorkerState,
 )
 
+if TYPE_CHECKING:
+    from pullfill.prefill_worker.handoff import Handoff
+
 logger = log.get("prefill_worker.decode_links")
 
 LEAST = 4
@@ -68,13 +71,16 @@ decode worker can reach is noticed, also if there are far more prefill than deco
 class DecodeLink(PeerLink):
     """The connection to one decode worker, and the transfer worker into its memory.
 
-    If it breaks, every attempt granted over it ends, and the decode worker revokes their grants."""
+    If it breaks, every attempt granted over it ends, and the decode worker revokes their grants.
+
+    jobs: those that are claimed over it, or were granted over it, by id."""
 
     heard, welcome = ToPrefill, Welcome
 
     def __init__(self, links: DecodeLinks, record: WorkerRecord) -> None:
         self.record = record
         self._links = links
+        self.jobs: dict[str, Handoff] = {}
         self._completed = 0
         self._said = ""
         self.transfer = SharedTransferWorker(
@@ -156,9 +162,10 @@ class DecodeLink(PeerLink):
 
     def on_message(self, message: Any) -> None:
         if isinstance(message, Revoke):
-            self._links.on_revoke(self, message)
+            if (job := self.jobs.get(message.job_id)) is not None:
+                job.revoke(message)
         elif isinstance(message, Trial):
-            self._links.on_trial(message)
+            self._links.trials.put_nowait(message)
 
     def on_unwanted(self, answer: Any) -> None:
         if isinstance(answer, Grant):
@@ -168,7 +175,8 @@ class DecodeLink(PeerLink):
         self.transfer.drop()  # with its credits. It is made anew
 
     def on_lost(self) -> None:
-        self._links.on_lost(self)
+        for job in list(self.jobs.values()):
+            job.link_lost()
 
     def on_over(self) -> None:
         self._links.forget(self)
@@ -192,17 +200,17 @@ class DecodeLinks:
     hello: what this worker says of itself.
     compat: decode workers with another one are never connected.
     open_transfer_worker: connects to a decode worker's KV memory, on a thread.
-    on_revoke: called with each Revoke. on_lost: called when a connection ends.
-    on_trial: called with each job of a self-check.
     key: the cluster key. Decode workers must hold the same one.
+    load: returns the load of this worker.
+    activity: returns how many jobs it has completed, and how many it has a grant for.
     kept: the results of self-checks. None: every decode worker gets our KV.
-    on_checked: called after `start` when `checking` may have changed.
     most: number of prefill workers that stay connected to one decode worker.
     idle_s: a connection that nothing needs is closed after this long.
     appear_s: how long a job waits for the connection to its decode worker.
     unknown_s: how long a job waits for a decode worker that the directory never listed. The
     directory may learn of it a little later than the job comes.
     links: the connections, by name of the decode worker.
+    trials: the jobs of self-checks that decode workers have sent.
     standing: names of the decode workers to stay connected to.
     why_not: why this worker pulls no jobs. Empty: it pulls."""
 
@@ -212,12 +220,11 @@ class DecodeLinks:
         hello: Hello,
         compat: Compat,
         open_transfer_worker: Callable[[WorkerRecord], Awaitable[TransferWorker]],
-        on_revoke: Callable[[DecodeLink, Revoke], None],
-        on_lost: Callable[[DecodeLink], None],
         key: ClusterKey | None = None,
-        on_trial: Callable[[Trial], None] = lambda _trial: None,
+        *,
+        load: Callable[[], Load] = Load,
+        activity: Callable[[], tuple[int, int]] = lambda: (0, 0),
         kept: SelfChecks | None = None,
-        on_checked: Callable[[], None] = lambda: None,
         most: int = STANDING_LINKS,
         idle_s: float = IDLE_S,
         silent_s: float = SILENT_S,
@@ -230,12 +237,11 @@ class DecodeLinks:
         self.hello = hello
         self._compat = compat
         self.open_transfer_worker = open_transfer_worker
-        self.on_revoke = on_revoke
-        self.on_lost = on_lost
         self.key = key
-        self.on_trial = on_trial
+        self._report = load
+        self.activity = activity
         self._kept = kept
-        self._on_checked = on_checked
+        self._on_checked: Callable[[], None] = lambda: None
         self.idle_s = idle_s
         self.silent_s = silent_s
         self._ranking = Ranking(hello.prefill_instance, most)
@@ -252,14 +258,14 @@ class DecodeLinks:
         self.standing: set[str] = set()
         self.leaving = False
         self.why_not = ""
+        self.trials: asyncio.Queue[Trial] = asyncio.Queue()
         self._loaded, self._loaded_at = Load(), -math.inf
-        self.activity: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """How many jobs this worker has completed, and how many it has a grant for."""
-        self.report: Callable[[], Load] = Load
-        """The load of this worker. Set both before `start`."""
 
-    def start(self) -> None:
-        """Connect to the decode workers in the directory, and follow its changes."""
+    def start(self, on_checked: Callable[[], None] = lambda: None) -> None:
+        """Connect to the decode workers in the directory, and follow its changes.
+
+        on_checked: called when `checking` may have changed."""
+        self._on_checked = on_checked
         self._unsubscribe.append(self._directory.subscribe(self._on_change))
         if self._kept is not None:
             self._unsubscribe.append(self._kept.subscribe(self._refresh))
@@ -390,7 +396,7 @@ class DecodeLinks:
         """Return this worker's load, at most `for_s` old. Each claim carries it."""
         now = asyncio.get_running_loop().time()
         if now - self._loaded_at >= for_s:
-            self._loaded, self._loaded_at = replace(self.report(), pool=self._ranking.pool), now
+            self._loaded, self._loaded_at = replace(self._report(), pool=self._ranking.pool), now
         return self._loaded
 
     def lists(self, record: WorkerRecord) -> bool:

@@ -1,28 +1,13 @@
-"""Pulls jobs while there is budget, in prompt tokens.
+"""Pulls jobs while there is room for them, and runs a `Handoff` for each.
 
-The budget is large enough that the engine has the next prompt while the blocks of the last one are
-written. It is not larger, so that other workers get the rest. A prompt that fills the budget stops
-the pulling: a worker that is free sooner may take the next job. Jobs count from their grant
-(budget.py). The number of deliveries without a grant is limited, too.
+A prompt that fills the budget stops the pulling: a worker that is free sooner may take the next
+job. What counts against the budget says `Budget`. While a decode worker has no KV credit left
+(`Credits`), nothing is pulled either, because the next job may be of that decode worker.
 
-With `--concurrency N` the budget is N + 1 prompts that are not computed yet, of any length. So one
-prompt more than the engine computes is there, and its prefix is read meanwhile (turns.py). KV that
-still travels counts only against the KV credits below.
+Decode workers are told at once, by `Heartbeat`, when this worker can pull no jobs, or can again.
+Otherwise they would queue jobs that nobody takes.
 
-A tight job (queue/contract.py) may exceed the budget, up to twice the budget, if the engine has a
-second prompt: it goes past that one in the engine. Otherwise nothing is gained, and another worker
-may be free sooner. A worker without room only asks every _LOOK_S whether one is there: a worker
-with room waits for it, and gets it first.
-
-After a job that this worker cannot serve, it leaves jobs to idle prefill workers until _LEAVE_S
-after the queue has delivered that job again. Until then it does not wait at the queue. It only asks
-every _LOOK_S for a job that is there. A new job goes to a worker that waits. If none waits, this
-worker takes it, because it may be of a decode worker that this one reaches.
-
-While a decode worker has no KV credit left (`Credits`), nothing is pulled, because the next job may
-be of that decode worker. After `patience_s` there is one more pull all the same. So a slow
-decode worker delays the jobs of others by `patience_s` each time. A stopped one does so only once:
-its connection ends after that time of silence (decode_links.py). That writes its credits off.
+asyncio thread only.
 """
 
 from __future__ import annotations
@@ -30,103 +15,351 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from pullfill.backoff import Backoff
-from pullfill.errors import PullfillError
-from pullfill.prefill_worker.jobs import JobRunner
+from pullfill.errors import BadMessage, ClaimRefused, PullfillError
+from pullfill.prefill_worker.handoff import Handoff
+from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
-from pullfill.queue.contract import JobConsumer
+from pullfill.queue.contract import Delivery, JobConsumer
 from pullfill.runtime import log
+from pullfill.runtime.health import Health
 from pullfill.runtime.lifecycle import end
-from pullfill.wire import SILENT_S
+from pullfill.snapshot import FLOWS, HeldJob
+from pullfill.wire import SILENT_S, PrefillJob, RefuseReason, decode, u32
+
+if TYPE_CHECKING:
+    from pullfill.prefill_worker.decode_links import DecodeLinks
+    from pullfill.prefill_worker.engine import PrefillEngine
 
 logger = log.get("prefill_worker.puller")
 
 MAX_WAITING = 64
 """Stop pulling at this many deliveries without a grant."""
-_WAIT_S = 2.0
-_LEAVE_S, _LOOK_S = 0.25, 0.05
-_LEAST_TOKENS = 4096
+WAIT_S = 2.0
+"""Longest wait for a job, or for room."""
+# How often this worker asks whether a job is there that it would take from nobody who waits for it.
+_LOOK_S = WAIT_S / 40
 
 
-def budget_of(step_tokens: int) -> int:
-    """Return the budget of the puller.
+def budget_of(step_tokens: int, least_tokens: int = 4096) -> int:
+    """Return the budget of the puller, in prompt tokens.
 
-    Two steps' worth: while one prompt is written, the next is computed. But at least _LEAST_TOKENS,
-    because small steps do not make prompts shorter.
+    Two steps' worth: while one prompt is written, the next is computed. It is not larger, so that
+    other workers get the rest. But at least `least_tokens`, because small steps do not make prompts
+    shorter.
 
-    step_tokens: most tokens in a step.
-    """
-    return max(_LEAST_TOKENS, 2 * step_tokens)
+    step_tokens: most tokens in a step."""
+    return max(least_tokens, 2 * step_tokens)
+
+
+@dataclass(slots=True)
+class _Charge:
+    tokens: int
+    timer: asyncio.TimerHandle
+    decode_instance: str = ""
+    asked_at: float = math.inf
+    counted: bool = True
+    granted: bool = False
+    computed: bool = False
+
+
+class Budget:
+    """Which deliveries count against this worker's budget, and how many only wait.
+
+    A job counts from its grant to its end. While its claim is under way a delivery counts for
+    `claim_s` at most. Usually the claim is answered within that time. Without this the puller would
+    pull the next jobs before it knows that this one fills the budget, and other workers would get
+    none.
+
+    A delivery whose claim gets no answer does not count, nor does one that waits for a connection.
+    If a decode worker leaves a claim unanswered for `silent_claim_s`, its later deliveries do not
+    count at all before their grant. So jobs of a decode worker that is gone do not keep jobs of
+    others waiting, not even if its host vanished and the connection still stands.
+
+    With `--concurrency N` prompts count instead of tokens, N + 1 of them, and those only until they
+    are computed. So one prompt more than the engine computes is there, and its prefix is read
+    meanwhile. KV that still travels counts only against the KV credits.
+
+    limit: tokens, or prompts.
+    room: set when something counts no more. The puller clears it.
+    tokens: sum over the deliveries that count."""
+
+    def __init__(
+        self,
+        tokens: int,
+        concurrency: int = 0,
+        *,
+        claim_s: float = 0.05,
+        silent_claim_s: float = 0.5,
+    ) -> None:
+        self.by_prompt = concurrency > 0
+        self.limit = concurrency + 1 if concurrency else tokens
+        self._claim_s = claim_s
+        self._silent_claim_s = silent_claim_s
+        self._charges: dict[str, _Charge] = {}
+        self.room = asyncio.Event()
+        self.tokens = 0
+        self.completed = 0
+        self.failed = 0
+
+    @property
+    def free(self) -> int:
+        """How much is left. Negative: more is under way."""
+        return self.limit - (self.uncomputed if self.by_prompt else self.tokens)
+
+    @property
+    def uncomputed(self) -> int:
+        """Number of deliveries that count and whose prompt is not computed."""
+        return sum(charge.counted and not charge.computed for charge in self._charges.values())
+
+    @property
+    def waiting(self) -> int:
+        """Number of deliveries without a grant."""
+        return sum(not charge.granted for charge in self._charges.values())
+
+    def activity(self) -> tuple[int, int]:
+        """How many jobs this worker has completed, and how many it has a grant for."""
+        return self.completed, len(self._charges) - self.waiting
+
+    def pulled(self, job_id: str, tokens: int) -> None:
+        """Charge a delivery."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._claim_s, self._unanswered, job_id)
+        self._charges[job_id] = _Charge(tokens, timer)
+        self.tokens += tokens
+
+    def claims(self, job_id: str, decode_instance: str) -> None:
+        """Note that the job is about to be claimed over a connection that is up."""
+        charge, now = self._charges[job_id], asyncio.get_running_loop().time()
+        if any(
+            now - other.asked_at > self._silent_claim_s
+            for other in self._charges.values()
+            if other.decode_instance == decode_instance
+        ):
+            self._unanswered(job_id)
+        charge.decode_instance, charge.asked_at = decode_instance, now
+
+    def waits(self, job_id: str) -> None:
+        """Note that the job must wait before it can be claimed (again)."""
+        self._charges[job_id].asked_at = math.inf
+        self._unanswered(job_id)
+
+    def granted(self, job_id: str) -> None:
+        self._charges[job_id].granted = True
+        self.counts(job_id)
+
+    def counts(self, job_id: str) -> None:
+        """Note that the job is granted, or will be without another claim."""
+        charge = self._charges[job_id]
+        charge.timer.cancel()
+        charge.asked_at = math.inf
+        if not charge.counted:
+            charge.counted = True
+            self.tokens += charge.tokens
+
+    def computed(self, job_id: str) -> None:
+        """Note that the prompt is computed. Its KV may not be delivered yet."""
+        if (charge := self._charges.get(job_id)) is not None:
+            charge.computed = True
+            self.room.set()
+
+    def over(self, job_id: str, succeeded: bool | None) -> None:
+        """Charge the job no more. succeeded: None: others do the rest."""
+        charge = self._charges.pop(job_id)
+        charge.timer.cancel()
+        self._discount(charge)
+        if succeeded is not None:
+            self.completed += succeeded
+            self.failed += not succeeded
+
+    def _unanswered(self, job_id: str) -> None:
+        charge = self._charges[job_id]
+        if not charge.granted and charge.counted:
+            self._discount(charge)
+
+    def _discount(self, charge: _Charge) -> None:
+        if charge.counted:
+            charge.counted = False
+            self.tokens -= charge.tokens
+        self.room.set()
 
 
 class Puller:
-    """Owns the pull loop.
+    """See the module. Its public attributes are what the handoffs share.
 
-    budget_tokens: prompt tokens under way at which it stops pulling.
-    concurrency: prompts that the engine computes in one step, at most. With it, `budget_tokens`
-    means nothing. 0: any number."""
+    nats: whether NATS answers.
+    max_prompt_tokens: length of the longest prompt that the engine takes.
+    max_jobs: jobs with a grant, at most.
+    patience_s: how long a decode worker without KV credit keeps all jobs waiting. Then there is one
+    more pull. So a slow decode worker delays the jobs of others each time, and a stopped one only
+    once: its connection ends after that time of silence, which writes its credits off.
+    take_back: takes a delivery whose job this process has asked for itself. Returns False for any
+    other. Raises ClaimRefused if another prefill worker has the job.
+    no_jobs: set while no job runs. idle: set while nothing that `keep` runs goes on either."""
 
     def __init__(
         self,
         consumer: JobConsumer,
-        runner: JobRunner,
-        *,
-        budget_tokens: int,
-        max_jobs: int,
+        links: DecodeLinks,
+        engine: PrefillEngine,
+        budget: Budget,
         credits: Credits,
-        concurrency: int = 0,
+        read_grants: ReadGrants,
+        nats: Health,
+        *,
+        max_prompt_tokens: int,
+        max_jobs: int = 32,
         patience_s: float = SILENT_S,
+        take_back: Callable[[Delivery], bool] = lambda _: False,
     ) -> None:
         self._consumer = consumer
-        self._runner = runner
+        self.links = links
+        self.engine = engine
+        self.budget = budget
         self._credits = credits
-        self._patience_s = patience_s
-        self._by_prompt = concurrency > 0
-        self._budget = concurrency + 1 if concurrency else budget_tokens
+        self.read_grants = read_grants
+        self._nats = nats
+        self.max_prompt_tokens = max_prompt_tokens
         self._max_jobs = max_jobs
-        self._room = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._paused = False
+        self._patience_s = patience_s
+        self._take_back = take_back
+        self._jobs: dict[str, Handoff] = {}
+        self._kept: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._beats: asyncio.Task[None] | None = None
         self._pulling: asyncio.Timeout | None = None
-        self._backoff = Backoff()
+        self._pauses = Backoff()
         self._leave_until = -math.inf
+        self._whys = dict.fromkeys(("engine", "busy", "check"), "")
+        self._told = ""
+        self.no_jobs, self.idle = asyncio.Event(), asyncio.Event()
+        self._look_if_idle()
+        self._unsubscribe = nats.subscribe(self._tell)
+        self._tell()
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        """Begin to pull, and to run the jobs of self-checks that decode workers send."""
+        self._beats = asyncio.create_task(self._send_heartbeats())
+        self._tasks = [asyncio.create_task(self._pull_all()), asyncio.create_task(self._trials())]
 
-    def changed(self) -> None:
-        """Pull soon: a job has ended, there is credit again, or NATS answers again."""
-        self._room.set()
+    async def stop(self) -> None:
+        """Stop pulling for good. Jobs under way go on."""
+        await end(*self._tasks)
+        with contextlib.suppress(PullfillError):
+            await self._consumer.drain()
 
-    def pause(self, paused: bool) -> None:
-        """Stop or continue pulling. A pull that waits ends now.
+    async def abandon(self) -> None:
+        """Stop now. Give every attempt up, and nak its message.
 
-        A job that it brought would get a nak, and use up one of its `max_deliver` deliveries."""
-        self._paused = paused
-        if paused:
+        What `keep` runs goes on: the engine may stay, and must get its blocks back."""
+        while self._jobs:
+            jobs = list(self._jobs.values())
+            for job in jobs:
+                job.running.cancel()
+            await asyncio.gather(*(job.running for job in jobs), return_exceptions=True)
+            for job in jobs:
+                if self._jobs.get(job.job_id) is job:
+                    self._ended(job)  # it was cancelled before it began
+
+    async def close(self) -> None:
+        self._unsubscribe()  # the connection to NATS is about to be closed
+        await self.stop()
+        await self.abandon()
+        await end(self._beats)
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs that run here."""
+        return len(self._jobs)
+
+    @property
+    def max_deliver(self) -> int:
+        """How often the queue delivers a job at most."""
+        return self._consumer.max_deliver
+
+    def held(self) -> list[HeldJob]:
+        """Return the jobs that run here, for the live page. Only when somebody looks."""
+        now = time.monotonic()
+        return [
+            HeldJob(job_id=job.job_id, computed=task.computed, kv_s=task.computed_for(now))
+            if (task := job.task) is not None
+            else HeldJob(job_id=job.job_id)
+            for job in list(self._jobs.values())[:FLOWS]
+        ]
+
+    # ------------------------------------------------------------------ why nothing is pulled
+
+    def pause(self, what: Literal["engine", "busy", "check"], why: str) -> None:
+        """Note why no job is pulled. Empty: this is no reason any more.
+
+        A pull that waits ends now. A job that it brought would get a nak, and use up one of its
+        `max_deliver` deliveries.
+
+        what: the engine takes no steps, other work of this worker goes first, or no decode worker
+        gets our KV before a self-check has passed. Of the last one each decode worker is told its
+        own reason (`DecodeLinks.why_none_of`)."""
+        before, self._whys[what] = self._whys[what], why
+        if why == before:
+            return
+        if what == "check" and bool(why) != bool(before):
+            logger.info("%s", f"pulling no jobs: {why}" if why else "the self-check has passed")
+        if self.paused:
             self._end_pull()
-        self._room.set()
+        self.budget.room.set()
+        self._tell()
 
-    def leave_to_others(self, again_s: float = 0.0) -> None:
-        """Take only jobs that no other worker waits for, until _LEAVE_S after a job comes again.
+    @property
+    def paused(self) -> bool:
+        return any(self._whys.values())
 
-        again_s: in how many seconds it does."""
+    def _tell(self) -> None:
+        """Tell decode workers why nothing is pulled, if that has changed."""
+        why = self._whys["engine"]
+        if not self._nats.up:
+            why = why or f"NATS does not answer it: {self._nats.status().error}"
+        why = why or self._whys["busy"]
+        if why == self._told:
+            return
+        self._told = why
+        if why and why == self._whys["busy"]:
+            logger.debug("pulling no jobs: %s", why)
+        elif why:
+            logger.warning("pulling no jobs: %s", why)
+        else:
+            logger.info("pulling jobs again")
+            self.budget.room.set()
+        self.links.pause(why)
+
+    def leave_to_others(self, again_s: float) -> None:
+        """Take only jobs that no idle worker waits for, until the queue delivers one again.
+
+        Called for a job that this worker cannot serve: it cannot bring KV to its decode worker, or
+        not that of a prompt so long. Other prefill workers may be able to. Until then this worker
+        does not wait at the queue, it only asks for a job that is there. A new job goes to a worker
+        that waits. If none waits, this worker takes it, because it may be of a decode worker that
+        this one reaches.
+
+        again_s: in how many seconds the queue delivers that job."""
         now = asyncio.get_running_loop().time()
         if now >= self._leave_until:
             self._end_pull()
-        self._leave_until = max(self._leave_until, now + again_s + _LEAVE_S)
+        # Some looks longer, so that others have time to take it.
+        self._leave_until = max(self._leave_until, now + again_s + 5 * _LOOK_S)
 
     def _end_pull(self) -> None:
         if self._pulling is not None and not self._pulling.expired():
             self._pulling.reschedule(asyncio.get_running_loop().time())
 
-    async def stop(self) -> None:
-        """Stop pulling for good. Jobs under way go on."""
-        await end(self._task)
-        self._task = None
-        with contextlib.suppress(PullfillError):
-            await self._consumer.drain()
+    async def _wait_for_room(self, at_most_s: float) -> None:
+        self.budget.room.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                await self.budget.room.wait()
 
     async def _wait_for_credits(self) -> None:
         """Wait until every decode worker has credit, `patience_s` at most."""
@@ -138,43 +371,29 @@ class Puller:
         while self._credits.gone and (left := until - loop.time()) > 0:
             await self._wait_for_room(left)
 
-    async def _wait_for_room(self, at_most_s: float) -> None:
-        self._room.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(at_most_s):
-                await self._room.wait()
+    # ------------------------------------------------------------------ step 5: pull
 
-    def _free(self) -> int:
-        """Return how much of the budget is left: tokens, or prompts with `--concurrency`."""
-        runner = self._runner
-        return self._budget - (runner.uncomputed if self._by_prompt else runner.in_flight_tokens)
-
-    def _urgent(self, free: int, jobs: int) -> bool:
-        """Whether a tight job may be pulled beyond the budget."""
-        return jobs > 1 and free > -self._budget
-
-    async def _run(self) -> None:
+    async def _pull_all(self) -> None:
         while True:
             await self.pull()
-
-    # ------------------------------------------------------------------ step 5: pull
 
     async def pull(self) -> None:
         """Pull one job and start it. If there is no room for it, or no job, wait for a while."""
         await self._wait_for_credits()
-        waiting = self._runner.waiting
-        free = self._free()
-        free_jobs = self._max_jobs - (self._runner.in_flight - waiting)
-        full = free <= 0
-        no_room = full and not self._urgent(free, self._max_jobs - free_jobs)
-        if self._paused or no_room or free_jobs <= 0 or waiting >= MAX_WAITING:
-            await self._wait_for_room(_WAIT_S)
+        waiting, free = self.budget.waiting, self.budget.free
+        granted, full = len(self._jobs) - waiting, free <= 0
+        # A tight job (queue/contract.py) may exceed the budget, up to twice the budget, if the
+        # engine has a second prompt: it goes past that one in the engine. Otherwise nothing is
+        # gained, and another worker may be free sooner.
+        no_room = full and not (granted > 1 and free > -self.budget.limit)
+        if self.paused or no_room or granted >= self._max_jobs or waiting >= MAX_WAITING:
+            await self._wait_for_room(WAIT_S)
             return
-        now = asyncio.get_running_loop().time()
-        leaves = now < self._leave_until
+        leaves = asyncio.get_running_loop().time() < self._leave_until
         pulling = self._pulling = asyncio.timeout(None)
+        # A worker with room waits for a job, and so gets it before one that only asks.
+        wait_s = 0.0 if leaves or full else WAIT_S
         try:
-            wait_s = 0.0 if leaves or full else _WAIT_S
             try:
                 async with pulling:
                     delivery = await self._consumer.pull(wait_s, urgent_only=full)
@@ -185,16 +404,123 @@ class Puller:
                 return  # `_end_pull` has ended it
             level = logger.debug if isinstance(exc, PullfillError) else logger.exception
             level("no jobs now: %s", exc)
-            await self._wait_for_room(self._backoff.next())
+            await self._wait_for_room(self._pauses.next())
             return
-        self._backoff.reset()
+        self._pauses.reset()
         if delivery is None:
             if full:
                 await self._wait_for_room(_LOOK_S)
             elif leaves:
                 await asyncio.sleep(_LOOK_S)
-        elif not self._paused:
-            self._runner.start(delivery)
-        else:
+        elif self.paused:
             with contextlib.suppress(PullfillError):  # if it fails, the queue delivers it again
                 await delivery.nak()
+        else:
+            self.begin(delivery)
+
+    # ------------------------------------------------------------------ the jobs that run
+
+    def begin(self, delivery: Delivery, *, trial: bool = False) -> None:
+        """Run a delivery. If its job runs here already, that run settles this newer one."""
+        if (job := self._jobs.get(delivery.job_id)) is not None:
+            job.latest = delivery
+            return
+        if self._is_own(delivery):
+            return
+        job = self._jobs[delivery.job_id] = Handoff(self, delivery, trial=trial)
+        self.budget.pulled(delivery.job_id, delivery.tokens)
+        self.no_jobs.clear()
+        self.idle.clear()
+        job.running = asyncio.create_task(self._run(job))
+
+    async def _run(self, job: Handoff) -> None:
+        log.about(job_id=job.job_id)
+        try:
+            await job.run()
+        finally:
+            self._ended(job)  # here, because a done callback would cost a turn of the loop
+
+    def _ended(self, job: Handoff) -> None:
+        del self._jobs[job.job_id]
+        self.budget.over(job.job_id, job.succeeded)
+        if (newer := job.left_over) is not None:
+            self.begin(newer)
+        self._look_if_idle()
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what may go on after its job, until this worker is idle."""
+        self.idle.clear()
+        task = asyncio.create_task(work)
+        self._kept.add(task)
+        task.add_done_callback(self._kept_over)
+
+    def _kept_over(self, task: asyncio.Task[None]) -> None:
+        self._kept.discard(task)
+        self._look_if_idle()
+
+    def _look_if_idle(self) -> None:
+        if not self._jobs:
+            self.no_jobs.set()
+            if not self._kept:
+                self.idle.set()
+
+    def _is_own(self, delivery: Delivery) -> bool:
+        """Whether this process has asked for the job itself. Then its message is cared for here."""
+        last = delivery.number >= self.max_deliver  # or it would become a dead letter
+        try:
+            if not self._take_back(delivery):
+                return False
+        except ClaimRefused as exc:
+            if not last:
+                if exc.reason == RefuseReason.HELD:
+                    # No worker has it. Ask again, ever later: its last writer is soon quiet.
+                    self.keep(_settled(delivery.nak(_LOOK_S * 4**delivery.number)))
+                return True  # else the worker that has the job settles it
+        self.keep(_settled(delivery.ack()))
+        return True
+
+    async def _trials(self) -> None:
+        while True:
+            body = (await self.links.trials.get()).job
+            try:
+                job = decode(body, PrefillJob)
+                delivery = TrialDelivery(job.job_id, body, len(u32.unpack(job.token_ids)))
+                self.begin(delivery, trial=True)
+            except BadMessage as exc:
+                logger.warning("the job of a self-check cannot be read: %s", exc)
+
+    async def _send_heartbeats(self) -> None:
+        """Keep the queue from giving the jobs that run here to other workers."""
+        while True:
+            # A job that starts meanwhile gets its first heartbeat early.
+            await asyncio.sleep(self._consumer.ack_wait_s / 3)
+            for job in list(self._jobs.values()):
+                await job.heartbeat()
+
+
+@dataclass(slots=True)
+class TrialDelivery:
+    """The job of a self-check as a `Delivery`. It came past the queue: nothing is to be settled."""
+
+    job_id: str
+    body: bytes
+    tokens: int
+    number: int = 1
+    ack_subject: str = ""
+
+    async def ack(self) -> None:
+        """See the class."""
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        """See the class."""
+
+    async def term(self, reason: str) -> None:
+        """See the class."""
+
+    async def in_progress(self) -> None:
+        """See the class."""
+
+
+async def _settled(verb: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(PullfillError):  # if it fails, the queue delivers it again
+        await verb

@@ -17,7 +17,7 @@ from pullfill.engine import features
 from pullfill.engine.groups import ONE_TABLE, BlockOrder
 from pullfill.errors import BadMessage, HandoffError
 from pullfill.ids import job_digest
-from pullfill.prefill_worker import job_spans
+from pullfill.runtime import tracing
 from pullfill.runtime.tracing import Context
 from pullfill.wire import (
     MAX_TEXT,
@@ -35,6 +35,13 @@ from pullfill.wire import (
 
 class TooLong(HandoffError):
     """This worker's context is shorter than the decode worker's."""
+
+
+def attempt_span(trace: str, job_id: str, number: int) -> Context | None:
+    """Return the span of an attempt: `prefill.attempt`, below the decode worker's
+    `decode.remote_prefill`. None: it is not traced. trace: as in `PrefillJob`."""
+    remote = tracing.read(trace)
+    return None if remote is None else remote.attempt(job_id, number)
 
 
 def check(
@@ -168,7 +175,7 @@ class PrefillTask:
             transfer_worker=transfer_worker,
             on_done=on_done,
             on_computed=on_computed,
-            span=job_spans.attempt_of(job.trace, job.job_id, grant.attempt),
+            span=attempt_span(job.trace, job.job_id, grant.attempt),
             mode=grant.mode,
         )
 
@@ -290,7 +297,7 @@ class PrefillTask:
         self.when_quiet(quiet.set)
         return quiet.wait(timeout_s)
 
-    async def drained(self, timeout_s: float) -> bool:
+    async def drained(self, timeout_s: float = 30.0) -> bool:
         """As `wait_quiet`, for the asyncio thread."""
         # No thread waits for it, because there may be as many revokes as jobs.
         loop = asyncio.get_running_loop()
@@ -305,8 +312,28 @@ class PrefillTask:
             if self.ended:
                 return
             self.ended, self.well = True, failure is None
-        job_spans.computed(self, failure)
+        if self.first_step:
+            # From the first step to the last.
+            self._record(
+                "prefill.compute",
+                self.first_step,
+                self.last_compute or time.monotonic(),
+                {"gen_ai.usage.prompt_tokens": len(self.token_ids)},
+                error="" if failure is None else str(failure) or type(failure).__name__,
+            )
         self.on_done(failure)
+
+    def moved(self, verb: str, transport: str, seconds: float, nbytes: int) -> None:
+        """Record a read of the prefix, or a write of finished blocks, that has just ended."""
+        now = time.monotonic()
+        attributes = {"pullfill.transport": transport, "pullfill.bytes": nbytes}
+        self._record(f"transfer.{verb}", now - seconds, now, attributes)
+
+    def _record(
+        self, name: str, began: float, ended: float, attributes: dict[str, Any], error: str = ""
+    ) -> None:
+        if (span := self.span) is not None:
+            tracing.record(name, span.child(), span, began, ended, attributes, error=error)
 
     def cancel(self) -> None:
         """Queued copies of this task become no-ops; a running batch ends by itself."""

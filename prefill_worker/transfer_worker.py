@@ -20,7 +20,6 @@ from functools import cache, partial
 from typing import Any
 
 from pullfill.errors import Fenced, HandoffError
-from pullfill.prefill_worker import job_spans
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.serial_executor import SerialExecutor
@@ -251,7 +250,7 @@ class TransferWorker:
         task.read_s += result.seconds
         _of(metrics.KV_READ_BYTES, self.transport).inc(result.nbytes)
         _of(metrics.KV_READ_SECONDS, self.transport).observe(result.seconds)
-        job_spans.moved(task, "read", self.transport, result.seconds, result.nbytes)
+        task.moved("read", self.transport, result.seconds, result.nbytes)
 
     def _write(self, operation: _Operation) -> None:
         task = operation.task
@@ -263,7 +262,7 @@ class TransferWorker:
             task.write_s += result.seconds
             _of(metrics.KV_WRITE_BYTES, self.transport).inc(result.nbytes)
             _of(metrics.KV_WRITE_SECONDS, self.transport).observe(result.seconds)
-            job_spans.moved(task, "write", self.transport, result.seconds, result.nbytes)
+            task.moved("write", self.transport, result.seconds, result.nbytes)
             failpoints.hit("prefill.after_write")
 
     def _finish(self, operation: _Operation, failure: BaseException | None) -> None:

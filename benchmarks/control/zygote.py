@@ -29,7 +29,7 @@ _MODULES = (
     "pullfill.decode_worker.connector",
     "pullfill.decode_worker.main",
     "pullfill.prefill_worker.connector",
-    "pullfill.prefill_worker.main",
+    "pullfill.prefill_worker.side",
     "pullfill.testing.mock_executor",
 )
 
@@ -68,7 +68,7 @@ def _config(role: str, model: str, flags: tuple[str, ...]) -> tuple[Any, str]:
     Made once in the zygote, because 4 MB of each worker would be copies of what vLLM reads."""
     from pullfill.decode_worker.worker import DecodeRole
     from pullfill.engine import args
-    from pullfill.prefill_worker.worker import PrefillRole
+    from pullfill.prefill_worker.side import PrefillRole
 
     of = DecodeRole if role == "decode" else PrefillRole
     made = args.build_config(
@@ -130,8 +130,8 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
         probes.install(connector_scheduler.ConnectorScheduler, probes.DECODE_CALLS, stats)
         main.run(cluster, options, flags)
     else:
-        from pullfill.prefill_worker import main as prefill_main
         from pullfill.prefill_worker import scheduler as prefill_side
+        from pullfill.prefill_worker import side as prefill_main
 
         probes.install(prefill_side.PrefillScheduler, probes.PREFILL_CALLS, stats)
         prefill_main.run(cluster, options, flags)

@@ -7,7 +7,7 @@ from typing import Any
 from pullfill.decode_worker.worker import DecodeHooks
 from pullfill.engine.host import EngineHooks
 from pullfill.engine.requests import PREFILL_CLIENT
-from pullfill.prefill_worker.worker import PrefillHooks
+from pullfill.prefill_worker.side import PrefillHooks
 
 
 class ElasticHooks(EngineHooks):

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from pullfill.decode_worker.worker import DecodeService
 from pullfill.elastic.slack import LOOK_S, Slack
 from pullfill.elastic.switch import Side
-from pullfill.prefill_worker.worker import PrefillService
+from pullfill.prefill_worker.side import PrefillService
 from pullfill.runtime.lifecycle import end
 from pullfill.worker.process import AsRole, Service
 
@@ -59,7 +59,7 @@ class PrefillSide(Side):
     async def _yield(self, service: PrefillService) -> None:
         """Have the service pull only while there is slack."""
         while True:
-            service.pulling.yields(self._slack.look())
+            service.puller.pause("busy", self._slack.look())
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:

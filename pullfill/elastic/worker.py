@@ -27,7 +27,7 @@ from pullfill.engine.thread import EngineThread
 from pullfill.errors import BadMessage, ClaimRefused, ConfigError, Outcome
 from pullfill.ids import new_instance_id
 from pullfill.options import WorkerOptions
-from pullfill.prefill_worker.worker import PrefillRole, PrefillService
+from pullfill.prefill_worker.side import PrefillRole, PrefillService
 from pullfill.queue.contract import Delivery
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
@@ -108,15 +108,16 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
         decode = _with(engine, engine.context.decode)
         prefill = _with(engine, engine.context.prefill)
         self._decoding = await self._decode.build(decode, hooks.decode, thread, queue, parts)
-        self._prefill.open_memory(prefill)
+        hello = self._prefill.open_memory(prefill)
         parts.push_async_callback(asyncio.to_thread, memory.close, prefill.context)
 
         def own(delivery: Delivery) -> bool:
             return take_back(delivery, self.instance_id, decode.context.ledger)
 
         async def pull(stack: AsyncExitStack) -> PrefillService:
-            consumer = await self._prefill.connect(prefill, queue, stack)
-            return self._prefill.pull(prefill, hooks.prefill, thread, consumer, stack, own)
+            return await self._prefill.open_side(
+                prefill, hooks.prefill, thread, queue, hello, stack, own
+            )
 
         step_tokens = engine.config.scheduler_config.max_num_batched_tokens
 

@@ -28,17 +28,23 @@ class Health:
 
     server: "nats" or "etcd".
     where: its address, without a login.
-    on_change: called on the loop each time the server goes down or comes up.
     """
 
     def __init__(self, server: str, where: str = "", clock: Clock = SYSTEM_CLOCK) -> None:
         self.server = server
         self.where = where
-        self.on_change: Callable[[], None] = lambda: None
+        self._watchers: list[Callable[[], None]] = []
         self._clock = clock
         self._errors = {CONNECTION: "not connected yet"}
         self._since = clock.monotonic()
         UP.labels(server).set(0)
+
+    def subscribe(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Have `call` called on the loop each time the server goes down or comes up.
+
+        Returns a function that ends this."""
+        self._watchers.append(call)
+        return lambda: self._watchers.remove(call) if call in self._watchers else None
 
     @property
     def up(self) -> bool:
@@ -77,7 +83,8 @@ class Health:
     def _turn(self) -> None:
         self._since = self._clock.monotonic()
         UP.labels(self.server).set(self.up)
-        self.on_change()
+        for call in list(self._watchers):
+            call()
 
 
 def outage_of(server: str, status: ServerStatus) -> str:

@@ -48,7 +48,7 @@ async def test_a_burst_is_admitted_up_to_the_expected_wait(tmp_path: Path) -> No
     async with Cluster(tmp_path) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=7)
         looking(decode)
-        prefill.puller.pause(True)
+        prefill.puller.pause("check", "paused")
         served = [decode.send(prompt(TOKENS + 1, seed=n)) for n in range(4)]
         assert remote(decode, 4), "nobody has measured anything yet"
         # Each takes 4 s, so the next one would wait for 16 s.
@@ -65,7 +65,7 @@ async def test_a_burst_is_admitted_up_to_the_expected_wait(tmp_path: Path) -> No
         assert not remote(decode, 8)
         await reported(decode, prefill, Load(tokens_per_s=TOKENS))
         assert remote(decode, 9), "3 s"
-        prefill.puller.pause(False)
+        prefill.puller.pause("check", "")
         await settled(*served)
         assert all(decode.right(s) for s in served)
         await cluster.check_clean()
@@ -109,8 +109,8 @@ async def test_prompts_too_long_for_some_prefill_workers_go_to_the_others(
         served = [decode.send(prompt(TOKENS + 2, seed=seed)) for seed in range(4, 12)]
         await settled(*served)
         assert all(request.loaded and decode.right(request) for request in served)
-        await until(lambda: large.runner.completed == len(served))  # a moment after the commit
-        assert small.runner.failed == 0
+        await until(lambda: large.budget.completed == len(served))  # a moment after the commit
+        assert small.budget.failed == 0
         await cluster.check_clean()
 
 
@@ -131,7 +131,7 @@ async def test_a_slow_link_counts_while_its_worker_is_connected(tmp_path: Path) 
     async with Cluster(tmp_path) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=7)
         looking(decode)
-        prefill.puller.pause(True)
+        prefill.puller.pause("check", "paused")
         await reported(decode, prefill, Load(tokens_per_s=TOKENS))
         for link, seconds in ((prefill.name, 0.1), ("prefill-gone", 1000.0)):
             for _ in range(3):

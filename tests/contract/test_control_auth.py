@@ -60,7 +60,7 @@ async def test_large_messages_are_sealed_in_order_and_not_on_the_loop(
     locked: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """8 MiB take 10 ms at each end."""
-    on_loop, told, real = list[bool](), list[object](), Seal.of_next
+    on_loop, real = list[bool](), Seal.of_next
 
     def of_next(self: Seal, body: bytes) -> bytes:
         if len(body) > 1 << 20:
@@ -69,7 +69,6 @@ async def test_large_messages_are_sealed_in_order_and_not_on_the_loop(
 
     monkeypatch.setattr(Seal, "of_next", of_next)
     prefill = Prefill(locked, key=KEY)
-    prefill.links.on_trial = told.append
     try:
         await prefill.link.wait_up(10)
         for job_id, inputs in (("j", bytes(8 << 20)), ("k", b"")):
@@ -84,7 +83,7 @@ async def test_large_messages_are_sealed_in_order_and_not_on_the_loop(
         peer.channel.write(Trial(job=bytes(2 << 20)))
         peer.channel.write(Trial(job=b"last"))
         peer.channel.close()
-        await until(lambda: len(told) == 2)
+        told = [await asyncio.wait_for(prefill.links.trials.get(), 10) for _ in range(2)]
         assert told[1] == Trial(job=b"last"), "what is queued is sent before the end"
     finally:
         await prefill.link.close()

@@ -33,7 +33,7 @@ async def test_every_length_around_the_block_boundaries(tmp_path: Path, transpor
         await settled(*served)
         assert [n for n, s in zip(lengths, served, strict=True) if not decode.right(s)] == []
         await cluster.check_clean()
-        assert prefill.runner.completed == len(lengths)
+        assert prefill.budget.completed == len(lengths)
         assert prefill.engine.computed_tokens == sum(lengths) - len(lengths)
 
 
@@ -128,7 +128,7 @@ async def test_a_runner_that_is_killed_hands_its_job_on(tmp_path: Path, where: s
             await stuck_in_a_write(decode)
         second = await cluster.prefill()
         await first.puller.stop()
-        await first.runner.abandon()
+        await first.puller.abandon()
         decode.pass_time(0.06)  # the queue delivers a job again only after its nak delay
         if where == "writing":
             await until(lambda: decode.ledger.quarantined_blocks == len(served.table))
@@ -137,7 +137,7 @@ async def test_a_runner_that_is_killed_hands_its_job_on(tmp_path: Path, where: s
         await settled(served)
         assert decode.right(served)
         await cluster.check_clean()
-        assert (first.runner.completed, second.runner.completed) == (0, 1)
+        assert (first.budget.completed, second.budget.completed) == (0, 1)
 
 
 async def test_a_worker_that_dies_in_a_write_loses_its_job_to_another(tmp_path: Path) -> None:
@@ -149,14 +149,14 @@ async def test_a_worker_that_dies_in_a_write_loses_its_job_to_another(tmp_path: 
         await stuck_in_a_write(decode)
         second = await cluster.prefill()
         await first.puller.stop()
-        for job in first.runner._jobs.values():
-            job.message.settle = nothing  # type: ignore[method-assign]
+        for job in first.puller._jobs.values():
+            job.settle = nothing  # type: ignore[method-assign]
         await first.links.close()
         await asyncio.to_thread(faults.kill)
         await settled(served)
         assert decode.right(served)
         await cluster.check_clean()
-        assert second.runner.completed == 1
+        assert second.budget.completed == 1
 
 
 async def test_the_only_worker_dies(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ async def test_duplicate_deliveries_leave_the_job_with_its_writer(tmp_path: Path
         await settled(served)
         assert decode.right(served)
         await cluster.check_clean()
-        assert (first.runner.completed, second.runner.completed) == (1, 0)
+        assert (first.budget.completed, second.budget.completed) == (1, 0)
         assert second.engine.computed_tokens == 0
         assert not cluster.queue.dead
 
@@ -234,7 +234,7 @@ async def test_abort_in_a_write(tmp_path: Path) -> None:
         faults.resume()
         await until(lambda: set(served.table) <= decode.pool.free)
         await cluster.check_clean()
-        assert prefill.runner.completed == 0
+        assert prefill.budget.completed == 0
         again = decode.send(prompt(30))
         await settled(again)
         assert decode.right(again)
@@ -248,10 +248,10 @@ async def test_a_revoked_worker_becomes_idle(tmp_path: Path) -> None:
         served = decode.send(prompt(30))
         await stuck_in_a_write(decode)
         decode.abort(served)
-        await until(lambda: prefill.runner.in_flight_tokens == 0)
-        assert not prefill.runner.idle.is_set(), "a copy still runs"
+        await until(lambda: prefill.budget.tokens == 0)
+        assert not prefill.puller.idle.is_set(), "a copy still runs"
         faults.resume()
-        await asyncio.wait_for(prefill.runner.idle.wait(), 10)
+        await asyncio.wait_for(prefill.puller.idle.wait(), 10)
         await cluster.check_clean()
 
 

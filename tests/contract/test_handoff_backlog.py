@@ -16,14 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.prefill_worker import budget as budgets
-from pullfill.prefill_worker.budget import CLAIM_S, SILENT_CLAIM_S, Budget
-from pullfill.prefill_worker.puller import MAX_WAITING
+from pullfill.prefill_worker.puller import MAX_WAITING, Budget
 from pullfill.wire import Claim, Grant, PrefillJob, Refused, RefuseReason, encode, u32
 from tests.support.handoff_decode import COMPATIBLE
 from tests.support.handoff_rig import Cluster, hold, prompt, settled, until
 from tests.support.nats import NatsServer
 
+CLAIM_S, SILENT_CLAIM_S = 0.05, 0.5
 JOBS, TOKENS = 30, 1024
 """Each job alone fills the budget of a prefill worker here. It waits in the line of the live one's
 short prompts (queue/contract.py), which therefore do not pass it."""
@@ -56,14 +55,18 @@ async def test_the_backlog_of_a_decode_worker_that_is_gone_costs_nothing(
     """left: its key was removed. never_known: that was before these prefill workers started. dead:
     its key still exists, but its control port refuses connections."""
     held = set[str]()
-    slow = Budget._slow
+    pulled = Budget.pulled
 
-    def note_slow(self: Budget, job_id: str) -> None:
-        if self._charges[job_id].counted:
-            held.add(job_id)
-        slow(self, job_id)
+    def note_slow(self: Budget, job_id: str, tokens: int) -> None:
+        def look() -> None:
+            charge = self._charges.get(job_id)
+            if charge is not None and charge.counted and not charge.granted:
+                held.add(job_id)
 
-    monkeypatch.setattr(Budget, "_slow", note_slow)
+        asyncio.get_running_loop().call_later(0.9 * CLAIM_S, look)
+        pulled(self, job_id, tokens)
+
+    monkeypatch.setattr(Budget, "pulled", note_slow)
     live = await cluster.decode()
     prefills = [await cluster.prefill(pull=False) for _ in range(2)]
     if how != "never_known":
@@ -90,7 +93,7 @@ async def test_the_backlog_of_a_decode_worker_that_is_gone_costs_nothing(
     if how == "dead":
         cluster.directory.remove(GONE)
     await cluster.check_clean()
-    assert sum(prefill.runner.completed for prefill in prefills) == 4
+    assert sum(prefill.budget.completed for prefill in prefills) == 4
 
 
 async def test_the_backlog_of_a_decode_worker_whose_host_vanished(
@@ -118,7 +121,7 @@ async def test_the_backlog_of_a_decode_worker_whose_host_vanished(
     await settled(served)
     took = time.monotonic() - began
     assert live.right(served)
-    waiting = [prefill.runner.waiting for prefill in prefills]
+    waiting = [prefill.budget.waiting for prefill in prefills]
     assert sum(waiting) == 2 * (MAX_WAITING - 1), "the live one's job came last"
     print(f"the live one's job took {took:.2f} s behind {sum(waiting)}")
     # One delivery more that came just before that time was over, and the live one's job.
@@ -127,20 +130,20 @@ async def test_the_backlog_of_a_decode_worker_whose_host_vanished(
 
 
 async def test_no_worker_takes_two_prompts_of_a_burst_while_its_first_claim_is_under_way(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster,
 ) -> None:
     """Each prompt fills the budget. If only grants counted, each worker would take two."""
-    monkeypatch.setattr(budgets, "CLAIM_S", 10.0)  # a busy machine answers claims late
+    cluster.budget["claim_s"] = 10.0  # a busy machine answers claims late
     decode = await cluster.decode()
     prefills = [await cluster.prefill(pull=False) for _ in range(2)]
     faults = hold(decode)
     served = [decode.send(prompt(80, seed=n)) for n in range(4)]
     for prefill in prefills:
-        prefill.puller._budget = 70
+        prefill.budget.limit = 70
         prefill.puller.start()
     await until(lambda: all(prefill.tasks for prefill in prefills))
     await asyncio.sleep(0.3)
-    assert [prefill.runner.in_flight for prefill in prefills] == [1, 1]
+    assert [prefill.puller.in_flight for prefill in prefills] == [1, 1]
     faults.resume()
     await settled(*served)
     assert all(decode.right(request) for request in served)
@@ -163,10 +166,10 @@ async def test_deliveries_that_wait_are_bounded_by_their_number(cluster: Cluster
         prefill.links.find = late  # type: ignore[method-assign]
         prefill.puller.start()
     await publish_backlog(cluster, 2 * MAX_WAITING + 10)
-    await until(lambda: all(p.runner.waiting == MAX_WAITING for p in prefills), 30)
-    await until(lambda: not any(p.runner.in_flight_tokens for p in prefills))
+    await until(lambda: all(p.budget.waiting == MAX_WAITING for p in prefills), 30)
+    await until(lambda: not any(p.budget.tokens for p in prefills))
     await asyncio.sleep(0.1)
-    assert [p.runner.waiting for p in prefills] == [MAX_WAITING] * 2
+    assert [p.budget.waiting for p in prefills] == [MAX_WAITING] * 2
     answer.set()
     served = live.send(prompt(30))
     await settled(served)
@@ -178,7 +181,7 @@ async def test_a_job_whose_blocks_are_still_held_uses_no_budget(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decode worker waits for the proof that its last writer writes no more."""
-    monkeypatch.setattr(budgets, "CLAIM_S", 60.0)  # so that only the refusal takes the charge back
+    cluster.budget["claim_s"] = 60.0  # so that only the refusal takes the charge back
     live = await cluster.decode()
     grant, held = live.ledger.grant, [True]
 
@@ -190,7 +193,7 @@ async def test_a_job_whose_blocks_are_still_held_uses_no_budget(
     monkeypatch.setattr(live.ledger, "grant", refusing)
     prefill = await cluster.prefill()
     served = live.send(prompt(30))
-    await until(lambda: prefill.runner.waiting == 1 and not prefill.runner.in_flight_tokens)
+    await until(lambda: prefill.budget.waiting == 1 and not prefill.budget.tokens)
     held[0] = False
     await settled(served)
     assert live.right(served)
@@ -201,21 +204,19 @@ def test_a_budget() -> None:
     """A claim counts against the budget until its answer is late, and again from the grant."""
 
     async def go() -> None:
-        rooms: list[int] = []
-        budget = Budget(lambda: rooms.append(budget.tokens))
+        budget = Budget(5000)
         budget.pulled("late", 4096)
         budget.pulled("prompt", 100)
         budget.granted("prompt")
-        assert (budget.tokens, budget.waiting) == (4196, 1)
-        assert budget._charges["prompt"].timer.cancelled(), "it would wake the loop for nothing"
-        async with asyncio.timeout(10):
-            while budget.tokens != 100:  # noqa: ASYNC110
-                await asyncio.sleep(CLAIM_S / 2)
-        assert rooms == [100], "the puller is told"
+        assert (budget.tokens, budget.waiting, budget.free) == (4196, 1, 804)
+        await asyncio.wait_for(budget.room.wait(), 10)
+        assert budget.tokens == 100
         budget.granted("late")
-        assert (budget.tokens, budget.waiting) == (4196, 0)
-        budget.over("late")
-        budget.over("prompt")
-        assert (budget.tokens, rooms) == (0, [100, 100, 0])
+        assert (budget.tokens, budget.waiting, budget.activity()) == (4196, 0, (0, 2))
+        budget.room.clear()
+        budget.over("late", True)
+        budget.over("prompt", None)
+        assert budget.room.is_set(), "the puller is told"
+        assert (budget.tokens, budget.activity(), budget.failed) == (0, (1, 0), 0)
 
     asyncio.run(go())

@@ -88,7 +88,7 @@ async def test_poison_and_forgery_write_nothing(
         await settled(again)
         assert decode.right(again), "the worker lives"
         await cluster.check_clean()
-        assert prefill.runner.completed == 1
+        assert prefill.budget.completed == 1
 
 
 async def test_a_job_of_another_wire_version_is_left_to_a_worker_that_can_read_it(
@@ -256,13 +256,13 @@ async def test_a_paused_puller_gives_back_what_a_pull_still_brings(tmp_path: Pat
     async with Cluster(tmp_path) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill()
         await asyncio.sleep(0.05)  # the pull under way began before the pause
-        prefill.puller.pause(True)
+        prefill.puller.pause("check", "paused")
         served = decode.send(prompt(20))
         await asyncio.sleep(0.3)
         assert served.loaded is None
-        assert prefill.runner.in_flight == 0
+        assert prefill.puller.in_flight == 0
         assert cluster.queue.status().depth_jobs == 1
-        prefill.puller.pause(False)
+        prefill.puller.pause("check", "")
         await settled(served)
         assert decode.right(served)
         await cluster.check_clean()

@@ -42,7 +42,7 @@ async def test_an_idle_connection_is_closed_and_made_again(
             await until(lambda: shared.current is None)
             await until(lambda: owner.connections == 0)
             assert prefill.links.routes[decode.name]["transport"] == "tcp"
-        assert prefill.runner.failed == 0
+        assert prefill.budget.failed == 0
         await cluster.check_clean()
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
@@ -74,7 +74,7 @@ async def test_no_job_fails_though_sessions_are_closed_all_the_time(
                 assert decode.right(served)
                 decode.abort(served)
         await cluster.check_clean()
-        assert (prefill.runner.completed, prefill.runner.failed) == (40, 0)
+        assert (prefill.budget.completed, prefill.budget.failed) == (40, 0)
         assert opened > 5
 
 
@@ -92,7 +92,7 @@ async def test_a_reader_closes_an_idle_session_and_opens_it_again(tmp_path: Path
             assert trace is not None
             assert trace.transport == "tcp"
             await until(lambda: owner.connections == 0)
-        assert prefill.runner.failed == 0
+        assert prefill.budget.failed == 0
         await cluster.check_clean()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pullfill.errors import PeerUnavailable
-from pullfill.prefill_worker.job import Job
+from pullfill.prefill_worker.handoff import Handoff
 from pullfill.runtime import failpoints, metrics
 from pullfill.wire import KvMode
 from tests.support.fakes import FakeClock
@@ -70,7 +70,7 @@ async def test_every_mode_brings_the_right_bytes(
         await settled(*served)
         assert all(decode.right(s) for s in served)
         await cluster.check_clean()
-        assert prefill.runner.completed == len(served)
+        assert prefill.budget.completed == len(served)
         moved = {
             "read": counter(metrics.KV_READ_BYTES, transport) - read,
             "written": counter(metrics.KV_WRITE_BYTES, transport) - written,
@@ -219,7 +219,7 @@ async def test_pull_from_a_worker_whose_port_is_out_of_reach(
         assert all(s.loaded for s in again)
         assert caplog.text.count("writes from now on") == 1
         await cluster.check_clean()
-        assert prefill.runner.completed == 2
+        assert prefill.budget.completed == 2
 
 
 async def test_pull_makes_a_broken_session_anew(tmp_path: Path) -> None:
@@ -245,11 +245,11 @@ async def test_pull_by_a_decode_worker_that_is_gone(tmp_path: Path) -> None:
         kept = {b for run in prefill.engine._runs.values() for b in run.table}
         for peer in list(decode.control.peers.values()):
             peer.channel.abort()
-        await until(lambda: prefill.runner.in_flight_tokens == 0)
-        assert not prefill.runner.idle.is_set(), "a read may still go on"
+        await until(lambda: prefill.budget.tokens == 0)
+        assert not prefill.puller.idle.is_set(), "a read may still go on"
         assert not kept & prefill.engine.pool.free
         faults.resume()
-        await asyncio.wait_for(prefill.runner.idle.wait(), 10)
+        await asyncio.wait_for(prefill.puller.idle.wait(), 10)
         await until(lambda: kept <= prefill.engine.pool.free)
         await cluster.check_clean()
 
@@ -261,15 +261,15 @@ async def test_a_ready_of_nobody_we_read_from_ends_the_connection(
     async with Cluster(tmp_path) as cluster:
         decode = await cluster.decode()
         await cluster.prefill(chunk=5)
-        original = Job.commit
+        original = Handoff.commit
 
-        async def commit(job: Job, task: Any) -> None:
+        async def commit(job: Handoff, task: Any) -> None:
             task.mode = PULL
             task.kept = {b: 0 for b in task.remote_blocks}
             await original(job, task)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Job, "commit", commit)
+            patch.setattr(Handoff, "commit", commit)
             served = decode.send(prompt(30))
             await settled(served)
             assert served.loaded is False
@@ -347,10 +347,10 @@ async def test_nothing_is_pulled_beyond_the_credits(tmp_path: Path) -> None:
         await stuck_in_a_write(decode)
         await until(lambda: prefill.credits.gone)
         rest = [decode.send(prompt(30, seed=2))]
-        await until(lambda: prefill.runner.in_flight == 2)
+        await until(lambda: prefill.puller.in_flight == 2)
         rest += [decode.send(prompt(30, seed=n)) for n in (3, 4)]
         await asyncio.sleep(0.05)
-        assert prefill.runner.in_flight == 2
+        assert prefill.puller.in_flight == 2
         faults.resume()
         await settled(first, *rest)
         assert all(decode.right(s) for s in (first, *rest))
@@ -370,5 +370,5 @@ async def test_an_error_after_the_read_frees_its_blocks(
         again = decode.send(prompt(30, seed=2))
         await settled(again)
         assert decode.right(again)
-        await until(lambda: prefill.runner.completed == 1)
+        await until(lambda: prefill.budget.completed == 1)
         await cluster.check_clean()

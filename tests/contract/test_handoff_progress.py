@@ -64,7 +64,7 @@ async def test_a_job_that_moves_is_never_timed_out_and_started_again(
         assert decode.right(served)
         assert prefill.engine.computed_tokens == len(LONG) - 1, "computed once"
         await cluster.check_clean()
-        assert (prefill.runner.completed, prefill.runner.failed) == (1, 0)
+        assert (prefill.budget.completed, prefill.budget.failed) == (1, 0)
 
 
 async def test_jobs_that_wait_for_another_ones_copies_have_the_time_too(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ async def test_jobs_that_wait_for_another_ones_copies_have_the_time_too(tmp_path
         await settled(*jobs)
         assert all(decode.right(job) for job in jobs)
         await cluster.check_clean()
-        assert (prefill.runner.completed, prefill.runner.failed) == (2, 0)
+        assert (prefill.budget.completed, prefill.budget.failed) == (2, 0)
 
 
 @pytest.mark.parametrize("mode", [KvMode.PUSH_ASYNC, KvMode.PULL])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 
 from pullfill.errors import BadMessage
 from pullfill.net import frames
-from pullfill.prefill_worker import job_message
+from pullfill.prefill_worker import handoff
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.wire import PrefillJob, WorkerRecord, encode, u32
@@ -60,14 +61,14 @@ async def test_a_grant_that_ends_before_its_task_began_is_not_computed(
         # One more exchange over the same connection: the revoke was read before it.
         await until(lambda: decode.control.prefill_workers == 1)
         other = decode.send(prompt(9, seed=2))
-        await until(lambda: prefill.runner.failed == 1)
-        await until(lambda: prefill.runner.in_flight == 1)
+        await until(lambda: prefill.budget.failed == 1)
+        await until(lambda: prefill.puller.in_flight == 1)
         transfer_worker.go.set()
         await settled(other)
         assert decode.right(other)
         await cluster.check_clean()
         assert prefill.engine.computed_tokens == 8
-        assert (prefill.runner.completed, prefill.runner.failed) == (1, 1)
+        assert (prefill.budget.completed, prefill.budget.failed) == (1, 1)
 
 
 # ------------------------------------------------------------------ out of reach
@@ -135,16 +136,16 @@ async def test_row_18_jobs_go_past_a_worker_that_cannot_reach_their_decode_worke
         cluster.directory.put(everybody.members[near.name])
         cut = await cut_off(cluster, monkeypatch, nowhere, everybody.members[far.name])
         pulled: list[str] = []
-        start = cut.runner.start
-        monkeypatch.setattr(cut.runner, "start", lambda d: pulled.append(d.job_id) or start(d))
+        start = cut.puller.begin
+        monkeypatch.setattr(cut.puller, "begin", lambda d: pulled.append(d.job_id) or start(d))
         cluster.directory = everybody
         other, deliveries = await cluster.prefill(pull=False), list[int]()
-        begin = other.runner.start
+        begin = other.puller.begin
         monkeypatch.setattr(
-            other.runner, "start", lambda d: deliveries.append(d.number) or begin(d)
+            other.puller, "begin", lambda d: deliveries.append(d.number) or begin(d)
         )
         first = far.send(prompt(9))
-        await until(lambda: pulled and not cut.runner.in_flight)
+        await until(lambda: pulled and not cut.puller.in_flight)
         other.puller.start()
         await settled(first)
         served = [first]
@@ -160,7 +161,7 @@ async def test_row_18_jobs_go_past_a_worker_that_cannot_reach_their_decode_worke
         await settled(alone)
         assert near.right(alone)
         await cluster.check_clean()
-        assert (cut.runner.completed, other.runner.completed) == (1, 13)
+        assert (cut.budget.completed, other.budget.completed) == (1, 13)
 
 
 @pytest.mark.essential
@@ -168,7 +169,7 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Something else answers at its KV port. Its jobs are computed there; those of others go on."""
-    monkeypatch.setattr(job_message, "_NAK_SOONEST_S", 0.01)
+    monkeypatch.setattr(handoff, "patience", partial(handoff.patience, soonest_s=0.01))
     attempts: list[str] = []
 
     async def nonsense() -> TransferWorker:
@@ -187,7 +188,7 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
         assert attempts == ["decode-1"]
         await cluster.check_clean()
         assert not cluster.queue.dead
-        assert prefill.runner.completed == 1
+        assert prefill.budget.completed == 1
 
 
 async def test_a_job_past_its_time_that_nobody_removes_is_dropped(

@@ -14,7 +14,7 @@ from pullfill.decode_worker import kv_reader as readers
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.peers import Peer
 from pullfill.errors import PeerUnavailable
-from pullfill.prefill_worker.worker import PrefillService
+from pullfill.prefill_worker.side import PrefillService
 from pullfill.runtime.health import Health
 from pullfill.transfer.contract import PeerSession
 from pullfill.wire import KvMode
@@ -113,7 +113,7 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
     In both cases the worker is not busy."""
     async with Cluster(tmp_path, kv_mode=KvMode.PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        runner = prefill.runner
+        puller = prefill.puller
         memory = replace(prefill.local.memory, device=device)
         engine: Any = SimpleNamespace(context=SimpleNamespace(memories=[memory]))
         thread: Any = SimpleNamespace(dead=asyncio.Event())
@@ -122,11 +122,11 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
             engine,
             thread,
             prefill.links,
-            runner,
             prefill.puller,
+            prefill.budget,
             prefill.credits,
             [nats],
-            computes="",
+            prefill.links.hello,
         )
         faults = hold(prefill)
         served = decode.send(prompt(30))
@@ -138,8 +138,8 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         assert not drain.done(), "the job still runs"
         for peer in list(decode.control.peers.values()):
             peer.channel.abort()
-        await until(runner.no_jobs.is_set)
-        assert runner.in_flight == 0
+        await until(puller.no_jobs.is_set)
+        assert puller.in_flight == 0
         if device is None:
             await asyncio.wait_for(drain, 5)
         await asyncio.sleep(0.05)

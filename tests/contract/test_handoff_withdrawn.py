@@ -64,7 +64,7 @@ async def stop_at(
         return served
     claims.clear()
     prefill.puller.start()
-    await until(lambda: job_id in prefill.runner._jobs)
+    await until(lambda: job_id in prefill.puller._jobs)
     return served
 
 

@@ -51,12 +51,8 @@ async def no_transfer_worker(_: Any) -> Any:
 def link_to(record: WorkerRecord, hello: Hello, **more: Any) -> DecodeLink:
     directory: Any = FakeDirectory()
     directory.put(replace(record, compat=COMPAT))
-    more = {
-        "open_transfer_worker": no_transfer_worker,
-        "on_revoke": lambda *_: None,
-        "on_lost": lambda *_: None,
-    } | more
-    links = DecodeLinks(directory, hello, COMPAT, **more)
+    opener = more.pop("open_transfer_worker", no_transfer_worker)
+    links = DecodeLinks(directory, hello, COMPAT, opener, **more)
     links.start()
     return links.links[record.instance_id]
 
@@ -121,10 +117,9 @@ async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path:
 
     decode = Decode()
     await decode.server.start("127.0.0.1")
-    lost: list[object] = []
-    link = link_to(
-        decode.record(), greeting(tmp_path, 1), open_transfer_worker=opened, on_lost=lost.append
-    )
+    lost: list[int] = []
+    link = link_to(decode.record(), greeting(tmp_path, 1), open_transfer_worker=opened)
+    link.jobs["j"] = SimpleNamespace(link_lost=lambda: lost.append(1))  # type: ignore[assignment]
     try:
         await link.wait_up(10)
         with pytest.raises(OutOfReach, match="does not answer"):
@@ -152,8 +147,8 @@ async def following(
     await decode.server.start("127.0.0.1")
     seen: Any = directory
     links = DecodeLinks(
-        seen, greeting(tmp_path, 1), COMPAT, no_transfer_worker, lambda *_: None,
-        lambda *_: None, **more,  # type: ignore[arg-type]
+        seen, greeting(tmp_path, 1), COMPAT, no_transfer_worker,
+        **more,  # type: ignore[arg-type]
     )  # fmt: skip
     links.start()
     try:

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from pullfill.errors import PeerUnavailable
 from pullfill.net import peer_link
-from pullfill.prefill_worker import budget
 from pullfill.prefill_worker import decode_links as links_module
 from pullfill.prefill_worker.decode_links import LEAST, DecodeLink, DecodeLinks
 from pullfill.wire import Hello, WorkerRecord, WorkerState
@@ -75,7 +74,7 @@ async def fleet(decode: int, prefill: int, most: int, idle_s: float = 60.0) -> A
             directory.put(prefill_record(name))
             hello = Hello(prefill_instance=name, compat=COMPAT.hash())
             found[name] = DecodeLinks(
-                directory, hello, COMPAT, no_transfer_worker, lambda *_: None, lambda *_: None,
+                directory, hello, COMPAT, no_transfer_worker,
                 most=most, idle_s=idle_s,
             )  # fmt: skip
             stack.push_async_callback(found[name].close)
@@ -170,7 +169,9 @@ async def test_an_unreachable_decode_worker_is_forgotten_when_idle(quick: None) 
 @asynccontextmanager
 async def far_apart(tmp_path: Path) -> AsyncIterator[tuple[Cluster, DecodeHalf, PrefillHalf]]:
     """A prefill worker that pulls, and a decode worker that is connected to another one only."""
-    async with Cluster(tmp_path, links={"most": 1, "idle_s": SOON_S}) as cluster:
+    # A slow claim counts nothing, by design.
+    links, budget = {"most": 1, "idle_s": SOON_S}, {"claim_s": 60.0}
+    async with Cluster(tmp_path, links=links, budget=budget) as cluster:
         for number in (1, 2):
             record = replace(prefill_record(f"prefill-{number}"), compat=COMPATIBLE)
             cluster.directory.put(record)
@@ -196,7 +197,7 @@ async def test_a_job_brings_its_connection_and_leaves_none(tmp_path: Path, quick
             assert decode.name in prefill.links.connected
             await until(lambda: len(decode.control.peers) == 1)
             await until(lambda: decode.name not in prefill.links.links)
-        assert (prefill.runner.completed, prefill.runner.failed) == (3, 0)
+        assert (prefill.budget.completed, prefill.budget.failed) == (3, 0)
         await cluster.check_clean()
 
 
@@ -219,7 +220,7 @@ async def test_no_job_fails_though_links_are_closed_all_the_time(
                 decode.abort(served)
             await asyncio.sleep(seed % 4 * 0.001)
         assert len(made) > 5
-        assert prefill.runner.failed == 0
+        assert prefill.budget.failed == 0
         await cluster.check_clean()
 
 
@@ -232,7 +233,7 @@ async def test_a_link_stays_while_its_job_runs(tmp_path: Path, quick: None) -> N
         await asyncio.sleep(10 * SOON_S)
         assert prefill.links.is_up(decode.name)
         decode.abort(served)
-        await until(lambda: prefill.runner.in_flight <= 1)
+        await until(lambda: prefill.puller.in_flight <= 1)
         await asyncio.sleep(10 * SOON_S)
         assert prefill.links.is_up(decode.name), "its copy is not proved quiet"
         faults.resume()
@@ -246,15 +247,14 @@ async def test_jobs_that_bring_their_connection_count_against_the_budget(
     """Otherwise a worker that still connects would pull jobs that others could begin."""
     async with far_apart(tmp_path) as (cluster, _, prefill):
         under_way: list[int] = []
-        start = prefill.runner.start
+        start = prefill.puller.begin
 
         def counted(delivery: Any) -> None:
             start(delivery)
-            under_way.append(prefill.runner.in_flight)
+            under_way.append(prefill.puller.in_flight)
 
-        monkeypatch.setattr(prefill.runner, "start", counted)
-        monkeypatch.setattr(prefill.puller, "_budget", 80)
-        monkeypatch.setattr(budget, "CLAIM_S", 60.0)  # a slow claim counts nothing, by design
+        monkeypatch.setattr(prefill.puller, "begin", counted)
+        prefill.budget.limit = 80
         far = [d for d in cluster.decodes.values() if d.name not in prefill.links.connected]
         assert len(far) >= 4
         served = [decode.send(prompt(50)) for decode in far]

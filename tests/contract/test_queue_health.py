@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,9 @@ from nats.aio.client import Client
 
 from pullfill.errors import PeerUnavailable, PullfillError, QueueUnavailable
 from pullfill.prefill_worker.decode_links import DecodeLinks
-from pullfill.prefill_worker.pulling import Pulling
+from pullfill.prefill_worker.puller import Budget, Puller
+from pullfill.prefill_worker.read_grants import ReadGrants
+from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.queue import nats_connection, streams
 from pullfill.queue.contract import QueueConfig, Urgency
 from pullfill.queue.jetstream import (
@@ -103,7 +104,6 @@ async def test_an_idle_connection_hardly_wakes_its_process(
 ) -> None:
     """PINGs ten times a second over both; the depth is hardly asked for."""
     monkeypatch.setattr(nats_connection, "PING_EVERY_S", 0.1)
-    monkeypatch.setattr("pullfill.queue.jetstream.BUSY_FOR_S", 0.0)
     await asyncio.sleep(0.6)  # the PINGs of before are over
     selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
     real, waited = selector.select, list[float]()
@@ -162,7 +162,7 @@ async def test_a_process_that_stood_still_does_not_blame_the_server(
         await real(**options)
 
     turns: list[bool] = []
-    ends.consumer.health.on_change = lambda: turns.append(ends.consumer.health.up)
+    ends.consumer.health.subscribe(lambda: turns.append(ends.consumer.health.up))
     with monkeypatch.context() as slow:
         slow.setattr(client, "flush", flush)
         await until(lambda: len(asked) > 1, HANG_S)
@@ -182,13 +182,13 @@ async def test_a_prefill_worker_that_cannot_pull_says_so_at_once(
     async def no_transfer_worker(_: Any) -> Any:
         raise PeerUnavailable("this test moves nothing")
 
-    links = DecodeLinks(
-        seen, hello("prefill-1"), COMPAT, no_transfer_worker, lambda *_: None, lambda *_: None
-    )
+    links = DecodeLinks(seen, hello("prefill-1"), COMPAT, no_transfer_worker)
     links.start()
-    told: list[str] = []
-    puller: Any = SimpleNamespace(changed=lambda: told.append("changed"))
-    Pulling(links, puller, ends.consumer.health)
+    engine: Any = None
+    puller = Puller(
+        ends.consumer, links, engine, Budget(1), Credits(1), ReadGrants(None),
+        ends.consumer.health, max_prompt_tokens=1,
+    )  # fmt: skip
     try:
         directory.put(replace(decode.record(), compat=COMPAT))
         await until(lambda: decode.server.prefill_workers == 1, HANG_S)
@@ -201,7 +201,7 @@ async def test_a_prefill_worker_that_cannot_pull_says_so_at_once(
         await ends.bring_back(how)
         await until(lambda: decode.server.prefill_workers == 1, HANG_S)
         assert decode.server.peers.not_pulling == []
-        assert told == ["changed"], "the next pull does not wait for its pause"
+        assert puller.budget.room.is_set(), "the next pull does not wait for its pause"
     finally:
         await links.close()
         await decode.server.stop()
@@ -239,7 +239,7 @@ async def test_a_consumer_with_as_many_jobs_in_flight_as_it_may_have_is_no_outag
     changed = {"stream_name": stream, "config": info["config"] | {"max_ack_pending": 1}}
     await producer.connection.api(f"CONSUMER.CREATE.{stream}.{CONSUMER}", changed)
     turns: list[bool] = []
-    consumer.health.on_change = lambda: turns.append(consumer.health.up)
+    consumer.health.subscribe(lambda: turns.append(consumer.health.up))
     pulling = asyncio.create_task(consumer.pull(HANG_S))
     await asyncio.sleep(0.1)
     await producer.publish("tight", b"", 10, Urgency.TIGHT)

@@ -96,15 +96,14 @@ async def test_a_prefill_worker_follows_the_results(client: EtcdClient) -> None:
         await one.server.start("127.0.0.1")
         directory.put(replace(one.record(), compat=COMPAT, computes=computes))
     links = DecodeLinks(
-        directory, hello, COMPAT, no_transfer_worker, lambda *_: None, lambda *_: None,
-        kept=results, on_checked=lambda: changes.append(links.checking), most=0,
+        directory, hello, COMPAT, no_transfer_worker, kept=results, most=0,
     )  # fmt: skip
 
     def told(at: Decode) -> list[str]:
         return [peer.why_not for peer in at.server.peers.values()]
 
     try:
-        links.start()
+        links.start(lambda: changes.append(links.checking))
         first, second, third = decode
         # Only connections that the checks need stay open here: one for each kind.
         await eventually(lambda: all(told(first) + told(third)))

@@ -86,7 +86,7 @@ async def test_a_second_attempt_is_linked_to_the_first(tmp_path: Path, receiver:
         await until(lambda: decode.ledger.counts()["granted"] == 1)  # type: ignore[index]
         await cluster.prefill()
         await first.puller.stop()
-        await first.runner.abandon()
+        await first.puller.abandon()
         decode.pass_time(0.06)  # the queue delivers a job again only after its nak delay
         first.engine.gate.set()
         await settled(served)

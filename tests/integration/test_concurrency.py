@@ -16,8 +16,8 @@ from pullfill.engine.args import build_config
 from pullfill.engine.host import EngineHost
 from pullfill.engine.seats import Seats
 from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
+from pullfill.prefill_worker.side import PrefillHooks
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.prefill_worker.worker import PrefillHooks
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import FenceToken
 from pullfill.worker import context as contexts

@@ -110,7 +110,7 @@ class Decode:
 
 
 class Prefill:
-    """One prefill worker's link, and what it was told."""
+    """One prefill worker's link, and what its job `j` was told."""
 
     def __init__(
         self,
@@ -124,16 +124,16 @@ class Prefill:
     ) -> None:
         self.revokes: list[Revoke] = []
         self.lost = 0
+        self.activity = (0, 0)
         self.directory = FakeDirectory()
         self.links = DecodeLinks(
             self.directory,  # type: ignore[arg-type]
             hello(name, compat),
             COMPAT,
             open_transfer_worker or self._no_transfer_worker,
-            lambda _, revoke: self.revokes.append(revoke),
-            self._lost,
             key,
             silent_s=silent_s,
+            activity=lambda: self.activity,
         )
         self.links.start()
         self.link = self.move(decode.record(address))
@@ -141,13 +141,18 @@ class Prefill:
     def move(self, record: WorkerRecord) -> DecodeLink:
         """The directory says where the decode worker is now."""
         self.directory.put(msgspec.structs.replace(record, compat=COMPAT))
-        return self.links.links[record.instance_id]
+        link = self.links.links[record.instance_id]
+        link.jobs["j"] = self  # type: ignore[assignment]
+        return link
+
+    def revoke(self, revoke: Revoke) -> None:
+        self.revokes.append(revoke)
+
+    def link_lost(self) -> None:
+        self.lost += 1
 
     async def _no_transfer_worker(self, record: WorkerRecord) -> Any:
         raise PeerUnavailable("this test moves nothing")
-
-    def _lost(self, link: DecodeLink) -> None:
-        self.lost += 1
 
     async def claim(self, job_id: str = "j", incarnation: str = "i0") -> Grant:
         return await self.link.claim(job_id, incarnation, f"ack.{job_id}")

@@ -1,7 +1,7 @@
 """Decode and prefill workers without vLLM: every part of the handoff but the engines is real.
 
 The queue (in memory or on NATS), Ledger, ControlServer, Publisher, both scheduler halves,
-JobRunner, Puller, DecodeLinks, TransferWorker and a transport. `KvEngine` computes for the
+Puller, DecodeLinks, TransferWorker and a transport. `KvEngine` computes for the
 prefill side; `DecodeHalf` stands for vLLM on the other.
 """
 
@@ -12,18 +12,19 @@ import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.prefill_worker.decode_links import DecodeLinks
-from pullfill.prefill_worker.jobs import JobRunner
-from pullfill.prefill_worker.puller import Puller
+from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.queue.contract import JobConsumer, JobProducer, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from pullfill.runtime.health import Health
 from pullfill.testing.memory_queue import MemoryQueue
 from pullfill.wire import (
     SILENT_S,
@@ -54,11 +55,9 @@ class PrefillHalf:
         self.name, self._cluster = name, cluster
         self.local = cluster.rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
         self.read_grants = ReadGrants(self.local.owner.fences)
-        loop = asyncio.get_running_loop()
-        self.credits = Credits(
-            cluster.credit_blocks * LAYOUT.block_bytes,
-            on_room=lambda: loop.call_soon_threadsafe(self.puller.changed),
-        )
+        self.budget = Budget(400, **cluster.budget)
+        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self.budget.room.set)
+        self.credits = Credits(cluster.credit_blocks * LAYOUT.block_bytes, on_room=wake)
         self.engine = KvEngine(self.local.pages, chunk=chunk, compat_hash=COMPATIBLE.hash())
         self.links = DecodeLinks(
             cluster.directory,  # type: ignore[arg-type]
@@ -70,35 +69,30 @@ class PrefillHalf:
             ),
             COMPATIBLE,
             self._open_transfer_worker,
-            lambda connection, revoke: self.runner.revoked(connection, revoke),
-            lambda connection: self.runner.connection_lost(connection),
+            activity=self.budget.activity,
             **cluster.links,
         )
-        self.runner = JobRunner(
-            self.links,
-            self.engine,  # type: ignore[arg-type]
-            heartbeat_s=lambda: cluster.heartbeat_s,
-            max_prompt_tokens=longest,
-            max_deliver=lambda: cluster.config.max_deliver,
-            read_grants=self.read_grants,
-            on_change=lambda: self.puller.changed(),
-        )
         self.consumer = consumer or cluster.queue.consumer()
+        nats = Health("nats")
+        nats.ok()
         self.puller = Puller(
             self.consumer,
-            self.runner,
-            budget_tokens=400,
+            self.links,
+            self.engine,  # type: ignore[arg-type]
+            self.budget,
+            self.credits,
+            self.read_grants,
+            nats,
+            max_prompt_tokens=longest,
             max_jobs=16,
-            credits=self.credits,
             patience_s=cluster.patience_s,
         )
-        self.runner.on_unreachable = self.puller.leave_to_others
         self.links.start()
 
     @property
     def tasks(self) -> list[PrefillTask]:
         """What the engine and the transfer workers do for jobs now."""
-        return [job.task for job in self.runner._jobs.values() if job.task is not None]
+        return [job.task for job in self.puller._jobs.values() if job.task is not None]
 
     async def _open_transfer_worker(self, record: WorkerRecord) -> TransferWorker:
         region = self._cluster.decodes[record.instance_id].region
@@ -108,8 +102,7 @@ class PrefillHalf:
         return TransferWorker(session, record.instance_id, [self.local.memory], account)
 
     async def stop(self) -> None:
-        await self.puller.stop()
-        await self.runner.abandon()
+        await self.puller.close()
         await self.links.close()
         await self.consumer.close()
         await asyncio.to_thread(self.engine.stop)
@@ -121,8 +114,8 @@ class Cluster:
     """Everything on one loop; use as `async with Cluster(tmp_path, "loopback") as cluster`.
 
     wrap: puts something between the decode workers and the queue (to corrupt what is published).
-    server: the queue is on this NATS server, and not in the process. links: arguments of
-    `DecodeLinks`.
+    server: the queue is on this NATS server, and not in the process. links, budget: arguments
+    of `DecodeLinks` and `Budget`.
     """
 
     directory_path: Path
@@ -130,7 +123,6 @@ class Cluster:
     clock: Clock = SYSTEM_CLOCK
     ack_wait_s: float = 30.0
     max_deliver: int = 5
-    heartbeat_s: float = 10.0
     timeout_s: float = 20.0
     kv_mode: KvMode = KvMode.PUSH_ASYNC
     credit_blocks: int = 1000
@@ -138,6 +130,7 @@ class Cluster:
     wrap: Callable[[Any], Any] = lambda producer: producer
     server: NatsServer | None = None
     links: dict[str, Any] = field(default_factory=dict)
+    budget: dict[str, Any] = field(default_factory=dict)
     decodes: dict[str, DecodeHalf] = field(default_factory=dict)
     prefills: list[PrefillHalf] = field(default_factory=list)
 
@@ -198,12 +191,12 @@ class Cluster:
             decode.step()
             decode.check_clean()
         for prefill in self.prefills:
-            await asyncio.wait_for(prefill.runner.idle.wait(), 10)
+            await asyncio.wait_for(prefill.puller.idle.wait(), 10)
             # A delivery that is given back may have come meanwhile.
             await until(
-                lambda p=prefill: p.engine.idle and not p.runner.in_flight  # type: ignore[misc]
+                lambda p=prefill: p.engine.idle and not p.puller.in_flight  # type: ignore[misc]
             )
-            assert prefill.runner.in_flight_tokens == 0
+            assert prefill.budget.tokens == 0
             assert prefill.engine.failure is None
             assert prefill.local.owner.fences.in_use == prefill.read_grants.kept_blocks == 0
             assert not any(prefill.credits.used.values())

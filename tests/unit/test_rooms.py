@@ -39,7 +39,7 @@ ALLOWED = {room: allowed for room, (_, allowed) in ROOMS.items()}
 
 ENTRY_POINTS = {
     "pullfill.decode_worker.main",
-    "pullfill.prefill_worker.main",
+    "pullfill.prefill_worker.side",
     "pullfill.elastic.main",
     "pullfill.frontend.main",
     "pullfill.queue.nats_connection",
@@ -187,7 +187,7 @@ def test_links_are_relative_and_lead_to_the_rooms() -> None:
     ("file", "code", "expected"),
     [
         ("frontend/a.py", "from pullfill.decode_worker import ledger", "must not import decode_w"),
-        ("decode_worker/a.py", "import pullfill.prefill_worker.main", "must not import prefill"),
+        ("decode_worker/a.py", "import pullfill.prefill_worker.side", "must not import prefill"),
         ("decode_worker/a.py", "def f():\n    from pullfill import frontend", "import frontend"),
         ("queue/a.py", "from pullfill.registry.client import EtcdClient", "import registry"),
         ("queue/a.py", "from ..transfer import contract", "must not import transfer"),

@@ -122,7 +122,7 @@ class TestHealth:
         clock = FakeClock()
         health = Health("nats", "nats://h:1", clock)
         turns: list[bool] = []
-        health.on_change = lambda: turns.append(health.up)
+        health.subscribe(lambda: turns.append(health.up))
         health.ok()
         health.failed("no answer", "jetstream")
         health.failed("no answer for 0.7 s")

@@ -1,79 +1,145 @@
-"""The pull loop: a job starts when it comes, and the next is asked for at once."""
+"""What is pulled and when, what runs, and why nothing is pulled."""
 
 from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from pullfill.deploy.plan import PREFILL_CHUNK
-from pullfill.errors import QueueUnavailable
-from pullfill.prefill_worker.puller import Puller, budget_of
+from pullfill.errors import ClaimRefused, QueueUnavailable
+from pullfill.prefill_worker.puller import Budget, Puller, budget_of
+from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.queue.contract import QueueConfig, Urgency
+from pullfill.queue.nats_connection import NotSent
+from pullfill.runtime import failpoints
+from pullfill.runtime.health import Health
+from pullfill.testing.loopback import LoopbackFences
 from pullfill.testing.memory_queue import MemoryQueue
+from pullfill.wire import PrefillJob, RefuseReason, encode, u32
 from tests.support.nats import until
+from tests.unit.prefill_worker.test_read_grants import TransferWorker, kept_task
 
 
-class Runner:
-    """Counts what is under way."""
+class Worker:
+    """A Puller whose jobs wait for their decode workers until the test ends them.
 
-    def __init__(self) -> None:
+    A decode worker has the name of its job. waits: how long each pull waited, at most."""
+
+    def __init__(
+        self, budget: Budget | None = None, *, ack_wait_s: float = 60.0, **more: Any
+    ) -> None:
+        self.queue = MemoryQueue(QueueConfig("test", "c", ack_wait_s=ack_wait_s))
+        self.producer = self.queue.producer()
         self.started: list[str] = []
-        self.in_flight_tokens = 0
-        self.waiting = 0
-        self.uncomputed = 0
-
-    @property
-    def in_flight(self) -> int:
-        return len(self.started)
-
-    def start(self, delivery: Any) -> None:
-        self.started.append(delivery.job_id)
-        self.in_flight_tokens += delivery.tokens
-        self.uncomputed += 1
-
-
-class Consumer:
-    """A consumer that notes how much it was asked for."""
-
-    def __init__(self, real: Any, runner: Runner) -> None:
-        self._real, self._runner = real, runner
+        self.told: list[str] = []
         self.asked: list[int] = []
+        self.waits: list[float] = []
+        self._ends: dict[str, asyncio.Event] = {}
+        self._consumer = self.queue.consumer()
+        consumer: Any = SimpleNamespace(
+            pull=self.pull, drain=self._consumer.drain, ack_wait_s=ack_wait_s, max_deliver=5
+        )
+        links: Any = SimpleNamespace(
+            find=self._find, knows=lambda _: True, is_up=lambda _: True, pause=self.told.append,
+            trials=asyncio.Queue(),
+        )  # fmt: skip
+        engine: Any = SimpleNamespace(block_size=4, groups=1, compat_hash="c")
+        self.nats = Health("nats", "nats://h:1")
+        self.nats.ok()
+        self.budget = budget or Budget(30, claim_s=60.0)
+        self.puller = Puller(
+            consumer, links, engine, self.budget, Credits(1 << 20), ReadGrants(None), self.nats,
+            max_prompt_tokens=100, **more,
+        )  # fmt: skip
 
-    async def pull(self, wait_s: float, **how: bool) -> Any:
-        if not how["urgent_only"]:
-            self.asked.append(len(self._runner.started))
-        return await self._real.pull(wait_s, **how)
+    async def pull(self, wait_s: float, *, urgent_only: bool = False) -> Any:
+        if not urgent_only:
+            self.asked.append(self.puller.in_flight)
+            self.waits.append(wait_s)
+        return await self._consumer.pull(wait_s, urgent_only=urgent_only)
 
-    async def drain(self) -> None:
-        await self._real.drain()
+    async def _find(self, name: str) -> Any:
+        self.started.append(name)
+        await self._ends.setdefault(name, asyncio.Event()).wait()
+        raise ClaimRefused(f"{name} is over", reason=RefuseReason.CLOSED)
 
+    def grant(self, *names: str) -> None:
+        """As if the decode worker had granted them: they count until they are over."""
+        for name in names:
+            self.budget.granted(name)
 
-async def started(runner: Runner, count: int) -> None:
-    """Until so many jobs are, and until what would start another had time for it."""
-    async with asyncio.timeout(20.0):
-        while len(runner.started) < count:  # noqa: ASYNC110 - nothing to wait on
+    async def publish(self, name: str, tokens: int = 10, urgency: Urgency = Urgency.NORMAL) -> None:
+        await self.producer.publish(name, job_of(name), tokens, urgency)
+
+    async def runs(self, *names: str) -> None:
+        """Until these run, and until what would start another had time for it."""
+        async with asyncio.timeout(20.0):
+            while len(self.started) < len(names):  # noqa: ASYNC110 - nothing to wait on
+                await asyncio.sleep(0)
+        for _ in range(100):
             await asyncio.sleep(0)
-    for _ in range(100):
-        await asyncio.sleep(0)
+        assert self.started == list(names)
+
+    async def end(self, *names: str) -> None:
+        for name in names:
+            self._ends.setdefault(name, asyncio.Event()).set()
+        await until(lambda: not any(name in self.puller._jobs for name in names))
+
+
+def job_of(name: str) -> bytes:
+    return encode(
+        PrefillJob(
+            job_id=name,
+            incarnation="i",
+            decode_instance=name,
+            request_id="r",
+            compat="c",
+            token_ids=u32.pack([1, 2, 3, 4]),
+            hit_tokens=0,
+            block_ids=u32.pack([0]),
+            timeout_s=60.0,
+        )
+    )
+
+
+class Delivered:
+    """A `Delivery`; `told`: how often it was kept alive, and how it was settled."""
+
+    tokens, ack_subject = 4, ""
+
+    def __init__(self, job_id: str, number: int = 1, error: Exception | None = None) -> None:
+        self.job_id, self.body, self.number, self._error = job_id, job_of(job_id), number, error
+        self.told: list[Any] = []
+
+    async def in_progress(self) -> None:
+        self.told.append("alive")
+        if self._error:
+            raise self._error
+
+    async def ack(self) -> None:
+        self.told.append("ack")
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        self.told.append(("nak", delay_s))
+        if self._error:
+            raise self._error
+
+
+# ------------------------------------------------------------------ how much is pulled
 
 
 async def test_each_job_starts_before_the_next_is_asked_for() -> None:
-    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
-    producer = queue.producer()
+    worker = Worker()
     for number in range(4):
-        await producer.publish(f"j{number}", b"", 10)
-    consumer: Any = Consumer(queue.consumer(), runner)
-    fake: Any = SimpleNamespace(runner=runner)
-    puller = Puller(consumer, fake.runner, budget_tokens=30, max_jobs=32, credits=Credits(1 << 20))
-    puller.start()
-    await started(runner, 3)
-    await puller.stop()
-    assert consumer.asked == [0, 1, 2], "then the budget is used up"
-    assert runner.started == ["j0", "j1", "j2"]
+        await worker.publish(f"j{number}")
+    worker.puller.start()
+    await worker.runs("j0", "j1", "j2")
+    await worker.puller.close()
+    assert worker.asked == [0, 1, 2], "then the budget is used up"
 
 
 @pytest.mark.parametrize(("step", "budget"), [(1024, 4096), (2048, 4096), (8192, 16384)])
@@ -84,147 +150,227 @@ def test_the_budget_is_two_steps_but_not_of_small_ones(step: int, budget: int) -
 async def test_small_steps_do_not_leave_the_engine_without_a_second_prompt() -> None:
     """3000 tokens are three steps of a prefill worker on CPU: the next prompt is there before the
     last of them."""
-    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
-    producer = queue.producer()
+    worker = Worker(Budget(budget_of(PREFILL_CHUNK), claim_s=60.0))
     for number in range(3):
-        await producer.publish(f"j{number}", b"", 3000)
-    fake: Any = runner
-    budget = budget_of(PREFILL_CHUNK)
-    puller = Puller(
-        queue.consumer(), fake, budget_tokens=budget, max_jobs=32, credits=Credits(1 << 20)
-    )
-    puller.start()
-    await started(runner, 2)
-    await puller.stop()
-    assert runner.started == ["j0", "j1"], "and the third is for other workers"
+        await worker.publish(f"j{number}", 3000)
+    worker.puller.start()
+    await worker.runs("j0", "j1")
+    await worker.puller.close()
 
 
 async def test_a_tight_job_goes_past_the_prompt_that_waits_in_the_engine() -> None:
     """Beyond the budget, once over. Others wait for room, and so does a tight one without need."""
-    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
-    producer = queue.producer()
-    fake: Any = runner
-    puller = Puller(
-        queue.consumer(), fake, budget_tokens=1000, max_jobs=32, credits=Credits(1 << 20)
-    )
-    puller.start()
-    await producer.publish("one", b"", 1000)
-    await started(runner, 1)
-    await producer.publish("two", b"", 10)
-    await producer.publish("tight", b"", 10, Urgency.TIGHT)
+    worker = Worker(Budget(1000, claim_s=60.0))
+    worker.puller.start()
+    await worker.publish("one", 1000)
+    await worker.runs("one")
+    worker.grant("one")
+    await worker.publish("two", 10)
+    await worker.publish("tight", 10, Urgency.TIGHT)
     await asyncio.sleep(0.05)
-    assert runner.started == ["one"], "it would gain nothing: the engine has no second prompt"
-    runner.in_flight_tokens = 0
-    puller.changed()
-    await started(runner, 3)
-    await producer.publish("big", b"", 1000)
-    await started(runner, 4)
-    await producer.publish("next", b"", 10)
+    await worker.runs("one")  # more would gain nothing: the engine has no second prompt
+    await worker.end("one")
+    await worker.runs("one", "tight", "two")
+    await worker.publish("big", 1000)
+    await worker.runs("one", "tight", "two", "big")
+    worker.grant("tight", "two", "big")
+    await worker.publish("next", 10)
     for number in range(3):
-        await producer.publish(f"tight{number}", b"", 600, Urgency.TIGHT)
-    await started(runner, 6)
+        await worker.publish(f"tight{number}", 600, Urgency.TIGHT)
+    await until(lambda: len(worker.started) == 6)
     await asyncio.sleep(0.05)
-    await puller.stop()
-    assert runner.started == ["one", "tight", "two", "big", "tight0", "tight1"]
+    await worker.runs("one", "tight", "two", "big", "tight0", "tight1")
+    await worker.puller.close()
 
 
 async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> None:
     """Of any length. KV that travels does not count, up to the most jobs at once."""
-    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
-    producer = queue.producer()
+    worker = Worker(Budget(1, concurrency=1, claim_s=60.0), max_jobs=4)
     for number in range(6):
-        await producer.publish(f"j{number}", b"", 1_000_000)
-    fake: Any = runner
-    puller = Puller(
-        queue.consumer(), fake, budget_tokens=1, max_jobs=4, credits=Credits(1 << 20), concurrency=1
-    )
-    puller.start()
-    await started(runner, 2)
-    assert runner.started == ["j0", "j1"]
-    runner.uncomputed -= 1
-    puller.changed()
-    await started(runner, 3)
-    assert runner.started == ["j0", "j1", "j2"]
-    runner.uncomputed = 0
-    puller.changed()
-    await started(runner, 4)
-    await puller.stop()
-    assert runner.started == ["j0", "j1", "j2", "j3"], "and no more: it has four"
+        await worker.publish(f"j{number}", 1_000_000)
+    worker.puller.start()
+    await worker.runs("j0", "j1")
+    worker.grant("j0", "j1")
+    worker.budget.computed("j0")
+    await worker.runs("j0", "j1", "j2")
+    worker.grant("j2")
+    worker.budget.computed("j1")
+    await worker.runs("j0", "j1", "j2", "j3")
+    worker.grant("j3")
+    for name in ("j2", "j3", "gone"):
+        worker.budget.computed(name)
+    await asyncio.sleep(0.05)
+    await worker.runs("j0", "j1", "j2", "j3")  # and no more: it has four
+    await worker.puller.close()
+
+
+async def test_jobs_are_left_to_workers_that_wait_and_taken_if_none_does() -> None:
+    worker = Worker()
+    worker.puller.start()
+    await until(lambda: bool(worker.waits))
+    for _ in range(2):
+        worker.puller.leave_to_others(60.0)
+    await until(lambda: len(worker.waits) > 3)
+    await worker.publish("j")
+    await worker.runs("j")
+    assert worker.waits[0] > 0
+    assert not any(worker.waits[1:])
+    await worker.puller.close()
+
+
+async def test_the_job_of_a_self_check_runs_while_nothing_is_pulled() -> None:
+    worker = Worker()
+    worker.puller.pause("check", "it was not compared")
+    worker.puller.links.find_unchecked = worker.puller.links.find  # type: ignore[method-assign]
+    worker.puller.start()
+    for body in (b"nonsense", job_of("trial")):
+        worker.puller.links.trials.put_nowait(SimpleNamespace(job=body))  # type: ignore[arg-type]
+    await worker.runs("trial")
+    await worker.puller.close()
+    assert worker.asked == []
+
+
+# ------------------------------------------------------------------ why nothing is pulled
 
 
 async def test_a_pause_ends_the_pull_that_waits() -> None:
     """Five workers that pause would otherwise make a dead letter of the next job."""
-    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
-    producer, consumer = queue.producer(), Consumer(queue.consumer(), runner)
-    either: Any = SimpleNamespace(consumer=consumer, runner=runner)
-    puller = Puller(
-        either.consumer, either.runner, budget_tokens=30, max_jobs=32, credits=Credits(1 << 20)
-    )
-    puller.start()
-    await until(lambda: bool(consumer.asked))
-    for paused in (True, False, True):
-        puller.pause(paused)
+    worker = Worker()
+    worker.puller.start()
+    await until(lambda: bool(worker.asked))
+    for why in ("stuck", "", "stuck"):
+        worker.puller.pause("engine", why)
     await asyncio.sleep(0.02)
-    await producer.publish("j", b"", 10)
+    await worker.publish("j")
     await asyncio.sleep(0.02)
-    job = await queue.consumer().pull(20.0)
+    job = await worker.queue.consumer().pull(20.0)
+    assert job is not None
     assert job.number == 1
     await job.nak()
-    puller.pause(False)
-    await started(runner, 1)
-    await puller.stop()
-    assert runner.started == ["j"]
+    worker.puller.pause("engine", "")
+    await worker.runs("j")
+    await worker.puller.close()
 
 
-async def test_jobs_are_left_to_workers_that_wait_and_taken_if_none_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("pullfill.prefill_worker.puller._LEAVE_S", 60.0)  # ended below
-    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
-    producer, consumer = queue.producer(), cast(Any, Consumer(queue.consumer(), runner))
-    pull, waits = consumer.pull, list[float]()
-
-    async def noting(wait_s: float, **how: Any) -> Any:
-        waits.append(wait_s)
-        return await pull(wait_s, **how)
-
-    consumer.pull = noting
-    puller = Puller(
-        consumer, cast(Any, runner), budget_tokens=30, max_jobs=32, credits=Credits(1 << 20)
-    )
-    puller.start()
-    await until(lambda: bool(waits))
-    puller.leave_to_others()
-    puller.leave_to_others()
-    await until(lambda: len(waits) > 3)
-    await producer.publish("j", b"", 1)
-    await started(runner, 1)
-    assert waits[0] > 0
-    assert not any(waits[1:])
-    puller._leave_until = asyncio.get_running_loop().time()
-    await until(lambda: waits[-1] > 0)
-    await puller.stop()
+async def test_decode_workers_are_told_why_nothing_is_pulled() -> None:
+    worker, streams = Worker(), "its own streams leave no time"
+    for _ in range(2):
+        worker.puller.pause("busy", streams)
+    assert worker.told == [streams], "told once"
+    worker.puller.pause("engine", "its engine takes no steps")
+    worker.puller.pause("busy", "")
+    assert worker.puller.paused
+    worker.puller.pause("engine", "")
+    assert worker.told == [streams, "its engine takes no steps", ""]
+    worker.puller.pause("check", "each decode worker is told its own reason")
+    worker.puller.pause("check", "")
+    worker.nats.failed("it hangs")
+    worker.nats.ok()
+    assert worker.told[3:] == ["NATS does not answer it: nats://h:1: it hangs", ""]
+    await worker.puller.close()
+    worker.nats.failed("closed")
+    assert len(worker.told) == 5
 
 
-async def test_a_pause_after_a_pull_that_failed_ends_like_any_other() -> None:
-    queue, runner = MemoryQueue(QueueConfig("test", "c")), Runner()
-    producer, consumer = queue.producer(), cast(Any, Consumer(queue.consumer(), runner))
-    fail, pull = asyncio.Event(), consumer.pull
+async def test_a_pull_that_fails_is_tried_again_also_after_a_pause() -> None:
+    worker, failed = Worker(), asyncio.Event()
 
     async def fails_once(*args: Any, **how: Any) -> Any:
-        if not fail.is_set():
-            fail.set()
+        if not failed.is_set():
+            failed.set()
             raise QueueUnavailable("NATS is away")
-        return await pull(*args, **how)
+        return await Worker.pull(worker, *args, **how)
 
-    consumer.pull = fails_once
-    puller = Puller(
-        consumer, cast(Any, runner), budget_tokens=30, max_jobs=32, credits=Credits(1 << 20)
-    )
-    puller.start()
-    await fail.wait()
-    puller.pause(True)
-    puller.pause(False)
-    await producer.publish("j", b"", 1)
-    await started(runner, 1)
-    await puller.stop()
+    worker.puller._consumer.pull = fails_once  # type: ignore[method-assign]
+    worker.puller.start()
+    await failed.wait()
+    worker.puller.pause("engine", "stuck")
+    worker.puller.pause("engine", "")
+    await worker.publish("j")
+    await worker.runs("j")
+    await worker.puller.close()
+
+
+async def test_what_cannot_be_given_back_does_not_end_the_pulling() -> None:
+    worker, pulls = Worker(), 0
+    late = Delivered("late", error=NotSent("no connection to NATS"))
+
+    async def pull(*_: float, **__: bool) -> Any:
+        nonlocal pulls
+        pulls += 1
+        if pulls > 1:
+            await asyncio.sleep(100)
+        worker.puller._whys["engine"] = "it came too late"
+        asyncio.get_running_loop().call_later(0.01, worker.puller.pause, "engine", "")
+        return late
+
+    worker.puller._consumer.pull = pull  # type: ignore[method-assign]
+    worker.puller.start()
+    await until(lambda: pulls == 2)
+    await worker.puller.close()
+    assert late.told == [("nak", 0.0)]
+
+
+# ------------------------------------------------------------------ what runs
+
+
+async def test_the_queue_is_told_of_all_jobs_as_long_as_they_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = Worker(ack_wait_s=0.06)
+    worker.puller.pause("engine", "only what the test begins runs")
+    worker.puller.start()
+    bad, good = Delivered("bad", error=NotSent("away")), Delivered("good")
+    for delivery in (bad, good):
+        worker.puller.begin(delivery)  # type: ignore[arg-type]
+    await until(lambda: len(good.told) > 1)
+    assert len(bad.told) > 1, "one that cannot be told of does not keep the others from it"
+    monkeypatch.setattr(failpoints, "_active", failpoints.parse("prefill.heartbeat=error"))
+    told = len(good.told)
+    await until(lambda: failpoints._active["prefill.heartbeat"].hits >= 4)
+    assert len(good.told) <= told + 1, "the failpoint keeps the queue from hearing"
+    monkeypatch.setattr(failpoints, "_active", {})
+    await worker.end("bad", "good")
+    await worker.puller.close()
+
+
+@pytest.mark.parametrize(
+    ("refused", "number", "told"),
+    [
+        (None, 1, ["ack"]),
+        (RefuseReason.IN_PROGRESS, 1, []),  # nobody would hear of it again if that worker failed
+        (RefuseReason.IN_PROGRESS, 5, ["ack"]),  # it would become a dead letter
+        (RefuseReason.HELD, 1, [("nak", pytest.approx(0.2))]),  # no worker has it
+        (RefuseReason.HELD, 2, [("nak", pytest.approx(0.8))]),
+    ],
+)
+async def test_a_job_of_this_process_is_not_run(
+    refused: RefuseReason | None, number: int, told: list[Any]
+) -> None:
+    def take_back(_: object) -> bool:
+        if refused is not None:
+            raise ClaimRefused("another worker has it", reason=refused)
+        return True
+
+    worker, own = Worker(take_back=take_back), Delivered("own", number)
+    worker.puller.begin(own)  # type: ignore[arg-type]
+    await asyncio.wait_for(worker.puller.idle.wait(), 5)
+    assert (own.told, worker.puller.in_flight) == (told, 0)
+
+
+async def test_blocks_that_are_still_read_come_back_after_the_jobs_were_abandoned() -> None:
+    """The engine of an elastic worker stays."""
+    worker, fences, transfer_worker = Worker(), LoopbackFences(16, 2), TransferWorker()
+    readers, task = ReadGrants(fences), kept_task(transfer_worker)
+    slot = fences.valid(readers.open(task))
+    slot.holders += 1
+    worker.puller.begin(Delivered("a"))  # type: ignore[arg-type]
+    worker.puller.keep(readers.let_go(task))
+    await asyncio.wait_for(worker.puller.abandon(), 5)
+    await asyncio.sleep(0.02)
+    assert (worker.puller.no_jobs.is_set(), worker.puller.idle.is_set()) == (True, False)
+    assert (worker.puller.in_flight, fences.in_use) == (0, 1)
+    slot.holders -= 1
+    await asyncio.wait_for(worker.puller.idle.wait(), 5)
+    assert transfer_worker.let_go_of == [task]
+    assert fences.in_use == 0

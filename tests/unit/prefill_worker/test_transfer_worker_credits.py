@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pullfill.prefill_worker.puller import Puller
+from pullfill.prefill_worker.puller import Budget, Puller
+from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.runtime import metrics
+from pullfill.runtime.health import Health
 
 
 def test_charged_and_given_back() -> None:
@@ -87,20 +90,21 @@ class Rig:
 
     def __init__(self, patience_s: float) -> None:
         self.pulls = 0
-        loop = asyncio.get_running_loop()
-        self.credits = Credits(100, on_room=lambda: loop.call_soon_threadsafe(self.puller.changed))
+        budget = Budget(10)
+        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, budget.room.set)
+        self.credits = Credits(100, on_room=wake)
         self.account = self.credits.open("decode-1")
-        consumer: Any = SimpleNamespace(pull=self._pull, drain=self._drain)
-        runner: Any = SimpleNamespace(in_flight_tokens=0, in_flight=0, waiting=0)
+        consumer: Any = SimpleNamespace(pull=self._pull, drain=self._drain, ack_wait_s=60.0)
+        links: Any = SimpleNamespace(pause=lambda _: None, trials=asyncio.Queue())
+        (nats := Health("nats")).ok()
         self.puller = Puller(
-            consumer, runner, budget_tokens=10, max_jobs=2, credits=self.credits,
-            patience_s=patience_s,
+            consumer, links, links, budget, self.credits, ReadGrants(None), nats,
+            max_prompt_tokens=1, patience_s=patience_s,
         )  # fmt: skip
 
-    async def _pull(self, *_: float, **__: bool) -> list[Any]:
+    async def _pull(self, *_: float, **__: bool) -> None:
         self.pulls += 1
         await asyncio.sleep(0.001)
-        return []
 
     async def _drain(self) -> None: ...
 
@@ -121,7 +125,7 @@ async def test_nothing_is_pulled_without_credit() -> None:
         await asyncio.to_thread(rig.account.refund, 1)
         await until(lambda: rig.pulls)
     finally:
-        await rig.puller.stop()
+        await rig.puller.close()
 
 
 @pytest.mark.parametrize("takes", [0, 1])
@@ -135,7 +139,7 @@ async def test_a_peer_that_takes_little_stops_nobody_for_long(takes: int) -> Non
             await asyncio.sleep(0.005)
         assert rig.credits.gone == ["decode-1"]
     finally:
-        await rig.puller.stop()
+        await rig.puller.close()
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -146,4 +150,4 @@ async def test_stopping_does_not_wait_for_credits(waits: bool) -> None:
     rig.puller.start()
     await asyncio.sleep(0.005)
     async with asyncio.timeout(5):
-        await rig.puller.stop()
+        await rig.puller.close()

@@ -1,7 +1,8 @@
-"""The prefill worker's parts, put together (worker/process.py has the life of the process).
+"""The prefill side of a worker: its parts, put together in the order in which a job meets them.
 
-Start: the registration, then the control connections to decode workers, then the first pull. A
-drain stops pulling, and finishes the granted jobs and their writes.
+worker/process.py has the life of the process. Start: the registration, then the connections to
+decode workers, then the first pull. A drain stops pulling, and finishes the granted jobs and their
+writes.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,9 +27,7 @@ from pullfill.ids import new_instance_id
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.engine import PrefillEngine
-from pullfill.prefill_worker.jobs import JobRunner
-from pullfill.prefill_worker.puller import Puller, budget_of
-from pullfill.prefill_worker.pulling import Pulling
+from pullfill.prefill_worker.puller import Budget, Puller, budget_of
 from pullfill.prefill_worker.reach import TransferWorkers
 from pullfill.prefill_worker.read_grants import ReadGrants, open_region
 from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
@@ -47,17 +47,20 @@ from pullfill.transfer.gpu import copies
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Hello, QueueSettings, RegionDescriptor, WorkerRecord
 from pullfill.worker import memory
-from pullfill.worker.context import LATER
-from pullfill.worker.process import Engine, Role, Service
+from pullfill.worker.process import Engine, Role, Service, WorkerProcess
+from pullfill.worker.run import run_worker
 
 logger = log.get("prefill_worker")
 
-_MAX_JOBS = 32
-_CREDITS = 256 << 20
-_KEPT_S = 1.0
-"""How long a drain waits after the last job for reads and copies that may still go on. They usually
-end within milliseconds, but those of a stopped decode worker do not end. The blocks that it reads
-stay allocated, until this process ends. If the engine stays (elastic): until the read has ended."""
+
+def run(cluster: ClusterRef, options: WorkerOptions, vllm_args: Sequence[str]) -> int:
+    """`pullfill prefill`: one prefill worker; does not return (worker/run.py)."""
+
+    async def serve() -> int:
+        role = PrefillRole(cluster, options)
+        return await WorkerProcess(role, cluster, options, list(vllm_args)).serve()
+
+    run_worker("prefill", options, vllm_args, serve)
 
 
 class PrefillHooks(EngineHooks):
@@ -109,9 +112,6 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         self.instance_id = options.instance_id or new_instance_id(self.name)
         self._key = cluster.security.cluster.load()
         self.copiers: weakref.WeakSet[TransferWorker] = weakref.WeakSet()
-        self._transports: list[PeerTransport] = []
-        self._absent: dict[str, str] = {}
-        self._hello: Any = LATER  # a Hello, once the memory is open
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
         self._etcd = etcd
@@ -143,184 +143,155 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         parts: AsyncExitStack,
     ) -> PrefillService:
         copies.when_broken(thread.fail)
-        consumer = await self.connect(engine, queue, parts)
-        self.open_memory(engine)
+        hello = self.open_memory(engine)
         parts.push_async_callback(memory.end, thread, engine.context, self.copiers)
-        return self.pull(engine, hooks, thread, consumer, parts)
+        return await self.open_side(engine, hooks, thread, queue, hello, parts)
 
-    async def connect(
-        self,
-        engine: Engine[PrefillContext],
-        queue: Settings[QueueSettings],
-        parts: AsyncExitStack,
-    ) -> JetStreamConsumer:
-        """Connect to the queue of the engine's model."""
-        consumer = await JetStreamConsumer.connect(
-            self._cluster.nats_url,
-            QueueConfig(namespace=self._cluster.namespace, compat_hash=engine.compat.hash()),
-            settings=queue.current,
-            wait_s=self._options.connect_timeout_s,
-            connect_options=self._cluster.security.nats.options(),
-        )
-        parts.push_async_callback(consumer.close)
-        parts.callback(queue.subscribe(consumer.streams.configure))
-        return consumer
-
-    def open_memory(self, engine: Engine[PrefillContext]) -> None:
-        """Open our KV memory to decode workers that read it, and say what we are. Once."""
-        options, config, context = self._options, engine.config, engine.context
-        if memories := context.memories:
-            names = options.transports
-            self._transports = peer_transports(names, memories, self._key, options.host)
-            self._absent = why_absent(names, memories[0])
-        self._hello = Hello(
+    def open_memory(self, engine: Engine[PrefillContext]) -> Hello:
+        """Open our KV memory to decode workers that read it. Once. Returns what to say of us."""
+        options, config = self._options, engine.config
+        regions = open_region(
+            engine.context, engine.compat, host=options.host, port=options.kv_port,
+            advertise=options.advertise_kv, transports=options.transports, key=self._key,
+        )  # fmt: skip
+        return Hello(
             prefill_instance=self.instance_id,
             compat=engine.compat.hash(),
-            regions=open_region(
-                context, engine.compat, host=options.host, port=options.kv_port,
-                advertise=options.advertise_kv, transports=options.transports, key=self._key,
-            ),
+            regions=regions,
             computes=rounding_digest(config),
             adapters=config.lora_config is not None,
             features=release.this.takes_features(config.model_config),
-            max_prompt_tokens=_longest(config),
-        )  # fmt: skip
+            # At its start vLLM checks that the KV cache holds `max_model_len` tokens. One of them
+            # is sampled.
+            max_prompt_tokens=int(config.model_config.max_model_len) - 1,
+        )
 
-    def pull(
+    async def open_side(
         self,
         engine: Engine[PrefillContext],
         hooks: PrefillHooks,
         thread: EngineThread[Any],
-        consumer: JetStreamConsumer,
+        queue: Settings[QueueSettings],
+        hello: Hello,
         parts: AsyncExitStack,
         take_back: Callable[[Delivery], bool] = lambda _: False,
     ) -> PrefillService:
         """Build what pulls and runs jobs. Closing `parts` ends it, and the memory stays open.
 
-        take_back: see JobRunner."""
+        take_back: see Puller."""
         options, config, context = self._options, engine.config, engine.context
-        loop, concurrency = asyncio.get_running_loop(), context.scheduler.concurrency
-        budget = budget_of(config.scheduler_config.max_num_batched_tokens)
-        blocks = -(-budget // config.cache_config.block_size)
+        consumer = await JetStreamConsumer.connect(
+            self._cluster.nats_url,
+            QueueConfig(namespace=self._cluster.namespace, compat_hash=engine.compat.hash()),
+            settings=queue.current,
+            wait_s=options.connect_timeout_s,
+            connect_options=self._cluster.security.nats.options(),
+        )
+        parts.push_async_callback(consumer.close)
+        parts.callback(queue.subscribe(consumer.streams.configure))
+
+        tokens = budget_of(config.scheduler_config.max_num_batched_tokens)
+        budget = Budget(tokens, context.scheduler.concurrency)
+        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, budget.room.set)
+        blocks = -(-tokens // config.cache_config.block_size)
         kv_bytes = blocks * sum(memory.layout.block_bytes for memory in context.memories)
-        credits = Credits(
-            options.kv_credits or max(_CREDITS, kv_bytes),
-            on_room=lambda: loop.call_soon_threadsafe(puller.changed),
+        credits = Credits(options.kv_credits or max(256 << 20, kv_bytes), on_room=wake)
+
+        transports: list[PeerTransport] = []
+        absent: dict[str, str] = {}
+        if memories := context.memories:
+            transports = peer_transports(options.transports, memories, self._key, options.host)
+            absent = why_absent(options.transports, memories[0])
+        workers = TransferWorkers(
+            memories, self._directory, engine.compat, transports, credits, absent, self.copiers
         )
-        transfer_workers = TransferWorkers(
-            context.memories, self._directory, engine.compat, self._transports, credits,
-            self._absent, self.copiers,
-        )  # fmt: skip
-        connections = DecodeLinks(
-            self._directory,
-            self._hello,
-            engine.compat,
-            transfer_workers.open,
-            lambda connection, revoke: runner.revoked(connection, revoke),
-            lambda connection: runner.connection_lost(connection),
-            self._key,
-            lambda trial: runner.start_trial(trial),
-            self._kept,
-            lambda: made.checked(),
+        links = DecodeLinks(
+            self._directory, hello, engine.compat, workers.open, self._key,
+            load=context.scheduler.load, activity=budget.activity, kept=self._kept,
             most=options.standing_links,
-        )
-        parts.push_async_callback(connections.close)
-        runner = JobRunner(
-            connections,
-            hooks.engine,
-            heartbeat_s=lambda: consumer.ack_wait_s / 3,
-            max_prompt_tokens=_longest(config),
-            max_deliver=lambda: consumer.max_deliver,
-            read_grants=ReadGrants(context.owner.fences if context.owner else None),
-            on_change=lambda: puller.changed(),
-            take_back=take_back,
-            by_prompt=concurrency > 0,
-        )
-        parts.push_async_callback(runner.abandon)
-        connections.activity = lambda: (runner.completed, runner.in_flight - runner.waiting)
-        connections.report = lambda: context.scheduler.load()
-        puller = Puller(
-            consumer, runner, budget_tokens=budget, max_jobs=_MAX_JOBS, credits=credits,
-            concurrency=concurrency,
         )  # fmt: skip
-        runner.on_unreachable = puller.leave_to_others
-        parts.push_async_callback(puller.stop)
+        parts.push_async_callback(links.close)
+
+        read_grants = ReadGrants(context.owner.fences if context.owner else None)
+        puller = Puller(
+            consumer, links, hooks.engine, budget, credits, read_grants, consumer.health,
+            max_prompt_tokens=hello.max_prompt_tokens, take_back=take_back,
+        )  # fmt: skip
+        parts.push_async_callback(puller.close)
         healths = [consumer.health, self._etcd.health]
-        made = PrefillService(
-            engine, thread, connections, runner, puller, credits, healths, self._hello.computes
-        )
-        parts.callback(made.pulling.close)
-        return made
+        return PrefillService(engine, thread, links, puller, budget, credits, healths, hello)
 
 
 class PrefillService(Service):
     """See Service.
 
     healths: of NATS and of etcd.
-    computes: see `WorkerRecord`.
-    pulling: whether this worker pulls jobs."""
+    kept_s: how long a drain waits after the last job for reads and copies that may still go on."""
+
+    # They usually end within milliseconds, but those of a stopped decode worker do not end. The
+    # blocks that it reads stay allocated, until this process ends. If the engine stays (elastic):
+    # until the read has ended.
 
     def __init__(
         self,
         engine: Engine[PrefillContext],
         thread: EngineThread[Any],
-        connections: DecodeLinks,
-        runner: JobRunner,
+        links: DecodeLinks,
         puller: Puller,
+        budget: Budget,
         credits: Credits,
         healths: list[Health],
-        computes: str,
+        hello: Hello,
+        kept_s: float = 1.0,
     ) -> None:
-        self._computes = computes
-        self._note: Callable[[], None] = lambda: None
         self._engine = engine
         self._thread = thread
-        self._connections = connections
-        self._runner = runner
-        self._puller = puller
+        self._links = links
+        self.puller = puller
+        self._budget = budget
         self._credits = credits
         self._healths = healths
-        self.pulling = Pulling(connections, puller, healths[0])
+        self._computes = hello.computes
+        self._kept_s = kept_s
 
     def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         # Decode workers get our regions with Hello.
         return msgspec.structs.replace(record, computes=self._computes), []
 
     async def start(self, note: Callable[[], None]) -> None:
-        self._note = note
-        self._connections.start()
-        self._puller.start()
+        def checked() -> None:
+            """A decode worker or a result of a self-check has come or gone."""
+            self.puller.pause("check", self.checking())
+            note()
+
+        self._links.start(checked)
+        self.puller.start()
 
     def checking(self) -> str:
-        return self._connections.checking
-
-    def checked(self) -> None:
-        """Note that a decode worker or a result of a self-check has come or gone."""
-        self.pulling.checks(self.checking())
-        self._note()
+        return self._links.checking
 
     def reasons(self) -> list[str]:
         reasons = [health.outage() for health in self._healths if not health.up]
-        if not self._connections.connected:
+        if not self._links.connected:
             reasons.append("connected to no decode worker")
         return reasons
 
     def told(self) -> dict[str, Any]:
-        return {"decode": self._connections.connected}
+        return {"decode": self._links.connected}
 
     def status(self) -> dict[str, Any]:
-        runner = self._runner
+        budget = self._budget
         return {
-            "routes": self._connections.routes,
+            "routes": self._links.routes,
             "servers": servers_json(*self._healths),
             "load": {
-                "jobs": runner.in_flight,
-                "unclaimed": runner.waiting,
-                "tokens": runner.in_flight_tokens,
+                "jobs": self.puller.in_flight,
+                "unclaimed": budget.waiting,
+                "tokens": budget.tokens,
                 "tokens_per_s": self._engine.context.scheduler.load().tokens_per_s,
-                "completed": runner.completed,
-                "failed": runner.failed,
-                "decode_workers": self._connections.connected,
+                "completed": budget.completed,
+                "failed": budget.failed,
+                "decode_workers": self._links.connected,
                 "kv_free_blocks": kv.free_blocks(self._engine.core),
                 "kv_blocks": kv.usable_blocks(self._engine.core),
                 "kv_credits": self._credits.describe(),
@@ -328,36 +299,29 @@ class PrefillService(Service):
         }
 
     def jobs(self) -> dict[str, Any]:
-        return {"held": msgspec.to_builtins(self._runner.held())}
+        return {"held": msgspec.to_builtins(self.puller.held())}
 
     def refresh_metrics(self) -> None:
         self._credits.refresh_metrics()
 
     def engine_stuck(self, stuck: bool) -> None:
-        self.pulling.engine_stuck(stuck)
+        self.puller.pause("engine", "its engine takes no steps" if stuck else "")
 
     async def stop_taking(self) -> None:
-        await self._puller.stop()
-        self._connections.leave()  # decode workers stop counting on us; granted jobs go on
+        await self.puller.stop()
+        self._links.leave()  # decode workers stop counting on us; granted jobs go on
 
     async def finished(self) -> None:
         dead = self._thread.dead
-        await until(self._runner.no_jobs, dead)
+        await until(self.puller.no_jobs, dead)
         frees = any(memory.freed_at_exit for memory in self._engine.context.memories)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if frees else _KEPT_S):
-                await until(self._runner.idle, dead)
+            async with asyncio.timeout(None if frees else self._kept_s):
+                await until(self.puller.idle, dead)
 
     async def give_up(self) -> None:
-        logger.warning("giving up %d jobs", self._runner.in_flight)
-        await self._runner.abandon()
+        logger.warning("giving up %d jobs", self.puller.in_flight)
+        await self.puller.abandon()
 
     async def engine_gone(self) -> None:
-        await self._runner.abandon()
-
-
-def _longest(config: Any) -> int:
-    """Return the length of the longest prompt that the engine takes. vLLM samples one token.
-
-    At its start vLLM checks that the KV cache holds `max_model_len` tokens."""
-    return int(config.model_config.max_model_len) - 1
+        await self.puller.abandon()

@@ -10,7 +10,7 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.options import WorkerOptions
-from pullfill.prefill_worker.worker import PrefillRole
+from pullfill.prefill_worker.side import PrefillRole
 from pullfill.transfer.gpu import copies
 
 
@@ -19,11 +19,11 @@ async def test_its_engine_is_told_when_gpu_copies_have_failed(
 ) -> None:
     """Otherwise it would take job after job, and fail to write each."""
 
-    async def connect(*_: Any) -> None: ...
+    async def open_side(*_: Any) -> None: ...
 
     told: list[str] = []
     role = PrefillRole(ClusterRef("n", "http://e", "nats://q"), WorkerOptions(model="m"))
-    for name, stand_in in (("connect", connect), ("open_memory", print), ("pull", lambda *_: 1)):
+    for name, stand_in in (("open_memory", print), ("open_side", open_side)):
         monkeypatch.setattr(role, name, stand_in)
     monkeypatch.setattr(copies, "_watchers", [])
     engine: Any = SimpleNamespace(context=None)

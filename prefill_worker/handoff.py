@@ -1,0 +1,619 @@
+"""One job on this worker, from its delivery by the queue until its message is settled.
+
+    pull (puller.py) → claim → read_prefix (scheduler.py) → compute_and_write → commit → ack
+
+The message is settled once: `ack` when the job is committed or nobody needs it any more, `nak` when
+another worker may succeed, `term` when no worker can ever serve it. It is not settled here if
+somebody else does that: another worker that holds the job, or the decode worker, which naks the
+delivery of a holder whose connection it lost.
+
+asyncio thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Literal
+
+from pullfill.engine import features
+from pullfill.errors import (
+    BadMessage,
+    ClaimRefused,
+    Fenced,
+    HandoffError,
+    OtherVersion,
+    PeerUnavailable,
+    PullfillError,
+)
+from pullfill.net.peer_link import ConnectionLost
+from pullfill.prefill_worker.decode_links import DecodeLink
+from pullfill.prefill_worker.reach import OutOfReach
+from pullfill.prefill_worker.task import PrefillTask, TooLong, attempt_span, check
+from pullfill.queue.contract import Delivery
+from pullfill.runtime import failpoints, log, metrics, tracing
+from pullfill.wire import (
+    DrainAck,
+    Grant,
+    KvMode,
+    PrefillJob,
+    Progress,
+    RefuseReason,
+    Revoke,
+    decode,
+    u32,
+)
+
+if TYPE_CHECKING:
+    from pullfill.prefill_worker.puller import Puller
+
+logger = log.get("prefill_worker.handoff")
+
+AGAIN_S = 0.05
+"""The least time before the queue delivers a job again whose attempt failed here."""
+# Long enough for the registry's watch to show a new incarnation or worker.
+_AGAIN_RENEWED_S = 10 * AGAIN_S
+_STALE = "stale"  # the decode worker's answer to a commit whose attempt is not the current one
+_TRIES_OUT_OF_REACH = 2  # deliveries; after them the decode worker computes the prompt itself
+_GRANTED = metrics.CLAIM.labels("granted")
+
+
+class Renewed(PeerUnavailable):
+    """The decode worker has a new incarnation, but our connection was made to the old one."""
+
+
+class Revoked(HandoffError):
+    """The decode worker took the grant back."""
+
+
+class Handoff:
+    """See the module. `run` may be called once.
+
+    first: the delivery that began the run. latest: the newest one. The queue may deliver a message
+    again while its job runs here. Heartbeats and the settling always go to the newest delivery.
+    trial: it came past the queue, for a self-check.
+    running: runs `run`. The owner sets it.
+    succeeded: whether the job was committed. None: it still runs, or others do the rest.
+    link: the connection over which it is claimed, and that brought the grant.
+    task: what the engine and the transfer worker do for the attempt, while they do it."""
+
+    running: asyncio.Task[None]
+    job: PrefillJob
+    link: DecodeLink
+    grant: Grant
+    _pace: Pace
+    _done: asyncio.Future[None]
+
+    def __init__(self, puller: Puller, delivery: Delivery, *, trial: bool = False) -> None:
+        self._puller = puller
+        self.first = self.latest = delivery
+        self.job_id = delivery.job_id
+        self.trial = trial
+        self.succeeded: bool | None = None
+        self.task: PrefillTask | None = None
+        self._settled: Delivery | None = None
+        self._token_ids: list[int] = []
+        self._claim_ms = 0.0
+        # Set from the grant until the decode worker is told that the attempt is over.
+        self._holds_grant = False
+        # Set from the claim until there is a task. A revoke or a lost connection is only noted
+        # then, because it may come before the grant was even looked at.
+        self._opening = False
+        self._revoked: set[int] = set()
+        self._lost = False
+        self._connecting: asyncio.Timeout | None = None
+
+    async def run(self) -> None:
+        """Take the job through its steps. Whatever ends it, see that its message is settled."""
+        began = time.monotonic()
+        try:
+            try:
+                await self._steps()
+            except (PullfillError, TimeoutError) as exc:
+                if self._holds_grant:
+                    await self._attempt_failed(exc)
+                else:
+                    await self._not_begun(exc)
+        except asyncio.CancelledError:
+            self._give_up("stopping", retry=True)
+            with contextlib.suppress(Exception):
+                # The delay lets our GiveUp reach the decode worker before another claim does.
+                await self.settle("nak", delay_s=AGAIN_S)
+            raise
+        except Exception:
+            self.succeeded = False
+            self._give_up("failed", retry=True)
+            logger.exception("job %s failed; its message gets a nak", self.job_id)
+            await self.settle("nak")
+        finally:
+            self._leave_link()
+            self._record_span(began)
+
+    async def _steps(self) -> None:
+        self._read_message()
+        if self._too_long():
+            return await self._leave_to_others()
+        await self.claim()
+        await self._check_grant()
+        with self.link.transfer.held():
+            try:
+                task = await self.compute_and_write()
+                await self.commit(task)
+            finally:
+                self._end_task()
+
+    # ------------------------------------------------------------------ step 5: claim
+
+    async def claim(self) -> None:
+        """Ask the decode worker for a grant. Raises ClaimRefused, PeerUnavailable.
+
+        If the job's blocks are held, ask again later. If the connection breaks, ask again over a
+        new one, because the job may have been granted."""
+        job, budget = self.job, self._puller.budget
+        failpoints.hit("prefill.before_claim")
+        self._opening = True
+        if self._puller.links.is_up(job.decode_instance):
+            budget.claims(self.job_id, job.decode_instance)
+        else:
+            budget.waits(self.job_id)
+        await self._find_link()
+        asked = time.monotonic()
+        while True:
+            self._lost = False
+            try:
+                grant = await self.link.claim(self.job_id, job.incarnation, self.first.ack_subject)
+                break
+            except ConnectionLost:
+                await self._find_link()
+            except ClaimRefused as exc:
+                wait_s = exc.retry_after_s
+                if exc.reason != RefuseReason.HELD.value or wait_s is None:
+                    raise
+                if time.monotonic() + wait_s > asked + job.timeout_s:
+                    raise
+                if job.features:  # its turn comes once the inputs of other jobs are sent
+                    budget.counts(self.job_id)
+                else:
+                    budget.waits(self.job_id)
+                await asyncio.sleep(wait_s)
+        budget.granted(self.job_id)
+        self.grant, self._holds_grant = grant, True
+        granted = time.monotonic()
+        self._claim_ms = (granted - asked) * 1e3
+        _GRANTED.inc()
+        failpoints.hit("prefill.after_claim")
+        log.about(attempt=grant.attempt)
+        if (span := attempt_span(job.trace, self.job_id, grant.attempt)) is not None:
+            tracing.record("prefill.claim", span.child(), span, asked, granted, {}, kind="CLIENT")
+
+    async def _find_link(self) -> None:
+        links = self._puller.links
+        find = links.find_unchecked if self.trial else links.find
+        link = await find(self.job.decode_instance)
+        self._leave_link()
+        self.link, link.jobs[self.job_id] = link, self
+
+    def _leave_link(self) -> None:
+        if (link := getattr(self, "link", None)) is not None:
+            link.jobs.pop(self.job_id, None)
+
+    # ------------------------------------------------------------------ step 7: compute_and_write
+
+    async def compute_and_write(self) -> PrefillTask:
+        """Have the engine compute the prompt. Wait until all its KV is written (pull mode: kept).
+
+        The engine reads the prefix first (`PrefillScheduler.read_prefix`). After each step it hands
+        the blocks that are whole to the transfer worker (`PrefillScheduler.step_done`).
+        Raises what ends the attempt before that, for example TimeoutError at its deadline."""
+        grant, link, engine = self.grant, self.link, self._puller.engine
+        self._pace = Pace(link, grant, self.job.timeout_s)
+        transfer_worker = link.transfer.current
+        if transfer_worker is None:
+            # Unless the attempt ends before the decode worker's KV memory is reached.
+            try:
+                async with asyncio.timeout(self._pace.left_s) as self._connecting:
+                    transfer_worker = await link.transfer.get()
+            except (PullfillError, TimeoutError):
+                self._check_alive()
+                raise
+            finally:
+                self._connecting = None
+        self._check_alive()
+        if grant.incarnation != link.record.incarnation:
+            # The decode worker has registered again since this connection was made: only a new
+            # connection can write into its memory.
+            raise Renewed(f"{self.job.decode_instance} has registered again")
+        if self.job.adapter is not None:
+            await engine.check_adapter(self.job.adapter)
+            self._check_alive()
+        self._done = asyncio.get_running_loop().create_future()
+        task = PrefillTask.of(
+            self.job, self._token_ids, grant, engine.block_size, transfer_worker,
+            self._on_done, self._on_computed,
+        )  # fmt: skip
+        self._opening, self.task = False, task
+        self._pace.watch(task, self._done)
+        engine.submit(task)
+        await self._done
+        return task
+
+    # ------------------------------------------------------------------ step 8: commit
+
+    async def commit(self, task: PrefillTask) -> None:
+        """Tell the decode worker that all blocks are written, or kept in pull mode. Then ack."""
+        failpoints.hit("prefill.before_commit")
+        incarnation, timings = self.grant.incarnation, task.timings(self._claim_ms)
+        if task.mode is KvMode.PULL:
+            fence = self._puller.read_grants.open(task)
+            reply = await self.link.commit(
+                lambda rid: task.ready(rid, incarnation, timings, fence),
+                within_s=24 * 3600.0,  # a safety net. The decode worker replies when its read ends
+            )
+        else:
+            reply = await self.link.commit(lambda rid: task.commit(rid, incarnation, timings))
+        failpoints.hit("prefill.before_ack")
+        self.succeeded = reply.ok
+        if not reply.ok:
+            logger.warning("commit of job %s refused: %s", self.job_id, reply.reason)
+        if reply.reason != _STALE:  # if stale, another worker may have the message
+            await self.settle("ack")
+
+    # ------------------------------------------------------------------ parts of the steps
+
+    def _read_message(self) -> None:
+        """Decode the job. Raises BadMessage."""
+        self.job = decode(self.first.body, PrefillJob)
+        self._token_ids = u32.unpack(self.job.token_ids)
+        if not self._token_ids or self.job.job_id != self.job_id:
+            raise BadMessage("no tokens, or the job id is not the message's")
+        log.about(request_id=self.job.request_id, decode_instance=self.job.decode_instance)
+
+    @property
+    def _last_delivery(self) -> bool:
+        """Whether the queue delivers the job no more."""
+        return self.first.number >= self._puller.max_deliver
+
+    def _too_long(self) -> bool:
+        """Whether the prompt is too long for this worker, and another one may still get the job.
+
+        The last delivery is claimed all the same, so that the decode worker learns at once."""
+        last = self._last_delivery or not self.first.ack_subject
+        return len(self._token_ids) > self._puller.max_prompt_tokens and not last
+
+    async def _leave_to_others(self) -> None:
+        """Give a job back that was not claimed. Its next delivery comes later each time."""
+        logger.info(
+            "job %s: a prompt of %d tokens is longer than this worker takes (%d); left to others",
+            self.job_id, len(self._token_ids), self._puller.max_prompt_tokens,
+        )  # fmt: skip
+        delay_s = _AGAIN_RENEWED_S * (self.first.number - 1) or AGAIN_S
+        self._puller.leave_to_others(delay_s)
+        await self.settle("nak", delay_s=delay_s)
+
+    async def _check_grant(self) -> None:
+        """Check that the job is the one that was granted, and that it fits here.
+
+        If it is not, give up for good, and raise BadMessage or TooLong."""
+        engine = self._puller.engine
+        try:
+            brought = ""
+            if self.grant.features:  # on a thread: 8 MiB take 10 ms
+                brought = await asyncio.to_thread(features.digest, self.grant.features)
+            check(
+                self.job, self.first.body, self._token_ids, self.grant, brought,
+                block_size=engine.block_size, compat_hash=engine.compat_hash,
+                max_prompt_tokens=self._puller.max_prompt_tokens, groups=engine.groups,
+            )  # fmt: skip
+        except Exception as exc:
+            self._give_up(str(exc), retry=False)
+            raise
+
+    def _check_alive(self) -> None:
+        """Raise what ended the attempt before it had a task."""
+        if self.grant.attempt in self._revoked:
+            raise Revoked("revoked before it began")
+        if self._lost:
+            raise ConnectionLost(f"lost decode worker {self.job.decode_instance}")
+
+    def _on_computed(self) -> None:
+        """The prompt is computed. Engine thread."""
+        if self._puller.budget.by_prompt:
+            call = self._done.get_loop().call_soon_threadsafe
+            call(self._puller.budget.computed, self.job_id)
+
+    def _on_done(self, failure: BaseException | None) -> None:
+        """The task has ended. From any thread."""
+        if failure is not None and not isinstance(failure, PullfillError):
+            failure = HandoffError(repr(failure))
+        self._done.get_loop().call_soon_threadsafe(self._resume, failure)
+
+    def _resume(self, failure: BaseException | None) -> None:
+        if self._done.done():
+            return
+        if failure is None:
+            self._done.set_result(None)
+        else:
+            self._done.set_exception(failure)
+
+    def _end_task(self) -> None:
+        task, self.task = self.task, None
+        if task is None:
+            return
+        self._pace.stop()
+        task.cancel()
+        self._puller.engine.end(task)
+        if task.mode is KvMode.PULL:
+            self._puller.keep(self._puller.read_grants.let_go(task))
+
+    # ------------------------------------------------------------------ what ends it early
+
+    def revoke(self, revoke: Revoke) -> None:
+        """Stop an attempt that the decode worker revokes. Answer once no copy runs."""
+        task = self.task
+        if self._opening:
+            metrics.STALE_REFUSED.labels("revoked").inc()
+            self._revoked.add(revoke.attempt)
+            if self._holds_grant and revoke.attempt == self.grant.attempt:
+                self._stop_connecting()
+        elif task is not None and task.attempt == revoke.attempt:
+            metrics.STALE_REFUSED.labels("revoked").inc()
+            task.cancel()
+            task.end(Revoked(f"revoked: {revoke.reason}"))
+            self._puller.read_grants.stop(task)
+            self._puller.keep(_drained(self.link, task))
+
+    def link_lost(self) -> None:
+        """End the attempt: the connection is lost over which it was granted, or is claimed."""
+        if self.task is not None:
+            self.task.cancel()
+            self.task.end(ConnectionLost(f"lost decode worker {self.link.name}"))
+        elif self._opening:
+            self._lost = True
+            self._stop_connecting()
+
+    def _stop_connecting(self) -> None:
+        if self._connecting is not None and not self._connecting.expired():
+            self._connecting.reschedule(asyncio.get_running_loop().time())
+
+    async def _not_begun(self, why: PullfillError | TimeoutError) -> None:
+        """Settle a job that this worker did not begin, or leave that to its holder."""
+        match why:
+            case OtherVersion():
+                # A worker of its version can do it. After the last delivery its decode worker must
+                # see that nobody will.
+                logger.warning("job %s is left to other workers: %s", self.job_id, why)
+                await self.settle("ack" if self._last_delivery else "nak", delay_s=_AGAIN_RENEWED_S)
+            case BadMessage():
+                self.succeeded = False
+                logger.error("job %s is poison, dead-lettered: %s", self.job_id, why)
+                await self.settle("term", str(why))
+            case TooLong():
+                self.succeeded = False
+                logger.warning("job %s attempt %d: %s", self.job_id, self.grant.attempt, why)
+                await self.settle("ack")
+            case ClaimRefused():
+                metrics.CLAIM.labels(why.reason).inc()
+                # The worker that holds a job in progress keeps its message alive and settles it.
+                # But the last delivery is acked here: or it would become a dead letter.
+                if why.reason != RefuseReason.IN_PROGRESS or self._last_delivery:
+                    await self.settle("ack")
+            case PeerUnavailable():
+                # The decode worker naks a delivery only if it has granted the job. If its grant is
+                # lost on the way, both nak. The extra delivery then finds the job in progress.
+                await self._unreachable(why)
+            case _:
+                raise why
+
+    async def _attempt_failed(self, why: PullfillError | TimeoutError) -> None:
+        """Give the attempt up. Settle the message, unless somebody else does.
+
+        Here a BadMessage is a peer's fault and not the job's, which was checked before."""
+        self.succeeded, attempt = False, self.grant.attempt
+        retry = not isinstance(why, OutOfReach) or self.first.number < _TRIES_OUT_OF_REACH
+        if not isinstance(why, ConnectionLost):
+            self._give_up(str(why) or "timeout", retry=retry)
+        match why:
+            case ConnectionLost():
+                logger.info("job %s: %s; the decode worker naks it", self.job_id, why)
+            case Revoked() | Fenced():
+                # Do not settle the message: it was deleted, or another worker has a newer delivery.
+                logger.info("job %s attempt %d: %s", self.job_id, attempt, why)
+            case OutOfReach() if retry:
+                self._puller.leave_to_others(_AGAIN_RENEWED_S)
+                await self.settle("nak", delay_s=_AGAIN_RENEWED_S)
+            case OutOfReach():
+                logger.warning("job %s attempt %d: %s", self.job_id, attempt, why)
+                await self.settle("ack")
+            case _:
+                logger.warning("job %s attempt %d: %s", self.job_id, attempt, why or "timeout")
+                again_s = _AGAIN_RENEWED_S if isinstance(why, Renewed) else AGAIN_S
+                await self.settle("nak", delay_s=again_s)
+
+    async def _unreachable(self, why: PeerUnavailable) -> None:
+        """Settle a job whose decode worker cannot be reached.
+
+        It must stay in the queue, and be no dead letter, until the decode worker deletes it."""
+        job, number = self.job, self.first.number
+        delay_s = patience(job.timeout_s, number, self._puller.max_deliver)
+        # _lost: the connection broke under our claim. It may drain, connected to others.
+        if self._lost or self._puller.links.knows(job.decode_instance):
+            self._puller.leave_to_others(delay_s or 0.0)
+        elif delay_s is not None:
+            # It may be gone. Or it is not listed yet, or it drains. So others get the first chance.
+            delay_s = max(delay_s, _AGAIN_RENEWED_S) if number == 1 else None
+        logger.info("job %s: %s%s", self.job_id, why, "" if delay_s else "; dropped")
+        await self.settle("nak" if delay_s else "ack", delay_s=delay_s or 0.0)
+
+    def _give_up(self, cause: str, *, retry: bool) -> None:
+        """Tell the decode worker that the attempt is over here. Once, and only with a grant."""
+        if self._holds_grant:
+            self._holds_grant = self._opening = False  # so a late revoke finds nothing
+            self.link.give_up(self.grant, cause, retry=retry)
+
+    # ------------------------------------------------------------------ the message in the queue
+
+    @property
+    def left_over(self) -> Delivery | None:
+        """After the run: a newer delivery, which the run did not settle. It must run next.
+
+        A run that settled nothing leaves its own delivery to somebody else."""
+        return None if self.latest is (self._settled or self.first) else self.latest
+
+    async def heartbeat(self) -> None:
+        """Keep the queue from giving the job to another worker."""
+        with contextlib.suppress(PullfillError, failpoints.FailpointError):
+            failpoints.hit("prefill.heartbeat")
+            await self.latest.in_progress()
+
+    async def settle(
+        self, verb: Literal["ack", "nak", "term"], reason: str = "", delay_s: float = 0.0
+    ) -> None:
+        """Settle the newest delivery. A failure is logged, not raised.
+
+        reason: for `term`.
+        delay_s: for `nak`."""
+        latest = self._settled = self.latest
+        try:
+            if verb == "ack":
+                await latest.ack()
+            elif verb == "term":
+                await latest.term(reason)
+            else:
+                await latest.nak(delay_s)
+        except PullfillError as exc:
+            # The queue delivers the message again. Then the claim is refused, or the job runs.
+            logger.warning("could not %s job %s: %s", verb, self.job_id, exc)
+
+    def _record_span(self, began: float) -> None:
+        """Record `prefill.attempt`, from the delivery until the job is over here.
+
+        A second attempt is linked to the first, wherever that one ran. A delivery that gets no
+        grant makes no attempt: it has a random span of the same name."""
+        job = getattr(self, "job", None)
+        if job is None or (remote := tracing.read(job.trace)) is None:
+            return
+        number = self.grant.attempt if hasattr(self, "grant") else 0
+        tracing.record(
+            "prefill.attempt",
+            remote.attempt(self.job_id, number) if number else remote.child(),
+            remote,
+            began,
+            time.monotonic(),
+            {
+                "pullfill.job_id": self.job_id,
+                "pullfill.attempt": number,
+                "pullfill.delivery": self.first.number,
+                "pullfill.decode_instance": job.decode_instance,
+                "gen_ai.request.id": job.request_id,
+            },
+            links=(remote.attempt(self.job_id, number - 1),) if number > 1 else (),
+            error="" if self.succeeded else "not committed here",
+            kind="CONSUMER",
+        )
+
+
+async def _drained(link: DecodeLink, task: PrefillTask) -> None:
+    """Answer a revoke as soon as no copy of the task runs."""
+    if await task.drained():
+        link.send(DrainAck())
+
+
+def patience(
+    timeout_s: float, delivery: int, max_deliver: int, soonest_s: float = _AGAIN_RENEWED_S
+) -> float | None:
+    """Return how long the queue must hold back a job whose decode worker cannot be reached.
+
+    The first time is short: another worker may reach it. The last one is the job's `timeout_s`,
+    after which the decode worker has given the job up. Then None: nobody needs the job, so settle
+    it. The age of the job is not used, because it depends on NATS's clock, which may be set.
+
+    delivery: the number of this delivery, from 1."""
+    if delivery >= max_deliver:
+        return None
+    if delivery == 1 < max_deliver - 1:
+        return AGAIN_S
+    share = 4 ** (max_deliver - 1 - delivery)
+    return max(soonest_s, timeout_s / float(share))
+
+
+class Pace:
+    """The deadline of one attempt, which is extended while the attempt makes progress.
+
+    The deadline of a grant is an estimate: the link may not be measured yet, or may have become
+    slower. An attempt that makes progress must not lose its work to a wrong estimate. So it is
+    looked at several times before its deadline. If it has made progress, the decode worker is told,
+    and both give it more time, counted from that moment. An attempt without progress ends.
+
+    Its time begins when this object is made.
+
+    timeout_s: how long the attempt may go on without progress after it has made some.
+    every_s: longest pause between two looks."""
+
+    def __init__(
+        self, link: DecodeLink, grant: Grant, timeout_s: float, every_s: float = 1.0
+    ) -> None:
+        self._link, self._grant = link, grant
+        self._still_s = max(grant.deadline_s, timeout_s)
+        self._every_s = min(every_s, grant.deadline_s / 4)
+        self._loop = asyncio.get_running_loop()
+        self._until = self._loop.time() + grant.deadline_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._computed = self._moved = self._written = 0
+        self._write_s = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self._until - self._loop.time())
+
+    def watch(self, task: PrefillTask, done: asyncio.Future[None]) -> None:
+        """Look at the task until `stop`. After its deadline `done` raises TimeoutError."""
+        self._task, self._done = task, done
+        self._look_again(self._loop.time())
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def look(self) -> None:
+        """Look now."""
+        self.stop()
+        if self._done.done():
+            return
+        now = self._loop.time()
+        if self._has_moved(self._task):
+            self._tell(self._task)
+            self._until = now + self._still_s
+        if now < self._until:
+            self._look_again(now)
+        else:
+            self._done.set_exception(TimeoutError())
+
+    def _look_again(self, now: float) -> None:
+        self._timer = self._loop.call_at(min(now + self._every_s, self._until), self.look)
+
+    def _has_moved(self, task: PrefillTask) -> bool:
+        """Whether the task has made progress since the last look.
+
+        It has if more was computed, or if the link has copied while the task waits for the link.
+        Copies for other jobs count, too, because they are in front of it."""
+        computed, moved = task.scheduled, task.transfer_worker.moved_bytes
+        more = computed > self._computed or (task.submitted > 0 and moved > self._moved)
+        self._computed, self._moved = computed, moved
+        return more
+
+    def _tell(self, task: PrefillTask) -> None:
+        blocks, seconds = task.written_blocks, task.write_s
+        self._link.send(
+            Progress(
+                job_id=task.job_id,
+                attempt=task.attempt,
+                incarnation=self._grant.incarnation,
+                blocks=max(0, blocks - self._written),  # a preempted prompt is written again
+                write_s=max(0.0, seconds - self._write_s),
+            )
+        )
+        self._written, self._write_s = blocks, seconds
