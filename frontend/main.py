@@ -33,7 +33,7 @@ from uvicorn.config import LOGGING_CONFIG
 from pullfill.config import ClusterRef, restarts_so_far
 from pullfill.engine import check, environment, front_app, front_wire
 from pullfill.errors import ConfigError, NotNow, PullfillError, exit_code
-from pullfill.frontend.admission import Admission
+from pullfill.frontend.admission import Admission, App
 from pullfill.frontend.cluster_view import ROLES, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
@@ -61,7 +61,7 @@ from pullfill.runtime.lifecycle import EXIT_S, Stop, exit_within, leave
 from pullfill.runtime.watched_files import WatchedFiles
 from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, WorkerState
 
-_lease_log = log.get("frontend")
+_log = log.get("frontend")
 _BACKLOG = 2048
 _TELL_S = 2.0
 """How long clients have for the error that ends their answers. Less than `down` leaves a process
@@ -152,15 +152,42 @@ async def _end(frontend: _Frontend) -> NoReturn:
         log.complain(exc)
         code = exit_code(exc)
     except Exception:
-        _lease_log.exception("frontend failed")
+        _log.exception("frontend failed")
     tracing.close()
     leave(code)
 
 
-def _keys(args: Any, security: FrontendSecurity) -> tuple[list[str], list[str]]:
-    """Return the keys of clients and those of administrators. Raises ConfigError."""
-    api = [*(args.api_key or [os.environ.get("VLLM_API_KEY", "")]), *security.api_keys()]
-    return list(filter(None, api)), list(security.admin_keys())
+class _Guard:
+    """Who may call the app: keys of the command line and of files. Takes vLLM's own check away."""
+
+    def __init__(self, args: Any, security: FrontendSecurity) -> None:
+        self._args, self._security = copy(args), security
+        self._files = WatchedFiles(*security.key_files())
+        self._first = self._keys()
+        # Our check is the only one: vLLM's cannot take new keys, nor `x-api-key`.
+        args.api_key = [""]
+
+    def _keys(self) -> tuple[list[str], list[str]]:
+        """Return the keys of clients and those of administrators. Raises ConfigError."""
+        named = self._args.api_key or [os.environ.get("VLLM_API_KEY", "")]
+        api = [*named, *self._security.api_keys()]
+        return list(filter(None, api)), list(self._security.admin_keys())
+
+    def around(self, app: App, known: Callable[[Any], bool], stack: AsyncExitStack) -> Any:
+        """Return the app behind the check, which follows changes of the key files."""
+        args = self._args
+        auth = HttpAuth(app, *self._first, args.root_path or "", known)
+        if self._security.key_files():
+            follow = auth.follow(self._files, self._keys)
+            stack.callback(asyncio.create_task(follow, name="frontend-keys").cancel)
+        # Around our checks too: a browser shows a page no answer without these headers.
+        return CORSMiddleware(
+            auth,
+            allow_origins=args.allowed_origins,
+            allow_credentials=args.allow_credentials,
+            allow_methods=args.allowed_methods,
+            allow_headers=args.allowed_headers,
+        )
 
 
 class _Server(uvicorn.Server):
@@ -219,13 +246,13 @@ class _Frontend:
     async def _serve(self) -> int:
         options, cluster = self._options, self._cluster
         async with AsyncExitStack() as stack:
-            client = await EtcdClient.connect(
+            etcd = await EtcdClient.connect(
                 cluster.etcd_url,
                 wait_s=options.connect_timeout_s,
-                on_retry=lambda line: _lease_log.warning("%s", line),
+                on_retry=lambda line: _log.warning("%s", line),
                 security=cluster.security.etcd,
             )
-            stack.push_async_callback(client.close)
+            stack.push_async_callback(etcd.close)
             prepared = await asyncio.to_thread(
                 front_app.prepare,
                 options.model,
@@ -236,114 +263,108 @@ class _Frontend:
             tracing.begin(prepared.args.otlp_traces_endpoint, "frontend", self._instance_id)
             tls = prepared.args.ssl_certfile is not None
             self._url = options.advertise or url_of(self._listeners[0], tls=tls)
-            args = copy(prepared.args)
-            key_files = WatchedFiles(*cluster.security.frontend.key_files())
-            keys = _keys(args, cluster.security.frontend)
-            # Our check is the only one: vLLM's cannot take new keys, nor `x-api-key`.
-            prepared.args.api_key = [""]
-            directory = Directory(
-                client, cluster.namespace, (*ROLES, "frontend"), ttl_s=float(options.lease_ttl_s)
-            )
-            await directory.start()
-            stack.push_async_callback(directory.close)
-            view = ClusterView(directory, client.health, cluster.namespace, self._instance_id)
-            stack.push_async_callback(view.close)
-            hello = front_wire.FrontendHello(
-                frontend_instance=self._instance_id,
-                vllm_version=check.require_version(),
-                model=prepared.names[0],
-            )
-            pool = WorkerPool(
-                directory,
-                hello,
-                (*prepared.names, options.model),
-                cluster.security.cluster.load(),
-                Prefixes(options.prefix_index_blocks),
-            )
-            pool.refuse_if_incompatible(cluster.namespace)
-            requests = RequestLog()
-            board = SuspectBoard(client, cluster.namespace)
-            stack.push_async_callback(board.close)
-            settings = Settings(client, cluster.namespace, RouterConfig)
-            await settings.start(options.connect_timeout_s)
-            stack.push_async_callback(settings.close)
-            balancer = Balancer(
-                lambda: settings.current.decode_policy,
-                pool.prefixes,
-                lambda: len(directory.workers("frontend")),
-                lambda: settings.current.min_fetch_tokens,
-            )
-            dispatcher = Dispatcher(
-                front_wire.FrontendCodec(),
-                balancer,
-                requests,
-                pool.candidates,
-                board,
-                never=prepared.never,
-                waits=Waits(restart=options.restart_wait_s),
-            )
-            board.start(dispatcher.on_refused)
-            adapters = AdapterBoard(client, cluster.namespace)
-            stack.push_async_callback(adapters.close)
-            front = await front_app.FrontApp.build(prepared, dispatcher, adapters)
-            stack.push_async_callback(front.close)
-            dispatcher.bind(front.client)
-            if prepared.args.enable_lora:
-                await adapters.start(front.client.adapters.on_change, options.connect_timeout_s)
-            await pool.start(dispatcher)
-            stack.push_async_callback(pool.stop)
-            live = LiveView(
-                view,
-                requests,
-                dispatcher.flights.values,
-                lambda: (settings.current.ttft_ms, settings.current.itl_ms),
-                frontend=self._instance_id,
-                model=prepared.names[0],
-                since=self._started_at,
-                frontends=lambda: len(directory.workers("frontend")),
-            )
-            directory.subscribe(live.marks.on_change)
-            stock_key = cluster.security.frontend.stock_key()
-            stock = Forwarding.of(options, prepared.names, lambda: settings.current, stock_key)
-            front.share_responses(view.response_elsewhere)
-            stored = front.stored_response
-            admin = Admin(pool, view, requests, board.listed, stored, live, stock)
-            admin.attach(front.app)
-            if stock is None:
-                admission = Admission(
-                    front.app, pool.wait_ready, options.max_inflight, requests=requests
-                )
-            else:
-                stack.push_async_callback(stock.close)
-                layer = stock.layer(front.app, pool, lambda: settings.current.stock_share, requests)
-                admission = Admission(
-                    layer, layer.wait_ready, options.max_inflight, requests=requests
-                )
-            known = partial(front_app.has_route, front.app)
-            auth = HttpAuth(admission, *keys, args.root_path or "", known)
-            if cluster.security.frontend.key_files():
-                follow = auth.follow(key_files, lambda: _keys(args, cluster.security.frontend))
-                stack.callback(asyncio.create_task(follow, name="frontend-keys").cancel)
-            # Around our checks too: a browser shows a page no answer without these headers.
-            app = CORSMiddleware(
-                auth,
-                allow_origins=args.allowed_origins,
-                allow_credentials=args.allow_credentials,
-                allow_methods=args.allowed_methods,
-                allow_headers=args.allowed_headers,
-            )
+            # Before `_route`, which hands these arguments to vLLM's app.
+            guard = _Guard(prepared.args, cluster.security.frontend)
+            app, admin, fail_all = await self._route(etcd, prepared, stack)
+            app = guard.around(app, partial(front_app.has_route, admin.app), stack)
             membership = Membership(
-                client, cluster.namespace, options.lease_ttl_s, self._make_record(prepared.names[0])
+                etcd, cluster.namespace, options.lease_ttl_s, self._make_record(prepared.names[0])
             )
             await membership.join(options.connect_timeout_s)
             stack.push_async_callback(membership.leave)
-
-            def fail_all() -> None:
-                dispatcher.fail_all(_STOPPING)
-                if stock is not None:
-                    stock.servers.fail_all(_STOPPING)
-
             return await self._http(app, prepared, admin, membership, fail_all)
+
+    async def _route(
+        self, etcd: EtcdClient, prepared: front_app.Prepared, stack: AsyncExitStack
+    ) -> tuple[App, Admin, Callable[[], None]]:
+        """Build what takes requests and sends them to workers, in reading order.
+
+        Returns the ASGI app, our own routes in it, and what ends all requests with an error."""
+        options, cluster, model = self._options, self._cluster, prepared.names[0]
+        ttl_s = float(options.lease_ttl_s)
+        directory = Directory(etcd, cluster.namespace, (*ROLES, "frontend"), ttl_s=ttl_s)
+        await directory.start()
+        stack.push_async_callback(directory.close)
+        view = ClusterView(directory, etcd.health, cluster.namespace, self._instance_id)
+        stack.push_async_callback(view.close)
+        settings = Settings(etcd, cluster.namespace, RouterConfig)
+        await settings.start(options.connect_timeout_s)
+        stack.push_async_callback(settings.close)
+
+        def frontends() -> int:
+            return len(directory.workers("frontend"))
+
+        hello = front_wire.FrontendHello(
+            frontend_instance=self._instance_id,
+            vllm_version=check.require_version(),
+            model=model,
+        )
+        pool = WorkerPool(
+            directory,
+            hello,
+            (*prepared.names, options.model),
+            cluster.security.cluster.load(),
+            Prefixes(options.prefix_index_blocks),
+        )
+        pool.refuse_if_incompatible(cluster.namespace)
+        board = SuspectBoard(etcd, cluster.namespace)
+        stack.push_async_callback(board.close)
+        requests = RequestLog()
+        dispatcher = Dispatcher(
+            front_wire.FrontendCodec(),
+            Balancer(
+                lambda: settings.current.decode_policy,
+                pool.prefixes,
+                frontends,
+                lambda: settings.current.min_fetch_tokens,
+            ),
+            requests,
+            pool.candidates,
+            board,
+            never=prepared.never,
+            waits=Waits(restart=options.restart_wait_s),
+        )
+        board.start(dispatcher.on_refused)
+        adapters = AdapterBoard(etcd, cluster.namespace)
+        stack.push_async_callback(adapters.close)
+        front = await front_app.FrontApp.build(prepared, dispatcher, adapters)
+        stack.push_async_callback(front.close)
+        dispatcher.bind(front.client)
+        if prepared.args.enable_lora:
+            await adapters.start(front.client.adapters.on_change, options.connect_timeout_s)
+        await pool.start(dispatcher)
+        stack.push_async_callback(pool.stop)
+        live = LiveView(
+            view,
+            requests,
+            dispatcher.flights.values,
+            lambda: (settings.current.ttft_ms, settings.current.itl_ms),
+            frontend=self._instance_id,
+            model=model,
+            since=self._started_at,
+            frontends=frontends,
+        )
+        directory.subscribe(live.marks.on_change)
+        stock_key = cluster.security.frontend.stock_key()
+        stock = Forwarding.of(options, prepared.names, lambda: settings.current, stock_key)
+        front.share_responses(view.response_elsewhere)
+        admin = Admin(
+            front.app, pool, view, requests, board.listed, front.stored_response, live, stock
+        )
+        admin.attach()
+        app: App = front.app
+        wait_ready = pool.wait_ready
+        if stock is not None:
+            stack.push_async_callback(stock.close)
+            layer = stock.layer(app, pool, lambda: settings.current.stock_share, requests)
+            app, wait_ready = layer, layer.wait_ready
+
+        def fail_all() -> None:
+            dispatcher.fail_all(_STOPPING)
+            if stock is not None:
+                stock.servers.fail_all(_STOPPING)
+
+        return Admission(app, wait_ready, options.max_inflight, requests=requests), admin, fail_all
 
     def _make_record(self, model: str) -> Any:
         def make(incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
@@ -403,7 +424,7 @@ class _Frontend:
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=self._listeners))
         self._serving = True
-        _lease_log.info("%s serves %s at %s", self._instance_id, prepared.names[0], self._url)
+        _log.info("%s serves %s at %s", self._instance_id, prepared.names[0], self._url)
         stop = asyncio.create_task(self._stop.drain.wait())
         revoked = asyncio.create_task(membership.revoked.wait())
         await asyncio.wait({serving, stop, revoked}, return_when=asyncio.FIRST_COMPLETED)
@@ -445,6 +466,6 @@ async def _refresh(config: uvicorn.Config, watched: WatchedFiles, files: list[st
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)
             config.ssl.load_cert_chain(*files)
         except (OSError, ValueError) as exc:
-            _lease_log.warning("%s cannot be used (%s): the last certificate stays", files[0], exc)
+            _log.warning("%s cannot be used (%s): the last certificate stays", files[0], exc)
         else:
-            _lease_log.info("%s holds another certificate: new connections get it", files[0])
+            _log.info("%s holds another certificate: new connections get it", files[0])

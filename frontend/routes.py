@@ -36,12 +36,14 @@ NO_PREFILL = (
 class Admin:
     """Serves the routes. All but `heartbeat` are read-only.
 
+    app: vLLM's.
     refused: returns the entries of `suspects`.
     stored: returns a response that this frontend has stored, for another one.
     page: makes what the live page shows.
     stock: the stock vLLM servers, if there may be any.
     draining: the process takes no new requests. See `drain`."""
 
+    app: Starlette
     pool: WorkerPool
     view: ClusterView
     requests: RequestLog
@@ -51,9 +53,9 @@ class Admin:
     stock: Forwarding | None = None
     draining: bool = False
 
-    def attach(self, app: Starlette) -> None:
+    def attach(self) -> None:
         """Put our routes before vLLM's, whose /metrics shows one process only."""
-        app.router.routes[:0] = [
+        self.app.router.routes[:0] = [
             Route("/live", self.live),
             Route("/ready", self.ready),
             Route("/pullfill/status", self.status),

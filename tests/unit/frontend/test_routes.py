@@ -44,7 +44,7 @@ def admin(r: Rig) -> Admin:
         "view": _View(), "requests": SimpleNamespace(), 
         "refused": list, "stored": lambda _: None, "page": SimpleNamespace(),
     }  # fmt: skip
-    return Admin(r.pool, **parts)
+    return Admin(cast(Any, None), r.pool, **parts)
 
 
 async def body(answer: Any) -> dict[str, Any]:
