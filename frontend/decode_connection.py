@@ -69,26 +69,6 @@ class DecodeConnection:
     has said nothing yet. load_at: when that came, in seconds of the loop's clock.
     """
 
-    __slots__ = (
-        "_ahead",
-        "_breaks",
-        "_key",
-        "_loop",
-        "_monitor",
-        "_pool",
-        "_socket",
-        "far",
-        "flights",
-        "heard_at",
-        "listed",
-        "load",
-        "load_at",
-        "record",
-        "state",
-        "trouble",
-        "welcome",
-    )
-
     def __init__(
         self,
         context: zmq.Context[Any],

@@ -212,16 +212,6 @@ async def test_our_own_refusals_have_openais_form_and_cors_headers(served: Serve
         assert (await http.get("/v1/responses/none")).status_code == 404
 
 
-async def test_a_client_that_goes_away_aborts_at_the_worker(served: Served) -> None:
-    fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.02)
-    async with workers(served, fake) as http:
-        body = {"model": "m", "prompt": "hello", "max_tokens": 500, "stream": True}
-        async with http.stream("POST", "/v1/completions", json=body) as response:
-            async for _ in response.aiter_lines():
-                break
-        await until(lambda: len(fake.aborted) == 1)
-
-
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 500}
 STREAMS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 500},
@@ -327,22 +317,6 @@ async def test_a_refused_request_is_one_line_of_the_log(served: Served) -> None:
     assert "512" in next(line for line in lines.splitlines() if "create_messages" in line)
 
 
-async def test_a_worker_lost_before_the_first_token_costs_nothing(served: Served) -> None:
-    one = FakeDecode("decode-1", model="m", max_model_len=512, hold=True)
-    two = FakeDecode("decode-2", model="m", max_model_len=512, hold=True)
-    async with workers(served, one, two), served.client() as client:
-        calls = [
-            asyncio.create_task(client.completions.create(model="m", prompt="abc", max_tokens=4))
-            for _ in range(4)
-        ]
-        await until(lambda: len(one.added) == len(two.added) == 2)
-        await asyncio.to_thread(one.die)
-        two.hold = False
-        texts = {(await call).choices[0].text for call in calls}
-        assert len(two.added) >= 4
-        assert texts == {expected(two.added[0].prompt_token_ids or [], 4)}
-
-
 @pytest.mark.essential
 async def test_without_a_worker_streams_too_get_503(served: Served) -> None:
     async with workers(served) as http:
@@ -420,38 +394,6 @@ async def test_status_and_metrics_show_the_workers(served: Served) -> None:
             assert owners == {None, "decode-1"}
     finally:
         await probe.stop()
-
-
-async def test_the_metrics_are_complete_when_they_are_read(served: Served) -> None:
-    async def counted(http: httpx.AsyncClient) -> dict[str, float]:
-        text = (await http.get("/metrics")).text
-        return {
-            sample.name: sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if "instance_id" not in sample.labels
-        }
-
-    async with workers(served, FakeDecode("decode-1", model="m", max_model_len=512)) as http:
-        before = await counted(http)
-        body = {"model": "m", "prompt": "abc", "max_tokens": 5, "stream": True}
-        assert (await http.post("/v1/completions", json=body)).status_code == 200
-        after = await counted(http)
-    more = {name: after[name] - before.get(name, 0.0) for name in after}
-    assert more["vllm:generation_tokens_total"] == 5
-    assert more["vllm:inter_token_latency_seconds_count"] == 4
-    assert more["vllm:time_to_first_token_seconds_count"] == 1
-
-
-async def test_garbage_from_a_worker_does_not_end_the_frontend(served: Served) -> None:
-    bad = FakeDecode("decode-1", model="m", max_model_len=512, hold=True)
-    async with workers(served, bad), served.client() as client:
-        bad.send_raw(b"OUT", b"\xc1")
-        bad.send_raw(b"OUT", b"\x95\x00\x91\x92\xa1x\x91\xff\xc0\xcb" + bytes(8) + b"\xc0")
-        bad.send_raw(b"EXPL", b"\x93")
-        bad.hold = False
-        done = await client.completions.create(model="m", prompt="abc", max_tokens=2)
-        assert len(done.choices[0].text) == 2
 
 
 async def test_an_output_that_vllm_cannot_take_costs_only_open_requests(served: Served) -> None:

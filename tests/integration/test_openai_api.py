@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.support import web
@@ -351,10 +350,6 @@ def test_the_answer_is_that_of_one_engine(both: Both, name: str) -> None:
     assert both.path_of(both.ids[name][0]) == ("local" if name in LOCAL else "remote")
 
 
-def test_models(cluster: Cluster) -> None:
-    assert [m.id for m in cluster.client().models.list()] == [MODEL]
-
-
 @pytest.mark.essential
 def test_messages_count_a_remote_prompt_like_a_local_one(cluster: Cluster) -> None:
     """Anthropic's usage: tokens read from the prefix cache, and tokens that it has now."""
@@ -396,35 +391,6 @@ def test_disconnect_aborts_at_the_worker(cluster: Cluster) -> None:
         until(lambda: running() == 0, 10.0, "the request is aborted")
     finally:
         decode.arm("")
-
-
-def test_client_cannot_pass_transfer_params(cluster: Cluster) -> None:
-    answer = cluster.client().completions.create(
-        model=MODEL,
-        prompt=random_prompt(600, seed=22),
-        max_tokens=2,
-        extra_body={"kv_transfer_params": {"do_remote_decode": True, "remote_block_ids": [1]}},
-    )
-    assert answer.choices[0].finish_reason == "length"
-    assert getattr(answer, "kv_transfer_params", None) is None
-
-
-def test_bad_input_is_told_clearly(cluster: Cluster) -> None:
-    client = cluster.client()
-    with pytest.raises(openai.BadRequestError, match=r"4096.*5000|5000.*4096") as too_long:
-        client.completions.create(model=MODEL, prompt=random_prompt(5000, seed=23), max_tokens=4)
-    assert too_long.value.status_code == 400
-    with pytest.raises(openai.NotFoundError, match="nope"):
-        client.completions.create(model="nope", prompt="x")
-    malformed = web.post(
-        f"{cluster.frontend_url}/v1/completions",
-        content=b"{not json",
-        headers={"content-type": "application/json"},
-    )
-    assert malformed.status_code == 400
-    missing = web.get(f"{cluster.frontend_url}/pullfill/requests/cmpl-unknown")
-    assert missing.status_code == 404
-    assert "cmpl-unknown" in missing.text
 
 
 @pytest.mark.essential
