@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 from pullfill import wire
@@ -156,6 +157,24 @@ async def workers(
                 await asyncio.to_thread(fake.die)
             await decode_count(0)
             await etcd.close()
+
+
+async def generated(http: httpx.AsyncClient, served: Served) -> float:
+    """How many tokens of answers the frontend has got from workers."""
+    text = (await http.get(f"{served.url}/metrics")).text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "vllm:generation_tokens_total"
+    )
+
+
+async def taken(http: httpx.AsyncClient, served: Served, tokens: float) -> None:
+    """Returns once the frontend has got so many. What a worker has sent may still be on its way."""
+    async with asyncio.timeout(PATIENCE_S):
+        while await generated(http, served) < tokens:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def expected(prompt: list[int], count: int) -> str:
