@@ -28,7 +28,6 @@ from pullfill.snapshot import Demand
 from pullfill.wire import RouterPolicy
 
 WINDOW_S = 30.0
-_BUCKET_S = 1.0
 _BY_COST = frozenset({"cost_local", "cost_chunked"})
 """Reasons for a local prefill that was cheaper than a remote one."""
 _FULL = 0.9
@@ -98,7 +97,7 @@ class DemandMeter:
 
     def _now(self) -> _Bucket:
         now = self._clock.monotonic()
-        if not self._buckets or now - self._buckets[-1].at >= _BUCKET_S:
+        if not self._buckets or now - self._buckets[-1].at >= WINDOW_S / 30:
             self._forget(now)
             self._buckets.append(_Bucket(now))
         return self._buckets[-1]

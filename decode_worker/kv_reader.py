@@ -37,9 +37,6 @@ from pullfill.wire import FenceToken, KvMode, Ready, RegionDescriptor, u32
 
 logger = log.get("decode_worker.reader")
 
-AGAIN_S = 60.0
-"""Pause before a worker whose memory could not be reached is tried again."""
-
 Open = Callable[[], PeerSession]
 """Connects to one prefill worker's memory. Blocks. Raises PullfillError."""
 
@@ -86,9 +83,9 @@ class KvReader:
     def within_reach(self) -> bool:
         """Whether the worker's memory could be reached at the last attempt. asyncio thread.
 
-        If it could not, grants do not say pull. A call AGAIN_S or later after that attempt starts
+        If it could not, grants do not say pull. A call IDLE_S or later after that attempt starts
         another one on its thread. Does not block."""
-        if self._unreachable and self._clock.monotonic() - self._tried_at >= AGAIN_S:
+        if self._unreachable and self._clock.monotonic() - self._tried_at >= IDLE_S:
             self._tried_at = self._clock.monotonic()
             self._soon(self._look_again)
             self._idle.start()

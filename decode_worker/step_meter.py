@@ -21,9 +21,6 @@ from pullfill.engine.chunks import PrefillChunks
 from pullfill.errors import Outcome
 from pullfill.wire import RouterConfig, RouterPolicy
 
-_BREAK_S = 0.002
-"""A longer pause between two steps is not part of the next one: the engine was idle."""
-
 _RATE_TOKENS = 1024
 """The length of prompt that tells an engine's rate."""
 
@@ -67,7 +64,8 @@ class StepMeter:
     def after_step(self, running: int) -> None:
         """Called after each step. running: number of scheduled steps that have not run yet."""
         now = self._clock.monotonic()
-        idle = self._began - self._ended > _BREAK_S
+        # After a longer pause than what vLLM does between two steps, the engine was idle.
+        idle = self._began - self._ended > 0.002
         seconds = now - (self._began if idle else self._ended)
         self._ended = now
         while len(self._steps) > running:

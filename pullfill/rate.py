@@ -12,7 +12,6 @@ import math
 FORGET_S = 30.0
 """A rate that was not observed for this long is not believed any more, so that one bad measurement
 cannot keep prompts away from a worker for ever."""
-_HALF_S = FORGET_S / 4
 _KEEP = 0.7
 """Weight that is left to older observations when a new one comes."""
 _STAY = 0.02
@@ -51,7 +50,7 @@ class Rate:
         """Learn from one observation. now: seconds of a monotonic clock."""
         if not math.isfinite(y) or y < 0:
             return
-        left = _KEEP * 0.5 ** (max(0.0, now - self.at) / _HALF_S) if self.count else 0.0
+        left = _KEEP * 0.5 ** (max(0.0, now - self.at) / (FORGET_S / 4)) if self.count else 0.0
         expected = self.of(x1, x2)
         if self.count >= _SURE and expected > 0:
             within = min(max(y, expected / _CLIP), expected * _CLIP)

@@ -1,7 +1,7 @@
 """Publishes the blocks of this worker's prefix cache to the frontends that follow it.
 
     engine thread      `take`: puts a step's changes into a queue
-    asyncio thread     hashes, numbers and keeps them, at most every FLUSH_S
+    asyncio thread     hashes, numbers and keeps them, at most every `flush_s`
     engine thread      the request server sends what is new to each frontend that follows
 
 A frontend that asks (PrefixFollow) is sent the events that it lacks, or a snapshot in pages.
@@ -32,8 +32,6 @@ from pullfill.worker.process import Engine
 
 logger = log.get("decode_worker.kv_events")
 
-FLUSH_S = 0.05
-"""New events are sent at most this often. After a pause they are sent at once."""
 RING_EVENTS = 1 << 16
 _TURN_BLOCKS = 2048
 """Blocks that are hashed before other callbacks of the loop get their turn."""
@@ -113,11 +111,18 @@ class Held:
 class BlockEvents:
     """See the module. `take` runs on the engine thread, all else on the asyncio thread.
 
-    send: hands a message to the engine thread. max_blocks: most blocks that can be cached."""
+    send: hands a message to the engine thread. max_blocks: most blocks that can be cached.
+    flush_s: new events are sent at most this often. After a pause they are sent at once."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, places: Places, send: Send, max_blocks: int
+        self,
+        loop: asyncio.AbstractEventLoop,
+        places: Places,
+        send: Send,
+        max_blocks: int,
+        flush_s: float = 0.05,
     ) -> None:
+        self._flush_s = flush_s
         self._loop = loop
         self._send = send
         self._held = Held(places)
@@ -167,7 +172,7 @@ class BlockEvents:
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
     def _arm(self) -> None:
-        wait = self._flushed_at + FLUSH_S - self._loop.time()
+        wait = self._flushed_at + self._flush_s - self._loop.time()
         self._loop.call_later(max(0.0, wait), self._flush)
 
     def _flush(self) -> None:

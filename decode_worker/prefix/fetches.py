@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
 from pullfill.decode_worker.kv_reader import reach_any
-from pullfill.decode_worker.prefix.holders import Holder, Holders, LeaseRefused
+from pullfill.decode_worker.prefix.holders import AGAIN_S, Holder, Holders, LeaseRefused
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.rules import OF_THE_REQUEST, decide, first
 from pullfill.engine.compat import rounding_digest
@@ -63,12 +63,8 @@ SURE = 8
 _MIB = float(1 << 20)
 _MOST_RATES = 4096
 """When the rates of so many holders are remembered, all are forgotten."""
-_ASK_S = (1.0, 2.0)
-"""Least and most time for the connection, and again for the answer with the lease."""
 _COPY_S = (1.0, 8.0)
 """Least and most time for the copy. The most is shorter than a lease (read_leases.LEASE_S)."""
-_TURN_S = 5.0
-"""How long a lease waits for vLLM to allocate blocks."""
 
 
 class FetchOutcome(enum.StrEnum):
@@ -349,7 +345,8 @@ class PrefixFetches:
         if sum(map(self._waits, self._by_key)) >= MOST:
             return self._not(fetch, FetchOutcome.BUSY)
         self._by_key[fetch.key] = fetch
-        fetch.within_s = min(max(compute_s / 2, _ASK_S[0]), _ASK_S[1])
+        # For the connection, and again for the answer with the lease.
+        fetch.within_s = min(max(compute_s / 2, AGAIN_S / 2), AGAIN_S)
         fetch.copy_s = min(max(4 * compute_s, 4 * expected_s, _COPY_S[0]), _COPY_S[1])
         fetch.answer_by = time.monotonic() + 2 * fetch.within_s + 1.0
         self._loop.call_soon_threadsafe(self._start, fetch)
@@ -394,7 +391,7 @@ class PrefixFetches:
         for fetch in list(self._running.values()):
             self._stop(fetch)
         if self._running:
-            await asyncio.wait(list(self._running), timeout=_TURN_S)
+            await asyncio.wait(list(self._running), timeout=_COPY_S[1])
 
     def _start(self, fetch: Fetch) -> None:
         fetch.blocks = self._loop.create_future()
@@ -471,7 +468,8 @@ class PrefixFetches:
     async def _turn(self, fetch: Fetch, lease: Lease) -> Sequence[int] | None:
         """Wait for our blocks. None: they are not wanted, or did not come in time."""
         assert fetch.blocks is not None
-        await asyncio.wait([fetch.blocks], timeout=min(_TURN_S, lease.within_s / 2))
+        # Half of the lease's time is for vLLM to allocate them, and half for the copy.
+        await asyncio.wait([fetch.blocks], timeout=max(0.0, lease.within_s / 2))
         if not fetch.blocks.done() or fetch.blocks.cancelled():
             gone = fetch.blocks.cancelled()
             fetch.outcome = FetchOutcome.CANCELLED if gone else FetchOutcome.EXPIRED

@@ -67,8 +67,6 @@ MOST = 64
 """Leases at a time, those that are asked for included."""
 SHARE = 4
 """Leases pin at most 1 / SHARE of the blocks."""
-_PROOF_S = 0.02
-"""Pause between two looks whether a reader has let go of a fence."""
 NOT_HELD, BUSY = "not_held", "busy"
 
 
@@ -332,7 +330,8 @@ class ReadLeases:
         if proved:
             self._host.submit(lambda _core: self._unpin(lease), wake=False)
         else:
-            self._loop.call_later(_PROOF_S, self._let_go, lease)
+            # A copy takes milliseconds, and its reader lets go at the end.
+            self._loop.call_later(0.02, self._let_go, lease)
 
     def _unpin(self, lease: _Lease) -> None:
         """Engine thread."""

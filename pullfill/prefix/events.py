@@ -25,8 +25,6 @@ from pullfill.wire.prefix import MAX_EVENTS, Op, PrefixEvents, PrefixFollow, Pre
 _OWN = 0
 RETRY_S = 1.0
 """What was asked for and did not come is asked for again after this time."""
-REFILL_S = 30.0
-"""After blocks were refused, a snapshot is asked for no more often, once there is room for them."""
 
 
 class Ring:
@@ -226,7 +224,9 @@ class Replica:
         if done and events.held is not None and self._differs(events.held, events.digest):
             self.healing.differences += 1
             return self._restart(now)
-        if self.refused and self._index.room > self.refused and now - self._filled >= REFILL_S:
+        # After blocks were refused, a snapshot is asked for rarely, once there is room for them.
+        rarely = now - self._filled >= 30 * RETRY_S
+        if self.refused and self._index.room > self.refused and rarely:
             return self._restart(now)
         if done:
             self._asked = None

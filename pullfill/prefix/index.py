@@ -27,8 +27,6 @@ POOL_WORDS = 5
 """Words for rows, for each block. A block in more than 4 slots needs 1 word for each 64 slots."""
 _SWEEP = 8
 """Segments that `tidy` does between two looks at the clock."""
-_MAKE_ROOM_S = 0.001
-"""How long a full index clears up after forgotten workers before it refuses blocks."""
 Ops: TypeAlias = NDArray[np.uint8]
 _NO_OPS: Ops = np.empty(0, np.uint8)
 
@@ -245,7 +243,7 @@ class PrefixIndex:
         refused = int(table.change(self._m, array, ops, op, slot))
         if refused and self._dead:
             # The dead take up the room. To do all again changes nothing for those that were stored.
-            self.tidy(_MAKE_ROOM_S)
+            self.tidy(0.001)
             refused = int(table.change(self._m, array, ops, op, slot))
         if refused:
             self._refused[slot] = self._refused.get(slot, 0) + refused

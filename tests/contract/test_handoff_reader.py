@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,7 +86,7 @@ async def test_a_worker_that_can_be_reached_again_is_read_again(
         await settled(first)
         assert first.loaded is False
         await transport_of(decode, 2)
-        clock.advance(readers.AGAIN_S - 1)
+        clock.advance(readers.IDLE_S - 1)
         await transport_of(decode, 3)
         assert route.tries == 1
         clock.advance(1)
@@ -95,7 +96,7 @@ async def test_a_worker_that_can_be_reached_again_is_read_again(
         route.cut = False
         await transport_of(decode, 6)
         assert route.tries == 2, "it looks at each job"
-        clock.advance(readers.AGAIN_S)
+        clock.advance(readers.IDLE_S)
         await transport_of(decode, 7)
         await until(lambda: reader._session is not None and not reader._unreachable)
         assert await transport_of(decode, 8) == "tcp"
@@ -161,11 +162,11 @@ async def test_looking_again_never_ends_the_lane(
     reader = KvReader("prefill-1", broken, clock)
     with pytest.raises(PeerUnavailable):
         reader._connect()
-    clock.advance(readers.AGAIN_S)
+    clock.advance(readers.IDLE_S)
     assert not reader.within_reach()
     await until(lambda: "a bug" in caplog.text)
-    assert reader._lane.submit(lambda: 1).result(10) == 1
-    clock.advance(readers.AGAIN_S)
+    assert reader._thread.submit(lambda: 1).result(10) == 1
+    clock.advance(readers.IDLE_S)
     reader._closing = True  # nothing is begun any more
     said = len(caplog.records)
     assert not reader.within_reach()
@@ -186,14 +187,14 @@ async def test_without_a_thread_it_looks_again_later(monkeypatch: pytest.MonkeyP
     reader = KvReader("prefill-1", unreachable, clock)
     with pytest.raises(PeerUnavailable):
         reader._connect()
-    clock.advance(readers.AGAIN_S)
+    clock.advance(readers.IDLE_S)
     with monkeypatch.context() as patch:
-        patch.setattr(reader._lane._pool, "run", refuse)
+        patch.setattr(threading.Thread, "start", refuse)
         assert not reader.within_reach()
     tried = reader._tried_at
-    clock.advance(readers.AGAIN_S)
+    clock.advance(readers.IDLE_S)
     assert not reader.within_reach()
-    assert reader._lane.wait(10)
+    assert reader._thread.wait(10)
     assert reader._tried_at > tried
     reader.close()
 

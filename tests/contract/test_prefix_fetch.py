@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker.kv_reader import KvReader
-from pullfill.decode_worker.prefix import fetches, holders, read_leases
+from pullfill.decode_worker.prefix import holders, read_leases
 from tests.support.fetch_rig import LEAST, FetchWorker, without_vllm
 from tests.support.handoff_decode import Served
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS
@@ -303,7 +303,7 @@ async def test_leases_pin_a_quarter_of_the_blocks_at_most(pair: Pair) -> None:
 async def test_a_lease_that_vllm_has_no_blocks_for_is_given_back(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetches, "_TURN_S", 0.05)
+    monkeypatch.setattr(read_leases, "LEASE_S", 0.1)
     request = await pair.leased()
     await until(lambda: not pair.asker.fetches._running)
     assert pair.asker.side.decide(request, 0) == (0, False)
@@ -313,7 +313,7 @@ async def test_a_lease_that_vllm_has_no_blocks_for_is_given_back(
 async def test_a_lease_that_ends_as_vllm_allocates(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetches, "_TURN_S", 0.02)
+    monkeypatch.setattr(read_leases, "LEASE_S", 0.04)
     request = await pair.leased()
     served = pair.allocate(request)
     await until(lambda: not pair.asker.fetches._running)

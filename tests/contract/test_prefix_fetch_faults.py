@@ -110,7 +110,7 @@ async def test_no_prompt_waits_for_a_session_that_does_not_open(
             await until(lambda: served.loaded is not None)
     finally:
         go.set()
-    assert await asyncio.to_thread(reader._lane.wait, 10.0)
+    assert await asyncio.to_thread(reader._thread.wait, 10.0)
     assert (pair.asker.pages[:, served.table] == 0xAA).all()
     assert (await pair.asker.end(served)).fetch == "lost"
     assert pair.asker.holders.away("holder"), "or the next prompt would wait as long"

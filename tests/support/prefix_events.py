@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pullfill.decode_worker.prefix.block_events import FLUSH_S
 from tests.support.cluster import Cluster, until
 
-_STILL_S = FLUSH_S + 0.2
-"""A worker sends its events within FLUSH_S. After so long without new ones it has sent all."""
+_STILL_S = 0.25
+"""A worker sends its events within 0.05 s. After so long without new ones it has sent all."""
 
 
 class BlocksOf:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pullfill.prefix.chain import HashArray
-from pullfill.prefix.events import REFILL_S, RETRY_S, Replica, Ring, State
+from pullfill.prefix.events import RETRY_S, Replica, Ring, State
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
 
@@ -133,8 +133,8 @@ def test_refused_blocks_are_fetched_once_there_is_room(pair: Pair) -> None:
     assert pair.replica.refused == 2
     pair.index.remove(1, blocks(91, 92, 93))
     (beat,) = pair.news() and pair.news()
-    assert pair.replica.take(beat, REFILL_S / 2) is None
-    pair.now = REFILL_S
+    assert pair.replica.take(beat, 15 * RETRY_S) is None
+    pair.now = 30 * RETRY_S
     pair.heal(pair.replica.take(beat, pair.now))
     assert pair.equal()
     assert pair.replica.refused == 0

@@ -109,7 +109,7 @@ def test_a_block_counts_while_every_group_holds_it() -> None:
 
 
 @pytest.mark.parametrize("change", [stored(A), stored(A, after=1), stored(A, place=IN_CPU)])
-@pytest.mark.parametrize("most", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("most", [1, 3])
 def test_pieces_come_to_the_same(change: Stored, most: int) -> None:
     whole, cut = Held(ONE), Held(ONE)
     for each in (whole, cut):
@@ -151,7 +151,9 @@ class Rig:
         self.sent: list[bytes] = []
         self.waiting: list[Callable[[], None]] = []
         self.followers: dict[bytes, Follower] = {}
-        self.blocks = BlockEvents(asyncio.get_running_loop(), ONE, self.send, max_blocks)
+        self.blocks = BlockEvents(
+            asyncio.get_running_loop(), ONE, self.send, max_blocks, flush_s=0.01
+        )
 
     def send(self, payload: bytes, to: bytes | None, sent: Callable[[], None] | None) -> None:
         def deliver() -> None:
@@ -179,8 +181,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
-    monkeypatch.setattr(block_events, "FLUSH_S", 0.01)
+async def rig() -> AsyncIterator[Rig]:
     rig = Rig()
     yield rig
     await rig.blocks.close()
@@ -196,18 +197,6 @@ async def test_nothing_is_sent_while_nothing_changes_or_nobody_follows(rig: Rig)
     sent = len(rig.sent)
     await asyncio.sleep(0.05)
     assert len(rig.sent) == sent
-
-
-async def test_a_follower_has_what_was_stored_before_and_after(rig: Rig) -> None:
-    rig.blocks.take([stored(A)])
-    follower = rig.follower()
-    await until(lambda: follower.held == set(hashes(A)))
-    rig.blocks.take([Removed(ON_GPU, handles(A)[3:]), Removed(ON_GPU, handles(A)[2:3])])
-    await until(lambda: follower.held == set(hashes(A)[:2]))
-    rig.blocks.take([Cleared(), stored(A[:4])])
-    await until(lambda: follower.held == set(hashes(A)[:1]))
-    assert follower.replica.state is State.WARM
-    assert follower.replica.healing.differences == 0
 
 
 async def test_changes_of_many_steps_are_one_message(rig: Rig) -> None:
@@ -261,17 +250,6 @@ async def test_an_answer_waits_for_the_engine_thread(
     assert follower.messages[:10] == pages
 
 
-async def test_asking_again_ends_the_answer_before(rig: Rig) -> None:
-    rig.blocks.take([stored(A)])
-    rig.open = False
-    follower = rig.follower()
-    follower.ask()
-    await asyncio.sleep(0)
-    assert len(rig.blocks._answers) == 1
-    await rig.blocks.close()
-    assert rig.blocks._answers == {}
-
-
 async def test_an_asyncio_thread_that_hangs_costs_a_bounded_queue(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -287,7 +265,7 @@ async def test_an_asyncio_thread_that_hangs_costs_a_bounded_queue(
     assert "hangs" in caplog.text
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 async def test_followers_end_with_what_the_cache_holds(rig: Rig, seed: int) -> None:
     """Random prompts with common beginnings, stored, evicted from the end and cleared."""
     rng = random.Random(seed)
