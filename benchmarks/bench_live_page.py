@@ -27,7 +27,7 @@ from pullfill.frontend.cluster_view import ClusterView
 from pullfill.frontend.live import page as live_page
 from pullfill.frontend.live.page import LiveView
 from pullfill.frontend.request_log import RequestLog, RequestRecord
-from pullfill.runtime.health import Health
+from pullfill.runtime.health import ServerHealth
 from pullfill.runtime.probe import ProbeServer
 from pullfill.wire import ExplainRecord, Timings, WorkerRecord
 
@@ -153,7 +153,7 @@ async def measure(urls: list[str], seconds: float) -> dict[int, tuple[float, flo
         return {name: r for name, r in records.items() if r.role == role}
 
     directory: Any = SimpleNamespace(age_s=0.0, workers=workers)
-    etcd = Health("etcd", "bench")
+    etcd = ServerHealth("etcd", "bench")
     etcd.ok()
     requests, under_way = RequestLog(), flights()
     view = Counted(directory, etcd, "bench")

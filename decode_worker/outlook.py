@@ -21,7 +21,7 @@ from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.queue.nats_connection import RAISE_PAYLOAD
 from pullfill.runtime import log, metrics
-from pullfill.runtime.health import Health, servers_json
+from pullfill.runtime.health import ServerHealth, servers_json
 from pullfill.snapshot import NOT_CLAIMED
 from pullfill.wire import u32
 
@@ -48,7 +48,7 @@ class Outlook:
     context: DecodeContext
     producer: JetStreamProducer
     control: ControlServer
-    etcd: Health
+    etcd: ServerHealth
     cache: Any
     kv_bytes: int
     meter: StepMeter | None = None

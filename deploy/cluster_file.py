@@ -2,16 +2,11 @@
 
     model: /models/m
     decode: 2
-    prefill: 3
-    decode-devices: 0-1
-    transports: [shm, tcp]
     vllm-args: {max-model-len: 8192}
-    decode-args: {kv-cache-memory-bytes: 4294967296}
-    set:
-      router.policy: cost
+    set: {router.policy: cost}
 
 The file has no options of its own: its values go through the command's parser, as texts, and count
-where a flag is not given. So YAML's own types do not matter: `namespace: off` is the word off.
+where a flag is not given.
 Every refusal is one line that names the file, the line and the key.
 """
 
@@ -161,6 +156,7 @@ def _text(where: str, node: yaml.Node) -> str:
 
 def _word(where: str, node: yaml.Node) -> str:
     """Return a value that is neither a list nor a mapping."""
+    # YAML's own types do not matter: `namespace: off` is the word off.
     if not isinstance(node, yaml.ScalarNode):
         kind = "list in a list" if isinstance(node, yaml.SequenceNode) else "mapping"
         raise ConfigError(f"{where}: give one value, not a {kind}")

@@ -282,7 +282,7 @@ def role_command(role: str, cluster: ClusterRef, model: str, options: RoleOption
     return [*argv, *arguments(where), *arguments(replace(options, model=model), role)]
 
 
-def placements(options: UpOptions) -> list[Placement]:
+def placements(options: UpOptions) -> list[Place]:
     """Return where each worker runs: first the decode workers, then the prefill workers."""
     ranks, small = ranks_by_role(options), options.model == DEMO
     return [
@@ -310,7 +310,7 @@ def renewed(spec: ProcessSpec) -> ProcessSpec:
     return replace(spec, argv=argv, instance_id=fresh)
 
 
-def _turns(options: UpOptions, places: Sequence[Placement]) -> list[int | None]:
+def _turns(options: UpOptions, places: Sequence[Place]) -> list[int | None]:
     """As `starts_after`. No worker waits if all were given the size of their KV cache."""
     told = [
         KV_BYTES in map(vllm_flags.flag_name, worker_arguments(options, role))
@@ -325,7 +325,7 @@ def worker_spec(
     cluster: ClusterRef,
     cluster_id: str,
     name: str,
-    place: Placement,
+    place: Place,
     *,
     after: str = "",
     own_port: int = 0,
@@ -372,7 +372,7 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
         after = "" if before is None else names[before]
         specs.append(worker_spec(options, cluster, cluster_id, name, place, after=after))
     for index, own_port in enumerate(options.own_ports):
-        name, place = f"frontend-{index}", Placement()
+        name, place = f"frontend-{index}", Place()
         specs.append(worker_spec(options, cluster, cluster_id, name, place, own_port=own_port))
     return specs
 
@@ -403,9 +403,7 @@ def role_flags(role: str, arguments: Sequence[str], *, gpus: int) -> list[str]:
     return [f"--max-num-batched-tokens={PREFILL_CHUNK}"]
 
 
-def worker_env(
-    base: Mapping[str, str], placement: Placement, *, local_model: bool
-) -> dict[str, str]:
+def worker_env(base: Mapping[str, str], placement: Place, *, local_model: bool) -> dict[str, str]:
     """Return the environment of a worker or frontend. Variables that the user has set stay.
 
     On GPUs a worker sees only its own devices.
@@ -445,13 +443,13 @@ class Pool:
     gpus: tuple[int, ...]
     given: bool = False
 
-    def place(self, ranks: Sequence[int], *, pin: bool, small: bool) -> list[Placement]:
+    def place(self, ranks: Sequence[int], *, pin: bool, small: bool) -> list[Place]:
         """Return a placement for each worker of the pool.
 
         ranks: TP x PP of each worker. pin, small: as `pin` and `one_core` of `place`.
         Cores that flags have chosen are all used, also without `pin`."""
         if self.given and not self.gpus and len(self.cores) == 1:
-            return [Placement(cores=self.cores, ranks=count) for count in ranks]
+            return [Place(cores=self.cores, ranks=count) for count in ranks]
         places = place(
             ranks,
             cores=self.cores,
@@ -515,7 +513,7 @@ def check_devices(options: UpOptions) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Place:
     """Where one worker runs.
 
     cores: CPU cores. Empty: any. The worker's ranks share them.
@@ -529,7 +527,7 @@ class Placement:
 
 def place(
     ranks: Sequence[int], *, cores: Sequence[int], gpus: int, pin: bool, one_core: bool
-) -> list[Placement]:
+) -> list[Place]:
     """Return a placement for each worker.
 
     On GPUs each rank gets a GPU of its own. Workers of one rank share GPUs if there are too few.
@@ -541,27 +539,25 @@ def place(
     if gpus:
         firsts = [sum(ranks[:index]) for index in range(len(ranks))]
         return [
-            Placement(
-                gpus=tuple(index % gpus for index in range(first, first + count)), ranks=count
-            )
+            Place(gpus=tuple(index % gpus for index in range(first, first + count)), ranks=count)
             for first, count in zip(firsts, ranks, strict=True)
         ]
     if not pin or len(cores) < 2 or not ranks:
-        return [Placement(ranks=count) for count in ranks]
+        return [Place(ranks=count) for count in ranks]
     # To share cores with another worker costs more than more threads bring.
     share = 1 if one_core else max(1, len(cores) // sum(ranks))
-    places: list[Placement] = []
+    places: list[Place] = []
     start = 0
     for count in ranks:
         width = min(share * count, len(cores))
         if start + width > len(cores):
             start = 0
-        places.append(Placement(cores=tuple(cores[start : start + width]), ranks=count))
+        places.append(Place(cores=tuple(cores[start : start + width]), ranks=count))
         start += width
     return places
 
 
-def starts_after(places: Sequence[Placement]) -> list[int | None]:
+def starts_after(places: Sequence[Place]) -> list[int | None]:
     """For each worker, return the index of the worker that must be ready before it starts, or None.
 
     vLLM sizes its KV cache by what the GPU's memory lost while it loaded its model. Of two workers
@@ -575,7 +571,7 @@ def starts_after(places: Sequence[Placement]) -> list[int | None]:
     return before
 
 
-def cores_left(workers: Sequence[Placement], decode: int, cores: Sequence[int]) -> tuple[int, ...]:
+def cores_left(workers: Sequence[Place], decode: int, cores: Sequence[int]) -> tuple[int, ...]:
     """Return the cores for frontends: those that no worker is pinned to, else the decode workers'.
 
     Empty: any, since no worker is pinned.

@@ -228,5 +228,5 @@ def _apply(cores: tuple[int, ...], *, local_model: bool, ranks: int = 1) -> None
     """Pin this process, and set the environment that vLLM reads when it is imported."""
     if cores:
         os.sched_setaffinity(0, cores)
-    placement = plan.Placement(cores=cores, ranks=ranks)
+    placement = plan.Place(cores=cores, ranks=ranks)
     os.environ.update(plan.worker_env(os.environ, placement, local_model=local_model))

@@ -22,7 +22,7 @@ from pullfill.net import http_proof
 from pullfill.net.this_host import open_files
 from pullfill.registry.directory import Directory
 from pullfill.runtime import probe
-from pullfill.runtime.health import Health
+from pullfill.runtime.health import ServerHealth
 from pullfill.snapshot import Cluster, Report, Reports, cluster_of, read_report
 from pullfill.wire import WorkerRecord
 
@@ -57,7 +57,7 @@ class ClusterView:
     def __init__(
         self,
         directory: Directory,
-        etcd: Health,
+        etcd: ServerHealth,
         namespace: str,
         own_id: str = "",
         *,

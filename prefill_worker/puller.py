@@ -27,7 +27,7 @@ from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.queue.contract import Delivery, JobConsumer
 from pullfill.runtime import log
-from pullfill.runtime.health import Health
+from pullfill.runtime.health import ServerHealth
 from pullfill.runtime.lifecycle import end
 from pullfill.snapshot import FLOWS, HeldJob
 from pullfill.wire import SILENT_S, PrefillJob, RefuseReason, decode, u32
@@ -210,7 +210,7 @@ class Puller:
         budget: Budget,
         credits: Credits,
         read_grants: ReadGrants,
-        nats: Health,
+        nats: ServerHealth,
         *,
         max_prompt_tokens: int,
         max_jobs: int = 32,

@@ -39,7 +39,7 @@ from pullfill.registry.directory import Directory
 from pullfill.registry.live_settings import Settings
 from pullfill.registry.self_checks import SelfChecks
 from pullfill.runtime import log
-from pullfill.runtime.health import Health, servers_json
+from pullfill.runtime.health import ServerHealth, servers_json
 from pullfill.runtime.lifecycle import until
 from pullfill.transfer.connect import peer_transports, why_absent
 from pullfill.transfer.contract import PeerTransport
@@ -240,7 +240,7 @@ class PrefillService(Service):
         puller: Puller,
         budget: Budget,
         credits: Credits,
-        healths: list[Health],
+        healths: list[ServerHealth],
         hello: Hello,
         kept_s: float = 1.0,
     ) -> None:

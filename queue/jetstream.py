@@ -46,7 +46,7 @@ from pullfill.queue.streams import (
     subject_tokens,
 )
 from pullfill.runtime import log
-from pullfill.runtime.health import Health
+from pullfill.runtime.health import ServerHealth
 from pullfill.runtime.lifecycle import end
 from pullfill.wire import QueueSettings, QueueStatus
 
@@ -104,7 +104,7 @@ class _End:
         return self
 
     @property
-    def health(self) -> Health:
+    def health(self) -> ServerHealth:
         """Whether the server does what this end needs of it."""
         return self.connection.health
 

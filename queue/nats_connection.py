@@ -33,7 +33,7 @@ from pullfill.backoff import Backoff
 from pullfill.config import split_urls
 from pullfill.errors import ConfigError, NotNow, PullfillError, QueueFull, QueueUnavailable
 from pullfill.runtime import log
-from pullfill.runtime.health import Health
+from pullfill.runtime.health import ServerHealth
 from pullfill.runtime.lifecycle import end
 
 logger = log.get("queue")
@@ -103,7 +103,7 @@ class NatsConnection:
     ) -> None:
         self._urls = split_urls(url) or [url]
         self.shown_url = redact.url(",".join(self._urls))
-        self.health = Health("nats", self.shown_url)
+        self.health = ServerHealth("nats", self.shown_url)
         self.up = False
         self.generation = 0
         """Counts connections. A server restart is always a new one."""

@@ -70,7 +70,7 @@ class _Done(msgspec.Struct):
     succeeded: bool = False
 
 
-class _Granted(msgspec.Struct):
+class _LeaseGranted(msgspec.Struct):
     header: Header = Header()
     id: int = msgspec.field(default=0, name="ID")
     ttl: int = msgspec.field(default=0, name="TTL")
@@ -150,12 +150,12 @@ class EtcdClient(EtcdRpc):
 
     async def grant_lease(self, ttl_s: int) -> tuple[int, int, Header]:
         """(lease id, seconds granted, header). etcd rounds a TTL below 2 s up to 2."""
-        lease = await self.call("/lease/grant", {"TTL": ttl_s, "ID": 0}, _Granted)
+        lease = await self.call("/lease/grant", {"TTL": ttl_s, "ID": 0}, _LeaseGranted)
         return lease.id, lease.ttl, self._dated(lease.header)
 
     async def lease_left_s(self, lease_id: int) -> int:
         """Return how many seconds the lease has left, by etcd's clock. Negative: it is gone."""
-        return (await self.call("/lease/timetolive", {"ID": lease_id}, _Granted)).ttl
+        return (await self.call("/lease/timetolive", {"ID": lease_id}, _LeaseGranted)).ttl
 
     async def revoke_lease(self, lease_id: int) -> None:
         """End a lease and all keys on it. Raises LeaseNotFound."""

@@ -20,7 +20,7 @@ NAMES = {"nats": "NATS", "etcd": "etcd"}
 CONNECTION = "connection"
 
 
-class Health:
+class ServerHealth:
     """The state of one server as this process sees it.
 
     A server has parts that are checked separately: the connection, JetStream, pulls. It is up while
@@ -94,6 +94,6 @@ def outage_of(server: str, status: ServerStatus) -> str:
     return f"{NAMES.get(server, server)} unreachable for {status.since_s:.0f} s: {status.error}"
 
 
-def servers_json(*healths: Health) -> Mapping[str, object]:
+def servers_json(*healths: ServerHealth) -> Mapping[str, object]:
     """`servers` of a status: {"nats": {"up", "since_s", "error"}, ...}."""
     return {health.server: msgspec.to_builtins(health.status()) for health in healths}

@@ -9,9 +9,7 @@ worker. A step takes as long as the settings say. Each request that has computed
 one more. The KV cache is real memory, and transfer workers copy it. Its bytes mean nothing, so only
 workers with this executor exchange it (compat.py).
 
-It needs no weights and, by default, 1 KiB of KV per block of 16 tokens. Where vLLM would compute on
-a GPU, the KV cache is GPU memory, so that the transports between GPUs can be tried without a model
-(`"device": "cpu"` prevents that). All methods run on the engine thread, where a step sleeps.
+It needs no weights. All methods run on the engine thread, where a step sleeps.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from pullfill.testing.mock_model import MockModel, settings_of
 logger = log.get("testing.mock_executor")
 
 _LAYOUT = "LBHNC"
-_KV_BYTES = 16 << 20
+_KV_BYTES = 16 << 20  # 1 KiB per block of 16 tokens, by default
 
 
 class MockExecutor(Executor):  # type: ignore[misc]
@@ -47,6 +45,7 @@ class MockExecutor(Executor):  # type: ignore[misc]
     @staticmethod
     def kv_device(vllm_config: Any) -> str:
         """Where the KV memory is: `cpu`, `cuda`, or `auto` for where vLLM would put it."""
+        # On a GPU the transports between GPUs can be tried without a model.
         return settings_of(vllm_config.additional_config).device
 
     def _init_executor(self) -> None:

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pullfill.frontend.cluster_view import ClusterView
 from pullfill.net import http_proof
 from pullfill.runtime import probe
-from pullfill.runtime.health import Health
+from pullfill.runtime.health import ServerHealth
 from pullfill.runtime.probe import ProbeServer
 from pullfill.snapshot import UNTOLD
 from pullfill.wire import WorkerRecord
@@ -52,7 +52,7 @@ async def viewed(*urls: str, **times: float) -> AsyncIterator[ClusterView]:
 
 @asynccontextmanager
 async def viewing(known: Known, **times: float) -> AsyncIterator[ClusterView]:
-    etcd = Health("etcd", "http://h:2")
+    etcd = ServerHealth("etcd", "http://h:2")
     etcd.ok()
     view = ClusterView(known, etcd, "blue", **(PATIENT | times))
     try:

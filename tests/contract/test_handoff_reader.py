@@ -16,7 +16,7 @@ from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.peers import Peer
 from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.side import PrefillService
-from pullfill.runtime.health import Health
+from pullfill.runtime.health import ServerHealth
 from pullfill.transfer.contract import PeerSession
 from pullfill.wire import KvMode
 from tests.support.fakes import FakeClock
@@ -118,7 +118,7 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         memory = replace(prefill.local.memory, device=device)
         engine: Any = SimpleNamespace(context=SimpleNamespace(memories=[memory]))
         thread: Any = SimpleNamespace(dead=asyncio.Event())
-        (nats := Health("nats")).ok()
+        (nats := ServerHealth("nats")).ok()
         service = PrefillService(
             engine,
             thread,

@@ -24,7 +24,7 @@ from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.queue.contract import JobConsumer, JobProducer, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.runtime.health import Health
+from pullfill.runtime.health import ServerHealth
 from pullfill.testing.memory_queue import MemoryQueue
 from pullfill.wire import (
     SILENT_S,
@@ -73,7 +73,7 @@ class PrefillHalf:
             **cluster.links,
         )
         self.consumer = consumer or cluster.queue.consumer()
-        nats = Health("nats")
+        nats = ServerHealth("nats")
         nats.ok()
         self.puller = Puller(
             self.consumer,

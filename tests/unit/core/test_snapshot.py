@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.runtime.health import Health, outage_of
+from pullfill.runtime.health import ServerHealth, outage_of
 from pullfill.snapshot import LOST, NOT_CLAIMED, NOT_LINKED, UNTOLD, Report, cluster_of, read_report
 from pullfill.wire import ServerStatus, WorkerRecord
 from tests.support.fakes import FakeClock
@@ -120,7 +120,7 @@ def test_backlogs_of_decode_workers_are_added_and_their_rates_are_the_callers() 
 class TestHealth:
     def test_it_is_up_when_every_part_is(self) -> None:
         clock = FakeClock()
-        health = Health("nats", "nats://h:1", clock)
+        health = ServerHealth("nats", "nats://h:1", clock)
         turns: list[bool] = []
         health.subscribe(lambda: turns.append(health.up))
         health.ok()
@@ -134,7 +134,7 @@ class TestHealth:
         assert (turns, health.outage()) == ([True, False, True], "")
 
     def test_the_address_is_said_once(self) -> None:
-        health = Health("nats", "nats://h:1")
+        health = ServerHealth("nats", "nats://h:1")
         health.failed("NATS at nats://h:1 gave no answer within 0.5 s")
         assert health.status().error == "nats://h:1: gave no answer within 0.5 s"
         text = outage_of("nats", ServerStatus(up=False, since_s=2.0, error=health.status().error))

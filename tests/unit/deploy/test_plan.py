@@ -64,7 +64,7 @@ class TestPlacement:
     @pytest.mark.parametrize(("cores", "pin"), [([0], True), ([0, 1], False)])
     def test_no_pinning(self, cores: list[int], pin: bool) -> None:
         places = plan.place([1] * 2, cores=cores, gpus=0, pin=pin, one_core=True)
-        assert places == [plan.Placement()] * 2
+        assert places == [plan.Place()] * 2
 
     def test_frontends_get_free_cores_or_those_that_decode(self) -> None:
         def others(decode: int, prefill: int, cores: list[int], one_core: bool) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class TestPlacement:
         assert others(3, 1, [0, 1], True) == (0, 1)
         assert others(0, 2, [0, 1], True) == ()
         assert others(1, 1, [5], True) == ()
-        assert plan.cores_left([plan.Placement(gpus=(0,))], 1, [0, 1]) == ()
+        assert plan.cores_left([plan.Place(gpus=(0,))], 1, [0, 1]) == ()
 
     def test_gpus_go_round(self) -> None:
         places = plan.place([1] * 3, cores=[0, 1], gpus=2, pin=True, one_core=True)
@@ -98,15 +98,15 @@ class TestPlacement:
     def test_workers_on_one_gpu_start_in_turn(
         self, gpus: list[tuple[int, ...]], before: list[int | None]
     ) -> None:
-        assert plan.starts_after([plan.Placement(gpus=g) for g in gpus]) == before
+        assert plan.starts_after([plan.Place(gpus=g) for g in gpus]) == before
 
     def test_environment(self) -> None:
-        pinned = plan.Placement(cores=(3,))
+        pinned = plan.Place(cores=(3,))
         env = plan.worker_env({"OMP_NUM_THREADS": "7"}, pinned, local_model=True)
         assert env["OMP_NUM_THREADS"] == "7"
         assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
         assert env["HF_HUB_OFFLINE"] == "1"
-        second = plan.Placement(gpus=(1,))
+        second = plan.Place(gpus=(1,))
         env = plan.worker_env({"CUDA_VISIBLE_DEVICES": "4,5"}, second, local_model=False)
         assert env["CUDA_VISIBLE_DEVICES"] == "5"
         assert "HF_HUB_OFFLINE" not in env

@@ -25,7 +25,7 @@ from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
-from pullfill.runtime.health import Health
+from pullfill.runtime.health import ServerHealth
 from pullfill.wire import (
     Adapter,
     CommitReply,
@@ -110,7 +110,7 @@ class Worker:
         self.left: list[float] = []
         self.budget = Budget(10**6)
         consumer: Any = SimpleNamespace(ack_wait_s=60.0, max_deliver=5)
-        (nats := Health("nats")).ok()
+        (nats := ServerHealth("nats")).ok()
         self.puller = Puller(
             consumer, links, engine, self.budget, Credits(1), ReadGrants(None), nats,
             max_prompt_tokens=100,

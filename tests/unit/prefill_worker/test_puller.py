@@ -16,7 +16,7 @@ from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.queue.contract import QueueConfig, Urgency
 from pullfill.queue.nats_connection import NotSent
 from pullfill.runtime import failpoints
-from pullfill.runtime.health import Health
+from pullfill.runtime.health import ServerHealth
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.testing.memory_queue import MemoryQueue
 from pullfill.wire import PrefillJob, RefuseReason, encode, u32
@@ -48,7 +48,7 @@ class Worker:
             trials=asyncio.Queue(),
         )  # fmt: skip
         engine: Any = SimpleNamespace(block_size=4, groups=1, compat_hash="c")
-        self.nats = Health("nats", "nats://h:1")
+        self.nats = ServerHealth("nats", "nats://h:1")
         self.nats.ok()
         self.budget = budget or Budget(30, claim_s=60.0)
         self.puller = Puller(

@@ -14,7 +14,7 @@ from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.runtime import metrics
-from pullfill.runtime.health import Health
+from pullfill.runtime.health import ServerHealth
 
 
 def test_charged_and_given_back() -> None:
@@ -96,7 +96,7 @@ class Rig:
         self.account = self.credits.open("decode-1")
         consumer: Any = SimpleNamespace(pull=self._pull, drain=self._drain, ack_wait_s=60.0)
         links: Any = SimpleNamespace(pause=lambda _: None, trials=asyncio.Queue())
-        (nats := Health("nats")).ok()
+        (nats := ServerHealth("nats")).ok()
         self.puller = Puller(
             consumer, links, links, budget, self.credits, ReadGrants(None), nats,
             max_prompt_tokens=1, patience_s=patience_s,
