@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -244,7 +244,9 @@ class DecodeLinks:
         self._on_checked: Callable[[], None] = lambda: None
         self.idle_s = idle_s
         self.silent_s = silent_s
-        self._ranking = Ranking(hello.prefill_instance, most)
+        self._most = most
+        # Other prefill workers that pull jobs.
+        self._others: set[str] = set()
         self._records: dict[str, WorkerRecord] = {}
         self.links: dict[str, DecodeLink] = {}
         # Those that have not ended, with those that nobody finds any more.
@@ -396,8 +398,16 @@ class DecodeLinks:
         """Return this worker's load, at most `for_s` old. Each claim carries it."""
         now = asyncio.get_running_loop().time()
         if now - self._loaded_at >= for_s:
-            self._loaded, self._loaded_at = replace(self._report(), pool=self._ranking.pool), now
+            self._loaded, self._loaded_at = replace(self._report(), pool=self.pool), now
         return self._loaded
+
+    @property
+    def pool(self) -> int:
+        """Number of prefill workers that pull jobs, this one included.
+
+        0 while each decode worker is connected to all of them, and can count them itself."""
+        workers = len(self._others) + 1
+        return workers if workers > self._most else 0
 
     def lists(self, record: WorkerRecord) -> bool:
         """Whether a decode worker is still in the directory, at this address."""
@@ -418,7 +428,8 @@ class DecodeLinks:
     def _refresh(self) -> None:
         """Make the standing connections. Those that are not standing any more end when idle."""
         if self._started and not self._closed:
-            wanted = self._ranking.wanted()
+            me = self.hello.prefill_instance
+            wanted = standing_links(me, self._others, self._records, self._most)
             self.standing = wanted | self._to_be_checked(wanted)
             for name in self.standing - self.links.keys():
                 self._open(self._records[name])
@@ -434,13 +445,13 @@ class DecodeLinks:
             return
         if record.role == "prefill":
             pulls = new is not None and new.state is not WorkerState.DRAINING and self._fits(new)
-            self._ranking.prefill(record.instance_id, pulls)
+            (self._others.add if pulls else self._others.discard)(record.instance_id)
+            self._others.discard(self.hello.prefill_instance)
         elif record.role == "decode" and record.instance_id != self.hello.prefill_instance:
             if new is None:
                 self._left(record.instance_id)
             else:
                 self._came(new)
-            self._ranking.decode(record.instance_id, record.instance_id in self._records)
         self._refresh()
         self._changed.set()
 
@@ -489,73 +500,28 @@ def _same(one: WorkerRecord, other: WorkerRecord) -> bool:
 # --------------------------------------------------------------------------- which are standing
 
 
-def key(name: str) -> int:
+@lru_cache(maxsize=4096)
+def _key(name: str) -> int:
     """64 bits that look random."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
 
 
-def rank(decode: int, prefill: int) -> int:
-    """Return the rank of a pair, from both keys. Pairs of a higher rank are connected first."""
-    # A product with an odd number, because a fleet of 256 + 256 workers makes 65,536 of these in
-    # each prefill worker when it starts. Its high bits depend on all bits of both keys.
-    return (decode ^ prefill) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+def standing_links(
+    me: str, others: Collection[str], decodes: Collection[str], most: int
+) -> set[str]:
+    """Return the decode workers that the prefill worker `me` stays connected to. See the module.
 
-
-@dataclass(slots=True)
-class _Place:
-    """Our rank at one decode worker.
-
-    key: of the decode worker's name.
-    ahead: number of prefill workers that rank higher there."""
-
-    key: int
-    rank: int
-    ahead: int
-
-
-class Ranking:
-    """Which decode workers the prefill worker `me` stays connected to. See the module."""
-
-    def __init__(self, me: str, most: int = STANDING_LINKS) -> None:
-        self._me = me
-        self._key = key(me)
-        self._most = most
-        self._others: dict[str, int] = {}
-        self._places: dict[str, _Place] = {}
-
-    def prefill(self, name: str, pulls: bool) -> None:
-        """Note whether another prefill worker is in the cluster and pulls jobs."""
-        if pulls == (name in self._others) or name == self._me:
-            return
-        if not pulls:
-            theirs = self._others.pop(name)
-            for place in self._places.values():
-                place.ahead -= rank(place.key, theirs) > place.rank
-            return
-        theirs = self._others[name] = key(name)
-        for place in self._places.values():
-            place.ahead += rank(place.key, theirs) > place.rank
-
-    def decode(self, name: str, here: bool) -> None:
-        """Note whether a decode worker can be connected."""
-        if not here:
-            self._places.pop(name, None)
-        elif name not in self._places:
-            decode = key(name)
-            ours = rank(decode, self._key)
-            ahead = sum(rank(decode, theirs) > ours for theirs in self._others.values())
-            self._places[name] = _Place(decode, ours, ahead)
-
-    @property
-    def pool(self) -> int:
-        """Number of prefill workers that pull jobs, this one included.
-
-        0 while each decode worker is connected to all of them, and can count them itself."""
-        workers = len(self._others) + 1
-        return workers if workers > self._most else 0
-
-    def wanted(self) -> set[str]:
-        """The decode workers to stay connected to."""
-        places = self._places
-        best = heapq.nlargest(min(LEAST, self._most), places, key=lambda d: places[d].rank)
-        return {d for d, place in places.items() if place.ahead < self._most} | set(best)
+    others: the other prefill workers that pull jobs."""
+    if len(others) < most:
+        return set(decodes)
+    ours, theirs = _key(me), [_key(name) for name in others]
+    # The rank of a pair: a product with an odd number, because a fleet of 256 + 256 workers makes
+    # 65,536 of these at each change. Its high bits depend on all bits of both keys.
+    factor, mask = 0x9E3779B97F4A7C15, 0xFFFFFFFFFFFFFFFF
+    ranks = {name: (_key(name) ^ ours) * factor & mask for name in decodes}
+    found = set(heapq.nlargest(min(LEAST, most), ranks, key=lambda name: ranks[name]))
+    for name, mine in ranks.items():
+        decode = _key(name)
+        if sum((decode ^ other) * factor & mask > mine for other in theirs) < most:
+            found.add(name)
+    return found

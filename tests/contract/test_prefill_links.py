@@ -22,7 +22,6 @@ from pullfill.transfer.shm.files import ShmEndpoint
 from pullfill.wire import Hello, WorkerRecord, encode
 from tests.support.control_rig import Decode, until
 from tests.support.handoff_directory import FakeDirectory
-from tests.support.listening import listening
 from tests.support.transfer_rigs import COMPAT, DENSE, shm_rig
 
 
@@ -87,23 +86,6 @@ async def test_a_greeting_that_nobody_takes_is_told_to_people(
     finally:
         await link.close()
         await decode.server.stop()
-
-
-async def test_a_greeting_without_an_answer_is_told_to_people(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1)
-        writer.close()
-
-    async with listening(hang_up) as (host, port):
-        record = Decode().record(f"tcp://{host}:{port}")
-        link = link_to(record, greeting(tmp_path, 1))
-        try:
-            await until(lambda: "without a welcome" in caplog.text)
-            assert caplog.records[-1].levelno == logging.WARNING
-        finally:
-            await link.close()
 
 
 async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path: Path) -> None:
@@ -199,38 +181,6 @@ async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one(tmp_pat
         await until(lambda: links.connected == ["decode-1"])
 
 
-async def test_a_key_that_goes_and_comes_back_at_once_has_its_link(tmp_path: Path) -> None:
-    """Its link was not connected, so it ends when the key goes; a moment too late to be seen."""
-    async with following(tmp_path) as (links, directory, decode):
-        nobody = replace(decode.record("tcp://127.0.0.1:1"), compat=COMPAT)
-        directory.put(nobody)
-        await asyncio.sleep(0)
-        directory.remove("decode-1")
-        directory.put(nobody)
-        await asyncio.sleep(0.05)
-        assert links.knows("decode-1")
-        directory.put(replace(decode.record(), compat=COMPAT))
-        await until(lambda: links.connected == ["decode-1"])
-        directory.remove("decode-1")
-        for peer in list(decode.server.peers.values()):
-            peer.channel.close()
-        await until(lambda: not links.links)
-
-
-async def test_a_link_whose_key_came_back_ends_with_us(tmp_path: Path) -> None:
-    async with following(tmp_path) as (links, directory, decode):
-        record = replace(decode.record(), compat=COMPAT)
-        directory.put(record)
-        await until(lambda: links.connected == ["decode-1"])
-        directory.remove("decode-1")
-        directory.put(record)
-        await asyncio.sleep(0)
-        assert links.connected == ["decode-1"], "what was granted over it goes on"
-        await links.close()
-        await asyncio.sleep(0.05)
-        assert not links.links
-
-
 async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for(tmp_path: Path) -> None:
     """In doubt, when etcd does not answer, it may still be there; back again, it is found."""
     async with following(tmp_path, appear_s=3600.0, unknown_s=3600.0) as (links, directory, decode):
@@ -250,13 +200,3 @@ async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for(tmp_path: 
             assert links.knows("decode-1")
             directory.put(replace(decode.record(), compat=COMPAT))
             assert (await links.find("decode-1")).connected
-
-
-async def test_a_link_that_broke_is_waited_for(tmp_path: Path) -> None:
-    async with following(tmp_path) as (links, directory, decode):
-        directory.put(replace(decode.record(), compat=COMPAT))
-        await links.find("decode-1")
-        (peer,) = decode.server.peers.values()
-        peer.channel.abort()
-        await until(lambda: not links.connected)
-        assert (await links.find("decode-1")).connected

@@ -93,13 +93,6 @@ async def test_the_connections_of_a_fleet_are_bounded() -> None:
         await until(lambda: {decode.server.peers.pool for decode in workers.decode} == {16})
 
 
-async def test_a_small_cluster_has_all_connections() -> None:
-    async with fleet(5, 4, most=4, idle_s=0.0) as workers:
-        await until(lambda: workers.sockets == 20)
-        await asyncio.sleep(0.1)
-        assert workers.sockets == 20, "standing links are never idle"
-
-
 async def test_connections_follow_who_comes_and_goes(quick: None) -> None:
     """A prefill worker that leaves, or drains, is replaced at each of its decode workers. When it
     is back, the one in its place goes."""
@@ -117,16 +110,6 @@ async def test_connections_follow_who_comes_and_goes(quick: None) -> None:
         await until(lambda: workers.settled)
         now = {name: links.connected for name, links in workers.prefill.items()}
         assert now == {name: links for name, links in before.items() if name != "prefill-2"}
-
-
-async def test_who_cannot_pull_says_so_over_a_new_connection_at_once() -> None:
-    async with fleet(8, 6, most=1) as workers:
-        await until(lambda: workers.settled)
-        name, links = next(iter(workers.prefill.items()))
-        links.pause("NATS does not answer it")
-        (far, *_) = [d for d in workers.decode if d.name not in links.connected]
-        await links.find(far.name)
-        await until(lambda: f"{name} pulls no jobs" in " ".join(far.server.peers.not_pulling))
 
 
 async def test_a_decode_worker_that_left_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:

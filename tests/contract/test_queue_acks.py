@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.errors import QueueUnavailable
 from pullfill.queue import jetstream
 from pullfill.queue.contract import Delivery, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
@@ -104,17 +103,6 @@ async def test_acks_that_no_leader_has_read_are_sent_again(
     assert len(asked) == 2
 
 
-async def test_an_ack_that_gets_no_answer_is_left_to_itself(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As for a delivery that a killed server had not written down."""
-    [job] = await pulled(pair, 1)
-    asked = questions(pair[1], monkeypatch, QueueUnavailable("no answer"))
-    await job.ack()
-    await all_gone(pair)
-    assert asked == [job.ack_subject]
-
-
 async def test_what_a_connection_took_with_it_is_forgotten(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,15 +124,6 @@ async def test_closing_waits_until_all_is_confirmed(
         await job.ack()
     await pair[1].close()
     await all_gone(pair)
-
-
-async def test_closing_does_not_wait_for_ever(server: NatsServer, pair: Pair) -> None:
-    jobs = await pulled(pair, 3)
-    server.pause()
-    for job in jobs:
-        await job.ack()
-    async with asyncio.timeout(15):
-        await pair[1].acks.close()
 
 
 @pytest.mark.essential

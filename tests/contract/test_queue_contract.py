@@ -130,24 +130,6 @@ async def test_publish_pull_ack(hasty: Bench) -> None:
     assert await hasty.consumer.pull(0.05) is None
 
 
-async def test_empty_and_bytes_that_are_no_job_are_delivered(bench: Bench) -> None:
-    await bench.producer.publish("empty", b"", 0)
-    await bench.producer.publish("junk", bytes(range(256)), 0)
-    jobs = await pulled(bench.consumer, 2)
-    assert [job.body for job in jobs] == [b"", bytes(range(256))]
-    for job in jobs:
-        await job.ack()
-
-
-async def test_jobs_come_in_order(bench: Bench) -> None:
-    for name in "abc":
-        await bench.producer.publish(name, b"", 1)
-    jobs = await pulled(bench.consumer, 3)
-    assert [job.job_id for job in jobs] == ["a", "b", "c"]
-    for job in jobs:
-        await job.ack()
-
-
 async def test_the_same_job_id_is_one_job(bench: Bench) -> None:
     first = await bench.producer.publish("a", b"body", 100)
     again = await bench.producer.publish("a", b"body", 100)
@@ -241,14 +223,6 @@ async def test_term_leaves_a_dead_letter(hasty: Bench) -> None:
     assert await hasty.consumer.pull(0.05) is None
 
 
-async def test_the_newest_dead_letters_come_first(bench: Bench) -> None:
-    for name in "abc":
-        await bench.producer.publish(name, b"", 1)
-        job = await bench.consumer.pull(SOON_S)
-        await job.term("poison")
-    assert [letter.job_id for letter in await bench.dead_letters()] == ["c", "b", "a"]
-
-
 @pytest.mark.essential
 async def test_max_deliver_ends_in_a_dead_letter_and_an_empty_queue(bench: Bench) -> None:
     await bench.producer.publish("a", b"body", 1)
@@ -297,15 +271,6 @@ async def test_drain_leaves_jobs_to_others(bench: Bench) -> None:
     assert len(jobs) == 6
     assert all(job.number == 1 for job in jobs)
     assert await bench.consumer.pull(0.05) is None
-
-
-async def test_a_drained_worker_still_settles(bench: Bench) -> None:
-    await bench.producer.publish("a", b"", 1)
-    job = await bench.consumer.pull(SOON_S)
-    await bench.consumer.drain()
-    await job.in_progress()
-    await job.ack()
-    await bench.depth_is(0)
 
 
 async def test_hand_back_frees_the_job_of_a_dead_worker(bench: Bench) -> None:

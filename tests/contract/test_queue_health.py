@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.queue import nats_connection, streams
 from pullfill.queue.contract import QueueConfig, Urgency
 from pullfill.queue.jetstream import (
-    BUSY_REFRESH_S,
     REQUEST_S,
     JetStreamConsumer,
     JetStreamProducer,
 )
-from pullfill.queue.nats_connection import NatsConnection, NoResponders
+from pullfill.queue.nats_connection import NatsConnection
 from pullfill.queue.streams import consumer_of
 from pullfill.runtime.health import UP
 from pullfill.wire import QueueSettings
@@ -97,26 +95,6 @@ async def test_both_ends_say_that_nats_is_away_and_since_when(
     await until(lambda: ends.producer.available and ends.consumer.health.up, HANG_S)
     assert UP.labels("nats")._value.get() == 1
     assert ends.producer.health.status().error is None
-
-
-async def test_an_idle_connection_hardly_wakes_its_process(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PINGs ten times a second over both; the depth is hardly asked for."""
-    monkeypatch.setattr(nats_connection, "PING_EVERY_S", 0.1)
-    await asyncio.sleep(0.6)  # the PINGs of before are over
-    selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
-    real, waited = selector.select, list[float]()
-
-    def select(timeout: float | None = None) -> Any:
-        waited.append(time.monotonic())
-        return real(timeout)
-
-    with monkeypatch.context() as counting:
-        counting.setattr(selector, "select", select)
-        await asyncio.sleep(0.8)
-    moments = sum(after - before > 0.005 for before, after in pairwise(waited))
-    assert moments <= 4 * (8 + 8 + 1) + 4
 
 
 async def test_a_link_closes_though_its_dial_loses_a_cancellation(
@@ -313,49 +291,6 @@ async def _unavailable(*_: object, **__: object) -> str:
     raise QueueUnavailable("no quorum")
 
 
-async def test_a_server_that_counts_jobs_but_stores_none_is_asked_at_a_pace(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each answer closes the breaker, and the next publish opens it, with a warning."""
-
-    async def nobody(*_: object) -> None:
-        raise NoResponders("no leader")
-
-    real = ends.producer.connection.request
-
-    async def request(subject: str, *rest: Any) -> Any:
-        return await (nobody if ".job." in subject else real)(subject, *rest)
-
-    monkeypatch.setattr(ends.producer.connection, "request", request)
-    began = time.monotonic()
-    while time.monotonic() < began + 5 * BUSY_REFRESH_S:
-        with contextlib.suppress(PullfillError):
-            await ends.producer.publish("job", b"body", 1)
-        await asyncio.sleep(0.01)
-    opened = [record for record in caplog.records if "does not answer" in record.message]
-    assert 1 < len(opened) <= (time.monotonic() - began) / BUSY_REFRESH_S + 1
-
-
-async def test_a_pull_that_was_cancelled_has_left_the_server(ends: Ends) -> None:
-    """On a busy machine its UNSUB is written late. A job would be sent to it, and be given back."""
-    producer, consumer = ends.producer, ends.consumer
-    pull = asyncio.create_task(consumer.pull(HANG_S))
-    info = f"CONSUMER.INFO.{consumer.streams._names.stream}.{CONSUMER}"
-    async with asyncio.timeout(HANG_S):
-        while not (await producer.connection.api(info))["num_waiting"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    transport, loop = consumer.connection.client._transport, asyncio.get_running_loop()
-    write = transport.writelines
-    transport.writelines = lambda lines: loop.call_later(0.2, write, list(lines))
-    pull.cancel()
-    await asyncio.gather(pull, return_exceptions=True)
-    await producer.publish("a", b"", 10)
-    await asyncio.sleep(0.5)
-    job = await consumer.pull(HANG_S)
-    assert job.number == 1
-    await job.ack()
-
-
 async def test_a_stream_that_was_made_anew_with_other_rules_is_said(ends: Ends) -> None:
     """Only an operator can mend it. The worker said that it pulls."""
 
@@ -372,20 +307,3 @@ async def test_a_stream_that_was_made_anew_with_other_rules_is_said(ends: Ends) 
     await until(lambda: "nats stream rm" in str(ends.consumer.health.status().error))
     assert not pulling.done()
     pulling.cancel()
-
-
-async def test_an_error_of_a_callback_is_logged(
-    ends: Ends, caplog: pytest.LogCaptureFixture
-) -> None:
-    """So are rights that are missing: nats-py hands both to the same function."""
-
-    async def fails(_: Any) -> None:
-        raise ValueError("a message that surprises us")
-
-    client = ends.producer.connection.client
-    await client.subscribe("surprise", cb=fails)
-    for _ in range(3):
-        await client.publish("surprise", b"")
-    await until(lambda: "a message that surprises us" in caplog.text)
-    await ends.producer.connection.flush()
-    assert caplog.text.count("ERROR") == 1, "once a minute"

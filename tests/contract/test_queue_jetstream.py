@@ -13,13 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import nats
 import pytest
 
 from pullfill.errors import ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue.contract import Delivery, QueueConfig, Receipt
-from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
-from pullfill.queue.nats_connection import NoResponders
+from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.streams import Names
 from tests.support.nats import NatsServer, dead_letters, until
 
@@ -88,31 +86,6 @@ async def test_jobs_survive_a_killed_server(server: NatsServer, pair: Pair) -> N
                     await job.ack()
             producer.look_again()
     assert names in ({"waiting"}, {"held", "waiting"})
-
-
-async def test_a_producer_that_is_hardly_used_seldom_asks(
-    server: NatsServer, config: QueueConfig, pair: Pair
-) -> None:
-    """Once after each use is enough to know: with many producers the questions are most of what
-    the server does."""
-    producer, asked = pair[0], list[float]()
-    witness = await nats.connect(server.url)
-    stream = Names(config.namespace, config.compat_hash).stream
-
-    async def on_question(_: object) -> None:
-        asked.append(time.monotonic())
-
-    await witness.subscribe(f"$JS.API.STREAM.INFO.{stream}", cb=on_question)
-    await witness.flush()
-    await until(lambda: len(asked) > 0)
-    await until(lambda: time.monotonic() - asked[-1] > 2 * BUSY_REFRESH_S)  # it asks seldom now
-    asked.clear()
-    await producer.publish("job", b"", 10)
-    await until(lambda: producer.depth().depth_jobs == 1 and len(asked) > 0)
-    begin = asked[0]
-    await until(lambda: len(asked) > 2)
-    await witness.close()
-    assert asked[2] - begin > 5 * BUSY_REFRESH_S, "one soon, then slowly"
 
 
 async def test_room_is_noticed_by_one_that_publishes_nothing_for_want_of_it(
@@ -216,53 +189,6 @@ async def test_a_hung_server_costs_one_timeout_then_nothing(
             await job.ack()
 
 
-async def test_an_answer_that_comes_late_is_nobody_elses(
-    server: NatsServer, pair: Pair, config: QueueConfig
-) -> None:
-    link, stream = pair[0].connection, Names(config.namespace, config.compat_hash).stream
-    server.pause()
-    with pytest.raises(QueueUnavailable, match="no answer"):
-        await link.api("INFO", timeout_s=0.1)
-    server.resume()
-    answers = await asyncio.gather(
-        link.api(f"STREAM.INFO.{stream}"), link.api(f"CONSUMER.INFO.{stream}.prefill-normal")
-    )
-    assert answers[0]["config"]["name"] == stream
-    assert answers[1]["name"] == "prefill-normal"
-    with pytest.raises(NoResponders):
-        await link.request("nobody.listens", b"", 5.0)
-
-
-async def test_a_timer_that_the_client_swallows_leaves_no_request_waiting(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it does while it waits for room in its send buffer."""
-    link = pair[1].connection
-
-    async def publish(*_: object, **__: object) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(60)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(link.client, "publish", publish)
-        began = time.monotonic()
-        with pytest.raises(QueueUnavailable):
-            await link.request("anybody", bytes(1 << 20), 0.05)
-        assert time.monotonic() - began < 30
-
-
-@pytest.mark.parametrize("config", [0.3], indirect=True)
-async def test_a_cancel_while_the_server_hangs_is_left_to_the_claim(
-    server: NatsServer, pair: Pair
-) -> None:
-    producer, _ = pair
-    receipt = await producer.publish("a", b"", 10)
-    server.pause()
-    assert not await producer.cancel(receipt)
-    assert producer.depth().depth_jobs == 0
-    assert not producer.available
-
-
 async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,29 +210,6 @@ async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
     assert producer.available
 
 
-async def test_beyond_many_holes_only_the_first_message_says_what_is_gone(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pullfill.queue.jetstream.MAX_HOLES", 0)
-    producer, _ = pair
-    first, second, third = [await publish_when_available(producer, name) for name in "abc"]
-    await producer.cancel(second)
-    assert await producer.gone([first, second, third]) == [second]
-    assert await producer.gone([first, second, third]) == []
-    await producer.cancel(first)
-    assert await producer.gone([first, second, third]) == [first, second]
-
-
-async def test_a_prompt_of_100k_tokens_passes(pair: Pair) -> None:
-    producer, consumer = pair
-    body = secrets.token_bytes(400_000)
-    await producer.publish("long", body, 100_000)
-    job = await consumer.pull(5)
-    assert job.body == body
-    assert job.tokens == 100_000
-    await job.ack()
-
-
 async def test_a_body_above_max_payload_says_what_to_change(pair: Pair) -> None:
     producer, _ = pair
     assert producer.max_body < 8 << 20
@@ -316,19 +219,6 @@ async def test_a_body_above_max_payload_says_what_to_change(pair: Pair) -> None:
         assert not caught.value.retryable
     await producer.publish("large", bytes(producer.max_body), 10)
     assert producer.available
-
-
-async def test_a_forged_message_is_delivered_and_can_be_terminated(
-    pair: Pair, config: QueueConfig
-) -> None:
-    producer, consumer = pair
-    job = Names(config.namespace, config.compat_hash).job(0)
-    await producer.connection.publish(job[:-1] + "many", b"\xff\x00junk")
-    job = await consumer.pull(5)
-    assert (job.body, job.tokens) == (b"\xff\x00junk", 0)
-    await job.term("not a job")
-    [letter] = await dead_letters(producer.connection, config)
-    assert letter.job_id == job.job_id == "seq-1"
 
 
 async def test_a_sweep_finds_what_an_advisory_was_missed_for(

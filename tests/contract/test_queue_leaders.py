@@ -83,17 +83,6 @@ async def test_a_consumer_without_a_leader_holds_no_job_of_another_urgency(
     await job.ack()
 
 
-async def test_a_consumer_without_a_leader_does_not_close_the_queue(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await ends.producer.publish("first", b"", 7)
-    await ends.producer.connection.api(f"CONSUMER.DELETE.{ends.names.stream}.{TIGHT}")
-    ends.producer.look_again()
-    await asyncio.sleep(0.3)
-    assert ends.producer.available
-    assert ends.producer.depth().depth_jobs == 1
-
-
 async def test_without_a_leader_of_the_stream_prompts_are_prefilled_locally(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:

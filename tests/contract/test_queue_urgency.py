@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 
 import pytest
 
@@ -89,22 +88,3 @@ async def test_a_worker_may_take_nothing_but_urgent_jobs(bench: Bench) -> None:
     assert job.job_id == "tight"
     await job.ack()
     assert await handed_out(bench, 1) == ["normal"]
-
-
-async def test_workers_share_all_and_no_job_comes_twice(bench: Bench) -> None:
-    workers = [bench.consumer, *[await bench.add_consumer() for _ in range(3)]]
-    taken = Counter[str]()
-
-    async def work(consumer: JobConsumer) -> None:
-        while sum(taken.values()) < 60:
-            if job := await consumer.pull(0.2):
-                taken[job.job_id] += 1
-                await job.ack()
-
-    async def feed() -> None:
-        for number in range(60):
-            await publish(bench, (f"j{number}", 600 * (number % 7), Urgency(number % 3)))
-
-    async with asyncio.timeout(30):
-        await asyncio.gather(feed(), *map(work, workers))
-    assert set(taken.values()) == {1}

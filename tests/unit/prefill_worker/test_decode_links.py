@@ -7,51 +7,39 @@ from collections import Counter
 import pytest
 
 from pullfill.decode_worker.peers import Peer, Peers
-from pullfill.prefill_worker.decode_links import LEAST, Ranking
+from pullfill.prefill_worker.decode_links import LEAST, standing_links
 from pullfill.wire import Load
 
 
-def fleet(decode: int, prefill: int, most: int) -> dict[str, Ranking]:
-    """The choice of each prefill worker, each of which heard of the others in another order."""
-    names = [f"prefill-{n}" for n in range(prefill)]
-    chosen = {name: Ranking(name, most) for name in names}
-    for number, standing in enumerate(chosen.values()):
-        others = names[number:] + names[:number]
-        for other in others[: prefill // 2]:
-            standing.prefill(other, True)
-        for n in range(decode):
-            standing.decode(f"decode-{n}", True)
-        for other in others[prefill // 2 :]:
-            standing.prefill(other, True)
-    return chosen
+def fleet(decode: int, prefill: int, most: int, without: str = "") -> dict[str, set[str]]:
+    """The choice of each prefill worker."""
+    names = {f"prefill-{n}" for n in range(prefill)} - {without}
+    decodes = [f"decode-{n}" for n in range(decode)]
+    return {name: standing_links(name, names - {name}, decodes, most) for name in names}
 
 
-def seen(chosen: dict[str, Ranking]) -> dict[str, set[str]]:
+def seen(chosen: dict[str, set[str]]) -> dict[str, set[str]]:
     """The prefill workers of each decode worker."""
     found: dict[str, set[str]] = {}
-    for name, standing in chosen.items():
-        for decode in standing.wanted():
+    for name, decodes in chosen.items():
+        for decode in decodes:
             found.setdefault(decode, set()).add(name)
     return found
 
 
 @pytest.mark.parametrize(("decode", "prefill"), [(1, 1), (7, 8), (100, 8)])
 def test_few_prefill_workers_are_connected_to_all(decode: int, prefill: int) -> None:
-    chosen = fleet(decode, prefill, 8)
-    assert all(len(standing.wanted()) == decode for standing in chosen.values())
-    assert {standing.pool for standing in chosen.values()} == {0}
+    assert all(len(decodes) == decode for decodes in fleet(decode, prefill, 8).values())
 
 
 def test_links_of_a_large_fleet_are_linear_in_its_workers() -> None:
     total: Counter[int] = Counter()
     for size in (32, 64, 128):
         chosen = fleet(size, size, 8)
-        each = [len(standing.wanted()) for standing in chosen.values()]
-        prefill = seen(chosen)
-        assert min(len(workers) for workers in prefill.values()) >= 8
+        each = [len(decodes) for decodes in chosen.values()]
+        assert min(len(workers) for workers in seen(chosen).values()) >= 8
         assert min(each) >= LEAST
         assert max(each) < 4 * 8, "no prefill worker has many times the links of another"
-        assert {standing.pool for standing in chosen.values()} == {size}
         total[size] = sum(each)
         assert total[size] <= (8 + LEAST) * size
     assert total[128] < 5 * total[32]
@@ -59,40 +47,16 @@ def test_links_of_a_large_fleet_are_linear_in_its_workers() -> None:
 
 def test_every_prefill_worker_of_many_is_connected_to_somebody() -> None:
     chosen = fleet(6, 100, 8)
-    assert {len(standing.wanted()) for standing in chosen.values()} <= {4, 5, 6}
+    assert {len(decodes) for decodes in chosen.values()} <= {4, 5, 6}
     assert min(len(workers) for workers in seen(chosen).values()) >= 8
 
 
 def test_a_worker_that_leaves_moves_only_its_own_links() -> None:
-    chosen = fleet(20, 20, 5)
-    before = seen(chosen)
-    gone = chosen.pop("prefill-7")
-    for standing in chosen.values():
-        standing.prefill("prefill-7", False)
-    after = seen(chosen)
+    before, after = seen(fleet(20, 20, 5)), seen(fleet(20, 20, 5, without="prefill-7"))
     for decode in before:
-        new = after[decode] - before[decode]
-        assert (
-            len(new) == int(decode in gone.wanted() and len(before[decode]) == 5)
-            or len(after[decode]) >= 5
-        )
         assert before[decode] - after[decode] <= {"prefill-7"}
+        assert len(after[decode] - before[decode]) <= int("prefill-7" in before[decode])
         assert len(after[decode]) >= 5
-    for standing in chosen.values():
-        standing.prefill("prefill-7", True)
-        standing.prefill("prefill-7", True)
-    assert seen(chosen | {"prefill-7": gone}) == before
-
-
-def test_decode_workers_come_and_go() -> None:
-    standing = Ranking("prefill-1", 4)
-    for _ in range(2):
-        standing.decode("decode-1", True)
-        standing.prefill("prefill-1", True)
-    assert (standing.wanted(), standing.pool) == ({"decode-1"}, 0)
-    for _ in range(2):
-        standing.decode("decode-1", False)
-    assert standing.wanted() == set()
 
 
 def connected(*workers: tuple[bool, int]) -> Peers:

@@ -277,18 +277,6 @@ async def test_what_ends_the_attempt_ends_the_wait_for_its_transfer_worker(end: 
     assert not worker.tasks
 
 
-async def test_a_transfer_worker_that_is_there_is_not_waited_for() -> None:
-    worker, delivery = Worker(never()), Delivered()
-    worker.link.transfer.current = await some_transfer_worker()
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    task = await worker.computing()
-    assert task.transfer_worker is worker.link.transfer.current
-    assert not worker.asked.is_set()
-    task.end(None)
-    await worker.over()
-    assert delivery.verbs == ["ack"]
-
-
 async def test_a_grant_that_was_revoked_before_is_not_begun_though_a_transfer_worker_is_there() -> (
     None
 ):
@@ -305,17 +293,6 @@ async def test_a_grant_that_was_revoked_before_is_not_begun_though_a_transfer_wo
     await worker.over()
     assert not worker.tasks
     assert delivery.verbs == []
-
-
-async def test_the_revoke_of_an_older_attempt_does_not_end_the_wait() -> None:
-    worker, delivery = Worker(never()), Delivered()
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    await asyncio.wait_for(worker.asked.wait(), 10)
-    worker.revoke(attempt=0)
-    await asyncio.sleep(0.02)
-    assert worker.puller.in_flight == 1
-    await worker.puller.abandon()
-    assert delivery.verbs == ["nak"]
 
 
 # ------------------------------------------------------------------ revoked
@@ -335,15 +312,6 @@ async def test_quiet_is_said_when_the_copy_is_over_and_no_thread_waits_for_it() 
     await asyncio.to_thread(task.submitted_over)
     await worker.over()
     assert [type(said) for said in worker.sent] == [GiveUp, DrainAck]
-
-
-async def test_quiet_is_said_at_once_when_nothing_is_copied() -> None:
-    worker, delivery = Worker(some_transfer_worker), Delivered()
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    await worker.computing()
-    worker.revoke()
-    await worker.over()
-    assert {type(said) for said in worker.sent} == {GiveUp, DrainAck}
 
 
 # ------------------------------------------------------------------ a commit that is refused
@@ -488,10 +456,6 @@ def test_deliveries_last_until_the_decode_worker_gives_up(
         assert waits[1] <= timeout_s / 15
 
 
-def test_without_deliveries_left_it_is_settled() -> None:
-    assert patience(10.0, 5, 5) is None
-
-
 # ------------------------------------------------------------------ its pace
 
 DEADLINE_S = 0.2
@@ -549,15 +513,6 @@ async def test_after_a_preemption_no_negative_number_of_blocks_is_told() -> None
         attempt.pace.look()
     attempt.pace.stop()
     assert [decode(encode(told), Progress).blocks for told in attempt.told] == [3, 0, 3]
-
-
-async def test_each_attempt_has_its_own_deadline() -> None:
-    began = asyncio.get_running_loop().time()
-    last, second, first = Attempt(60.0), Attempt(0.6), Attempt(0.1)
-    await took(first)
-    await took(second)
-    assert asyncio.get_running_loop().time() - began >= 0.6
-    assert not last.done.done()
 
 
 async def test_what_is_over_is_not_looked_at() -> None:

@@ -94,13 +94,6 @@ def test_a_port_that_was_asked_for_and_one_that_is_told(tmp_path: Path) -> None:
     assert told == [f"tcp://127.0.0.1:{port}", "tcp://outside:7"]
 
 
-def test_who_does_not_pull_reaches_nobody() -> None:
-    data = random_bytes(extent(DENSE), seed=7)
-    ours = [memory_over(data, DENSE)]
-    assert reach_for(ours, WorkerOptions(model="m"), None) is None
-    assert reach_for([], PULL, None) is None
-
-
 def test_a_worker_that_cannot_be_read_is_told_apart_before_it_computes(tmp_path: Path) -> None:
     data = random_bytes(extent(DENSE), seed=7)
     reach = reach_for([memory_over(data, DENSE)], PULL, None)

@@ -35,47 +35,11 @@ def with_window(engine: Engine, read_from: int) -> Engine:
     return engine
 
 
-def test_of_a_group_with_a_window_only_its_end_is_written() -> None:
-    engine = with_window(Engine(6 * BLOCK), read_from=0)
-    assert engine.admit() == 0
-    for _ in range(3):
-        engine.run(2 * BLOCK)
-    engine.transfer_worker.flush()
-    assert engine.written == [0, 1, 2, 3, 4, 104, 5, 105]
-    assert engine.task.targets == [REMOTE + at for at in engine.written]
-    assert engine.ends == [None]
-
-
-@pytest.mark.parametrize("local_hit", [0, 2])
-def test_the_hit_is_read_with_what_the_window_sees_at_its_end(local_hit: int) -> None:
-    engine = with_window(Engine(6 * BLOCK, hit=3 * BLOCK, local_hit=local_hit * BLOCK), read_from=1)
-    engine.manager.windows["j.1"][0] = EMPTY
-    assert engine.admit() == (3 - local_hit) * BLOCK
-    read = engine.transfer_worker.finish()
-    expected = [0, 1, 101, 2, 102] if not local_hit else [2, 102]
-    assert read.remote == [REMOTE + at for at in expected]
-    assert read.local == [LOCAL + at for at in expected]
-    engine.run(0)
-    engine.request.num_computed_tokens = 3 * BLOCK
-    engine.run(3 * BLOCK)
-    engine.transfer_worker.flush()
-    assert engine.written == [3, 4, 104, 5, 105]
-
-
 @pytest.mark.parametrize(("local_hit", "read"), [(0, 0), (1, 0), (2, 1)])
 def test_a_hit_without_a_part_of_the_window_is_computed_here(local_hit: int, read: int) -> None:
     """Unless this engine has that part itself."""
     engine = with_window(Engine(6 * BLOCK, hit=3 * BLOCK, local_hit=local_hit * BLOCK), read_from=2)
     assert engine.admit() == read * BLOCK
-
-
-def test_of_a_hit_that_holds_more_only_the_window_is_read() -> None:
-    engine = with_window(Engine(6 * BLOCK, hit=3 * BLOCK), read_from=0)
-    engine.manager.windows["j.1"][0] = EMPTY
-    assert engine.admit() == 3 * BLOCK
-    read = engine.transfer_worker.finish()
-    assert read.remote == [REMOTE + at for at in (0, 1, 101, 2, 102)]
-    assert read.local == [LOCAL + at for at in (0, 1, 101, 2, 102)]
 
 
 def test_a_block_that_the_window_has_left_behind_here_is_never_written() -> None:

@@ -113,24 +113,6 @@ def test_a_step_computes_one_prompt() -> None:
     assert engine.computed == ["job-a", "job-b", "job-c"]
 
 
-def test_without_a_limit_steps_are_filled() -> None:
-    engine = Engine(0)
-    for name in "abc":
-        engine.add(name, STEP + 1)
-    for _ in range(3):
-        engine.step()
-    assert engine.steps == [{"a": STEP}, {"a": 1, "b": STEP - 1}, {"b": 2, "c": STEP - 2}]
-
-
-def test_two_prompts_share_steps_if_two_may() -> None:
-    engine = Engine(2)
-    for name in "abc":
-        engine.add(name, STEP // 2 - 1)
-    engine.step()
-    engine.step()
-    assert engine.steps == [{"a": 3, "b": 3}, {"c": 3}]
-
-
 def test_the_next_prefix_is_read_while_one_computes_and_the_last_still_travels() -> None:
     engine = Engine(1)
     engine.add("a", STEP)
