@@ -49,19 +49,14 @@ def plan(options: argparse.Namespace) -> tuple[list[System], dict[str, tuple[str
 
 
 def is_quiet(measured: Measured) -> bool:
-    """Nobody else in any window, an idle machine before each start, repeats that agree."""
-    busy = [calm for calm in measured.before if not calm.quiet]
-    for calm in busy:
-        print(f"not quiet before a start: others used {100 * calm.others:.0f} % of one core, "
-              f"{calm.load:.2f} threads wanted to run")  # fmt: skip
+    """Nobody else in any window or before a start, and repeats that agree."""
     loud = [w for w in measured.windows if not w.quiet]
     for w in loud:
-        print(f"not quiet: {w.system}, {w.part} {w.label}: others used {100 * w.others:.0f} % of "
-              f"one core, {100 * w.steal:.1f} % stolen")  # fmt: skip
+        print(f"not quiet: {w.system}, {w.part} {w.label}: others used {100 * w.others:.0f} %")
     spread = [r for r in Verdict(measured).noise() if not r.ok]
     for r in spread:
         print(f"not quiet: {r.metric}: {r.value:g} {r.unit}, above {NOISE:g}")
-    return not (busy or loud or spread)
+    return measured.quiet.quiet and not (loud or spread)
 
 
 def finish(measured: Measured, options: argparse.Namespace, longs: Longs, quiet: bool) -> int:
@@ -85,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--quick", action="store_true", help="one repeat, in 12 minutes")
+    made.add_argument("--quick", action="store_true", help="one repeat")
     made.add_argument("--systems", default="", metavar="A,B", help=", ".join(SYSTEMS))
     made.add_argument("--workloads", default="", metavar="A,B", help=", ".join(parts.RUN))
     made.add_argument("--repeats", type=int, help="starts per system (3, quick: 1)")

@@ -39,10 +39,6 @@ LENGTHS = (150, 1100, 700, 1900, 1500)
 """Tokens per prompt, in turn: four of five are longer than what is prefilled locally by default."""
 MAX_TOKENS = 32
 NAME, TITLE = "chaos-report", "One process killed under load"
-PEER = "queue-based Dynamo, published"
-PUBLISHED = {"prefill": 2.0, "decode": 600.0, "frontend": 136.0}
-"""Of 800 requests, how many failed when one process of the role was killed."""
-PUBLISHED_BACK_S = {"prefill": 42.0}
 BACK_LIMIT_S = 2.0
 FREE_LIMIT_S = 1.0
 ERROR_LIMIT_S = 5.0
@@ -84,8 +80,6 @@ def report_rows(topology: str, run: Run) -> list[Row]:
     """Everything one scenario showed."""
     name, victim, total = f"{topology}, {run.scenario.title}", run.scenario.victim, len(run.asks)
     rows = [none_of(f"{name}: failed", len(run.unexpected), total)]
-    if victim in PUBLISHED:
-        rows[0].peer, rows[0].peer_value = PEER, PUBLISHED[victim]
     if victim == "frontend":
         own = len(run.failed) - len(run.unexpected)
         rows.append(row(f"{name}: open there when it was killed", len(run.excused), "requests"))
@@ -127,8 +121,6 @@ def _recovery_rows(name: str, run: Run) -> list[Row]:
     never = run.ended - (run.killed or 0.0)
     found = row(f"{name}: throughput back after", never if back is None else back, "s")
     found.target, found.ok = f"<= {BACK_LIMIT_S:g}", back is not None and back <= BACK_LIMIT_S
-    if run.scenario.victim in PUBLISHED_BACK_S:
-        found.peer, found.peer_value = PEER, PUBLISHED_BACK_S[run.scenario.victim]
     rows.append(found)
     if run.scenario.victim == "prefill":
         freed = 10.0 if run.freed_s is None else run.freed_s

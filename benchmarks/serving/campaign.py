@@ -14,20 +14,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.live import BenchError
+from benchmarks.machine import OtherLoad
 from benchmarks.report import median
 from benchmarks.serving import parts, stats
 from benchmarks.serving.contract import System
-from benchmarks.serving.meter import Calm, Use
+from benchmarks.serving.meter import Use
 from benchmarks.serving.parts import Scale, Session
 from benchmarks.serving.systems_pairs import Skipped
 from benchmarks.serving.window import Window
 
 Item = TypeVar("Item")
-
-START_S = 40.0
-"""How long a start takes, until one was seen."""
-WARM_S = 15.0
-"""Warm-up, and the end of all processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +46,8 @@ class Measured:
     idle: dict[str, list[Use]] = field(default_factory=dict)
     ready_s: dict[str, list[float]] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)
-    before: list[Calm] = field(default_factory=list)
-    """The machine right before each start."""
+    quiet: OtherLoad = field(default_factory=OtherLoad)
+    """What else used the machine right before each start."""
     cut: bool = False
     """Somebody ended the run before it was over."""
 
@@ -86,8 +82,6 @@ class Campaign:
     vocabulary: range
     base: Path
     _began: float = field(default_factory=time.monotonic)
-    _start_s: list[float] = field(default_factory=list)
-    _left: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
 
     def run(self) -> Measured:
         measured = Measured(list(self.systems))
@@ -96,11 +90,8 @@ class Campaign:
             for repeat in range(self.repeats)
             for system in rotated(self.systems, repeat)
         ]
-        self._left = [(system.name, self.parts_of(system)) for _, system in turns]
-        self._say(f"{len(turns)} starts, about {clock(self._left_s())} in all")
         try:
             for number, (repeat, system) in enumerate(turns):
-                self._left = self._left[1:] if number else self._left
                 self._one(measured, system, repeat, number + 1, len(turns))
         except (KeyboardInterrupt, SystemExit):
             self._say("ended early")
@@ -121,14 +112,13 @@ class Campaign:
         before, wanted = f"[{number}/{count}] {system.name}", self.parts_of(system)
         if not wanted:
             return
-        measured.before.append(Calm.wait())
+        measured.quiet.look(2.0)
         folder = self.base / f"{repeat}-{system.name}"
         folder.mkdir(parents=True)
-        self._say(f"{before}: starts; about {clock(self._left_s())} left")
-        began, where = time.monotonic(), "start"
+        self._say(f"{before}: starts")
+        where = "start"
         try:
             with system.launch(folder) as running:
-                self._start_s.append(time.monotonic() - began)
                 measured.ready_s.setdefault(system.name, []).append(running.ready_s)
                 session = Session(
                     system,
@@ -162,19 +152,8 @@ class Campaign:
             measured.troubles.append(Trouble(system, session.repeat, part, str(exc)))
             session.say(f"{part} FAILED: {exc}")
 
-    def _left_s(self) -> float:
-        start = median(self._start_s) if self._start_s else START_S
-        return sum(
-            start
-            + WARM_S
-            + self.scale.idle_s
-            + sum(parts.seconds_of(p, self.scale) for p in wanted)
-            for _, wanted in self._left
-            if wanted
-        )
-
     def _say(self, line: str) -> None:
-        print(f"{clock(time.monotonic() - self._began)} {line}", flush=True)
+        print(f"{time.monotonic() - self._began:5.0f} s {line}", flush=True)
 
 
 def rotated(systems: Sequence[Item], repeat: int) -> list[Item]:
@@ -182,11 +161,6 @@ def rotated(systems: Sequence[Item], repeat: int) -> list[Item]:
     at = repeat % len(systems) if systems else 0
     turned = [*systems[at:], *systems[:at]]
     return turned[::-1] if repeat % 2 else turned
-
-
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes:2d}:{rest:02d}"
 
 
 def failures(windows: Iterable[Window]) -> dict[tuple[str, str], tuple[int, int, str]]:

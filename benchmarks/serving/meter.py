@@ -6,14 +6,10 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 
 from benchmarks import machine
-
-LOAD = 0.25
-"""A machine on which more threads than this want to run at a time is in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,56 +68,3 @@ class Meter:
                 if child.pid not in self._pids:
                     found += self._below(child.pid)
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class Calm:
-    """How busy a machine was on which nothing of ours ran. others: cores that were used; load:
-    how many threads wanted to run at a time, the one that looks not counted.
-
-    The load average would say what ran a minute ago, as the system that was measured before."""
-
-    others: float
-    load: float
-
-    @property
-    def quiet(self) -> bool:
-        return self.others <= machine.QUIET_CORES and self.load <= LOAD
-
-    @classmethod
-    def look(cls, looks: int = 25) -> Calm:
-        """Takes 40 ms each."""
-        wanted = 0
-        quiet = machine.OtherLoad()
-        with quiet.window([]):
-            for _ in range(looks):
-                time.sleep(0.04)
-                text = Path("/proc/stat").read_text().partition("procs_running ")[2]
-                wanted += int(text.split(None, 1)[0]) - 1
-        return cls(quiet.others[0], wanted / looks)
-
-    @classmethod
-    def wait(cls, within_s: float = 10.0) -> Calm:
-        """Until it is quiet, or how it still was at the end."""
-        deadline = time.monotonic() + within_s
-        while not (found := cls.look()).quiet and time.monotonic() < deadline:
-            pass
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The whole machine since boot, in seconds: what was stolen by the hypervisor, and all."""
-
-    steal_s: float
-    total_s: float
-
-    @classmethod
-    def now(cls) -> Machine:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-        ticks = [int(f) / 100 for f in fields]
-        return cls(ticks[7], sum(ticks))
-
-    def steal_since(self, before: Machine) -> float:
-        """Share of the machine's time in between."""
-        return (self.steal_s - before.steal_s) / max(1e-9, self.total_s - before.total_s)

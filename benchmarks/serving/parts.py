@@ -86,7 +86,7 @@ def summary(window: Window) -> str:
     if longs:
         parts.append(f"long TTFT p50 {1e3 * stats.spread(longs).p50:.0f} ms")
     if not window.quiet:
-        parts.append(f"NOT QUIET: others {100 * window.others:.0f} %, steal {window.steal:.3f}")
+        parts.append(f"NOT QUIET: others {100 * window.others:.0f} %")
     return ", ".join(parts)
 
 
@@ -144,10 +144,3 @@ FULL_PARTS: dict[str, tuple[str, ...]] = {
     "chat": (Name.PULLFILL, Name.NIXL, Name.ROUND_ROBIN, Name.AGGREGATED),
 }
 QUICK_PARTS: dict[str, tuple[str, ...]] = {**FULL_PARTS, "chat": (Name.PULLFILL,)}
-
-
-def seconds_of(part: str, scale: Scale) -> float:
-    """About how long a part takes, for the progress line."""
-    if part == "chat":
-        return scale.turns * 2.0 + 1.5
-    return scale.control_s + scale.longs_s + 3.0

@@ -23,12 +23,10 @@ from benchmarks.live import BenchError
 from benchmarks.serving import stats
 from benchmarks.serving.contract import Answer, Kind, Running
 from benchmarks.serving.load import Plan, Result
-from benchmarks.serving.meter import Machine, Meter, Use
+from benchmarks.serving.meter import Meter, Use
 from benchmarks.serving.workloads import Workload
 
 ROOT = Path(__file__).parents[2]
-STEAL = 0.01
-"""Above this share of the machine's time taken by the hypervisor, a window is not quiet."""
 
 
 @dataclass(slots=True)
@@ -45,7 +43,6 @@ class Window:
     result: Result
     use: Use
     others: float = 0.0
-    steal: float = 0.0
     explained: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -58,7 +55,7 @@ class Window:
 
     @property
     def quiet(self) -> bool:
-        return self.others <= machine.QUIET_CORES and self.steal <= STEAL
+        return self.others <= machine.QUIET_CORES
 
     def gaps(self) -> list[float]:
         """Of the short streams."""
@@ -78,11 +75,11 @@ def measure(running: Running, part: str, label: str, repeat: int, workload: Work
         plan.write_bytes(msgspec.json.encode(Plan(running.urls, running.model, workload)))
         with _generator(plan, result) as load:
             _expect(load, b"ready")
-            meter, before = Meter(running.pids), Machine.now()
+            meter = Meter(running.pids)
             with quiet.window(running.pids):
                 _say(load)
                 _expect(load, b"done")
-                use, after = meter.read(), Machine.now()
+                use = meter.read()
             _say(load)
             if load.wait(60.0):
                 raise BenchError(f"the load generator failed: exit status {load.returncode}")
@@ -96,7 +93,6 @@ def measure(running: Running, part: str, label: str, repeat: int, workload: Work
         came,
         use,
         quiet.others[0],
-        after.steal_since(before),
     )
 
 

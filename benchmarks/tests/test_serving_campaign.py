@@ -13,11 +13,12 @@ import pytest
 
 from benchmarks import bench_serving
 from benchmarks.live import BenchError
+from benchmarks.machine import QUIET_CORES, OtherLoad
 from benchmarks.serving import campaign, parts, workloads
 from benchmarks.serving.campaign import Campaign, Measured
 from benchmarks.serving.contract import Kind, Name, Running, System
 from benchmarks.serving.load import Result
-from benchmarks.serving.meter import Calm, Use
+from benchmarks.serving.meter import Use
 from benchmarks.serving.parts import Scale, Session
 from benchmarks.serving.systems import SYSTEMS
 from benchmarks.serving.window import Window
@@ -131,7 +132,7 @@ class TestCampaign:
 
     @pytest.fixture(autouse=True)
     def hurry(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Calm, "wait", lambda: Calm(0.0, 0.0))
+        monkeypatch.setattr(OtherLoad, "look", lambda *_: None)
         monkeypatch.setattr(parts, "SETTLE_S", 0.0)
         monkeypatch.setattr(workloads, "STAGGER_S", 0.01)
         monkeypatch.setattr(workloads, "FASTEST", 20_000.0)
@@ -181,7 +182,7 @@ class TestCampaign:
         systems = [System(n, "", ends) for n in "ab"]
         measured = self.run(tmp_path, *systems, interference=("a", "b"))
         assert measured.cut
-        assert len(measured.before) == 1
+        assert measured.windows == []
 
     def test_parts_go_to_the_systems_they_name(self, tmp_path: Path) -> None:
         table = {"interference": ("a",), "chat": ("a", "b")}
@@ -216,9 +217,8 @@ class TestCommand:
         still = Window("x", "chat", "", 0, None, result, use)
         made = Measured([], [still])
         assert bench_serving.is_quiet(made)
-        made.before = [Calm(0.05, 0.1), Calm(0.05, 0.3)]
+        made.quiet.others.append(2 * QUIET_CORES)
         assert not bench_serving.is_quiet(made)
-        assert "0.30 threads wanted to run" in capsys.readouterr().out
-        stolen = Window("x", "chat", "", 0, None, result, use, steal=0.02)
-        assert not bench_serving.is_quiet(Measured([], [still, stolen]))
-        assert "2.0 % stolen" in capsys.readouterr().out
+        loud = Window("x", "chat", "", 0, None, result, use, others=0.3)
+        assert not bench_serving.is_quiet(Measured([], [still, loud]))
+        assert "others used 30 %" in capsys.readouterr().out

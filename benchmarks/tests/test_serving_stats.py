@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.serving import stats, workloads
 from benchmarks.serving.contract import Answer, Ask, Kind
-from benchmarks.serving.meter import Calm, Meter
+from benchmarks.serving.meter import Meter
 from benchmarks.serving.stats import Slo
 from benchmarks.serving.workloads import Longs, Prompts, Workload
 
@@ -140,13 +140,3 @@ class TestMeter:
             child.communicate(b"\n")
         assert meter.read().cpu_s["child"] == 0.0
         assert use.cores == pytest.approx(use.total_s / use.took_s)
-
-    def test_a_machine_in_use_is_not_calm(self) -> None:
-        assert Calm(0.1, 0.2).quiet
-        assert not Calm(0.2, 0.1).quiet
-        assert not Calm(0.1, 0.3).quiet
-        command = [sys.executable, "-c", SPIN]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-            found = Calm.look(3)
-            child.communicate(b"\n")
-        assert found.load > 0.3, "one that spins wants to run at each look"
