@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -294,12 +293,6 @@ class Cluster:
         self.nats.stop()
         self.etcd.stop()
         sweep(shm_dir())  # of what was killed, whether or not we learnt its name
-
-    def keep_logs(self, where: Path) -> None:
-        """Copy the logs for a look after a failure."""
-        where.mkdir(parents=True, exist_ok=True)
-        for worker in self.workers:
-            shutil.copy(worker.log, where)
 
     # ------------------------------------------------------------------ looking
 

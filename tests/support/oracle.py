@@ -200,11 +200,6 @@ class Oracle:
             found: dict[str, int] = self._answer()["counters"]
         return found
 
-    def rss_bytes(self) -> int:
-        """Resident memory of the engine's process."""
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-
     def _send(self, message: dict[str, Any]) -> None:
         if self._ask is None or self._child is None:
             raise OracleError("the oracle is not running: start() first")
