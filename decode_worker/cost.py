@@ -1,9 +1,5 @@
 """What a prefill is expected to cost here and at a prefill worker, for `router.policy = cost`.
 
-A prompt can be computed remotely, here at once, or here in chunks that are small enough for the
-running streams. The cost of a choice is about the number of requests that miss their targets by it:
-the prompt itself, whose first token may be late, and the streams, whose next token may be.
-
     predict      what each choice would cost. The rule `cost` (rules.py) takes the cheapest
     admitted     vLLM has taken the request, so the decision counts
     scheduled    what a step computes
@@ -34,26 +30,28 @@ from pullfill.wire import PredictedMs
 if TYPE_CHECKING:
     from pullfill.decode_worker.request_trace import Measured
 
+# A shorter prompt says little about a prefill worker's speed.
 PROBE_TOKENS = 64
-"""A shorter prompt says little about a prefill worker's speed."""
+# Smallest chunk, in tokens. Smaller ones waste more time than they save, and a prompt must end.
 MIN_CHUNK = 32
-"""Smallest chunk, in tokens. Smaller ones waste more time than they save, and a prompt must end."""
+# Share of the streams' target that a step with a chunk may take. The rest is for the error of
+# the prediction, and for what happens between steps.
 ITL_SHARE = 0.8
-"""Share of the streams' target that a step with a chunk may take. The rest is for the error of the
-prediction, and for what happens between steps."""
+# How sharply a miss begins at the target. Times to a first token are predicted less well.
 _TTFT_SHARP, _ITL_SHARP = 6.0, 16.0
-"""How sharply a miss begins at the target. Times to a first token are predicted less well."""
+# Weight of the time itself, in targets. It decides between choices that miss no target, or all.
 _LATER = 0.05
-"""Weight of the time itself, in targets. It decides between choices that miss no target, or all."""
+# A request that gets at most so many tokens in a step counts as a stream. A stream gets one
+# token and its drafts. If there are more drafts than that, the limit is higher.
 _STREAM_TOKENS = 8
-"""A request that gets at most so many tokens in a step counts as a stream. A stream gets one token
-and its drafts. If there are more drafts than that, the limit is higher."""
 
+# The number of running streams for each target of the time between tokens, in seconds.
 Streams = Mapping[float, int]
-"""The number of running streams for each target of the time between tokens, in seconds."""
 
 
 class Choice(enum.StrEnum):
+    """Where a prompt is computed. CHUNKED: in chunks that are small enough for the streams."""
+
     REMOTE = "remote"
     AT_ONCE = "local"
     CHUNKED = "local_chunked"
@@ -70,7 +68,9 @@ class Option(msgspec.Struct, frozen=True):
     """What one choice is expected to cost.
 
     raw_s: seconds from now to the first token, by the rates. ttft_s: the same, corrected by how far
-    such predictions were off lately. cost: see the module."""
+    such predictions were off lately.
+    cost: about the number of requests that miss their targets by this choice: the prompt itself,
+    whose first token may be late, and the streams, whose next token may be."""
 
     choice: Choice
     raw_s: float

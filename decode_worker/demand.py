@@ -1,15 +1,11 @@
 """Measures what decides how many workers of each role are needed: `pullfill plan`, autoscalers.
 
-A prompt *wants* a prefill worker if it is sent to one. It also does if it is long enough for one
-and stays here because there are no prefill workers, or too few. Its tokens count for WINDOW_S, so a
-scrape every few seconds sees all of them.
+A prompt *wants* a prefill worker if it is sent to one, or if it is long enough for one and stays
+here because there are no prefill workers, or too few.
 
 The pressure says how full this worker is. At 1 it should get no more streams. It is the largest of
-
-    streams     time between two tokens, divided by its target. Long prompts do not count: prefill
-                workers are there for them
-    kv          share of the KV blocks that requests hold
-    seats       number of requests, divided by `--max-num-seqs`
+streams (time between two tokens, divided by its target), kv (share of the KV blocks that requests
+hold) and seats (number of requests, divided by `--max-num-seqs`).
 
 The engine thread writes. Any thread may read.
 """
@@ -27,11 +23,12 @@ from pullfill.decode_worker.rules import LACK, Decision, Situation
 from pullfill.snapshot import Demand
 from pullfill.wire import RouterPolicy
 
+# Tokens count for so long, so a scrape every few seconds sees all of them.
 WINDOW_S = 30.0
+# Reasons for a local prefill that was cheaper than a remote one.
 _BY_COST = frozenset({"cost_local", "cost_chunked"})
-"""Reasons for a local prefill that was cheaper than a remote one."""
+# Short prompts count for at most this share of the time, so that the division stays finite.
 _FULL = 0.9
-"""Short prompts count for at most this share of the time, so that the division stays finite."""
 
 
 @dataclass(slots=True)

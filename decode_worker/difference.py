@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from pullfill.engine.groups import Groups
 
+# One row of bytes for each block. A row holds the block's layers, one after another.
 Pages = NDArray[np.uint8]
-"""One row of bytes for each block. A row holds the block's layers, one after another."""
 
+# The difference if a value is not a number.
 WORST = 1e9
-"""The difference if a value is not a number."""
 
 _KV_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}
 _FP8_TOLERANCE = 0.2

@@ -25,24 +25,24 @@ from pullfill.wire import Load, RouterConfig
 if TYPE_CHECKING:
     from pullfill.decode_worker.request_trace import Measured
 
+# No remote prefill may take longer, whatever is expected.
 MAX_TIMEOUT_S = 3600.0
-"""No remote prefill may take longer, whatever is expected."""
+# A deadline is this many times the expected time.
 MARGIN = 2.0
-"""A deadline is this many times the expected time."""
 ASSUMED_TOKENS_PER_S = 2_000.0
+# The rate of a link that is not measured yet: 1 Gbit/s.
 ASSUMED_BYTES_PER_S = 125e6
-"""The rate of a link that is not measured yet: 1 Gbit/s."""
+# How long a measured link keeps prompts here. After a bad measurement no long job would go there
+# and measure it again. Each one that does may take minutes.
 BELIEVE_LINK_S = 10 * FORGET_S
-"""How long a measured link keeps prompts here. After a bad measurement no long job would go there
-and measure it again. Each one that does may take minutes."""
+# Decisions ignore a link with fewer writes. Otherwise a single slow one would keep all long
+# prompts local for BELIEVE_LINK_S.
 _SURE = 3
-"""Decisions ignore a link with fewer writes. Otherwise a single slow one would keep all long
-prompts local for BELIEVE_LINK_S."""
+# How many prefill workers are remembered.
 _MOST = 4096
-"""How many prefill workers are remembered."""
+# One prediction looks at fewer than twice as many workers. If there are more, it takes every
+# second one, every third one, and so on.
 _ASKED = 32
-"""One prediction looks at fewer than twice as many workers. If there are more, it takes every
-second one, every third one, and so on."""
 
 Span = tuple[float, float]
 
@@ -52,8 +52,8 @@ def span(start: int, tokens: int) -> Span:
     return tokens / 256.0, tokens * (start + tokens / 2.0) / 262_144.0
 
 
+# Speeds are compared at a prompt of this length.
 _USUAL = span(0, 1024)
-"""Speeds are compared at a prompt of this length."""
 
 
 class Forecast(msgspec.Struct, frozen=True):

@@ -1,21 +1,11 @@
 """Reads finished blocks out of another worker's KV memory into ours.
 
 That is a prefill worker with `--kv-mode pull`, or another decode worker that holds a prefix
-(holders.py).
+(prefix/holders.py). A read always ends: it succeeds, the other worker's fence refuses it, or the
+connection breaks.
 
-Each connected prefill worker has a thread of its own (`SerialExecutor`), so a slow worker delays
-only its own jobs. The session to a worker is opened at the first read. It is closed after `IDLE_S`
-without a read, and opened again at the next one.
-
-A read always ends: it succeeds, the prefill worker's fence refuses it, or the connection breaks. A
-transport that waits for bytes gives up by itself.
-
-If a worker's memory cannot be reached, grants tell the worker to write instead. While it gets jobs,
-its thread tries from time to time to reach it again. No job waits for that.
-
-Lifecycle: made by the control server when a worker connects that can be read → `leave` when its
-connection ends; reads that were asked for still run, because shared memory outlives its owner →
-`close` when this process ends. Our KV memory must live until `close` has returned.
+Lifecycle: made when a worker connects that can be read → `leave` when its connection ends → `close`
+when this process ends. Our KV memory must live until `close` has returned.
 """
 
 from __future__ import annotations
@@ -37,11 +27,11 @@ from pullfill.wire import FenceToken, KvMode, Ready, RegionDescriptor, u32
 
 logger = log.get("decode_worker.reader")
 
+# Connects to one prefill worker's memory. Blocks. Raises PullfillError.
 Open = Callable[[], PeerSession]
-"""Connects to one prefill worker's memory. Blocks. Raises PullfillError."""
 
+# Returns how to connect to a prefill worker's regions. Raises PullfillError if nothing can.
 Reach = Callable[[Sequence[RegionDescriptor]], Open]
-"""Returns how to connect to a prefill worker's regions. Raises PullfillError if nothing can."""
 
 
 class KvReader:
@@ -65,6 +55,7 @@ class KvReader:
         self._closing = False
         self._unreachable = False
         self._tried_at = 0.0
+        # Of this worker alone, so a slow one delays only its own jobs.
         self._thread = SerialExecutor()
         self._left = False
         self._idle = IdleTimer(self._rest, idle_s)
@@ -85,6 +76,7 @@ class KvReader:
 
         If it could not, grants do not say pull. A call IDLE_S or later after that attempt starts
         another one on its thread. Does not block."""
+        # Until then grants tell it to write instead, and no job waits for the attempt.
         if self._unreachable and self._clock.monotonic() - self._tried_at >= IDLE_S:
             self._tried_at = self._clock.monotonic()
             self._soon(self._look_again)
@@ -128,6 +120,7 @@ class KvReader:
         over: called once the reads so far have ended and the session is closed, on the thread.
         After `close`, or if no thread can be started, before this method returns."""
         self._left = True
+        # Reads that were asked for still run, because shared memory outlives its owner.
         try:
             self._thread.submit(self._let_go).add_done_callback(lambda _: over())
         except RuntimeError as exc:

@@ -27,8 +27,8 @@ from pullfill.wire import u32
 
 logger = log.get("decode_worker.outlook")
 
+# Bytes of a job beside its tokens and blocks: ids, adapter and salt, which may be long.
 _JOB_ROOM = 8 << 10
-"""Bytes of a job beside its tokens and blocks: ids, adapter and salt, which may be long."""
 _QUARANTINE_SHARE = 0.25
 
 

@@ -27,26 +27,26 @@ SELF_CHECK_PENDING = "self_check_pending"
 SELF_CHECK_FAILED = "self_check_failed"
 JOB_TOO_LARGE = "job_too_large"
 PROMPT_TOO_LONG = "prompt_too_long"
+# Reasons for a local prefill that a shorter queue would remove.
 ENOUGH = frozenset({"queue_full", "queue_wait"})
-"""Reasons for a local prefill that a shorter queue would remove."""
+# Reasons for a local prefill although a prefill worker could have taken the job.
 BY_FORECAST = ENOUGH | {"slow_link", "remote_full"}
-"""Reasons for a local prefill although a prefill worker could have taken the job."""
+# Reasons for a local prefill that may come from a server that is away.
 BY_OUTAGE = frozenset(
     {
         "claims_stalled", "no_prefill_worker", "queue_unavailable", SELF_CHECK_FAILED,
         SELF_CHECK_PENDING,
     }
 )  # fmt: skip
-"""Reasons for a local prefill that may come from a server that is away."""
+# Reasons for a local prefill that more prefill workers would remove.
 LACK = ENOUGH | {"no_prefill_worker", SELF_CHECK_PENDING, "claims_stalled"}
-"""Reasons for a local prefill that more prefill workers would remove."""
 
+# If writing the KV takes this many times as long as computing the prompt, the prefill stays
+# local. A local prefill computes as long as a remote one, but delays the streams that run here.
 SLOW_TIMES = 3.0
-"""If writing the KV takes this many times as long as computing the prompt, the prefill stays local.
-A local prefill computes as long as a remote one, but delays the streams that run here."""
+# A remote prefill whose KV is written within this time is not kept local for a slow link. So
+# short prompts measure the link again and again.
 SLOW_S = 1.0
-"""A remote prefill whose KV is written within this time is not kept local for a slow link. So short
-prompts measure the link again and again."""
 
 
 class Situation(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class Situation(msgspec.Struct, frozen=True):
     takes_features: a prefill worker that pulls takes multimodal inputs.
     queue_jobs: jobs that wait, without those in work.
     remote_kv: share of the KV cache that open remote prefills would hold, this one included.
-    claims_stalled: jobs were queued and nobody claimed them (breaker.py).
+    claims_stalled: jobs were queued and nobody claimed them (ledger.py).
     prefill_workers: number of prefill workers that pull jobs of this worker.
     oversize: why no prefill worker can get a prompt of this length. Empty: one can.
     self_check: why the self-check lets no prefill worker bring KV. Empty: there is no such reason.
@@ -306,17 +306,17 @@ _BY_COST = {
 }
 
 
+# Prompts whose KV no other worker can compute or have. First, as nothing changes that.
 OF_THE_REQUEST: tuple[Rule, ...] = (
     resumed, fallback, prompt_logprobs, multimodal, prompt_embeds, lora, pooling, cache_salt,
     engine,
 )  # fmt: skip
-"""Prompts whose KV no other worker can compute or have. First, as nothing changes that."""
+# What a prefill worker can take, and is worth it: the policy, then length, then load.
 OF_THE_CLUSTER: tuple[Rule, ...] = (
     policy_always_local, prefix_hit, short_prompt, draining, queue_unavailable, no_prefill_worker,
     oversize, claims_stalled, quarantine_full, queue_full, queue_wait, slow_link, remote_full,
     policy_always_remote, cost,
 )  # fmt: skip
-"""What a prefill worker can take, and is worth it: the policy, then length, then load."""
 RULES = OF_THE_REQUEST + OF_THE_CLUSTER
 
 

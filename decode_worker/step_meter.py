@@ -21,8 +21,8 @@ from pullfill.engine.chunks import PrefillChunks
 from pullfill.errors import Outcome
 from pullfill.wire import RouterConfig, RouterPolicy
 
+# The length of prompt that tells an engine's rate.
 _RATE_TOKENS = 1024
-"""The length of prompt that tells an engine's rate."""
 
 
 class StepMeter:

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import math
 
+# A rate that was not observed for this long is not believed any more, so that one bad
+# measurement cannot keep prompts away from a worker for ever.
 FORGET_S = 30.0
-"""A rate that was not observed for this long is not believed any more, so that one bad measurement
-cannot keep prompts away from a worker for ever."""
+# Weight that is left to older observations when a new one comes.
 _KEEP = 0.7
-"""Weight that is left to older observations when a new one comes."""
+# How strongly a solution is held to the one before. It decides where the observations do not,
+# for example when all of them have the same x1 and x2.
 _STAY = 0.02
-"""How strongly a solution is held to the one before. It decides where the observations do not, for
-example when all of them have the same x1 and x2."""
+# An observation counts as at most so many times the expected value, and at least the fraction.
+# So one pause of the machine does not spoil the fit. If the next one is as far off, the speed
+# has changed, and what was learned before is forgotten.
 _CLIP = 4.0
-"""An observation counts as at most so many times the expected value, and at least the fraction. So
-one pause of the machine does not spoil the fit. If the next one is as far off, the speed has
-changed, and what was learned before is forgotten."""
+# Observations before an unexpected one is clipped.
 _SURE = 3
-"""Observations before an unexpected one is clipped."""
 
 
 class Rate:

@@ -33,15 +33,15 @@ from pullfill.worker.process import Engine
 logger = log.get("decode_worker.kv_events")
 
 RING_EVENTS = 1 << 16
+# Blocks that are hashed before other callbacks of the loop get their turn.
 _TURN_BLOCKS = 2048
-"""Blocks that are hashed before other callbacks of the loop get their turn."""
+# Steps in the queue. If there are more, the asyncio thread hangs, and all blocks are forgotten.
 _MOST_STEPS = 10_000
-"""Steps in the queue. If there are more, the asyncio thread hangs, and all blocks are forgotten."""
+# Messages of one answer that may wait for the engine thread, between two of its steps.
 _WINDOW = 16
-"""Messages of one answer that may wait for the engine thread, between two of its steps."""
 
+# (payload, identity of a frontend or None for all that follow, called when it is sent).
 Send = Callable[[bytes, bytes | None, Callable[[], None] | None], None]
-"""(payload, identity of a frontend or None for all that follow, called when it is sent)."""
 
 
 class Held:

@@ -56,15 +56,15 @@ if TYPE_CHECKING:
 
 logger = log.get("decode_worker.fetch")
 
+# Fetches of this worker at a time.
 MOST = 32
-"""Fetches of this worker at a time."""
+# Reads of a holder after which their time counts. Until then it is worth reading from.
 SURE = 8
-"""Reads of a holder after which their time counts. Until then it is worth reading from."""
 _MIB = float(1 << 20)
+# When the rates of so many holders are remembered, all are forgotten.
 _MOST_RATES = 4096
-"""When the rates of so many holders are remembered, all are forgotten."""
+# Least and most time for the copy. The most is shorter than a lease (read_leases.LEASE_S).
 _COPY_S = (1.0, 8.0)
-"""Least and most time for the copy. The most is shorter than a lease (read_leases.LEASE_S)."""
 
 
 class FetchOutcome(enum.StrEnum):

@@ -39,11 +39,12 @@ from pullfill.wire import (
 
 logger = log.get("decode_worker.holders")
 
+# How long a holder is not asked after its first failure. It is also the most time for a
+# connection and for the answer to `end`: no prompt waits longer for what computing would soon
+# have given.
 AGAIN_S = 2.0
-"""How long a holder is not asked after its first failure. It is also the most time for a connection
-and for the answer to `end`: no prompt waits longer for what computing would soon have given."""
+# When so many holders are remembered, those without a connection are forgotten.
 MOST = 1024
-"""When so many holders are remembered, those without a connection are forgotten."""
 
 
 class LeaseRefused(HandoffError):

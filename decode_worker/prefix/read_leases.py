@@ -5,20 +5,8 @@
              ──engine thread──▶ cached blocks found and pinned, fence opened ──▶ Lease
     LeaseEnd ──▶ fence revoked, LeaseEnded ──proved──▶ engine thread: blocks let go
 
-What always holds:
-
-- A leased block is referenced in vLLM's block pool. So it is neither evicted nor reused.
-- That ends only after the fence was revoked, and it is proved that nobody reads under it. So each
-  read that the fence let pass has read what the block's hash says.
-- Only finished blocks are leased. Between two steps every cached block is computed; while a step
-  still runs (pipeline parallelism) no lease is given. Blocks that a prefill worker still writes, or
-  that are still copied, are not cached yet.
-- A lease ends after LEASE_S at most, or with its connection. Leases pin at most a quarter of the
-  blocks.
-- The asker's `LeaseEnd` is answered with `valid` only if the lease has not ended before, and this
-  worker has still the incarnation that it had then.
-
-asyncio thread, except where a method says otherwise.
+A lease ends after LEASE_S at most, or with its connection. asyncio thread, except where a method
+says otherwise.
 """
 
 from __future__ import annotations
@@ -61,12 +49,12 @@ if TYPE_CHECKING:
 
 logger = log.get("decode_worker.leases")
 
+# How long a lease is valid. A copy that takes longer is not worth it.
 LEASE_S = 10.0
-"""How long a lease is valid. A copy that takes longer is not worth it."""
+# Leases at a time, those that are asked for included.
 MOST = 64
-"""Leases at a time, those that are asked for included."""
+# Leases pin at most 1 / SHARE of the blocks.
 SHARE = 4
-"""Leases pin at most 1 / SHARE of the blocks."""
 NOT_HELD, BUSY = "not_held", "busy"
 
 
@@ -258,6 +246,9 @@ class ReadLeases:
         stop = min(made.num_prompt_tokens // size, len(made.block_hashes))
         room = core.vllm_config.cache_config.num_gpu_blocks // SHARE - self._pinned
         reason, blocks = BUSY, list[Any]()
+        # Only finished blocks are leased. Between two steps each cached block is computed, but with
+        # pipeline parallelism a step may still run. Blocks that a prefill worker still writes, or
+        # that are still copied, are not cached yet.
         if not core.batch_queue and room > 0 and not asker.gone:
             reason = NOT_HELD
             blocks = cached_run(self._pool, size, made, ask.start // size, stop)[:room]
@@ -271,6 +262,7 @@ class ReadLeases:
         except (ConfigError, OverloadedError):
             self._tell(partial(self._unfilled, asker, ask, BUSY))
             return
+        # Referenced in vLLM's pool, a block is neither evicted nor reused.
         self._pool.touch(blocks)
         self._pinned += len(blocks)
         lease = _Lease(next(self._numbers), fence, blocks, self._context.incarnation)
@@ -300,6 +292,7 @@ class ReadLeases:
     def _end(self, asker: _Asker, said: LeaseEnd) -> None:
         failpoints.hit("decode.before_lease_end")
         lease = asker.leases.get(said.lease)
+        # Another incarnation has announced its memory anew: what was read may be of another life.
         valid = lease is not None and lease.incarnation == self._context.incarnation
         if lease is not None:
             self._over(asker, lease)
@@ -328,6 +321,7 @@ class ReadLeases:
             self._unproved += -1 if proved else 1
             lease.unproved = not proved
         if proved:
+            # Not before: so each read that the fence let pass has read what the block's hash says.
             self._host.submit(lambda _core: self._unpin(lease), wake=False)
         else:
             # A copy takes milliseconds, and its reader lets go at the end.

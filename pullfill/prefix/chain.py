@@ -25,11 +25,11 @@ from numba import types
 from numpy.typing import NDArray
 
 HashArray: TypeAlias = NDArray[np.uint64]
+# Block hashes: little-endian u64, one after the other.
 Hashes: TypeAlias = "bytes | memoryview | array[int] | HashArray"
-"""Block hashes: little-endian u64, one after the other."""
 STATE_BYTES = 8
+# The second half of the SipHash key: "pullfill".
 _KEY = 0x70756C6C66696C6C
-"""The second half of the SipHash key: "pullfill"."""
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -23,8 +23,8 @@ from pullfill.prefix.table import SEGMENT
 from pullfill.wire.prefix import MAX_EVENTS, Op, PrefixEvents, PrefixFollow, PrefixPage
 
 _OWN = 0
+# What was asked for and did not come is asked for again after this time.
 RETRY_S = 1.0
-"""What was asked for and did not come is asked for again after this time."""
 
 
 class Ring:

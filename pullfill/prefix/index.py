@@ -23,10 +23,10 @@ from pullfill.prefix import table
 from pullfill.prefix.chain import HashArray, Hashes, as_array
 from pullfill.prefix.table import SEGMENT, SLOTS
 
+# Words for rows, for each block. A block in more than 4 slots needs 1 word for each 64 slots.
 POOL_WORDS = 5
-"""Words for rows, for each block. A block in more than 4 slots needs 1 word for each 64 slots."""
+# Segments that `tidy` does between two looks at the clock.
 _SWEEP = 8
-"""Segments that `tidy` does between two looks at the clock."""
 Ops: TypeAlias = NDArray[np.uint8]
 _NO_OPS: Ops = np.empty(0, np.uint8)
 

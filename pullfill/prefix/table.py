@@ -25,14 +25,14 @@ from pullfill.prefix import chain as k
 from pullfill.prefix.chain import I64, compiled, helper
 
 SEGMENT = 1024
+# A segment is split at FULL entries, or up to 7 STEP earlier, so that not all split at once.
 FULL, STEP = 768, 32
-"""A segment is split at FULL entries, or up to 7 STEP earlier, so that not all split at once."""
+# Most workers; most entries that a lookup fetches at once; sizes of rows (1 to 64 words).
 SLOTS, FETCH, CLASSES = 4096, 128, 7
-"""Most workers; most entries that a lookup fetches at once; sizes of rows (1 to 64 words)."""
 
+# Memory.meta: bits that choose a segment; segments in use; different blocks; most blocks; words
+# of the pool ever used; the secret; from FREE on for each class its first free row, -1 if none.
 DEPTH, USED, BLOCKS, LIMIT, BUMP, K1, K2, FREE = range(8)
-"""Memory.meta: bits that choose a segment; segments in use; different blocks; most blocks; words of
-the pool ever used; the secret; from FREE on for each class its first free row, -1 if none."""
 META = FREE + CLASSES
 
 
