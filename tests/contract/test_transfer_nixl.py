@@ -24,6 +24,7 @@ from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent
 from pullfill.transfer.nixl.nixl_backend import NixlKind, NixlRuns, _checked
 from pullfill.wire import FenceToken, encode
+from tests.support.stream_held import served
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, stream_rig
 from tests.support.waiting import eventually
 
@@ -55,7 +56,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def agents(region: Region, session: object) -> list[Agent]:
     """Those alive at this moment, of the owner's connections and of our session."""
-    backends = [peer._backend for peer in region.owner._server._peers]  # type: ignore[attr-defined]
+    backends = [peer._backend for peer in served(region)]
     backends.append(session._backend)  # type: ignore[attr-defined]
     return [b.resource for b in backends if b is not None and b.resource is not None]
 

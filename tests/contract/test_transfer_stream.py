@@ -33,7 +33,7 @@ from pullfill.transfer.stream.stream_peer import StreamSession, StreamTransport
 from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import FenceToken, decode, encode
 from tests.support.proxy import Proxy
-from tests.support.stream_held import Held, revoke, wait_for
+from tests.support.stream_held import Held, revoke, served, wait_for
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, assert_same, stream_rig
 
 LONG = dense_layout(2, 64, 2, 16 << 10)  # 4 MiB
@@ -141,7 +141,7 @@ def test_a_batch_that_is_under_way_is_let_to_its_end(
     _, region, _, session, token = start(make)
     before = connections()
     held = Held(session, "write_blocks", token)
-    (peer,) = region.owner._server._peers  # type: ignore[attr-defined]
+    (peer,) = served(region)
     wait_for(lambda: peer.inside == token)
     assert not region.owner.fences.try_revoke(token)
     assert not region.owner.fences.try_revoke(token)
@@ -337,7 +337,7 @@ def test_a_revoke_interrupts_only_while_it_is_that_tokens_receive(
 ) -> None:
     """The connection's thread cannot go on to another operation in between."""
     _, region, _, session, token = start(make)
-    (peer,) = region.owner._server._peers  # type: ignore[attr-defined]
+    (peer,) = served(region)
     free: list[bool] = []
 
     def interrupt() -> None:
@@ -371,7 +371,7 @@ def test_a_connection_that_broke_while_idle_is_made_anew(make: Make) -> None:
 def test_a_writer_that_goes_away_in_a_batch_frees_the_fence(make: Make) -> None:
     _, region, _, session, token = start(make)
     held = Held(session, "write_blocks", token)
-    (peer,) = region.owner._server._peers  # type: ignore[attr-defined]
+    (peer,) = served(region)
     wait_for(lambda: peer.inside == token)
     session._connection._sock.setsockopt(
         socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)

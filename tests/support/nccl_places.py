@@ -13,6 +13,7 @@ from pullfill.wire import FenceToken
 from tests.support.fake_nccl import World
 from tests.support.nccl_comms import Calling
 from tests.support.nccl_gpus import PairKind
+from tests.support.stream_held import served
 from tests.support.transfer_rigs import DENSE, LAYOUTS, Local, Region, Rig, stream_rig
 from tests.support.waiting import eventually
 
@@ -40,9 +41,8 @@ class Place:
         """The session's connection waits for `HURRY_S` at most, on both sides. Later ones wait
         longer again."""
         session._connection.set_stall(HURRY_S)  # type: ignore[attr-defined]
-        server = self.region.owner._server  # type: ignore[attr-defined]
-        eventually(lambda: len(server._peers) == 1, "not one connection")
-        (peer,) = server._peers
+        eventually(lambda: len(served(self.region)) == 1, "not one connection")
+        (peer,) = served(self.region)
         peer._connection.set_stall(HURRY_S)
 
     def moved(self, blocks: range) -> bool:

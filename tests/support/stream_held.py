@@ -19,6 +19,11 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
+def served(region: Region) -> list[Any]:
+    """The peers that the owner's threads serve."""
+    return list(region.owner._server._peers)  # type: ignore[attr-defined]
+
+
 def revoke(region: Region, token: FenceToken) -> None:
     wait_for(lambda: region.owner.fences.try_revoke(token))
 

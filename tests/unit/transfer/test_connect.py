@@ -94,9 +94,13 @@ def nothing_stays_mapped(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "transport", [ShmTransport(), StreamTransport(TcpKind())], ids=["shm", "tcp"]
+    ("here", "there", "transport"),
+    [(*pair, ShmTransport()) for pair in product(SPLITS, SPLITS)]
+    + [
+        ("halves", "whole", StreamTransport(TcpKind())),
+        ("stages", "replicas", StreamTransport(TcpKind())),
+    ],
 )
-@pytest.mark.parametrize(("here", "there"), list(product(SPLITS, SPLITS)))
 def test_blocks_reach_every_rank_and_come_back(
     tmp_path: Path, here: str, there: str, transport: PeerTransport
 ) -> None:

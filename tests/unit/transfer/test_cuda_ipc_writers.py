@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import struct
 import subprocess
@@ -178,22 +177,6 @@ def test_records_lie_between_the_header_and_the_slots(fds: list[int]) -> None:
     assert 1024 + RECORDS * 16 == 4096
     assert lock.try_exclusive(fds[0], 0, 1), "the owner's own lock"
     WriterRecord(fds[1]).close()
-
-
-@pytest.mark.parametrize(
-    ("driver", "reason"),
-    [
-        (FakeDriver(), None),
-        (FakeDriver(module='RegistryDwords: "RMClientListDeferredFree=1"'), "NVreg_RegistryDwords"),
-        (FakeDriver(module=None), "is unknown: .* cannot be read"),
-        (FakeDriver(mps=True), "MPS runs here.*CUDA_MPS_PIPE_DIRECTORY"),
-    ],
-)
-def test_whether_the_end_of_a_process_ends_its_copies(
-    driver: FakeDriver, reason: str | None
-) -> None:
-    told = why_no_proof(driver, 0)
-    assert told is None if reason is None else re.search(reason, told or "")
 
 
 def test_a_kernel_that_does_not_tell_of_ends_gives_no_proof(

@@ -18,7 +18,7 @@ from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Runs
 from pullfill.transfer.stream.kv_protocol import SocketConnection
-from pullfill.transfer.stream.tcp_backend import TcpBackend, TcpKind, _after
+from pullfill.transfer.stream.tcp_backend import TcpBackend, TcpKind
 from tests.support.transfer_rigs import random_bytes
 
 Pair = tuple[SocketConnection, SocketConnection]
@@ -94,15 +94,6 @@ def test_a_move_that_is_done_in_parts_goes_on_where_it_stopped(links: Pair) -> N
 
     here._move(at_most_eleven, 0, runs_over(target, sizes).iovec)
     assert gather(target, sizes) == source[:200].tobytes()
-
-
-def test_what_is_left_of_a_partial_move() -> None:
-    chunk = np.array([[100, 5], [200, 5], [300, 5]], np.uint64)
-    assert _after(chunk, 3).tolist() == [[103, 2], [200, 5], [300, 5]]
-    assert _after(chunk, 5).tolist() == [[200, 5], [300, 5]]
-    assert _after(chunk, 14).tolist() == [[304, 1]]
-    assert _after(chunk, 15).tolist() == []
-    assert chunk.tolist() == [[100, 5], [200, 5], [300, 5]]
 
 
 def test_a_peer_that_leaves_or_stalls_ends_the_call(links: Pair) -> None:
