@@ -152,7 +152,7 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         await cluster.check_clean()
 
 
-async def test_looking_again_never_ends_the_lane(
+async def test_looking_again_never_ends_the_thread(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken() -> PeerSession:

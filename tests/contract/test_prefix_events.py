@@ -11,6 +11,7 @@ import pytest
 from pullfill.decode_worker.prefix import block_events
 from pullfill.engine import front_wire
 from pullfill.frontend.decode_connection import DecodeConnection
+from pullfill.frontend.routing.prefixes import Prefixes
 from tests.support.block_server import SIZE, BlockServer, prompt_hashes
 from tests.support.frontend_rig import Rig, rig, until
 
@@ -49,7 +50,7 @@ async def warm(r: Rig, count: int) -> None:
 
 async def test_blocks_stored_before_and_after_a_frontend_came(worker: BlockServer) -> None:
     worker.store(A)
-    async with rig(prefix_blocks=1000) as r:
+    async with rig(prefixes=Prefixes(1000)) as r:
         await joined(r, worker)
         await warm(r, 5)
         assert matched(r, [*A, 1]) == 5
@@ -71,7 +72,7 @@ async def test_a_frontend_without_an_index_is_sent_nothing(
         "_handle",
         lambda self, kind, frames: (kinds.append(kind), handle(self, kind, frames)),
     )
-    async with rig() as plain, rig(prefix_blocks=1000) as r:
+    async with rig() as plain, rig(prefixes=Prefixes(1000)) as r:
         await joined(plain, worker)
         await joined(r, worker)
         await warm(r, 0)
@@ -83,7 +84,7 @@ async def test_a_frontend_without_an_index_is_sent_nothing(
 
 async def test_a_frontend_that_comes_back_is_cold_then_warm(worker: BlockServer) -> None:
     worker.store(A)
-    async with rig(prefix_blocks=1000) as r:
+    async with rig(prefixes=Prefixes(1000)) as r:
         connection = await joined(r, worker)
         await warm(r, 5)
         connection.lose("it was cut off")
@@ -95,7 +96,7 @@ async def test_a_frontend_that_comes_back_is_cold_then_warm(worker: BlockServer)
 
 async def test_a_worker_that_died_is_forgotten(worker: BlockServer) -> None:
     worker.store(A)
-    async with rig(prefix_blocks=1000) as r:
+    async with rig(prefixes=Prefixes(1000)) as r:
         await joined(r, worker)
         await warm(r, 5)
         await worker.die()
@@ -130,7 +131,7 @@ async def test_a_question_that_cannot_be_read_ends_that_connection_alone(
     worker: BlockServer, payload: bytes
 ) -> None:
     worker.store(A)
-    async with rig(prefix_blocks=1000) as bad, rig(prefix_blocks=1000) as good:
+    async with rig(prefixes=Prefixes(1000)) as bad, rig(prefix_blocks=1000) as good:
         connection = await joined(bad, worker)
         await joined(good, worker)
         await warm(good, 5)
