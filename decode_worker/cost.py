@@ -524,18 +524,18 @@ class CostModel:
             own = span(one.start, one.tokens - 1)
             began = one.decided - one.done_s
             self.workers.observe(one.measured, one.ahead, own, began, now)
-        metrics.COST_OUTCOME.observe(path, took)
+        metrics.COST_OUTCOME.labels(path).observe(took)
         if one.option is None or one.option.raw_s <= 0 or one.option not in one.options:
             return Outcome(took * 1e3)
         self._bias[one.choice].observe(one.option.raw_s, 0.0, took, now)
         error = abs(one.option.ttft_s / took - 1.0) if took > 0 else 0.0
-        metrics.COST_PREDICTED.observe(path, one.option.ttft_s)
-        metrics.COST_ERROR.observe(path, error)
+        metrics.COST_PREDICTED.labels(path).observe(one.option.ttft_s)
+        metrics.COST_ERROR.labels(path).observe(error)
         others = [o.ttft_s for o in one.options if o.choice is not one.choice]
         if not others:
             return Outcome(took * 1e3, error=error)
         regret = max(0.0, took - min(others))
-        metrics.COST_REGRET.observe(path, regret)
+        metrics.COST_REGRET.labels(path).observe(regret)
         return Outcome(took * 1e3, regret * 1e3, error)
 
 

@@ -36,9 +36,6 @@ _IN_SPAN = (
 )  # fmt: skip
 """Fields of the record that are attributes of its span."""
 
-_observe = metrics.HANDOFF_STAGE.observe
-"""Stages `claim` to `tail` are observed on the asyncio thread, `commit` on the engine thread."""
-
 
 @cache
 def _decision(path: str, reason: str) -> Any:
@@ -205,7 +202,7 @@ class RequestTraces:
             if (trace := self._open.get(request_id)) is not None:
                 trace.claims.append((attempt, instance, self._clock.monotonic()))
                 trace.queue_ms = queued_s * 1e3
-        _observe("queue", queued_s, trace.trace_id if trace is not None else "")
+        metrics.observe_stage("queue", queued_s, trace.trace_id if trace is not None else "")
 
     def committed(
         self,
@@ -224,11 +221,11 @@ class RequestTraces:
                 trace.transport, trace.why_not_better = transport or None, why_not_better
                 trace.committed_at = self._clock.monotonic()
         trace_id = trace.trace_id if trace is not None else ""
-        _observe("claim", stages.claim_ms / 1e3, trace_id)
-        _observe("prefix_read", stages.prefix_read_ms / 1e3, trace_id)
-        _observe("prefill", stages.prefill_ms / 1e3, trace_id)
-        _observe("kv_write", stages.kv_write_ms / 1e3, trace_id)
-        _observe("tail", stages.tail_ms / 1e3, trace_id)
+        metrics.observe_stage("claim", stages.claim_ms / 1e3, trace_id)
+        metrics.observe_stage("prefix_read", stages.prefix_read_ms / 1e3, trace_id)
+        metrics.observe_stage("prefill", stages.prefill_ms / 1e3, trace_id)
+        metrics.observe_stage("kv_write", stages.kv_write_ms / 1e3, trace_id)
+        metrics.observe_stage("tail", stages.tail_ms / 1e3, trace_id)
         if trace is not None and (instance := trace.prefill_instance) is not None:
             at = self._clock.monotonic()
             self.measured(Measured(request_id, instance, transport, stages, kv_bytes, at))
@@ -287,7 +284,7 @@ class RequestTraces:
                 trace.outcome, trace.ended_at = outcome.value, self._clock.monotonic()
             if trace is not None and loaded:
                 if (commit_ms := trace.commit_ms) is not None:
-                    _observe("commit", commit_ms / 1e3, trace.trace_id)
+                    metrics.observe_stage("commit", commit_ms / 1e3, trace.trace_id)
             elif trace is not None and outcome is not Outcome.CANCELLED:
                 trace.fallback = outcome.value
                 if outcome in _AFTER_OUTAGE:

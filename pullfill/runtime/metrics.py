@@ -4,15 +4,7 @@ The frontend adds `instance_id` and `role` when it merges what workers report.""
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
-from prometheus_client.samples import Exemplar
+from prometheus_client import Counter, Gauge, Histogram
 
 from pullfill.runtime.health import UP as UP
 
@@ -20,60 +12,17 @@ _STAGE_BUCKETS = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
 )  # fmt: skip
 
-
-class Histograms(Collector):
-    """A histogram with one label, cheaper than prometheus_client's.
-
-    A remote prefill is observed seven times. `observe` makes an eighth of the function calls of
-    `Histogram.observe`.
-
-    Each bucket shows the last trace that fell into it, as an OpenMetrics exemplar.
-
-    All values of a label must be observed on one thread. Scrapes may come from any thread."""
-
-    def __init__(self, name: str, text: str, label: str, buckets: Sequence[float]) -> None:
-        self._name, self._text, self._label = name, text, label
-        self._labelnames = (label,)  # prometheus_client's metrics have this attribute
-        self._bounds = tuple(buckets)
-        self._counts: dict[str, list[int]] = {}
-        self._sums: dict[str, float] = {}
-        self._exemplars: dict[tuple[str, int], Exemplar] = {}
-        REGISTRY.register(self)
-
-    def observe(self, label: str, value: float, trace_id: str = "") -> None:
-        """Count a value. trace_id: of the request, in hex. Empty: it is not traced."""
-        if (counts := self._counts.get(label)) is None:
-            self._sums[label] = 0.0
-            counts = self._counts[label] = [0] * (len(self._bounds) + 1)
-        bucket = bisect_left(self._bounds, value)
-        counts[bucket] += 1
-        self._sums[label] += value
-        if trace_id:
-            self._exemplars[label, bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
-
-    def describe(self) -> list[HistogramMetricFamily]:
-        return [HistogramMetricFamily(self._name, self._text, labels=[self._label])]
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
-        for label, counts in list(self._counts.items()):
-            below, buckets = 0, list[Any]()
-            bounds = [*map(str, self._bounds), "+Inf"]
-            for at, (bound, count) in enumerate(zip(bounds, list(counts), strict=True)):
-                below += count
-                buckets.append((bound, below, self._exemplars.get((label, at))))
-            family.add_metric([label], buckets, self._sums[label])
-        yield family
-
-
 DECISION = Counter(
     "pullfill_decision", "Requests by where their prompt was prefilled and why", ["path", "reason"]
 )
 QUEUE_DEPTH_JOBS = Gauge("pullfill_queue_depth_jobs", "Prefill jobs pending or in flight")
 QUEUE_DEPTH_TOKENS = Gauge("pullfill_queue_depth_tokens", "Prompt tokens pending or in flight")
 QUEUE_OLDEST_AGE = Gauge("pullfill_queue_oldest_age_seconds", "Age of the oldest unsettled job")
-HANDOFF_STAGE = Histograms(
-    "pullfill_handoff_stage_seconds", "Time per stage of a remote prefill", "stage", _STAGE_BUCKETS
+HANDOFF_STAGE = Histogram(
+    "pullfill_handoff_stage_seconds",
+    "Time per stage of a remote prefill",
+    ["stage"],
+    buckets=_STAGE_BUCKETS,
 )
 CLAIM = Counter("pullfill_claim", "Claims by result", ["result"])
 KV_WRITE_BYTES = Counter("pullfill_kv_write_bytes", "KV bytes written one-sided", ["transport"])
@@ -141,24 +90,30 @@ SELF_CHECK = Counter(
     "Comparisons of a remote with a local prefill, made when two workers met",
     ["result"],
 )
-COST_PREDICTED = Histograms(
+COST_PREDICTED = Histogram(
     "pullfill_cost_predicted_seconds",
     "Time to first token that the policy cost predicted for its choice",
-    "choice", _STAGE_BUCKETS,
-)  # fmt: skip
-COST_OUTCOME = Histograms(
-    "pullfill_cost_outcome_seconds", "Time from the decision to the first token", "choice",
-    _STAGE_BUCKETS,
-)  # fmt: skip
-COST_ERROR = Histograms(
+    ["choice"],
+    buckets=_STAGE_BUCKETS,
+)
+COST_OUTCOME = Histogram(
+    "pullfill_cost_outcome_seconds",
+    "Time from the decision to the first token",
+    ["choice"],
+    buckets=_STAGE_BUCKETS,
+)
+COST_ERROR = Histogram(
     "pullfill_cost_error_ratio",
     "Difference of prediction and outcome, as a share of the outcome",
-    "choice", (0.05, 0.1, 0.2, 0.4, 0.6, 1.0, 2.0, 5.0),
-)  # fmt: skip
-COST_REGRET = Histograms(
-    "pullfill_cost_regret_seconds", "How much sooner another choice was expected", "choice",
-    _STAGE_BUCKETS,
-)  # fmt: skip
+    ["choice"],
+    buckets=(0.05, 0.1, 0.2, 0.4, 0.6, 1.0, 2.0, 5.0),
+)
+COST_REGRET = Histogram(
+    "pullfill_cost_regret_seconds",
+    "How much sooner another choice was expected",
+    ["choice"],
+    buckets=_STAGE_BUCKETS,
+)
 BACKLOG_SECONDS = Gauge(
     "pullfill_backlog_seconds",
     "Seconds that the prefill workers need for the open jobs of this decode worker. Without one: "
@@ -172,3 +127,10 @@ DECODE_PRESSURE = Gauge(
     "pullfill_decode_pressure",
     "How full this decode worker is: ITL, short prompts, KV blocks or number of requests. 1: full",
 )
+
+
+def observe_stage(stage: str, seconds: float, trace_id: str = "") -> None:
+    """Count a stage of a remote prefill. trace_id: of the request, in hex. Empty: not traced."""
+    # Prometheus shows the last trace of each bucket as an exemplar.
+    exemplar = {"trace_id": trace_id} if trace_id else None
+    HANDOFF_STAGE.labels(stage).observe(seconds, exemplar)

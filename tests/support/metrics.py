@@ -21,7 +21,7 @@ def labels_of_metrics() -> dict[str, set[str]]:
     found = {}
     for module, more in ((frontend_metrics, set[str]()), (metrics, MERGED)):
         for metric in vars(module).values():
-            if isinstance(metric, MetricWrapperBase | metrics.Histograms):
+            if isinstance(metric, MetricWrapperBase):
                 (family,) = metric.describe()
                 name = family.name + ("_total" if family.type == "counter" else "")
                 found[name] = set(metric._labelnames) | more | EVERYWHERE

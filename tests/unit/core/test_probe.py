@@ -7,10 +7,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from prometheus_client import REGISTRY, Histogram, generate_latest
+from prometheus_client import REGISTRY
 
 from pullfill.errors import ConfigError
-from pullfill.runtime import metrics
 from pullfill.runtime.probe import ProbeServer
 
 PROMISED = {
@@ -92,32 +91,6 @@ async def test_the_port_asked_for(worker: tuple[Worker, ProbeServer]) -> None:
     await second.start(taken)
     assert second.url == f"http://127.0.0.1:{taken}"
     await second.stop()
-
-
-def test_quick_histograms_tell_what_prometheus_clients_own_do() -> None:
-    """Bounds included, cumulative, sum and count, one series for each label."""
-    bounds = (0.1, 1.0, 10.0)
-    quick = metrics.Histograms("pullfill_test_quick", "text", "stage", bounds)
-    own = Histogram("pullfill_test_own", "text", ["stage"], buckets=bounds)
-    try:
-        for label in ("a", "b"):
-            for value in (0.0, 0.1, 0.5, 1.0, 5.0, 10.0, 11.0, 0.2):
-                quick.observe(label, value)
-                own.labels(label).observe(value)
-
-        def samples(metric: Any) -> set[tuple[str, tuple[tuple[str, str], ...], float]]:
-            (family,) = metric.collect()
-            return {
-                (s.name.rpartition("_")[2], tuple(sorted(s.labels.items())), s.value)
-                for s in family.samples
-                if not s.name.endswith("_created")
-            }
-
-        assert samples(quick) == samples(own)
-        assert b'pullfill_test_quick_bucket{le="+Inf",stage="a"} 8.0' in generate_latest()
-    finally:
-        REGISTRY.unregister(quick)
-        REGISTRY.unregister(own)
 
 
 async def test_jobs_are_told_only_to_who_asks(worker: tuple[Worker, ProbeServer]) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY, Counter
+from prometheus_client import REGISTRY, Counter, Histogram
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
-from pullfill.runtime import metrics, probe
+from pullfill.runtime import probe
 
 PROMETHEUS = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
@@ -22,13 +22,13 @@ PROMETHEUS = (
 @pytest.fixture
 def observed() -> Iterator[None]:
     made: list[Any] = [
-        metrics.Histograms("pullfill_test_page_seconds", "text", "stage", (0.1, 1.0)),
+        Histogram("pullfill_test_page_seconds", "text", ["stage"], buckets=(0.1, 1.0)),
         Counter("pullfill_test_page_things", "text", ["what"]),
         Counter("vllm:test_tokens", "text"),
     ]
-    made[0].observe("queue", 0.5, "aa" * 16)
-    made[0].observe("queue", 0.6, "bb" * 16)
-    made[0].observe("queue", 5.0)
+    made[0].labels("queue").observe(0.5, {"trace_id": "aa" * 16})
+    made[0].labels("queue").observe(0.6, {"trace_id": "bb" * 16})
+    made[0].labels("queue").observe(5.0)
     made[1].labels("x").inc(exemplar={"trace_id": "cc" * 16})
     yield
     for one in made:
