@@ -265,11 +265,6 @@ class PrefillTask:
             timings=timings,
         )
 
-    def submit(self) -> None:
-        """Count an operation of this task that the transfer worker gets."""
-        with self.lock:
-            self.submitted += 1
-
     def submitted_over(self) -> None:
         """Count an operation, and its callback, as over. After the last one run the `on_quiet`."""
         with self.lock:

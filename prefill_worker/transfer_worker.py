@@ -48,6 +48,7 @@ class _Operation:
     remote: Sequence[int]
     last: bool
     done: Done
+    nbytes: int = 0
 
 
 class TransferWorker:
@@ -190,20 +191,20 @@ class TransferWorker:
         """Add to the bytes under way. nbytes: negative when they are over."""
         _of(metrics.KV_IN_FLIGHT, verb).inc(nbytes)
         if self._account is not None and verb != "read":
-            (self._account.charge if nbytes >= 0 else self._account.refund)(abs(nbytes))
-
-    def _size(self, operation: _Operation) -> int:
-        return 0 if operation.verb == "keep" else len(operation.remote) * self._block_bytes
+            self._account.add(nbytes)
 
     def _submit(self, operation: _Operation) -> None:
-        with operation.task.lock:
-            operation.task.outstanding += 1
-        operation.task.submit()
-        self._charge(operation.verb, self._size(operation))
+        task = operation.task
+        with task.lock:
+            task.outstanding += 1
+            task.submitted += 1
+        if operation.verb != "keep":
+            operation.nbytes = len(operation.remote) * self._block_bytes
+        self._charge(operation.verb, operation.nbytes)
         with self._lock:
             taken = not self._closed and self._put(partial(self._do, operation))
         if not taken:
-            self._finish(operation, HandoffError(_ENDED if self._closed else _NO_THREAD))
+            self._over(operation, HandoffError(_ENDED if self._closed else _NO_THREAD))
 
     def _put(self, call: Callable[[], object]) -> bool:
         """Queue a call. Returns False if no thread can be started.
@@ -232,16 +233,13 @@ class TransferWorker:
                 failure = HandoffError("cancelled" if task.cancelled else _ENDED)
             elif operation.verb == "read":
                 self._read(operation)
-            elif operation.verb == "write":
+            elif operation.verb == "write" and operation.remote:
                 self._write(operation)
         except Exception as exc:
-            failure = self._failure(operation, exc)
-        self._finish(operation, failure)
-
-    def _failure(self, operation: _Operation, exc: Exception) -> Exception:
-        if isinstance(exc, Fenced):
-            metrics.STALE_REFUSED.labels(operation.verb).inc()
-        return exc
+            failure = exc
+            if isinstance(exc, Fenced):
+                metrics.STALE_REFUSED.labels(operation.verb).inc()
+        self._over(operation, failure)
 
     def _read(self, operation: _Operation) -> None:
         task = operation.task
@@ -254,29 +252,25 @@ class TransferWorker:
 
     def _write(self, operation: _Operation) -> None:
         task = operation.task
-        if operation.remote:
-            failpoints.hit("prefill.before_write")
-            result = self._session.write_blocks(task.fence, operation.local, operation.remote)
-            task.written_blocks += result.blocks
-            task.written_bytes += result.nbytes
-            task.write_s += result.seconds
-            _of(metrics.KV_WRITE_BYTES, self.transport).inc(result.nbytes)
-            _of(metrics.KV_WRITE_SECONDS, self.transport).observe(result.seconds)
-            task.moved("write", self.transport, result.seconds, result.nbytes)
-            failpoints.hit("prefill.after_write")
-
-    def _finish(self, operation: _Operation, failure: BaseException | None) -> None:
-        self._charge(operation.verb, -self._size(operation))
-        self._over(operation, failure)
+        failpoints.hit("prefill.before_write")
+        result = self._session.write_blocks(task.fence, operation.local, operation.remote)
+        task.written_blocks += result.blocks
+        task.written_bytes += result.nbytes
+        task.write_s += result.seconds
+        _of(metrics.KV_WRITE_BYTES, self.transport).inc(result.nbytes)
+        _of(metrics.KV_WRITE_SECONDS, self.transport).observe(result.seconds)
+        task.moved("write", self.transport, result.seconds, result.nbytes)
+        failpoints.hit("prefill.after_write")
 
     def _over(self, operation: _Operation, failure: BaseException | None) -> None:
-        task, reads = operation.task, operation.verb == "read"
+        task = operation.task
+        self._charge(operation.verb, -operation.nbytes)
         with task.lock:
             task.outstanding -= 1
         try:
             try:
                 operation.done(task, failure)
-                if failure is not None and not reads:
+                if failure is not None and operation.verb != "read":
                     task.cancel()
                     task.end(failure)
                 elif operation.last:
@@ -296,22 +290,20 @@ _NO_THREAD = "this worker cannot start a thread for the copy"
 
 
 class Account:
-    """The account of one decode worker. After `close` charges and refunds have no effect."""
+    """The account of one decode worker. After `close` further charges have no effect."""
 
     def __init__(self, credits: Credits, peer: str) -> None:
         self._credits = credits
         self.peer = peer
         self.used = 0
 
-    def charge(self, nbytes: int) -> None:
-        self._credits._move(self, nbytes)
-
-    def refund(self, nbytes: int) -> None:
-        self._credits._move(self, -nbytes)
+    def add(self, nbytes: int) -> None:
+        """Charge bytes. Negative: refund them."""
+        self._credits.move(self, nbytes)
 
     def close(self) -> None:
         """Refund everything that is still charged, and end the account. Idempotent."""
-        self._credits._close(self)
+        self._credits.move(self, 0, last=True)
 
 
 class Credits:
@@ -374,29 +366,16 @@ class Credits:
         ):  # fmt: skip
             metrics.KV_CREDITS.labels(what).set(value)
 
-    def _move(self, account: Account, nbytes: int) -> None:
+    def move(self, account: Account, nbytes: int, *, last: bool = False) -> None:
+        """Charge an account. last: and close it."""
         with self._lock:
             if account not in self._accounts:
                 return
-            account.used += nbytes
-            room = self._judge(account)
+            if last:
+                self._accounts.remove(account)
+            account.used = 0 if last else account.used + nbytes
+            was_full = bool(self._full)
+            (self._full.add if account.used >= self.limit else self._full.discard)(account)
+            room = was_full and not self._full
         if room:
             self._on_room()
-
-    def _close(self, account: Account) -> None:
-        with self._lock:
-            if account not in self._accounts:
-                return
-            self._accounts.remove(account)
-            account.used = 0
-            room = self._judge(account)
-        if room:
-            self._on_room()
-
-    def _judge(self, account: Account) -> bool:
-        """Update whether an account is at the limit. Returns whether there is room again.
-
-        The caller holds the lock."""
-        was_full = bool(self._full)
-        (self._full.add if account.used >= self.limit else self._full.discard)(account)
-        return was_full and not self._full

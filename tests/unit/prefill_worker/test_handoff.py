@@ -302,7 +302,7 @@ async def test_quiet_is_said_when_the_copy_is_over_and_no_thread_waits_for_it() 
     worker, delivery = Worker(some_transfer_worker), Delivered()
     worker.puller.begin(delivery)  # type: ignore[arg-type]
     task = await worker.computing()
-    task.submit()
+    task.submitted += 1
     threads = threading.active_count()
     worker.revoke()
     await asyncio.sleep(0.02)

@@ -21,20 +21,20 @@ def test_charged_and_given_back() -> None:
     rooms: list[int] = []
     credits = Credits(100, on_room=lambda: rooms.append(1))
     one, two = credits.open("decode-1"), credits.open("decode-2")
-    one.charge(60)
-    two.charge(99)
+    one.add(60)
+    two.add(99)
     assert credits.gone == []
-    one.charge(40)
-    two.charge(1)
+    one.add(40)
+    two.add(1)
     assert credits.gone == ["decode-1", "decode-2"]
     assert credits.describe() == {
         "limit_bytes": 100,
         "used_bytes": {"decode-1": 100, "decode-2": 100},
         "gone": ["decode-1", "decode-2"],
     }
-    one.refund(1)
+    one.add(-1)
     assert rooms == [], "the other has none"
-    two.refund(100)
+    two.add(-100)
     assert rooms == [1]
     assert credits.used == {"decode-1": 99, "decode-2": 0}
 
@@ -43,14 +43,14 @@ def test_a_closed_account_is_written_off() -> None:
     rooms: list[int] = []
     credits = Credits(100, on_room=lambda: rooms.append(1))
     old = credits.open("decode-1")
-    old.charge(500)
+    old.add(500)
     new = credits.open("decode-1")
-    new.charge(7)
+    new.add(7)
     assert credits.used == {"decode-1": 507}
     old.close()
     old.close()
-    old.refund(500)
-    old.charge(500)
+    old.add(-500)
+    old.add(500)
     assert credits.used == {"decode-1": 7}
     assert (credits.gone, rooms) == ([], [1])
 
@@ -58,7 +58,7 @@ def test_a_closed_account_is_written_off() -> None:
 def test_metrics() -> None:
     credits = Credits(1000)
     for name, nbytes in (("a", 10), ("b", 30)):
-        credits.open(name).charge(nbytes)
+        credits.open(name).add(nbytes)
     credits.refresh_metrics()
     found = {w: metrics.KV_CREDITS.labels(w)._value.get() for w in ("limit", "most", "all")}
     assert found == {"limit": 1000, "most": 30, "all": 40}
@@ -70,8 +70,8 @@ def test_from_many_threads_nothing_is_lost() -> None:
 
     def work() -> None:
         for _ in range(500):
-            account.charge(3)
-            account.refund(3)
+            account.add(3)
+            account.add(-3)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -117,12 +117,12 @@ async def until(what: Any) -> None:
 
 async def test_nothing_is_pulled_without_credit() -> None:
     rig = Rig(patience_s=10)
-    rig.account.charge(100)
+    rig.account.add(100)
     rig.puller.start()
     try:
         await asyncio.sleep(0.03)
         assert rig.pulls == 0
-        await asyncio.to_thread(rig.account.refund, 1)
+        await asyncio.to_thread(rig.account.add, -1)
         await until(lambda: rig.pulls)
     finally:
         await rig.puller.close()
@@ -131,11 +131,11 @@ async def test_nothing_is_pulled_without_credit() -> None:
 @pytest.mark.parametrize("takes", [0, 1])
 async def test_a_peer_that_takes_little_stops_nobody_for_long(takes: int) -> None:
     rig = Rig(patience_s=0.02)
-    rig.account.charge(1000)
+    rig.account.add(1000)
     rig.puller.start()
     try:
         while rig.pulls < 3:
-            rig.account.refund(takes)
+            rig.account.add(-takes)
             await asyncio.sleep(0.005)
         assert rig.credits.gone == ["decode-1"]
     finally:
@@ -146,7 +146,7 @@ async def test_a_peer_that_takes_little_stops_nobody_for_long(takes: int) -> Non
 async def test_stopping_does_not_wait_for_credits(waits: bool) -> None:
     rig = Rig(patience_s=100)
     if waits:
-        rig.account.charge(100)
+        rig.account.add(100)
     rig.puller.start()
     await asyncio.sleep(0.005)
     async with asyncio.timeout(5):
