@@ -132,20 +132,6 @@ async def test_a_decode_worker_that_left_is_tried_once(monkeypatch: pytest.Monke
             await links.find(dead.name)
 
 
-async def test_an_unreachable_decode_worker_is_forgotten_when_idle(quick: None) -> None:
-    async with fleet(0, 6, most=1, idle_s=SOON_S) as workers:
-        links = workers.prefill["prefill-0"]
-        for number in range(8):
-            nobody = Decode(name=f"decode-{number}").record("tcp://127.0.0.1:1")
-            workers.directory.put(replace(nobody, compat=COMPAT))
-        far = next(f"decode-{n}" for n in range(8) if f"decode-{n}" not in links.links)
-        with pytest.raises(PeerUnavailable, match="does not answer"):
-            await links.find(far)
-        await until(lambda: far not in links.links)
-        with pytest.raises(PeerUnavailable, match="does not answer"):
-            await links.find(far)
-
-
 # --------------------------------------------------------------------------- with jobs
 
 

@@ -203,30 +203,6 @@ async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_wo
     assert await consumer.pull(0.1) is None
 
 
-async def test_a_consumer_with_as_many_jobs_in_flight_as_it_may_have_is_no_outage(
-    ends: Ends,
-) -> None:
-    """NATS answers no request for a job of this urgency then."""
-    producer, consumer = ends.producer, ends.consumer
-    for name in ("held", "stopped"):
-        await producer.publish(name, b"", 10)
-    held = await consumer.pull(HANG_S)
-    stream = consumer.streams._names.stream
-    info = await producer.connection.api(f"CONSUMER.INFO.{stream}.{CONSUMER}")
-    assert info["config"]["max_ack_pending"] > QueueConfig("", "").max_jobs
-    changed = {"stream_name": stream, "config": info["config"] | {"max_ack_pending": 1}}
-    await producer.connection.api(f"CONSUMER.CREATE.{stream}.{CONSUMER}", changed)
-    turns: list[bool] = []
-    consumer.health.subscribe(lambda: turns.append(consumer.health.up))
-    pulling = asyncio.create_task(consumer.pull(HANG_S))
-    await asyncio.sleep(0.1)
-    await producer.publish("tight", b"", 10, Urgency.TIGHT)
-    assert (await pulling).job_id == "tight"
-    assert turns == []
-    await held.ack()
-    assert (await consumer.pull(HANG_S)).job_id == "stopped"
-
-
 async def test_a_cancelled_pull_withdraws_its_request_also_after_a_restart(ends: Ends) -> None:
     """Else the next job goes to nobody, and uses up one of its deliveries."""
     info = f"CONSUMER.INFO.{ends.consumer._names.stream}.{CONSUMER}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +24,6 @@ CONSUMER = consumer_of(Urgency.NORMAL)
 @pytest.fixture
 def config() -> QueueConfig:
     return QueueConfig("test", secrets.token_hex(8), ack_wait_s=0.5, publish_timeout_s=5.0)
-
-
-async def test_a_server_whose_clock_was_set_back_makes_no_delivery_stale(
-    nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stream was made before the clock was set back, so its jobs seem older than the stream.
-
-    nats-server reads its clock without a system call, so no library can move it: what the server
-    says of the stream is moved instead."""
-    real = NatsConnection.api
-
-    async def api(link: NatsConnection, *arguments: Any) -> dict[str, Any]:
-        answer = await real(link, *arguments)
-        if "created" in answer:
-            answer["created"] = answer["created"].replace("20", "21", 1)  # 100 years later
-        return answer
-
-    monkeypatch.setattr(NatsConnection, "api", api)
-    config = replace(config, ack_wait_s=2.0)  # far more than a busy machine stands still
-    producer = await JetStreamProducer.connect(nats.url, config, wait_s=HANG_S)
-    consumer = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
-    receipts = [await producer.publish(name, b"", 10) for name in ("done", "poison", "held")]
-    jobs = [await consumer.pull(5) for _ in range(3)]
-    await jobs[0].ack()
-    await jobs[1].term("poison")
-    for _ in range(8):  # 1.6 times ack_wait
-        await asyncio.sleep(config.ack_wait_s / 5)
-        await jobs[2].in_progress()
-    assert await consumer.pull(0.1) is None
-    await producer.nak(jobs[2].ack_subject, receipts[2])
-    again = await consumer.pull(5)
-    assert (again.job_id, again.number) == ("held", 2)
-    await again.ack()
-    await until(lambda: producer.depth().depth_jobs == 0)
-    await asyncio.gather(producer.close(), consumer.close())
 
 
 # ------------------------------------------------------------------ whose settings

@@ -53,16 +53,6 @@ async def test_no_urgency_is_left_out(bench: Bench) -> None:
     assert order.startswith("tttttttttnnnnnlllttttttt"), order
 
 
-async def test_a_waiting_worker_gets_a_job_of_any_urgency(bench: Bench) -> None:
-    for urgency in Urgency:
-        waits = asyncio.create_task(one(bench.consumer))
-        await asyncio.sleep(0.05)
-        await publish(bench, (urgency.label, 100, urgency))
-        job = await waits
-        assert (job.job_id, job.number) == (urgency.label, 1)
-        await job.ack()
-
-
 async def test_a_worker_that_waits_at_all_takes_one_job_and_leaves_the_others(bench: Bench) -> None:
     """Its requests at the other consumers are withdrawn: who has no room gets no job."""
     waits = asyncio.create_task(one(bench.consumer))

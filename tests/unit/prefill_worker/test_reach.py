@@ -174,27 +174,3 @@ async def test_what_still_moves_is_not_closed(short: Port) -> None:
     assert (short.shared.current, short.closed) == (transfer_worker, 0)
     transfer_worker.busy = False
     await closed(short, 1)
-
-
-async def test_what_all_who_asked_have_left_is_closed_too(short: Port) -> None:
-    short.go.clear()
-
-    async def ask() -> None:
-        with short.shared.held():
-            await short.shared.get()
-
-    asked = asyncio.create_task(ask())
-    await asyncio.sleep(0)
-    asked.cancel()
-    await asyncio.gather(asked, return_exceptions=True)
-    await asyncio.sleep(0.05)
-    short.go.set()
-    await closed(short, 1)
-
-
-async def test_a_link_that_ends_first_closes_once(short: Port) -> None:
-    with short.shared.held():
-        await short.shared.get()
-        short.shared.close()
-    await asyncio.sleep(0.05)
-    assert short.closed == 1

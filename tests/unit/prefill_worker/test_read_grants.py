@@ -70,13 +70,6 @@ async def test_blocks_come_back_when_nobody_reads() -> None:
     assert (fences.in_use, readers.kept_blocks) == (0, 0)
 
 
-async def test_a_task_that_never_got_ready_is_let_go_at_once() -> None:
-    transfer_worker = TransferWorker()
-    task = kept_task(transfer_worker)
-    await ReadGrants(LoopbackFences(16, 2)).let_go(task)
-    assert transfer_worker.let_go_of == [task]
-
-
 async def test_stop_ends_a_read_soon() -> None:
     fences, transfer_worker = LoopbackFences(16, 2), TransferWorker()
     readers, task = ReadGrants(fences), kept_task(transfer_worker)

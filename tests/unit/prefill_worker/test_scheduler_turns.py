@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pullfill.errors import TransferFailed
-from pullfill.prefill_worker.scheduler import PrefillScheduler, StepPlan, Turns
+from pullfill.prefill_worker.scheduler import PrefillScheduler, StepPlan
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import FenceToken
 from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, step
@@ -149,29 +149,6 @@ def test_a_read_that_is_held_gives_no_work_until_there_is_a_turn() -> None:
     assert not engine.side.has_work
     engine.step()
     assert engine.steps[3:] == [{"a": 3}, {"b": BLOCK}]
-
-
-def test_held_reads_begin_to_count_when_the_turn_is_given_back() -> None:
-    turns = Turns(1)
-    engine = Engine(1)
-    for name in "ab":
-        engine.add(name, STEP)
-    a, b = engine.side.tasks["a"], engine.side.tasks["b"]
-    turns.take("other")
-    turns.read_ended(a, None)
-    turns.read_ended(b, None)
-    assert turns.has_reads, "it has not looked yet"
-    assert turns.reads() == []
-    assert not turns.has_reads
-    turns.give_back("other")
-    assert turns.has_reads
-    assert turns.reads() == [(a, None)]
-    assert not turns.free("b")
-    b.cancel()
-    assert turns.reads() == [(b, None)], "vLLM frees its blocks only after the report"
-    assert not turns.free("c"), "and it takes no turn"
-    turns.give_back("a")
-    assert turns.free("c")
 
 
 @pytest.mark.parametrize("computed", [0, 1])

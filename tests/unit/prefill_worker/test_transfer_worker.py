@@ -247,24 +247,6 @@ def test_work_submitted_after_the_end_is_answered_too(
     assert session.done == []
 
 
-def test_transfer_workers_without_work_have_no_thread(session: Session) -> None:
-    before = set(threading.enumerate())  # idle threads of other tests may end meanwhile
-    transfer_workers = [
-        TransferWorker(session, f"decode-{number}", [MEMORY]) for number in range(100)
-    ]
-    assert set(threading.enumerate()) <= before
-    for transfer_worker in transfer_workers:
-        calls = Calls(transfer_worker)
-        transfer_worker.write(calls.task, [1], [6], True, calls.done)
-        wait_for(lambda: calls.ends)  # noqa: B023
-        assert calls.ends == [None]
-    wait_for(lambda: set(threading.enumerate()) <= before)
-    for transfer_worker in transfer_workers:
-        transfer_worker.close()
-        assert transfer_worker.join(10)
-    assert session.closed == 100
-
-
 def test_without_a_thread_for_it_an_operation_is_answered(
     transfer_worker: TransferWorker, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
