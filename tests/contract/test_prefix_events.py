@@ -117,7 +117,7 @@ async def test_more_blocks_than_the_ring_has_events(
     for prompt in prompts:
         small.store(prompt)
     await until(lambda: small.blocks.status()["events"] == 1000)
-    async with rig(prefix_blocks=10_000) as r:
+    async with rig(prefixes=Prefixes(10_000)) as r:
         await joined(r, small)
         for prompt in prompts[:50]:
             small.remove(prompt)
@@ -131,7 +131,7 @@ async def test_a_question_that_cannot_be_read_ends_that_connection_alone(
     worker: BlockServer, payload: bytes
 ) -> None:
     worker.store(A)
-    async with rig(prefixes=Prefixes(1000)) as bad, rig(prefix_blocks=1000) as good:
+    async with rig(prefixes=Prefixes(1000)) as bad, rig(prefixes=Prefixes(1000)) as good:
         connection = await joined(bad, worker)
         await joined(good, worker)
         await warm(good, 5)
@@ -143,7 +143,7 @@ async def test_a_question_that_cannot_be_read_ends_that_connection_alone(
 
 
 async def test_an_engine_in_long_steps_delays_events_and_loses_none(worker: BlockServer) -> None:
-    async with rig(prefix_blocks=10_000) as r:
+    async with rig(prefixes=Prefixes(10_000)) as r:
         await joined(r, worker)
         await warm(r, 0)
         worker.step_s = 0.2
