@@ -4,34 +4,21 @@ Other decode workers connect, too, to read prefixes (read_leases.py).
 
 A prefill worker has one TCP connection, and the connection is its identity. So nobody can commit in
 another's name, and when a worker dies the kernel ends its connection. What is said about a job goes
-to grants.py. Everything runs on the worker's asyncio loop.
+to handoff.py. Everything runs on the worker's asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
-from pullfill.decode_worker.forecast import PrefillWorkers
-from pullfill.decode_worker.grants import Grants
+from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.kv_reader import KvReader, Reach
-from pullfill.decode_worker.ledger import CancelMessage, Ledger, NakDelivery, SendRevoke
-from pullfill.decode_worker.peers import Peer, Peers
+from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
-from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import Checks
-from pullfill.errors import (
-    AuthFailed,
-    BadMessage,
-    OtherVersion,
-    Outcome,
-    PeerUnavailable,
-    PullfillError,
-)
+from pullfill.errors import AuthFailed, BadMessage, OtherVersion, PullfillError
 from pullfill.net.channel import Channel, accept
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log, metrics
@@ -47,101 +34,73 @@ from pullfill.wire import (
     Goodbye,
     Heartbeat,
     Hello,
-    KvMode,
     LeaseHello,
     Progress,
     Ready,
-    Revoke,
     ToDecode,
-    Trial,
     Welcome,
 )
 
 logger = log.get("decode_worker.control")
 
-_COMPLAIN_EVERY_S = 60.0
-
 
 class ControlServer:
-    """Serves the connections of prefill workers, and does what the ledger asks of the network.
+    """Serves the connections of prefill workers.
 
-    cancel, nak: methods of the queue's producer.
     key: the cluster key. A prefill worker that does not hold it is refused.
-    reach: opens a prefill worker's memory for reading. In pull mode a prefill worker whose memory
+    reach: opens a prefill worker's memory for reading, in pull mode. A prefill worker whose memory
     cannot be read writes instead.
     checks: the self-check, which is told who connects. None: nothing can be compared.
-    leases: lets other decode workers read the prefix cache. Set before `start`.
-    prefill_workers: number of prefill workers that pull jobs of this worker.
-    forecaster: is told how long the writing of KV took.
+    leases: lets other decode workers read the prefix cache.
     """
 
     def __init__(
         self,
+        handoff: Handoff,
         *,
         instance_id: str,
         compat: Compat,
-        ledger: Ledger,
-        traces: RequestTraces,
-        cancel: Callable[[object], Awaitable[object]],
-        nak: Callable[[str, Any], Awaitable[None]],
         silent_s: float = SILENT_S,
         key: ClusterKey | None = None,
         reach: Reach | None = None,
-        forecaster: PrefillWorkers | None = None,
         checks: Checks | None = None,
+        leases: ReadLeases | None = None,
     ) -> None:
+        self._handoff = handoff
+        self.peers = handoff.peers
         self._instance_id = instance_id
         self._compat = compat
-        self._ledger = ledger
-        self._traces = traces
-        self.forecaster = forecaster or PrefillWorkers()
-        self.grants = Grants(ledger, traces, self.forecaster, self._spawn, self._act)
-        self._cancel = cancel
-        self._nak = nak
         self._silent_s = silent_s
         self._key = key
         self._reach = reach
+        self._checks = checks
+        self._leases = leases
         self._readers: set[KvReader] = set()
-        self.peers = Peers()
         self._serial = itertools.count(1)
-        self._loop: asyncio.AbstractEventLoop
+        self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[object]] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.Task[None]] = []
-        self._wake = asyncio.Event()
-        self._seldom = log.Seldom(_COMPLAIN_EVERY_S)
+        self._seldom = log.Seldom(60.0)
         self.address = ""
-        self.prefill_workers = 0
-        self.checks = checks
-        self.leases: ReadLeases | None = None
 
     async def start(self, host: str, port: int = 0) -> None:
         """Listen, and start the ledger's timer.
 
         port: 0 lets the OS choose one."""
-        self._loop = asyncio.get_running_loop()
         self._server = await self._loop.create_server(lambda: Channel(self._opened), host, port)
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"tcp://{host}:{port}"
-        self._timers += map(asyncio.create_task, (self._run_ledger(), self._watch_silence()))
+        self._timers += map(asyncio.create_task, (self._handoff.run(), self._watch_silence()))
 
     async def stop(self) -> None:
-        """Close every connection. When this returns, nothing here touches the ledger any more.
-
-        Jobs that end with the connections are deleted from the queue, if it answers within 1 s."""
+        """Close every connection. When this returns, nothing here touches the ledger any more."""
         if self._server is not None:
             await stop_listening(self._server)
-        if self.checks is not None:
-            await self.checks.close()
         for task in [*self._serving, *self._timers]:
             task.cancel()
         await asyncio.gather(*self._serving, *self._timers, return_exceptions=True)
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=1.0)
-        for left in list(self._tasks):
-            left.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._handoff.close()
         for reader in list(self._readers):
             await asyncio.to_thread(reader.close)
 
@@ -149,53 +108,6 @@ class ControlServer:
         """End the connections to all prefill workers. They come again while we are registered."""
         for peer in list(self.peers.values()):
             peer.channel.close()
-
-    def wake(self) -> None:
-        """Look at the ledger's actions and deadlines. asyncio thread."""
-        self._wake.set()
-
-    # ------------------------------------------------------------------ the ledger's side
-
-    async def _run_ledger(self) -> None:
-        while True:
-            try:
-                soonest = self._ledger.tick()
-                # Since the last worker left, jobs may have been queued: given up by it, proved
-                # quiet in this tick, or opened by an engine thread that still saw the worker.
-                self._nobody_pulls()
-                self._act()
-            except Exception:
-                # Deadlines and proofs depend on this loop, so it goes on after any error.
-                logger.exception("the ledger's timer failed; going on")
-                soonest = 0.05
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(soonest):
-                    await self._wake.wait()
-            self._wake.clear()
-
-    def _act(self) -> None:
-        for action in self._ledger.take_actions():
-            match action:
-                case SendRevoke(name, job_id, attempt, reason):
-                    # Only this action makes something due earlier: a proof, or the claim of a job
-                    # that is queued again. So the timer must look again.
-                    self._wake.set()
-                    if (peer := self.peers.get(name)) is not None:
-                        peer.channel.write(Revoke(job_id=job_id, attempt=attempt, reason=reason))
-                case CancelMessage(receipt):
-                    self._spawn(self._cancel(receipt))
-                case NakDelivery(ack_subject, receipt):
-                    self._spawn(self._nak(ack_subject, receipt))
-
-    def _spawn(self, work: Awaitable[object]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[object]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (exc := task.exception()) is not None:
-            logger.warning("could not settle a message: %s", exc)
 
     async def _watch_silence(self) -> None:
         """End the connection of a prefill worker that says nothing: it is stopped or cut off.
@@ -220,7 +132,7 @@ class ControlServer:
                     )
                     peer.channel.abort()
 
-    # ------------------------------------------------------------------ the network's side
+    # ------------------------------------------------------------------ one connection
 
     def _opened(self, channel: Channel) -> None:
         task = asyncio.create_task(self._serve(channel))
@@ -265,8 +177,8 @@ class ControlServer:
             channel.write(Goodbye(reason=str(exc)))
             raise
         if isinstance(hello, LeaseHello):
-            if self.leases is not None:
-                await self.leases.serve(channel, hello)
+            if self._leases is not None:
+                await self._leases.serve(channel, hello)
             return None
         if hello.compat != self._compat.hash():
             channel.write(Goodbye(reason=f"compatibility hash differs: {hello.compat} is not ours"))
@@ -290,8 +202,8 @@ class ControlServer:
         for old in [p for p in self.peers.values() if p.instance_id == peer.instance_id]:
             if old is not peer:
                 old.channel.abort()  # a worker has one connection, so this one is dead
-        self._count()
-        self._ledger.prefill_free()
+        self._handoff.pulling_changed()
+        self._handoff.ledger.prefill_free()
         channel.write(Welcome(decode_instance=self._instance_id))
         logger.info("prefill worker %s connected", peer.instance_id)
         short = f"short {peer.instance_id}"  # it may connect again every minute
@@ -301,12 +213,12 @@ class ControlServer:
                 "longer ones go to other prefill workers, or stay here if there are none",
                 peer.instance_id, peer.max_prompt_tokens,
             )  # fmt: skip
-        if self.checks is not None:
-            self.checks.met(peer)
+        if self._checks is not None:
+            self._checks.met(peer)
         return peer
 
     def _reader_of(self, hello: Hello) -> KvReader | None:
-        if self._reach is None or self._ledger.kv_mode is not KvMode.PULL:
+        if self._reach is None:
             return None
         try:
             reader = KvReader(hello.prefill_instance, self._reach(hello.regions))
@@ -319,82 +231,55 @@ class ControlServer:
 
     def _lost(self, peer: Peer) -> None:
         self.peers.pop(peer.name, None)
-        if self.checks is not None:
-            self.checks.lost(peer)
-        self._count()
+        if self._checks is not None:
+            self._checks.lost(peer)
         logger.info("prefill worker %s disconnected", peer.instance_id)
-        self._ledger.writer_lost(peer.name, others_alive=bool(self.peers))
-        self._nobody_pulls()
-        self._act()
-        self._wake.set()  # if the worker died, the kernel has freed its locks: ask for the proof
+        self._handoff.lost(peer)
         if (reader := peer.reader) is not None:
             reader.leave(lambda: self._readers.discard(reader))
 
-    def send(self, name: str, body: bytes) -> None:
-        """Send a job to one prefill worker, past the queue. name: of its connection.
-
-        Raises PeerUnavailable."""
-        if (peer := self.peers.get(name)) is None:
-            raise PeerUnavailable(f"{name} is not connected any more")
-        peer.channel.write(Trial(job=body))
-
-    def _count(self) -> None:
-        self.prefill_workers = len(self.peers.pulling)
-        # Before `_nobody_pulls` looks: what is opened after that look is told.
-        self._ledger.tell_opens = not self.prefill_workers
-
-    def _nobody_pulls(self) -> None:
-        """Serve locally what nobody has claimed, if no prefill worker pulls jobs."""
-        if not self.prefill_workers and self._ledger.open_jobs:
-            self._ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
-
     def _hears(self, peer: Peer, message: object) -> None:
+        """Take one message of a prefill worker that was welcomed."""
+        handoff = self._handoff
         peer.heard = self._loop.time()
-        self._dispatch(peer, message)
-        self._act()
-
-    def _dispatch(self, peer: Peer, message: object) -> None:
         if isinstance(message, Claim | Commit | Ready):
             peer.asked_at = peer.heard
         if isinstance(message, Claim | Heartbeat):
             peer.load = message.load
         match message:
             case Heartbeat():
-                peer.channel.write(message)
-                if peer.busy and not message.busy:
-                    self._ledger.prefill_free()
-                peer.busy = message.busy
-                if (message.pulls, message.why) != (peer.pulls, peer.why_not):
-                    peer.pulls, peer.why_not = message.pulls, message.why
-                    state = "pulls again" if peer.pulls else f"pulls no jobs: {peer.why_not}"
-                    logger.warning("prefill worker %s %s", peer.instance_id, state)
-                    self._count()
-                    if peer.pulls:
-                        self._ledger.prefill_free()
-                    self._nobody_pulls()
-                    self._wake.set()
-                return
-            # These four messages make no deadline earlier, so the ledger's timer need not run.
+                self._beat(peer, message)
             case Claim():
-                self.grants.grant(peer, message)
-                return
+                handoff.grant(peer, message)
             case Progress():
-                self.grants.progress(peer, message)
-                return
+                handoff.progress(peer, message)
             case Commit():
-                self.grants.commit(peer, message)
-                return
+                handoff.commit(peer, message)
             case Ready():
-                self.grants.ready(peer, message)
-                return
+                handoff.ready(peer, message)
+            # The messages above make no deadline earlier, so the ledger's timer need not run.
             case GiveUp():
-                self.grants.gave_up(peer, message)
+                handoff.ledger.gave_up(message, peer.name)
+                handoff.wake.set()
             case DrainAck():
-                self._ledger.tick()  # ask for the proof now instead of at the next tick
+                handoff.wake.set()  # the timer asks for the proof
             case Draining():
                 peer.leaving = True
-                self._count()
-                self._nobody_pulls()
+                handoff.pulling_changed()
             case _:
                 raise BadMessage("hello was already said")
-        self._wake.set()
+        handoff.act()
+
+    def _beat(self, peer: Peer, beat: Heartbeat) -> None:
+        peer.channel.write(beat)
+        ledger = self._handoff.ledger
+        if peer.busy and not beat.busy:
+            ledger.prefill_free()
+        peer.busy = beat.busy
+        if (beat.pulls, beat.why) != (peer.pulls, peer.why_not):
+            peer.pulls, peer.why_not = beat.pulls, beat.why
+            state = "pulls again" if peer.pulls else f"pulls no jobs: {peer.why_not}"
+            logger.warning("prefill worker %s %s", peer.instance_id, state)
+            if peer.pulls:
+                ledger.prefill_free()
+            self._handoff.pulling_changed()

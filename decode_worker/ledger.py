@@ -240,7 +240,7 @@ EngineEvent = Hold | Release | Settle
 class CancelMessage:
     """Delete this job from the queue. The receipt is the queue's."""
 
-    receipt: object
+    receipt: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ class NakDelivery:
     receipt: of the queue. None if the queue has not confirmed the job yet."""
 
     ack_subject: str
-    receipt: object | None
+    receipt: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,8 +407,8 @@ class Ledger:
         max_attempts: int = 3,
         kv_mode: KvMode = KvMode.PUSH_ASYNC,
         clock: Clock = SYSTEM_CLOCK,
-        on_event: Callable[[], None] = lambda: None,
-        on_action: Callable[[], None] = lambda: None,
+        on_event: Callable[[], object] = lambda: None,
+        on_action: Callable[[], object] = lambda: None,
         on_outcome: Callable[[Entry, Outcome], None] = lambda _e, _o: None,
         claim_pauses_s: tuple[float, float] = (1.0, 30.0),
     ) -> None:
@@ -471,7 +471,7 @@ class Ledger:
             self._on_action()
 
     @locked
-    def published(self, job_id: str, receipt: object) -> None:
+    def published(self, job_id: str, receipt: Any) -> None:
         """Note that the queue has stored the job. If the job has ended, its message is deleted."""
         entry = self._jobs.get(job_id)
         if entry is not None and not entry.settled:

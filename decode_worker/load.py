@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from pullfill import wire
-from pullfill.decode_worker.context import DecodeContext
-from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger
+from pullfill.decode_worker.peers import Peers
+from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.request_server import RequestServer
+from pullfill.decode_worker.self_check import Checks
 from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.engine import front_wire, kv
 from pullfill.engine.front_wire import LOAD_S, LoadReport
@@ -64,10 +65,14 @@ class LoadReports:
 
 
 def load_of(
-    engine: Engine[DecodeContext], server: RequestServer, control: ControlServer
+    engine: Engine[Any],
+    ledger: Ledger,
+    server: RequestServer,
+    peers: Peers,
+    leases: ReadLeases,
+    checks: Checks | None,
 ) -> dict[str, Any]:
     """Return the load, for JSON. asyncio thread only."""
-    ledger = engine.context.ledger
     counts = ledger.counts()
     running, waiting = engine.core.scheduler.get_request_counts()
     return {
@@ -78,13 +83,13 @@ def load_of(
         "kv_reads": counts.get(JobState.READING, 0),
         "quarantined_blocks": ledger.quarantined_blocks,
         "open_jobs": ledger.open_jobs,
-        "read_leases": control.leases.open if control.leases is not None else 0,
+        "read_leases": leases.open,
         "kv_free_blocks": kv.free_blocks(engine.core),
         "kv_blocks": kv.usable_blocks(engine.core),
-        "prefill_workers": control.peers.instances,
-        "prefill_workers_pulling": control.prefill_workers,
+        "prefill_workers": peers.instances,
+        "prefill_workers_pulling": len(peers.pulling),
         "claims_stalled": ledger.claims.stalled,
-        **(control.checks.told() if control.checks else {}),
+        **(checks.told() if checks else {}),
     }
 
 
@@ -108,19 +113,18 @@ def jobs_of(ledger: Ledger, limit: int = FLOWS) -> list[OpenJob]:
     ]
 
 
-def demand_of(engine: Engine[DecodeContext], control: ControlServer, meter: StepMeter) -> Demand:
+def demand_of(engine: Engine[Any], ledger: Ledger, peers: Peers, meter: StepMeter) -> Demand:
     """Return what this worker tells the planner. asyncio thread only."""
-    ledger = engine.context.ledger
     counts = ledger.counts()
     remote = sum(counts.get(state, 0) for state in _REMOTE)
     running, waiting = engine.core.scheduler.get_request_counts()
     blocks = kv.usable_blocks(engine.core)
-    pulling = control.peers.pulling
+    pulling = peers.pulling
     rates = [peer.load.tokens_per_s for peer in pulling]
     return meter.demand.figures(
         open_tokens=ledger.uncomputed(),
         rates=[rate for rate in rates if rate > 0],
-        pool=control.peers.pool if pulling else 0,
+        pool=peers.pool if pulling else 0,
         own_rate=meter.own_rate,
         kv=1.0 - kv.free_blocks(engine.core) / blocks if blocks else 0.0,
         # vLLM counts requests whose prompts are away as waiting. They take no seat yet.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pullfill.config import ClusterRef
-from pullfill.decode_worker.worker import DecodeRole
+from pullfill.decode_worker.side import DecodeRole
 from pullfill.options import WorkerOptions
 from pullfill.worker.process import WorkerProcess
 from pullfill.worker.run import run_worker

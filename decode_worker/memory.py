@@ -1,52 +1,120 @@
 """The decode worker's KV cache as memory that prefill workers can write.
 
-`attach` maps every rank in the main process, opens the fences and makes the ledger, before the
-engine takes a request. The rest of its life is the same in both kinds of worker (worker/memory.py).
+Each rank tells the connector where its memory is while the engine is built. `open_memory` then lets
+peers reach it. The rest of its life is the same on both sides (worker/memory.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pullfill.decode_worker.context import DecodeContext
-from pullfill.engine.kv import NO_MODEL, Attention
-from pullfill.errors import OverloadedError
+from pullfill.decode_worker.context import ConnectorParts
+from pullfill.errors import ConfigError, OverloadedError
+from pullfill.net.security import ClusterKey
+from pullfill.options import WorkerOptions
 from pullfill.runtime import log
-from pullfill.transfer.owners import base_owner
-from pullfill.wire import FenceToken
-from pullfill.worker import memory
+from pullfill.transfer.connect import backends
+from pullfill.transfer.contract import LocalMemory, Owner
+from pullfill.transfer.layout import describe_ranks
+from pullfill.transfer.owners import CombinedOwner, base_owner
+from pullfill.transfer.shm.shm_transport import FenceOwner
+from pullfill.wire import Compat, FenceToken, RegionDescriptor
 
 logger = log.get("decode_worker.memory")
 
 
-def attach(
-    context: DecodeContext, told: memory.Told, kv_heads: int, attention: Attention = NO_MODEL
-) -> None:
-    """Map the memory of every rank, open it to peers, and make the ledger.
-
-    If no transport reaches the memory, the worker prefills every prompt itself.
-
-    told: what each rank has told of its memory."""
-    first = memory.attach(context, told, kv_heads, attention)
-    if context.ranks and context.files is not None:
-        base = base_owner(context.files, context.ranks, context.incarnation)
-        context.owner = context.offer(base, context.memories)
-    if context.owner is None:
+def open_memory(
+    parts: ConnectorParts, incarnation: str, options: WorkerOptions, key: ClusterKey | None
+) -> Owner | None:
+    """Open the memory of every rank to peers. None: no transport reaches it, so this worker
+    prefills every prompt itself. Raises as `offer`."""
+    owner = None
+    if parts.ranks and parts.files is not None:
+        owner = offer(
+            base_owner(parts.files, parts.ranks, incarnation),
+            parts.memories,
+            instance_id=parts.instance_id,
+            options=options,
+            key=key,
+        )
+    if owner is None:
+        assert parts.geometry is not None, "the ranks have told their memory"
         logger.warning(
             "no transport reaches KV memory on %s: every prompt is prefilled by this worker%s",
-            first.device, first.why_not and f" ({first.why_not})",
+            parts.geometry.device, parts.why_not and f" ({parts.why_not})",
         )  # fmt: skip
-        context.ledger = context.make_ledger(_NoFences())
-        return
-    context.ledger = context.make_ledger(context.owner.fences)
-    layouts = [rank.memory.layout for rank in context.ranks]
+        return None
+    layouts = [memory.layout for memory in parts.memories]
     logger.info(
         "KV cache shared: %d blocks of %d bytes on %d ranks",
         layouts[0].num_blocks, sum(layout.block_bytes for layout in layouts), len(layouts),
     )  # fmt: skip
+    return owner
 
 
-class _NoFences:
+def offer(
+    base: FenceOwner,
+    memories: Sequence[LocalMemory],
+    *,
+    instance_id: str,
+    options: WorkerOptions,
+    key: ClusterKey | None,
+) -> Owner | None:
+    """Open the KV memory to peers over each transport of `options.transports` that works here.
+
+    Returns one owner for all transports, or None if no transport can reach the memory. Closing the
+    owner closes `base` too. Raises ConfigError if the port is taken, or if the user has named
+    transports and none of them can reach the memory.
+
+    base: the owner of the fence over the memory.
+    memories: the KV memory of each rank."""
+    owner = CombinedOwner(
+        base,
+        memories,
+        instance_id=instance_id,
+        kinds=backends(options.transports, memories[0], options.host),
+        key=key,
+        offered=options.transports,
+    )
+    try:
+        owner.listen(options.host, options.kv_port, options.advertise_kv)
+        # A transport that misses one rank brings no KV.
+        found = [set(owner.endpoints(rank)) for rank in range(len(memories))]
+        names = sorted(set.intersection(*found))
+        if not names and options.transports is not None:
+            raise ConfigError(
+                f"--transports {','.join(sorted(options.transports))}: none of them reaches this "
+                "worker's KV memory (pullfill doctor says why)"
+            )
+    except BaseException:
+        owner.close()
+        raise
+    if not names:
+        owner.close()
+        return None
+    logger.info("KV can be written over %s", ", ".join(names))
+    return owner
+
+
+def describe(
+    owner: Owner | None, parts: ConnectorParts, incarnation: str, compat: Compat
+) -> list[RegionDescriptor]:
+    """Describe the memory of each rank under `incarnation`. Empty: no transport reaches it.
+
+    From now on sessions and descriptors of the last incarnation are refused."""
+    if owner is None:
+        return []
+    owner.renew(incarnation)
+    return describe_ranks(
+        owner,
+        parts.memories,
+        instance_id=parts.instance_id,
+        incarnation=incarnation,
+        compat=compat,
+    )
+
+
+class NoFences:
     """OwnerFences of memory that no other process can reach. Every grant is refused."""
 
     in_use = 0

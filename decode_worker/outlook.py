@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.forecast import Queue
-from pullfill.decode_worker.peers import Peer
+from pullfill.decode_worker.forecast import PrefillWorkers, Queue
+from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.rules import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
+from pullfill.decode_worker.self_check import Checks
 from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.queue.nats_connection import RAISE_PAYLOAD
@@ -40,14 +40,16 @@ class Outlook:
     kv_bytes: bytes of all its blocks.
     meter: predicts what prefills cost. None: nothing does.
     engine: see `Situation`.
-    target_blocks: `ConnectorScheduler.target_blocks`. None: the model has one KV cache group that
+    target_blocks: `JobBlocks.targets`. None: the model has one KV cache group that
     keeps all blocks.
     local_tokens: see `Situation`.
     draining: whether this worker refuses new requests."""
 
     context: DecodeContext
     producer: JetStreamProducer
-    control: ControlServer
+    peers: Peers
+    forecaster: PrefillWorkers
+    checks: Checks | None
     etcd: ServerHealth
     cache: Any
     kv_bytes: int
@@ -67,32 +69,32 @@ class Outlook:
         more = -(-tokens // self.cache.block_size)
         if self.target_blocks is not None:
             more = self.target_blocks(prompt_tokens, hit_tokens)
-        self_check = self.control.checks.reason if self.control.checks else ""
+        self_check = self.checks.reason if self.checks else ""
         depth = self.producer.depth()
         # Our own jobs count once they are opened. They reach the queue later.
         own_jobs, own_tokens = ledger.queued()
-        pulling = self.control.peers.pulling
+        pulling = self.peers.pulling
         pullers = tuple(peer.instance_id for peer in pulling)
         adapter = request.lora_request
         if adapter is not None:
             takes = any(peer.adapters for peer in pulling)
             adapter = context.adapters.for_others(adapter) if takes else None
-        forecast = self.control.forecaster.forecast(
+        forecast = self.forecaster.forecast(
             tokens,
             more,
             more * self.kv_bytes / blocks,
-            workers=self.control.peers.pool if pulling else 0,
+            workers=self.peers.pool if pulling else 0,
             loads=[peer.load for peer in pulling],
             depth_tokens=depth.depth_tokens,
             own_tokens=own_tokens,
             own_unwritten=ledger.unwritten(),
             # In a large fleet others may pull the job, and connect then.
-            pulling=frozenset(pullers) if self.control.peers.pool <= len(pulling) else None,
+            pulling=frozenset(pullers) if self.peers.pool <= len(pulling) else None,
         )
         costs = None
         if self.meter is not None:
             jobs, ahead = max(depth.depth_jobs, own_jobs), max(depth.depth_tokens, own_tokens)
-            queue = Queue(pullers, self.control.peers.pool, jobs, ahead, more)
+            queue = Queue(pullers, self.peers.pool, jobs, ahead, more)
             costs = self.meter.predict(request, hit_tokens, queue, config)
         return Situation(
             prompt_tokens=prompt_tokens,
@@ -103,7 +105,7 @@ class Outlook:
             fell_back=context.traces.fallback_of(request.request_id) is not None,
             adapter=adapter,
             takes_features=any(peer.features for peer in pulling),
-            prefill_workers=self.control.prefill_workers,
+            prefill_workers=len(pulling),
             self_check=self_check,
             oversize=self._oversize(prompt_tokens, pulling),
             queue_available=self.producer.available,
@@ -151,7 +153,7 @@ class Outlook:
 
     def outage(self) -> str:
         """Why prompts cannot be prefilled remotely now, for people. Empty: no reason is known."""
-        said = [self.producer.health.outage(), *self.control.peers.not_pulling]
+        said = [self.producer.health.outage(), *self.peers.not_pulling]
         if self.context.ledger.claims.stalled:
             said.append(NOT_CLAIMED)
         # A prefill worker needs etcd when it first connects to a decode worker.
@@ -159,12 +161,12 @@ class Outlook:
 
     def reasons(self) -> list[str]:
         """Why this worker is degraded, for /ready."""
-        not_pulling = self.control.peers.not_pulling
+        not_pulling = self.peers.not_pulling
         reasons = [self.producer.health.outage(), self.etcd.outage(), *not_pulling]
         if self.context.ledger.claims.stalled:
             reasons.append(NOT_CLAIMED)
-        if not self.control.prefill_workers:
-            checked = self.control.checks.reason if self.control.checks else ""
+        if not self.peers.pulling:
+            checked = self.checks.reason if self.checks else ""
             why = checked or "no prefill worker pulls jobs"
             reasons.append(f"{why}: every prompt is prefilled here")
         return list(filter(None, reasons))

@@ -49,7 +49,8 @@ class RequestServer:
     """Serves all frontends of one decode worker.
 
     Engine thread only, except for preparations (intake thread) and reads of `draining` (any).
-    welcome: returns the message for a new frontend. models: names under which the model is served.
+    welcome: takes `draining`, and returns the message for a new frontend.
+    models: names under which the model is served.
     adapters: the LoRA adapters of this worker.
     key: the cluster key. A frontend that does not hold it is refused."""
 
@@ -58,7 +59,7 @@ class RequestServer:
         host: EngineHost,
         traces: RequestTraces,
         *,
-        welcome: Callable[[], front_wire.DecodeWelcome],
+        welcome: Callable[[bool], front_wire.DecodeWelcome],
         models: Iterable[str],
         adapters: Adapters | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -207,7 +208,7 @@ class RequestServer:
             raise BadMessage(f"unknown kind {kind!r}")
 
     def _greet(self, identity: bytes, hello: front_wire.FrontendHello) -> None:
-        welcome = self._welcome()
+        welcome = self._welcome(self.draining)
         self._max_model_len, vllm = welcome.max_model_len, welcome.vllm_version
         refusal = front_wire.refuse_hello(hello, vllm_version=vllm, models=self._models)
         if refusal is not None:
@@ -286,7 +287,9 @@ class RequestServer:
         self._send(frontend, front_wire.BACK, front_wire.encode_ids([request_id]))
 
     def _refuse(self, frontend: Frontend, request_id: str, why: Exception) -> None:
-        self._send_out(frontend, _refusal(request_id, why, self._welcome().decode_instance))
+        self._send_out(
+            frontend, _refusal(request_id, why, self._welcome(self.draining).decode_instance)
+        )
 
     def _abort(self, frontend: Frontend, request_ids: Iterable[str]) -> None:
         mine = [r for r in request_ids if r in frontend.requests]

@@ -477,7 +477,7 @@ def checks_for(
     That is so if no transport reaches the KV memory, if there is no model or it generates no text,
     or if no prompt of whole blocks may be prefilled remotely."""
     block_size = config.cache_config.block_size
-    fits = context.scheduler.longest_kept(wanted_blocks(block_size) * block_size)
+    fits = context.blocks.longest_kept(wanted_blocks(block_size) * block_size)
     blocks = min(fits, config.model_config.max_model_len - 2) // block_size
     computes = rounding_digest(config)
     generates = config.model_config.runner_type == "generate"

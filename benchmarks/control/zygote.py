@@ -66,7 +66,7 @@ def _config(role: str, model: str, flags: tuple[str, ...]) -> tuple[Any, str]:
     """Return the engine's config and the served model name for a worker's flags.
 
     Made once in the zygote, because 4 MB of each worker would be copies of what vLLM reads."""
-    from pullfill.decode_worker.worker import DecodeRole
+    from pullfill.decode_worker.side import DecodeRole
     from pullfill.engine import args
     from pullfill.prefill_worker.side import PrefillRole
 
@@ -125,9 +125,9 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
     _take(*_config(order["fork"], model, tuple(flags)))
     options = WorkerOptions(model=model, engine_stall_s=600.0, drain_timeout_s=3.0)
     if order["fork"] == "decode":
-        from pullfill.decode_worker import connector_scheduler, main
+        from pullfill.decode_worker import main, scheduler
 
-        probes.install(connector_scheduler.ConnectorScheduler, probes.DECODE_CALLS, stats)
+        probes.install(scheduler.DecodeScheduler, probes.DECODE_CALLS, stats)
         main.run(cluster, options, flags)
     else:
         from pullfill.prefill_worker import scheduler as prefill_side

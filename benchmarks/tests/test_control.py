@@ -14,7 +14,7 @@ import pytest
 from benchmarks import bench_control as bench
 from benchmarks.control import duel, plant, probes
 from benchmarks.control.plant import Use, mock_flags
-from pullfill.decode_worker import connector_scheduler as decode
+from pullfill.decode_worker import scheduler as decode
 from pullfill.demo.checkpoint import ensure_demo_model
 from pullfill.deploy import plan as deploy_plan
 from pullfill.prefill_worker import scheduler as prefill
@@ -65,7 +65,7 @@ def test_our_part_of_an_engine_step_is_not_the_engines(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("scheduler", "calls"),
     [
-        (decode.ConnectorScheduler, probes.DECODE_CALLS),
+        (decode.DecodeScheduler, probes.DECODE_CALLS),
         (prefill.PrefillScheduler, probes.PREFILL_CALLS),
     ],
 )

@@ -17,9 +17,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from pullfill import wire
-from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.engine import front_wire, kv_offloading
 from pullfill.engine.kv_events import Change, Cleared, KvEvents, Places, Removed, Stored, origin
@@ -250,7 +250,7 @@ class BlockEvents:
 
 
 def publish_blocks(
-    engine: Engine[DecodeContext],
+    engine: Engine[Any],
     server: RequestServer,
     loop: asyncio.AbstractEventLoop,
     events: KvEvents,

@@ -27,9 +27,7 @@ from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
 from pullfill.decode_worker.kv_reader import reach_any
 from pullfill.decode_worker.prefix.holders import AGAIN_S, Holder, Holders, LeaseRefused
-from pullfill.decode_worker.prefix.read_leases import ReadLeases
-from pullfill.decode_worker.rules import OF_THE_REQUEST, decide, first
-from pullfill.engine.compat import rounding_digest
+from pullfill.decode_worker.rules import OF_THE_REQUEST, Situation, decide, first
 from pullfill.engine.groups import hash_at, keeps_all
 from pullfill.engine.request_limits import PREFIX_HOLDER
 from pullfill.errors import Fenced, IncompatibleError, PullfillError
@@ -47,12 +45,8 @@ from pullfill.wire import (
 )
 
 if TYPE_CHECKING:
-    from pullfill.decode_worker.control import ControlServer
-    from pullfill.decode_worker.request_server import RequestServer
-    from pullfill.decode_worker.step_meter import StepMeter
     from pullfill.net.security import ClusterKey
     from pullfill.options import WorkerOptions
-    from pullfill.worker.process import Engine
 
 logger = log.get("decode_worker.fetch")
 
@@ -172,6 +166,7 @@ class PrefixFetches:
     block_size: tokens of a block. block_bytes: bytes of a block over all layers and ranks.
     pool: vLLM's BlockPool.
     local_tokens: see `Situation`.
+    situation: takes a request and its hit, and returns everything that a rule may look at.
     prefill_s: takes (start, tokens) and returns how long it takes to compute them here. 0: unknown.
     wake: wakes the engine thread."""
 
@@ -184,6 +179,7 @@ class PrefixFetches:
         block_bytes: int,
         pool: Any,
         local_tokens: int,
+        situation: Callable[[Any, int], Situation],
         prefill_s: Callable[[int, int], float],
         wake: Callable[[], None],
     ) -> None:
@@ -193,6 +189,7 @@ class PrefixFetches:
         self._block_bytes = block_bytes
         self._pool = pool
         self._local_tokens = local_tokens
+        self._situation = situation
         self._prefill_s = prefill_s
         self._wake = wake
         self._loop = asyncio.get_running_loop()
@@ -317,7 +314,7 @@ class PrefixFetches:
 
     def _stays(self, request: Any, hit: int, adapter: Adapter | None) -> bool:
         """Whether others can have the KV, and the rest would be computed here, with this hit."""
-        now = replace(self._context.situation(request, hit), adapter=adapter)
+        now = replace(self._situation(request, hit), adapter=adapter)
         if first(OF_THE_REQUEST, request, now) or now.config.policy is RouterPolicy.ALWAYS_REMOTE:
             return False
         if now.config.policy is RouterPolicy.COST:
@@ -532,39 +529,31 @@ def _question(rid: int, fetch: Fetch) -> LeaseAsk:
     )
 
 
-def attach(
-    engine: Engine[DecodeContext],
-    server: RequestServer,
-    control: ControlServer,
-    meter: StepMeter,
+def fetches_for(
+    context: DecodeContext,
+    hello: LeaseHello,
+    situation: Callable[[Any, int], Situation],
+    prefill_s: Callable[[int, int], float],
+    wake: Callable[[], None],
     options: WorkerOptions,
     key: ClusterKey | None,
 ) -> PrefixFetches | None:
-    """Let other decode workers read here, and this one read there. asyncio thread.
+    """Let this worker read prefixes from other ones. asyncio thread. None: it cannot.
 
-    Returns the fetches, to be closed before the KV memory. None: this worker cannot fetch."""
-    context, config = engine.context, engine.config
-    scheduler, size = context.scheduler, int(config.cache_config.block_size)
-    computes = rounding_digest(config)
-    control.leases = ReadLeases(
-        context, engine.host, server.intake, compat=engine.compat, computes=computes,
-        block_size=size, pool=scheduler.pool,
-    )  # fmt: skip
-    reach = reach_any(context.memories, options, key)
-    pool = scheduler.pool
-    if reach is None or not keeps_all(context.groups) or pool is None or not pool.enable_caching:
+    The fetches must be closed before the KV memory. hello: says who this worker is. situation,
+    prefill_s, wake: see `PrefixFetches`."""
+    blocks, reach = context.blocks, reach_any(context.memories, options, key)
+    caches = blocks.pool is not None and blocks.pool.enable_caching
+    if reach is None or not keeps_all(context.groups) or not caches:
         return None
-    hello = LeaseHello(
-        decode_instance=context.instance_id, compat=engine.compat.hash(), computes=computes
-    )
-    scheduler.fetching = PrefixFetches(
+    return PrefixFetches(
         context,
         Holders(hello, reach, key),
-        block_size=size,
+        block_size=blocks.block_size,
         block_bytes=sum(memory.layout.block_bytes for memory in context.memories),
-        pool=pool,
-        local_tokens=scheduler.local_tokens,
-        prefill_s=meter.prefill_s,
-        wake=engine.host.wake,
+        pool=blocks.pool,
+        local_tokens=blocks.local_tokens,
+        situation=situation,
+        prefill_s=prefill_s,
+        wake=wake,
     )
-    return scheduler.fetching

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pullfill.decode_worker.context import DecodeContext
+from pullfill.decode_worker.context import ConnectorParts
 from pullfill.prefill_worker.scheduler import PrefillContext
 from pullfill.worker.context import WorkerContext
 
@@ -16,7 +16,7 @@ class ElasticContext(WorkerContext):
     Each side has a fence file of its own. So a new incarnation of the decode side does not void
     what the prefill side has granted, and the other way round."""
 
-    decode: DecodeContext
+    decode: ConnectorParts
     prefill: PrefillContext
 
     def share(self) -> None:

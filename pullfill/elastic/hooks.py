@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pullfill.decode_worker.worker import DecodeHooks
 from pullfill.engine.host import EngineHooks
 from pullfill.engine.requests import PREFILL_CLIENT
 from pullfill.prefill_worker.side import PrefillHooks
@@ -13,8 +12,12 @@ from pullfill.prefill_worker.side import PrefillHooks
 class ElasticHooks(EngineHooks):
     """Calls both sides. Outputs of prefill jobs have a client index of their own."""
 
-    def __init__(self, decode: DecodeHooks, prefill: PrefillHooks) -> None:
-        self.decode, self.prefill = decode, prefill
+    def __init__(self, prefill: PrefillHooks) -> None:
+        self.decode, self.prefill = EngineHooks(), prefill
+
+    def use(self, decode: EngineHooks) -> None:
+        """The decode side begins."""
+        self.decode = decode
 
     def before_step(self) -> bool:
         wanted = self.decode.before_step()

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
-from pullfill.decode_worker.worker import DecodeService
+from pullfill.decode_worker import side
 from pullfill.elastic.slack import LOOK_S, Slack
 from pullfill.elastic.switch import Side
 from pullfill.prefill_worker.side import PrefillService
@@ -22,7 +22,7 @@ from pullfill.worker.process import AsRole, Service
 class DecodeSide(Side):
     """service_made: the decode service. It lives as long as the worker."""
 
-    def __init__(self, as_role: AsRole, service_made: DecodeService) -> None:
+    def __init__(self, as_role: AsRole, service_made: side.DecodeSide) -> None:
         super().__init__("decode", as_role)
         self._made = service_made
 

@@ -14,7 +14,7 @@ from typing import Any
 from pullfill import wire
 from pullfill.config import ClusterRef, ranks_of
 from pullfill.decode_worker.ledger import JobState, Ledger
-from pullfill.decode_worker.worker import DecodeRole
+from pullfill.decode_worker.side import DecodeRole
 from pullfill.elastic.context import ElasticContext
 from pullfill.elastic.hooks import ElasticHooks
 from pullfill.elastic.service import ElasticService
@@ -66,10 +66,9 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
         options = replace(options, instance_id=self.instance_id)
         self._cluster = cluster
         self._options = options
-        self._decode = DecodeRole(cluster, options)
         self._prefill = PrefillRole(cluster, options)
-        # The decode role ends the memory of both sides.
-        self._decode.copiers = self._prefill.copiers
+        # The decode side ends the memory of both sides.
+        self._decode = DecodeRole(cluster, options, self._prefill.copiers)
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
         self._etcd = etcd
@@ -92,10 +91,7 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
         return ElasticContext(self.instance_id, files, decode=decode, prefill=prefill)
 
     def make_hooks(self, engine: Engine[ElasticContext]) -> ElasticHooks:
-        return ElasticHooks(
-            self._decode.make_hooks(_with(engine, engine.context.decode)),
-            self._prefill.make_hooks(_with(engine, engine.context.prefill)),
-        )
+        return ElasticHooks(self._prefill.make_hooks(_with(engine, engine.context.prefill)))
 
     async def build(
         self,
@@ -107,12 +103,13 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
     ) -> ElasticService:
         decode = _with(engine, engine.context.decode)
         prefill = _with(engine, engine.context.prefill)
-        self._decoding = await self._decode.build(decode, hooks.decode, thread, queue, parts)
+        self._decoding = side = await self._decode.build_side(decode, thread, queue, parts)
+        await side.begin(hooks.use)
         hello = self._prefill.open_memory(prefill)
         parts.push_async_callback(asyncio.to_thread, memory.close, prefill.context)
 
         def own(delivery: Delivery) -> bool:
-            return take_back(delivery, self.instance_id, decode.context.ledger)
+            return take_back(delivery, self.instance_id, side.context.ledger)
 
         async def pull(stack: AsyncExitStack) -> PrefillService:
             return await self._prefill.open_side(
@@ -127,9 +124,9 @@ class ElasticRole(Role[ElasticContext, ElasticHooks]):
 
         self._pull = pull
         self._slack = Slack(
-            lambda: hooks.decode.server.active_requests,
+            lambda: side.server.active_requests,
             step_s,
-            lambda: decode.context.router_config().itl_ms / 1e3,
+            lambda: side.context.router_config().itl_ms / 1e3,
         )
         self._switch = Switch(self.name, self._options.drain_timeout_s, self._why_not)
         return ElasticService(self._switch, self._etcd, self._cluster.namespace, self.instance_id)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.outlook import Outlook
 from pullfill.wire import Load
 from tests.support.fakes import FakeRequest
 from tests.support.handoff_decode import DecodeHalf
@@ -17,19 +14,6 @@ from tests.support.kv_engine import BLOCK
 
 TOKENS = 10 * BLOCK
 """Tokens of each prompt that a prefill worker must compute."""
-
-
-def looking(decode: DecodeHalf, max_body: int = 0) -> None:
-    """Make the decode worker decide on its real state, not on the rig's."""
-    cache = SimpleNamespace(num_gpu_blocks=1_000_000, block_size=BLOCK)
-    unused: Any = None
-    context = decode.side._context
-    producer: Any = SimpleNamespace(available=True, depth=decode.producer.depth, max_body=max_body)
-    outlook = Outlook(
-        context, producer, decode.control, unused, cache, 1,
-        target_blocks=decode.side.target_blocks,
-    )  # fmt: skip
-    context.situation = outlook.situation
 
 
 async def reported(decode: DecodeHalf, prefill: PrefillHalf, load: Load) -> None:
@@ -47,7 +31,7 @@ def remote(decode: DecodeHalf, seed: int) -> bool:
 async def test_a_burst_is_admitted_up_to_the_expected_wait(tmp_path: Path) -> None:
     async with Cluster(tmp_path) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=7)
-        looking(decode)
+        decode.look()
         prefill.puller.pause("check", "paused")
         served = [decode.send(prompt(TOKENS + 1, seed=n)) for n in range(4)]
         assert remote(decode, 4), "nobody has measured anything yet"
@@ -78,7 +62,7 @@ async def test_a_prompt_whose_job_nats_does_not_take_stays_and_takes_no_blocks(
     """It took blocks, failed, and was a `queue_full` without a line in any log."""
     async with Cluster(tmp_path) as cluster:
         decode, _ = await cluster.decode(), await cluster.prefill()
-        looking(decode, max_body=(8 << 10) + 5 * TOKENS)
+        decode.look(max_body=(8 << 10) + 5 * TOKENS)
         assert remote(decode, 1)
         for seed in (2, 3):
             request = FakeRequest(f"long-{seed}", prompt(2 * TOKENS, seed=seed))
@@ -96,7 +80,7 @@ async def test_prompts_too_long_for_some_prefill_workers_go_to_the_others(
     """One with a smaller `--max-model-len` got and failed all of them, and nobody learned why."""
     async with Cluster(tmp_path) as cluster:
         decode, small = await cluster.decode(), await cluster.prefill(longest=TOKENS)
-        looking(decode)
+        decode.look()
         assert remote(decode, 1)
         for seed in (2, 3):
             request = FakeRequest(f"long-{seed}", prompt(TOKENS + 2, seed=seed))
@@ -117,10 +101,10 @@ async def test_prompts_too_long_for_some_prefill_workers_go_to_the_others(
 async def test_the_writing_of_each_commit_is_measured(tmp_path: Path) -> None:
     async with Cluster(tmp_path) as cluster:
         decode, _ = await cluster.decode(), await cluster.prefill(chunk=7)
-        looking(decode)
+        decode.look()
         for seed in range(3):
             await settled(decode.send(prompt(TOKENS + 1, seed=seed)))
-        told = decode.control.forecaster.forecast(
+        told = decode.forecaster.forecast(
             1, 1, 1, workers=1, loads=[], depth_tokens=0, own_tokens=0
         )
         assert told.write_s > 0
@@ -130,13 +114,13 @@ async def test_the_writing_of_each_commit_is_measured(tmp_path: Path) -> None:
 async def test_a_slow_link_counts_while_its_worker_is_connected(tmp_path: Path) -> None:
     async with Cluster(tmp_path) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=7)
-        looking(decode)
+        decode.look()
         prefill.puller.pause("check", "paused")
         await reported(decode, prefill, Load(tokens_per_s=TOKENS))
         for link, seconds in ((prefill.name, 0.1), ("prefill-gone", 1000.0)):
             for _ in range(3):
-                decode.control.forecaster.wrote(link, 10, seconds)
+                decode.forecaster.wrote(link, 10, seconds)
         assert remote(decode, 1), "the slow one has left"
         for _ in range(8):  # as many as are remembered
-            decode.control.forecaster.wrote(prefill.name, 10, 1000.0)
+            decode.forecaster.wrote(prefill.name, 10, 1000.0)
         assert not remote(decode, 2)

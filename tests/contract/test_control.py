@@ -132,7 +132,7 @@ async def test_another_compatibility_hash_is_told_goodbye(decode: Decode, raw: R
     assert isinstance(goodbye, Goodbye)
     assert "other" in goodbye.reason
     assert await raw.ended()
-    assert decode.server.prefill_workers == 0
+    assert len(decode.server.peers.pulling) == 0
     prefill = Prefill(decode, compat="other")
     with pytest.raises(PeerUnavailable):
         await prefill.link.wait_up(0.1)
@@ -162,7 +162,7 @@ async def test_garbage_closes_the_connection_and_is_counted(
     raw.writer.write(garbage)
     assert await raw.ended()
     assert counter._value.get() == before + 1
-    await until(lambda: decode.server.prefill_workers == 1)
+    await until(lambda: len(decode.server.peers.pulling) == 1)
     decode.open()
     assert (await other.commit(await other.claim())).ok, "the others go on"
 
@@ -244,7 +244,7 @@ async def test_an_ack_subject_that_is_not_the_queues_harms_nobody(
     raw.say(Claim(rid=1, job_id="j", incarnation="i0", ack_subject="evil.>"))
     assert isinstance(await raw.hear(), Grant)
     raw.writer.close()
-    await until(lambda: decode.server.prefill_workers == 1)
+    await until(lambda: len(decode.server.peers.pulling) == 1)
     assert (await other.claim()).attempt == 2
     assert decode.nakked == []
 

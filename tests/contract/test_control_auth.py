@@ -99,7 +99,7 @@ async def test_without_the_right_key_nobody_gets_in_and_both_sides_say_which_to_
         with pytest.raises(PeerUnavailable):
             await prefill.link.wait_up(0.5)
         await until(lambda: refused() > before + 4)  # more than one attempt, seen by both ends
-        assert locked.server.prefill_workers == 0
+        assert len(locked.server.peers.pulling) == 0
         said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
         for room in ("refused a control connection", "control connection to decode-1"):
             (line, *more) = [text for text in said if text.startswith(room)]

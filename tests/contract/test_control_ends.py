@@ -143,7 +143,7 @@ async def test_a_grant_that_comes_with_the_cancellation_is_handed_back(
 async def test_stop_does_not_miss_its_own_cancellation(decode: Decode) -> None:
     """Once a wake-up in the same moment swallowed it, and the process never ended."""
     await asyncio.sleep(0.01)
-    decode.server.wake()
+    decode.handoff.wake.set()
     await asyncio.wait_for(decode.server.stop(), 10)
 
 
@@ -156,7 +156,7 @@ async def test_stop_settles_what_hangs_on_the_connections(decode: Decode, connec
     await decode.server.stop()
     assert decode.ledger.open_jobs == 0
     assert decode.cancelled == ["receipt"]
-    assert decode.server.prefill_workers == 0
+    assert len(decode.server.peers.pulling) == 0
 
 
 async def test_a_worker_that_connects_anew_has_left_its_old_connection(

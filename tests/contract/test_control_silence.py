@@ -25,11 +25,11 @@ async def test_a_silent_worker_is_gone_and_its_job_served_here() -> None:
     stopped = Raw(reader, writer)
     try:
         await stopped.hello()
-        await until(lambda: decode.server.prefill_workers == 1)
+        await until(lambda: len(decode.server.peers.pulling) == 1)
         decode.open()
         framing.write(writer, Claim(rid=1, job_id="j", incarnation="i0"))
         assert isinstance(await stopped.hear(), Grant)
-        await until(lambda: decode.server.prefill_workers == 0)
+        await until(lambda: len(decode.server.peers.pulling) == 0)
         await until(lambda: decode.ledger.open_jobs == 0)
         (settled,) = decode.settled()
         assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
@@ -46,7 +46,7 @@ async def test_a_worker_that_says_alive_stays(monkeypatch: pytest.MonkeyPatch) -
     try:
         await prefill.link.wait_up(5.0)
         await asyncio.sleep(0.9)
-        assert decode.server.prefill_workers == 1
+        assert len(decode.server.peers.pulling) == 1
         assert prefill.lost == 0
     finally:
         await prefill.link.close()
@@ -81,7 +81,7 @@ async def test_who_asks_all_the_time_is_not_taken_for_silent(
     try:
         await prefill.link.wait_up(5.0)
         await ask_for_a_while(prefill)
-        assert (decode.server.prefill_workers, prefill.lost) == (1, 0)
+        assert (len(decode.server.peers.pulling), prefill.lost) == (1, 0)
     finally:
         await prefill.link.close()
         await decode.server.stop()
@@ -109,13 +109,13 @@ async def test_a_worker_that_asks_for_nothing_may_miss_as_many_beats(
     try:
         for raw, name in zip(raws, ("asks", "asks nothing"), strict=True):
             raw.say(hello(name))
-        await until(lambda: decode.server.prefill_workers == 2)
+        await until(lambda: len(decode.server.peers.pulling) == 2)
         for peer in decode.server.peers.values():
             peer.asked_at = -1e9
         raws[0].say(Claim(rid=1, job_id="j", incarnation="i0"))
-        await until(lambda: decode.server.prefill_workers == 1)
+        await until(lambda: len(decode.server.peers.pulling) == 1)
         assert decode.server.peers.instances == ["asks nothing"]
-        await until(lambda: decode.server.prefill_workers == 0)
+        await until(lambda: len(decode.server.peers.pulling) == 0)
     finally:
         for raw in raws:
             raw.writer.close()
@@ -141,7 +141,7 @@ async def test_a_fresh_link_is_used() -> None:
     try:
         for losses in range(2):
             await prefill.link.wait_up(5.0)
-            await until(lambda: decode.server.prefill_workers == 1)
+            await until(lambda: len(decode.server.peers.pulling) == 1)
             now = asyncio.get_running_loop().time()
             (peer,) = decode.server.peers.values()
             assert peer_link.ping_pause(now - prefill.link._asked_at) == peer_link.ping_pause(0.0)
@@ -195,14 +195,14 @@ async def test_a_worker_that_pulls_nothing_for_now_is_not_counted() -> None:
         await prefill.link.wait_up(5.0)
         decode.open()
         prefill.links.pause("its engine takes no steps")
-        await until(lambda: decode.server.prefill_workers == 0)
+        await until(lambda: len(decode.server.peers.pulling) == 0)
         await until(lambda: decode.ledger.open_jobs == 0)
         (settled,) = decode.settled()
         assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
         said = "prefill-1 pulls no jobs: its engine takes no steps"
         assert decode.server.peers.not_pulling == [said]
         prefill.links.pause("")
-        await until(lambda: decode.server.prefill_workers == 1)
+        await until(lambda: len(decode.server.peers.pulling) == 1)
         assert prefill.lost == 0
     finally:
         await prefill.link.close()
@@ -263,7 +263,7 @@ async def test_a_job_the_last_worker_hands_back_while_it_leaves_is_served_here(
         slot = decode.fences.valid((await prefill.claim()).fence)
         slot.holders += writing
         prefill.links.leave()
-        await until(lambda: decode.server.prefill_workers == 0)
+        await until(lambda: len(decode.server.peers.pulling) == 0)
         assert decode.settled() == [], "what was granted may end"
         prefill.link.send(GiveUp(job_id="j", attempt=1, incarnation="i0", cause="x", retry=True))
         await until(lambda: decode.ledger.has_events)

@@ -118,7 +118,7 @@ async def test_jobs_do_not_wait_for_a_worker_that_pulls_none(decode: Rig) -> Non
     """Its self-check has not passed. The job of a self-check waits for nobody that pulls."""
     unchecked, checked = await decode.worker(), await decode.worker()
     unchecked.say(Heartbeat(pulls=False, why="self_check_pending"))
-    await until(lambda: decode.server.prefill_workers == 1)
+    await until(lambda: len(decode.server.peers.pulling) == 1)
     decode.open()
     job = Entry("t", "r-t", (7, 8), first_target=0, timeout_s=30.0, in_queue=False)
     decode.ledger.open(job)

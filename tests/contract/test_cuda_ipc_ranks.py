@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pullfill.decode_worker.offers import offer
+from pullfill.decode_worker.memory import offer
 from pullfill.errors import ConfigError, Fenced
 from pullfill.net.this_host import host_id
 from pullfill.transfer import owners

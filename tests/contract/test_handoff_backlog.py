@@ -110,7 +110,7 @@ async def test_the_backlog_of_a_decode_worker_whose_host_vanished(
 
     monkeypatch.setattr(Budget, "claims", claims)
     live, gone = await cluster.decode(), await cluster.decode(GONE)
-    monkeypatch.setattr(gone.control.grants, "grant", lambda *_: None)
+    monkeypatch.setattr(gone.handoff, "grant", lambda *_: None)
     prefills = [await cluster.prefill(pull=False) for _ in range(2)]
     assert all(prefill.links.connected == [live.name, GONE] for prefill in prefills)
     await publish_backlog(cluster, 2 * (MAX_WAITING - 1))

@@ -191,7 +191,7 @@ async def test_a_draining_prefill_worker_is_waited_for_only_with_what_it_was_gra
         await settled(queued)
         assert queued.loaded is False
         assert granted.loaded is None
-        assert decode.control.prefill_workers == 0
+        assert len(decode.control.peers.pulling) == 0
         prefill.engine.gate.set()
         await settled(granted)
         assert decode.right(granted)
@@ -206,8 +206,8 @@ async def test_a_decode_worker_that_comes_back_to_the_directory_stays(tmp_path: 
         cluster.directory.put(record)
         for peer in list(decode.control.peers.values()):
             peer.channel.close()
-        await until(lambda: decode.control.prefill_workers == 0)
-        await until(lambda: prefill.links.connected and decode.control.prefill_workers)
+        await until(lambda: len(decode.control.peers.pulling) == 0)
+        await until(lambda: prefill.links.connected and len(decode.control.peers.pulling))
         served = decode.send(prompt(20))
         await settled(served)
         assert decode.right(served)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from pullfill.wire import KvMode, RouterConfig, RouterPolicy
-from tests.contract.test_admission import looking
 from tests.support.fakes import FakeRequest
 from tests.support.handoff_decode import DecodeHalf
 from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
@@ -99,8 +98,8 @@ async def test_a_prompt_behind_a_slow_link_is_not_sent_to_wait_there(tmp_path: P
     async with Cluster(tmp_path, timeout_s=TIMEOUT_S) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=BLOCK)
         slow(cluster, decode)
-        looking(decode)
-        decode.side._context.router_config = lambda: RouterConfig(
+        decode.look()
+        decode.config = RouterConfig(
             policy=RouterPolicy.ALWAYS_REMOTE,
             remote_timeout_s=TIMEOUT_S,
             max_queue_wait_s=2 * BATCH_S,
@@ -108,7 +107,7 @@ async def test_a_prompt_behind_a_slow_link_is_not_sent_to_wait_there(tmp_path: P
         served = decode.send(LONG)
 
         def block_s() -> float:
-            told = decode.control.forecaster.forecast(
+            told = decode.forecaster.forecast(
                 1, 1, 1, workers=1, loads=[], depth_tokens=0, own_tokens=0
             )
             return told.write_s

@@ -59,7 +59,7 @@ async def test_a_grant_that_ends_before_its_task_began_is_not_computed(
         await settled(served)
         assert decode.ledger.open_jobs == 0, "proved quiet at once: nothing was ever written"
         # One more exchange over the same connection: the revoke was read before it.
-        await until(lambda: decode.control.prefill_workers == 1)
+        await until(lambda: len(decode.control.peers.pulling) == 1)
         other = decode.send(prompt(9, seed=2))
         await until(lambda: prefill.budget.failed == 1)
         await until(lambda: prefill.puller.in_flight == 1)

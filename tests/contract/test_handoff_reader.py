@@ -180,7 +180,7 @@ async def test_without_a_thread_it_looks_again_later(monkeypatch: pytest.MonkeyP
     def unreachable() -> PeerSession:
         raise PeerUnavailable("no")
 
-    def refuse(_: object) -> None:
+    def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     clock = FakeClock()

@@ -23,6 +23,7 @@ from pullfill.prefill_worker.puller import Puller
 from pullfill.queue.contract import Delivery
 from pullfill.queue.jetstream import JetStreamDelivery
 from pullfill.transfer.stream.kv_protocol import Answer, Operation, SocketConnection
+from pullfill.wire import ToDecode
 from pullfill.wire import decode as decode_as
 from tests.support.handoff_decode import DecodeHalf, Served
 from tests.support.handoff_rig import (
@@ -169,16 +170,12 @@ def cut_off(decode: DecodeHalf, holder: PrefillHalf, granted: bool) -> None:
     control = decode.control
     (peer,) = [p for p in control.peers.values() if p.instance_id == holder.name]
     peer.channel.write = lambda *_, **__: None  # type: ignore[method-assign]
-    dispatch = control._dispatch
-
-    def hears(peer: Any, message: object) -> None:
-        if granted or peer.instance_id != holder.name:
-            dispatch(peer, message)
+    if not granted:
+        peer.channel.hear(ToDecode, lambda _: None)
 
     async def greets(channel: Any) -> Any:
         return await asyncio.Event().wait()
 
-    control._dispatch = hears  # type: ignore[method-assign]
     control._greet = greets  # type: ignore[method-assign]
 
 

@@ -169,15 +169,15 @@ async def test_a_prefill_worker_that_cannot_pull_says_so_at_once(
     )  # fmt: skip
     try:
         directory.put(replace(decode.record(), compat=COMPAT))
-        await until(lambda: decode.server.prefill_workers == 1, HANG_S)
+        await until(lambda: len(decode.server.peers.pulling) == 1, HANG_S)
         decode.open()
         await ends.lose(how)
-        await until(lambda: decode.server.prefill_workers == 0, HANG_S)
+        await until(lambda: len(decode.server.peers.pulling) == 0, HANG_S)
         (line,) = decode.server.peers.not_pulling
         assert line.startswith("prefill-1 pulls no jobs: NATS does not answer it")
         await until(lambda: decode.ledger.open_jobs == 0, HANG_S)
         await ends.bring_back(how)
-        await until(lambda: decode.server.prefill_workers == 1, HANG_S)
+        await until(lambda: len(decode.server.peers.pulling) == 1, HANG_S)
         assert decode.server.peers.not_pulling == []
         assert puller.budget.room.is_set(), "the next pull does not wait for its pause"
     finally:

@@ -110,7 +110,7 @@ async def test_a_prefill_worker_follows_the_results(client: EtcdClient) -> None:
         assert not told(second)
         assert all(why.startswith("self_check_pending") for why in told(first) + told(third))
         assert changes[-1].startswith("self_check_pending")
-        assert [one.server.prefill_workers for one in decode] == [0, 0, 0]
+        assert [len(one.server.peers.pulling) for one in decode] == [0, 0, 0]
         with pytest.raises(PeerUnavailable, match="self_check_pending"):
             await links.find("decode-1")
         assert (await links.find_unchecked("decode-1")).connected
@@ -119,7 +119,7 @@ async def test_a_prefill_worker_follows_the_results(client: EtcdClient) -> None:
         assert changes[-1], "it has not passed with anybody"
         results.keep(pair_of(COMPAT.hash(), "b", "ours"), result(passed=True))
         assert changes[-1] == ""
-        await eventually(lambda: [d.server.prefill_workers for d in decode] == [0, 0, 1])
+        await eventually(lambda: [len(d.server.peers.pulling) for d in decode] == [0, 0, 1])
         assert (await links.find("decode-3")).connected
         with pytest.raises(PeerUnavailable, match="self_check_failed"):
             await links.find("decode-1")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from pullfill.decode_worker.offers import offer
+from pullfill.decode_worker.memory import offer
 from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
 from pullfill.transfer.connect import backends, choose, why_not_better

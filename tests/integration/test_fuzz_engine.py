@@ -141,7 +141,7 @@ def request_server(
         max_model_len=100, num_gpu_blocks=1, block_size=1, supported_tasks=[],
     )  # fmt: skip
     request_server = RequestServer(
-        host, RequestTraces("decode-1"), welcome=lambda: welcome, models=["m"]
+        host, RequestTraces("decode-1"), welcome=lambda _: welcome, models=["m"]
     )
     request_server._socket = _Sent()
     return request_server

@@ -62,7 +62,7 @@ class BlockServer:
             num_gpu_blocks=1, block_size=SIZE, supported_tasks=[], prefix_block_size=SIZE,
         )  # fmt: skip
         self.server = RequestServer(
-            host, RequestTraces(name), welcome=lambda: welcome, models=["m"]
+            host, RequestTraces(name), welcome=lambda _: welcome, models=["m"]
         )
         self.server.bind("127.0.0.1")
         config = SimpleNamespace(

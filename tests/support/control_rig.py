@@ -11,7 +11,10 @@ from typing import Any
 import msgspec
 
 from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.forecast import PrefillWorkers
+from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.ledger import Entry, Ledger
+from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.net.security import ClusterKey
@@ -60,27 +63,35 @@ class Decode:
         self.ledger = Ledger(
             self.fences,
             incarnation="i0",
-            on_action=self._wake,
+            on_action=lambda: self._loop.call_soon_threadsafe(self.handoff.wake.set),
             claim_pauses_s=claim_pauses_s,
         )
-        self.server = ControlServer(
+        queue: Any = self
+        self.handoff = Handoff(
+            self.ledger,
+            queue,
+            RequestTraces(name),
+            peers=Peers(),
+            forecaster=PrefillWorkers(),
+            wake=asyncio.Event(),
             instance_id=name,
-            compat=COMPAT,
-            ledger=self.ledger,
-            traces=RequestTraces(name),
-            cancel=self._cancel,
-            nak=self._nak,
-            silent_s=silent_s,
-            key=key,
+            compat_hash=COMPAT.hash(),
+        )
+        self.server = ControlServer(
+            self.handoff, instance_id=name, compat=COMPAT, silent_s=silent_s, key=key
         )
 
-    def _wake(self) -> None:
-        self._loop.call_soon_threadsafe(self.server.wake)
+    # ------------------------------------------------------------------ the queue
 
-    async def _cancel(self, receipt: object) -> None:
+    def claimed(self, receipt: object) -> None:
+        """Nobody counts."""
+
+    committed = claimed
+
+    async def cancel(self, receipt: object) -> None:
         self.cancelled.append(receipt)
 
-    async def _nak(self, subject: str, receipt: object) -> None:
+    async def nak(self, subject: str, receipt: object) -> None:
         if not subject.startswith("ack"):
             raise BadMessage("not one of ours")
         self.nakked.append(subject)

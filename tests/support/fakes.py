@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Situation
+from pullfill.wire import RouterConfig
 
 
 class FakeClock:
@@ -111,13 +113,13 @@ class FakeRequest:
         return self.num_prompt_tokens + self.num_output_tokens
 
 
-def situation(request: Any, hit_tokens: int, context: Any, **fields: Any) -> Situation:
+def situation(
+    request: Any, hit_tokens: int, config: RouterConfig, traces: RequestTraces, **fields: Any
+) -> Situation:
     """What a decode worker with one prefill worker and an empty queue knows."""
     told: dict[str, Any] = {"prefill_workers": 1, "queue_available": True}
-    told["config"] = context.router_config()
-    told["fell_back"] = context.traces.fallback_of(request.request_id) is not None
-    if request.lora_request is not None:
-        told["adapter"] = context.adapters.for_others(request.lora_request)
+    told["config"] = config
+    told["fell_back"] = traces.fallback_of(request.request_id) is not None
     return Situation(request.num_prompt_tokens, hit_tokens, **(told | fields))
 
 

@@ -14,15 +14,19 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.forecast import PrefillWorkers
+from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.prefix import read_leases
 from pullfill.decode_worker.prefix.fetches import PrefixFetches
 from pullfill.decode_worker.prefix.holders import Holders
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.decode_worker.rules import Situation
+from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
 from pullfill.engine.request_limits import PREFIX_HOLDER
 from pullfill.wire import (
     ExplainRecord,
@@ -105,6 +109,7 @@ class FakeIntake:
 class FetchWorker:
     """One decode worker. asyncio thread only.
 
+    told: fields of the situation. looks: how often it was asked for.
     prefill_s: what it takes to compute a prompt. Half of it is the time to ask a holder."""
 
     def __init__(self, rig: Rig, name: str, *, computes: str = "c") -> None:
@@ -116,42 +121,60 @@ class FetchWorker:
         self.traces = RequestTraces(name)
         self.host = FakeHost()
         self.prefill_s = 4.0
+        self.told: dict[str, Any] = {"prefill_workers": 0}
+        self.looks = 0
         self.served: dict[str, Served] = {}
         self.computed: set[str] = set()
         loop = asyncio.get_running_loop()
         self.ledger = Ledger(self.region.owner.fences, incarnation=f"{name}-i0")
+        blocks = JobBlocks(BLOCK)
+        blocks.pool = self.pool
         self.context = DecodeContext(
             instance_id=name,
             incarnation=f"{name}-i0",
             router_config=lambda: self.config,
-            situation=lambda r, h: situation(r, h, self.context, prefill_workers=0),
             traces=self.traces,
-            make_ledger=lambda _: self.ledger,
             ledger=self.ledger,
+            blocks=blocks,
             owner=self.region.owner,
             ranks=[SimpleNamespace(memory=self.region.memory)],  # type: ignore[list-item]
         )
-        self.control = ControlServer(
-            instance_id=name, compat=COMPATIBLE, ledger=self.ledger, traces=self.traces,
-            cancel=_nothing, nak=_nothing,
-        )  # fmt: skip
-        self.leases = self.control.leases = ReadLeases(
+        self.leases = ReadLeases(
             self.context, self.host, FakeIntake(), compat=COMPATIBLE, computes=computes,  # type: ignore[arg-type]
             block_size=BLOCK, pool=self.pool,
         )  # fmt: skip
+        queue: Any = None  # nobody uses it
+        self.handoff = Handoff(
+            self.ledger, queue, self.traces, peers=Peers(), forecaster=PrefillWorkers(),
+            wake=asyncio.Event(), instance_id=name, compat_hash=COMPATIBLE.hash(),
+        )  # fmt: skip
+        self.control = ControlServer(
+            self.handoff, instance_id=name, compat=COMPATIBLE, leases=self.leases
+        )
         hello = LeaseHello(decode_instance=name, compat=COMPATIBLE.hash(), computes=computes)
         self.holders = Holders(
             hello,
             lambda regions: lambda: rig.transport.connect(self.region.memory, *regions),
             None,
         )
-        self.side = ConnectorScheduler(self.context, BLOCK)
-        self.side.bind_pool(self.pool)
-        self.fetches = self.side.fetching = PrefixFetches(
+        self.fetches = PrefixFetches(
             self.context, self.holders, block_size=BLOCK, block_bytes=LAYOUT.block_bytes,
-            pool=self.pool, local_tokens=1, prefill_s=lambda start, tokens: self.prefill_s,
+            pool=self.pool, local_tokens=1, situation=self._situation,
+            prefill_s=lambda start, tokens: self.prefill_s,
             wake=lambda: loop.call_soon_threadsafe(self.step),
         )  # fmt: skip
+        self.side = DecodeScheduler(
+            blocks,
+            self.ledger,
+            situation=self._situation,
+            publish=self.handoff.publish,
+            traces=self.traces,
+            fetching=self.fetches,
+        )
+
+    def _situation(self, request: Any, hit: int) -> Situation:
+        self.looks += 1
+        return situation(request, hit, self.config, self.traces, **self.told)
 
     async def start(self) -> None:
         await self.control.start("127.0.0.1")
@@ -268,10 +291,6 @@ class FetchWorker:
         await self.control.stop()
         await self.fetches.close()
         self.region.owner.close()
-
-
-async def _nothing(*_: object) -> None:
-    """A queue that nobody uses."""
 
 
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

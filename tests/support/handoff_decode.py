@@ -1,27 +1,35 @@
 """A decode worker without vLLM: all of its handoff but the engine is real.
 
-Ledger, ControlServer, Publisher, the connector's scheduler half and a KV region. `DecodeHalf`
+Ledger, Handoff, ControlServer, the connector's scheduler half and a KV region. `DecodeHalf`
 stands for vLLM: it allocates blocks, asks the scheduler half and hears its reports.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.forecast import PrefillWorkers
+from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.publisher import Publisher
+from pullfill.decode_worker.outlook import Outlook
+from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.decode_worker.rules import Situation
+from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
 from pullfill.queue.contract import JobProducer
+from pullfill.transfer.contract import PeerSession
 from pullfill.wire import (
     KvMode,
+    RegionDescriptor,
     RouterConfig,
     RouterPolicy,
     WorkerRecord,
@@ -72,45 +80,70 @@ class DecodeHalf:
             kv_mode=kv_mode,
             clock=clock,
             on_event=lambda: loop.call_soon_threadsafe(self.step),
-            on_action=lambda: loop.call_soon_threadsafe(self.control.wake),
+            on_action=lambda: loop.call_soon_threadsafe(self.handoff.wake.set),
+        )
+        self.forecaster = PrefillWorkers()
+        self.handoff = Handoff(
+            self.ledger,
+            producer,
+            self.traces,
+            peers=Peers(),
+            forecaster=self.forecaster,
+            wake=asyncio.Event(),
+            instance_id=name,
+            compat_hash=COMPATIBLE.hash(),
         )
         self.control = ControlServer(
+            self.handoff,
             instance_id=name,
             compat=COMPATIBLE,
-            ledger=self.ledger,
+            reach=self._reach if kv_mode is KvMode.PULL else None,
+        )
+        self.config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=timeout_s)
+        self.outlook: Outlook | None = None
+        blocks = JobBlocks(BLOCK)
+        blocks.pool = self.pool
+        self.context = DecodeContext(
+            instance_id=name,
+            incarnation=f"{name}-i0",
+            router_config=lambda: self.config,
             traces=self.traces,
-            cancel=producer.cancel,  # type: ignore[arg-type]
-            nak=producer.nak,
-            reach=lambda regions: lambda: rig.transport.connect(self.region.memory, *regions),
+            ledger=self.ledger,
+            blocks=blocks,
         )
-        self.control.grants.claimed = producer.claimed
-        self.control.grants.committed = producer.committed
-        config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=timeout_s)
-        self.side = ConnectorScheduler(
-            DecodeContext(
-                instance_id=name,
-                incarnation=f"{name}-i0",
-                router_config=lambda: config,
-                situation=lambda r, h: situation(r, h, self.side._context),
-                publish=lambda job: self.publisher.submit(job),
-                traces=self.traces,
-                make_ledger=lambda _: self.ledger,
-                ledger=self.ledger,
-            ),
-            BLOCK,
+        self.side = DecodeScheduler(
+            blocks,
+            self.ledger,
+            situation=self._situation,
+            publish=self.handoff.publish,
+            traces=self.traces,
         )
-        self.side.bind_pool(self.pool)
+        self._rig = rig
+
+    def look(self, max_body: int = 0) -> None:
+        """Decide on what this worker really knows from now on, not on what the rig says.
+
+        max_body: see `JetStreamProducer`."""
+        producer: Any = SimpleNamespace(
+            available=True, depth=self.producer.depth, max_body=max_body
+        )
+        unused: Any = None
+        self.outlook = Outlook(
+            self.context, producer, self.handoff.peers, self.forecaster, None, unused,
+            SimpleNamespace(num_gpu_blocks=1_000_000, block_size=BLOCK), 1,
+            target_blocks=self.context.blocks.targets,
+        )  # fmt: skip
+
+    def _situation(self, request: Any, hit: int) -> Situation:
+        if self.outlook is not None:
+            return self.outlook.situation(request, hit)
+        return situation(request, hit, self.config, self.traces)
+
+    def _reach(self, regions: Sequence[RegionDescriptor]) -> Callable[[], PeerSession]:
+        return lambda: self._rig.transport.connect(self.region.memory, *regions)
 
     async def start(self) -> WorkerRecord:
         await self.control.start(self._host)
-        self.publisher = Publisher(
-            asyncio.get_running_loop(),
-            self.producer,
-            self.ledger,
-            instance_id=self.name,
-            compat_hash=COMPATIBLE.hash(),
-            send=self.control.send,
-        )
         return WorkerRecord(
             instance_id=self.name,
             incarnation=f"{self.name}-i0",
@@ -156,7 +189,7 @@ class DecodeHalf:
     def pass_time(self, seconds: float) -> None:
         """Move the cluster's FakeClock and let the timer look at it."""
         self._clock.advance(seconds)  # type: ignore[attr-defined]
-        self.control.wake()
+        self.handoff.wake.set()
 
     def step(self) -> None:
         loaded = self.side.finish()

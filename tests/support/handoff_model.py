@@ -7,9 +7,11 @@ each move what must always hold. Driven by the state machine and the directed te
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Set
+from dataclasses import dataclass, field
 
-from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
-from pullfill.decode_worker.context import DecodeContext, OpenedJob
+from pullfill.decode_worker.handoff import OpenedJob
 from pullfill.decode_worker.ledger import (
     UNDER_WAY,
     CancelMessage,
@@ -20,32 +22,56 @@ from pullfill.decode_worker.ledger import (
     SendRevoke,
 )
 from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
 from pullfill.errors import Fenced, Outcome
 from pullfill.testing.loopback import LoopbackFences
-from pullfill.wire import RefuseReason, RouterConfig, RouterPolicy
-from tests.support import handoff_invariants, said
+from pullfill.wire import FenceToken, RefuseReason, RouterConfig, RouterPolicy
+from tests.support import said
 from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation
-from tests.support.handoff_jobs import (
-    BLOCK,
-    CLAIM_S,
-    NUM_BLOCKS,
-    PREFIX,
-    TIMEOUT_S,
-    Grant,
-    Job,
-)
 
-__all__ = [
-    "BLOCK",
-    "CLAIM_S",
-    "NUM_BLOCKS",
-    "PREFIX",
-    "TIMEOUT_S",
-    "Grant",
-    "HandoffModel",
-    "Job",
-    "granted",
-]
+BLOCK = 4
+NUM_BLOCKS = 40
+TIMEOUT_S = 30.0
+CLAIM_S = 10.0
+PREFIX = (0, 1)
+"""Blocks that some other request keeps in the prefix cache; shared hits point here."""
+
+
+@dataclass(slots=True)
+class Grant:
+    job_id: str
+    writer: str
+    attempt: int
+    incarnation: str
+    token: FenceToken
+    hits: frozenset[int]
+    targets: frozenset[int]
+    in_batch: bool = False
+    reads: bool = False
+    """What the batch does: reads the hits, or writes the targets."""
+
+
+@dataclass(slots=True)
+class Job:
+    job: OpenedJob
+    request: FakeRequest
+    blocks: list[int]
+    deadline: float
+    stored: bool = False
+    cancelled_in_queue: bool = False
+    publish_over: bool = False
+    aborted: bool = False
+    committed: bool = False
+    reports: list[bool] = field(default_factory=list)
+    freed: bool = False
+
+    @property
+    def hits(self) -> int:
+        return self.job.hit_tokens // BLOCK
+
+    @property
+    def targets(self) -> int:
+        return len(self.job.blocks) - self.hits
 
 
 class HandoffModel:
@@ -75,22 +101,20 @@ class HandoffModel:
         self._opened: list[OpenedJob] = []
         self._serial = 0
         traces = RequestTraces("decode-1", self.clock)
-        self.context = DecodeContext(
-            instance_id="decode-1",
-            incarnation="i0",
-            router_config=lambda: RouterConfig(
-                policy=RouterPolicy.ALWAYS_REMOTE,
-                remote_timeout_s=TIMEOUT_S,
-                claim_timeout_s=CLAIM_S,
-            ),
-            situation=lambda r, h: situation(r, h, self.context),
+        config = RouterConfig(
+            policy=RouterPolicy.ALWAYS_REMOTE,
+            remote_timeout_s=TIMEOUT_S,
+            claim_timeout_s=CLAIM_S,
+        )
+        blocks = JobBlocks(BLOCK)
+        blocks.pool = self.pool
+        self.side = DecodeScheduler(
+            blocks,
+            self.ledger,
+            situation=lambda r, h: situation(r, h, config, traces),
             publish=self._opened.append,
             traces=traces,
-            make_ledger=lambda _: self.ledger,
-            ledger=self.ledger,
         )
-        self.side = ConnectorScheduler(self.context, BLOCK)
-        self.side.bind_pool(self.pool)
 
     # ------------------------------------------------------------------ vLLM and its connector
 
@@ -295,7 +319,7 @@ class HandoffModel:
     def tick(self, seconds: float = 0.0) -> float | None:
         self.clock.advance(seconds)
         soonest = self.ledger.tick()
-        handoff_invariants.check_timer(self, math.inf if soonest is None else soonest)
+        check_timer(self, math.inf if soonest is None else soonest)
         self.act()
         return soonest
 
@@ -309,7 +333,7 @@ class HandoffModel:
         return [g.targets for g in self.grants if self.is_live(g)]
 
     def check(self) -> None:
-        handoff_invariants.check(self)
+        check(self)
 
     def drain(self) -> None:
         """Writers fall quiet, time passes, requests end: everything must come back."""
@@ -329,7 +353,91 @@ class HandoffModel:
                 self.abort(job)
             if job.stored and not job.committed:
                 assert job.cancelled_in_queue, "the message of a closed job stays in the queue"
-        handoff_invariants.check_drained(self)
+        check_drained(self)
+
+
+# ---------------------------------------------------------------------- what always holds
+
+PROOF_S = 0.1
+"""A writer's last batch is over in milliseconds: a proof is asked for at least as often as this,
+and no request waits for it longer."""
+
+
+def check(model: HandoffModel) -> None:
+    """What holds after every event."""
+    live = model.live_targets()
+    assert len(live) == model.fences.in_use, "a fence is in use that nobody was granted"
+    union: set[int] = set()
+    for targets in live:
+        assert not union & targets, "two writers hold one block"
+        union |= targets
+    assert not union & model.pool.free, "a block that may still be written is free"
+    for grant in model.grants:
+        # Who reads a prefix under a fence that was not proved dead believes what he read.
+        if model.is_live(grant) or (grant.in_batch and grant.reads):
+            assert not grant.hits & model.pool.free, "a block that may still be read is free"
+        if grant.in_batch and not grant.reads:
+            _check_lands(model, grant.job_id, grant.targets)
+    for read in model.reads:
+        targets = set(read.blocks[read.first_target :])
+        assert not targets & union, "a writer holds what we read into"
+        _check_lands(model, read.job_id, targets)
+    if model.ledger.quarantined_blocks:
+        model.seen.add("quarantined")
+    for job in model.jobs.values():
+        if job.reports and job.reports[0]:
+            assert job.committed, "loaded without a commit"
+    _check_totals(model)
+
+
+def _check_totals(model: HandoffModel) -> None:
+    """The sums that the ledger keeps are those of its open jobs."""
+    ledger, jobs = model.ledger, list(model.ledger._jobs.values())
+    queued = [job.tokens for job in jobs if job.state is JobState.QUEUED]
+    granted = [job for job in jobs if job.state is JobState.GRANTED]
+    assert ledger.queued() == (len(queued), sum(queued))
+    assert ledger.uncomputed() == sum(job.uncomputed for job in jobs)
+    assert ledger.unwritten() == sum(max(0, job.targets - job.written) for job in granted)
+    states = Counter(job.state for job in jobs)
+    assert ledger.counts() == {state: states[state] for state in JobState}
+
+
+def _check_lands(model: HandoffModel, owner: str, targets: Set[int]) -> None:
+    """Bytes land in these blocks right now, whatever the ledger believes."""
+    assert not targets & model.pool.free, "bytes land in free blocks"
+    for job_id, job in model.jobs.items():
+        if job_id != owner and not job.freed:
+            assert not targets & set(job.blocks), "bytes land in another's blocks"
+
+
+def check_timer(model: HandoffModel, soonest: float) -> None:
+    """The next tick, in `soonest` seconds, comes in time for every open job."""
+    now = model.clock.monotonic()
+    for job_id, job in model.jobs.items():
+        entry = model.ledger.find(job_id)
+        if entry is None:
+            continue
+        if not entry.settled:
+            assert now < min(entry.due, job.deadline), "waits although its time is up"
+            assert soonest <= min(entry.due, job.deadline) - now, "nobody looks in time"
+        if entry.state is JobState.QUARANTINED:
+            waited_s = now - entry.quarantined_at
+            assert entry.settled or waited_s < PROOF_S, "a request waits for a stopped writer"
+            assert soonest <= PROOF_S, "nobody asks for the proof"
+
+
+def check_drained(model: HandoffModel) -> None:
+    """Everything has come back: jobs, blocks and fences."""
+    assert model.ledger.open_jobs == 0
+    assert model.ledger.quarantined_blocks == 0
+    assert model.fences.in_use == 0
+    assert model.pool.free == set(range(NUM_BLOCKS)) - set(PREFIX)
+    assert not model.ledger.has_events
+    assert not model.ledger.take_actions()
+    assert model.ledger.tick() is None
+    model.seen |= {f"ended {outcome}" for _, outcome in model.outcomes}
+    ended = [job_id for job_id, _ in model.outcomes]
+    assert sorted(ended) == sorted(model.jobs), "one outcome per job"
 
 
 def granted(model: HandoffModel, *, targets: int = 2, hits: int = 1) -> tuple[Job, Grant]:

@@ -103,7 +103,7 @@ class Rig:
             max_model_len=LIMIT, num_gpu_blocks=1, block_size=1, supported_tasks=[],
         )  # fmt: skip
         self.request_server = RequestServer(
-            host, RequestTraces("decode-1"), welcome=lambda: welcome,
+            host, RequestTraces("decode-1"), welcome=lambda _: welcome,
             models=["m"], clock=self.clock,
         )  # fmt: skip
         self.request_server.bind("127.0.0.1")

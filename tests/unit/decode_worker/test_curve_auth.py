@@ -42,7 +42,7 @@ class _Decode:
             max_model_len=1, num_gpu_blocks=1, block_size=1, supported_tasks=[],
         )  # fmt: skip
         self.request_server = RequestServer(
-            host, RequestTraces("decode-1"), welcome=lambda: welcome, models=["m"], key=key
+            host, RequestTraces("decode-1"), welcome=lambda _: welcome, models=["m"], key=key
         )
         self.request_server.bind("127.0.0.1")
         self._task = asyncio.create_task(self._loop())

@@ -11,9 +11,7 @@ import pytest
 
 from pullfill.decode_worker.prefix import fetches
 from pullfill.decode_worker.prefix.fetches import SURE, FetchOutcome
-from pullfill.decode_worker.rules import Situation
 from pullfill.wire import RouterPolicy
-from tests.support.fakes import situation
 from tests.support.fetch_rig import LEAST, FetchWorker
 from tests.support.kv_engine import BLOCK, LAYOUT
 from tests.support.transfer_rigs import RIGS
@@ -95,7 +93,7 @@ async def test_the_setting_turns_it_off(worker: FetchWorker, asked: list[Any]) -
 async def test_a_prompt_whose_rest_goes_to_a_prefill_worker_is_not_fetched(
     worker: FetchWorker, asked: list[Any]
 ) -> None:
-    worker.context.situation = lambda r, h: situation(r, h, worker.context)
+    worker.told = {}
     worker.config = msgspec.structs.replace(worker.config, policy=RouterPolicy.ALWAYS_REMOTE)
     assert (await look(worker, hint(worker, 10 * BLOCK)))[1]
     assert asked == []
@@ -169,17 +167,10 @@ async def test_prompts_that_wait_for_the_fetch_of_another_cost_a_step_little(
     first, second = (worker.request(TOKENS, holder) for _ in range(2))
     second.request_id = "second"
     assert worker.side.decide(first, 0) == (None, False)
-    looks, real = 0, worker.context.situation
-
-    def looked(*args: Any) -> Situation:
-        nonlocal looks
-        looks += 1
-        return real(*args)
-
-    worker.context.situation = looked
+    looked = worker.looks
     for _ in range(5):
         assert worker.side.decide(second, 0) == (None, False)
-    assert looks == 1
+    assert worker.looks - looked == 1
     least = worker.config.min_fetch_tokens
     assert worker.side.decide(second, 10 * BLOCK - least + BLOCK) == (0, False), "it has come here"
     worker.side.request_finished(first.request_id)

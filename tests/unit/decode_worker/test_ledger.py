@@ -1,7 +1,11 @@
-"""The ledger's transitions, one by one, and faults that it once had."""
+"""The ledger's transitions, one by one, and faults that it once had.
+
+What holds in any order of events is checked by `test_ledger_model.py`."""
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 from typing import Any
 
@@ -20,10 +24,20 @@ from pullfill.decode_worker.ledger import (
 from pullfill.errors import Outcome
 from pullfill.testing.loopback import LoopbackFences
 from pullfill.transfer.shm.fence import ShmFences
-from pullfill.wire import RefuseReason
+from pullfill.wire import FenceToken, KvMode, RefuseReason
 from tests.support import said
 from tests.support.fakes import FakeClock
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, HandoffModel, Job, granted
+
+MANY = 2_000
+
+
+def opened(model: HandoffModel, targets: int = 2, hits: int = 0) -> Job:
+    """A published job."""
+    job = model.open(targets, hits)
+    assert job is not None
+    model.publish(job)
+    return job
 
 
 def state(model: HandoffModel, job: Job) -> JobState | None:
@@ -43,13 +57,12 @@ def told(model: HandoffModel) -> list[Any]:
 
 def test_queued_claim_grants() -> None:
     model = HandoffModel()
-    job = model.open(3, 2)
-    assert job is not None
-    model.ledger.set_digest(job.job.job_id, b"d")
+    model.ledger.kv_mode = KvMode.PULL
+    job = opened(model, 3, 2)
     model.clock.advance(1.0)
     grant = model.claim(job, "a").grant
     assert grant is not None
-    assert (grant.attempt, grant.job_digest) == (1, b"d")
+    assert (grant.attempt, grant.job_digest, grant.mode) == (1, b"digest", KvMode.PULL)
     assert model.fences.valid(grant.fence) is not None
     assert grant.deadline_s == pytest.approx(TIMEOUT_S - 1.0)
     assert state(model, job) is JobState.GRANTED
@@ -58,64 +71,54 @@ def test_queued_claim_grants() -> None:
 
 def test_a_queued_job_is_taken_back_and_a_granted_one_is_not() -> None:
     model = HandoffModel()
-    queued, under_way = model.open(2), model.open(2)
-    assert queued is not None
-    assert under_way is not None
-    model.publish(queued)
-    model.publish(under_way)
-    assert model.claim(under_way, "a").grant is not None
-    for job in (queued, under_way):
-        model.ledger.give_up(job.job.job_id, Outcome.OWN_JOB, if_queued=True)
+    queued, (under_way, _) = opened(model), granted(model)
+    for job, over in ((queued, True), (under_way, False)):
+        give_up = model.ledger.give_up
+        assert give_up(job.job.job_id, Outcome.OWN_JOB, if_queued=True) is over
     assert (state(model, queued), state(model, under_way)) == (None, JobState.GRANTED)
-    settled = [event for event in told(model) if isinstance(event, Settle)]
-    assert [event.outcome for event in settled] == [Outcome.OWN_JOB]
+    assert told(model) == [Settle(queued.request.request_id, Outcome.OWN_JOB)]
     model.drain()
 
 
-@pytest.mark.parametrize("how", ["abort", "deadline", "publish_failed", "incarnation", "nobody"])
-def test_queued_closes_without_a_hold(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "outcome"),
+    [
+        ("abort", Outcome.CANCELLED),
+        ("deadline", Outcome.CLAIM_TIMEOUT),
+        ("publish_failed", Outcome.QUEUE_FULL),
+        ("incarnation", Outcome.PREFILL_LOST),
+        ("nobody", Outcome.PREFILL_LOST),
+    ],
+)
+def test_queued_closes_without_a_hold(how: str, outcome: Outcome) -> None:
     model = HandoffModel()
     job = model.open(2)
     assert job is not None
-    if how == "publish_failed":
-        model.publish(job, Outcome.QUEUE_FULL)
-    else:
-        model.publish(job)
-    if how == "abort":
-        model.abort(job)
-    elif how == "deadline":
-        soonest = model.tick(CLAIM_S - 1)
-        assert soonest == pytest.approx(1.0), "the timer knows the nearer bound"
-        assert told(model) == []
-        model.tick(1.0)
-    elif how == "incarnation":
-        model.ledger.new_incarnation("i1")
-        model.act()
-    elif how == "nobody":
-        model.lose("a", others_alive=False)
-    outcome = {
-        "abort": Outcome.CANCELLED,
-        "deadline": Outcome.CLAIM_TIMEOUT,
-        "publish_failed": Outcome.QUEUE_FULL,
-        "incarnation": Outcome.PREFILL_LOST,
-        "nobody": Outcome.PREFILL_LOST,
-    }[how]
+    model.publish(job, Outcome.QUEUE_FULL if how == "publish_failed" else None)
+    match how:
+        case "abort":
+            model.abort(job)
+        case "deadline":
+            assert model.tick(CLAIM_S - 1) == pytest.approx(1.0), "the nearer bound"
+            assert told(model) == []
+            model.tick(1.0)
+        case "incarnation":
+            model.ledger.new_incarnation("i1")
+            model.act()
+        case "nobody":
+            model.lose("a", others_alive=False)
     assert told(model) == [Settle(job.request.request_id, outcome)]
-    assert state(model, job) is None
-    assert job.freed
+    assert (state(model, job), job.freed) == (None, True)
     assert job.cancelled_in_queue == (how != "publish_failed")
-    refused = model.claim(job, "a").refused
-    wrong_incarnation = model.claim(job, "a", incarnation="i0").refused
-    assert refused is RefuseReason.CLOSED
-    assert wrong_incarnation is (
-        RefuseReason.STALE_INCARNATION if how == "incarnation" else RefuseReason.CLOSED
-    )
+    stale = RefuseReason.STALE_INCARNATION
+    assert model.claim(job, "a").refused is RefuseReason.CLOSED
+    refused = model.claim(job, "a", incarnation="i0").refused
+    assert refused is (stale if how == "incarnation" else RefuseReason.CLOSED)
 
 
 def test_a_claim_after_the_deadline_closes_the_job_even_before_a_tick() -> None:
     model = HandoffModel()
-    job = model.open(2)
-    assert job is not None
+    job = opened(model)
     model.clock.advance(CLAIM_S)
     assert model.claim(job, "a").refused is RefuseReason.CLOSED
     assert told(model) == [Settle(job.request.request_id, Outcome.CLAIM_TIMEOUT)]
@@ -134,12 +137,6 @@ def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
     assert second.deadline_s == pytest.approx(TIMEOUT_S - 2 * CLAIM_S - 1)
     model.tick(second.deadline_s)
     assert told(model) == [Settle(job.request.request_id, Outcome.TIMEOUT)]
-
-
-def test_unknown_job() -> None:
-    model = HandoffModel()
-    assert said.grant(model.ledger, "nope", "i0", "a").refused is RefuseReason.UNKNOWN_JOB
-    assert said.commit(model.ledger, "nope", 1, "i0", "a", 1) == "stale"
 
 
 # ------------------------------------------------------------------ granted
@@ -175,33 +172,34 @@ def test_granted_given_up(how: str, outcome: Outcome, busy: bool) -> None:
     job, grant = granted(model)
     if busy:
         assert model.begin_batch(grant)
-    if how == "abort":
-        model.abort(job)
-    elif how == "deadline":
-        model.tick(TIMEOUT_S)
-    elif how == "fail":
-        model.gave_up(grant, retry=False)
-    elif how == "wrong_count":
-        assert model.commit(grant, wrong_by=-1) == "wrong_block_count"
-    elif how == "alone_lost":
-        model.lose("a", others_alive=False)
+    match how:
+        case "abort":
+            model.abort(job)
+        case "deadline":
+            model.tick(TIMEOUT_S)
+        case "fail":
+            model.gave_up(grant, retry=False)
+        case "wrong_count":
+            assert model.commit(grant, wrong_by=-1) == "wrong_block_count"
+        case "alone_lost":
+            model.lose("a", others_alive=False)
     settle = Settle(job.request.request_id, outcome)
-    events = told(model)
     hold = Hold(job.job.job_id, job.job.blocks)
-    assert events == ([hold, settle] if busy else [settle]), "the hold comes before the report"
+    assert told(model) == ([hold, settle] if busy else [settle]), "the hold comes first"
     assert job.freed
     assert model.commit(grant) == "stale"
     if busy:
-        assert state(model, job) is JobState.QUARANTINED
         assert model.ledger.quarantined_blocks == len(job.blocks)
         assert not set(job.blocks) & model.pool.free
         model.tick(3600.0)
         assert state(model, job) is JobState.QUARANTINED, "time is no proof"
         assert model.claim(job, "b").refused is RefuseReason.CLOSED
+        assert model.ledger.target_blocks == job.targets
         model.end_batch(grant)
         model.tick()
         assert told(model) == [Release(job.job.job_id)]
     assert state(model, job) is None
+    assert model.ledger.target_blocks == 0
     assert set(job.job.blocks[1:]) <= model.pool.free
     model.drain()
 
@@ -221,12 +219,18 @@ def test_wrong_writer_attempt_or_incarnation_changes_nothing() -> None:
     model = HandoffModel()
     job, grant = granted(model)
     ledger, job_id = model.ledger, job.job.job_id
-    assert said.commit(ledger, job_id, 1, "i0", "b", job.targets) == "stale"
-    assert said.commit(ledger, job_id, 2, "i0", "a", job.targets) == "stale"
-    assert said.commit(ledger, job_id, 1, "i9", "a", job.targets) == "stale"
-    said.gave_up(ledger, job_id, 1, "i0", "b", "x", False)
+    deadline = ledger.find(job_id).deadline  # type: ignore[union-attr]
+    model.clock.advance(1.0)
+    for words in ((job_id, 1, "i0", "b"), (job_id, 2, "i0", "a"), (job_id, 1, "i9", "a")):
+        assert said.commit(ledger, *words, job.targets) == "stale"
+        said.gave_up(ledger, *words, retry=False)
+        said.progress(ledger, *words, 1)
+    assert said.commit(ledger, "nope", 1, "i0", "a", 1) == "stale"
+    assert said.grant(ledger, "nope", "i0", "a").refused is RefuseReason.UNKNOWN_JOB
     ledger.writer_lost("b", others_alive=True)
     assert state(model, job) is JobState.GRANTED
+    assert ledger.find(job_id).deadline == deadline  # type: ignore[union-attr]
+    assert ledger.unwritten() == job.targets
     assert not ledger.has_events
     assert model.commit(grant) is None
 
@@ -241,7 +245,7 @@ def test_granted_goes_to_another_writer(how: str, busy: bool) -> None:
         assert model.begin_batch(grant)
     if how == "gave_up":
         model.gave_up(grant, retry=True)
-    elif how == "lost":
+    else:
         model.lose("a", others_alive=True)
         assert model.naks == ["ack.a"]
     claimed = model.claim(job, "b")
@@ -267,6 +271,7 @@ def test_a_claim_takes_nothing_from_a_holder_that_is_alive(under_way: str) -> No
     """However often it comes: no attempt is counted, no writer is revoked."""
     model = HandoffModel()
     job, grant = granted(model)
+    assert model.claim(job, "a").refused is RefuseReason.HELD, "its own claim, twice"
     if under_way == "reading":
         assert model.ready(grant) is None
     for _ in range(4):
@@ -279,7 +284,6 @@ def test_a_claim_takes_nothing_from_a_holder_that_is_alive(under_way: str) -> No
         assert model.end_read(model.reads[0], good=True) is None
     assert told(model) == [Settle(job.request.request_id, Outcome.COMMITTED)]
     assert model.revokes == []
-    assert model.claim(job, "b").refused is RefuseReason.COMMITTED
     model.drain()
 
 
@@ -289,9 +293,8 @@ def test_out_of_attempts_is_served_locally(busy: bool) -> None:
     job, first = granted(model)
     model.gave_up(first, retry=True)
     assert model.claim(job, "b").grant is not None
-    second = model.grants[-1]
     if busy:
-        assert model.begin_batch(second)
+        assert model.begin_batch(model.grants[-1])
     model.lose("b", others_alive=True)
     assert model.naks == [], "nobody needs the delivery any more"
     assert job.cancelled_in_queue
@@ -299,23 +302,42 @@ def test_out_of_attempts_is_served_locally(busy: bool) -> None:
     model.drain()
 
 
-def test_the_same_writer_claiming_twice_does_not_revoke_itself() -> None:
-    model = HandoffModel()
-    job, grant = granted(model)
-    assert model.claim(job, "a").refused is RefuseReason.HELD
-    assert model.begin_batch(grant)
-    model.drain()
-
-
 def test_no_fence_slot_is_a_wait_not_a_failure() -> None:
     model = HandoffModel(slots=1)
     _, first = granted(model)
-    job = model.open(1)
-    assert job is not None
+    job = opened(model, 1)
     assert model.claim(job, "b").refused is RefuseReason.HELD
     assert model.commit(first) is None
     assert model.claim(job, "b").grant is not None
     model.drain()
+
+
+@pytest.mark.essential
+def test_a_prompt_that_may_have_killed_two_prefill_workers_is_sent_to_no_third() -> None:
+    """One deadly prompt ended three of them, and then its decode worker."""
+    model = HandoffModel()
+    job, _ = granted(model)
+    model.die("a", others_alive=True)
+    assert told(model) == []
+    assert len(model.naks) == 1
+    assert model.claim(job, "b").grant is not None
+    model.die("b", others_alive=True)
+    assert told(model) == [Settle(job.request.request_id, Outcome.PREFILL_LOST)]
+    assert len(model.naks) == 1, "nobody needs the second delivery"
+    assert job.cancelled_in_queue
+
+
+def test_a_writer_that_gives_up_is_no_loss() -> None:
+    model = HandoffModel()
+    job, _ = granted(model)
+    model.die("a", others_alive=True)
+    assert model.claim(job, "b").grant is not None
+    model.gave_up(model.grants[-1], retry=True)
+    assert told(model) == []
+    assert model.claim(job, "c").grant is not None
+
+
+# ------------------------------------------------------------------ quarantine
 
 
 @pytest.mark.parametrize("how", ["gave_up", "lost"])
@@ -328,8 +350,7 @@ def test_a_request_waits_for_a_stopped_writer_a_tenth_of_a_second(how: str) -> N
         model.gave_up(grant, retry=True)
     else:
         model.lose("a", others_alive=True)
-    soonest = model.tick(0.09)
-    assert soonest == pytest.approx(0.01), "the timer looks again in time"
+    assert model.tick(0.09) == pytest.approx(0.01), "the timer looks again in time"
     assert model.claim(job, "b").refused is RefuseReason.HELD
     assert told(model) == []
     model.tick(0.011)
@@ -338,7 +359,6 @@ def test_a_request_waits_for_a_stopped_writer_a_tenth_of_a_second(how: str) -> N
     assert settle == Settle(job.request.request_id, Outcome.QUARANTINED)
     assert job.cancelled_in_queue
     assert model.claim(job, "b").refused is RefuseReason.CLOSED, "nobody polls for it"
-    assert state(model, job) is JobState.QUARANTINED, "its blocks are held until the proof"
     model.end_batch(grant)
     model.tick()
     assert told(model) == [Release(job.job.job_id)]
@@ -352,12 +372,20 @@ def test_a_proof_in_the_last_moment_lets_the_job_go_on() -> None:
     model.gave_up(grant, retry=True)
     model.end_batch(grant)
     model.tick(0.2)  # the timer came late
-    assert state(model, job) is JobState.QUEUED
     assert model.claim(job, "b").grant is not None
     model.drain()
 
 
-# ------------------------------------------------------------------ what once slipped through
+def test_asking_a_stopped_writer_for_proof_gets_rarer_but_never_stops() -> None:
+    model = HandoffModel()
+    _, grant = granted(model)
+    assert model.begin_batch(grant)
+    model.gave_up(grant, retry=False)
+    first, later = model.tick(), model.tick(60.0)
+    assert first is not None
+    assert later is not None
+    assert first < 0.01 < later <= 0.1
+    model.drain()
 
 
 def test_a_publish_that_ends_after_its_job_was_given_up_is_cancelled() -> None:
@@ -373,19 +401,162 @@ def test_a_publish_that_ends_after_its_job_was_given_up_is_cancelled() -> None:
     model.drain()
 
 
-def test_actions_name_what_the_queue_needs() -> None:
-    ledger = Ledger(LoopbackFences(8, 2), incarnation="i0", clock=FakeClock())
-    ledger.open(Entry("j", "r", (1, 2), first_target=0, timeout_s=5.0))
+def test_with_the_last_worker_gone_nobody_waits_for_its_deadline() -> None:
+    """Unclaimed jobs and jobs that wait for another attempt are given up too."""
+    model = HandoffModel()
+    queued, (again, grant) = opened(model, 1), granted(model)
+    assert model.begin_batch(grant)
+    model.lose("a", others_alive=True)
+    model.lose("b", others_alive=False)
+    model.step()
+    assert (queued.reports, again.reports) == ([False], [False])
+    assert not set(again.job.blocks) & model.pool.free
+    model.drain()
+
+
+# ------------------------------------------------------------------ pull mode
+
+
+@pytest.mark.parametrize("hits", [0, 2])
+def test_ready_read_committed(hits: int) -> None:
+    model = HandoffModel()
+    job, grant = granted(model, targets=3, hits=hits)
+    assert model.ready(grant) is None
+    assert model.fences.in_use == 0, "the writer is proved quiet before we read"
+    assert model.ledger.counts()[JobState.READING] == 1
+    assert model.commit(grant) == "stale"
+    assert model.ready(grant) == "stale"
+    model.ledger.give_up_all(Outcome.ENGINE_STUCK, but_granted=True)
+    (read,) = model.reads
+    assert model.end_read(read, good=True) is None
+    model.step()
+    assert job.reports == [True]
+    with pytest.raises(AssertionError, match="read twice"):
+        model.ledger.read_over(read, good=True)
+    model.drain()
+
+
+def test_ready_of_a_writer_that_still_writes_or_counts_wrong_is_refused() -> None:
+    model = HandoffModel()
+    job, grant = granted(model)
+    assert model.begin_batch(grant)
+    assert model.ready(grant) == "writer_not_quiet"
+    assert model.outcomes == [(job.job.job_id, Outcome.REJECTED)]
+    model.end_batch(grant)
+    _, grant = granted(model)
+    assert model.ready(grant, wrong_by=1) == "wrong_block_count"
+    model.drain()
+
+
+def test_what_could_not_be_read_is_computed_here() -> None:
+    model = HandoffModel()
+    job, grant = granted(model)
+    model.ready(grant)
+    assert model.end_read(model.reads[0], good=False) == "read_failed"
+    assert told(model) == [Settle(job.request.request_id, Outcome.PREFILL_FAILED)]
+    assert job.freed
+    assert job.cancelled_in_queue
+    model.drain()
+
+
+@pytest.mark.parametrize("ends", ["abort", "deadline", "incarnation"])
+@pytest.mark.parametrize("good", [True, False])
+def test_a_job_that_ends_while_it_is_read_keeps_its_blocks(ends: str, good: bool) -> None:
+    model = HandoffModel()
+    job, grant = granted(model, targets=3, hits=0)
+    model.ready(grant)
+    match ends:
+        case "abort":
+            model.abort(job)
+        case "deadline":
+            model.tick(TIMEOUT_S + 1)
+        case "incarnation":
+            model.ledger.new_incarnation("i1")
+            model.act()
+    assert model.revokes[-1].writer == "a", "it need not keep its blocks any longer"
+    model.step()
+    assert job.reports == [False]
+    assert not set(job.blocks) & model.pool.free, "the reader still copies into them"
+    model.tick(1.0)
+    assert model.ledger.quarantined_blocks == 3, "time is no proof"
+    assert model.end_read(model.reads[0], good=good) == "stale"
+    model.step()
+    model.drain()
+
+
+@pytest.mark.parametrize("others_alive", [True, False])
+def test_a_prefill_worker_lost_while_we_read_changes_nothing(others_alive: bool) -> None:
+    """Its memory may well outlive it; if not, the read fails and says so."""
+    model = HandoffModel()
+    job, grant = granted(model)
+    model.ready(grant)
+    model.lose("a", others_alive=others_alive)
+    assert model.naks == []
+    assert model.end_read(model.reads[0], good=True) is None
+    model.step()
+    assert job.reports == [True]
+    model.drain()
+
+
+# ------------------------------------------------------------------ without a model: time, sums
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def woken() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def ledger(clock: FakeClock, woken: list[str]) -> Ledger:
+    return Ledger(
+        LoopbackFences(64, 8), incarnation="i", clock=clock, on_action=lambda: woken.append("")
+    )
+
+
+def fill(ledger: Ledger, count: int, start: int = 0, **more: Any) -> None:
+    """Open jobs `j0`, `j1` … with two blocks to write."""
+    for number in range(start, start + count):
+        more = {"timeout_s": 60.0, "claim_timeout_s": 30.0, **more}
+        ledger.open(Entry(f"j{number}", f"r{number}", (1, 2, 3), 1, **more))
+
+
+def outcomes(ledger: Ledger) -> list[Outcome]:
+    """How requests ended since the last call."""
+    return [e.outcome for e in ledger.take_events() if isinstance(e, Settle)]
+
+
+def test_actions_name_what_the_queue_needs(ledger: Ledger) -> None:
+    fill(ledger, 1)
     receipt = object()
-    ledger.published("j", receipt)
-    said.grant(ledger, "j", "i0", "a", "ack.1")
+    ledger.published("j0", receipt)
+    said.grant(ledger, "j0", "i", "a", "ack.1")
     ledger.writer_lost("a", others_alive=True)
     revoke, nak = ledger.take_actions()
     assert nak == NakDelivery("ack.1", receipt)
-    assert (revoke.writer, revoke.job_id, revoke.attempt) == ("a", "j", 1)  # type: ignore[union-attr]
+    assert (revoke.writer, revoke.job_id, revoke.attempt) == ("a", "j0", 1)  # type: ignore[union-attr]
     ledger.give_up_all(Outcome.ENGINE_STUCK)
     assert ledger.take_actions() == [CancelMessage(receipt)]
     assert ledger.open_jobs == 0
+
+
+def test_a_dead_writer_without_a_delivery_costs_the_claim_timeout_at_most(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    """Without an ack subject there is no delivery to hand back."""
+    fill(ledger, 1, claim_timeout_s=5.0)
+    ledger.published("j0", object())
+    assert said.grant(ledger, "j0", "i", "dead").grant is not None
+    ledger.writer_lost("dead", others_alive=True)
+    assert not any(isinstance(action, NakDelivery) for action in ledger.take_actions())
+    assert outcomes(ledger) == [], "another may claim it"
+    clock.advance(5.0)
+    ledger.tick()
+    assert outcomes(ledger) == [Outcome.CLAIM_TIMEOUT]
 
 
 def test_a_grant_reads_no_block() -> None:
@@ -412,3 +583,230 @@ def test_a_grant_reads_no_block() -> None:
     assert said.commit(ledger, "j", 1, "i0", "w", 2) is None
     assert fences.granted(grant.fence, writes=True) is None
     fences.close()
+
+
+def test_neither_a_tick_nor_a_decision_looks_at_each_of_many_jobs(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, real = list[str](), Entry.due.fget  # type: ignore[attr-defined]
+    fill(ledger, MANY, tokens=48)
+    monkeypatch.setattr(Entry, "due", property(lambda e: [looks.append(e.job_id), real(e)][1]))
+    assert ledger.tick() == pytest.approx(30.0)
+    fill(ledger, 1, start=MANY, tokens=48)
+    assert ledger.tick() == pytest.approx(30.0)
+    assert len(looks) < 30
+    assert said.grant(ledger, "j0", "i", "w").grant is not None
+    said.progress(ledger, "j0", 1, "i", "w", 1)
+    monkeypatch.setattr(ledger, "_jobs", None)
+    assert ledger.queued() == (MANY, 48 * MANY)
+    assert ledger.uncomputed() == 48 * MANY + 24
+    assert ledger.unwritten() == 1
+    counts = ledger.counts()
+    assert (counts[JobState.QUEUED], counts[JobState.GRANTED]) == (MANY, 1)
+
+
+def test_a_job_that_moves_has_its_time_counted_from_then(ledger: Ledger, clock: FakeClock) -> None:
+    fill(ledger, 1, timeout_s=100.0, stall_s=30.0)
+    assert said.grant(ledger, "j0", "i", "w").grant is not None
+    said.progress(ledger, "j0", 1, "i", "w", 1)
+    assert ledger.tick() == pytest.approx(100.0), "never less than it had"
+    for moved in range(1, 20):
+        clock.advance(29.0)
+        said.progress(ledger, "j0", 1, "i", "w", 0)
+        assert ledger.tick() == pytest.approx(max(30.0, 100.0 - 29.0 * moved))
+    assert ledger.unwritten() == 1
+    clock.advance(31.0)
+    ledger.tick()
+    assert outcomes(ledger) == [Outcome.TIMEOUT]
+    assert ledger.unwritten() == 0
+
+
+def test_another_attempt_has_everything_to_write_again(ledger: Ledger) -> None:
+    fill(ledger, 1)
+    said.grant(ledger, "j0", "i", "w")
+    said.progress(ledger, "j0", 1, "i", "w", 2)
+    assert ledger.unwritten() == 0
+    said.gave_up(ledger, "j0", 1, "i", "w")
+    assert said.grant(ledger, "j0", "i", "other").grant is not None
+    assert ledger.unwritten() == 2
+
+
+def test_each_job_expires_at_its_own_time(ledger: Ledger, clock: FakeClock) -> None:
+    begin = clock.monotonic()
+    for number, timeout_s in enumerate((9.0, 3.0, 6.0)):
+        fill(ledger, 1, start=number, claim_timeout_s=timeout_s)
+    ends = []
+    while (pause := ledger.tick()) is not None:
+        clock.advance(pause)
+        ledger.tick()
+        ends += [(clock.monotonic() - begin, e.request_id) for e in ledger.take_events()]  # type: ignore[union-attr]
+    assert ends == [(3, "r1"), (6, "r2"), (9, "r0")]
+
+
+def test_a_claim_moves_the_due_time_and_a_return_to_the_queue_moves_it_back(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    fill(ledger, 1)
+    clock.advance(20.0)
+    assert said.grant(ledger, "j0", "i", "w").grant is not None
+    assert ledger.tick() == pytest.approx(40.0), "the whole, not the wait for a claim"
+    clock.advance(5.0)
+    said.gave_up(ledger, "j0", 1, "i", "w")
+    assert ledger.tick() == pytest.approx(30.0), "its wait for a claim begins anew"
+    clock.advance(30.5)
+    ledger.tick()
+    assert ledger.open_jobs == 0
+
+
+def test_what_ended_long_before_it_was_due_is_forgotten(ledger: Ledger) -> None:
+    """Its multimodal inputs, up to 8 MiB, at once."""
+    fill(ledger, 3)
+    for number in range(3):
+        ledger.set_digest(f"j{number}", b"d", b"inputs")
+        grant = said.grant(ledger, f"j{number}", "i", "w").grant
+        assert grant is not None
+        assert grant.features == b"inputs"
+    assert said.commit(ledger, "j0", 1, "i", "w", 2) is None
+    ledger.cancel("r1")
+    kept = {entry.job_id: entry.features for _, _, entry in ledger._dues}
+    assert kept == {"j0": b"", "j1": b"", "j2": b"inputs"}
+    for number in range(3, MANY):
+        fill(ledger, 1, start=number)
+        ledger.cancel(f"r{number}")
+    assert len(ledger._dues) < MANY
+    assert ledger.target_blocks == 2
+
+
+def test_an_open_wakes_the_timer_only_where_it_must(ledger: Ledger, woken: list[str]) -> None:
+    ledger.tell_opens = False  # somebody is there to claim
+    assert ledger.tick() is None
+    fill(ledger, 1)
+    assert len(woken) == 1, "it slept without end"
+    ledger.tick()
+    fill(ledger, 5, start=1)
+    assert len(woken) == 1, "due after what it waits for"
+    fill(ledger, 1, start=6, claim_timeout_s=5.0)
+    assert len(woken) == 2, "due before"
+    ledger.tell_opens = True
+    fill(ledger, 1, start=7)
+    assert len(woken) == 3, "nobody may be there to claim it"
+
+
+def test_an_overdue_tick_is_made_by_another_thread_and_tried_again(
+    ledger: Ledger, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine thread does it when the other thread hangs: it must not end by it."""
+    fill(ledger, 1, timeout_s=5.0, claim_timeout_s=5.0)
+    ledger.tick()
+    clock.advance(5.5)
+    ledger.tick_overdue()
+    assert ledger.open_jobs == 1, "not overdue yet: the other thread's work"
+    clock.advance(2.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(ledger), "tick", lambda _: 1 / 0)
+        ledger.tick_overdue()
+    ledger.tick_overdue()
+    assert ledger.open_jobs == 0
+
+
+@pytest.mark.parametrize(
+    ("times", "after_s", "outcome"),
+    [
+        ({"hedge_s": 0.5}, 0.5, Outcome.HEDGED),
+        ({"hedge_s": 20.0, "claim_timeout_s": 10.0}, 10.0, Outcome.CLAIM_TIMEOUT),
+    ],
+)
+def test_a_hedged_job_goes_local_at_the_nearer_time(
+    ledger: Ledger, clock: FakeClock, times: dict[str, float], after_s: float, outcome: Outcome
+) -> None:
+    fill(ledger, 1, **times)
+    assert ledger.tick() == pytest.approx(after_s)
+    clock.advance(after_s)
+    ledger.tick()
+    assert outcomes(ledger) == [outcome]
+    assert said.grant(ledger, "j0", "i", "w").refused is RefuseReason.CLOSED
+
+
+def test_a_claim_ends_the_hedge(ledger: Ledger, clock: FakeClock) -> None:
+    fill(ledger, 1, hedge_s=0.5)
+    assert said.grant(ledger, "j0", "i", "w").grant is not None
+    clock.advance(0.6)
+    ledger.tick()
+    assert not outcomes(ledger), "the prefill worker has won"
+    said.gave_up(ledger, "j0", 1, "i", "w")
+    ledger.tick()
+    assert outcomes(ledger) == [Outcome.HEDGED], "there is no time for another one"
+
+
+def test_a_job_that_is_published_later_waits_for_claims_only_then(
+    ledger: Ledger, clock: FakeClock, woken: list[str]
+) -> None:
+    """Long steps and slow loads of a prefix are no sign that nobody claims."""
+    fill(ledger, 1, claim_timeout_s=10.0, later=True)
+    assert ledger.tick() == pytest.approx(60.0)
+    clock.advance(11.0)
+    ledger.tick()
+    assert not outcomes(ledger)
+    woken.clear()
+    ledger.set_digest("j0", b"d")
+    assert woken, "or the timer would sleep until the old deadline"
+    assert ledger.tick() == pytest.approx(10.0)
+    ledger.set_digest("j0", b"d")
+    clock.advance(9.0)
+    ledger.tick()
+    assert not outcomes(ledger)
+    clock.advance(1.0)
+    ledger.tick()
+    assert outcomes(ledger) == [Outcome.CLAIM_TIMEOUT]
+
+
+@pytest.mark.parametrize("hedge_s", [math.inf, 5.0])
+@pytest.mark.parametrize("later", [True, False])
+def test_what_was_never_published_or_was_hedged_says_nothing_of_claims(
+    ledger: Ledger, clock: FakeClock, hedge_s: float, later: bool
+) -> None:
+    fill(ledger, 4, claim_timeout_s=1.0 if later else 10.0, hedge_s=hedge_s, later=later)
+    clock.advance(min(hedge_s, 60.0))
+    ledger.tick()
+    local = Outcome.TIMEOUT if later else Outcome.CLAIM_TIMEOUT
+    hedged = hedge_s < math.inf
+    assert outcomes(ledger)[0] is (Outcome.HEDGED if hedged else local)
+    assert ledger.claims.stalled is (not hedged and not later)
+
+
+# ------------------------------------------------------------------ no proof can be asked for
+
+
+class NoLocks(LoopbackFences):
+    """The kernel has no memory for the lock of the first proof."""
+
+    fails = True
+
+    def try_revoke(self, token: FenceToken) -> bool:
+        if self.fails:
+            self.fails = False
+            raise OSError(errno.ENOLCK, "no locks available")
+        return super().try_revoke(token)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_proof_that_cannot_be_asked_for_keeps_no_request_and_no_other_job_waiting(
+    lost: bool, clock: FakeClock
+) -> None:
+    ledger = Ledger(NoLocks(16, 4), incarnation="i", clock=clock)
+    fill(ledger, 2)
+    for name in ("j0", "j1"):
+        ledger.published(name, object())
+        said.grant(ledger, name, "i", "a", "ack")
+    if lost:
+        ledger.writer_lost("a", others_alive=True)
+        naks = [action for action in ledger.take_actions() if isinstance(action, NakDelivery)]
+        assert len(naks) == 2
+        assert said.grant(ledger, "j1", "i", "b").grant is not None
+        return
+    clock.advance(100.0)
+    ledger.tick()
+    assert outcomes(ledger) == [Outcome.TIMEOUT] * 2
+    clock.advance(1.0)
+    ledger.tick()
+    assert ledger.open_jobs == 0, "asked again"

@@ -35,13 +35,11 @@ class Decode:
         now = Situation(1000, 0, prefill_workers=1, queue_available=True, claims_stalled=stalled)
         return decide(FakeRequest("r", [1]), now).reason
 
-    def prompt(self, *, later: bool = False) -> str | None:
-        """Let the router decide about a prompt. If it is to be prefilled remotely, open a job for
-        it and return the job's id. Otherwise return None.
+    def prompt(self, *, later: bool = False) -> str:
+        """Send a prompt that goes to the queue. Returns its job's id.
 
         later: the job is published later, by `set_digest`."""
-        if self.decide() != "long_prompt":
-            return None
+        assert self.decide() == "long_prompt"
         job = f"j{next(self._jobs)}"
         self.ledger.open(
             Entry(
@@ -69,21 +67,32 @@ class Decode:
         return [event.outcome for event in events if isinstance(event, Settle)]
 
     def stall(self) -> None:
+        """Let claims time out until the breaker opens."""
         for _ in range(STALLS):
-            job = self.prompt()
-            assert job is not None
-            assert self.waited(job) == pytest.approx(CLAIM_S)
+            assert self.waited(self.prompt()) == pytest.approx(CLAIM_S)
+        assert self.decide() == "claims_stalled"
 
 
-def test_after_the_first_few_no_prompt_waits_the_claim_timeout() -> None:
-    decode = Decode()
+@pytest.fixture
+def decode() -> Decode:
+    return Decode()
+
+
+@pytest.fixture
+def half_open(decode: Decode) -> Decode:
+    """The pause after the first stalls is over: the next prompt is the trial."""
     decode.stall()
-    assert decode.decide() == "claims_stalled"
+    decode.clock.advance(PAUSE_S[0])
+    return decode
+
+
+def test_after_the_first_few_no_prompt_waits_the_claim_timeout(decode: Decode) -> None:
+    decode.stall()
     waits = []
     for _ in range(600):
         decode.clock.advance(0.5)
-        job = decode.prompt()
-        waits.append(0.0 if job is None else decode.waited(job))
+        stays = decode.decide() == "claims_stalled"
+        waits.append(0.0 if stays else decode.waited(decode.prompt()))
     assert max(waits) == pytest.approx(TRIAL_SHARE * CLAIM_S)
     trials = [i for i, wait in enumerate(waits) if wait]
     gaps = [after - before for before, after in pairwise(trials)]
@@ -91,80 +100,66 @@ def test_after_the_first_few_no_prompt_waits_the_claim_timeout() -> None:
     assert gaps[-1] == gaps[-2] == pytest.approx(PAUSE_S[1] / 0.5, abs=2), "up to its limit"
 
 
-def test_a_trial_that_is_claimed_closes_it() -> None:
-    decode = Decode()
-    decode.stall()
-    decode.clock.advance(PAUSE_S[0])
-    trial = decode.prompt()
-    assert trial is not None
-    assert decode.prompt() is None, "one trial at a time"
-    assert decode.claims(trial)
-    assert decode.prompt() is not None
-    assert decode.prompt() is not None
+def test_a_trial_that_is_claimed_closes_it(half_open: Decode) -> None:
+    trial = half_open.prompt()
+    assert half_open.decide() == "claims_stalled", "one trial at a time"
+    assert half_open.claims(trial)
+    half_open.prompt()
+    half_open.prompt()
 
 
-def test_a_job_of_the_self_check_says_nothing_about_the_queue() -> None:
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_job_of_the_self_check_says_nothing_about_the_queue(
+    half_open: Decode, claimed: bool
+) -> None:
     """It goes to its prefill worker directly. Its grant ended the pause while no job arrived."""
-    decode = Decode()
-    decode.stall()
-    decode.clock.advance(PAUSE_S[0])
-    for job, granted in (("t1", False), ("t2", True)):
-        decode.ledger.open(Entry(job, job, (1, 2), 0, timeout_s=CLAIM_S, in_queue=False))
-        if granted:
-            assert decode.claims(job)
-            decode.commits(job)
-        else:
-            assert decode.waited(job) == pytest.approx(CLAIM_S)
-    trial = decode.prompt()
-    assert trial is not None
-    assert decode.prompt() is None, "the breaker is still open, and its trial is this prompt"
-    assert decode.waited(trial) == pytest.approx(TRIAL_SHARE * CLAIM_S)
+    job = "t"
+    half_open.ledger.open(Entry(job, job, (1, 2), 0, timeout_s=CLAIM_S, in_queue=False))
+    if claimed:
+        assert half_open.claims(job)
+        half_open.commits(job)
+    else:
+        assert half_open.waited(job) == pytest.approx(CLAIM_S)
+    trial = half_open.prompt()
+    assert half_open.decide() == "claims_stalled", "still open, and its trial is this prompt"
+    assert half_open.waited(trial) == pytest.approx(TRIAL_SHARE * CLAIM_S)
 
 
-def test_a_trial_that_is_not_published_in_time_leaves_its_place_to_the_next_prompt() -> None:
+@pytest.mark.parametrize("published", [False, True])
+def test_a_trial_that_is_not_published_in_time_leaves_its_place_to_the_next_prompt(
+    half_open: Decode, published: bool
+) -> None:
     """Under load, a step may take longer than a trial may wait for its claim. Each such trial made
     the next pause twice as long, although no prefill worker had seen its job."""
-    decode = Decode()
-    decode.stall()
-    decode.clock.advance(PAUSE_S[0])
-    slow = decode.prompt(later=True)
-    assert slow is not None
-    decode.clock.advance(2 * TRIAL_SHARE * CLAIM_S)
-    decode.ledger.tick()
-    assert decode.ledger.find(slow), "it waits for its step"
-    decode.ledger.set_digest(slow, b"d")
-    assert decode.claims(slow)
-    assert decode.prompt() is not None, "closed"
-
-    decode = Decode()
-    decode.stall()
-    decode.clock.advance(PAUSE_S[0])
-    never = decode.prompt(later=True)
-    assert never is not None
-    assert decode.waited(never) == pytest.approx(3 * CLAIM_S)
-    assert decode.prompt() is not None, "without another pause"
+    slow = half_open.prompt(later=True)
+    if published:
+        half_open.clock.advance(2 * TRIAL_SHARE * CLAIM_S)
+        half_open.ledger.tick()
+        assert half_open.ledger.find(slow), "it waits for its step"
+        half_open.ledger.set_digest(slow, b"d")
+        assert half_open.claims(slow)
+    else:
+        assert half_open.waited(slow) == pytest.approx(3 * CLAIM_S)
+    half_open.prompt()
 
 
-def test_jobs_whose_deadline_comes_before_the_claim_timeout_are_no_stalls() -> None:
+def test_jobs_whose_deadline_comes_before_the_claim_timeout_are_no_stalls(decode: Decode) -> None:
     """They were published late. Nobody had the whole claim timeout to claim them."""
-    decode = Decode()
     for _ in range(STALLS):
         job = decode.prompt(later=True)
-        assert job is not None
         decode.clock.advance(2.5 * CLAIM_S)
         decode.ledger.set_digest(job, b"d")
         assert decode.waited(job) == pytest.approx(0.5 * CLAIM_S)
     assert decode.outcomes() == [Outcome.CLAIM_TIMEOUT] * STALLS
-    assert decode.decide() == "long_prompt"
+    decode.prompt()
 
 
-def test_what_is_queued_when_it_opens_is_served_here_at_once() -> None:
-    decode = Decode()
+def test_what_is_queued_when_it_opens_is_served_here_at_once(decode: Decode) -> None:
     for _ in range(STALLS):
-        assert decode.prompt()
+        decode.prompt()
         decode.clock.advance(CLAIM_S / 10)
-    late = [decode.prompt() for _ in range(5)]
-    assert all(late)
+    for _ in range(5):
+        decode.prompt()
     while (soonest := decode.ledger.tick()) is not None and decode.decide() == "long_prompt":
         decode.clock.advance(max(soonest, 0.001))
     assert decode.decide() == "claims_stalled"
@@ -172,63 +167,54 @@ def test_what_is_queued_when_it_opens_is_served_here_at_once() -> None:
     assert decode.outcomes() == [Outcome.CLAIM_TIMEOUT] * STALLS + [Outcome.CLAIMS_STALLED] * 5
 
 
-def test_a_timeout_is_no_stall_if_something_was_claimed_meanwhile() -> None:
+def test_a_timeout_is_no_stall_if_something_was_claimed_meanwhile(decode: Decode) -> None:
     """A burst whose first job is done before the others' time is up."""
-    decode = Decode()
     burst = [decode.prompt() for _ in range(2 * STALLS)]
     decode.clock.advance(CLAIM_S / 2)
-    assert burst[0] is not None
     assert decode.claims(burst[0])
     decode.commits(burst[0])
     decode.clock.advance(CLAIM_S / 2)
     decode.ledger.tick()
     assert decode.outcomes().count(Outcome.CLAIM_TIMEOUT) == len(burst) - 1
-    assert decode.decide() == "long_prompt"
+    decode.prompt()
 
 
-def test_prompts_do_not_wait_because_a_job_that_was_claimed_before_is_computed() -> None:
+def test_prompts_do_not_wait_because_a_job_that_was_claimed_before_is_computed(
+    decode: Decode,
+) -> None:
     """The only prefill worker computes one long prompt all the time."""
-    decode = Decode()
     long = decode.prompt()
-    assert long is not None
     assert decode.claims(long)
     decode.clock.advance(0.1)
     for _ in range(STALLS):
         job = decode.prompt()
-        assert job is not None
         said.progress(decode.ledger, long, 1, "i", "prefill-1")  # it gets more time
         decode.waited(job)
     assert decode.ledger.find(long) is not None, "it is not given up"
     assert decode.decide() == "claims_stalled"
     decode.commits(long)
     decode.ledger.prefill_free()
-    trial = decode.prompt()
-    assert trial is not None, "the prefill worker has nothing to do"
-    assert decode.claims(trial)
-    assert decode.prompt() is not None
+    assert decode.claims(decode.prompt()), "the prefill worker has nothing to do"
+    decode.prompt()
 
 
 @pytest.mark.parametrize("how", ["cancelled", "publish_failed"])
-def test_a_trial_without_a_verdict_leaves_its_place_to_the_next(how: str) -> None:
-    decode = Decode()
-    decode.stall()
-    decode.clock.advance(PAUSE_S[0])
-    trial = decode.prompt()
-    assert trial is not None
+def test_a_trial_without_a_verdict_leaves_its_place_to_the_next(
+    half_open: Decode, how: str
+) -> None:
+    trial = half_open.prompt()
     if how == "cancelled":
-        decode.ledger.cancel(f"r-{trial}")
+        half_open.ledger.cancel(f"r-{trial}")
     else:
-        decode.ledger.give_up(trial, Outcome.PUBLISH_FAILED)
-    assert decode.prompt() is not None
+        half_open.ledger.give_up(trial, Outcome.PUBLISH_FAILED)
+    half_open.prompt()
 
 
-def test_a_prefill_worker_that_becomes_free_ends_the_pause() -> None:
-    decode = Decode()
+def test_a_prefill_worker_that_becomes_free_ends_the_pause(decode: Decode) -> None:
     decode.stall()
-    assert decode.prompt() is None
     decode.ledger.prefill_free()
-    assert decode.prompt() is not None
-    assert decode.prompt() is None, "and only one prompt finds out"
+    decode.prompt()
+    assert decode.decide() == "claims_stalled", "only one prompt finds out"
 
 
 @settings(max_examples=30, deadline=None)
@@ -255,8 +241,8 @@ def test_under_overload_few_prompts_in_a_row_wait_the_claim_timeout(
         now = decode.clock.now
         if now > end:
             break
-        if (job := decode.prompt()) is not None:
-            waiting.append(job)
+        if decode.decide() == "long_prompt":
+            waiting.append(job := decode.prompt())
             queued_at[f"r-{job}"] = now
         for done in [item for item in computing if item[0] <= now]:
             computing.remove(done)

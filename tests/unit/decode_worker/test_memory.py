@@ -8,23 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from pullfill.decode_worker import descriptors
-from pullfill.decode_worker import memory as decode_memory
-from pullfill.decode_worker.context import DecodeContext
-from pullfill.decode_worker.ledger import Entry, Ledger
-from pullfill.decode_worker.request_trace import RequestTraces
-from pullfill.decode_worker.rules import Decision, Situation, decide
+from pullfill.decode_worker.context import ConnectorParts
+from pullfill.decode_worker.memory import NoFences, describe, open_memory
 from pullfill.engine.kv import Geometry, total_heads
 from pullfill.errors import IncompatibleError, OverloadedError
-from pullfill.transfer.contract import LocalMemory
+from pullfill.options import WorkerOptions
+from pullfill.transfer.contract import LocalMemory, Owner
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.owners import RankRegion, region_of
 from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv
-from pullfill.wire import RouterConfig
 from pullfill.worker import memory
 from pullfill.worker.context import WorkerContext
-from tests.support import said
-from tests.support.fakes import FakeRequest
 from tests.support.transfer_rigs import COMPAT
 
 BLOCKS, HEADS, LAYERS, PAGE = 6, 2, 3, 4096
@@ -43,33 +37,21 @@ def told(directory: Path, ranks: int) -> dict[tuple[int, int], RankRegion]:
     return found
 
 
-def decode_context() -> DecodeContext:
-    return DecodeContext(
-        instance_id="decode-x",
-        incarnation="i0",
-        router_config=RouterConfig,
-        publish=lambda job: None,
-        traces=RequestTraces("decode-x"),
-        make_ledger=lambda fences: Ledger(fences, incarnation="i0"),
-    )
+def opened(parts: ConnectorParts, told: dict[tuple[int, int], RankRegion]) -> Owner | None:
+    parts.why_not = memory.attach(parts, told, HEADS).why_not
+    return open_memory(parts, "i0", WorkerOptions(model="m"), None)
 
 
-def test_decode_worker_with_memory_out_of_reach_prefills_everything_itself() -> None:
-    context = decode_context()
-    decode_memory.attach(context, OUT_OF_REACH, HEADS)
-    assert context.owner is None
-    assert context.memories == []
-    assert context.geometry == Geometry(LAYERS, PAGE, "cuda")
-    assert context.ledger is not None
-    now = Situation(5000, 0, engine="no_transport", prefill_workers=3, queue_available=True)
-    assert decide(FakeRequest("r", [1]), now) == Decision(False, "no_transport")
-    context.ledger.open(Entry("j", "r", (1, 2), first_target=0, timeout_s=1))
-    assert said.grant(context.ledger, "j", "i0", "writer").grant is None
-
-
-def test_no_fence_grants_nothing() -> None:
+def test_memory_out_of_reach_is_said_and_grants_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    parts = ConnectorParts("decode-x")
+    lacks = {rank: replace(one, why_not="no driver") for rank, one in OUT_OF_REACH.items()}
+    assert opened(parts, lacks) is None
+    assert parts.memories == []
+    assert parts.geometry == Geometry(LAYERS, PAGE, "cuda")
+    assert "every prompt is prefilled by this worker (no driver)" in caplog.text
+    assert describe(None, parts, "i1", COMPAT) == []
     with pytest.raises(OverloadedError):
-        decode_memory._NoFences().open([1])
+        NoFences().open([1])
 
 
 def test_prefill_worker_with_memory_out_of_reach_knows_its_shape_only() -> None:
@@ -82,19 +64,18 @@ def test_prefill_worker_with_memory_out_of_reach_knows_its_shape_only() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_rank_is_published_and_nothing_is_left(tmp_path: Path, ranks: int) -> None:
-    context = decode_context()
-    context.files = RegionFiles("decode-x", tmp_path)
-    decode_memory.attach(context, told(tmp_path, ranks), HEADS)
-    assert context.geometry == Geometry(LAYERS, PAGE, "cpu")
-    found = descriptors.describe(context, "i1", COMPAT)
+    parts = ConnectorParts("decode-x", RegionFiles("decode-x", tmp_path))
+    owner = opened(parts, told(tmp_path, ranks))
+    assert owner is not None
+    assert parts.geometry == Geometry(LAYERS, PAGE, "cpu")
+    found = describe(owner, parts, "i1", COMPAT)
     assert [(d.rank, d.world_size, d.first_head) for d in found] == [
         (rank, ranks, rank) for rank in range(ranks)
     ]
     endpoints = [ShmEndpoint.decode(d.endpoints["shm"]) for d in found]
     assert len({e.kv for e in endpoints}) == ranks
     assert {e.fence for e in endpoints} == {str(tmp_path / "pullfill-decode-x.fence")}
-    assert context.owner is not None
-    context.owner.close()
+    owner.close()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -33,7 +33,10 @@ class FakeSide:
 
 
 def hooks(*sides: Any) -> ElasticHooks:
-    return ElasticHooks(*sides)
+    decode, prefill = sides
+    both = ElasticHooks(prefill)
+    both.use(decode)
+    return both
 
 
 @pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)])

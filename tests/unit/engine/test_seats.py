@@ -10,7 +10,7 @@ import pytest
 from pullfill.engine import release
 from pullfill.engine.seats import Seats
 from pullfill.errors import Outcome
-from tests.unit.decode_worker.test_connector_scheduler import BLOCK, Rig
+from tests.unit.decode_worker.test_scheduler import BLOCK, Rig
 
 LIMIT = release.this.seats
 
@@ -39,8 +39,8 @@ def test_each_seat_counts_once() -> None:
 
 @pytest.mark.parametrize("end", ["settled", "finished"])
 def test_a_remote_prompt_keeps_a_seat_until_it_can_run_or_is_over(end: str) -> None:
-    rig, made = Rig(), core()
-    rig.side.seats = Seats(made)
+    made = core()
+    rig = Rig(seats=Seats(made))
     rig.send(2 * BLOCK, name="r")
     rig.send(2 * BLOCK, name="s")
     rig.side.step_done()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.decode_worker.test_connector_scheduler_tier import FakeTier
+from tests.unit.decode_worker.test_scheduler_tier import FakeTier
 from tests.unit.prefill_worker.test_scheduler import BLOCK, LOCAL, Engine
 
 

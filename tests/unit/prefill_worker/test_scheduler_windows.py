@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.decode_worker.hit_blocks import HitBlocks
+from pullfill.decode_worker.scheduler import JobBlocks
 from pullfill.engine.groups import BlockOrder
 from pullfill.prefill_worker.scheduler import PrefillScheduler
 from pullfill.prefill_worker.task import PrefillTask
@@ -94,11 +94,11 @@ class Handoff:
             return None
         decode.start(self.hit, tokens - self.hit)
         request = FakeRequest("r", [0] * tokens, block_hashes=decode.hashes(tokens))
-        self.hit_blocks = HitBlocks(decode.size)
+        self.hit_blocks = JobBlocks(decode.size)
         self.hit_blocks.pool, self.hit_blocks.kept_from = decode, decode.kept
         kept, first = decode.kept(tokens), self.hit // decode.size
         tables = decode.get_block_ids("r")
-        read_from, prefix = self.hit_blocks.hold(request, tables, self.hit, kept)
+        read_from, prefix = self.hit_blocks.read(request, tables, self.hit, kept)
         self.named = BlockOrder(kept).ids(tables, first, -(-tokens // decode.size))
         return PrefillJob(
             job_id="j", incarnation="i", decode_instance="d", request_id="r", compat="c",
@@ -195,7 +195,7 @@ class Handoff:
                     expected[block][inside] = decode.memory[block][inside]
         assert decode.memory == expected
         decode.cache(tokens)
-        self.hit_blocks.give_back("r")
+        self.hit_blocks.read_no_more("r")
         decode.end()
         for engine in (decode, self.prefill):
             engine.check_cache()

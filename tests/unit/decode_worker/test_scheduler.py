@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pullfill.decode_worker.connector_scheduler import ConnectorScheduler
-from pullfill.decode_worker.context import DecodeContext, OpenedJob
+from pullfill.decode_worker.forecast import Forecast
+from pullfill.decode_worker.handoff import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
-from pullfill.decode_worker.rules import Forecast
+from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
 from pullfill.errors import Outcome
+from pullfill.queue.contract import Urgency
 from pullfill.testing.loopback import LoopbackFences
-from pullfill.wire import Adapter, Expected, RouterConfig, RouterPolicy
+from pullfill.wire import MAX_TEXT, Adapter, Expected, RouterConfig, RouterPolicy
 from tests.support import said
 from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation
 from tests.support.features import stand_in
@@ -23,9 +24,9 @@ from tests.support.handoff_model import BLOCK, HandoffModel
 
 
 class Rig:
-    """A ConnectorScheduler with everything around it at hand."""
+    """A DecodeScheduler with everything around it at hand. parts: its optional arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, **parts: Any) -> None:
         self.clock = FakeClock()
         self.published: list[OpenedJob] = []
         self.told: dict[str, Any] = {}
@@ -33,20 +34,16 @@ class Rig:
         self.ledger = Ledger(LoopbackFences(64, 8), incarnation="i", clock=self.clock)
         self.traces = RequestTraces("decode-1", self.clock)
         self.pool = FakePool(64)
-        self.side = ConnectorScheduler(
-            DecodeContext(
-                instance_id="decode-1",
-                incarnation="i",
-                router_config=lambda: self.config,
-                situation=lambda r, h: situation(r, h, self.side._context, **self.told),
-                publish=self.published.append,
-                traces=self.traces,
-                make_ledger=lambda _: self.ledger,
-                ledger=self.ledger,
-            ),
-            BLOCK,
+        self.blocks = JobBlocks(BLOCK)
+        self.blocks.pool = self.pool
+        self.side = DecodeScheduler(
+            self.blocks,
+            self.ledger,
+            situation=lambda r, h: situation(r, h, self.config, self.traces, **self.told),
+            publish=self.published.append,
+            traces=self.traces,
+            **parts,
         )
-        self.side.bind_pool(self.pool)
 
     def send(self, tokens: int, hit: int = 0, name: str = "r", **fields: Any) -> FakeRequest:
         """Schedule a request up to its allocation; it must go remote."""
@@ -60,9 +57,8 @@ class Rig:
 
 
 def test_a_prompt_that_stays_for_the_depth_of_the_queue_asks_for_a_new_count() -> None:
-    rig, told = Rig(), list[int]()
-    context = rig.side._context
-    context.queue_full = lambda: told.append(1)
+    told = list[int]()
+    rig = Rig(queue_full=lambda: told.append(1))
     request = FakeRequest("r", list(range(100)))
     assert rig.side.decide(request, 0)[1]
     assert not told
@@ -96,10 +92,9 @@ def test_all_tokens_but_the_last_and_exactly_their_blocks(tokens: int, hit_block
 def test_a_worker_that_speculates_computes_the_last_two_tokens(tokens: int) -> None:
     """With one token left vLLM would add drafts that are always rejected."""
     rig = Rig()
-    rig.side.local_tokens = 2
-    rig.told["local_tokens"] = 2
+    rig.blocks.local_tokens = rig.told["local_tokens"] = 2
     blocks = -(-(tokens - 2) // BLOCK)
-    assert rig.side.target_blocks(tokens, 0) == blocks
+    assert rig.blocks.targets(tokens, 0) == blocks
     if tokens == 2:
         assert rig.side.decide(FakeRequest("r", [1, 2]), 0) == (0, False)
         return
@@ -194,14 +189,12 @@ def test_vllm_may_overrule() -> None:
 
 
 def test_a_job_carries_the_adapter_if_it_can_be_told() -> None:
-    rig, told = Rig(), list[Adapter | None]([None])
-    context = rig.side._context
-    context.adapters = SimpleNamespace(for_others=lambda _: told[0])  # type: ignore[assignment]
+    rig = Rig()
     request = FakeRequest("first", list(range(20)), lora_request=object())
     assert rig.side.decide(request, 0) == (0, False)
-    told[0] = Adapter(name="red", path="/red", content="c")
+    rig.told["adapter"] = told = Adapter(name="red", path="/red", content="c")
     rig.send(20, lora_request=object())
-    assert rig.published[0].adapter == told[0]
+    assert rig.published[0].adapter == told
 
 
 def test_a_job_names_the_features_that_a_prefill_worker_takes() -> None:
@@ -213,8 +206,7 @@ def test_a_job_names_the_features_that_a_prefill_worker_takes() -> None:
     assert rig.published[0].features == made
     late = [stand_in(16, 4)]  # the last token is computed here, and belongs to it
     assert rig.side.decide(FakeRequest("l", list(range(20)), mm_features=late), 0) == (0, False)
-    told = Adapter(name="red", path="/red", content="c")
-    rig.side._context.adapters = SimpleNamespace(for_others=lambda _: told)  # type: ignore[assignment]
+    rig.told["adapter"] = Adapter(name="red", path="/red", content="c")
     both = FakeRequest("b", list(range(20)), mm_features=made, lora_request=object())
     assert rig.side.decide(both, 0) == (0, False)
 
@@ -356,3 +348,23 @@ def test_a_loaded_request_tells_its_trace() -> None:
     assert record is not None
     assert (record.path, record.prefix_hit_tokens, record.remote_tokens) == ("remote", 8, 11)
     assert rig.traces.finish("r") is None
+
+
+def test_vllm_reserves_no_blocks_for_a_request_whose_fetch_has_failed() -> None:
+    """It would need its blocks twice."""
+    request, other = FakeRequest("r", list(range(100))), FakeRequest("s", list(range(100)))
+    in_flight = {request, other}
+    assert Rig(in_flight=in_flight).side.decide(request, 0)[1]
+    assert in_flight == {other}
+
+
+def test_a_job_has_the_urgency_salt_and_priority_of_its_request() -> None:
+    rig = Rig()
+    for ttft_ms in (100, None, 60_000):
+        params = SimpleNamespace(extra_args={"ttft_ms": ttft_ms} if ttft_ms else None)
+        rig.send(
+            2 * BLOCK, name=f"r{ttft_ms}", sampling_params=params, cache_salt="s" * MAX_TEXT,
+            priority=-3,
+        )  # fmt: skip
+    assert [job.urgency for job in rig.published] == list(Urgency)
+    assert {(job.cache_salt, job.priority) for job in rig.published} == {("s" * MAX_TEXT, -3)}

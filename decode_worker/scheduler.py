@@ -1,32 +1,28 @@
 """The half of the decode worker's KV connector that vLLM runs inside its scheduler.
 
-Three steps of a request's life (docs/architecture.md) are here:
-
     decide   whether a prefill worker computes the rest of a prompt
-    enqueue  open the job of such a prompt, and publish it
+    enqueue  open the job of such a prompt, and have it published (handoff.py)
     finish   tell vLLM how remote prefills have ended
 
 vLLM calls everything here on the engine thread. Nothing blocks or does I/O. Each request that waits
-for remote KV is reported to vLLM exactly once.
-
-`request` and `pool` are vLLM's Request and BlockPool. engine/check.py checks at start-up that they
-have the attributes that are used here.
+for remote KV is reported to vLLM exactly once. `request` and `pool` are vLLM's Request and
+BlockPool. engine/check.py checks at start-up that they have the attributes that are used here.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from pullfill.decode_worker.context import DecodeContext, OpenedJob
 from pullfill.decode_worker.forecast import timeouts
-from pullfill.decode_worker.hit_blocks import HitBlocks
-from pullfill.decode_worker.ledger import Entry, Hold, Release, Settle
+from pullfill.decode_worker.handoff import OpenedJob
+from pullfill.decode_worker.ledger import Entry, Hold, Ledger, Release, Settle
 from pullfill.decode_worker.prefix.fetches import FetchOutcome
+from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import (
     ENOUGH,
     PREFIX_HIT,
@@ -36,7 +32,7 @@ from pullfill.decode_worker.rules import (
     expected,
 )
 from pullfill.engine import request_limits
-from pullfill.engine.groups import BlockOrder
+from pullfill.engine.groups import BlockOrder, cached_block
 from pullfill.engine.requests import count_as_computed
 from pullfill.engine.seats import Seats
 from pullfill.ids import new_job_id
@@ -45,80 +41,164 @@ from pullfill.runtime import failpoints, log
 
 if TYPE_CHECKING:
     from pullfill.decode_worker.prefix.fetches import PrefixFetches
+    from pullfill.decode_worker.self_check import Trials
     from pullfill.decode_worker.step_meter import StepMeter
     from pullfill.engine.tier import Tier
 
 logger = log.get("decode_worker.scheduler")
 
 
-class ConnectorScheduler:
-    """Decides, opens jobs and reports their ends, for one engine.
+class JobBlocks:
+    """Which of vLLM's blocks jobs read and write, and who keeps them meanwhile. Engine thread.
+
+    Made when vLLM constructs the connector. vLLM then binds its block pool and its managers.
 
     local_tokens: see `Situation`.
-    never: the reason why this engine prefills every prompt. Empty: there is none.
-    _decisions: the last decision about each request that has no blocks yet.
-    _waiting: requests that wait for remote KV.
-    _held: blocks that are held for each job whose writer is not proved quiet.
-    _hit_blocks: the blocks of prefix hits that jobs may read.
-    _failed: requests to report as failed at the next `collect`.
-    _unpublished: jobs to publish after the step that is being scheduled. `enqueue` says why.
-    _scheduled: the same for each step that still runs.
-    _loading: for each request whose hit is still loaded from the tier: its job, or how the job has
-    ended meanwhile.
-    _late: ends of jobs that had to wait for such a load.
-    tier: vLLM's own KV offloading, beside our connector. None: there is none.
-    meter: measures steps, and decides by what they cost. None until the engine is built.
-    fetching: fetches prefixes from other decode workers. None: nothing can be fetched.
-    seats: of the requests whose KV is on its way.
-    """
+    never: why this engine exchanges no KV with others. Empty: it does.
+    pool: vLLM's BlockPool. Blocks in quarantine are held by its reference counts.
+    kept_from: as `engine.groups.kept_from` returns it.
+    _read: blocks that a job may read and its request does not hold, by request.
+    _held: blocks that are held for each job whose writer is not proved quiet."""
 
-    def __init__(
-        self, context: DecodeContext, block_size: int, local_tokens: int = 1, never: str = ""
-    ) -> None:
-        self._context = context
-        self._block_size = block_size
+    def __init__(self, block_size: int, local_tokens: int = 1, never: str = "") -> None:
+        self.block_size = block_size
         self.local_tokens = local_tokens
-        self._never = never
-        self._pool: Any = None
-        self._kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
-        self._decisions: dict[str, tuple[Situation, Decision, int, int]] = {}
-        self._waiting: set[str] = set()
+        self.never = never
+        self.pool: Any = None
+        self.kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
+        self._read: dict[str, list[Any]] = {}
         self._held: dict[str, list[Any]] = {}
-        self._hit_blocks = HitBlocks(block_size)
-        self._failed: list[str] = []
-        self._unpublished: list[OpenedJob] = []
-        self._scheduled: deque[list[OpenedJob]] = deque()
-        self._loading: dict[str, OpenedJob | Settle] = {}
-        self._late: list[Settle] = []
-        self.in_flight = set[Any]()
-        self.tier: Tier | None = None
-        self.meter: StepMeter | None = None
-        self.fetching: PrefixFetches | None = None
-        self.seats = Seats()
-
-    def bind_pool(self, pool: Any) -> None:
-        """Set vLLM's block pool. Blocks in quarantine are held by its reference counts."""
-        self._pool = self._hit_blocks.pool = pool
-
-    def bind_kept(self, kept_from: Callable[[int], tuple[int, ...]]) -> None:
-        """Set the function of `engine.groups.kept_from`."""
-        self._kept_from = self._hit_blocks.kept_from = kept_from
 
     def longest_kept(self, tokens: int) -> int:
         """Return the longest prompt, of `tokens` at most, of which vLLM keeps every block.
 
         In tokens, rounded down to whole blocks."""
-        lengths = range(tokens, 0, -self._block_size)
-        return next((length for length in lengths if not any(self._kept_from(length))), 0)
+        lengths = range(tokens, 0, -self.block_size)
+        return next((length for length in lengths if not any(self.kept_from(length))), 0)
 
-    def target_blocks(self, prompt_tokens: int, hit_tokens: int) -> int:
+    def targets(self, prompt_tokens: int, hit_tokens: int) -> int:
         """Return how many blocks a prefill worker would write, over all KV cache groups.
 
         hit_tokens: length of the prefix hit on this worker."""
         tokens = max(0, prompt_tokens - self.local_tokens)
-        kept = BlockOrder(self._kept_from(tokens))
-        end, hit = -(-tokens // self._block_size), hit_tokens // self._block_size
+        kept = BlockOrder(self.kept_from(tokens))
+        end, hit = -(-tokens // self.block_size), hit_tokens // self.block_size
         return max(0, kept.before(end) - kept.before(hit))
+
+    def read(
+        self, request: Any, tables: Sequence[Sequence[int]], hit_tokens: int, kept: Sequence[int]
+    ) -> tuple[tuple[int, ...], list[int]]:
+        """Return from which positions on the hit may be read, and its blocks from there on.
+
+        tables: the block ids of the request, for each KV cache group.
+        kept: for each group, the first position that vLLM has kept for the request."""
+        # A prefill worker computes from the end of the hit on. Through a sliding window its first
+        # tokens see the last blocks of the hit. vLLM has not kept all of these for the request,
+        # whose own window begins later, at the end of the prompt. But they may still be cached.
+        # Then the job holds them until it ends.
+        #
+        #     window of 2 blocks    position     0  1  2  3  4  5
+        #                           the hit      x  x  x
+        #                           vLLM keeps               x  x
+        #                           held            x  x
+        hit = hit_tokens // self.block_size
+        own, read_from = tuple(map(list, tables)), []
+        for group, needed in enumerate(self.kept_from(hit_tokens)):
+            first = min(kept[group], hit)
+            found = self._cached_before(first, request, group, needed)
+            if first - len(found) > needed:
+                found = []  # a prefill worker that lacks a part of its window reads nothing
+            for block in found:
+                first -= 1
+                own[group][first] = block.block_id
+            if found:
+                self.pool.touch(found)
+                self._read.setdefault(request.request_id, []).extend(found)
+            read_from.append(first)
+        return tuple(read_from), BlockOrder(tuple(read_from)).ids(own, 0, hit)
+
+    def read_no_more(self, request_id: str) -> None:
+        """Hold no blocks for a job's reads any more: it has ended."""
+        if held := self._read.pop(request_id, None):
+            self.pool.free_blocks(held)
+
+    def hold(self, job_id: str, blocks: Iterable[int]) -> None:
+        """Keep these blocks for a job whose writer is not proved quiet."""
+        self._held[job_id] = held = [self.pool.blocks[b] for b in blocks]
+        self.pool.touch(held)
+
+    def release(self, job_id: str) -> None:
+        """Keep them no more."""
+        # The tail first: it is the least useful as a cached prefix.
+        self.pool.free_blocks(reversed(self._held.pop(job_id)))
+
+    def _cached_before(self, position: int, request: Any, group: int, needed: int) -> list[Any]:
+        """Return the cached blocks before a position, the last one first.
+
+        needed: the first position that a prefill worker needs."""
+        found: list[Any] = []
+        for at in range(position - 1, needed - 1, -1):
+            block = cached_block(self.pool, self.block_size, request, at, group)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+
+class DecodeScheduler:
+    """Decides, opens jobs and reports their ends, for one engine.
+
+    situation: takes a request and its hit, and returns everything that a rule may look at.
+    publish: `Handoff.publish`.
+    queue_full: called when a prompt stays local because of the queue's depth. Must not block.
+    meter: measures steps, and decides by what they cost. None: nothing is measured.
+    fetching: fetches prefixes from other decode workers. None: nothing can be fetched.
+    tier: vLLM's own KV offloading, beside our connector. None: there is none.
+    seats: of the requests whose KV is on its way.
+    in_flight: vLLM's set of requests for which it reserves blocks.
+    trials: the self-check's requests. None: nothing can be compared."""
+
+    def __init__(
+        self,
+        blocks: JobBlocks,
+        ledger: Ledger,
+        *,
+        situation: Callable[[Any, int], Situation],
+        publish: Callable[[OpenedJob], None],
+        traces: RequestTraces,
+        queue_full: Callable[[], None] = lambda: None,
+        meter: StepMeter | None = None,
+        fetching: PrefixFetches | None = None,
+        tier: Tier | None = None,
+        seats: Seats | None = None,
+        in_flight: set[Any] | None = None,
+        trials: Trials | None = None,
+    ) -> None:
+        self._blocks = blocks
+        self._block_size = blocks.block_size
+        self._ledger = ledger
+        self._situation = situation
+        self._publish = publish
+        self._traces = traces
+        self._queue_full = queue_full
+        self._meter = meter
+        self._fetching = fetching
+        self._tier = tier
+        self._seats = seats or Seats()
+        self._in_flight = set[Any]() if in_flight is None else in_flight
+        self._trials = trials
+        # The last decision about each request that has no blocks yet.
+        self._decisions: dict[str, tuple[Situation, Decision, int, int]] = {}
+        self._waiting: set[str] = set()  # requests that wait for remote KV
+        self._failed: list[str] = []  # requests to report as failed at the next `collect`
+        # Jobs to publish after the step that is being scheduled, and after each step that still
+        # runs. `enqueue` says why.
+        self._unpublished: list[OpenedJob] = []
+        self._scheduled: deque[list[OpenedJob]] = deque()
+        # For each request whose hit is still loaded from the tier: its job, or how the job has
+        # ended meanwhile. _late: ends of jobs that had to wait for such a load.
+        self._loading: dict[str, OpenedJob | Settle] = {}
+        self._late: list[Settle] = []
 
     @property
     def has_work(self) -> bool:
@@ -128,18 +208,8 @@ class ConnectorScheduler:
     @property
     def has_events(self) -> bool:
         """Whether remote prefills or fetches have ended."""
-        fetched = self.fetching is not None and self.fetching.has_events
-        return fetched or self._context.ledger.has_events
-
-    @property
-    def never(self) -> str:
-        """Why this engine exchanges no KV with others. Empty: it does."""
-        return self._never
-
-    @property
-    def pool(self) -> Any:
-        """vLLM's BlockPool."""
-        return self._pool
+        fetched = self._fetching is not None and self._fetching.has_events
+        return fetched or self._ledger.has_events
 
     # ------------------------------------------------------------------ step 3: decide
 
@@ -152,23 +222,22 @@ class ConnectorScheduler:
 
         hit_tokens: length of the prefix hit on this worker, without the tier's."""
         # Asked of, it has no blocks. After a failed fetch vLLM still reserves some for it.
-        self.in_flight.discard(request)
+        self._in_flight.discard(request)
         first = request.prompt_token_ids[0] if request.prompt_token_ids else 0
         failpoints.hit(f"decode.prompt.{first}")
-        context = self._context
-        offloaded = self.tier.hit(request, hit_tokens) if self.tier is not None else 0
+        offloaded = self._tier.hit(request, hit_tokens) if self._tier is not None else 0
         if offloaded is None:
             return None, False  # it is looked up or stored at this moment: vLLM asks again
         fetched = 0
         # While a step still runs, it may write into blocks that vLLM would allocate now. And the
         # tier may copy from them.
-        if self.fetching is not None and self.tier is None and not self._scheduled:
-            looked = self.fetching.look(request, hit_tokens)
+        if self._fetching is not None and self._tier is None and not self._scheduled:
+            looked = self._fetching.look(request, hit_tokens)
             if looked is None:
                 return None, False
             fetched = looked
-        situation = context.situation(request, hit_tokens + offloaded + fetched)
-        own = context.trials and context.trials.decision(request.request_id)
+        situation = self._situation(request, hit_tokens + offloaded + fetched)
+        own = self._trials and self._trials.decision(request.request_id)
         if own:
             situation = replace(situation, costs=None)  # a prompt of the self-check teaches nothing
         decision = own or decide(request, situation)
@@ -176,7 +245,7 @@ class ConnectorScheduler:
             decision = Decision(False, PREFIX_HIT)
         self._decisions[request.request_id] = (situation, decision, offloaded, fetched)
         if decision.reason in ENOUGH:
-            context.queue_full()
+            self._queue_full()
         if fetched:
             return fetched, True
         # If the answer is 0, vLLM asks the tier.
@@ -199,32 +268,31 @@ class ConnectorScheduler:
         if decision.remote and not external_tokens:
             decision, offloaded = Decision(False, "engine_declined"), 0
         if external_tokens:
-            self.seats.take(request.request_id)
+            self._seats.take(request.request_id)
         if external_tokens > offloaded:
             count_as_computed(request, external_tokens - offloaded)
         shown = expected(situation, decision)
-        traces = self._context.traces
-        traces.decided(
+        self._traces.decided(
             request.request_id, situation, decision, shown, offloaded, fetched,
             headers=request.trace_headers,
         )  # fmt: skip
-        if self.meter is not None:
-            self.meter.admitted(request.request_id, situation, decision)
-        if fetched and self.fetching is not None:
+        if self._meter is not None:
+            self._meter.admitted(request.request_id, situation, decision)
+        if fetched and self._fetching is not None:
             hit = (situation.hit_tokens - fetched) // self._block_size
             blocks = tables[0][hit : hit + external_tokens // self._block_size]
-            self.fetching.begin(request.request_id, hit * self._block_size, blocks)
+            self._fetching.begin(request.request_id, hit * self._block_size, blocks)
             return
-        if self.fetching is not None:
-            self.fetching.explain(request.request_id)
+        if self._fetching is not None:
+            self._fetching.explain(request.request_id)
         if not external_tokens:
             return
-        later = bool(situation.hit_tokens or self._scheduled or self.tier is not None)
+        later = bool(situation.hit_tokens or self._scheduled or self._tier is not None)
         external = external_tokens - offloaded
         job = self._open(request, tables, situation, external, later, decision.to)
         failpoints.hit("decode.before_publish")
-        if self.tier is not None and offloaded:
-            self.tier.load(request, offloaded)
+        if self._tier is not None and offloaded:
+            self._tier.load(request, offloaded)
             self._loading[request.request_id] = job
             return
         if later:
@@ -234,7 +302,7 @@ class ConnectorScheduler:
             # write one more token of an ended request into our block, and the tier may read there.
             self._unpublished.append(job)
         else:
-            self._context.publish(job)
+            self._publish(job)
 
     def _open(
         self,
@@ -251,12 +319,12 @@ class ConnectorScheduler:
         config = situation.config
         timeout_s, claim_timeout_s = timeouts(situation.forecast, config)
         hit, end = hit_tokens // self._block_size, -(-tokens // self._block_size)
-        kept_from = self._kept_from(tokens)
-        read_from, prefix = self._hit_blocks.hold(request, tables, hit_tokens, kept_from)
+        kept_from = self._blocks.kept_from(tokens)
+        read_from, prefix = self._blocks.read(request, tables, hit_tokens, kept_from)
         targets = BlockOrder(kept_from).ids(tables, hit, end)
-        if self.tier is not None:
+        if self._tier is not None:
             # It may still copy from them, for requests that have ended.
-            self.tier.claim(targets)
+            self._tier.claim(targets)
         job = OpenedJob(
             job_id=new_job_id(),
             request_id=request.request_id,
@@ -269,10 +337,9 @@ class ConnectorScheduler:
             adapter=situation.adapter,
             features=request.mm_features,
             priority=request.priority,
-            trace=self._context.traces.header(request.request_id),
+            trace=self._traces.header(request.request_id),
             to=to,
             timeout_s=timeout_s,
-            claim_timeout_s=claim_timeout_s,
             urgency=urgency_of(
                 request_limits.targets_of(request.sampling_params)[0],
                 config.tight_ttft_ms,
@@ -280,7 +347,7 @@ class ConnectorScheduler:
             ),
         )
         self._waiting.add(job.request_id)
-        self._context.ledger.open(
+        self._ledger.open(
             Entry(
                 job.job_id,
                 job.request_id,
@@ -309,7 +376,7 @@ class ConnectorScheduler:
                 case Settle() as end:
                     self._late.append(end)
                 case job:
-                    self._context.publish(job)
+                    self._publish(job)
 
     def step_done(self, running: int = 0) -> None:
         """Publish the jobs that waited for steps to end.
@@ -322,7 +389,7 @@ class ConnectorScheduler:
             jobs += self._unpublished
             self._unpublished = []
         for job in jobs:
-            self._context.publish(job)
+            self._publish(job)
 
     # ------------------------------------------------------------------ step 9: finish
 
@@ -335,22 +402,19 @@ class ConnectorScheduler:
         loaded: list[str] = []
         # A hold comes before the report that makes vLLM free the same blocks. So no block in
         # quarantine reaches the free list.
-        for fetch in self.fetching.take() if self.fetching is not None else ():
+        for fetch in self._fetching.take() if self._fetching is not None else ():
             arrived = fetch.outcome is FetchOutcome.FETCHED
-            if self.meter is not None and not arrived:
-                self.meter.finished(fetch.request_id)  # it is decided about anew
-            self._context.traces.fetched(fetch)
+            if self._meter is not None and not arrived:
+                self._meter.finished(fetch.request_id)  # it is decided about anew
+            self._traces.fetched(fetch)
             (loaded if arrived else self._failed).append(fetch.request_id)
         late, self._late = self._late, []
-        for event in (*late, *self._context.ledger.take_events()):
+        for event in (*late, *self._ledger.take_events()):
             match event:
                 case Hold(job_id, blocks):
-                    held = [self._pool.blocks[b] for b in blocks]
-                    self._pool.touch(held)
-                    self._held[job_id] = held
+                    self._blocks.hold(job_id, blocks)
                 case Release(job_id):
-                    # The tail first: it is the least useful as a cached prefix.
-                    self._pool.free_blocks(reversed(self._held.pop(job_id)))
+                    self._blocks.release(job_id)
                 case Settle(request_id) if request_id in self._loading:
                     # Its report would make vLLM free blocks that the tier still writes.
                     self._loading[request_id] = event
@@ -361,18 +425,22 @@ class ConnectorScheduler:
                         logger.error("dropped a second report for %s", request_id, extra=about)
                         continue
                     self._waiting.discard(request_id)
-                    self._hit_blocks.give_back(request_id)
-                    self._context.traces.settled(request_id, was_loaded, outcome)
-                    if self.meter is not None:
-                        self.meter.settled(request_id, was_loaded, outcome)
+                    self._blocks.read_no_more(request_id)
+                    self._traces.settled(request_id, was_loaded, outcome)
+                    if self._meter is not None:
+                        self._meter.settled(request_id, was_loaded, outcome)
                     (loaded if was_loaded else self._failed).append(request_id)
-        self.seats.leave([*loaded, *self._failed])
+        self._seats.leave([*loaded, *self._failed])
         return loaded
 
-    def collect(self) -> tuple[list[str], list[str]]:
+    def collect(self, output: Any = None) -> tuple[list[str], list[str]]:
         """Return the (loaded, failed) requests to report in this step.
 
-        Called once for each step, at the end of its scheduling."""
+        vLLM's `build_connector_meta`: called once for each step, at the end of its scheduling.
+
+        output: vLLM's SchedulerOutput."""
+        if self._meter is not None:
+            self._meter.scheduled(output)
         self._scheduled.append(self._unpublished)
         self._unpublished = []
         if not self.has_work:
@@ -386,12 +454,12 @@ class ConnectorScheduler:
 
         If the request still waits, vLLM frees its blocks when `collect` reports it."""
         self._decisions.pop(request_id, None)
-        self.seats.leave([request_id])
-        if self.meter is not None:
-            self.meter.finished(request_id)
-        if self.fetching is not None:
-            self.fetching.finished(request_id)
-        if self._context.trials is not None:
-            self._context.trials.finished(request_id, tables)
+        self._seats.leave([request_id])
+        if self._meter is not None:
+            self._meter.finished(request_id)
+        if self._fetching is not None:
+            self._fetching.finished(request_id)
+        if self._trials is not None:
+            self._trials.finished(request_id, tables)
         if request_id in self._waiting:
-            self._context.ledger.cancel(request_id)
+            self._ledger.cancel(request_id)

@@ -13,7 +13,7 @@ from pullfill.errors import Outcome
 from pullfill.wire import RouterPolicy
 from tests.support.fakes import FakeRequest
 from tests.support.handoff_model import BLOCK
-from tests.unit.decode_worker.test_connector_scheduler import Rig
+from tests.unit.decode_worker.test_scheduler import Rig
 
 PROMPT = 10 * BLOCK
 
@@ -37,9 +37,8 @@ class FakeTier:
 
 
 def rig_with(found: int | None) -> tuple[Rig, FakeTier]:
-    rig, tier = Rig(), FakeTier(found)
-    rig.side.tier = tier  # type: ignore[assignment]
-    return rig, tier
+    tier = FakeTier(found)
+    return Rig(tier=tier), tier
 
 
 def received(*request_ids: str) -> SimpleNamespace:

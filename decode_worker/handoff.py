@@ -1,0 +1,428 @@
+"""The decode side's part of every remote prefill, in the order of a job's life.
+
+    open ─▶ publish ──(NATS)──▶ grant ─▶ commit, or ready and read ─▶ finish
+
+The scheduler half of the connector (scheduler.py) opens jobs and finishes requests, on the engine
+thread. Prefill workers claim and commit over their control connections (control.py). `Handoff` is
+between them, on the worker's asyncio loop. The ledger decides everything that can be lost or won.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from pullfill.decode_worker.forecast import PrefillWorkers
+from pullfill.decode_worker.ledger import (
+    CancelMessage,
+    Entry,
+    JobState,
+    Ledger,
+    NakDelivery,
+    SendRevoke,
+)
+from pullfill.decode_worker.peers import Peer, Peers
+from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.engine import features
+from pullfill.errors import (
+    BadMessage,
+    Fenced,
+    Outcome,
+    PeerUnavailable,
+    PullfillError,
+    QueueFull,
+)
+from pullfill.ids import job_digest
+from pullfill.queue.contract import JobProducer, Urgency
+from pullfill.runtime import failpoints, log, metrics
+from pullfill.wire import (
+    MAX_TEXT,
+    Adapter,
+    Claim,
+    Commit,
+    CommitReply,
+    PrefillJob,
+    Progress,
+    Ready,
+    Refused,
+    RefuseReason,
+    Revoke,
+    Trial,
+    encode,
+    u32,
+)
+
+logger = log.get("decode_worker.handoff")
+
+# While so many bytes wait for a prefill worker, it gets no job with multimodal inputs. These have
+# 8 MiB at most, so a connection sends those of one job at a time, and control messages never wait
+# for many of them.
+_BUSY = 64 << 10
+_GRANTED = metrics.CLAIM.labels("granted")
+
+
+@dataclass(slots=True)
+class OpenedJob:
+    """A job that was just opened in the ledger, to be encoded and published.
+
+    features: vLLM's multimodal inputs of the prompt.
+    trace: as in `PrefillJob`.
+    to: see `Decision`."""
+
+    job_id: str
+    request_id: str
+    token_ids: list[int]
+    hit_tokens: int
+    blocks: tuple[int, ...]
+    read_from: tuple[int, ...]
+    kept_from: tuple[int, ...]
+    cache_salt: str | None
+    adapter: Adapter | None
+    priority: int
+    timeout_s: float
+    urgency: Urgency = Urgency.NORMAL
+    features: Sequence[Any] = ()
+    trace: str = ""
+    to: str = ""
+
+
+class Handoff:
+    """All remote prefills of one decode worker.
+
+    asyncio thread only, but `publish`.
+
+    peers: the connected prefill workers. The control server adds and removes them.
+    forecaster: is told how long the writing of KV took.
+    wake: set when the ledger has actions, or another deadline."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        queue: JobProducer,
+        traces: RequestTraces,
+        *,
+        peers: Peers,
+        forecaster: PrefillWorkers,
+        wake: asyncio.Event,
+        instance_id: str,
+        compat_hash: str,
+    ) -> None:
+        self.ledger = ledger
+        self.peers = peers
+        self.wake = wake
+        self._queue = queue
+        self._traces = traces
+        self._forecaster = forecaster
+        self._instance_id = instance_id
+        self._compat_hash = compat_hash
+        self._loop = asyncio.get_running_loop()
+        self._opened: deque[OpenedJob] = deque()
+        self._woken = False
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """End everything that is under way. Messages of jobs that have ended are deleted from the
+        queue, if it answers within 1 s."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
+        left = [*self._tasks, *([self._watching] if self._watching is not None else [])]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    # ------------------------------------------------------------------ publish, part of step 4
+
+    def publish(self, job: OpenedJob) -> None:
+        """Have the asyncio thread publish a job that the ledger has opened. Any thread.
+
+        vLLM's scheduler never waits for the network. After any failure the ledger serves the
+        request locally. All jobs of one engine step wake the loop once."""
+        self._opened.append(job)
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._publish_opened)
+
+    def _publish_opened(self) -> None:
+        self._woken = False  # first, so that a job that comes from now on wakes the loop again
+        while self._opened:
+            self._spawn(self._publish(self._opened.popleft()))
+        if self._watching is None or self._watching.done():
+            self._watching = self._loop.create_task(self._watch_queue(), name="queue-gone")
+
+    async def _publish(self, job: OpenedJob) -> None:
+        log.about(job_id=job.job_id, request_id=job.request_id)
+        ledger = self.ledger
+        try:
+            brought, brings = b"", ""
+            if job.features:  # on a thread: 8 MiB take 10 ms
+                brought, brings = await asyncio.to_thread(features.encoded, job.features)
+            if ledger.find(job.job_id) is None:
+                return  # the job ended before it was published
+            body = self._encode(job, brings)
+            ledger.set_digest(job.job_id, job_digest(body), brought)
+            failpoints.hit("decode.publish")
+            if job.to:
+                self._send(job.to, body)
+                return
+            tokens = len(job.token_ids) - job.hit_tokens
+            receipt = await self._queue.publish(job.job_id, body, tokens, job.urgency)
+        except PullfillError as exc:
+            full = isinstance(exc, QueueFull) and exc.retryable  # else the job is too large
+            if not full:
+                logger.warning("serving %s locally: %s", job.request_id, exc)
+            ledger.give_up(job.job_id, Outcome.QUEUE_FULL if full else Outcome.PUBLISH_FAILED)
+        except Exception:
+            logger.exception("publishing %s failed; serving it locally", job.request_id)
+            ledger.give_up(job.job_id, Outcome.PUBLISH_FAILED)
+        else:
+            ledger.published(job.job_id, receipt)
+            entry = ledger.find(job.job_id)
+            if entry is None or entry.state is not JobState.QUEUED:
+                self._queue.claimed(receipt)  # the claim came before the answer of the queue
+            if entry is None and ledger.was_committed(job.job_id):
+                self._queue.committed(receipt)
+
+    def _encode(self, job: OpenedJob, brings: str) -> bytes:
+        """Encode a job for the stream.
+
+        brings: digest of the multimodal inputs, which the grant will bring."""
+        return encode(
+            PrefillJob(
+                job_id=job.job_id,
+                incarnation=self.ledger.incarnation,
+                decode_instance=self._instance_id,
+                # For people who read a dead letter. A client can make it as long as it likes.
+                request_id=job.request_id[:MAX_TEXT],
+                compat=self._compat_hash,
+                token_ids=u32.pack(job.token_ids),
+                hit_tokens=job.hit_tokens,
+                block_ids=u32.pack(job.blocks),
+                read_from=job.read_from,
+                kept_from=job.kept_from,
+                cache_salt=job.cache_salt,
+                adapter=job.adapter,
+                features=brings,
+                priority=job.priority * len(Urgency) + job.urgency,
+                timeout_s=job.timeout_s,
+                trace=job.trace,
+            )
+        )
+
+    def _send(self, name: str, body: bytes) -> None:
+        """Send a job to one prefill worker, past the queue. name: of its connection."""
+        if (peer := self.peers.get(name)) is None:
+            raise PeerUnavailable(f"{name} is not connected any more")
+        peer.channel.write(Trial(job=body))
+
+    async def _watch_queue(self) -> None:
+        """Serve locally what waits for a message that the queue has no more, as long as any job is
+        open. Somebody may have purged the queue, or the job may have used up its deliveries."""
+        while self.ledger.open_jobs:
+            await asyncio.sleep(0.5)  # such a job is served locally within a second
+            if not (waiting := self.ledger.unclaimed()):
+                continue
+            try:
+                gone = await self._queue.gone(waiting)
+            except Exception:  # without this task such jobs would wait for the claim timeout
+                logger.exception("an answer of the job queue could not be handled")
+                continue
+            lost = [e for receipt in gone if (e := self.ledger.find(receipt.job_id)) is not None]
+            give_up = partial(self.ledger.give_up, outcome=Outcome.JOB_GONE, if_queued=True)
+            if ours := [entry.request_id for entry in lost if give_up(entry.job_id)]:
+                logger.warning(
+                    "%d jobs are gone from the queue, deleted or dead (`pullfill doctor`). "
+                    "Their prompts are prefilled here. Requests: %s",
+                    len(ours),
+                    ", ".join(ours[:3]) + ", ..." * (len(ours) > 3),
+                )
+
+    # ------------------------------------------------------------------ step 5: grant
+
+    def grant(self, peer: Peer, claim: Claim) -> None:
+        """Answer a claim: grant the job to this prefill worker, or refuse."""
+        failpoints.hit("decode.before_grant")
+        entry = self.ledger.find(claim.job_id)
+        if entry is not None and entry.features and peer.channel.backlog > _BUSY:
+            # 8 MiB take 0.07 s at 1 Gbit/s.
+            answer: Any = Refused(rid=claim.rid, reason=RefuseReason.HELD, retry_after_s=0.05)
+        else:
+            answer = self.ledger.grant(claim, peer.name)
+        if isinstance(answer, Refused):
+            metrics.CLAIM.labels(answer.reason.value).inc()
+            if answer.reason not in (RefuseReason.HELD, RefuseReason.IN_PROGRESS):
+                metrics.STALE_REFUSED.labels("claim").inc()
+            peer.channel.write(answer)
+            return
+        assert entry is not None, "a job is claimed after it was opened"
+        _GRANTED.inc()
+        queued_s = entry.granted_at - entry.opened_at
+        self._traces.claimed(entry.request_id, answer.attempt, peer.instance_id, queued_s)
+        peer.channel.write(peer.in_reach(answer))
+        if entry.receipt is not None:
+            self._queue.claimed(entry.receipt)
+
+    def progress(self, peer: Peer, progress: Progress) -> None:
+        """Note what has been written since the last report."""
+        self._forecaster.wrote(peer.instance_id, progress.blocks, progress.write_s)
+        self.ledger.progress(progress, peer.name)
+
+    # ------------------------------------------------------------------ step 8: commit
+
+    def commit(self, peer: Peer, commit: Commit) -> None:
+        """Accept the KV that this prefill worker has written: its request goes on."""
+        failpoints.hit("decode.before_commit")
+        entry = self.ledger.find(commit.job_id)
+        if entry is not None and (entry.attempt, entry.writer) == (commit.attempt, peer.name):
+            # Before the commit: after it the engine thread may finish the request at any moment.
+            self._traces.committed(
+                entry.request_id,
+                commit.timings,
+                commit.kv_bytes,
+                commit.transport,
+                commit.why_not_better,
+            )
+            write_s = commit.timings.kv_write_ms / 1e3
+            self._forecaster.wrote(peer.instance_id, commit.blocks, write_s)
+        self._answer(peer, commit, self.ledger.commit(commit, peer.name), entry)
+
+    def ready(self, peer: Peer, ready: Ready) -> None:
+        """Read the KV that this prefill worker has computed, then commit it (--kv-mode pull).
+
+        Raises BadMessage if no grant said pull."""
+        if peer.reader is None:
+            raise BadMessage("ready, where no grant said pull")
+        entry = self.ledger.ready(ready, peer.name)
+        if isinstance(entry, str):
+            self._answer(peer, ready, entry, None)
+        else:
+            self._spawn(self._read(peer, ready, entry))
+
+    async def _read(self, peer: Peer, ready: Ready, entry: Entry) -> None:
+        assert peer.reader is not None
+        blocks = entry.blocks[entry.first_target :]
+        began, good = time.monotonic(), False
+        about = log.ids(job_id=ready.job_id, attempt=ready.attempt)
+        cannot = "cannot read job %s from %s: %s", ready.job_id, peer.instance_id
+        watch = asyncio.create_task(self._watch_read(peer, ready, entry.stall_s))
+        try:
+            moved, transport = await peer.reader.fetch(
+                ready, blocks, lambda: entry.state is JobState.READING
+            )
+            took_ms = (time.monotonic() - began) * 1e3
+            timings = msgspec.structs.replace(
+                ready.timings,
+                kv_write_ms=moved.seconds * 1e3,
+                tail_ms=ready.timings.tail_ms + took_ms,
+            )
+            failpoints.hit("decode.before_commit")
+            self._traces.committed(entry.request_id, timings, moved.nbytes, transport)
+            self._forecaster.wrote(peer.instance_id, len(blocks), moved.seconds)
+            good = True
+        except Fenced:
+            metrics.STALE_REFUSED.labels("read").inc()
+        except PullfillError as exc:
+            level = logger.warning if entry.state is JobState.READING else logger.debug
+            level(*cannot, exc, extra=about)
+        except Exception as exc:
+            logger.exception(*cannot, exc, extra=about)
+        finally:
+            watch.cancel()
+        self._answer(peer, ready, self.ledger.read_over(entry, good=good), entry)
+        self.act()
+
+    async def _watch_read(self, peer: Peer, ready: Ready, stall_s: float) -> None:
+        """Tell the ledger that some bytes have arrived, as long as the blocks are read."""
+        assert peer.reader is not None
+        moved = peer.reader.moved_bytes
+        while True:
+            await asyncio.sleep(min(1.0, stall_s / 4))
+            before, moved = moved, peer.reader.moved_bytes
+            if moved != before:
+                self.ledger.progress(ready, peer.name)
+
+    def _answer(
+        self, peer: Peer, asked: Commit | Ready, why: str | None, entry: Entry | None
+    ) -> None:
+        if why is None and entry is not None and entry.receipt is not None:
+            self._queue.committed(entry.receipt)
+        if why is not None:
+            if why != "read_failed":  # counted where it happens
+                metrics.STALE_REFUSED.labels("commit").inc()
+            logger.warning(
+                "refused a commit of job %s by %s: %s", asked.job_id, peer.name, why,
+                extra=log.ids(job_id=asked.job_id, attempt=asked.attempt),
+            )  # fmt: skip
+        peer.channel.write(CommitReply(rid=asked.rid, ok=why is None, reason=why or ""))
+
+    # ------------------------------------------------------------------ who is there, and time
+
+    def pulling_changed(self) -> None:
+        """Note that a prefill worker came, left, or pulls or does not pull any more."""
+        # First: what is opened after the look of `_nobody_pulls` is told.
+        self.ledger.tell_opens = not self.peers.pulling
+        self._nobody_pulls()
+        self.wake.set()
+
+    def lost(self, peer: Peer) -> None:
+        """Note that a connection has ended, and that its peer is no more in `peers`."""
+        self.ledger.writer_lost(peer.name, others_alive=bool(self.peers))
+        # If the worker died, the kernel has freed its locks: the timer asks for the proof.
+        self.pulling_changed()
+        self.act()
+
+    def _nobody_pulls(self) -> None:
+        """Serve locally what nobody has claimed, if no prefill worker pulls jobs."""
+        if not self.peers.pulling and self.ledger.open_jobs:
+            self.ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
+
+    async def run(self) -> None:
+        """Look at the ledger's deadlines and actions, until cancelled."""
+        while True:
+            try:
+                soonest = self.ledger.tick()
+                # Since the last worker left, jobs may have been queued: given up by it, proved
+                # quiet in this tick, or opened by an engine thread that still saw the worker.
+                self._nobody_pulls()
+                self.act()
+            except Exception:
+                # Deadlines and proofs depend on this loop, so it goes on after any error.
+                logger.exception("the ledger's timer failed; going on")
+                soonest = 0.05
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(soonest):
+                    await self.wake.wait()
+            self.wake.clear()
+
+    def act(self) -> None:
+        """Do what the ledger asks of the network."""
+        for action in self.ledger.take_actions():
+            match action:
+                case SendRevoke(name, job_id, attempt, reason):
+                    # Only this action makes something due earlier: a proof, or the claim of a job
+                    # that is queued again. So the timer must look again.
+                    self.wake.set()
+                    if (peer := self.peers.get(name)) is not None:
+                        peer.channel.write(Revoke(job_id=job_id, attempt=attempt, reason=reason))
+                case CancelMessage(receipt):
+                    self._spawn(self._queue.cancel(receipt))
+                case NakDelivery(ack_subject, receipt):
+                    self._spawn(self._queue.nak(ack_subject, receipt))
+
+    def _spawn(self, work: Awaitable[object]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            logger.warning("could not settle a message: %s", exc)

@@ -1,0 +1,534 @@
+"""The decode side of a worker.
+
+`build` makes its parts, in reading order, once the engine is there. `DecodeHooks` is what the
+engine's loop calls. `DecodeSide` is all of it, as worker/process.py sees it. `DecodeRole` is how a
+process becomes a decode worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from pullfill.config import ClusterRef
+from pullfill.decode_worker import leave
+from pullfill.decode_worker.context import ConnectorParts, DecodeContext
+from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.handoff import Handoff
+from pullfill.decode_worker.kv_reader import reach_for
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.load import LoadReports, demand_of, jobs_of, load_of, show_demand
+from pullfill.decode_worker.memory import NoFences, describe, open_memory
+from pullfill.decode_worker.outlook import Outlook
+from pullfill.decode_worker.peers import Peers
+from pullfill.decode_worker.prefix.block_events import BlockEvents, publish_blocks
+from pullfill.decode_worker.prefix.fetches import fetches_for
+from pullfill.decode_worker.prefix.read_leases import ReadLeases
+from pullfill.decode_worker.request_server import RequestServer
+from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.decode_worker.rules import SELF_CHECK_PENDING
+from pullfill.decode_worker.scheduler import DecodeScheduler
+from pullfill.decode_worker.self_check import Checks, Trials, checks_for
+from pullfill.decode_worker.step_meter import StepMeter
+from pullfill.engine import front_wire, kv
+from pullfill.engine.chunks import PrefillChunks
+from pullfill.engine.compat import rounding_digest
+from pullfill.engine.host import EngineHooks, EngineHost
+from pullfill.engine.kv_events import KvEvents
+from pullfill.engine.load import EngineLoad
+from pullfill.engine.seats import Seats
+from pullfill.engine.thread import EngineThread
+from pullfill.errors import Outcome
+from pullfill.ids import new_incarnation, new_instance_id
+from pullfill.options import WorkerOptions
+from pullfill.queue.contract import QueueConfig
+from pullfill.queue.jetstream import JetStreamProducer
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.live_settings import Settings
+from pullfill.registry.self_checks import SelfChecks
+from pullfill.runtime import log
+from pullfill.snapshot import Demand
+from pullfill.transfer.gpu import copies
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.wire import (
+    KvMode,
+    LeaseHello,
+    QueueSettings,
+    RegionDescriptor,
+    RouterConfig,
+    WorkerRecord,
+)
+from pullfill.worker import memory
+from pullfill.worker.process import Engine, Role, Service
+
+logger = log.get("decode_worker")
+T = TypeVar("T")
+
+
+async def build(
+    engine: Engine[ConnectorParts],
+    thread: EngineThread[Any],
+    etcd: EtcdClient,
+    cluster: ClusterRef,
+    options: WorkerOptions,
+    *,
+    router: Settings[RouterConfig],
+    queue: Settings[QueueSettings],
+    kept: SelfChecks,
+    events: KvEvents,
+    copiers: Collection[memory.Copier],
+    parts: AsyncExitStack,
+) -> DecodeSide:
+    """Make all parts of a decode side. asyncio thread. What it opens, it pushes onto `parts`.
+
+    The engine takes no request before `DecodeSide.begin`.
+
+    kept: results of self-checks. events: of the engine's prefix cache.
+    copiers: others that may copy from or to the KV memory. It is closed after they have ended."""
+    host, core, config, told = engine.host, engine.core, engine.config, engine.context
+    loop, key = asyncio.get_running_loop(), cluster.security.cluster.load()
+    copies.when_broken(thread.fail)
+
+    # The job queue of this model.
+    producer = await JetStreamProducer.connect(
+        cluster.nats_url,
+        QueueConfig(namespace=cluster.namespace, compat_hash=engine.compat.hash()),
+        settings=queue.current,
+        wait_s=options.connect_timeout_s,
+        connect_options=cluster.security.nats.options(),
+    )
+    parts.push_async_callback(producer.close)
+    queue.subscribe(producer.streams.configure)
+
+    # The KV memory, and who may write to it.
+    incarnation = new_incarnation()
+    told.owner = open_memory(told, incarnation, options, key)
+    parts.push_async_callback(memory.end, thread, told, copiers)
+    wake = asyncio.Event()
+    ledger = Ledger(
+        told.owner.fences if told.owner is not None else NoFences(),
+        incarnation=incarnation,
+        kv_mode=options.kv_mode,
+        on_event=host.wake,
+        on_action=partial(loop.call_soon_threadsafe, wake.set),
+    )
+    traces = RequestTraces(engine.context.instance_id)
+    context = DecodeContext(
+        told.instance_id,
+        told.files,
+        told.geometry,
+        told.ranks,
+        told.owner,
+        told.adapters,
+        incarnation=incarnation,
+        router_config=lambda: router.current,
+        traces=traces,
+        ledger=ledger,
+        blocks=told.blocks,
+    )
+
+    # The frontends' socket.
+    load = EngineLoad(core)
+    server = RequestServer(
+        host,
+        traces,
+        welcome=partial(_welcome, engine, load, events),
+        models=[engine.served_name, options.model],
+        adapters=told.adapters,
+        key=key,
+    )
+    reports = LoadReports(load, server, partial(_wake_after, loop, host))
+    blocks = await on_engine(host, lambda _: publish_blocks(engine, server, loop, events))
+    parts.push_async_callback(blocks.close)
+
+    # The prefill workers' connections, and what they say about jobs.
+    meter = StepMeter(context, PrefillChunks(core))
+    peers, forecaster = Peers(), meter.model.workers
+    trials, checks = checks_for(context, config, engine.compat, host, kept) or (None, None)
+    if checks is not None:
+        parts.push_async_callback(checks.close)
+    handoff = Handoff(
+        ledger,
+        producer,
+        traces,
+        peers=peers,
+        forecaster=forecaster,
+        wake=wake,
+        instance_id=told.instance_id,
+        compat_hash=engine.compat.hash(),
+    )
+    computes = rounding_digest(config)
+    leases = ReadLeases(
+        context, host, server.intake, compat=engine.compat, computes=computes,
+        block_size=told.blocks.block_size, pool=told.blocks.pool,
+    )  # fmt: skip
+    pull = options.kv_mode is KvMode.PULL
+    control = ControlServer(
+        handoff,
+        instance_id=told.instance_id,
+        compat=engine.compat,
+        key=key,
+        reach=reach_for(told.memories, options, key) if pull else None,
+        checks=checks,
+        leases=leases,
+    )
+    await control.start(options.host, options.control_port)
+    parts.push_async_callback(control.stop)
+
+    # What decides about a prompt.
+    outlook = Outlook(
+        context,
+        producer,
+        peers,
+        forecaster,
+        checks,
+        etcd.health,
+        config.cache_config,
+        sum(one.nbytes for one in told.memories),
+        meter=meter,
+        engine=told.blocks.never or ("" if told.owner is not None else "no_transport"),
+        target_blocks=told.blocks.targets,
+        local_tokens=told.blocks.local_tokens,
+    )
+    traces.outage = outlook.outage
+    hello = LeaseHello(
+        decode_instance=told.instance_id, compat=engine.compat.hash(), computes=computes
+    )
+    fetches = fetches_for(
+        context, hello, outlook.situation, meter.prefill_s, host.wake, options, key
+    )
+    if fetches is not None:
+        parts.push_async_callback(fetches.close)
+    tier = kv.tier_of(core)
+    scheduler = DecodeScheduler(
+        told.blocks,
+        ledger,
+        situation=outlook.situation,
+        publish=handoff.publish,
+        traces=traces,
+        queue_full=producer.look_again,
+        meter=meter,
+        fetching=fetches,
+        tier=tier,
+        seats=Seats(core if options.reserve_seats else None),
+        in_flight=core.scheduler._inflight_prefills,
+        trials=trials,
+    )
+    hooks = DecodeHooks(
+        host, scheduler, ledger, server, reports, meter, events, leases, trials, tier
+    )
+    return DecodeSide(
+        engine, context, thread, hooks, scheduler, server, blocks, control, leases, outlook, checks,
+        meter, options, partial(_join, checks, etcd, cluster.namespace),
+    )  # fmt: skip
+
+
+class DecodeHooks(EngineHooks):
+    """What runs on the engine thread."""
+
+    def __init__(
+        self,
+        host: EngineHost,
+        scheduler: DecodeScheduler,
+        ledger: Ledger,
+        server: RequestServer,
+        reports: LoadReports,
+        meter: StepMeter,
+        events: KvEvents,
+        leases: ReadLeases,
+        trials: Trials | None,
+        tier: Any,
+    ) -> None:
+        self._host = host
+        self._scheduler = scheduler
+        self._ledger = ledger
+        self._server = server
+        self._reports = reports
+        self._meter = meter
+        self._events = events
+        self._leases = leases
+        self._trials = trials
+        self._tier = tier
+        self._look_at = 0.0
+
+    def before_step(self) -> bool:
+        if (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + 0.05  # nothing that is looked at needs a faster reaction
+            leave.look(self._server, self._ledger, self._leases.unproved_blocks)
+            self._events.look()
+        self._reports.look(now)
+        if self._scheduler.has_events and (loaded := self._scheduler.finish()):
+            self._host.received(loaded)
+        self._meter.before_step()
+        return self._scheduler.has_work or self.copies_run()
+
+    def copies_run(self) -> bool:
+        return self._tier is not None and self._tier.busy
+
+    def after_step(self, running: int) -> None:
+        self._meter.after_step(running)
+        self._scheduler.step_done(running)
+
+    def on_outputs(self, outputs: dict[int, Any]) -> None:
+        if self._trials is not None:
+            self._trials.take(outputs)
+        self._server.send_outputs(outputs)
+
+    def on_failed_step(self, untouched: set[str]) -> None:
+        leave.last_words(self._server, untouched)
+
+
+class DecodeSide(Service):
+    """See Service. join: begins the self-checks with the workers in the registry."""
+
+    def __init__(
+        self,
+        engine: Engine[ConnectorParts],
+        context: DecodeContext,
+        thread: EngineThread[Any],
+        hooks: DecodeHooks,
+        scheduler: DecodeScheduler,
+        server: RequestServer,
+        blocks: BlockEvents,
+        control: ControlServer,
+        leases: ReadLeases,
+        outlook: Outlook,
+        checks: Checks | None,
+        meter: StepMeter,
+        options: WorkerOptions,
+        join: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.hooks = hooks
+        self.context = context
+        self.server = server
+        self._engine = engine
+        self._thread = thread
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._control = control
+        self._leases = leases
+        self._outlook = outlook
+        self._checks = checks
+        self._meter = meter
+        self._options = options
+        self._join = join
+        self._ledger = context.ledger
+        self._drains = self._rests = False
+
+    async def begin(self, use: Callable[[EngineHooks], object]) -> None:
+        """Listen for frontends. From now on this side answers the engine.
+
+        use: has the engine's loop call these hooks. Called on the engine thread."""
+
+        def on_engine_thread(_: object) -> None:
+            self._engine.context.scheduler = self._scheduler
+            use(self.hooks)
+            self.server.bind(self._options.host, self._options.data_port)
+
+        await on_engine(self._engine.host, on_engine_thread)
+
+    def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
+        incarnation, told = record.incarnation, self._engine.context
+        self.context.incarnation = incarnation
+        self._ledger.new_incarnation(incarnation)
+        self._leases.renew()
+        described = describe(told.owner, told, incarnation, self._engine.compat)
+        record = msgspec.structs.replace(
+            record,
+            data=self.server.address,
+            control=self._options.advertise_control or self._control.address,
+            computes=self._checks.computes if self._checks else "",
+        )
+        return record, described
+
+    async def start(self, note: Callable[[], None]) -> None:
+        # Frontends and prefill workers connect by themselves once the worker is registered.
+        self._join(note)
+
+    def checking(self) -> str:
+        if self._checks is None or not self._checks.joining:
+            return ""
+        return f"{SELF_CHECK_PENDING}: the registry lists prefill workers of a new kind"
+
+    async def resume(self) -> None:
+        """Serve again after a drain. Call it before the worker registers again."""
+        self._drains = self._outlook.draining = self._rests = False
+        self._leases.reopen()
+        await self._dismiss(draining=False)
+
+    async def rest(self) -> None:
+        """End the connections to all peers. This worker is no decode worker until `resume`.
+
+        The ledger goes on: it frees the blocks of writers that are not proved quiet yet."""
+        self._rests = True
+        self._control.dismiss()
+        self._leases.renew()
+        await self._dismiss(draining=True)
+
+    async def _dismiss(self, draining: bool) -> None:
+        work = partial(self.server.dismiss, draining)
+        await self._engine.host.call(lambda _: work(), until=self._thread.dead)
+
+    def reasons(self) -> list[str]:
+        return self._outlook.reasons()
+
+    def told(self) -> dict[str, Any]:
+        return {}
+
+    def status(self) -> dict[str, Any]:
+        load = load_of(
+            self._engine,
+            self._ledger,
+            self.server,
+            self._control.peers,
+            self._leases,
+            self._checks,
+        )
+        load["prefix"] = self._blocks.status()
+        load["demand"] = msgspec.to_builtins(self._demand())
+        return {"load": load, **self._outlook.servers()}
+
+    def jobs(self) -> dict[str, Any]:
+        return {"jobs": msgspec.to_builtins(jobs_of(self._ledger))}
+
+    def refresh_metrics(self) -> None:
+        self._outlook.refresh_metrics()
+        show_demand(Demand() if self._rests else self._demand())
+
+    def _demand(self) -> Demand:
+        return demand_of(self._engine, self._ledger, self._control.peers, self._meter)
+
+    def engine_stuck(self, stuck: bool) -> None:
+        self._outlook.draining = stuck or self._drains
+        if stuck:
+            self._ledger.give_up_all(Outcome.ENGINE_STUCK, but_granted=True)
+
+    async def stop_taking(self) -> None:
+        self._drains = self._outlook.draining = True
+        self._engine.host.submit(lambda _: self.server.start_drain())
+
+    async def finished(self) -> None:
+        await leave.idle(self._thread, self.server, self._ledger)
+        await self._leases.drain()
+
+    async def give_up(self) -> None:
+        logger.warning("migrating %d unfinished requests", self.server.active_requests)
+        await leave.migrate_unfinished(self._engine.host, self.server)
+
+    async def engine_gone(self) -> None:
+        if not self._thread.hangs:
+            self.server.close()  # its thread is over; so frontends notice now
+
+
+class DecodeRole(Role[ConnectorParts, EngineHooks]):
+    """See Role.
+
+    copiers: see `build`."""
+
+    name, connector, kv_role = "decode", "DecodeConnector", "kv_consumer"
+    module = "pullfill.decode_worker.connector"
+
+    def __init__(
+        self,
+        cluster: ClusterRef,
+        options: WorkerOptions,
+        copiers: Collection[memory.Copier] = (),
+    ) -> None:
+        self._cluster = cluster
+        self._options = options
+        self._copiers = copiers
+        self.instance_id = options.instance_id or new_instance_id(self.name)
+        self._events = KvEvents()
+
+    async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
+        self._etcd, namespace = etcd, self._cluster.namespace
+        self._kept = await SelfChecks.started(etcd, namespace)
+        parts.push_async_callback(self._kept.close)
+        self._router = await Settings(etcd, namespace, RouterConfig).start()
+        parts.push_async_callback(self._router.close)
+
+    def adjust(self, config: Any) -> None:
+        self._events.switch_on(config)
+
+    def make_context(self, host: EngineHost, files: RegionFiles) -> ConnectorParts:
+        return ConnectorParts(self.instance_id, files)
+
+    def make_hooks(self, engine: Engine[ConnectorParts]) -> EngineHooks:
+        return EngineHooks()  # until `DecodeSide.begin`
+
+    async def build_side(
+        self,
+        engine: Engine[ConnectorParts],
+        thread: EngineThread[Any],
+        queue: Settings[QueueSettings],
+        parts: AsyncExitStack,
+    ) -> DecodeSide:
+        """See `build`."""
+        return await build(
+            engine, thread, self._etcd, self._cluster, self._options, router=self._router,
+            queue=queue, kept=self._kept, events=self._events, copiers=self._copiers, parts=parts,
+        )  # fmt: skip
+
+    async def build(
+        self,
+        engine: Engine[ConnectorParts],
+        hooks: EngineHooks,
+        thread: EngineThread[Any],
+        queue: Settings[QueueSettings],
+        parts: AsyncExitStack,
+    ) -> DecodeSide:
+        side = await self.build_side(engine, thread, queue, parts)
+        await side.begin(partial(setattr, engine.host, "hooks"))
+        return side
+
+
+async def on_engine(host: EngineHost, work: Callable[[Any], T]) -> T:
+    """Run `work(core)` on the engine thread, between steps. Returns or raises what it does."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def run(core: Any) -> None:
+        try:
+            result = work(core)
+        except Exception as exc:
+            loop.call_soon_threadsafe(done.set_exception, exc)
+        else:
+            loop.call_soon_threadsafe(done.set_result, result)
+
+    host.submit(run)
+    return await done
+
+
+def _wake_after(loop: asyncio.AbstractEventLoop, host: EngineHost, delay_s: float) -> None:
+    """Have the engine's loop take a turn after so many seconds. Engine thread."""
+    loop.call_soon_threadsafe(loop.call_later, delay_s, host.wake)
+
+
+def _join(
+    checks: Checks | None, etcd: EtcdClient, namespace: str, note: Callable[[], None]
+) -> None:
+    if checks is not None:
+        checks.join(etcd, namespace, note)
+
+
+def _welcome(
+    engine: Engine[ConnectorParts], load: EngineLoad, events: KvEvents, draining: bool
+) -> front_wire.DecodeWelcome:
+    config = engine.config
+    return front_wire.DecodeWelcome(
+        decode_instance=engine.context.instance_id,
+        vllm_version=engine.compat.vllm,
+        max_model_len=config.model_config.max_model_len,
+        num_gpu_blocks=config.cache_config.num_gpu_blocks or 0,
+        block_size=config.cache_config.block_size,
+        supported_tasks=list(engine.core.get_supported_tasks()),
+        load=load.read(draining),
+        prefix_block_size=events.block_size,
+        no_prefix_events=events.missing,
+    )

@@ -1,0 +1,145 @@
+"""Jobs on their way from the engine thread to the queue: each is published, the loop woken once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker.forecast import PrefillWorkers
+from pullfill.decode_worker.handoff import Handoff, OpenedJob
+from pullfill.decode_worker.ledger import Entry, Ledger, Settle
+from pullfill.decode_worker.peers import Peers
+from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.engine import features
+from pullfill.errors import Outcome, QueueFull
+from pullfill.queue.contract import Receipt, Urgency
+from pullfill.testing.loopback import LoopbackFences
+from tests.support import said
+from tests.support.control_rig import until
+
+
+class Rig:
+    """A handoff, and a queue that stores what is published. refuses: what it raises instead."""
+
+    def __init__(self) -> None:
+        self.stored: list[tuple[str, Urgency]] = []
+        self.claims: list[str] = []
+        self.commits: list[str] = []
+        self.refuses: QueueFull | None = None
+        self.ledger = Ledger(LoopbackFences(8, 8), incarnation="i")
+        queue: Any = self
+        self.handoff = Handoff(
+            self.ledger, queue, RequestTraces("d"), peers=Peers(), forecaster=PrefillWorkers(),
+            wake=asyncio.Event(), instance_id="d", compat_hash="c",
+        )  # fmt: skip
+
+    def claimed(self, receipt: Receipt) -> None:
+        self.claims.append(receipt.job_id)
+
+    def committed(self, receipt: Receipt) -> None:
+        self.commits.append(receipt.job_id)
+
+    async def publish(self, job_id: str, body: bytes, tokens: int, urgency: Urgency) -> Receipt:
+        if self.refuses is not None:
+            raise self.refuses
+        self.stored.append((job_id, urgency))
+        return Receipt(job_id, len(self.stored), False, "s")
+
+    def send(self, job_id: str, **changes: Any) -> None:
+        """Open a job, and have it published. The engine thread's part."""
+        job = OpenedJob(
+            job_id=job_id, request_id=f"r-{job_id}", token_ids=[1, 2, 3], hit_tokens=0,
+            blocks=(1,), read_from=(0,), kept_from=(0,), cache_salt=None, priority=0,
+            timeout_s=5.0, adapter=None,
+        )  # fmt: skip
+        self.ledger.open(Entry(job_id, job.request_id, job.blocks, 0, timeout_s=60.0))
+        self.handoff.publish(replace(job, **changes))
+
+
+async def test_jobs_of_one_step_wake_the_loop_once_and_are_all_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig, woken = Rig(), list[str]()
+    real = rig.handoff._publish_opened
+    monkeypatch.setattr(rig.handoff, "_publish_opened", lambda: (woken.append(""), real()))
+    for number in range(2):
+        names = [f"j{number}.{index}" for index in range(3)]
+        thread = threading.Thread(target=lambda names=names: [*map(rig.send, names)])
+        thread.start()
+        thread.join()  # the loop did not run meanwhile
+        await until(lambda number=number: len(rig.stored) == 3 * (number + 1))  # type: ignore[misc]
+    assert len(woken) == 2
+    assert [name for name, _ in rig.stored] == [f"j{n}.{i}" for n in range(2) for i in range(3)]
+
+
+async def test_a_job_is_published_with_its_urgency_and_claimed_if_the_claim_came_first() -> None:
+    """Otherwise the queue would believe that the job waits."""
+    rig = Rig()
+    rig.send("waits", urgency=Urgency.LOOSE)
+    rig.send("taken", urgency=Urgency.TIGHT)
+    said.grant(rig.ledger, "taken", "i", "writer")
+    await until(lambda: rig.claims)
+    assert rig.stored == [("waits", Urgency.LOOSE), ("taken", Urgency.TIGHT)]
+    assert rig.claims == ["taken"]
+
+
+async def test_a_job_that_was_committed_before_the_queue_has_answered_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    real = rig.publish
+
+    async def publish(job_id: str, *args: Any) -> Receipt:
+        receipt = await real(job_id, *args)
+        assert said.grant(rig.ledger, job_id, "i", "writer").grant is not None
+        if job_id == "done":
+            assert said.commit(rig.ledger, job_id, 1, "i", "writer", 1) is None
+        return receipt
+
+    monkeypatch.setattr(rig, "publish", publish)
+    for name in ("done", "claimed"):
+        rig.send(name)
+    await until(lambda: len(rig.claims) == 2)
+    assert rig.commits == ["done"]
+
+
+@pytest.mark.parametrize(
+    ("retryable", "outcome"), [(True, Outcome.QUEUE_FULL), (False, Outcome.PUBLISH_FAILED)]
+)
+async def test_a_job_that_nats_does_not_take_is_told_but_for_a_full_queue(
+    retryable: bool, outcome: Outcome, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig()
+    rig.refuses = QueueFull("too large")
+    rig.refuses.retryable = retryable
+    rig.send("j")
+    await until(lambda: rig.ledger.has_events)
+    assert [e.outcome for e in rig.ledger.take_events() if isinstance(e, Settle)] == [outcome]
+    assert len(caplog.records) == (not retryable)
+
+
+async def test_inputs_are_encoded_once_and_not_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, bool]] = []
+
+    def seen(name: str, result: Any) -> Any:
+        def call(_: Any) -> Any:
+            calls.append((name, threading.current_thread() is threading.main_thread()))
+            return result
+
+        return call
+
+    monkeypatch.setattr(features, "encode", seen("encode", b"inputs"))
+    monkeypatch.setattr(features, "digest", seen("digest", "of inputs"))
+    rig = Rig()
+    rig.send("j", features=["an image"])
+    await until(lambda: rig.stored)
+    for attempt, writer in enumerate("ab", 1):
+        grant = said.grant(rig.ledger, "j", "i", writer).grant
+        assert grant is not None
+        assert grant.features == b"inputs"
+        said.gave_up(rig.ledger, "j", attempt, "i", writer)
+    assert calls == [("encode", False), ("digest", False)]

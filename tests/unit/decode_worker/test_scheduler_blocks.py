@@ -1,0 +1,119 @@
+"""Which blocks a job lists of a model with two KV cache groups, and which are held for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pullfill.decode_worker.scheduler import JobBlocks
+from tests.support.fakes import FakePool, FakeRequest
+from tests.support.handoff_model import BLOCK
+from tests.unit.decode_worker.test_scheduler import Rig
+
+
+def test_a_job_names_no_block_that_a_window_has_left_behind() -> None:
+    """Two groups: one keeps all blocks, the other the last two that are full, and what follows."""
+    rig = Rig()
+    rig.blocks.kept_from = lambda tokens: (0, max(0, tokens // BLOCK - 2))
+    request = FakeRequest("r", list(range(6 * BLOCK + 2)))
+    external, _ = rig.side.decide(request, 0)
+    rig.side.enqueue(request, [list(range(11, 18)), [0, 0, 0, 0, 25, 26, 27]], external)
+    (job,) = rig.published
+    assert (job.read_from, job.kept_from) == ((0, 0), (0, 4))
+    assert job.blocks == (11, 12, 13, 14, 15, 25, 16, 26, 17, 27)
+    assert rig.blocks.longest_kept(8 * BLOCK) == 2 * BLOCK
+    assert rig.blocks.targets(request.num_prompt_tokens, 0) == len(job.blocks)
+    assert rig.ledger.queued() == (1, 6 * BLOCK + 1), "however many blocks each token has"
+
+
+@pytest.mark.parametrize("hashes", [1, 2], ids=["one hash", "--prefix-match-unit"])
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(
+    cached: bool, hashes: int
+) -> None:
+    """The request needs the window at the end of the prompt, the prefill worker that at the end of
+    the hit. What was evicted from there cannot be read.
+
+    hashes: number of hashes of each block."""
+    rig = Rig()
+    rig.pool.hash_block_size = BLOCK // hashes
+    rig.blocks.kept_from = lambda tokens: (0, max(0, tokens // BLOCK - 2))
+    request = FakeRequest("r", list(range(6 * BLOCK + 2)))
+    names = [f"h{at}" for at in range(6)]
+    request.block_hashes = [part for name in names for part in [f"{name}-"] * (hashes - 1) + [name]]
+    known = {"h1": 31, "h2": 32} if cached else {"h1": 31}
+    rig.pool.cached = {(name, 1): block for name, block in known.items()}
+    external, _ = rig.side.decide(request, 3 * BLOCK)
+    rig.side.enqueue(request, [list(range(11, 18)), [0, 0, 0, 0, 25, 26, 27]], external)
+    rig.side.step_done()
+    (job,) = rig.published
+    targets = (14, 15, 25, 16, 26, 17, 27)
+    entry = rig.ledger.find(job.job_id)
+    assert entry is not None
+    assert job.kept_from == (0, 4)
+    assert rig.blocks.targets(request.num_prompt_tokens, 3 * BLOCK) == len(targets)
+    if not cached:
+        assert (job.read_from, job.blocks) == ((0, 3), (11, 12, 13, *targets))
+        assert entry.first_target == 3
+        assert rig.pool.refs(31) == 0
+        return
+    assert (job.read_from, job.blocks) == ((0, 1), (11, 12, 31, 13, 32, *targets))
+    assert entry.first_target == 5
+    assert (rig.pool.refs(31), rig.pool.refs(32)) == (1, 1)
+    rig.ledger.cancel("r")
+    rig.side.collect()
+    assert (rig.pool.refs(31), rig.pool.refs(32)) == (0, 0)
+
+
+# ------------------------------------------------------------------ which blocks of a hit are read
+
+SIZE, WINDOW = 4, 8
+HIT = 6 * SIZE
+"""The window sees 7 tokens before token 24: from position 4 on."""
+REQUEST = FakeRequest("r", [0] * 50, block_hashes=[f"h{at}" for at in range(12)])
+TABLES = [list(range(11, 24)), [0] * 10 + [41, 42, 43]]
+
+
+class Window:
+    """cached: positions of the window's blocks that are cached. Block 60 + i is at position i."""
+
+    def __init__(self, cached: set[int]) -> None:
+        self.pool = FakePool(80, SIZE)
+        self.pool.cached = {(f"h{at}", 1): 60 + at for at in cached}
+        self.blocks = JobBlocks(SIZE)
+        self.blocks.pool = self.pool
+        self.blocks.kept_from = lambda tokens: (0, max(0, tokens - WINDOW + 1) // SIZE)
+
+    def held(self) -> set[int]:
+        return {block.block_id - 60 for block in self.pool.blocks if block.ref_cnt}
+
+
+@pytest.mark.parametrize(
+    ("cached", "first"),
+    [({2, 3, 4, 5}, 4), ({0, 1, 2, 4, 5}, 4), ({0, 1, 2, 3, 5}, 6), ({4}, 6)],
+)
+def test_what_is_cached_of_the_window_is_held(cached: set[int], first: int) -> None:
+    """But not a part of a window, which nobody can use."""
+    rig = Window(cached)
+    read_from, listed = rig.blocks.read(REQUEST, TABLES, HIT, (0, 10))
+    assert read_from == (0, first)
+    expected = [[11 + at] + ([60 + at] if at >= first else []) for at in range(6)]
+    assert listed == [block for blocks in expected for block in blocks]
+    assert rig.held() == set(range(first, 6))
+    rig.blocks.read_no_more("r")
+    rig.blocks.read_no_more("r")
+    assert rig.held() == set()
+
+
+def test_blocks_of_the_request_are_not_held() -> None:
+    """The prompt ends in the window of the hit: vLLM has kept the blocks from position 4 on."""
+    rig = Window({2, 3})
+    tables = [TABLES[0], [0] * 4 + [64, 65, *range(41, 48)]]
+    assert rig.blocks.read(REQUEST, tables, HIT, (0, 4)) == (
+        (0, 4), [11, 12, 13, 14, 15, 64, 16, 65],
+    )  # fmt: skip
+    assert rig.held() == set()
+
+
+def test_without_a_hit_nothing_is_looked_up() -> None:
+    rig = Window({0, 1, 2})
+    assert rig.blocks.read(REQUEST, TABLES, 0, (0, 10)) == ((0, 0), [])
