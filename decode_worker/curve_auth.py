@@ -20,7 +20,6 @@ _log = log.get("decode_worker.curve_auth")
 
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _DOMAIN = b"pullfill"
-_LOG_EVERY_S = 60.0
 
 
 class CurveAuth:
@@ -33,7 +32,7 @@ class CurveAuth:
         """Call it before the socket is bound."""
         self._key = key
         self._zap: Any = None
-        self._seldom = log.Seldom(_LOG_EVERY_S)
+        self._seldom = log.Seldom(60.0)
         if key is not None:
             self._client = curve.serve(socket, key, _DOMAIN)
             self._zap = socket.context.socket(zmq.REP)

@@ -21,12 +21,8 @@ from pullfill.runtime import log
 
 logger = log.get("decode_worker.leave")
 
-NO_ROOM_S = 5.0
-"""How long requests may wait for free blocks while no request runs and blocks are in quarantine."""
-_MIGRATE_S = 1.0
-"""How long the engine thread may take to migrate its requests."""
+# Pause between the last messages to frontends and the end of the socket.
 _FLUSH_S = 0.1
-"""Pause between the last messages to frontends and the end of the socket."""
 
 
 async def idle(engine: EngineThread[Any], request_server: RequestServer, ledger: Ledger) -> None:
@@ -42,12 +38,15 @@ async def idle(engine: EngineThread[Any], request_server: RequestServer, ledger:
         await asyncio.sleep(0.05)
 
 
-async def migrate_unfinished(host: EngineHost, request_server: RequestServer) -> None:
-    """Migrate all requests, within _MIGRATE_S.
+async def migrate_unfinished(
+    host: EngineHost, request_server: RequestServer, within_s: float = 1.0
+) -> None:
+    """Migrate all requests.
 
-    A stuck engine thread cannot do it. Then the frontends notice when this process has ended."""
+    within_s: a stuck engine thread cannot do it. After this time this gives up, and the frontends
+    notice when this process has ended."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_MIGRATE_S):
+        async with asyncio.timeout(within_s):
             await host.call(lambda _: request_server.migrate())
             await asyncio.sleep(_FLUSH_S)
 
@@ -77,14 +76,17 @@ def look(request_server: RequestServer, ledger: Ledger, leased: int = 0) -> None
     make_way(request_server, ledger, leased)
 
 
-def make_way(request_server: RequestServer, ledger: Ledger, leased: int = 0) -> None:
+def make_way(
+    request_server: RequestServer, ledger: Ledger, leased: int = 0, no_room_s: float = 5.0
+) -> None:
     """Migrate requests that wait for blocks while blocks are in quarantine.
 
     The writer of these blocks may be stopped for ever, and vLLM would wait as long. Engine thread,
     before each step.
 
-    leased: blocks whose reader is not proved quiet (`ReadLeases.unproved_blocks`)."""
-    ids = request_server.host.waiting_for_blocks(NO_ROOM_S)
+    leased: blocks whose reader is not proved quiet (`ReadLeases.unproved_blocks`).
+    no_room_s: how long requests may wait for free blocks while no request runs."""
+    ids = request_server.host.waiting_for_blocks(no_room_s)
     if ids and (blocks := ledger.quarantined_blocks + leased):
         logger.warning(
             "migrating %d requests: no room for them while %d blocks are in quarantine; "

@@ -62,7 +62,11 @@ def test_a_step_that_moved_is_noticed() -> None:
         ("`enqueue`", "`publish_all`", "has no publish_all"),
         ("`enqueue`", "`step_done`", "no function enqueue"),
         ("`enqueue`", "`step_done`", "says step 4: enqueue"),
-        ("`decode_worker/handoff.py`](../decode_worker/handoff.py)", "`a.py`](../a.py)", "no grant"),
+        (
+            "`decode_worker/handoff.py`](../decode_worker/handoff.py)",
+            "`a.py`](../a.py)",
+            "no grant",
+        ),
         ("| 4 | **Enqueue", "| 4 | Enqueue", "not the steps"),
     ):
         assert old in LIFE

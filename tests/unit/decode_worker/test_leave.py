@@ -1,10 +1,12 @@
-"""What a decode worker that drains waits for."""
+"""What a decode worker that drains waits for, and which requests migrate for lack of room."""
 
 from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from pullfill.decode_worker import leave
 from tests.support.handoff_model import HandoffModel
@@ -29,3 +31,27 @@ async def test_a_drain_waits_for_requests_and_not_for_quarantine() -> None:
     assert model.ledger.quarantined_blocks > 0
     await asyncio.wait_for(drained, 10)
     model.drain()
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "quarantined", "leased", "returned"),
+    [
+        (5.0, 7, 0, {"a", "b"}),
+        (5.0, 0, 3, {"a", "b"}),
+        (4.0, 7, 0, set()),  # a writer that runs is quiet within milliseconds
+        (5.0, 0, 0, set()),  # vLLM's own business: what runs will end
+    ],
+)
+def test_requests_without_room_migrate_because_of_held_blocks_alone(
+    waited_s: float, quarantined: int, leased: int, returned: set[str]
+) -> None:
+    migrated = set[str]()
+    server: Any = SimpleNamespace(
+        host=SimpleNamespace(
+            waiting_for_blocks=lambda longer: {"a", "b"} if waited_s >= longer else set()
+        ),
+        migrate=migrated.update,
+    )
+    ledger: Any = SimpleNamespace(quarantined_blocks=quarantined)
+    leave.make_way(server, ledger, leased)
+    assert migrated == returned
