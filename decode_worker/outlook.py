@@ -14,6 +14,7 @@ import msgspec
 
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.forecast import PrefillWorkers, Queue
+from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.rules import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
 from pullfill.decode_worker.self_check import Checks
@@ -151,14 +152,6 @@ class Outlook:
             self._said.add((reason, limit))
             logger.warning("%s", text)
 
-    def outage(self) -> str:
-        """Why prompts cannot be prefilled remotely now, for people. Empty: no reason is known."""
-        said = [self.producer.health.outage(), *self.peers.not_pulling]
-        if self.context.ledger.claims.stalled:
-            said.append(NOT_CLAIMED)
-        # A prefill worker needs etcd when it first connects to a decode worker.
-        return "; ".join(filter(None, [*said, self.etcd.outage()]))
-
     def reasons(self) -> list[str]:
         """Why this worker is degraded, for /ready."""
         not_pulling = self.peers.not_pulling
@@ -184,3 +177,12 @@ class Outlook:
         metrics.QUEUE_DEPTH_JOBS.set(depth.depth_jobs if known else math.nan)
         metrics.QUEUE_DEPTH_TOKENS.set(depth.depth_tokens if known else math.nan)
         metrics.QUEUE_OLDEST_AGE.set(depth.oldest_age_s if known else math.nan)
+
+
+def outage(nats: Health, etcd: Health, peers: Peers, ledger: Ledger) -> str:
+    """Why prompts cannot be prefilled remotely now, for people. Empty: no reason is known."""
+    said = [nats.outage(), *peers.not_pulling]
+    if ledger.claims.stalled:
+        said.append(NOT_CLAIMED)
+    # A prefill worker needs etcd when it first connects to a decode worker.
+    return "; ".join(filter(None, [*said, etcd.outage()]))

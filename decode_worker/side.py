@@ -25,7 +25,7 @@ from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.load import LoadReports, demand_of, jobs_of, load_of, show_demand
 from pullfill.decode_worker.memory import NoFences, describe, open_memory
-from pullfill.decode_worker.outlook import Outlook
+from pullfill.decode_worker.outlook import Outlook, outage
 from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.prefix.block_events import BlockEvents, publish_blocks
 from pullfill.decode_worker.prefix.fetches import fetches_for
@@ -35,7 +35,7 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import SELF_CHECK_PENDING
 from pullfill.decode_worker.scheduler import DecodeScheduler
 from pullfill.decode_worker.self_check import Checks, Trials, checks_for
-from pullfill.decode_worker.step_meter import StepMeter
+from pullfill.decode_worker.step_meter import StepMeter, model_of
 from pullfill.engine import front_wire, kv
 from pullfill.engine.chunks import PrefillChunks
 from pullfill.engine.compat import rounding_digest
@@ -118,7 +118,13 @@ async def build(
         on_event=host.wake,
         on_action=partial(loop.call_soon_threadsafe, wake.set),
     )
-    traces = RequestTraces(engine.context.instance_id)
+    peers, chunks = Peers(), PrefillChunks(core)
+    model = model_of(chunks)
+    traces = RequestTraces(
+        told.instance_id,
+        outage=partial(outage, producer.health, etcd.health, peers, ledger),
+        measured=model.committed,
+    )
     context = DecodeContext(
         told.instance_id,
         told.files,
@@ -148,8 +154,7 @@ async def build(
     parts.push_async_callback(blocks.close)
 
     # The prefill workers' connections, and what they say about jobs.
-    meter = StepMeter(context, PrefillChunks(core))
-    peers, forecaster = Peers(), meter.model.workers
+    meter = StepMeter(context, chunks, model)
     trials, checks = checks_for(context, config, engine.compat, host, kept) or (None, None)
     if checks is not None:
         parts.push_async_callback(checks.close)
@@ -158,7 +163,7 @@ async def build(
         producer,
         traces,
         peers=peers,
-        forecaster=forecaster,
+        forecaster=model.workers,
         wake=wake,
         instance_id=told.instance_id,
         compat_hash=engine.compat.hash(),
@@ -186,7 +191,7 @@ async def build(
         context,
         producer,
         peers,
-        forecaster,
+        model.workers,
         checks,
         etcd.health,
         config.cache_config,
@@ -196,7 +201,6 @@ async def build(
         target_blocks=told.blocks.targets,
         local_tokens=told.blocks.local_tokens,
     )
-    traces.outage = outlook.outage
     hello = LeaseHello(
         decode_instance=told.instance_id, compat=engine.compat.hash(), computes=computes
     )

@@ -26,22 +26,23 @@ _RATE_TOKENS = 1024
 
 
 class StepMeter:
-    """See the module."""
+    """See the module. model: of `model_of`, which is told of each commit, too."""
 
     def __init__(
-        self, context: DecodeContext, chunks: PrefillChunks, clock: Clock = SYSTEM_CLOCK
+        self,
+        context: DecodeContext,
+        chunks: PrefillChunks,
+        model: CostModel,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._context = context
         self._chunks = chunks
         self._clock = clock
-        self.model = CostModel(
-            chunks.step_tokens, chunks=chunks.able, stream_tokens=chunks.each, clock=clock
-        )
+        self.model = model
         self.demand = DemandMeter(clock)
         self._steps: deque[Step] = deque()
         self._began = self._ended = 0.0
         self._on = False
-        context.traces.measured = self.model.committed
 
     # ------------------------------------------------------------------ one step
 
@@ -125,3 +126,8 @@ class StepMeter:
     def finished(self, request_id: str) -> None:
         """Note that a request is over."""
         self.model.finished(request_id)
+
+
+def model_of(chunks: PrefillChunks, clock: Clock = SYSTEM_CLOCK) -> CostModel:
+    """Make the model of an engine's costs. Nothing is measured yet."""
+    return CostModel(chunks.step_tokens, chunks=chunks.able, stream_tokens=chunks.each, clock=clock)
