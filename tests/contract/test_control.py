@@ -247,21 +247,3 @@ async def test_an_ack_subject_that_is_not_the_queues_harms_nobody(
     await until(lambda: len(decode.server.peers.pulling) == 1)
     assert (await other.claim()).attempt == 2
     assert decode.nakked == []
-
-
-async def test_a_claim_of_another_worker_leaves_the_job_with_its_holder(
-    decode: Decode, connect: Any
-) -> None:
-    stale = metrics.STALE_REFUSED.labels("claim")
-    one, two = await connect("prefill-1"), await connect("prefill-2")
-    decode.open()
-    first = await one.claim()
-    before = stale._value.get()
-    for _ in range(4):
-        with pytest.raises(ClaimRefused) as caught:
-            await two.claim()
-        assert caught.value.reason == RefuseReason.IN_PROGRESS
-        assert not caught.value.retryable
-    assert stale._value.get() == before, "nothing was stale"
-    assert (await one.commit(first)).ok
-    assert one.revokes == two.revokes == []

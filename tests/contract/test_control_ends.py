@@ -11,44 +11,13 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker.kv_reader import KvReader
-from pullfill.errors import Outcome, PeerUnavailable
+from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.wire import Claim, Grant, Hello, Welcome
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, hello, until
 from tests.support.listening import listening
-
-
-async def test_a_lost_connection_hands_the_job_on_at_once(decode: Decode, connect: Any) -> None:
-    one, two = await connect("prefill-1"), await connect("prefill-2")
-    decode.open()
-    grant = await one.claim()
-    await one.link.close()
-    assert one.lost == 1
-    await until(lambda: decode.nakked == ["ack.j"])
-    assert decode.settled() == [], "the request waits for the other worker"
-    assert (await two.claim()).attempt == 2
-    with pytest.raises(PeerUnavailable):
-        await one.commit(grant)
-
-
-async def test_the_last_lost_connection_serves_everything_locally(
-    decode: Decode, connect: Any
-) -> None:
-    prefill = await connect()
-    decode.open("claimed")
-    decode.open("queued")
-    decode.ledger.published("queued", "receipt")
-    await prefill.claim("claimed")
-    await prefill.link.close()
-    await until(lambda: decode.ledger.open_jobs == 0)
-    assert {(e.request_id, e.loaded, e.outcome) for e in decode.settled()} == {
-        ("r-claimed", False, Outcome.PREFILL_LOST),
-        ("r-queued", False, Outcome.PREFILL_LOST),
-    }
-    await until(lambda: decode.cancelled == ["receipt"])
-    assert decode.nakked == []
 
 
 async def test_a_worker_is_forgotten_though_no_thread_can_close_its_session(
