@@ -179,7 +179,7 @@ class Outlook:
         metrics.QUEUE_OLDEST_AGE.set(depth.oldest_age_s if known else math.nan)
 
 
-def outage(nats: Health, etcd: Health, peers: Peers, ledger: Ledger) -> str:
+def outage(nats: ServerHealth, etcd: ServerHealth, peers: Peers, ledger: Ledger) -> str:
     """Why prompts cannot be prefilled remotely now, for people. Empty: no reason is known."""
     said = [nats.outage(), *peers.not_pulling]
     if ledger.claims.stalled:
