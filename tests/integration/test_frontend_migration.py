@@ -116,9 +116,9 @@ async def test_a_stop_string_across_the_break_is_found(served: Served) -> None:
             fake.stop_after = 20  # tokens of an answer; then the worker waits
         prompt = (await http.post("/tokenize", json={"model": "m", "prompt": "hello"})).json()
         text = expected(prompt["tokens"], TOKENS)
-        call = asyncio.create_task(
-            stream(http, COMPLETIONS, body_of(COMPLETIONS, stop=[text[17:24]]))
-        )
+        # Twice as many tokens: the other worker must not end the answer before it is aborted.
+        body = body_of(COMPLETIONS, stop=[text[17:24]], max_tokens=2 * TOKENS)
+        call = asyncio.create_task(stream(http, COMPLETIONS, body))
         await until(lambda: any(a.sent == 20 for f in fakes for a in f.active))
         (first,) = [fake for fake in fakes if fake.added]
         first.leave()
