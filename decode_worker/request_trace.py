@@ -30,11 +30,11 @@ _AFTER_OUTAGE = frozenset(Outcome) - {
     Outcome.REJECTED,
 }
 
+# Fields of the record that are attributes of its span.
 _IN_SPAN = (
     "path", "reason", "prefix_hit_tokens", "fetched_tokens", "remote_tokens", "prefill_instance",
     "transport", "kv_bytes", "fallback", "outage",
 )  # fmt: skip
-"""Fields of the record that are attributes of its span."""
 
 
 @cache

@@ -19,8 +19,8 @@ from pullfill.net import http_proof
 from pullfill.snapshot import Explained
 from pullfill.wire import Expected, ExplainRecord, PredictedMs
 
+# Characters of the longest bar.
 _BAR = 40
-"""Characters of the longest bar."""
 _CERTIFICATE = (
     "name your own authority with SSL_CERT_FILE=ca.pem, and start the frontend with --advertise "
     "https://NAME, a name that its certificate has"

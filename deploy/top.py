@@ -37,11 +37,11 @@ from pullfill.net import http_proof
 from pullfill.snapshot import Ended, LiveSnapshot
 
 PATH = "/pullfill/ui/events"
+# A frontend sends something every 5 s: with many workers, comments between the snapshots.
 _TIMEOUT = httpx.Timeout(5.0, read=10.0)
-"""A frontend sends something every 5 s: with many workers, comments between the snapshots."""
 _NOBODY = "no frontend answers ({why}): try `pullfill doctor`"
+# Columns where the output is no terminal.
 _WIDTH = 80
-"""Columns where the output is no terminal."""
 
 
 def top(ref: ClusterRef, url: str | None, once: bool, worker: str | None = None) -> int:

@@ -26,12 +26,12 @@ from pullfill.snapshot import (
 )
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+# Columns of a history. Each covers 20 s.
 _SPARK = 45
-"""Columns of a history. Each covers 20 s."""
+# Lines of a screen besides workers, requests and marks.
 _FIXED = 14
-"""Lines of a screen besides workers, requests and marks."""
+# From so many lines on, two more histories are shown.
 _TALL = 34
-"""From so many lines on, two more histories are shown."""
 _MARKS = 3
 _STATES = {"ready": ("●", "green"), "draining": ("◆", "yellow"), "lost": ("✕", "bold red")}
 _LANES = {
@@ -185,8 +185,8 @@ def history(points: Sequence[Point], now: float) -> list[Point | None]:
     return [steps.get(index) for index in range(last - int(HISTORY_S // STEP_S) + 1, last + 1)]
 
 
+# By name: the values, oldest first, and the function that formats one value.
 Histories = dict[str, tuple[list[float | None], Callable[[float | None], str]]]
-"""By name: the values, oldest first, and the function that formats one value."""
 _MORE = ("ITL p95", "KV use")
 
 

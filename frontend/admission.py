@@ -42,31 +42,31 @@ ENGINE_PATHS = frozenset({
     "/rerank", "/v1/rerank", "/v2/rerank", "/v1/embeddings", "/v2/embed",
     "/v1/audio/transcriptions", "/v1/audio/translations",
 })  # fmt: skip
+# Routes that need the tokenizer, but no engine.
 TEXT_PATHS = frozenset({
     "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/chat/completions/render",
     "/v1/completions/render", "/v1/messages/render", "/v1/responses/render",
     "/cohere/v2/chat/render", "/v1/chat/completions/derender", "/v1/completions/derender",
 })  # fmt: skip
-"""Routes that need the tokenizer, but no engine."""
+# Routes whose body is a form with a recording, and no JSON.
 FORM_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
-"""Routes whose body is a form with a recording, and no JSON."""
 BODY_BYTES = 256 << 20
+# Most bytes of the bodies of all counted requests. vLLM keeps each until its answer has ended.
 ALL_BYTES = 1 << 30
-"""Most bytes of the bodies of all counted requests. vLLM keeps each until its answer has ended."""
+# Reading so many values takes about a second.
 MOST_COMMAS = 1 << 23
-"""Reading so many values takes about a second."""
+# Elements of lists and members of objects, except for those in `_PLAIN`.
 MOST_VALUES = 1 << 15
-"""Elements of lists and members of objects, except for those in `_PLAIN`."""
+# Members that may hold many numbers or prompts, of which vLLM checks each in a moment.
 _PLAIN = frozenset({
     "prompt", "tokens", "token_ids", "prompt_token_ids", "stop_token_ids", "allowed_token_ids",
     "logit_bias",
 })  # fmt: skip
-"""Members that may hold many numbers or prompts, of which vLLM checks each in a moment."""
+# Members that may hold many texts. Too many get 400 and the reason later (request_limits.py).
 _TEXTS = frozenset({"stop", "bad_words"})
-"""Members that may hold many texts. Too many get 400 and the reason later (request_limits.py)."""
 _REPORTS = "derender"
+# The same for bodies that hold an answer with its log probabilities. Each has only one type.
 _MOST_REPORTED = 1 << 20
-"""The same for bodies that hold an answer with its log probabilities. Each has only one type."""
 
 
 class _Client:
@@ -239,8 +239,8 @@ _KINDS = {
 
 # --------------------------------------------------------------------------- bodies
 
+# In JSON: an escaped backslash, or both halves of a pair.
 _PAIR = re.compile(rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-"""In JSON: an escaped backslash, or both halves of a pair."""
 _HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf]")
 
 

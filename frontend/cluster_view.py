@@ -28,12 +28,12 @@ from pullfill.wire import WorkerRecord
 
 MAX_BODY = 8 << 20
 ROLES = ("decode", "prefill")
+# Routes where frontends ask each other for the record of a request, and for a stored response.
 REQUESTS, RESPONSES = "/pullfill/requests/", "/pullfill/responses/"
-"""Routes where frontends ask each other for the record of a request, and for a stored response."""
+# Header of a question from another frontend, with its instance id. It is not passed on.
 ASKED_BY = "x-pullfill-asked-by"
-"""Header of a question from another frontend, with its instance id. It is not passed on."""
+# Label of every series: one Prometheus may scrape several clusters.
 NAMESPACE = "pullfill_namespace"
-"""Label of every series: one Prometheus may scrape several clusters."""
 
 # OpenMetrics has timestamps with fractions, and exemplars: ` # {trace_id="..."} value timestamp`.
 _SAMPLE = re.compile(

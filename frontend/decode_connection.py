@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 _log = log.get("frontend.decode_connection")
 
 _load_report = decoder(front_wire.LoadReport)
+# Messages read before other callbacks of the loop get their turn.
 _BATCH = 64
-"""Messages read before other callbacks of the loop get their turn."""
+# Messages read after the connection broke. It takes less than the 200 ms until ZMQ connects
+# again.
 _LAST = 2048
-"""Messages read after the connection broke. It takes less than the 200 ms until ZMQ connects
-again."""
 
 
 class ConnectionState(enum.StrEnum):

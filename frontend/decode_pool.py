@@ -31,9 +31,9 @@ from pullfill.wire import WorkerRecord, WorkerState
 _log = log.get("frontend.decode_pool")
 
 DECODE = "decode"
+# A worker that has no request of ours is asked every so many ticks: many are idle, and each
+# answer wakes this process.
 IDLE_TICKS = 2
-"""A worker that has no request of ours is asked every so many ticks: many are idle, and each answer
-wakes this process."""
 
 
 class WorkerPool:

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 _log = log.get("frontend.dispatch")
 
+# How many workers one request may leave.
 MAX_MIGRATIONS = 20
-"""How many workers one request may leave."""
 NO_WORKER = "no decode worker is ready: start one with `pullfill decode` (or `pullfill up`)"
+# Outcome of a request that cannot be served as it is, or that kills workers.
 REFUSED = "refused"
-"""Outcome of a request that cannot be served as it is, or that kills workers."""
+# Outcome of a request that failed by a bug of the server.
 OURS = "failed"
-"""Outcome of a request that failed by a bug of the server."""
 _FAULTS = {REFUSED: Fault.REQUEST, OURS: Fault.OURS}
 _ABORTED = 2  # vLLM's FinishReason.ABORT
 

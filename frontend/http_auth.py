@@ -39,8 +39,8 @@ from pullfill.wire import MAX_TEXT
 
 _log = log.get("frontend.http_auth")
 
+# The keys of clients, and those of administrators.
 Keys = tuple[Sequence[str], Sequence[str]]
-"""The keys of clients, and those of administrators."""
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/metrics", "/metrics/"})
 SERVING_PATHS = ENGINE_PATHS | TEXT_PATHS | {
@@ -64,8 +64,8 @@ PROOF_PATHS = (
 _PAGE_PREFIX = f"{PAGE}/"
 _SPOKEN_FOR = frozenset({b"forwarded", b"via", b"x-real-ip", b"origin", b"sec-fetch-site"})
 _SPOKEN_FOR_PREFIXES = (b"x-forwarded-", b"x-envoy-")
+# What a browser says of an address that its user has typed, and of what a page asks of its own.
 _OF_PAGE = frozenset({(b"sec-fetch-site", b"none"), (b"sec-fetch-site", b"same-origin")})
-"""What a browser says of an address that its user has typed, and of what a page asks of its own."""
 _LOOPBACK_NAME = re.compile(rb"(?i)(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
 _KINDS = {401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError"}
 _CHALLENGE = ((b"www-authenticate", b'Basic realm="pullfill", charset="UTF-8"'),)

@@ -63,9 +63,9 @@ from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, WorkerSt
 
 _log = log.get("frontend")
 _BACKLOG = 2048
+# How long clients have for the error that ends their answers. Less than `down` leaves a process
+# between its second SIGTERM and SIGKILL.
 _TELL_S = 2.0
-"""How long clients have for the error that ends their answers. Less than `down` leaves a process
-between its second SIGTERM and SIGKILL."""
 _STOPPING = "this frontend stops before the answer has ended: send the request again"
 
 

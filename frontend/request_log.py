@@ -31,21 +31,21 @@ from pullfill.snapshot import Explained
 from pullfill.wire import MAX_TEXT, DecodeChoice, ExplainRecord
 
 MAX_RECORDS = 10_000
+# Engine requests of one call that are kept. A beam search makes one for each beam and token.
 MAX_PARTS = 32
-"""Engine requests of one call that are kept. A beam search makes one for each beam and token."""
+# Calls that one id finds. A client may send all its requests with the same X-Request-Id.
 MAX_SAME = 20
-"""Calls that one id finds. A client may send all its requests with the same X-Request-Id."""
 MAX_ERROR = 1000
 _HEADER = b"x-request-id"
+# How an event begins that ends a stream with an error.
 _ERROR_EVENTS = (b'data: {"error"', b"event: error", b"event: response.failed")
-"""How an event begins that ends a stream with an error."""
 _MOST = max(map(len, _ERROR_EVENTS))
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 
+# The HTTP request that is being served.
 _call: ContextVar[HttpCall | None] = ContextVar("call", default=None)
-"""The HTTP request that is being served."""
 
 
 # --------------------------------------------------------------------------- the records

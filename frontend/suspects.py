@@ -30,15 +30,15 @@ _log = log.get("frontend.suspects")
 
 # A death after its first token counts a third: it is seldom the cause, and streams beside a deadly
 # request would end.
+# How much a death counts, without and with tokens of the request, and when it is refused.
 SILENT, STARTED, MOST = 3, 1, 6
-"""How much a death counts, without and with tokens of the request, and when it is refused."""
 # Long enough to tell people, short enough that a repaired cluster does not refuse for hours.
 REFUSE_S = 600.0
 # A lost worker may leave thousands, and each of them looks at each worker.
+# More than so many other such requests at a worker count as so many.
 CROWD = 16
-"""More than so many other such requests at a worker count as so many."""
+# How many deaths and how many requests that were not answered are remembered.
 MAX_KNOWN = 4096
-"""How many deaths and how many requests that were not answered are remembered."""
 
 
 class Suspects:

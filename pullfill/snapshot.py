@@ -35,14 +35,14 @@ UNTOLD = "unknown: no worker answers that is connected to NATS"
 NOT_LINKED = "no decode worker is connected to it"
 LOST = f"it does not answer, and {NOT_LINKED}"
 NOT_CLAIMED = "no prefill worker has claimed its last jobs"
+# How far back the history goes.
 HISTORY_S = 900.0
-"""How far back the history goes."""
+# Seconds of one `Point`.
 STEP_S = 5.0
-"""Seconds of one `Point`."""
+# Finished requests that a frontend tells of a new viewer.
 RECENT = 200
-"""Finished requests that a frontend tells of a new viewer."""
+# Most requests under way in one snapshot, the oldest.
 FLOWS = 120
-"""Most requests under way in one snapshot, the oldest."""
 FAILED = "failed"
 
 

@@ -21,12 +21,12 @@ from pullfill.frontend.admission import Send, respond
 from pullfill.frontend.forward.servers import Server
 
 _ERROR_EVENT = b'data: {"error"'
+# Headers of the client's that vLLM reads. No others are passed on: they may hold keys, cookies or
+# tokens of a proxy, and those are for this frontend.
 _PASSED_ON = frozenset({
     b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority", b"x-data-parallel-rank",
     b"endpoint-load-metrics-format",
 })  # fmt: skip
-"""Headers of the client's that vLLM reads. No others are passed on: they may hold keys, cookies or
-tokens of a proxy, and those are for this frontend."""
 _NOT_BACK = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "date", "server", "trailer"}
 )

@@ -35,8 +35,8 @@ PATHS = frozenset({
     "/v1/messages",
 })  # fmt: skip
 _MAX_ID = 128
+# Result of the prefill stage with single dispatch: the decode server was told to start it.
 NAMED = "named"
-"""Result of the prefill stage with single dispatch: the decode server was told to start it."""
 
 
 @dataclass(slots=True)

@@ -24,8 +24,8 @@ from pullfill.frontend.routing.choice import Candidates, Placer, Share
 from pullfill.prefix import chain
 from pullfill.wire import DecodeChoice, DecodePolicy
 
+# Tokens of a hashed block.
 BLOCK = 64
-"""Tokens of a hashed block."""
 _MEAN = 0.95
 
 

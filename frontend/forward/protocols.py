@@ -21,8 +21,8 @@ from pullfill.errors import ConfigError
 from pullfill.frontend.forward.servers import ANSWER_S, Server
 from pullfill.options import Dispatch, ForwarderName
 
+# Asks an address over HTTP. Raises what aiohttp raises, or ValueError.
 Get = Callable[[str], Awaitable[bytes]]
-"""Asks an address over HTTP. Raises what aiohttp raises, or ValueError."""
 
 
 @dataclass(slots=True)
@@ -95,9 +95,9 @@ class KvProtocol(ABC):
         return ""
 
 
+# A decode server whose request lacks one of them ends: vLLM asserts that it is there. It also
+# needs `remote_request_id`, which older releases neither send nor need.
 _NIXL_LOCATION = ("remote_block_ids", "remote_engine_id", "remote_host", "remote_port")
-"""A decode server whose request lacks one of them ends: vLLM asserts that it is there. It also
-needs `remote_request_id`, which older releases neither send nor need."""
 
 
 # vLLM's NixlConnector: the decode server reads the blocks that the prefill server names.

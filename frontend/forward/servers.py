@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 _log = log.get("frontend.forward")
 
+# How long a server may take to answer one question about its health.
 ANSWER_S = 3.0
-"""How long a server may take to answer one question about its health."""
 MISSES = 3
 _METRIC = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}\n]*)\})? ([0-9.eE+-]+)$", re.M)
+# Counts of requests, of tokens looked up in the server's own cache, and of tokens looked up at
+# its connector. vLLM counts the last two together. Without a connector, the last one stays 0.
 _ASKED = (
     "vllm:request_success_total",
     "vllm:prefix_cache_queries_total",
     "vllm:external_prefix_cache_queries_total",
 )
-"""Counts of requests, of tokens looked up in the server's own cache, and of tokens looked up at its
-connector. vLLM counts the last two together. Without a connector, the last one stays 0."""
 _UNSERVED = re.compile(r'finished_reason="(abort|error)"')
 _BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
 _BLOCK_SIZE = re.compile(r'[{,]block_size="(\d+)"')

@@ -32,8 +32,8 @@ from pullfill.runtime.watched_files import WatchedFiles
 
 _log = log.get("frontend.forward")
 
+# Servers that one source may name.
 MAX_SERVERS = 512
-"""Servers that one source may name."""
 ROLES = ("prefill", "decode")
 _SHORT = {"p": "prefill", "d": "decode", "producer": "prefill", "consumer": "decode"}
 FORM = (

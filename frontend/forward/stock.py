@@ -42,18 +42,18 @@ from pullfill.options import Dispatch, ForwarderName
 from pullfill.wire import ForwardStage
 
 ATTEMPTS = 4
+# So often a request is sent that servers break off at, and so often one that they answer with
+# 500. A prefill server that ends causes one of each: its KV cannot be read, then it breaks off.
 RISKY = 2
-"""So often a request is sent that servers break off at, and so often one that they answer with 500.
-A prefill server that ends causes one of each: its KV cannot be read, then it breaks off."""
+# A decode server may be silent for so much longer if the answer is not streamed.
 WHOLE = 10
-"""A decode server may be silent for so much longer if the answer is not streamed."""
 _BUSY = (429, 503)
 NEEDS_PREFILL = (
     "servers of this protocol need a prefill for each request, and this one can have none ({}): "
     "send one prompt with one choice to /v1/completions or /v1/chat/completions"
 )
+# Paths whose requests may have a prefill stage of their own.
 TWO_STAGES = frozenset({"/v1/completions", "/v1/chat/completions"})
-"""Paths whose requests may have a prefill stage of their own."""
 _DROPPED = (
     "stream_options", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "best_of", "n",
     "echo", "return_token_ids", "return_tokens_as_token_ids", "stop", "stop_token_ids",

@@ -32,8 +32,8 @@ from pullfill.snapshot import (
 from pullfill.wire import WorkerRecord, WorkerState
 
 MAX_MARKS = 200
+# Of this many requests in a step the percentiles are taken, at most.
 MAX_VALUES = 512
-"""Of this many requests in a step the percentiles are taken, at most."""
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float] | None:

@@ -37,13 +37,13 @@ from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
 from pullfill.snapshot import HISTORY_S, RECENT, Ended, LiveSnapshot, WorkerPoint
 
+# Each viewer gets something this often, at least. `pullfill top` gives up after 10 s.
 QUIET_S = 5.0
-"""Each viewer gets something this often, at least. `pullfill top` gives up after 10 s."""
+# With more workers the snapshots are made less often, so that the cost stays the same.
 WORKERS_A_SECOND = 16
-"""With more workers the snapshots are made less often, so that the cost stays the same."""
 MAX_VIEWERS = 32
+# So many records of the past are counted before other callbacks of the event loop run.
 _SLICE = 256
-"""So many records of the past are counted before other callbacks of the event loop run."""
 FILES = Path(__file__).parent.parent / "ui"
 HEADERS = {
     "content-security-policy": (

@@ -27,8 +27,8 @@ from pullfill.wire import ExplainRecord
 _MAX_ERROR = 200
 _STAGES = ("fetch", "queue", "prefix_read", "prefill", "tail")
 _QUEUED = frozenset({"queued", "quarantined"})
+# Pull mode: the decode worker reads the KV.
 _READING = "reading"
-"""Pull mode: the decode worker reads the KV."""
 
 
 def ended_of(request: RequestRecord, targets_ms: tuple[float, float]) -> Ended:

@@ -22,8 +22,8 @@ from pullfill.prefix.events import State
 from pullfill.prefix.table import SLOTS
 from pullfill.wire import DecodeChoice, DecodePolicy, PrefixHolder
 
+# For how many answers with several choices the worker is remembered.
 MAX_TOGETHER = 1024
-"""For how many answers with several choices the worker is remembered."""
 
 
 class Balancer:

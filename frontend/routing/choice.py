@@ -43,38 +43,38 @@ _T = TypeVar("_T")
 #
 # Until the prefix index is warm, the first blocks of a prompt name two workers, the same ones at
 # every frontend. The cheaper of them gets the prompt.
+# Weight of a token that has to be computed for this prompt, against one that is queued.
 ALPHA = 8.0
-"""Weight of a token that has to be computed for this prompt, against one that is queued."""
+# Weight of a token of recent work beyond the mean.
 LAG = 1.0
-"""Weight of a token of recent work beyond the mean."""
+# Most tokens of recent work beyond the mean, or below it, that count.
 LAG_TOKENS = 1 << 16
-"""Most tokens of recent work beyond the mean, or below it, that count."""
+# A prefix that is a smaller share of the prompt does not count.
 HIT_SHARE = 0.1
-"""A prefix that is a smaller share of the prompt does not count."""
+# KV of so many tokens costs as much as one queued token: each step reads all KV in use.
 BLOCK_TOKENS = 16
-"""KV of so many tokens costs as much as one queued token: each step reads all KV in use."""
+# So many prompts per worker that holds a prefix may leave it before it counts less.
 CROWD = 4
-"""So many prompts per worker that holds a prefix may leave it before it counts less."""
+# So many more, and it counts half.
 CROWD_HALF = 8
-"""So many more, and it counts half."""
+# For how many prefixes the prompts are counted.
 MAX_CROWDS = 16_384
-"""For how many prefixes the prompts are counted."""
+# Of more workers than this, only so many are compared, besides those that hold the prefix.
+#
+# If fewer than HOLDERS workers hold the prefix, it is SAMPLE / 4: such a prompt continues a
+# conversation, which seldom moves to another worker.
 SAMPLE = 16
-"""Of more workers than this, only so many are compared, besides those that hold the prefix.
-
-If fewer than HOLDERS workers hold the prefix, it is SAMPLE / 4: such a prompt continues a
-conversation, which seldom moves to another worker."""
+# Of the workers that hold most of the prompt, only so many are compared.
 HOLDERS = 8
-"""Of the workers that hold most of the prompt, only so many are compared."""
+# Of the workers that hold most of the prompt, only so many are looked up.
 KNOWN = SAMPLE + HOLDERS
-"""Of the workers that hold most of the prompt, only so many are looked up."""
+# Those hold at least this share of what the best one holds.
 NEAR = 0.75
-"""Those hold at least this share of what the best one holds."""
 # Recent work fades with work, not with time: requests that come far apart still take turns.
+# Requests per worker after which recent work counts half.
 FADE = 256
-"""Requests per worker after which recent work counts half."""
+# Work fades in so many steps.
 _STEPS = 8
-"""Work fades in so many steps."""
 PREDICTED_BLOCKS = 1 << 18
 
 

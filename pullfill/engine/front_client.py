@@ -42,14 +42,14 @@ from pullfill.wire import MAX_TEXT
 _log = log.get("engine.front_client")
 
 UTILITY_TIMEOUT_S = 10.0
+# Utilities that move weights or caches have so many times longer.
 _SLOW = 12
-"""Utilities that move weights or caches have so many times longer."""
+# Cached properties of vLLM's renderer that hold `max_model_len`.
 _CACHED_LIMITS = ("default_cmpl_tok_params", "default_chat_tok_params")
-"""Cached properties of vLLM's renderer that hold `max_model_len`."""
 _SUMS = ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
 _SHARE, _BY_STAGE = "kv_cache_usage", "num_kv_fetch_reqs_by_stage"
+# Fields of vLLM's SchedulerStats of which the newest value of each worker counts.
 _LEVELS = frozenset((*_SUMS, _SHARE, _BY_STAGE))
-"""Fields of vLLM's SchedulerStats of which the newest value of each worker counts."""
 
 
 class DecodePort(Protocol):

@@ -88,8 +88,8 @@ def _one_line(record: logging.LogRecord) -> bool:
 
 # vLLM's completions and chat tell errors themselves. Its Responses API cannot print an error and
 # cuts the connection. Its Messages API tells that it cannot read chat's error.
+# Begins the event with which a stream of chat ends if its request fails.
 _ERROR = 'data: {"error"'
-"""Begins the event with which a stream of chat ends if its request fails."""
 
 
 def tell_failures(state: Any, engine: FrontLLM) -> None:
@@ -187,9 +187,9 @@ def _of_messages(handler: Any) -> None:
 # With VLLM_ENABLE_RESPONSES_API_STORE vLLM keeps each response, and the messages that led to it, in
 # the process that made it. A request's `previous_response_id` may name one of another frontend.
 _READ = TypeAdapter(ResponsesResponse)
+# Gets the id of a response and the client's Authorization header. Returns what `stored` of
+# another frontend returned. None: no frontend has it.
 Ask = Callable[[str, str], Awaitable[bytes | None]]
-"""Gets the id of a response and the client's Authorization header. Returns what `stored` of another
-frontend returned. None: no frontend has it."""
 
 
 def stored(handler: Any, response_id: str) -> bytes | None:

@@ -69,20 +69,20 @@ GONE = b"GONE"
 BYE = b"BYE"
 
 PING_INTERVAL_S = 1.0
+# A decode worker aborts the requests of a frontend that says nothing for this long.
 SILENCE_S = 6.0
-"""A decode worker aborts the requests of a frontend that says nothing for this long."""
+# ZMQ's own heartbeat: a peer that is stopped or cut off counts as lost after seven of these.
 HEARTBEAT_IVL_MS = 500
-"""ZMQ's own heartbeat: a peer that is stopped or cut off counts as lost after seven of these."""
 LOAD_S = 0.05
 MAX_IDS = 65536
+# vLLM's FinishReason.ERROR.
 _ERROR = 3
-"""vLLM's FinishReason.ERROR."""
+# Messages that may wait in each direction, at each end. A peer that lets them grow to that is
+# treated as lost: nothing is ever left out of the middle.
 QUEUE_LIMIT = 10_000
-"""Messages that may wait in each direction, at each end. A peer that lets them grow to that is
-treated as lost: nothing is ever left out of the middle."""
 
+# bytes, memoryview or zmq.Frame. vLLM's codec takes all three.
 Frames = Sequence[Any]
-"""bytes, memoryview or zmq.Frame. vLLM's codec takes all three."""
 # Plain numbers: with pyzmq's enums, combining the flags takes as long as sending.
 _NOW = int(zmq.NOBLOCK)
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
