@@ -17,7 +17,7 @@ from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.engine.load import EngineLoad
 from pullfill.runtime import metrics
 from pullfill.snapshot import FLOWS, Demand, OpenJob
-from pullfill.worker.process import Engine
+from pullfill.worker.sides import Engine
 
 _REMOTE = (JobState.QUEUED, *UNDER_WAY)
 

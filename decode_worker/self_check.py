@@ -31,6 +31,7 @@ from pullfill.decode_worker.rules import Decision
 from pullfill.engine import requests
 from pullfill.engine.compat import dtype_of_kv, logprobs_are_cheap, rounding_digest
 from pullfill.engine.groups import Groups
+from pullfill.engine.host import EngineHost, taken
 from pullfill.errors import PullfillError
 from pullfill.ids import new_job_id
 from pullfill.registry.client import EtcdClient
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from pullfill.decode_worker.context import DecodeContext
     from pullfill.decode_worker.difference import Pages
     from pullfill.decode_worker.request_trace import RequestTraces
-    from pullfill.engine.host import EngineHost
     from pullfill.transfer.contract import LocalMemory
 
 logger = log.get("decode_worker.self_check")
@@ -422,11 +422,8 @@ class Trials:
         return pages
 
     def take(self, outputs: dict[int, Any]) -> None:
-        """Remove our requests from the outputs of a step.
-
-        If the step's statistics come with our outputs, they are moved to any frontend's."""
-        batch = outputs.pop(CLIENT, None)
-        if batch is None:
+        """Remove our requests from the outputs of a step."""
+        if (batch := taken(outputs, CLIENT)) is None:
             return
         for output in batch.outputs:
             trial = self._open.get(output.request_id)
@@ -437,9 +434,6 @@ class Trials:
                 pairs = zip(found.logprob_token_ids[0], found.logprobs[0], strict=True)
                 trial.logprobs = {int(token): float(value) for token, value in pairs}
             self._end(trial, Incomplete("the engine failed the request") if failed else None)
-        for other in outputs.values():
-            other.scheduler_stats = other.scheduler_stats or batch.scheduler_stats
-            break
 
     def _forget(self, core: Any, request_id: str) -> None:
         core.abort_requests([request_id])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, TypeVar
@@ -18,11 +18,12 @@ import msgspec
 
 from pullfill.config import ClusterRef
 from pullfill.decode_worker import leave
+from pullfill.decode_worker.connector import DecodeHalf
 from pullfill.decode_worker.context import ConnectorParts, DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.kv_reader import reach_for
-from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.ledger import JobState, Ledger
 from pullfill.decode_worker.load import LoadReports, demand_of, jobs_of, load_of, show_demand
 from pullfill.decode_worker.memory import NoFences, describe, open_memory
 from pullfill.decode_worker.outlook import Outlook, outage
@@ -44,8 +45,8 @@ from pullfill.engine.kv_events import KvEvents
 from pullfill.engine.load import EngineLoad
 from pullfill.engine.seats import Seats
 from pullfill.engine.thread import EngineThread
-from pullfill.errors import Outcome
-from pullfill.ids import new_incarnation, new_instance_id
+from pullfill.errors import BadMessage, ClaimRefused, Outcome
+from pullfill.ids import new_incarnation
 from pullfill.options import WorkerOptions
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
@@ -59,13 +60,16 @@ from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import (
     KvMode,
     LeaseHello,
+    PrefillJob,
     QueueSettings,
+    RefuseReason,
     RegionDescriptor,
     RouterConfig,
     WorkerRecord,
+    decode,
 )
-from pullfill.worker import memory
-from pullfill.worker.process import Engine, Role, Service
+from pullfill.worker.context import SchedulerHalf
+from pullfill.worker.sides import Engine, Role, Service, Slack
 
 logger = log.get("decode_worker")
 T = TypeVar("T")
@@ -82,15 +86,13 @@ async def build(
     queue: Settings[QueueSettings],
     kept: SelfChecks,
     events: KvEvents,
-    copiers: Collection[memory.Copier],
     parts: AsyncExitStack,
 ) -> DecodeSide:
     """Make all parts of a decode side. asyncio thread. What it opens, it pushes onto `parts`.
 
     The engine takes no request before `DecodeSide.begin`.
 
-    kept: results of self-checks. events: of the engine's prefix cache.
-    copiers: others that may copy from or to the KV memory. It is closed after they have ended."""
+    kept: results of self-checks. events: of the engine's prefix cache."""
     host, core, config, told = engine.host, engine.core, engine.config, engine.context
     loop, key = asyncio.get_running_loop(), cluster.security.cluster.load()
     copies.when_broken(thread.fail)
@@ -109,7 +111,6 @@ async def build(
     # The KV memory, and who may write to it.
     incarnation = new_incarnation()
     told.owner = open_memory(told, incarnation, options, key)
-    parts.push_async_callback(memory.end, thread, told, copiers)
     wake = asyncio.Event()
     ledger = Ledger(
         told.owner.fences if told.owner is not None else NoFences(),
@@ -282,7 +283,8 @@ class DecodeHooks(EngineHooks):
     def on_outputs(self, outputs: dict[int, Any]) -> None:
         if self._trials is not None:
             self._trials.take(outputs)
-        self._server.send_outputs(outputs)
+        if outputs:
+            self._server.send_outputs(outputs)
 
     def on_failed_step(self, untouched: set[str]) -> None:
         leave.last_words(self._server, untouched)
@@ -325,14 +327,12 @@ class DecodeSide(Service):
         self._ledger = context.ledger
         self._drains = self._rests = False
 
-    async def begin(self, use: Callable[[EngineHooks], object]) -> None:
-        """Listen for frontends. From now on this side answers the engine.
-
-        use: has the engine's loop call these hooks. Called on the engine thread."""
+    async def begin(self) -> None:
+        """Listen for frontends. From now on this side answers the engine."""
 
         def on_engine_thread(_: object) -> None:
             self._engine.context.scheduler = self._scheduler
-            use(self.hooks)
+            self._engine.host.use(self.hooks)
             self.server.bind(self._options.host, self._options.data_port)
 
         await on_engine(self._engine.host, on_engine_thread)
@@ -430,25 +430,18 @@ class DecodeSide(Service):
             self.server.close()  # its thread is over; so frontends notice now
 
 
-class DecodeRole(Role[ConnectorParts, EngineHooks]):
-    """See Role.
+class DecodeRole(Role[ConnectorParts]):
+    """See Role. It is the Neighbour of a prefill side in the same worker."""
 
-    copiers: see `build`."""
+    name, kv_role = "decode", "kv_consumer"
 
-    name, connector, kv_role = "decode", "DecodeConnector", "kv_consumer"
-    module = "pullfill.decode_worker.connector"
-
-    def __init__(
-        self,
-        cluster: ClusterRef,
-        options: WorkerOptions,
-        copiers: Collection[memory.Copier] = (),
-    ) -> None:
+    def __init__(self, cluster: ClusterRef, options: WorkerOptions) -> None:
         self._cluster = cluster
         self._options = options
-        self._copiers = copiers
-        self.instance_id = options.instance_id or new_instance_id(self.name)
         self._events = KvEvents()
+        self._slack = Slack(
+            lambda: self._side.server.active_requests, lambda: self._router.current.itl_ms / 1e3
+        )
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
         self._etcd, namespace = etcd, self._cluster.namespace
@@ -461,35 +454,56 @@ class DecodeRole(Role[ConnectorParts, EngineHooks]):
         self._events.switch_on(config)
 
     def make_context(self, host: EngineHost, files: RegionFiles) -> ConnectorParts:
-        return ConnectorParts(self.instance_id, files)
+        return ConnectorParts(str(self._options.instance_id), files)
 
-    def make_hooks(self, engine: Engine[ConnectorParts]) -> EngineHooks:
-        return EngineHooks()  # until `DecodeSide.begin`
-
-    async def build_side(
-        self,
-        engine: Engine[ConnectorParts],
-        thread: EngineThread[Any],
-        queue: Settings[QueueSettings],
-        parts: AsyncExitStack,
-    ) -> DecodeSide:
-        """See `build`."""
-        return await build(
-            engine, thread, self._etcd, self._cluster, self._options, router=self._router,
-            queue=queue, kept=self._kept, events=self._events, copiers=self._copiers, parts=parts,
-        )  # fmt: skip
+    def make_half(self, context: ConnectorParts) -> SchedulerHalf:
+        return DecodeHalf(context)
 
     async def build(
         self,
         engine: Engine[ConnectorParts],
-        hooks: EngineHooks,
         thread: EngineThread[Any],
         queue: Settings[QueueSettings],
         parts: AsyncExitStack,
-    ) -> DecodeSide:
-        side = await self.build_side(engine, thread, queue, parts)
-        await side.begin(partial(setattr, engine.host, "hooks"))
-        return side
+    ) -> None:
+        """The side lives as long as the engine. While it rests no peer is connected to it, but its
+        ledger goes on, because blocks may still be in quarantine."""
+        self._side = await build(
+            engine, thread, self._etcd, self._cluster, self._options, router=self._router,
+            queue=queue, kept=self._kept, events=self._events, parts=parts,
+        )  # fmt: skip
+        await self._side.begin()
+
+    async def open(self, parts: AsyncExitStack) -> Service:
+        await self._side.resume()
+        return self._side
+
+    async def close(self) -> None:
+        await self._side.rest()
+
+    # ------------------------------------------------------------------ as a Neighbour
+
+    def take_back(self, body: bytes) -> bool:
+        return take_back(body, str(self._options.instance_id), self._side.context.ledger)
+
+    def busy(self, step_s: float | None) -> str:
+        return self._slack.look(step_s)
+
+
+def take_back(body: bytes, instance_id: str, ledger: Ledger) -> bool:
+    """See `Neighbour`."""
+    try:
+        job = decode(body, PrefillJob)
+    except BadMessage:
+        return False
+    if job.decode_instance != instance_id:
+        return False
+    if not ledger.give_up(job.job_id, Outcome.OWN_JOB, if_queued=True):
+        entry = ledger.find(job.job_id)
+        waits = entry is not None and entry.state is JobState.QUARANTINED
+        reason = RefuseReason.HELD if waits else RefuseReason.IN_PROGRESS
+        raise ClaimRefused("another worker has our own job", reason=reason)
+    return True
 
 
 async def on_engine(host: EngineHost, work: Callable[[Any], T]) -> T:

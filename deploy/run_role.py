@@ -44,8 +44,7 @@ def run_worker(
     _apply(cores, local_model=os.path.isdir(model), ranks=ranks_of(arguments))
     extra = plan.role_flags(role, arguments, gpus=accelerator.gpu_count())
     options = replace(options, model=model, cores=cores)
-    entry = _elastic_entry(role) if options.elastic else _entry(role)
-    return entry(ref, options, extra + vllm_flags.for_worker(arguments))
+    return _entry(role)(ref, options, extra + vllm_flags.for_worker(arguments))
 
 
 def run_frontend(
@@ -134,22 +133,12 @@ def _warn(text: str) -> None:
     print(f"WARNING: {text}", file=sys.stderr)
 
 
-def _elastic_entry(role: str) -> Callable[[ClusterRef, Any, list[str]], int]:
-    from pullfill.elastic.main import run
-
-    return partial(run, role)
-
-
 def _entry(role: str) -> Callable[[ClusterRef, Any, list[str]], int]:
     # Imported here: each imports vLLM, and the environment must be set before that.
-    if role == "decode":
-        from pullfill.decode_worker.main import run as decode
+    if role in ("decode", "prefill"):
+        from pullfill.worker.main import run as worker
 
-        return decode
-    if role == "prefill":
-        from pullfill.prefill_worker.side import run as prefill
-
-        return prefill
+        return partial(worker, role)
     from pullfill.frontend.main import run as frontend
 
     return frontend

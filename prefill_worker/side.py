@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -21,10 +21,11 @@ from pullfill.config import ClusterRef
 from pullfill.engine import features, kv, release
 from pullfill.engine.chunks import PrefillChunks
 from pullfill.engine.compat import rounding_digest
-from pullfill.engine.host import EngineHooks, EngineHost
+from pullfill.engine.host import EngineHooks, EngineHost, taken
+from pullfill.engine.requests import PREFILL_CLIENT
 from pullfill.engine.thread import EngineThread
-from pullfill.ids import new_instance_id
 from pullfill.options import WorkerOptions
+from pullfill.prefill_worker.connector import PrefillHalf
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.puller import Budget, Puller, budget_of
@@ -40,27 +41,16 @@ from pullfill.registry.live_settings import Settings
 from pullfill.registry.self_checks import SelfChecks
 from pullfill.runtime import log
 from pullfill.runtime.health import ServerHealth, servers_json
-from pullfill.runtime.lifecycle import until
+from pullfill.runtime.lifecycle import end, until
 from pullfill.transfer.connect import peer_transports, why_absent
 from pullfill.transfer.contract import PeerTransport
 from pullfill.transfer.gpu import copies
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Hello, QueueSettings, RegionDescriptor, WorkerRecord
-from pullfill.worker import memory
-from pullfill.worker.process import Engine, Role, Service, WorkerProcess
-from pullfill.worker.run import run_worker
+from pullfill.worker.context import SchedulerHalf
+from pullfill.worker.sides import Engine, Neighbour, Role, Service
 
 logger = log.get("prefill_worker")
-
-
-def run(cluster: ClusterRef, options: WorkerOptions, vllm_args: Sequence[str]) -> int:
-    """`pullfill prefill`: one prefill worker; does not return (worker/run.py)."""
-
-    async def serve() -> int:
-        role = PrefillRole(cluster, options)
-        return await WorkerProcess(role, cluster, options, list(vllm_args)).serve()
-
-    run_worker("prefill", options, vllm_args, serve)
 
 
 class PrefillHooks(EngineHooks):
@@ -95,21 +85,27 @@ class PrefillHooks(EngineHooks):
         self._scheduler.step_done(running)
 
     def on_outputs(self, outputs: dict[int, Any]) -> None:
-        self.engine.on_outputs(outputs)
+        if (jobs := taken(outputs, PREFILL_CLIENT)) is not None:
+            self.engine.on_outputs({PREFILL_CLIENT: jobs})
 
 
-class PrefillRole(Role[PrefillContext, PrefillHooks]):
-    """See Role. copiers: the transfer workers that may still copy to decode workers."""
+class PrefillRole(Role[PrefillContext]):
+    """See Role.
 
-    name, connector, kv_role = "prefill", "PrefillConnector", "kv_both"
-    module = "pullfill.prefill_worker.connector"
+    beside: the decode side of the same worker. None: there is none.
+    copiers: the transfer workers that may still copy to decode workers."""
+
+    name, kv_role = "prefill", "kv_both"
     log_stats = False
     serving = "is pulling"
 
-    def __init__(self, cluster: ClusterRef, options: WorkerOptions) -> None:
+    def __init__(
+        self, cluster: ClusterRef, options: WorkerOptions, beside: Neighbour | None = None
+    ) -> None:
         self._cluster = cluster
         self._options = options
-        self.instance_id = options.instance_id or new_instance_id(self.name)
+        self._beside = beside
+        self.instance_id = str(options.instance_id)
         self._key = cluster.security.cluster.load()
         self.copiers: weakref.WeakSet[TransferWorker] = weakref.WeakSet()
 
@@ -131,21 +127,44 @@ class PrefillRole(Role[PrefillContext, PrefillHooks]):
         scheduler = PrefillScheduler(host.wake, self._options.concurrency or 0)
         return PrefillContext(self.instance_id, files, scheduler=scheduler)
 
+    def make_half(self, context: PrefillContext) -> SchedulerHalf:
+        return PrefillHalf(context)
+
     def make_hooks(self, engine: Engine[PrefillContext]) -> PrefillHooks:
-        return PrefillHooks(engine)
+        self._hooks = PrefillHooks(engine)
+        return self._hooks
 
     async def build(
         self,
         engine: Engine[PrefillContext],
-        hooks: PrefillHooks,
         thread: EngineThread[Any],
         queue: Settings[QueueSettings],
         parts: AsyncExitStack,
-    ) -> PrefillService:
+    ) -> None:
+        """Only the KV memory lives as long as the engine. The rest is made by each `open`."""
         copies.when_broken(thread.fail)
-        hello = self.open_memory(engine)
-        parts.push_async_callback(memory.end, thread, engine.context, self.copiers)
-        return await self.open_side(engine, hooks, thread, queue, hello, parts)
+        self._hello = self.open_memory(engine)
+        self._engine, self._thread, self._queue = engine, thread, queue
+
+    async def open(self, parts: AsyncExitStack) -> Service:
+        service = await self.open_side(
+            self._engine, self._hooks, self._thread, self._queue, self._hello, parts, self._own
+        )
+        if self._beside is not None:
+            looks = asyncio.create_task(self._yield(self._beside, service.puller), name="slack")
+            parts.push_async_callback(end, looks)
+        return service
+
+    def _own(self, delivery: Delivery) -> bool:
+        return self._beside is not None and self._beside.take_back(delivery.body)
+
+    async def _yield(self, beside: Neighbour, puller: Puller) -> None:
+        """Pull only while the decode side leaves time."""
+        step_tokens = self._engine.config.scheduler_config.max_num_batched_tokens
+        while True:
+            rate = self._engine.context.scheduler.load().tokens_per_s
+            puller.pause("busy", beside.busy(step_tokens / rate if rate else None))
+            await asyncio.sleep(0.05)
 
     def open_memory(self, engine: Engine[PrefillContext]) -> Hello:
         """Open our KV memory to decode workers that read it. Once. Returns what to say of us."""

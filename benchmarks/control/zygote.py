@@ -26,10 +26,10 @@ from pullfill.transfer.shm.files import shm_dir, sweep
 _PR_SET_PDEATHSIG = 1
 _MODULES = (
     "benchmarks.control.driver",
-    "pullfill.decode_worker.connector",
-    "pullfill.decode_worker.main",
-    "pullfill.prefill_worker.connector",
+    "pullfill.decode_worker.side",
     "pullfill.prefill_worker.side",
+    "pullfill.worker.connector",
+    "pullfill.worker.main",
     "pullfill.testing.mock_executor",
 )
 
@@ -49,10 +49,7 @@ def preload(model: str, flags: list[str]) -> None:
 
     for module in _MODULES:
         import_module(module)
-    config, _ = args.build_config(
-        model, flags, connector="DecodeConnector", module="pullfill.decode_worker.connector",
-        kv_role="kv_consumer", engine_id="zygote", extra={},
-    )  # fmt: skip
+    config, _ = args.build_config(model, flags, kv_role="kv_consumer", engine_id="zygote", extra={})
     config.kv_transfer_config = None  # the connector needs a worker
     host = EngineHost(config)
     host.build()
@@ -71,10 +68,7 @@ def _config(role: str, model: str, flags: tuple[str, ...]) -> tuple[Any, str]:
     from pullfill.prefill_worker.side import PrefillRole
 
     of = DecodeRole if role == "decode" else PrefillRole
-    made = args.build_config(
-        model, flags, connector=of.connector, module=of.module, kv_role=of.kv_role,
-        engine_id="zygote", extra={},
-    )  # fmt: skip
+    made = args.build_config(model, flags, kv_role=of.kv_role, engine_id="zygote", extra={})
     gc.collect()
     gc.freeze()
     return made
@@ -124,17 +118,17 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
         return
     _take(*_config(order["fork"], model, tuple(flags)))
     options = WorkerOptions(model=model, engine_stall_s=600.0, drain_timeout_s=3.0)
+    from pullfill.worker import main
+
     if order["fork"] == "decode":
-        from pullfill.decode_worker import main, scheduler
+        from pullfill.decode_worker import scheduler
 
         probes.install(scheduler.DecodeScheduler, probes.DECODE_CALLS, stats)
-        main.run(cluster, options, flags)
     else:
         from pullfill.prefill_worker import scheduler as prefill_side
-        from pullfill.prefill_worker import side as prefill_main
 
         probes.install(prefill_side.PrefillScheduler, probes.PREFILL_CALLS, stats)
-        prefill_main.run(cluster, options, flags)
+    main.run(order["fork"], cluster, options, flags)
 
 
 def _end(children: list[int]) -> None:

@@ -28,7 +28,7 @@ from pullfill.prefix.events import Ring
 from pullfill.runtime import failpoints, log
 from pullfill.wire import u32
 from pullfill.wire.prefix import Op, PrefixFollow
-from pullfill.worker.process import Engine
+from pullfill.worker.sides import Engine
 
 logger = log.get("decode_worker.kv_events")
 

@@ -68,7 +68,7 @@ class EngineHooks:
         All earlier steps have run, on every rank."""
 
     def on_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Called after each step with {client index: outputs}."""
+        """Called after each step with {client index: outputs}. Take out what is yours (`taken`)."""
 
     def on_failed_step(self, untouched: set[str]) -> None:
         """Called when a step has raised and the loop is about to end.
@@ -76,17 +76,29 @@ class EngineHooks:
         untouched: IDs of the requests that the step did not touch."""
 
 
+def taken(outputs: dict[int, Any], client: int) -> Any:
+    """Take the outputs of one client out of those of a step. None: it has none.
+
+    vLLM sends a step's statistics with one of its outputs. Frontends need them, so they are moved
+    to the outputs of another client."""
+    batch = outputs.pop(client, None)
+    if batch is not None:
+        for other in outputs.values():
+            other.scheduler_stats = other.scheduler_stats or batch.scheduler_stats
+            break
+    return batch
+
+
 class EngineHost:
     """Owns the engine core and its thread's loop.
 
-    hooks: called by the loop. Set them before it begins (`run`'s on_built).
     log_stats: whether vLLM collects statistics in each step. They come with the outputs.
     """
 
     def __init__(self, config: VllmConfig, *, log_stats: bool = True) -> None:
         self._config = config
         self._log_stats = log_stats
-        self.hooks = EngineHooks()
+        self._hooks: list[EngineHooks] = []
         self._todo: deque[Callable[[EngineCore], None]] = deque()
         self._wakefd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
@@ -149,6 +161,10 @@ class EngineHost:
 
     # ------------------------------------------------------------------ engine thread
 
+    def use(self, hooks: EngineHooks) -> None:
+        """Have the loop call these hooks, too, after those that it calls already. Engine thread."""
+        self._hooks.append(hooks)
+
     def register(self, socket: Any, handler: Callable[[], None]) -> None:
         """Poll a ZMQ socket or descriptor for reading in the loop. Engine thread."""
         self._fd_handlers[socket] = handler
@@ -199,7 +215,7 @@ class EngineHost:
             # next request may be far away. Then such a step is taken.
             scheduler: Any = core.scheduler
             if not (
-                self.hooks.before_step()
+                any([hooks.before_step() for hooks in self._hooks])
                 or core.batch_queue
                 or (scheduler.has_requests() if quiet else scheduler.requests)
             ):
@@ -213,13 +229,16 @@ class EngineHost:
                 outputs, executed = core.step_fn()
             except Exception as exc:
                 try:
-                    self.hooks.on_failed_step(untouched(core.scheduler, exc))
+                    for hooks in self._hooks:
+                        hooks.on_failed_step(untouched(core.scheduler, exc))
                 except Exception:
                     logger.exception("could not migrate the requests that the step did not touch")
                 raise
-            self.hooks.after_step(len(core.batch_queue or ()))
-            if outputs:
-                self.hooks.on_outputs(outputs)
+            for hooks in self._hooks:
+                hooks.after_step(len(core.batch_queue or ()))
+            for hooks in self._hooks:
+                if outputs:
+                    hooks.on_outputs(outputs)
             core.post_step(executed)
             self._heap.after_step()
             timeout = 0 if core.batch_queue else self._pause(core, executed)
@@ -292,7 +311,7 @@ class EngineHost:
             return 0
         if scheduler.finished_recving_kv_req_ids:
             return 0  # the next step schedules them
-        if self.hooks.copies_run():
+        if any(hooks.copies_run() for hooks in self._hooks):
             return _BLOCKED_POLL_MS
         status = _vllm().Status
         for request in scheduler.requests.values():

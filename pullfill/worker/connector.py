@@ -1,16 +1,15 @@
-"""The connector that stock vLLM loads in a worker: what is the same in both kinds.
+"""The connector that stock vLLM loads in a worker (`kv_connector_module_path`).
 
 vLLM constructs it twice, once for each half. The scheduler half lives in the worker's main process
-and passes vLLM's calls on to the role's connector scheduler. The worker half lives in the process
-of each rank (with one rank: the same) and only says where the KV cache is. The metadata of each
-step carries reports from the scheduler half to the worker half, because vLLM accepts them only
-from there.
+and passes vLLM's calls on to the sides of the worker: each request belongs to one of them. The
+worker half lives in the process of each rank (with one rank: the same) and only says where the KV
+cache is. The metadata of each step carries reports from the scheduler half to the worker half,
+because vLLM accepts them only from there.
 """
 
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 
@@ -29,7 +30,8 @@ from pullfill.engine.kv import Attention, RankAttention
 from pullfill.runtime import pages
 from pullfill.transfer.owners import RankRegion
 from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
-from pullfill.worker.memory import Told
+from pullfill.worker import memory
+from pullfill.worker.context import SchedulerHalf, StepReports, installed
 
 if TYPE_CHECKING:
     import torch
@@ -48,32 +50,34 @@ class RankTold(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     attention: RankAttention
 
 
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What the worker half must report in this step. It is sent to every rank."""
+
+    reports: StepReports
+
+
 class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """See the module. A role's subclass has its scheduler half and the metadata of its steps."""
+    """See the module."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._heads = kv.total_heads(vllm_config)
+        self._block_size = vllm_config.cache_config.block_size
         self._pool: SharedKvPool | None = None
         self._told: RankTold | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self.start_scheduler(vllm_config.cache_config.block_size)
+            self._halves = installed()
+            for half in self._halves:
+                half.constructed(vllm_config, kv_cache_config)
             return
         bind_to_parent()
         if kv.device_of(vllm_config) == "cpu":
             place = vllm_config.kv_transfer_config.kv_connector_extra_config
             rank = vllm_config.parallel_config.rank  # one pipeline stage after another
             self._pool = SharedKvPool(place["instance_id"], rank, Path(place["directory"]))
-
-    @abstractmethod
-    def start_scheduler(self, block_size: int) -> None:
-        """Make the scheduler half."""
-
-    @abstractmethod
-    def attach(self, told: Told, kv_heads: int, stored: Attention) -> None:
-        """Take what all ranks have told of their memory. Scheduler half."""
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
@@ -84,18 +88,71 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def requires_kv_delivery(self) -> bool:
         return False
 
+    def shutdown(self) -> None:
+        """The process owns what the connector uses, and closes it."""
+
+    # ------------------------------------------------------------------ scheduler half: memory
+
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], RankTold]
     ) -> None:
         stored = {rank: told.attention for rank, told in metadata.items()}
         whole = kv.join_attention(stored, self._heads)
-        regions = {rank: told.region for rank, told in metadata.items()}
-        self.attach(
-            regions, self._heads, replace(whole, groups=groups.groups_of(self._kv_cache_config))
-        )
+        told = {rank: rank_told.region for rank, rank_told in metadata.items()}
+        whole = replace(whole, groups=groups.groups_of(self._kv_cache_config))
+        self.attach(told, self._heads, whole)
 
-    def shutdown(self) -> None:
-        """The process owns what the connector uses, and closes it."""
+    def attach(self, told: memory.Told, kv_heads: int, stored: Attention) -> None:
+        """Take what all ranks have told of their memory. All sides share it."""
+        first, *others = (half.context for half in self._halves)
+        region = memory.attach(first, told, kv_heads, stored)
+        for other in others:
+            # And the adapters: those of one engine have different numbers.
+            other.geometry, other.ranks = first.geometry, first.ranks
+            other.adapters = first.adapters
+        for half in self._halves:
+            half.attached(region.why_not)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        kept_from = groups.kept_from(kv_cache_manager, self._block_size)
+        self._by_position = groups.by_position(kv_cache_manager, self._block_size)
+        for half in self._halves:
+            half.bind(kv_cache_manager, kept_from, self._by_position)
+
+    # ------------------------------------------------------------------ scheduler half: requests
+
+    def _of(self, request: Any) -> SchedulerHalf:
+        first, *others = self._halves
+        return next((half for half in others if half.owns(request.request_id)), first)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._of(request).matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._of(request).allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        for half in self._halves:
+            half.loaded(connector_output)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        # All are told of every step, even while only one side serves. Each pairs the plan of a
+        # step with its end.
+        reports = StepReports()
+        for half in self._halves:
+            half.scheduled(scheduler_output, reports)
+        return StepMetadata(reports)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._of(request).finished(request.request_id, block_ids), None
+
+    def has_pending_push_work(self) -> bool:
+        return any(half.has_work for half in self._halves)
 
     # ------------------------------------------------------------------ worker half
 
@@ -118,6 +175,18 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> RankTold | None:
         return self._told
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Tell vLLM what the sides report. vLLM calls this in each rank, after every step."""
+        if not self.has_connector_metadata():
+            return KVConnectorTransferResults()
+        meta: StepMetadata = self._get_connector_metadata()
+        reports = meta.reports
+        return KVConnectorTransferResults(
+            finished_sending=set(reports.sent),
+            finished_recving=reports.arrived | reports.failed,
+            failed_recving=set(reports.failed),
+        )
 
     # All copies are made by the main process, between steps. So the model runner waits for none.
 

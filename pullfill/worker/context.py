@@ -1,12 +1,14 @@
 """What the connector, which vLLM constructs from a class name, shares with the process around it.
 
-One engine per process, so one context per kind: `install` puts it where the connector finds it.
+There is one engine in a process: `install` puts what its sides answer where the connector finds it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.adapters import Adapters
 from pullfill.engine.groups import ONE_GROUP, Groups
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from pullfill.transfer.owners import MappedRank
     from pullfill.transfer.shm.files import RegionFiles
 
+Tables = Sequence[Sequence[int]]
+KeptFrom = Callable[[int], tuple[int, ...]]
+ByPosition = Callable[[Any], Any]
 LATER: Any = None
 """The value of a field until the part that fills it is made."""
 
@@ -51,20 +56,78 @@ class WorkerContext:
         return self.geometry.attention.groups if self.geometry else ONE_GROUP
 
 
-C = TypeVar("C", bound=WorkerContext)
+@dataclass
+class StepReports:
+    """What vLLM must learn in one step. It crosses processes, so it holds plain types only.
 
-_contexts: dict[type[WorkerContext], WorkerContext] = {}
+    arrived: requests whose KV has come. failed: those whose KV will not come, so vLLM computes it.
+    sent: finished requests whose blocks nobody reads any more."""
+
+    arrived: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
 
 
-def install(*contexts: WorkerContext) -> None:
-    """Make each of `contexts` the one of its kind in this process."""
-    _contexts.update({type(context): context for context in contexts})
+class SchedulerHalf(ABC):
+    """What one side answers vLLM's scheduler, through the connector. Engine thread.
+
+    request: vLLM's Request. tables: its block ids, for each KV cache group."""
+
+    context: WorkerContext
+
+    @abstractmethod
+    def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        """vLLM has constructed the connector."""
+
+    def attached(self, why_not: str) -> None:  # noqa: B027
+        """The context has the memory. why_not: why no process can reach it. Empty: some can."""
+
+    @abstractmethod
+    def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
+        """Take vLLM's KVCacheManager, and functions of `engine.groups`."""
+
+    def owns(self, request_id: str) -> bool:
+        """Whether the request is of this side. What nobody else owns is of the first side."""
+        return False
+
+    @abstractmethod
+    def matched(self, request: Any, hit_tokens: int) -> tuple[int | None, bool]:
+        """vLLM's `get_num_new_matched_tokens`."""
+
+    @abstractmethod
+    def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
+        """vLLM's `update_state_after_alloc`."""
+
+    def loaded(self, output: Any) -> None:  # noqa: B027
+        """vLLM's `update_connector_output`."""
+
+    @abstractmethod
+    def scheduled(self, output: Any, reports: StepReports) -> None:
+        """A step is scheduled. Add what it must report."""
+
+    @abstractmethod
+    def finished(self, request_id: str, tables: Tables) -> bool:
+        """vLLM is done with a request. Returns True if it must keep the blocks until `sent`."""
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether there is something to report. Then the engine must take a step."""
 
 
-def current(kind: type[C], role: str) -> C:
-    """The installed context. Raises ConfigError when vLLM was started without pullfill."""
-    if not isinstance(found := _contexts.get(kind), kind):
+_halves: list[SchedulerHalf] = []
+
+
+def install(*halves: SchedulerHalf) -> None:
+    """Make these the sides of the connector that vLLM constructs in this process."""
+    _halves[:] = halves
+
+
+def installed() -> list[SchedulerHalf]:
+    """Return them. Raises ConfigError when vLLM was started without pullfill."""
+    if not _halves:
         raise ConfigError(
-            f"the pullfill {role} connector works inside `pullfill {role}` only: start that"
+            "the pullfill connector works inside `pullfill decode` and `pullfill prefill` only: "
+            "start these"
         )
-    return found
+    return list(_halves)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from pullfill.engine.kv import NO_MODEL, Attention, Geometry
@@ -45,21 +45,24 @@ class Copier(Protocol):
 
 
 async def end(
-    engine: EngineThread[Any], context: WorkerContext, copiers: Collection[Copier] = ()
+    engine: EngineThread[Any],
+    contexts: Sequence[WorkerContext],
+    copiers: Sequence[Collection[Copier]] = (),
 ) -> None:
     """Stop everything that uses the KV memory, then free it. Nothing new may begin.
 
-    copiers: all there are, closed."""
+    contexts: of all sides. copiers: all there are, closed."""
     await engine.halt()  # first: a running engine asks the fences for proofs
     if not await asyncio.to_thread(_join, copiers):
         logger.warning("exiting while a KV copy still runs")
-    await asyncio.to_thread(close, context)
+    for context in contexts:
+        await asyncio.to_thread(close, context)
     await engine.stop()  # last: this frees the memory
 
 
-def _join(copiers: Collection[Copier]) -> bool:
-    until = time.monotonic() + COPIES_S
-    return all([copier.join(max(0.0, until - time.monotonic())) for copier in copiers])
+def _join(copiers: Sequence[Collection[Copier]]) -> bool:
+    until, all_ = time.monotonic() + COPIES_S, [one for some in copiers for one in some]
+    return all([copier.join(max(0.0, until - time.monotonic())) for copier in all_])
 
 
 def close(context: WorkerContext) -> None:

@@ -1,12 +1,12 @@
-"""One worker process, whatever its role: build everything, then serve, then leave.
+"""One worker process: an engine, its KV memory, and a decode side, a prefill side, or both.
 
     engine thread loads the model ┐
-                                  ├─▶ Role.build ─▶ registered ─▶ Service.start ─▶ drain ─▶ closed
+                                  ├─▶ sides are built ─▶ registered ─▶ serving ─▶ drain ─▶ closed
     etcd is dialled ──────────────┘
 
-A role (decode, prefill) brings a `Role`: its connector, what runs on its engine thread, and how its
-parts are built. `Role.build` returns a `Service`: all parts, ready to serve. What was opened is
-closed in the opposite order.
+A role is which sides serve. `pullfill decode` and `pullfill prefill` have one side. With
+`--elastic` a worker has both, and orders in etcd say which of them serve (switch.py). The rooms of
+the sides say how each is made (sides.py). What was opened is closed in the opposite order.
 """
 
 from __future__ import annotations
@@ -14,180 +14,70 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any
 
 from pullfill.config import ClusterRef, pod_name, restarts_so_far
-from pullfill.engine import args, compat, environment
-from pullfill.engine.host import EngineHooks, EngineHost
+from pullfill.engine import args, compat, environment, kv_offloading
+from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.engine.watchdog import EngineWatchdog
+from pullfill.errors import BadMessage, ConfigError
 from pullfill.net.this_host import host_id
 from pullfill.options import WorkerOptions
+from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
 from pullfill.registry.membership import Membership
+from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log, tracing
-from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, exit_within, until
+from pullfill.runtime.health import UP
+from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, end, exit_within, until
 from pullfill.runtime.probe import ProbeServer
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.wire import Compat, QueueSettings, RegionDescriptor, WorkerRecord, WorkerState
+from pullfill.wire import (
+    QueueSettings,
+    RegionDescriptor,
+    RoleOrder,
+    WorkerRecord,
+    WorkerState,
+    decode,
+)
 from pullfill.worker import context as contexts
-from pullfill.worker.context import WorkerContext
+from pullfill.worker import memory
+from pullfill.worker.sides import Engine, Role, Service
+from pullfill.worker.switch import Side, Switch
 
-C = TypeVar("C", bound=WorkerContext)
-H = TypeVar("H", bound=EngineHooks)
-AsRole = Callable[[str, "Service"], Membership]
-"""Makes a membership of this process, from the name of a role and the service that it publishes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Engine(Generic[C]):
-    """An engine that is built, with its KV cache in memory that the context describes."""
-
-    host: EngineHost
-    core: Any
-    config: Any
-    served_name: str
-    compat: Compat
-    context: C
+NO_OFFLOADING = "--elastic does not work with vLLM's KV offloading: leave out one of them"
+ONE_RANK = "--elastic works with one rank: leave out --elastic, or -tp and -pp"
 
 
-class Service(Protocol):
-    """All parts of a worker that serve. asyncio thread.
+class WorkerProcess:
+    """One worker, on the process's asyncio loop. The engine has its own thread.
 
-    Each method is called by `WorkerProcess` only."""
-
-    def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
-        """Return what to publish: the record with the role's own fields, and descriptors.
-
-        Everything granted under another incarnation than the record's is void from now on."""
-
-    async def start(self, note: Callable[[], None]) -> None:
-        """Begin to take work. The worker is registered.
-
-        note: called when `checking` changes."""
-
-    def checking(self) -> str:
-        """Why the record says `checking`, for people. Empty: it does not."""
-
-    def reasons(self) -> list[str]:
-        """Why this worker is degraded, for /ready."""
-
-    def told(self) -> dict[str, Any]:
-        """Further entries of /ready."""
-
-    def status(self) -> dict[str, Any]:
-        """Further entries of /status."""
-
-    def jobs(self) -> dict[str, Any]:
-        """Further entries of /status?jobs: `jobs`, `held` (pullfill/snapshot.py)."""
-
-    def refresh_metrics(self) -> None:
-        """Set the gauges that nothing else sets."""
-
-    def engine_stuck(self, stuck: bool) -> None:
-        """Note that the engine takes no steps, or takes steps again."""
-
-    async def stop_taking(self) -> None:
-        """Take no new work, and tell the peers."""
-
-    async def finished(self) -> None:
-        """Return when all work is done, or the engine is dead."""
-
-    async def give_up(self) -> None:
-        """Let other workers do the work that is not done: migrate requests, nak jobs."""
-
-    async def engine_gone(self) -> None:
-        """As `give_up`, as far as possible without the engine, which is dead."""
-
-
-class Registration(Protocol):
-    """How the process is known to the cluster: `Membership`, or several of them.
-
-    revoked: set when a lease was revoked. The process then drains."""
-
-    revoked: asyncio.Event
-
-    async def join(self, wait_s: float = 0.0) -> None: ...
-
-    async def set_state(self, state: WorkerState) -> bool: ...
-
-    def note_state(self, state: WorkerState) -> None: ...
-
-    def refresh(self) -> None: ...
-
-    async def leave(self) -> None: ...
-
-
-class Role(ABC, Generic[C, H]):
-    """What a kind of worker brings. See the module.
-
-    name: `decode` or `prefill`.
-    module, connector, kv_role: of vLLM's KV transfer config.
-    log_stats: as of EngineHost.
-    serving: what the log says of a worker that serves."""
-
-    name: str
-    module: ClassVar[str]
-    connector: ClassVar[str]
-    kv_role: ClassVar[str]
-    log_stats: ClassVar[bool] = True
-    serving: ClassVar[str] = "is ready"
-    instance_id: str
-
-    def adjust(self, config: Any) -> None:
-        """Change vLLM's config, from which the engine is built next. Engine thread."""
-
-    def registration(self, as_role: AsRole, service: Service) -> Registration:
-        """Return how the process joins the cluster, once its parts are built."""
-        return as_role(self.name, service)
-
-    @abstractmethod
-    def make_context(self, host: EngineHost, files: RegionFiles) -> C:
-        """What the connector finds when vLLM constructs it. Engine thread."""
-
-    @abstractmethod
-    def make_hooks(self, engine: Engine[C]) -> H:
-        """What the engine's loop calls. Engine thread, before the first step."""
-
-    @abstractmethod
-    async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
-        """Open what needs etcd, but no engine. The model loads meanwhile."""
-
-    @abstractmethod
-    async def build(
-        self,
-        engine: Engine[C],
-        hooks: H,
-        thread: EngineThread[Any],
-        queue: Settings[QueueSettings],
-        parts: AsyncExitStack,
-    ) -> Service:
-        """Build the rest. What it opens, it pushes onto `parts`."""
-
-
-class WorkerProcess(Generic[C, H]):
-    """One worker of a role, on the process's asyncio loop. The engine has its own thread."""
+    roles: the sides that it has. With two the worker follows orders.
+    first: name of the one in which it begins."""
 
     def __init__(
         self,
-        role: Role[C, H],
+        roles: Sequence[Role[Any]],
+        first: str,
+        instance_id: str,
         cluster: ClusterRef,
         options: WorkerOptions,
         vllm_args: list[str],
     ) -> None:
-        self._role = role
+        self._roles = roles
+        self._elastic = len(roles) > 1
+        self._first = next(role for role in roles if role.name == first)
         self._cluster = cluster
         self._options = options
         self._vllm_args = vllm_args
-        self._instance_id = role.instance_id
-        log.identify(role.instance_id)
-        self._log = log.get(f"{role.name}_worker")
+        self._instance_id = instance_id
+        log.identify(instance_id)
+        self._log = log.get(f"{first}_worker")
         self._stop = Stop()
         self._started_at = time.time()
         self._state = WorkerState.READY
@@ -207,50 +97,57 @@ class WorkerProcess(Generic[C, H]):
                 security=self._cluster.security.etcd,
             )
             parts.push_async_callback(etcd.close)
-            await self._role.watch(etcd, parts)
+            for role in self._roles:
+                await role.watch(etcd, parts)
             queue = await Settings(etcd, namespace, QueueSettings).start()
             parts.push_async_callback(queue.close)
-            self._engine, hooks = await thread.ready
-            self._service = await self._role.build(self._engine, hooks, thread, queue, parts)
+            self._engine: Engine[Any] = await thread.ready
+            copiers = [role.copiers for role in self._roles]
+            parts.push_async_callback(memory.end, thread, self._contexts, copiers)
+            for role, context in zip(self._roles, self._contexts, strict=True):
+                await role.build(self._engine.of(context), thread, queue, parts)
             self._guard = EngineWatchdog(thread, options.engine_stall_s, self._on_stuck)
-            service = self._service
+            as_role = partial(self._as_role, etcd)
+            sides = [Side(role, as_role) for role in self._roles]
+            self._switch = Switch(sides, self._first.name, options.drain_timeout_s)
             probe = ProbeServer(
-                options.host, self._ready, self._status, service.refresh_metrics, service.jobs
+                options.host, self._ready, self._status, self._refresh_metrics, self._jobs
             )
             await probe.start(options.http_port)
             parts.push_async_callback(probe.stop)
             self._http = probe.url
-            self._membership = self._role.registration(partial(self._as_role, etcd), self._service)
-            parts.push_async_callback(self._membership.leave)
+            parts.push_async_callback(self._switch.leave)
             self._stop.starting = False
-            await self._membership.join(options.connect_timeout_s)
-            await self._service.start(self._membership.refresh)
+            await self._switch.join(options.connect_timeout_s)
             self._guard.start()
             parts.push_async_callback(self._guard.stop)
+            orders = await self._follow_orders(etcd) if self._elastic else AsyncExitStack()
+            parts.push_async_callback(orders.aclose)
             name, model = self._instance_id, self._engine.served_name
-            self._log.info("%s %s (%s)", name, self._role.serving, model)
-            await until(self._stop.drain, self._membership.revoked, thread.dead)
+            elastic = " (elastic)" if self._elastic else ""
+            self._log.info("%s %s%s (%s)", name, self._first.serving, elastic, model)
+            await until(self._stop.drain, self._switch.revoked, thread.dead)
+            await orders.aclose()
             code = await self._leave(thread)
             exit_within(EXIT_S, code)
         return code
 
     async def _leave(self, thread: EngineThread[Any]) -> int:
         """Finish the work, or let others do the rest. Returns the exit code."""
-        if self._membership.revoked.is_set():
+        if self._switch.revoked.is_set():
             self._stop.ask("lease revoked")
+        services = self._switch.services
         if not thread.dead.is_set():
             self._state = WorkerState.DRAINING
-            await asyncio.gather(
-                self._service.stop_taking(), self._membership.set_state(WorkerState.DRAINING)
-            )
+            await self._switch.stop_taking()
             finished = await self._stop.race(
-                self._service.finished(), self._options.drain_timeout_s
+                _all(service.finished() for service in services), self._options.drain_timeout_s
             )
             if not finished and not thread.dead.is_set():
-                await self._service.give_up()
+                await _all(service.give_up() for service in services)
         if thread.dead.is_set():
             self._log.error("the engine has ended (%r): exiting", thread.failure)
-            await self._service.engine_gone()
+            await _all(service.engine_gone() for service in services)
             return 1 if thread.hangs else STEP_FAILED
         self._log.info("drained")
         return 0
@@ -258,42 +155,78 @@ class WorkerProcess(Generic[C, H]):
     def _on_stuck(self, stuck: bool) -> None:
         """Take no work while the engine is stuck. What is in the engine stays there, and goes
         elsewhere if this process has to leave."""
-        if self._stop.drain.is_set() or self._membership.revoked.is_set():
+        if self._stop.drain.is_set() or self._switch.revoked.is_set():
             return  # it leaves anyway
         self._state = WorkerState.DRAINING if stuck else WorkerState.READY
-        self._service.engine_stuck(stuck)
-        self._membership.note_state(self._state)
+        for service in self._switch.services:
+            service.engine_stuck(stuck)
+        self._switch.note_state(self._state)
+
+    # ------------------------------------------------------------------ orders
+
+    async def _follow_orders(self, etcd: EtcdClient) -> AsyncExitStack:
+        """Change the role as `RoleOrder`s in etcd say. Closing what this returns ends that."""
+        key = keys.role_order(self._cluster.namespace, self._instance_id)
+
+        def on_order(event: Put | Delete) -> None:
+            if not isinstance(event, Put) or event.key != key.encode():
+                return
+            try:
+                self._switch.order(decode(event.value, RoleOrder).role.names)
+            except BadMessage as exc:
+                self._log.warning("an order to change the role cannot be read: %s", exc)
+
+        orders = AsyncExitStack()
+        switching = asyncio.create_task(self._switch.run(), name="role switch")
+        orders.push_async_callback(end, switching)
+        follower = Follower(etcd, key, "the role orders", on_order)
+        orders.push_async_callback(follower.close)
+        await follower.start()
+        return orders
 
     # ------------------------------------------------------------------ engine thread
 
     def _load(self) -> EngineHost:
         environment.bound_compute_threads()
-        files = RegionFiles(self._instance_id)
+        name, role = self._instance_id, self._first
+        # One engine has one KV memory. The second side has a fence file of its own: so a new
+        # incarnation of the one side does not void what the other side has granted.
+        files = [RegionFiles(name), RegionFiles(f"{name}-r")][: len(self._roles)]
         self._config, self._served_name = args.build_config(
             self._options.model,
             self._vllm_args,
-            connector=self._role.connector,
-            module=self._role.module,
-            kv_role=self._role.kv_role,
-            engine_id=self._instance_id,
-            extra={"instance_id": self._instance_id, "directory": str(files.directory)},
+            kv_role="kv_both" if self._elastic else role.kv_role,
+            engine_id=name,
+            extra={"instance_id": name, "directory": str(files[0].directory)},
         )
-        tracing.begin(args.traces_endpoint(self._config), self._role.name, self._instance_id)
+        tracing.begin(args.traces_endpoint(self._config), role.name, name)
         self._fingerprint = compat.fingerprint_as_run(self._config)
-        self._role.adjust(self._config)
-        host = EngineHost(self._config, log_stats=self._role.log_stats)
-        self._context = self._role.make_context(host, files)
-        contexts.install(self._context)
+        if self._elastic:
+            refuse_what_two_sides_cannot(self._config)
+        for one in self._roles:
+            one.adjust(self._config)
+        host = EngineHost(self._config, log_stats=any(one.log_stats for one in self._roles))
+        self._contexts = [
+            one.make_context(host, of_it) for one, of_it in zip(self._roles, files, strict=True)
+        ]
+        halves = [
+            one.make_half(context) for one, context in zip(self._roles, self._contexts, strict=True)
+        ]
+        contexts.install(*halves)
         return host
 
-    def _built(self, host: EngineHost, core: Any) -> tuple[Engine[C], H]:
-        context, config = self._context, self._config
-        if context.geometry is None:
+    def _built(self, host: EngineHost, core: Any) -> Engine[Any]:
+        first = self._contexts[0]
+        if first.geometry is None:
             raise RuntimeError("vLLM registered no KV cache with the connector")
-        described = compat.describe(config, self._served_name, self._fingerprint, context.geometry)
-        engine = Engine(host, core, config, self._served_name, described, context)
-        host.hooks = hooks = self._role.make_hooks(engine)
-        return engine, hooks
+        described = compat.describe(
+            self._config, self._served_name, self._fingerprint, first.geometry
+        )
+        engine = Engine(host, core, self._config, self._served_name, described, first)
+        for role, context in zip(self._roles, self._contexts, strict=True):
+            if (hooks := role.make_hooks(engine.of(context))) is not None:
+                host.use(hooks)
+        return engine
 
     # ------------------------------------------------------------------ what others are told
 
@@ -330,16 +263,60 @@ class WorkerProcess(Generic[C, H]):
             )
         )
 
-    def _ready(self) -> tuple[bool, dict[str, Any]]:
-        reasons = [*self._service.reasons(), *filter(None, [self._service.checking()])]
-        told = {**self._service.told(), "degraded": bool(reasons), "reasons": reasons}
-        detail = {"state": self._shown_state, **told, **self._guard.detail()}
-        return self._state is WorkerState.READY, detail
+    @property
+    def _checking(self) -> list[str]:
+        return [why for service in self._switch.services if (why := service.checking())]
 
     @property
     def _shown_state(self) -> WorkerState:
         ready = self._state is WorkerState.READY
-        return WorkerState.CHECKING if ready and self._service.checking() else self._state
+        return WorkerState.CHECKING if ready and self._checking else self._state
+
+    def _ready(self) -> tuple[bool, dict[str, Any]]:
+        services, switch = self._switch.services, self._switch
+        reasons = [reason for service in services for reason in service.reasons()]
+        reasons += [*self._checking, *([f"it {switch.told}"] if switch.told else [])]
+        told: dict[str, Any] = {"role": switch.roles} if self._elastic else {}
+        for service in services:
+            told |= service.told()
+        told |= {"degraded": bool(reasons), "reasons": reasons}
+        detail = {"state": self._shown_state, **told, **self._guard.detail()}
+        return self._state is WorkerState.READY, detail
 
     def _status(self) -> dict[str, Any]:
-        return {"state": self._shown_state, "pod": pod_name(), **self._service.status()}
+        status: dict[str, Any] = {}
+        load: dict[str, Any] = {}
+        for service in self._switch.services:
+            found = service.status()
+            load |= found.pop("load", {})  # of two sides, those of the prefill side win
+            status = {**found, **status}
+        if self._elastic:
+            load["elastic"] = self._switch.roles or "none"
+            if self._switch.told:
+                load["switch"] = self._switch.told
+        return {"state": self._shown_state, "pod": pod_name(), **status, "load": load}
+
+    def _jobs(self) -> dict[str, Any]:
+        return {key: told for one in self._switch.services for key, told in one.jobs().items()}
+
+    def _refresh_metrics(self) -> None:
+        # These gauges belong to the process. A side that rests has closed its connection to NATS,
+        # and that has set the gauge to 0.
+        for name, server in self._status().get("servers", {}).items() if self._elastic else ():
+            UP.labels(name).set(server["up"])
+        for side in self._switch.sides:
+            if side.last is not None:  # gauges of a side that rests must not keep old values
+                side.last.refresh_metrics()
+
+
+def refuse_what_two_sides_cannot(config: Any) -> None:
+    """Raises ConfigError. config: vLLM's."""
+    # However it was asked for: vLLM has several flags for it, and files of flags.
+    if kv_offloading.size_of(config):
+        raise ConfigError(NO_OFFLOADING)
+    if config.parallel_config.world_size > 1:
+        raise ConfigError(ONE_RANK)
+
+
+async def _all(work: Any) -> None:
+    await asyncio.gather(*work)

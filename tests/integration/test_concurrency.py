@@ -15,13 +15,14 @@ from pullfill.engine import host as hosts
 from pullfill.engine.args import build_config
 from pullfill.engine.host import EngineHost
 from pullfill.engine.seats import Seats
+from pullfill.prefill_worker.connector import PrefillHalf
 from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.prefill_worker.side import PrefillHooks
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import FenceToken
 from pullfill.worker import context as contexts
-from pullfill.worker.process import Engine
+from pullfill.worker.sides import Engine
 from tests.support.cluster import BLOCK, FLAGS
 from tests.support.prompts import random_prompt
 from tests.support.workers import compat
@@ -156,20 +157,18 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
     config, _ = build_config(
         str(model),
         [*FLAGS, *MOCK, *flags, '--additional-config={"mock": {"step_s": 0.005}}'],
-        connector="PrefillConnector",
-        module="pullfill.prefill_worker.connector",
         kv_role="kv_both",
         engine_id="e",
         extra={"instance_id": f"concurrency-{concurrency}", "directory": str(files.directory)},
     )
     host = EngineHost(config, log_stats=False)
     context = PrefillContext("prefill-1", files, scheduler=PrefillScheduler(host.wake, concurrency))
-    contexts.install(context)
+    contexts.install(PrefillHalf(context))
     made: list[Prefills] = []
 
     def built(core: Any) -> None:
         engine = Engine(host, core, config, "m", compat(block_size=BLOCK), context)
-        host.hooks = hooks = PrefillHooks(engine)
+        host.use(hooks := PrefillHooks(engine))
         made.append(Prefills(host, context, hooks))
         made[0].watch()
         if flags:

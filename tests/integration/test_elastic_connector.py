@@ -1,4 +1,4 @@
-"""Which side of an elastic worker's connector gets a call of vLLM's. No engine runs."""
+"""Which side of a worker gets a call that vLLM makes to the connector. No engine runs."""
 
 from __future__ import annotations
 
@@ -7,76 +7,69 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.connector import DecodeMetadata
-from pullfill.elastic.connector import ElasticConnector, ElasticMetadata
-from pullfill.prefill_worker.connector import PrefillMetadata
-from pullfill.prefill_worker.scheduler import Reports
+from pullfill.worker.connector import WorkerConnector
+from pullfill.worker.context import StepReports, WorkerContext
 
 pytestmark = pytest.mark.engine
 
 
-class FakeConnector:
-    """Notes the calls about requests. Everything else answers with its name."""
+class Half:
+    """Notes the calls about requests. mine: ids of its requests."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, mine: set[str]) -> None:
+        self.name, self.mine = name, mine
+        self.context = WorkerContext("worker-1")
         self.requests: list[tuple[str, str]] = []
-        self.work = False
+        self.has_work = False
 
-    def __getattr__(self, call: str) -> Any:
-        def note(request: Any, *_: Any) -> Any:
-            self.requests.append((call, request.request_id))
-            return self.name, call
+    def owns(self, request_id: str) -> bool:
+        return request_id in self.mine
 
-        return note
+    def matched(self, request: Any, hit: int) -> tuple[int, bool]:
+        self.requests.append(("matched", request.request_id))
+        return hit, False
 
-    def build_connector_meta(self, output: Any) -> Any:
-        return self.name, output
+    def allocated(self, request: Any, tables: Any, external: int) -> None:
+        self.requests.append(("allocated", request.request_id))
 
-    def has_pending_push_work(self) -> bool:
-        return self.work
+    def finished(self, request_id: str, tables: Any) -> bool:
+        self.requests.append(("finished", request_id))
+        return self.name == "prefill"
+
+    def scheduled(self, output: Any, reports: StepReports) -> None:
+        reports.arrived.add(f"{self.name} {output}")
+        reports.failed.add(f"{self.name} failed")
+        reports.sent.add(f"{self.name} sent")
 
 
 @pytest.fixture
 def connector() -> Any:
-    made: Any = ElasticConnector.__new__(ElasticConnector)
-    made._decode, made._prefill = FakeConnector("decode"), FakeConnector("prefill")
-    made._context = SimpleNamespace(prefill=SimpleNamespace(tasks={"job": object()}))
+    made: Any = WorkerConnector.__new__(WorkerConnector)
+    made._halves = [Half("decode", set()), Half("prefill", {"job"})]
     return made
 
 
-def request(name: str) -> Any:
-    return SimpleNamespace(request_id=name)
-
-
-CALLS = ("get_num_new_matched_tokens", "update_state_after_alloc", "request_finished_all_groups")
-
-
 def test_a_job_goes_to_the_prefill_side_and_all_else_to_the_decode_side(connector: Any) -> None:
-    for call in CALLS:
-        for name in ("job", "client"):
-            arguments = [None] * (2 if call == "update_state_after_alloc" else 1)
-            getattr(connector, call)(request(name), *arguments)
-    assert connector._prefill.requests == [(call, "job") for call in CALLS]
-    assert connector._decode.requests == [(call, "client") for call in CALLS]
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1],))
+    for name in ("job", "client"):
+        request = SimpleNamespace(request_id=name)
+        connector.get_num_new_matched_tokens(request, 3)
+        connector.update_state_after_alloc(request, blocks, 0)
+        assert connector.request_finished_all_groups(request, ([1],)) == (name == "job", None)
+    decode, prefill = connector._halves
+    assert prefill.requests == [(call, "job") for call in ("matched", "allocated", "finished")]
+    assert [name for _, name in decode.requests] == ["client"] * 3
 
 
-def test_both_sides_are_asked_about_every_step(connector: Any) -> None:
-    meta = connector.build_connector_meta("output")
-    assert (meta.decode, meta.prefill) == (("decode", "output"), ("prefill", "output"))
+def test_what_both_sides_report_of_a_step_reaches_vllm(connector: Any) -> None:
     assert not connector.has_pending_push_work()
-    connector._prefill.work = True
+    connector._halves[1].has_work = True
     assert connector.has_pending_push_work()
-
-
-def test_the_reports_of_both_sides_reach_vllm(connector: Any) -> None:
-    reports = Reports(read_ok={"a"}, read_failed={"b"}, sent={"c"})
-    connector._connector_metadata = ElasticMetadata(
-        DecodeMetadata(loaded={"d"}, failed={"e"}), PrefillMetadata(reports)
-    )
+    connector._connector_metadata = connector.build_connector_meta("step")
     found = connector.get_transfer_results(set())
-    assert found.finished_sending == {"c"}
-    assert found.finished_recving == {"a", "b", "d", "e"}
-    assert found.failed_recving == {"b", "e"}
+    assert found.finished_sending == {"decode sent", "prefill sent"}
+    failed = {"decode failed", "prefill failed"}
+    assert found.failed_recving == failed
+    assert found.finished_recving == {"decode step", "prefill step"} | failed
     connector._connector_metadata = None
     assert not connector.get_transfer_results(set()).finished_recving

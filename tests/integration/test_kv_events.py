@@ -155,8 +155,6 @@ def test_the_scheduler_of_a_worker_publishes_to_us(model_path: Path, theirs: boo
     config, _ = build_config(
         str(model_path),
         flags,
-        connector="DecodeConnector",
-        module="pullfill.decode_worker.connector",
         kv_role="kv_consumer",
         engine_id="e",
     )

@@ -48,8 +48,6 @@ class Rig:
         config, _ = build_config(
             str(model_path),
             [*FLAGS, *(flags or ("--kv-offloading-size=0.001",))],
-            connector="DecodeConnector",
-            module="pullfill.decode_worker.connector",
             kv_role="kv_consumer",
             engine_id="e",
         )

@@ -167,7 +167,6 @@ def test_prompts_of_mla_models_fit_into_a_step() -> None:
     config, _ = build_config(
         str(deepseek_checkpoint()),
         [*FLAGS, "--dtype=float32", "--max-model-len=4096", "--max-num-batched-tokens=512"],
-        connector="DecodeConnector", module="pullfill.decode_worker.connector",
         kv_role="kv_consumer", engine_id="e",
     )  # fmt: skip
     steps = config.scheduler_config

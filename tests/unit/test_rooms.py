@@ -26,8 +26,6 @@ ROOMS = {
     "decode_worker": ("decode_worker", ROLE),
     "worker": ("pullfill/worker", ROLE - {"worker"}),
     "prefill_worker": ("prefill_worker", ROLE),
-    # One engine with both sides, so it must know both.
-    "elastic": ("pullfill/elastic", ROLE | {"decode_worker", "prefill_worker"}),
     "frontend": ("frontend", frozenset({"registry", "engine"})),
     # Stand-ins for tests and benchmarks: no room may import it.
     "testing": ("pullfill/testing", frozenset({"engine", "queue", "transfer"})),
@@ -38,9 +36,7 @@ CORE_FOLDERS = ("wire", "net", "runtime", "prefix")
 ALLOWED = {room: allowed for room, (_, allowed) in ROOMS.items()}
 
 ENTRY_POINTS = {
-    "pullfill.decode_worker.main",
-    "pullfill.prefill_worker.side",
-    "pullfill.elastic.main",
+    "pullfill.worker.main",
     "pullfill.frontend.main",
     "pullfill.queue.nats_connection",
 }
@@ -54,7 +50,7 @@ HEAVY = {"vllm", "torch", "cupy", "transformers", "safetensors"}
 
 def may_use(room: str, file: Path, package: str) -> bool:
     """Whether a heavy third party may be imported there."""
-    connector = room in ("worker", "elastic", "decode_worker", "prefill_worker")
+    connector = room in ("worker", "decode_worker", "prefill_worker")
     connector = connector and file.name.startswith("connector")
     if room == "engine":
         return package != "cupy"
@@ -225,7 +221,7 @@ def test_a_violation_is_found(tmp_path: Path, file: str, code: str, expected: st
         ("decode_worker/a.py", "from pullfill.queue.contract import Delivery\nimport queue"),
         ("decode_worker/connector.py", "import torch\nfrom vllm.config import VllmConfig"),
         ("transfer/cuda_ipc.py", "import torch, cupy"),
-        ("deploy/a.py", "from pullfill.decode_worker.main import run"),
+        ("deploy/a.py", "from pullfill.worker.main import run"),
         ("pullfill/engine/a.py", "import torch, vllm, transformers"),
         ("queue/a.py", "from pullfill import wire\nfrom . import contract"),
     ],

@@ -5,8 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from pullfill.decode_worker.side import DecodeSide
+import pytest
+
+from pullfill.decode_worker.ledger import JobState
+from pullfill.decode_worker.side import DecodeSide, take_back
+from pullfill.errors import ClaimRefused, Outcome
 from pullfill.options import WorkerOptions
+from pullfill.wire import PrefillJob, RefuseReason, encode
+from tests.support import said as says
+from tests.support.handoff_model import HandoffModel
 
 
 async def test_a_stuck_engine_that_goes_on_does_not_end_a_drain() -> None:
@@ -34,3 +41,50 @@ async def test_a_stuck_engine_that_goes_on_does_not_end_a_drain() -> None:
     await side.resume()
     side.engine_stuck(False)
     assert not outlook.draining
+
+
+# ------------------------------------------------------------------ jobs of its own
+
+
+def body(job_id: str, decode_instance: str = "me") -> bytes:
+    return encode(
+        PrefillJob(
+            job_id=job_id, incarnation="i0", decode_instance=decode_instance, request_id="r",
+            compat="c", token_ids=b"", hit_tokens=0, block_ids=b"", timeout_s=60.0,
+        )
+    )  # fmt: skip
+
+
+def test_a_job_of_another_decode_worker_is_not_taken_back() -> None:
+    model = HandoffModel()
+    assert not take_back(body("j", "other"), "me", model.ledger)
+    assert not take_back(b"junk", "me", model.ledger)
+
+
+def test_a_job_that_another_worker_has_is_not_taken_back() -> None:
+    """It is granted, and then it waits for the proof that its writer is quiet."""
+    model = HandoffModel()
+    job = model.open(2)
+    assert job is not None
+    model.publish(job)
+    name = job.job.job_id
+    grant = model.claim(job, "a").grant
+    assert grant is not None
+    entry = model.ledger.find(name)
+    assert entry is not None
+    with pytest.raises(ClaimRefused) as granted:
+        take_back(body(name), "me", model.ledger)
+    assert granted.value.reason == RefuseReason.IN_PROGRESS
+    slot = model.fences.valid(grant.fence)
+    slot.holders += 1
+    says.gave_up(model.ledger, name, grant.attempt, "i0", "a", "failed", retry=True)
+    assert entry.state is JobState.QUARANTINED
+    with pytest.raises(ClaimRefused) as waits:
+        take_back(body(name), "me", model.ledger)
+    assert waits.value.reason == RefuseReason.HELD
+    slot.holders -= 1
+    model.ledger.tick()
+    assert entry.state is JobState.QUEUED
+    assert take_back(body(name), "me", model.ledger)
+    assert model.outcomes == [(name, Outcome.OWN_JOB)]
+    assert take_back(body(name), "me", model.ledger), "nobody waits for it"

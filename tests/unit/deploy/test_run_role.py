@@ -30,11 +30,9 @@ class TestRoles:
     def ran(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         """What a role's `run` was called with. The environment is put back afterwards."""
         calls: list[Any] = []
-        for role, room in (
-            ("decode", "decode_worker"), ("prefill", "prefill_worker"), ("frontend", "frontend"),
-        ):  # fmt: skip
+        for room, first in (("worker", ()), ("frontend", ("frontend",))):
             main: Any = ModuleType(f"pullfill.{room}.main")
-            main.run = lambda *given, role=role: calls.append((role, *given)) or 7
+            main.run = lambda *given, first=first: calls.append((*first, *given)) or 7
             monkeypatch.setitem(sys.modules, main.__name__, main)
         monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None)
         monkeypatch.setattr(os, "environ", dict(os.environ))

@@ -94,7 +94,7 @@ def test_the_engine_tells_it_before_its_loop_ends(broken: bool) -> None:
                 raise RuntimeError("nobody can be told")
 
     host = HostOf(SimpleNamespace(scheduler=scheduler, batch_queue=None, step_fn=scheduler.run))
-    host.hooks = Hooks()
+    host.use(Hooks())
     with pytest.raises(ValueError, match="while scheduling"):
         host.run()
     assert told == [{"b"}]

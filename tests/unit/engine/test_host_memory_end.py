@@ -166,7 +166,7 @@ async def test_a_decode_worker_closes_its_port_between_the_last_step_and_the_mem
     host = Host()
     async with running(host) as engine:
         owner = Owner(engine, host)
-        await memory.end(engine, WorkerContext("decode-1", owner=owner))  # type: ignore[arg-type]
+        await memory.end(engine, [WorkerContext("decode-1", owner=owner)])  # type: ignore[arg-type]
         assert owner.closed
         assert host.freed.is_set()
 
@@ -218,7 +218,7 @@ async def test_a_prefill_worker_waits_for_its_last_copy_before_the_memory_goes()
         await asyncio.to_thread(session.inside.wait, PATIENCE_S)
         transfer_worker.close()
         context = WorkerContext("prefill-1", owner=owner)  # type: ignore[arg-type]
-        ending = asyncio.create_task(memory.end(engine, context, [transfer_worker]))
+        ending = asyncio.create_task(memory.end(engine, [context], [[transfer_worker]]))
         await asyncio.wait_for(engine.dead.wait(), PATIENCE_S)
         assert not (await asyncio.wait([ending], timeout=0.05))[0]
         assert not host.freed.is_set()
@@ -239,8 +239,8 @@ async def test_a_copy_without_end_does_not_hold_a_worker_that_leaves(
         stuck = SimpleNamespace(join=lambda timeout_s: timeout_s > 1.0)
         await memory.end(
             engine,
-            WorkerContext("prefill-1"),
-            [stuck],  # type: ignore[list-item]
+            [WorkerContext("prefill-1")],
+            [[stuck]],  # type: ignore[list-item]
         )
         assert "exiting while a KV copy still runs" in caplog.text
         assert host.freed.is_set()

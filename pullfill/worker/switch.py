@@ -23,47 +23,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
 
 from pullfill.errors import PullfillError, UnavailableError
+from pullfill.registry.membership import Membership
 from pullfill.runtime import failpoints, log
 from pullfill.wire import WorkerState
-from pullfill.worker.process import Registration, Service
+from pullfill.worker.sides import Role, Service
 
-logger = log.get("elastic.switch")
-
-AGAIN_S = 1.0
-"""The pause before a side that could not begin is begun again."""
+logger = log.get("worker.switch")
+UP = {"up": True}
 
 
-class Side(ABC):
-    """One role of the worker. See the module.
+class Side:
+    """One side of the worker. See the module.
 
+    as_role: makes the membership of a role's service.
     membership, service: while it serves or drains. last: the service, also while it rests."""
 
-    def __init__(self, name: str, as_role: Callable[[str, Service], Registration]) -> None:
-        self.name = name
+    def __init__(self, role: Role[Any], as_role: Callable[[str, Service], Membership]) -> None:
+        self.name = role.name
+        self._role = role
         self._as_role = as_role
-        self.membership: Registration | None = None
+        self._parts = AsyncExitStack()
+        self.membership: Membership | None = None
         self.service: Service | None = None
         self.last: Service | None = None
         self.draining = False
-
-    @abstractmethod
-    async def open(self) -> Service:
-        """Make the service, ready to be registered."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """End the service: no peer uses it any more. Also after an `open` that failed."""
 
     async def begin(self, wait_s: float) -> None:
         """Register, and take work. Raises PullfillError. After any error the side rests.
 
         wait_s: how long to try while etcd does not answer."""
         try:
-            service = await self.open()
+            service = await self._role.open(self._parts)
             membership = self._as_role(self.name, service)
             self.service = self.last = service
             self.membership = membership
@@ -98,26 +93,27 @@ class Side(ABC):
         membership, self.membership = self.membership, None
         if membership is not None:
             await membership.leave()
-        await self.close()
+        await self._parts.aclose()
+        await self._role.close()
         self.service, self.draining = None, False
 
 
 class Switch:
     """Owns the sides of one worker. See the module.
 
-    why_not: returns why these roles could not begin now, or "". Then the worker keeps the role that
-    it has. In none it could not be ordered back.
+    first: the role in which it begins.
     revoked: set when somebody has revoked the lease of a side that serves.
     told: what the switch is doing, for people. Empty: nothing."""
 
     def __init__(
         self,
+        sides: Sequence[Side],
         first: str,
         drain_timeout_s: float,
-        why_not: Callable[[frozenset[str]], str] = lambda _: "",
+        again_s: float = 1.0,
     ) -> None:
-        self.why_not = why_not
-        self._sides: dict[str, Side] = {}
+        self._sides = {side.name: side for side in sides}
+        self._again_s = again_s
         self._wanted = frozenset({first})
         self._drain_timeout_s = drain_timeout_s
         self._ordered = asyncio.Event()
@@ -125,14 +121,15 @@ class Switch:
         self.revoked = asyncio.Event()
         self.told = ""
 
-    def own(self, *sides: Side) -> None:
-        """Take the sides. Once, before `join`."""
-        self._sides = {side.name: side for side in sides}
-
     @property
     def serving(self) -> list[Side]:
         """The sides that do not rest, decode first."""
         return [side for side in self._sides.values() if side.service is not None]
+
+    @property
+    def services(self) -> list[Service]:
+        """Those of the sides that serve, decode first."""
+        return [side.service for side in self._sides.values() if side.service is not None]
 
     @property
     def sides(self) -> list[Side]:
@@ -166,7 +163,7 @@ class Switch:
                     level("the change of roles has failed, and is tried again: %s", exc)
                 self.told = told
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(AGAIN_S):
+                    async with asyncio.timeout(self._again_s):
                         await self._ordered.wait()
                 self._ordered.set()
 
@@ -174,8 +171,7 @@ class Switch:
         """Make one change towards what is wanted. Returns False if there is nothing to change."""
         for side in self.serving:
             if side.name not in self._wanted:
-                if why := self.why_not(self._wanted):
-                    raise UnavailableError(why)
+                self._look_before_leaving()
                 await self._rest(side)
                 return True
         for name in sorted(self._wanted):
@@ -185,6 +181,17 @@ class Switch:
                 return True
         self.told = ""
         return False
+
+    def _look_before_leaving(self) -> None:
+        """Raises UnavailableError if the wanted roles could not begin now.
+
+        In no role at all the worker could not be ordered back."""
+        told = [service.status().get("servers", {}) for service in self.services]
+        # All need etcd. Prefill needs NATS, too.
+        needed = ("etcd", "nats") if "prefill" in self._wanted else ("etcd",)
+        down = [name for name in needed if not all(one.get(name, UP)["up"] for one in told)]
+        if down:
+            raise UnavailableError(f"{' and '.join(down)} cannot be reached")
 
     async def _begin(self, side: Side, wait_s: float) -> None:
         await side.begin(wait_s)
@@ -211,30 +218,22 @@ class Switch:
             watch.cancel()
         await side.end()
 
-    # ------------------------------------------------------------------ as a Registration
+    # ------------------------------------------------------------------ begin and end
 
     async def join(self, wait_s: float = 0.0) -> None:
         """Begin the first role. Raises PullfillError."""
         for name in self._wanted:
             await self._begin(self._sides[name], wait_s)
 
-    async def set_state(self, state: WorkerState) -> bool:
-        """Publish `state` for every side that serves. Returns whether etcd has all of it."""
-        return all(await asyncio.gather(*(m.set_state(state) for m in self._memberships)))
+    async def stop_taking(self) -> None:
+        """Take no new work in any role, and tell everybody."""
+        await asyncio.gather(*(side.stop_taking() for side in self.serving))
 
     def note_state(self, state: WorkerState) -> None:
-        """`set_state` without waiting, for the sides that do not drain: those stay draining."""
+        """Publish `state` without waiting. Sides that drain stay draining."""
         for side in self.serving:
             if side.membership is not None and not side.draining:
                 side.membership.note_state(state)
-
-    def refresh(self) -> None:
-        for membership in self._memberships:
-            membership.refresh()
-
-    @property
-    def _memberships(self) -> list[Registration]:
-        return [side.membership for side in self.serving if side.membership is not None]
 
     async def leave(self) -> None:
         """End all sides, for good."""

@@ -1,21 +1,19 @@
-"""Which side of an elastic worker serves, whatever comes in the middle of a change."""
+"""Which sides of a worker serve, whatever comes in the middle of a change."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
-from pullfill.elastic import switch as switches
-from pullfill.elastic.service import ElasticService
-from pullfill.elastic.switch import Side, Switch
 from pullfill.errors import RegistryUnavailable
 from pullfill.registry.membership import Membership
 from pullfill.runtime.lifecycle import end
 from pullfill.wire import WorkerState
+from pullfill.worker.switch import Side, Switch
 from tests.support.workers import eventually
 
 BOTH = frozenset({"decode", "prefill"})
@@ -46,8 +44,8 @@ class FakeMembership:
 class FakeService:
     """idle: set when its work is done."""
 
-    def __init__(self, name: str, told: list[str], idle: asyncio.Event) -> None:
-        self._name, self._told, self._idle = name, told, idle
+    def __init__(self, name: str, told: list[str], idle: asyncio.Event, down: set[str]) -> None:
+        self._name, self._told, self._idle, self.down = name, told, idle, down
 
     async def start(self, note: Any) -> None:
         self._told.append(f"{self._name} starts")
@@ -62,32 +60,28 @@ class FakeService:
         self._told.append(f"{self._name} gives up")
 
     def status(self) -> dict[str, Any]:
-        return {}
-
-    def refresh_metrics(self) -> None:
-        self._told.append(f"{self._name} shows its gauges")
+        return {"servers": {"etcd": {"up": True}, "nats": {"up": "nats" not in self.down}}}
 
 
-class FakeSide(Side):
-    """errors: what the next attempts to open raise."""
+class FakeRole:
+    """errors: what the next attempts to open raise. down: servers that do not answer."""
 
     def __init__(self, name: str, told: list[str]) -> None:
         self.made: list[FakeMembership] = []
         self.idle = asyncio.Event()
         self.idle.set()
         self.errors: list[Exception] = []
-        self._told = told
+        self.down: set[str] = set()
+        self.name, self._told = name, told
 
-        def as_role(role: str, service: Any) -> Any:
-            self.made.append(FakeMembership(role, told))
-            return self.made[-1]
+    def as_role(self, role: str, service: Any) -> Any:
+        self.made.append(FakeMembership(role, self._told))
+        return self.made[-1]
 
-        super().__init__(name, as_role)
-
-    async def open(self) -> Any:
+    async def open(self, parts: AsyncExitStack) -> Any:
         if self.errors:
             raise self.errors.pop()
-        return FakeService(self.name, self._told, self.idle)
+        return FakeService(self.name, self._told, self.idle, self.down)
 
     async def close(self) -> None:
         self._told.append(f"{self.name} rests")
@@ -98,9 +92,10 @@ class Rig:
 
     def __init__(self, drain_timeout_s: float = 60.0) -> None:
         self.told: list[str] = []
-        self.decode, self.prefill = (FakeSide(name, self.told) for name in ("decode", "prefill"))
-        self.switch = Switch("decode", drain_timeout_s)
-        self.switch.own(self.decode, self.prefill)
+        self.decode, self.prefill = (FakeRole(name, self.told) for name in ("decode", "prefill"))
+        roles: Any = self.decode, self.prefill
+        self.sides = [Side(role, role.as_role) for role in roles]
+        self.switch = Switch(self.sides, "decode", drain_timeout_s, again_s=0.01)
         self.task: asyncio.Task[None] | None = None
 
     async def becomes(self, roles: str) -> None:
@@ -175,8 +170,7 @@ async def test_the_last_order_counts() -> None:
         assert "prefill joins" not in rig.told
 
 
-async def test_a_side_that_cannot_begin_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switches, "AGAIN_S", 0.01)
+async def test_a_side_that_cannot_begin_is_begun_again() -> None:
     async with running(Rig()) as rig:
         rig.prefill.errors = [RegistryUnavailable("etcd is away"), RuntimeError("bug")]
         rig.switch.order(frozenset({"prefill"}))
@@ -222,20 +216,6 @@ async def test_a_stuck_engine_is_told_for_every_side() -> None:
         await rig.becomes("both")
         rig.switch.note_state(WorkerState.DRAINING)
         assert {"decode notes draining", "prefill notes draining"} <= set(rig.told)
-        assert await rig.switch.set_state(WorkerState.READY)
-
-
-async def test_the_gauges_of_a_side_that_rests_are_set_too() -> None:
-    """A backlog or a quarantine of before would be shown until the side serves again."""
-    rig = Rig()
-    etcd: Any = None  # nothing is asked
-    service = ElasticService(rig.switch, etcd, "ns", "worker-1")
-    async with running(rig):
-        rig.switch.order(frozenset({"prefill"}))
-        await rig.becomes("prefill")
-        rig.told.clear()
-        service.refresh_metrics()
-        assert rig.told == ["decode shows its gauges", "prefill shows its gauges"]
 
 
 async def test_a_switch_that_waits_for_a_task_to_end_can_be_cancelled() -> None:
@@ -252,7 +232,7 @@ async def test_a_switch_that_waits_for_a_task_to_end_can_be_cancelled() -> None:
     membership: Any = Membership.__new__(Membership)
     membership._task, membership.lease = asyncio.create_task(lingers()), None
     async with running(rig):
-        rig.decode.membership = membership
+        rig.sides[0].membership = membership
         rig.switch.order(frozenset({"prefill"}))
         await left.wait()
         await asyncio.wait_for(end(rig.task), 5)
@@ -260,16 +240,15 @@ async def test_a_switch_that_waits_for_a_task_to_end_can_be_cancelled() -> None:
 
 
 async def test_no_role_is_given_up_while_the_next_could_not_begin(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(switches, "AGAIN_S", 0.01)
     rig = Rig()
-    rig.switch.why_not = lambda wanted: f"no server for {', '.join(wanted)}"
+    rig.decode.down.add("nats")
     async with running(rig):
         rig.switch.order(frozenset({"prefill"}))
-        await eventually(lambda: "no server for prefill" in rig.switch.told)
+        await eventually(lambda: "nats cannot be reached" in rig.switch.told)
         await asyncio.sleep(0.05)
         assert (rig.switch.roles, rig.told) == ("decode", [])
-        assert caplog.text.count("no server for prefill") == 1, "once, not at each try"
-        rig.switch.why_not = lambda _: ""
+        assert caplog.text.count("nats cannot be reached") == 1, "once, not at each try"
+        rig.decode.down.clear()
         await rig.becomes("prefill")

@@ -1,0 +1,190 @@
+"""What the rooms of the two sides bring to a worker process (process.py)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.engine.host import EngineHooks, EngineHost
+from pullfill.engine.thread import EngineThread
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.live_settings import Settings
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.wire import Compat, QueueSettings, RegionDescriptor, WorkerRecord
+from pullfill.worker.context import SchedulerHalf, WorkerContext
+from pullfill.worker.memory import Copier
+
+C = TypeVar("C", bound=WorkerContext)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine(Generic[C]):
+    """An engine that is built, with its KV cache in memory that the context of a side describes."""
+
+    host: EngineHost
+    core: Any
+    config: Any
+    served_name: str
+    compat: Compat
+    context: C
+
+    def of(self, context: Any) -> Engine[Any]:
+        """Return the same engine with the context of another side."""
+        return replace(self, context=context)
+
+
+class Service(Protocol):
+    """A side that serves. asyncio thread."""
+
+    def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
+        """Return what to publish: the record with the role's own fields, and descriptors.
+
+        Everything granted under another incarnation than the record's is void from now on."""
+
+    async def start(self, note: Callable[[], None]) -> None:
+        """Begin to take work. The worker is registered.
+
+        note: called when `checking` changes."""
+
+    def checking(self) -> str:
+        """Why the record says `checking`, for people. Empty: it does not."""
+
+    def reasons(self) -> list[str]:
+        """Why this worker is degraded, for /ready."""
+
+    def told(self) -> dict[str, Any]:
+        """Further entries of /ready."""
+
+    def status(self) -> dict[str, Any]:
+        """Further entries of /status."""
+
+    def jobs(self) -> dict[str, Any]:
+        """Further entries of /status?jobs: `jobs`, `held` (pullfill/snapshot.py)."""
+
+    def refresh_metrics(self) -> None:
+        """Set the gauges that nothing else sets. Also while the side rests."""
+
+    def engine_stuck(self, stuck: bool) -> None:
+        """Note that the engine takes no steps, or takes steps again."""
+
+    async def stop_taking(self) -> None:
+        """Take no new work, and tell the peers."""
+
+    async def finished(self) -> None:
+        """Return when all work is done, or the engine is dead."""
+
+    async def give_up(self) -> None:
+        """Let other workers do the work that is not done: migrate requests, nak jobs."""
+
+    async def engine_gone(self) -> None:
+        """As `give_up`, as far as possible without the engine, which is dead."""
+
+
+class Role(ABC, Generic[C]):
+    """How one side of a worker is made.
+
+        watch ─▶ make_context ─▶ make_hooks ─▶ build ─▶ open ─▶ close (─▶ open …)
+
+    name: `decode` or `prefill`.
+    log_stats: as of EngineHost.
+    serving: what the log says of a worker that serves.
+    copiers: who may copy from or to the KV memory for this side."""
+
+    name: ClassVar[str]
+    kv_role: ClassVar[str]
+    log_stats: ClassVar[bool] = True
+    serving: ClassVar[str] = "is ready"
+    copiers: Collection[Copier] = ()
+
+    def adjust(self, config: Any) -> None:
+        """Change vLLM's config, from which the engine is built next. Engine thread."""
+
+    @abstractmethod
+    def make_context(self, host: EngineHost, files: RegionFiles) -> C:
+        """What this side shares with the connector. Engine thread."""
+
+    @abstractmethod
+    def make_half(self, context: C) -> SchedulerHalf:
+        """What answers vLLM's scheduler. Engine thread."""
+
+    def make_hooks(self, engine: Engine[C]) -> EngineHooks | None:
+        """What the engine's loop calls from its first step on. Engine thread."""
+
+    @abstractmethod
+    async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
+        """Open what needs etcd, but no engine. The model loads meanwhile."""
+
+    @abstractmethod
+    async def build(
+        self,
+        engine: Engine[C],
+        thread: EngineThread[Any],
+        queue: Settings[QueueSettings],
+        parts: AsyncExitStack,
+    ) -> None:
+        """Make what lives as long as the engine. What it opens, it pushes onto `parts`."""
+
+    @abstractmethod
+    async def open(self, parts: AsyncExitStack) -> Service:
+        """Make the side ready to be registered. What it opens, it pushes onto `parts`."""
+
+    async def close(self) -> None:
+        """Let no peer use the side any more, until `open`. `parts` of that are closed then.
+
+        Also after an `open` that failed. Idempotent."""
+
+
+class Neighbour(Protocol):
+    """The decode side of a worker, for the prefill side of the same worker."""
+
+    def take_back(self, body: bytes) -> bool:
+        """Whether the decode side has sent this job. Then it prefills the prompt itself.
+
+        Raises ClaimRefused: IN_PROGRESS if another prefill worker has the job, HELD if it may still
+        write to its blocks."""
+
+    def busy(self, step_s: float | None) -> str:
+        """Why its streams leave no time for a job, for people. Empty: they do.
+
+        step_s: seconds of a full step of prefill work, as measured. None: not measured yet."""
+
+
+class Slack:
+    """Whether the streams of a worker that is both leave time for prefill jobs.
+
+    Without streams there is time. Otherwise each step that computes a part of a job delays every
+    stream by the time of that step. So the worker pulls jobs only while such a step fits into the
+    target for the time between two tokens (`router.itl_ms`). It also pulls before the first step is
+    measured: a worker that always has streams would otherwise never measure one. When the streams
+    leave no time any more, jobs under way are finished. They are few (puller.py).
+
+    requests: number of clients' requests that this worker has.
+    itl_s: the target for the time between two tokens.
+    calm_s: pulling begins again when the streams have left time for this long."""
+
+    def __init__(
+        self,
+        requests: Callable[[], int],
+        itl_s: Callable[[], float],
+        clock: Clock = SYSTEM_CLOCK,
+        calm_s: float = 0.5,
+    ) -> None:
+        self._requests = requests
+        self._itl_s = itl_s
+        self._clock = clock
+        self._calm_s = calm_s
+        self._why = ""
+        self._busy_at = 0.0
+
+    def look(self, step_s: float | None) -> str:
+        """See `Neighbour.busy`."""
+        now = self._clock.monotonic()
+        if self._requests() and step_s is not None and step_s > self._itl_s():
+            self._why, self._busy_at = "its own streams leave no time", now
+        elif self._why and now - self._busy_at >= self._calm_s:
+            self._why = ""
+        return self._why
