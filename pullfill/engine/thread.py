@@ -22,11 +22,6 @@ from pullfill.runtime import log
 
 logger = log.get("engine.thread")
 
-HALT_S = 5.0
-"""How long `halt` waits for the current step to end."""
-STOP_S = 4.0
-"""How long `stop` waits for vLLM to free its memory and for the thread to end."""
-
 
 T = TypeVar("T")
 
@@ -59,7 +54,7 @@ class EngineThread(Generic[T]):
     def start(self) -> None:
         self._thread.start()
 
-    async def halt(self, timeout_s: float = HALT_S) -> None:
+    async def halt(self, timeout_s: float = 5.0) -> None:
         """Ask the engine loop to end, and wait for it, at most `timeout_s`. Frees no memory.
 
         After this no callback of the engine is called, unless its step took longer."""
@@ -69,7 +64,7 @@ class EngineThread(Generic[T]):
             async with asyncio.timeout(timeout_s):
                 await self.dead.wait()
 
-    async def stop(self, timeout_s: float = STOP_S) -> None:
+    async def stop(self, timeout_s: float = 4.0) -> None:
         """Free the engine's memory and wait for the thread, at most `timeout_s`.
 
         Nothing may copy from or to that memory any more. Does nothing if the engine hangs."""

@@ -20,8 +20,6 @@ from pullfill.worker.context import WorkerContext
 
 logger = log.get("worker.memory")
 
-COPIES_S = 3.0
-"""How long `end` waits for the last copies, all together."""
 Told = Mapping[tuple[int, int], RankRegion]
 """What each rank, by (pipeline, tensor) rank, has told of its memory."""
 
@@ -48,20 +46,22 @@ async def end(
     engine: EngineThread[Any],
     contexts: Sequence[WorkerContext],
     copiers: Sequence[Collection[Copier]] = (),
+    copies_s: float = 3.0,
 ) -> None:
     """Stop everything that uses the KV memory, then free it. Nothing new may begin.
 
-    contexts: of all sides. copiers: all there are, closed."""
+    contexts: of all sides. copiers: all there are, closed.
+    copies_s: how long to wait for the last copies, all together."""
     await engine.halt()  # first: a running engine asks the fences for proofs
-    if not await asyncio.to_thread(_join, copiers):
+    if not await asyncio.to_thread(_join, copiers, copies_s):
         logger.warning("exiting while a KV copy still runs")
     for context in contexts:
         await asyncio.to_thread(close, context)
     await engine.stop()  # last: this frees the memory
 
 
-def _join(copiers: Sequence[Collection[Copier]]) -> bool:
-    until, all_ = time.monotonic() + COPIES_S, [one for some in copiers for one in some]
+def _join(copiers: Sequence[Collection[Copier]], copies_s: float) -> bool:
+    until, all_ = time.monotonic() + copies_s, [one for some in copiers for one in some]
     return all([copier.join(max(0.0, until - time.monotonic())) for copier in all_])
 
 

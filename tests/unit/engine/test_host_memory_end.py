@@ -231,9 +231,8 @@ async def test_a_prefill_worker_waits_for_its_last_copy_before_the_memory_goes()
 
 
 async def test_a_copy_without_end_does_not_hold_a_worker_that_leaves(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(memory, "COPIES_S", 0.02)
     host = Host()
     async with running(host) as engine:
         stuck = SimpleNamespace(join=lambda timeout_s: timeout_s > 1.0)
@@ -241,6 +240,7 @@ async def test_a_copy_without_end_does_not_hold_a_worker_that_leaves(
             engine,
             [WorkerContext("prefill-1")],
             [[stuck]],  # type: ignore[list-item]
+            copies_s=0.02,
         )
         assert "exiting while a KV copy still runs" in caplog.text
         assert host.freed.is_set()
