@@ -11,6 +11,7 @@ from typing import Any
 from pullfill.decode_worker.context import ConnectorParts
 from pullfill.decode_worker.scheduler import JobBlocks
 from pullfill.engine import groups, speculation
+from pullfill.transfer.owners import RankRegion
 from pullfill.worker.context import ByPosition, KeptFrom, SchedulerHalf, StepReports, Tables
 
 
@@ -28,8 +29,8 @@ class DecodeHalf(SchedulerHalf):
             vllm_config.cache_config.block_size, speculation.local_tokens(vllm_config), never
         )
 
-    def attached(self, why_not: str) -> None:
-        self._parts.why_not = why_not
+    def attached(self, first: RankRegion) -> None:
+        self._parts.why_not = first.why_not
 
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
         self._parts.blocks.kept_from = kept_from

@@ -9,6 +9,7 @@ from typing import Any
 
 from pullfill.prefill_worker.scheduler import PrefillContext
 from pullfill.runtime import log
+from pullfill.transfer.owners import RankRegion
 from pullfill.worker.context import ByPosition, KeptFrom, SchedulerHalf, StepReports, Tables
 
 logger = log.get("prefill_worker.connector")
@@ -24,10 +25,13 @@ class PrefillHalf(SchedulerHalf):
     def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
         """The scheduler is there before the engine."""
 
-    def attached(self, why_not: str) -> None:
+    def attached(self, first: RankRegion) -> None:
         if not self.context.ranks:
-            why = why_not and f" ({why_not})"
-            logger.warning("no transport reaches the KV memory: this worker gets no jobs%s", why)
+            why = first.why_not and f" ({first.why_not})"
+            logger.warning(
+                "no transport reaches KV memory on %s: this worker gets no jobs%s",
+                first.device, why,
+            )  # fmt: skip
 
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
         self._scheduler.bind(manager, kept_from, by_position)

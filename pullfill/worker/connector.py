@@ -111,7 +111,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             other.geometry, other.ranks = first.geometry, first.ranks
             other.adapters = first.adapters
         for half in self._halves:
-            half.attached(region.why_not)
+            half.attached(region)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)

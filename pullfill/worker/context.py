@@ -17,7 +17,7 @@ from pullfill.errors import ConfigError
 if TYPE_CHECKING:
     from pullfill.engine.kv import Geometry
     from pullfill.transfer.contract import LocalMemory, Owner
-    from pullfill.transfer.owners import MappedRank
+    from pullfill.transfer.owners import MappedRank, RankRegion
     from pullfill.transfer.shm.files import RegionFiles
 
 Tables = Sequence[Sequence[int]]
@@ -79,8 +79,8 @@ class SchedulerHalf(ABC):
     def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
         """vLLM has constructed the connector."""
 
-    def attached(self, why_not: str) -> None:  # noqa: B027
-        """The context has the memory. why_not: why no process can reach it. Empty: some can."""
+    def attached(self, first: RankRegion) -> None:  # noqa: B027
+        """The context has the memory. first: what the first rank has told of its part."""
 
     @abstractmethod
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
