@@ -31,8 +31,8 @@ from pullfill.decode_worker.rules import Decision
 from pullfill.engine import requests
 from pullfill.engine.compat import dtype_of_kv, logprobs_are_cheap, rounding_digest
 from pullfill.engine.groups import Groups
-from pullfill.engine.host import EngineHost, taken
-from pullfill.errors import PullfillError
+from pullfill.engine.host import EngineHost
+from pullfill.errors import HandoffError, PullfillError
 from pullfill.ids import new_job_id
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import live_workers
@@ -41,12 +41,14 @@ from pullfill.runtime import log, metrics
 from pullfill.runtime.lifecycle import end
 from pullfill.transfer.copying import BlockReader, copies_of
 from pullfill.wire import Compat, SelfCheck, WorkerState
+from pullfill.worker.own_loop import OwnRequests
 
 if TYPE_CHECKING:
     from pullfill.decode_worker.context import DecodeContext
     from pullfill.decode_worker.difference import Pages
     from pullfill.decode_worker.request_trace import RequestTraces
     from pullfill.transfer.contract import LocalMemory
+    from pullfill.worker.ports import Submit
 
 logger = log.get("decode_worker.self_check")
 
@@ -306,7 +308,6 @@ class Trial:
     request_id: str
     writer: str
     blocks: int
-    done: asyncio.Future[None]
     settled: bool = False
     loaded: bool = False
     took_s: float = 0.0
@@ -327,14 +328,13 @@ class Trials:
 
     def __init__(
         self,
-        host: EngineHost,
+        submit: Submit,
         traces: RequestTraces,
         memories: Sequence[LocalMemory],
         groups: Groups,
         logprobs: int | None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._host = host
+        self._submit = submit
         self._traces = traces
         self._logprobs = logprobs
         self._groups = groups
@@ -345,46 +345,32 @@ class Trials:
         self, tokens: Sequence[int], *, salt: str, writer: str = "", blocks: int = 0
     ) -> Trial:
         """Prefill `tokens` here, or by `writer`, and sample one token. Raises Incomplete."""
-        trial = Trial(f"self-check-{new_job_id()}", writer, blocks, self._loop.create_future())
+        name = f"self-check-{new_job_id()}"
+        trial = self._open[name] = Trial(name, writer, blocks)
 
         def settled(loaded: bool) -> None:
             trial.settled, trial.loaded = True, loaded
 
-        self._open[trial.request_id] = trial
-        self._traces.apart[trial.request_id] = settled
+        self._traces.apart[name] = settled
         request = requests.trial_request(
-            trial.request_id, tokens, cache_salt=salt, client=CLIENT, logprobs=self._logprobs
+            name, tokens, cache_salt=salt, client=CLIENT, logprobs=self._logprobs
         )
-
-        def add(core: Any) -> None:
-            try:
-                core.add_request(*core.preprocess_add_request(request))
-            except Exception as exc:
-                self._end(trial, Incomplete(f"the engine refused the prompt: {exc}"))
-
         began = time.monotonic()
-        self._host.submit(add)
         try:
-            await trial.done
-            trial.took_s = time.monotonic() - began
+            output = await self._submit.run(request, lambda: self._open.pop(name, None))
+        except HandoffError as exc:
+            raise Incomplete(str(exc)) from exc
         finally:
-            self._host.submit(lambda core: self._forget(core, trial.request_id))
+            # The job of an aborted request is settled later. Until then its trace stays apart.
+            loop = asyncio.get_running_loop()
+            loop.call_later(2 * LONGEST_S, self._traces.apart.pop, name, None)
+        trial.took_s = time.monotonic() - began
+        if (found := output.new_logprobs) is not None:
+            pairs = zip(found.logprob_token_ids[0], found.logprobs[0], strict=True)
+            trial.logprobs = {int(token): float(value) for token, value in pairs}
         if writer and not trial.loaded:
             raise Incomplete("the prefill worker did not bring the KV")
         return trial
-
-    def _end(self, trial: Trial, failure: Exception | None) -> None:
-        """End the wait for a trial. failure: raised there. Any thread."""
-
-        def tell() -> None:
-            if trial.done.done():
-                return
-            if failure is None:
-                trial.done.set_result(None)
-            else:
-                trial.done.set_exception(failure)
-
-        self._loop.call_soon_threadsafe(tell)
 
     # ------------------------------------------------------------------ engine thread
 
@@ -421,31 +407,6 @@ class Trials:
             some.reshape(len(some), most, -1)[:, layers:] = 0
         return pages
 
-    def take(self, outputs: dict[int, Any]) -> None:
-        """Remove our requests from the outputs of a step."""
-        if (batch := taken(outputs, CLIENT)) is None:
-            return
-        for output in batch.outputs:
-            trial = self._open.get(output.request_id)
-            if trial is None or output.finish_reason is None:
-                continue
-            failed = requests.is_error(output)
-            if (found := output.new_logprobs) is not None:
-                pairs = zip(found.logprob_token_ids[0], found.logprobs[0], strict=True)
-                trial.logprobs = {int(token): float(value) for token, value in pairs}
-            self._end(trial, Incomplete("the engine failed the request") if failed else None)
-
-    def _forget(self, core: Any, request_id: str) -> None:
-        core.abort_requests([request_id])
-        self._open.pop(request_id, None)
-        # The job of an aborted request is settled later. Until then its trace must stay apart.
-        self._loop.call_soon_threadsafe(
-            self._loop.call_later, 2 * LONGEST_S, self._forget_trace, request_id
-        )
-
-    def _forget_trace(self, request_id: str) -> None:
-        self._traces.apart.pop(request_id, None)
-
 
 def wanted_blocks(block_size: int) -> int:
     """How many blocks of so many tokens the compared prompt should have.
@@ -479,8 +440,9 @@ def checks_for(
         return None
     kv_dtype = dtype_of_kv(config)
     trials = Trials(
-        host, context.traces, context.memories, context.groups, logprobs_to_ask(kv_dtype)
-    )
+        OwnRequests(host, CLIENT), context.traces, context.memories, context.groups,
+        logprobs_to_ask(kv_dtype),
+    )  # fmt: skip
     ours = Ours(
         instance_id=context.instance_id,
         compat_hash=compat.hash(),

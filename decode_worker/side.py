@@ -35,7 +35,7 @@ from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import SELF_CHECK_PENDING
 from pullfill.decode_worker.scheduler import DecodeScheduler
-from pullfill.decode_worker.self_check import Checks, Trials, checks_for
+from pullfill.decode_worker.self_check import Checks, checks_for
 from pullfill.decode_worker.step_meter import StepMeter, model_of
 from pullfill.engine import front_wire, kv
 from pullfill.engine.chunks import PrefillChunks
@@ -225,9 +225,7 @@ async def build(
         in_flight=core.scheduler._inflight_prefills,
         trials=trials,
     )
-    hooks = DecodeHooks(
-        host, scheduler, ledger, server, reports, meter, events, leases, trials, tier
-    )
+    hooks = DecodeHooks(host, scheduler, ledger, server, reports, meter, events, leases, tier)
     return DecodeSide(
         engine, context, thread, hooks, scheduler, server, blocks, control, leases, outlook, checks,
         meter, options, partial(_join, checks, etcd, cluster.namespace),
@@ -247,7 +245,6 @@ class DecodeHooks(EngineHooks):
         meter: StepMeter,
         events: KvEvents,
         leases: ReadLeases,
-        trials: Trials | None,
         tier: Any,
     ) -> None:
         self._host = host
@@ -258,7 +255,6 @@ class DecodeHooks(EngineHooks):
         self._meter = meter
         self._events = events
         self._leases = leases
-        self._trials = trials
         self._tier = tier
         self._look_at = 0.0
 
@@ -281,10 +277,7 @@ class DecodeHooks(EngineHooks):
         self._scheduler.step_done(running)
 
     def on_outputs(self, outputs: dict[int, Any]) -> None:
-        if self._trials is not None:
-            self._trials.take(outputs)
-        if outputs:
-            self._server.send_outputs(outputs)
+        self._server.send_outputs(outputs)
 
     def on_failed_step(self, untouched: set[str]) -> None:
         leave.last_words(self._server, untouched)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -181,22 +180,21 @@ def test_large_blocks_make_no_long_prompt(size: int, blocks: int) -> None:
 
 async def test_kv_that_cannot_be_read_harms_no_step(caplog: pytest.LogCaptureFixture) -> None:
     memory = memory_over(random_bytes(extent(DENSE), seed=1), DENSE)
-    host: Any = SimpleNamespace(submit=lambda _work: None)
-    traces = RequestTraces("decode-1", FakeClock())
-    trials = Trials(host, traces, [memory], ONE_GROUP, logprobs=None)
-    running = asyncio.create_task(trials.run([1, 2, 3], salt="s", blocks=2))
-    await asyncio.sleep(0)
-    (trial,) = trials._open.values()
+
+    async def run(request: Any, forgotten: Callable[[], None]) -> Any:
+        # vLLM is done with the request, whose blocks are these.
+        trials._readers = [SimpleNamespace(pages=fails)]  # type: ignore[list-item]
+        trials.finished(request.request_id, [[4, 5]])
+        assert "no memory is left on the GPU" in caplog.text
+        trials._readers = readers
+        trials.finished(request.request_id, [[4, 5]])
+        forgotten()
+        return SimpleNamespace(new_logprobs=None)
 
     def fails(_: object) -> None:
         raise TransferFailed("no memory is left on the GPU")
 
+    submit: Any = SimpleNamespace(run=run)
+    trials = Trials(submit, RequestTraces("d", FakeClock()), [memory], ONE_GROUP, logprobs=None)
     readers = trials._readers
-    trials._readers = [SimpleNamespace(pages=fails)]  # type: ignore[list-item]
-    trials.finished(trial.request_id, [[4, 5]])
-    assert trial.pages == []
-    assert "no memory is left on the GPU" in caplog.text
-    trials._readers = readers
-    trials.finished(trial.request_id, [[4, 5]])
-    assert len(trial.pages) == 1
-    running.cancel()
+    assert len((await trials.run([1, 2, 3], salt="s", blocks=2)).pages) == 1
