@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 logger = log.get("engine.host")
 
-_BLOCKED_POLL_MS = 2
-_IDLE_POLL_MS = 1_000
-
 
 @cache
 def _vllm() -> Any:
@@ -93,9 +90,20 @@ class EngineHost:
     """Owns the engine core and its thread's loop.
 
     log_stats: whether vLLM collects statistics in each step. They come with the outputs.
+    idle_ms: how long the loop sleeps without work. blocked_ms: the same while a request waits for
+    what does not wake the loop, such as a grammar that is compiled.
     """
 
-    def __init__(self, config: VllmConfig, *, log_stats: bool = True) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        *,
+        log_stats: bool = True,
+        idle_ms: int = 1_000,
+        blocked_ms: int = 2,
+    ) -> None:
+        self._idle_ms = idle_ms
+        self._blocked_ms = blocked_ms
         self._config = config
         self._log_stats = log_stats
         self._hooks: list[EngineHooks] = []
@@ -209,7 +217,7 @@ class EngineHost:
         timeout = 0
         while not self._stopping:
             came = self._take_in(core, timeout)
-            quiet = timeout == _IDLE_POLL_MS and not came
+            quiet = timeout == self._idle_ms and not came
             # A step that would only tell the model runner which requests have finished is skipped:
             # the next step that has requests tells it as well. If nothing has come for long, the
             # next request may be far away. Then such a step is taken.
@@ -219,7 +227,7 @@ class EngineHost:
                 or core.batch_queue
                 or (scheduler.has_requests() if quiet else scheduler.requests)
             ):
-                timeout = _IDLE_POLL_MS if not self._todo else 0
+                timeout = self._idle_ms if not self._todo else 0
                 self._blocked_at = None
                 self.stepping = False
                 continue
@@ -243,9 +251,9 @@ class EngineHost:
             self._heap.after_step()
             timeout = 0 if core.batch_queue else self._pause(core, executed)
             self.stepping = timeout == 0
-            if executed or timeout == _IDLE_POLL_MS:
+            if executed or timeout == self._idle_ms:
                 self._blocked_at = None
-            elif timeout == _BLOCKED_POLL_MS and self._blocked_at is None:
+            elif timeout == self._blocked_ms and self._blocked_at is None:
                 self._blocked_at = time.monotonic()
 
     def received(self, request_ids: Collection[str]) -> None:
@@ -312,13 +320,13 @@ class EngineHost:
         if scheduler.finished_recving_kv_req_ids:
             return 0  # the next step schedules them
         if any(hooks.copies_run() for hooks in self._hooks):
-            return _BLOCKED_POLL_MS
+            return self._blocked_ms
         status = _vllm().Status
         for request in scheduler.requests.values():
             waits = request.status is status.WAITING_FOR_REMOTE_KVS
             if not waits and not status.is_finished(request.status):
-                return 0 if executed else _BLOCKED_POLL_MS
-        return _IDLE_POLL_MS
+                return 0 if executed else self._blocked_ms
+        return self._idle_ms
 
 
 def untouched(scheduler: Any, error: BaseException) -> set[str]:

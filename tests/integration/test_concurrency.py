@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine import host as hosts
 from pullfill.engine.args import build_config
 from pullfill.engine.host import EngineHost
 from pullfill.engine.seats import Seats
@@ -161,7 +160,8 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
         engine_id="e",
         extra={"instance_id": f"concurrency-{concurrency}", "directory": str(files.directory)},
     )
-    host = EngineHost(config, log_stats=False)
+    # An engine that nobody wakes sleeps for a minute, which fails the test.
+    host = EngineHost(config, log_stats=False, idle_ms=60_000)
     context = PrefillContext("prefill-1", files, scheduler=PrefillScheduler(host.wake, concurrency))
     contexts.install(PrefillHalf(context))
     made: list[Prefills] = []
@@ -184,12 +184,6 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
         thread.join(30)
         host.shutdown()
         files.close()
-
-
-@pytest.fixture(autouse=True)
-def _no_idle_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that nobody wakes would sleep for a minute, which fails the test."""
-    monkeypatch.setattr(hosts, "_IDLE_POLL_MS", 60_000)
 
 
 @pytest.mark.essential

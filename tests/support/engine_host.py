@@ -13,9 +13,9 @@ from pullfill.engine.host import EngineHost
 class HostOf(EngineHost):
     """Runs `core` instead of an engine of vLLM's."""
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: Any, idle_ms: int = 1_000) -> None:
         config: Any = None
-        super().__init__(config)
+        super().__init__(config, idle_ms=idle_ms)
         self.core = core
 
     def build(self) -> Any:

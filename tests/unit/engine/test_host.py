@@ -145,12 +145,13 @@ class Scheduler:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineHost, Scheduler]]:
+def engine(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[tuple[EngineHost, Scheduler]]:
     """A host whose loop runs, and its core. Its idle poll outlasts what the tests wait for."""
     monkeypatch.setattr(hosts, "_vllm", lambda: SimpleNamespace(Status=STATUS))
-    monkeypatch.setattr(hosts, "_IDLE_POLL_MS", 20_000)
     core = Scheduler()
-    with looping(host := HostOf(core)):
+    with looping(host := HostOf(core, idle_ms=getattr(request, "param", 20_000))):
         yield host, core
 
 
@@ -169,10 +170,8 @@ def test_no_step_is_taken_to_tell_only_what_has_finished(
     assert core.told == [[], [], ["a"]]
 
 
-def test_what_has_finished_is_told_in_the_end(
-    engine: tuple[EngineHost, Scheduler], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hosts, "_IDLE_POLL_MS", 30)
+@pytest.mark.parametrize("engine", [30], indirect=True)
+def test_what_has_finished_is_told_in_the_end(engine: tuple[EngineHost, Scheduler]) -> None:
     host, core = engine
     host.submit(lambda _: core.run("a", 1))
     eventually(lambda: core.told == [[], ["a"]], "not told")

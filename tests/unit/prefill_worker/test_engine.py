@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine import host as hosts
 from pullfill.engine.groups import ONE_GROUP
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.engine import PrefillEngine
@@ -66,10 +65,9 @@ def test_only_a_task_that_ended_well_is_forgotten_without_a_wake_up(how: str) ->
     assert not tasks
 
 
-def test_work_without_a_wake_up_is_done_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_without_a_wake_up_is_done_all_the_same() -> None:
     """With the next thing that wakes the engine, in order; or when it looks around by itself."""
-    monkeypatch.setattr(hosts, "_IDLE_POLL_MS", 30)
-    host, done = HostOf(Core()), list[str]()
+    host, done = HostOf(Core(), idle_ms=30), list[str]()
     host.submit(lambda _: done.append("a"), wake=False)
     host.submit(lambda _: done.append("b"))
     with looping(host):
