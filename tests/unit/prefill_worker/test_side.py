@@ -19,17 +19,14 @@ async def test_its_engine_is_told_when_gpu_copies_have_failed(
 ) -> None:
     """Otherwise it would take job after job, and fail to write each."""
 
-    async def open_side(*_: Any) -> None: ...
-
     told: list[str] = []
     role = PrefillRole(ClusterRef("n", "http://e", "nats://q"), WorkerOptions(model="m"))
-    for name, stand_in in (("open_memory", print), ("open_side", open_side)):
-        monkeypatch.setattr(role, name, stand_in)
+    monkeypatch.setattr(role, "open_memory", print)
     monkeypatch.setattr(copies, "_watchers", [])
     engine: Any = SimpleNamespace(context=None)
     thread: Any = SimpleNamespace(fail=told.append)
     parts: Any = AsyncExitStack()
-    await role.build(engine, None, thread, None, parts)  # type: ignore[arg-type]
+    await role.build(engine, thread, None, parts)  # type: ignore[arg-type]
     for tell in copies._watchers:
         tell("copies on a GPU have failed")
     assert told == ["copies on a GPU have failed"]
