@@ -8,7 +8,7 @@ from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
 from pullfill.errors import ConfigError, NotNow
 from pullfill.runtime import log
-from pullfill.worker import run
+from pullfill.worker import main
 
 
 @pytest.mark.parametrize(("debug", "kind", "code"), [("", ConfigError, 2), ("1", NotNow, 1)])
@@ -24,9 +24,9 @@ async def test_a_worker_that_ends_shows_where_if_asked(
 
     codes: list[int] = []
     monkeypatch.setenv(log.DEBUG_ENV, debug)
-    monkeypatch.setattr(run, "leave", codes.append)
-    monkeypatch.setattr(run.check, "require_version", lambda: "")
-    await run._serve("decode", serve)
+    monkeypatch.setattr(main, "leave", codes.append)
+    monkeypatch.setattr(main.check, "require_version", lambda: "")
+    await main._serve("decode", serve)
     told = capsys.readouterr().err
     assert codes == [code]
     assert told.endswith("error: no good\n")
