@@ -106,7 +106,7 @@ class Campaign:
         if policy != ONE:
             assert running.set_policy is not None
             running.set_policy("always_local", decode_policy=policy)
-            url = running.urls[Kind.SHORT]
+            url = running.url
             wait_for(partial(follows, url, policy), FOLLOW_LIMIT_S, f"decode_policy = {policy}")
         asks = asks_of(options.trace, speed, 16, self._vocabulary, 8000)
         # Each window has tokens of its own, so none finds what another one left in a cache.
@@ -114,7 +114,7 @@ class Campaign:
         asks = [Ask(a.kind, salt + a.prompt, a.max_tokens, a.lane, a.at_s) for a in asks]
         window = measure(running, "decode", policy, number, Workload(tuple(asks)))
         window.system = policy
-        explain(window, running.urls[Kind.SHORT])
+        explain(window, running.url)
         self.windows.append(window)
         self.quiet.others.append(window.others)
         print(

@@ -57,7 +57,7 @@ class Session:
 
     def __init__(self, running: Running, seed: int) -> None:
         self._running, self._seed, self._windows = running, seed, 0
-        self.url = running.urls[Kind.SHORT]
+        self.url = running.url
 
     def measure(self, workload: Workload) -> Window:
         window = measure(self._running, "paths", "", 0, workload)

@@ -20,7 +20,7 @@ from benchmarks import machine
 from benchmarks.live import BenchError, end_in_order
 from benchmarks.report import Row, finish, missing, row, versus
 from benchmarks.serving import public_load
-from benchmarks.serving.contract import Kind, Name, System
+from benchmarks.serving.contract import Name, System
 from benchmarks.serving.public_load import Rate, Slo
 from benchmarks.serving.systems import SYSTEMS
 from benchmarks.serving.systems_pairs import Skipped
@@ -40,7 +40,7 @@ def sweep(
     folder.mkdir()
     quiet.look(2.0)
     with system.launch(folder) as running:
-        url = running.urls[Kind.SHORT]
+        url = running.url
         public_load.measure(url, WARM_RATE, WARM_S, slo, options.seed - 1, folder)
         for number, rate in enumerate(options.rates):
             seed = options.seed + number

@@ -93,7 +93,7 @@ def serving_rows(
     told = ["--model", str(checkpoint or shape_of_8b(base)), *flags]
     with running(base / "cluster", *told) as live:
         wait_for(live.linked, 60.0, "the prefill worker is connected to the decode worker")
-        system = Running("gpu", dict.fromkeys(Kind, live.url), model.NAME, live.pids(), 0.0, base)
+        system = Running("gpu", live.url, model.NAME, live.pids(), 0.0, base)
         windows = {}
         for repeat in range(2):  # the first turn warms up
             for label, (policy, longs) in WINDOWS.items():

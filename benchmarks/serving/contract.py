@@ -8,7 +8,7 @@ All times are seconds of `time.monotonic`, in answers relative to the start of t
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,12 +57,11 @@ class Answer:
 
 @dataclass(slots=True)
 class Running:
-    """A system that is ready. urls: the base URL for each kind of request (all the same but for
-    systems that are split by hand). pids: every process of it and what it is called; whatever they
-    start belongs to them."""
+    """A system that is ready. url: where it answers. pids: every process of it and what it is
+    called; whatever they start belongs to them."""
 
     name: str
-    urls: Mapping[Kind, str]
+    url: str
     model: str
     pids: dict[int, str]
     ready_s: float
@@ -98,5 +97,4 @@ class Name(enum.StrEnum):
     NIXL = "nixl"
     NIXL_APART = "nixl-apart"
     PULLFILL = "pullfill"
-    HAND_SPLIT = "hand-split"
     ONE_CORE = "one-core"

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,7 +168,7 @@ def _events(pieces: Sequence[Timed]) -> Iterator[Timed]:
 class Plan:
     """limit_s: a request that is not over by then has failed."""
 
-    urls: Mapping[Kind, str]
+    url: str
     model: str
     workload: Workload
     limit_s: float = 120.0
@@ -319,7 +319,7 @@ class Load:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         exchange = _Exchange(request, done)
-        target = urlsplit(self._plan.urls[answer.ask.kind])
+        target = urlsplit(self._plan.url)
         host, port = target.hostname or "", target.port or 80
         try:
             async with asyncio.timeout(self._plan.limit_s):
@@ -353,7 +353,7 @@ def request_of(plan: Plan, ask: Ask, prompt: Sequence[int]) -> bytes:
     if ask.kind is not Kind.LONG:
         body["return_token_ids"] = True
     content = json.dumps(body, separators=(",", ":")).encode()
-    target = urlsplit(plan.urls[ask.kind])
+    target = urlsplit(plan.url)
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {target.netloc}\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"

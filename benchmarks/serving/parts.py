@@ -74,7 +74,7 @@ class Session:
 
     def explain(self, window: Window) -> None:
         if self.system.ours:
-            explain(window, next(iter(self.running.urls.values())))
+            explain(window, self.running.url)
 
 
 def summary(window: Window) -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.live import BenchError
 from benchmarks.serving import model
-from benchmarks.serving.contract import Kind, Launcher, Name, Running, System
-from benchmarks.serving.systems_pairs import hand_split, nixl, round_robin
+from benchmarks.serving.contract import Launcher, Name, Running, System
+from benchmarks.serving.systems_pairs import nixl, round_robin
 from benchmarks.serving.systems_pullfill import cluster
 from benchmarks.serving.systems_vllm import Cores, api_server
 from pullfill.deploy.plan import usable_cores
@@ -54,7 +54,7 @@ def _single(name: str, count: int, extra: tuple[str, ...], base: Path) -> Iterat
     with api_server("vllm", directory, base, flags, Cores(cores, cores)) as server:
         yield Running(
             name=name,
-            urls=dict.fromkeys(Kind, server.url),
+            url=server.url,
             model=model.NAME,
             pids={server.pid: "vllm"},
             ready_s=time.monotonic() - begin,
@@ -112,13 +112,6 @@ def _systems() -> Iterator[System]:
         "policy conditional",
         lambda base: cluster(Name.PULLFILL, "conditional", 1, 1, FLAGS, base),
         ours=True,
-    )
-    yield System(
-        Name.HAND_SPLIT,
-        "orientation: two plain vLLM API servers, set up as in round-robin, but the first one's "
-        "HTTP process may use both cores; short streams are sent to that one, long prompts to the "
-        "other, nothing is handed over",
-        _on_two_cores(hand_split, Name.HAND_SPLIT),
     )
     yield System(
         Name.ONE_CORE,

@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks.live import BenchError, child, wait_for
 from benchmarks.serving import model
-from benchmarks.serving.contract import Kind, Running
+from benchmarks.serving.contract import Running
 from benchmarks.serving.systems_vllm import (
     ApiServer,
     Cores,
@@ -98,39 +98,12 @@ def round_robin(
         with proxy("round-robin", arguments, sorted(set(cores)), base / "proxy.log") as front:
             yield Running(
                 name=name,
-                urls=dict.fromkeys(Kind, front.url),
+                url=front.url,
                 model=model.NAME,
                 pids={**{s.pid: s.name for s in both}, front.pid: "proxy"},
                 ready_s=time.monotonic() - begin,
                 logs=base,
             )
-
-
-@contextmanager
-def hand_split(
-    name: str, cores: tuple[int, int], flags: Sequence[str], base: Path
-) -> Iterator[Running]:
-    """Short streams and turns of chats to one plain server, long prompts to the other."""
-    begin = time.monotonic()
-    short, long = cores
-    parts = [
-        # More tokens than with its HTTP process beside its engine, or beside the other one.
-        Part("vllm-short", Cores((short,), cores)),
-        Part("vllm-long", Cores((long,), (long,))),
-    ]
-    with servers(parts, flags, base) as (for_short, for_long):
-        yield Running(
-            name=name,
-            urls={
-                Kind.SHORT: for_short.url,
-                Kind.TURN: for_short.url,
-                Kind.LONG: for_long.url,
-            },
-            model=model.NAME,
-            pids={for_short.pid: "vllm-short", for_long.pid: "vllm-long"},
-            ready_s=time.monotonic() - begin,
-            logs=base,
-        )
 
 
 def nixl_problem() -> str:
@@ -173,7 +146,7 @@ def nixl(
                         os.sched_setaffinity(thread, {decode})
             yield Running(
                 name=name,
-                urls=dict.fromkeys(Kind, front.url),
+                url=front.url,
                 model=model.NAME,
                 pids={
                     consumer.pid: "vllm-decode",

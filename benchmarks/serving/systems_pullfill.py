@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.live import Live, running, wait_for
 from benchmarks.serving import model
-from benchmarks.serving.contract import Kind, Running
+from benchmarks.serving.contract import Running
 from tests.support import web
 
 LINK_LIMIT_S = 60.0
@@ -43,7 +43,7 @@ def cluster(
         set_policy(live, policy)
         yield Running(
             name=name,
-            urls=dict.fromkeys(Kind, live.url),
+            url=live.url,
             model=model.NAME,
             pids=live.pids(),
             ready_s=live.ready_s,

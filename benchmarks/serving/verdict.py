@@ -108,14 +108,11 @@ class Verdict:
         name, peer = "(a) long TTFT p50 beside streams", "one core, longs alone"
         rows.append(self._against(name, "ms", long_ttft, with_longs, alone, peer, at_most=1.2))
         rows.append(self._remote_share())
-        split, one = (Name.HAND_SPLIT, *at), (Name.ONE_CORE, "interference", CONTROL)
-        for theirs, peer in ((split, "split by hand"), (one, "one core, no longs at all")):
-            rows += [
-                self._against("(a) ITL p99 with longs", "ms", itl_p99, with_longs, theirs, peer),
-                self._against("(a) tokens/s with longs", "1/s", tokens, with_longs, theirs, peer),
-            ]
-        name = "(a) long TTFT p50"
-        rows.append(self._against(name, "ms", long_ttft, with_longs, split, "split by hand"))
+        one, peer = (Name.ONE_CORE, "interference", CONTROL), "one core, no longs at all"
+        rows += [
+            self._against("(a) ITL p99 with longs", "ms", itl_p99, with_longs, one, peer),
+            self._against("(a) tokens/s with longs", "1/s", tokens, with_longs, one, peer),
+        ]
         return rows
 
     def _remote_share(self) -> Row:

@@ -72,7 +72,7 @@ def measure(running: Running, part: str, label: str, repeat: int, workload: Work
     quiet = machine.OtherLoad()
     with tempfile.TemporaryDirectory(prefix="pullfill-load-") as directory:
         plan, result = Path(directory, "plan"), Path(directory, "result")
-        plan.write_bytes(msgspec.json.encode(Plan(running.urls, running.model, workload)))
+        plan.write_bytes(msgspec.json.encode(Plan(running.url, running.model, workload)))
         with _generator(plan, result) as load:
             _expect(load, b"ready")
             meter = Meter(running.pids)

@@ -51,7 +51,7 @@ def session(
     monkeypatch.setattr(parts, "explain", lambda *_: None)
     # Nothing was asked of anybody, so nothing failed either.
     monkeypatch.setattr("benchmarks.serving.stats.failed", lambda answers: [])
-    running = Running(name, dict.fromkeys(Kind, "http://x"), "m", {}, 1.0, Path())
+    running = Running(name, "http://x", "m", {}, 1.0, Path())
     running.set_policy = seen.policies.append if told else None
     system = System(name, "", lambda _: held(running), ours=True)
     made = Session(system, running, SCALE, range(5, 99), repeat, lambda _: None)
@@ -107,8 +107,7 @@ class TestParts:
     def test_a_session_of_which_nothing_was_answered_is_over(self) -> None:
         server = SseServer(lambda _: [b""])
         with server.in_a_thread():
-            urls = dict.fromkeys(Kind, server.url)
-            running = Running("x", urls, "m", {os.getpid(): "me"}, 1.0, Path())
+            running = Running("x", server.url, "m", {os.getpid(): "me"}, 1.0, Path())
             system = System("x", "", lambda _: held(running))
             made = Session(system, running, SCALE, range(5, 99), 0, lambda _: None)
             with pytest.raises(BenchError, match="every request failed: no answer"):
@@ -155,8 +154,7 @@ class TestCampaign:
 
         def launch(base: Path) -> AbstractContextManager[Running]:
             assert base.is_dir()
-            urls = dict.fromkeys(Kind, server.url)
-            return held(Running("it", urls, "m", {os.getpid(): "me"}, 2.5, base))
+            return held(Running("it", server.url, "m", {os.getpid(): "me"}, 2.5, base))
 
         measured = self.run(
             tmp_path, System("bad", "", broken), System("it", "", launch), interference=("bad",)

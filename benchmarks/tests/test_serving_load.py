@@ -25,7 +25,7 @@ BODY = {"return_token_ids": True, "prompt": [1, 2], "max_tokens": 3}
 
 
 def plan(server: SseServer, *asks: Ask, seconds: float | None = None, limit_s: float = 5.0) -> Plan:
-    return Plan(dict.fromkeys(Kind, server.url), "m", Workload(asks, seconds), limit_s)
+    return Plan(server.url, "m", Workload(asks, seconds), limit_s)
 
 
 def ask(kind: Kind = Kind.SHORT, lane: str = "a", **more: Any) -> Ask:
