@@ -25,7 +25,7 @@ install-nixl: install ## Add NIXL (UCX) to .venv: the nixl transport, 240 MB
 	$(BIN)/python -m pip install --no-deps "nixl>=1.5" "nixl-cu13>=1.5"
 
 install-bench: install ## Add guidellm, for bench-rates, beside .venv: 350 MB
-	$(BIN)/python -m benchmarks.serving.public_load
+	$(BIN)/python -m benchmarks.bench_rates --install
 
 up: install ## Start a cluster here: make up [MODEL=PATH] [ARGS="--decode 2 ..."]
 	@exec $(BIN)/pullfill up $(if $(MODEL),--model $(MODEL)) $(ARGS)

@@ -1,9 +1,7 @@
 """Start-up, handoff and idle cost of one cluster: `make bench-cluster`.
 
 Starts the demo cluster (one decode, one prefill worker, one frontend) as a user does and measures
-  start    seconds until `pullfill up` says ready; until a prefill worker started by hand pulls;
-           what the self-check takes, while all start on the same cores and when a prefill worker of
-           another kind joins; how many more there are for workers of a known kind
+  start    seconds until `pullfill up` says ready; until a prefill worker started by hand pulls
   memory   resident memory of each role after the load below
   handoff  the stages of remote prefills on an otherwise idle cluster, from `pullfill explain`
   idle     CPU of all processes together while nothing is asked
@@ -14,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import re
 import sys
 import time
 from pathlib import Path
@@ -42,55 +39,28 @@ BETWEEN_S = 0.1
 SETTLE_S = 5.0
 
 
-def measure_ready(
-    repeats: int, base: Path, quiet: machine.OtherLoad
-) -> tuple[list[float], list[tuple[float, float]]]:
-    """Seconds from `pullfill up` to ready, several times over fresh state directories. Then
-    the self-checks meanwhile."""
-    times, checks = list[float](), list[tuple[float, float]]()
+def measure_ready(repeats: int, base: Path, quiet: machine.OtherLoad) -> list[float]:
+    """Seconds from `pullfill up` to ready, several times over fresh state directories."""
+    times = list[float]()
     for number in range(repeats):
         quiet.look()
         with running(base / f"start-{number}") as live:
             times.append(live.ready_s)
-            checks += self_checks(live)
         print(f"ready after {times[-1]:.1f} s")
-    return times, checks
+    return times
 
 
-def self_checks(live: Live) -> list[tuple[float, float]]:
-    """Milliseconds of each self-check that the decode worker has logged, and of the local prefill
-    in it."""
-    log = next(Path(p.log) for p in live.cluster.processes if p.role == "decode")
-    said = r"self-check with \S+ passed in (\d+) ms, a local prefill took (\d+)"
-    found = re.findall(said, log.read_text(errors="replace"))
-    return [(float(whole), float(local)) for whole, local in found]
-
-
-def measure_by_hand(live: Live, log: Path, *flags: str, checks: int = 0) -> float:
+def measure_by_hand(live: Live, log: Path) -> float:
     """Seconds until a second prefill worker, started by hand, pulls jobs of this cluster: the
-    decode worker sees it connected, which is its last step before the first pull.
-
-    checks: it is stopped when there were so many self-checks."""
+    decode worker sees it connected, which is its last step before the first pull."""
     before = live.linked()
     begin = time.monotonic()
-    with child([*CLI, "prefill", "--state-dir", str(live.state_dir), *flags], log):
+    with child([*CLI, "prefill", "--state-dir", str(live.state_dir)], log):
         wait_for(lambda: live.linked() - before, 120.0, "a second prefill worker pulls", 0.25)
         took = time.monotonic() - begin
-        wait_for(lambda: len(self_checks(live)) >= checks, 30.0, "its self-check")
     wait_for(lambda: live.linked() == before, 30.0, "the second prefill worker left")
     print(f"prefill worker pulls after {took:.1f} s")
     return took
-
-
-def check_rows(
-    when: str, checks: list[tuple[float, float]], limit: float | None = None
-) -> list[Row]:
-    """limit: of what it takes beside one local prefill."""
-    beside = median([whole - local for whole, local in checks])
-    return [
-        row(f"self-check {when}", median([whole for whole, _ in checks]), "ms"),
-        row(f"self-check {when}, beside one local prefill", beside, "ms", limit),
-    ]
 
 
 def measure_handoff(live: Live, requests: int) -> list[dict[str, Any]]:
@@ -167,56 +137,34 @@ def memory_rows(live: Live, when: str) -> list[Row]:
     return rows
 
 
-def print_threads(live: Live, seconds: float) -> None:
-    """Which threads are awake on an idle cluster, and how often."""
-    print(f"\nthreads that used CPU in {seconds:g} s:")
-    for use in machine.thread_use(live.pids(), seconds)[:25]:
-        share = 100 * use.cpu_s / seconds
-        print(f"  {use.process:<12} {use.thread:<24} {share:6.2f} %  {use.wakes / seconds:7.1f}/s")
-
-
 def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.OtherLoad]:
     quiet = machine.OtherLoad()
-    ready, checks = measure_ready(options.starts - 1, base, quiet)
+    ready = measure_ready(options.starts - 1, base, quiet)
     quiet.look()
     with running(base / "cluster") as live:
         ready.append(live.ready_s)
-        checks += (known := self_checks(live))
         print(f"ready after {live.ready_s:.1f} s")
         rows = [row("ready after `pullfill up`", median(ready), "s", 60.0)]
-        rows += check_rows("while all start", checks)
-        if options.by_hand:
-            took = median(
-                [measure_by_hand(live, base / f"hand-{i}.log") for i in range(options.by_hand)]
-            )
-            rows.append(row("`pullfill prefill` by hand pulls after", took, "s", 25.0))
-            more = len(self_checks(live)) - len(known)
-            rows.append(row("self-checks of it, whose kind is known", more, "", 0))
-            for i in range(options.starts):
-                kind = "--max-num-batched-tokens", str(1008 - 16 * i)
-                wanted = len(self_checks(live)) + 1
-                measure_by_hand(live, base / f"kind-{i}.log", *kind, checks=wanted)
-            rows += check_rows("when another kind joins", self_checks(live)[len(known) :], 100.0)
+        took = median(
+            [measure_by_hand(live, base / f"hand-{i}.log") for i in range(options.starts)]
+        )
+        rows.append(row("`pullfill prefill` by hand pulls after", took, "s", 25.0))
         rows += memory_rows(live, "when ready")
         with quiet.window(live.pids()):
             records = measure_handoff(live, options.requests)
         rows += memory_rows(live, "after the load")
         rows += handoff_rows(records)
         rows += measure_idle(live, options.idle, quiet)
-        if options.threads:
-            print_threads(live, options.idle)
     return rows, quiet
 
 
 def main() -> int:
     parser = command.parser(__doc__)
     parser.add_argument("--starts", type=int, default=3, help="how often `up` is timed")
-    parser.add_argument("--by-hand", type=int, default=1, help="how often a prefill worker joins")
     parser.add_argument("--requests", type=int, default=100, help="remote prefills, at least 2")
     parser.add_argument(
         "--idle", type=float, default=30.0, metavar="S", help="length of the idle window"
     )
-    parser.add_argument("--threads", action="store_true", help="also show which threads wake up")
     title = "One demo cluster: start, memory, handoff, idle"
     return command.main("cluster", title, parser.parse_args(), run)
 

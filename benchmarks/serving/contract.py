@@ -95,6 +95,5 @@ class Name(enum.StrEnum):
     AGGREGATED_256 = "aggregated-256"
     ROUND_ROBIN = "round-robin"
     NIXL = "nixl"
-    NIXL_APART = "nixl-apart"
     PULLFILL = "pullfill"
     ONE_CORE = "one-core"

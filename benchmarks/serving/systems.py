@@ -101,12 +101,6 @@ def _systems() -> Iterator[System]:
         _on_two_cores(nixl, Name.NIXL),
     )
     yield System(
-        Name.NIXL_APART,
-        "as nixl, but the prefill engine's thread that never sleeps runs on the decode engine's "
-        "core: prefill at full speed, decode slower",
-        _on_two_cores(partial(nixl, apart=True), Name.NIXL_APART),
-    )
-    yield System(
         Name.PULLFILL,
         "`pullfill up` as it places everything by itself, one decode and one prefill worker, "
         "policy conditional",

@@ -26,7 +26,6 @@ from benchmarks.serving.systems_vllm import (
     environment,
     pin_server,
     starting,
-    threads,
 )
 from pullfill.deploy.local_servers import free_port
 from tests.support import web
@@ -119,12 +118,8 @@ def nixl(
     cores: tuple[int, int],
     flags: Sequence[str],
     base: Path,
-    apart: bool = False,
 ) -> Iterator[Running]:
-    """A decode and a prefill server with vLLM's NixlConnector. Raises Skipped without NIXL.
-
-    apart: the prefill engine has its core to itself, NIXL's thread in it runs on the other.
-    """
+    """A decode and a prefill server with vLLM's NixlConnector. Raises Skipped without NIXL."""
     if problem := nixl_problem():
         raise Skipped(problem)
     begin = time.monotonic()
@@ -139,11 +134,6 @@ def nixl(
             # NIXL moved the threads of both engines to the last core when it started.
             for server, part in ((consumer, parts[0]), (producer, parts[1])):
                 pin_server(server, part.cores)
-            if apart:
-                engine = producer.engine()
-                for thread in threads(engine):
-                    if thread != engine:  # the model runs in the first one
-                        os.sched_setaffinity(thread, {decode})
             yield Running(
                 name=name,
                 url=front.url,

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import bench_rates
 from benchmarks.live import BenchError
-from benchmarks.serving import model, public_load, systems_pairs, systems_vllm
+from benchmarks.serving import model, systems_pairs, systems_vllm
 from benchmarks.serving.contract import Name
 from benchmarks.serving.systems import FLAGS, SYSTEMS
 from benchmarks.serving.workloads import LONG_OUT, SHORT_IN, SHORT_OUT, SWEEP_IN
@@ -76,16 +76,16 @@ def test_threads_are_put_on_their_cores_but_those_bound_within_stay() -> None:
 class TestPublicLoad:
     def test_rows_are_the_same_for_the_same_seed_and_as_long_as_they_say(self) -> None:
         tokenizer = build_tokenizer(model.RECIPE.vocab)
-        rows = public_load.prompts(tokenizer, 40, 3)
-        assert rows == public_load.prompts(tokenizer, 40, 3)
-        assert rows[0]["prompt"] != public_load.prompts(tokenizer, 1, 4)[0]["prompt"]
+        rows = bench_rates.prompts(tokenizer, 40, 3)
+        assert rows == bench_rates.prompts(tokenizer, 40, 3)
+        assert rows[0]["prompt"] != bench_rates.prompts(tokenizer, 1, 4)[0]["prompt"]
         for row in rows:
             assert abs(len(tokenizer.encode(row["prompt"]).ids) - row["prompt_tokens_count"]) <= 2
         kinds = {(row["prompt_tokens_count"], row["output_tokens_count"]) for row in rows}
         assert kinds == {(SHORT_IN, SHORT_OUT), (SWEEP_IN, LONG_OUT)}
 
     def test_a_report_is_read(self) -> None:
-        rate = public_load.parse(REPORT)
+        rate = bench_rates.parse(REPORT)
         assert (rate.rate, rate.finished, rate.failed) == (2.0, 8, 3)
         assert (rate.ttft_p50_s, rate.ttft_p99_s) == (0.05, 0.09)
         assert (rate.itl_p50_s, rate.itl_p99_s) == (0.005, 0.009)
@@ -93,19 +93,19 @@ class TestPublicLoad:
 
     @pytest.mark.parametrize("report", [{}, {"benchmarks": []}, {"benchmarks": [{}]}])
     def test_another_report_is_refused(self, report: dict[str, Any]) -> None:
-        with pytest.raises(BenchError, match=public_load.VERSION):
-            public_load.parse(report)
+        with pytest.raises(BenchError, match=bench_rates.VERSION):
+            bench_rates.parse(report)
 
     def test_without_guidellm_it_says_how_to_get_it(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         with pytest.raises(systems_pairs.Skipped, match="make install-bench"):
-            public_load.program()
+            bench_rates.program()
 
 
-def came(rate: float, good: float, share: float, failed: int = 0) -> public_load.Rate:
-    return public_load.Rate(rate, 9, failed, 0.1, 0.2, 0.01, 0.02, 100.0, good, share)
+def came(rate: float, good: float, share: float, failed: int = 0) -> bench_rates.Rate:
+    return bench_rates.Rate(rate, 9, failed, 0.1, 0.2, 0.01, 0.02, 100.0, good, share)
 
 
 class TestRates:

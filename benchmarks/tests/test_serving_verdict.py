@@ -153,7 +153,7 @@ class TestInterference:
 
 class TestNixl:
     @pytest.mark.parametrize("better", [True, False])
-    @pytest.mark.parametrize("rival", [Name.NIXL, Name.NIXL_APART])
+    @pytest.mark.parametrize("rival", [Name.NIXL])
     def test_everything_must_be_lower(self, rival: str, better: bool) -> None:
         ours = interference(Name.PULLFILL, longs=12.0, ttft=100.0, cpu_s=1.0)
         factor = 2.0 if better else 0.5
