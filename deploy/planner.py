@@ -304,9 +304,6 @@ def _not_yet(seen: Observation, state: PlanState, settings: PlanSettings, to: st
 
 # --------------------------------------------------------------------------- the command
 
-ABSENT_S = 30.0
-"""How long to wait for a worker that was ordered and is not registered. It may have died."""
-
 
 def show(
     ref: ClusterRef,
@@ -368,11 +365,17 @@ def step(ref: ClusterRef, settings: PlanSettings, state: PlanState) -> Plan:
 
 
 def remembered(
-    last: RoleMove, revision: int, age_s: float, seen: Observation, state: PlanState
+    last: RoleMove,
+    revision: int,
+    age_s: float,
+    seen: Observation,
+    state: PlanState,
+    absent_s: float = 30.0,
 ) -> tuple[Observation, PlanState]:
     """Add the last order of any planner to what is known.
 
-    revision: of its key in etcd. age_s: how old it is by the wall clocks of two machines."""
+    revision: of its key in etcd. age_s: how old it is by the wall clocks of two machines.
+    absent_s: how long to wait for a worker that is not registered. It may have died."""
     # Clocks differ and are set. So each order is dated once, then its age is by our own clock.
     if revision != state.noted:
         state = replace(state, noted=revision)
@@ -384,7 +387,7 @@ def remembered(
         for member in seen.members
     )
     # Between its two roles a worker is registered in none.
-    if not arrived and age_s < ABSENT_S and last.instance_id not in seen.changing:
+    if not arrived and age_s < absent_s and last.instance_id not in seen.changing:
         seen = replace(seen, changing=(*seen.changing, last.instance_id))
     return seen, state
 

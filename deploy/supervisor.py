@@ -59,8 +59,6 @@ MAX_DEATHS = 5
 WINDOW_S = 60.0
 SERVER_S = 30.0
 """How long NATS and etcd may take to answer. Longer than this takes to start them again."""
-SELF_CHECKS_S = 10.0
-"""Longest wait for the self-checks, once all processes are ready."""
 POLL_S = 0.1
 
 # --------------------------------------------------------------------------- children
@@ -502,10 +500,19 @@ class Interrupted(Exception):
 
 
 class Supervisor:
-    """One run of `up` over one state directory. Owns its children until they are let go."""
+    """One run of `up` over one state directory. Owns its children until they are let go.
 
-    def __init__(self, options: UpOptions, state: StateDir, view: ProcessView) -> None:
+    self_checks_s: longest wait for the self-checks, once all processes are ready."""
+
+    def __init__(
+        self,
+        options: UpOptions,
+        state: StateDir,
+        view: ProcessView,
+        self_checks_s: float = 10.0,
+    ) -> None:
         self._options = options
+        self._self_checks_s = self_checks_s
         self._state = state
         self._view = view
         self._cluster_id = new_cluster_id()
@@ -736,7 +743,7 @@ class Supervisor:
         Until a self-check is over, the decode worker prefills every prompt itself."""
         waiting = {str(spec.instance_id): spec.name for spec in specs if spec.role == "decode"}
         with suppress(RegistryUnavailable, TimeoutError):
-            async with asyncio.timeout(SELF_CHECKS_S), members.etcd_of(ref) as etcd:
+            async with asyncio.timeout(self._self_checks_s), members.etcd_of(ref) as etcd:
                 while waiting:
                     for worker in await members.workers(etcd, ref.namespace):
                         if worker.instance_id in waiting:

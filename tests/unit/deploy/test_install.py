@@ -69,19 +69,6 @@ def test_uv_asks_the_indexes_that_pip_asks() -> None:
     }
 
 
-def test_uv_shows_no_password_of_an_index() -> None:
-    uv = Path(sys.prefix) / "bin" / "uv"
-    if not uv.exists():
-        pytest.skip("this environment is not from make install")
-    config = ":env:.find-links='http://me:secret@127.0.0.1:9/x'"
-    env = {**os.environ, **install.uv_settings(config), "UV_HTTP_RETRIES": "0"}
-    command = [str(uv), "pip", "install", "--python", sys.executable, "--dry-run", "no-such-thing"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode
-    assert "@127.0.0.1:9/x" in done.stderr
-    assert "secret" not in done.stdout + done.stderr
-
-
 def test_the_stamp_makes_it_quick_unless_an_install_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

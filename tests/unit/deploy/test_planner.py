@@ -192,10 +192,10 @@ def test_without_a_decode_worker_a_prefill_worker_becomes_one(rig: Rig) -> None:
 def test_a_worker_that_died_on_its_way_is_not_waited_for_for_ever() -> None:
     seen = Observation(500.0, (PlanMember("p", PREFILL), PlanMember("d", DECODE)), {})
     gone = RoleMove(instance_id="x", after=WorkerRole.PREFILL, at=1000.0)
-    now, state = planner.remembered(gone, 7, planner.ABSENT_S - 1, seen, PlanState())
+    now, state = planner.remembered(gone, 7, 30.0 - 1, seen, PlanState())
     assert now.changing == ("x",)
-    assert (state.moved_to, state.moved_at) == ("prefill", 500.0 - planner.ABSENT_S + 1)
-    assert planner.remembered(gone, 7, planner.ABSENT_S, seen, PlanState())[0] == seen
+    assert (state.moved_to, state.moved_at) == ("prefill", 500.0 - 30.0 + 1)
+    assert planner.remembered(gone, 7, 30.0, seen, PlanState())[0] == seen
     arrived = replace(seen, members=(*seen.members, PlanMember("x", PREFILL)))
     assert planner.remembered(gone, 7, 1.0, arrived, PlanState())[0] == arrived
     ahead, state = planner.remembered(gone, 7, -50.0, seen, PlanState())

@@ -15,7 +15,6 @@ import pytest
 from pullfill.deploy.state import (
     CLUSTER_ENV,
     ProcessId,
-    confine,
     identify,
     is_alive,
     send,
@@ -97,29 +96,3 @@ def test_spawn_logs_and_leaves_our_session(tmp_path: Path) -> None:
     assert sorted(log.read_text().split()) == ["True", "again", "err"]
     with pytest.raises(OSError, match="No such file"):
         spawn(["/does/not/exist"], log=log, env={})
-
-
-def test_confine_reaches_every_thread() -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    code = (
-        "import os, threading, sys\n"
-        "tell = lambda: print(*os.sched_getaffinity(0), flush=True)\n"
-        "go = threading.Event()\n"
-        "other = threading.Thread(target=lambda: (go.wait(), tell()))\n"
-        "other.start()\n"
-        "print('up', flush=True)\n"
-        "sys.stdin.readline()\n"
-        "go.set(), other.join(), tell()\n"
-        "threading.Thread(target=tell).start()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdin is not None
-        assert child.stdout.readline() == "up\n"
-        confine(child.pid, cores[-1:])
-        child.stdin.write("\n")
-        child.stdin.close()
-        assert child.stdout.read().split() == [str(cores[-1])] * 3
-    confine(child.pid, cores)  # gone: nothing happens
