@@ -82,30 +82,6 @@ async def test_a_frontend_without_an_index_is_sent_nothing(
         assert kinds.count(front_wire.BLKS) == 2, "one answer, and one batch of events"
 
 
-async def test_a_frontend_that_comes_back_is_cold_then_warm(worker: BlockServer) -> None:
-    worker.store(A)
-    async with rig(prefixes=Prefixes(1000)) as r:
-        connection = await joined(r, worker)
-        await warm(r, 5)
-        connection.lose("it was cut off")
-        assert (r.pool.prefixes.state(WORKER), matched(r, A)) == ("none", 0)
-        worker.remove(A)
-        await r.ready(1)
-        await warm(r, 4)
-
-
-async def test_a_worker_that_died_is_forgotten(worker: BlockServer) -> None:
-    worker.store(A)
-    async with rig(prefixes=Prefixes(1000)) as r:
-        await joined(r, worker)
-        await warm(r, 5)
-        await worker.die()
-        await until(lambda: matched(r, A) == 0)
-        assert r.pool.prefixes.state(WORKER) == "none"
-        assert r.pool.prefixes._index.tidy(1.0)
-        assert len(r.pool.prefixes._index) == 0
-
-
 async def test_more_blocks_than_the_ring_has_events(
     worker: BlockServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,7 +131,7 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
-@pytest.mark.parametrize("workers", [3, 64, 65, 1000])
+@pytest.mark.parametrize("workers", [3, 65, 1000])
 def test_many_blocks_of_many_workers(workers: int) -> None:
     """Enough blocks to split segments, with workers that come and go."""
     blocks = np.random.default_rng(workers).integers(1, 2**64 - 1, 6000, np.uint64)
