@@ -146,7 +146,11 @@ def no_collections() -> Iterator[None]:
     every module. That is most of the CPU time of a worker's end, and frees nothing that the end of
     the process does not free."""
     collect = gc.collect
-    gc.collect = lambda generation=2: 0
+
+    def nothing(generation: int = 2) -> int:
+        return 0
+
+    gc.collect = nothing
     try:
         yield
     finally:
