@@ -130,6 +130,9 @@ class WriterRecord:
         self._map.close()
 
 
+# A pidfd is readable when all threads of its process have ended and all its files are released. Its
+# parent may not have waited for it yet.
+
 _PID_BITS = 22  # the kernel's limit of pid_max
 
 # Keeps the GIL, as in shm/lock.py: the call never blocks.

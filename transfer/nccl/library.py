@@ -251,7 +251,11 @@ SYSTEM = Path("/etc/nccl.conf")
 
 
 def setting(name: str) -> tuple[str, str]:
-    """The value of a setting, and where it is set, for people. Both are empty if it is not set."""
+    """The value of a setting of NCCL's, and where it is set, for people. Both are empty if it is
+    not set."""
+    # As NCCL reads it (NCCL's manual, "Environment Variables"): the environment, then the files, of
+    # which the first that has the setting counts. A line is `NAME=VALUE`, without spaces around the
+    # `=`. Plugins that set NCCL's environment (NCCL_ENV_PLUGIN) are not asked.
     if (value := os.environ.get(name)) is not None:
         return value.strip(), "the environment"
     for path in _files():

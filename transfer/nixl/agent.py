@@ -246,6 +246,9 @@ ENV = "UCX_NET_DEVICES"
 _RDMA = Path("/sys/class/infiniband")
 
 
+# UCX opens a TCP port on every device it may use, and knows nothing of our login. So its devices
+# are chosen before the first agent is made: those of the address that this worker binds, and RDMA
+# cards, which open no such port. An operator who sets UCX_NET_DEVICES has chosen already.
 def confine(host: str) -> None:
     """Set UCX_NET_DEVICES for this process, unless it is set. Warns when nothing can be set."""
     if os.environ.get(ENV):

@@ -134,8 +134,14 @@ _quick.recv.restype = ctypes.c_ssize_t
 class SocketConnection:
     """Owns `sock`, which is blocking and has receive and send timeouts.
 
-    Every call that sends or receives raises TransferFailed when the peer is gone or makes no
-    progress for `stall_s`."""
+    One thread at a time uses a connection, and the last one closes it. `interrupt` may come from
+    any thread. Every call that sends or receives raises TransferFailed when the peer is gone or
+    makes no progress for `stall_s`. An idle connection waits without a limit of its own: the kernel
+    ends it if the other host is gone."""
+
+    # Beside a busy engine thread, each call that released the GIL may wait half a millisecond for
+    # it. So marks, which are small and usually there already, are first looked for without
+    # releasing it (`_peek`).
 
     def __init__(self, sock: socket.socket, stall_s: float = STALL_S) -> None:
         self._sock = sock
@@ -296,6 +302,8 @@ class StalePeer(PeerUnavailable):
     """The instance or incarnation is not there any more: none of its grants is valid."""
 
 
+# With a cluster key both ends first prove that they hold it (net/handshake.py), and then seal every
+# frame. The payload itself is not sealed: somebody on the path can change KV.
 def accept(link: SocketConnection, key: ClusterKey | None) -> StreamHello:
     """The owner's end. Returns the peer's hello, once the peer has proved that it holds `key`.
 

@@ -1,8 +1,11 @@
-"""One connected peer on the owner's side: its operations. Each batch is moved under the fence.
+"""The owner's side of the stream transports: a port, and a thread for each connected peer.
 
-Made by a thread of the server after the hello. One thread at a time uses it, and the last one
-closes it. `hurry` and `end` come from other threads. Owns its fence hold and its backend, not the
-connection.
+Life: made over the memories of all ranks and their fence -> `start` listens -> a thread serves one
+peer until it leaves -> `close` ends all. Owns the listening socket and the threads; borrows the
+memories and the backends' kinds.
+
+The thread that moves the bytes is ours. It holds the fence meanwhile, through a hold (an open file
+description) of its own. So the fence file proves a revoke here too.
 """
 
 from __future__ import annotations
@@ -72,7 +75,13 @@ class Offer:
 
 
 class ServedPeer:
-    """inside: the token whose fence this thread holds or is about to hold."""
+    """One connected peer: its operations. Each batch is moved under the fence.
+
+    Made by a thread of the server after the hello. One thread at a time uses it, and the last one
+    closes it. `hurry` and `end` come from other threads. Owns its fence hold and its backend, not
+    the connection.
+
+    inside: the token whose fence this thread holds or is about to hold."""
 
     def __init__(self, offer: Offer, connection: SocketConnection, said: StreamHello) -> None:
         """Raises PeerUnavailable, IncompatibleError, BadMessage, TransferFailed; then nothing is
@@ -321,6 +330,9 @@ class StreamServer:
     def interrupt(self, token: FenceToken) -> None:
         """A revoke of `token` was not proved: end our batches under it that take too long. Never
         blocks."""
+        # One of our threads holds the fence and may wait for a peer that says nothing. Once that
+        # receive has ended, the next `try_revoke` proves. So a stopped or dead peer keeps nothing
+        # in quarantine.
         now = time.monotonic()
         with self._mutex:
             inside = [peer for peer in self._peers if peer.inside == token]
