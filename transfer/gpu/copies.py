@@ -39,7 +39,7 @@ BATCH_RUNS = 32768
 
 
 # A revoke waits for one batch, so a batch should take about 2 ms. Within an H100 and an H200 it
-# took 1.2 to 2.5 ms (docs/gpu-results.md). Nobody has measured the links between GPUs yet: their
+# took 1.2 to 2.5 ms (docs/operations.md). Nobody has measured the links between GPUs yet: their
 # sizes follow from the speeds that they are sold with. `make bench-gpu ARGS=--peer` prints how long
 # a batch takes, and the run length from which copy engines are faster.
 @dataclass(frozen=True, slots=True)
