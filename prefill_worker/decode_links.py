@@ -3,11 +3,8 @@
 A connection is made when it is *standing*, or when a job of its decode worker was pulled. If it is
 needed for neither for a minute, it is closed.
 
-With 256 workers of each kind a connection for each pair would be 65,536 connections. So each decode
-worker stays connected to the `most` prefill workers that rank highest for it, and each prefill
-worker to the LEAST decode workers that rank highest for it. The rank of a pair is a hash of the two
-names (rendezvous hashing): all prefill workers compute the same ranks without talking to each
-other, and a worker that comes or goes changes only its own connections and those in its place.
+Each decode worker stays connected to the `most` prefill workers that rank highest for it, and each
+prefill worker to the LEAST decode workers that rank highest for it (`standing_links`).
 
 asyncio thread only.
 """
@@ -512,6 +509,10 @@ def standing_links(
     """Return the decode workers that the prefill worker `me` stays connected to. See the module.
 
     others: the other prefill workers that pull jobs."""
+    # With 256 workers of each kind a connection for each pair would be 65,536 connections. The rank
+    # of a pair is a hash of the two names (rendezvous hashing): all prefill workers compute the
+    # same ranks without talking to each other, and a worker that comes or goes changes only its own
+    # connections and those in its place.
     if len(others) < most:
         return set(decodes)
     ours, theirs = _key(me), [_key(name) for name in others]

@@ -72,18 +72,11 @@ class Budget:
     """Which deliveries count against this worker's budget, and how many only wait.
 
     A job counts from its grant to its end. While its claim is under way a delivery counts for
-    `claim_s` at most. Usually the claim is answered within that time. Without this the puller would
-    pull the next jobs before it knows that this one fills the budget, and other workers would get
-    none.
-
-    A delivery whose claim gets no answer does not count, nor does one that waits for a connection.
-    If a decode worker leaves a claim unanswered for `silent_claim_s`, its later deliveries do not
-    count at all before their grant. So jobs of a decode worker that is gone do not keep jobs of
-    others waiting, not even if its host vanished and the connection still stands.
+    `claim_s` at most. A delivery whose claim gets no answer does not count, nor does one that waits
+    for a connection.
 
     With `--concurrency N` prompts count instead of tokens, N + 1 of them, and those only until they
-    are computed. So one prompt more than the engine computes is there, and its prefix is read
-    meanwhile. KV that still travels counts only against the KV credits.
+    are computed. KV that still travels counts only against the KV credits.
 
     limit: tokens, or prompts.
     room: set when something counts no more. The puller clears it.
@@ -98,6 +91,7 @@ class Budget:
         silent_claim_s: float = 0.5,
     ) -> None:
         self.by_prompt = concurrency > 0
+        # One prompt more than the engine computes is there, and its prefix is read meanwhile.
         self.limit = concurrency + 1 if concurrency else tokens
         self._claim_s = claim_s
         self._silent_claim_s = silent_claim_s
@@ -128,6 +122,9 @@ class Budget:
 
     def pulled(self, job_id: str, tokens: int) -> None:
         """Charge a delivery."""
+        # Usually the claim is answered before the timer fires. Without this charge the puller would
+        # pull the next jobs before it knows that this one fills the budget, and other workers would
+        # get none.
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._claim_s, self._unanswered, job_id)
         self._charges[job_id] = _Charge(tokens, timer)
@@ -136,6 +133,9 @@ class Budget:
     def claims(self, job_id: str, decode_instance: str) -> None:
         """Note that the job is about to be claimed over a connection that is up."""
         charge, now = self._charges[job_id], asyncio.get_running_loop().time()
+        # If a decode worker leaves a claim unanswered, its later deliveries do not count before
+        # their grant. So jobs of a decode worker that is gone do not keep jobs of others waiting,
+        # not even if its host vanished and the connection still stands.
         if any(
             now - other.asked_at > self._silent_claim_s
             for other in self._charges.values()
@@ -195,9 +195,7 @@ class Puller:
     nats: whether NATS answers.
     max_prompt_tokens: length of the longest prompt that the engine takes.
     max_jobs: jobs with a grant, at most.
-    patience_s: how long a decode worker without KV credit keeps all jobs waiting. Then there is one
-    more pull. So a slow decode worker delays the jobs of others each time, and a stopped one only
-    once: its connection ends after that time of silence, which writes its credits off.
+    patience_s: how long a decode worker without KV credit keeps all jobs waiting.
     take_back: takes a delivery whose job this process has asked for itself. Returns False for any
     other. Raises ClaimRefused if another prefill worker has the job.
     no_jobs: set while no job runs. idle: set while nothing that `keep` runs goes on either."""
@@ -339,12 +337,12 @@ class Puller:
         """Take only jobs that no idle worker waits for, until the queue delivers one again.
 
         Called for a job that this worker cannot serve: it cannot bring KV to its decode worker, or
-        not that of a prompt so long. Other prefill workers may be able to. Until then this worker
-        does not wait at the queue, it only asks for a job that is there. A new job goes to a worker
-        that waits. If none waits, this worker takes it, because it may be of a decode worker that
-        this one reaches.
+        not that of a prompt so long. Other prefill workers may be able to.
 
         again_s: in how many seconds the queue delivers that job."""
+        # Until then this worker does not wait at the queue, it only asks for a job that is there. A
+        # new job goes to a worker that waits. If none waits, this worker takes it, because it may
+        # be of a decode worker that this one reaches.
         now = asyncio.get_running_loop().time()
         if now >= self._leave_until:
             self._end_pull()
@@ -366,6 +364,9 @@ class Puller:
         if not (gone := self._credits.gone):
             return
         logger.info("pulling nothing: no KV credits left for %s", ", ".join(gone))
+        # Then there is one more pull all the same. So a slow decode worker delays the jobs of
+        # others each time, and a stopped one only once: its connection ends after that time of
+        # silence, which writes its credits off.
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience_s
         while self._credits.gone and (left := until - loop.time()) > 0:

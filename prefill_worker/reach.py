@@ -93,9 +93,7 @@ class OutOfReach(PeerUnavailable):
 class SharedTransferWorker:
     """One decode worker's transfer worker, shared by all its jobs, connected at first use.
 
-    A KV port that drops packets, or accepts and then says nothing, takes seconds to fail. So all
-    jobs wait for one attempt. For a while after it failed, they fail at once and go back to the
-    queue, so that this worker can serve other decode workers.
+    After an attempt has failed, jobs fail at once for a while and go back to the queue.
 
     A transfer worker that no job has used for `idle_s` is closed, and made again at the next use.
 
@@ -160,6 +158,8 @@ class SharedTransferWorker:
             if self._closed or self._clock.monotonic() < self._again_at:
                 raise self._failure()
             self._attempt = asyncio.create_task(self._connect(), name=f"reach {self._name}")
+        # A KV port that drops packets, or accepts and then says nothing, takes seconds to fail. So
+        # all jobs wait for one attempt, and this worker can serve other decode workers meanwhile.
         await asyncio.shield(self._attempt)
         if self._transfer_worker is None:
             raise self._failure()

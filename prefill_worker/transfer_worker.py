@@ -313,9 +313,7 @@ class Credits:
     submitted, and refunded when it finishes or fails. In pull mode blocks are charged while they
     are kept for the decode worker.
 
-    While an account has reached the limit, the puller pulls no jobs at all: it cannot choose for
-    which decode worker a job is. Jobs that were pulled before are computed all the same. So an
-    account may exceed the limit by the prefill budget. Any thread.
+    An account may exceed the limit by the prefill budget. Any thread.
 
     limit_bytes: for each decode worker.
     on_room: called when no account is at its limit any more. Any thread, no lock held."""
@@ -342,6 +340,8 @@ class Credits:
     @property
     def gone(self) -> list[str]:
         """Names of the decode workers that have no credit left."""
+        # While there is one, the puller pulls no jobs at all: it cannot choose for which decode
+        # worker a job is. Jobs that were pulled before are computed all the same.
         with self._lock:
             return sorted({account.peer for account in self._full})
 

@@ -3,13 +3,7 @@
 Life of a job: `publish` → pending → `pull` → in flight, kept alive by `in_progress` → settled by
 `ack` (done), `term` (poison, leaves a dead letter) or `nak` (back to pending). If its worker is
 silent for `ack_wait_s`, the job is pending again. After `max_deliver` deliveries it becomes a dead
-letter.
-
-Order: jobs of one urgency are delivered in the order in which they were published. Urgencies have
-shares by weight (`Turns`).
-
-A job may be delivered twice. A late ack of an earlier delivery settles it. The queue is no fence:
-the decode worker's ledger decides who may write.
+letter. Jobs of one urgency are delivered in the order in which they were published.
 
 `jetstream.py` and `pullfill/testing/memory_queue.py` implement it. Both pass
 `tests/contract/test_queue_contract.py`.
@@ -113,6 +107,9 @@ class Delivery(Protocol):
     tokens: int
     number: int
     ack_subject: str
+
+    # A job may be delivered twice, and a late ack of an earlier delivery settles it. The queue is
+    # no fence: the decode worker's ledger decides who may write.
 
     async def ack(self) -> None:
         """The job is committed, or nobody needs it any more.

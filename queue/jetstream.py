@@ -356,11 +356,9 @@ class JetStreamConsumer(_End):
     asked again. If all others have none, the last one need not be asked: nothing else could come
     before its job.
 
-    When no pull follows, the requests that wait are withdrawn (`_withdraw`). nats-py's `fetch` is
-    not used: what waits there cannot be withdrawn, and the next job would go to a worker that has
-    no room for it. A job that comes all the same is given back at once.
-
-    A consumer that is gone or has no leader is left out (`_broken`) until it is repaired."""
+    When no pull follows, the requests that wait are withdrawn (`_withdraw`). A job that comes all
+    the same is given back at once. A consumer that is gone or has no leader is left out (`_broken`)
+    until it is repaired."""
 
     name = "consumer"
 
@@ -465,6 +463,8 @@ class JetStreamConsumer(_End):
 
     async def _request(self, urgency: Urgency, wait_s: float) -> None:
         """Ask a consumer for one job. wait_s: 0: only for one that is there now. Raises NotSent."""
+        # nats-py's `fetch` is not used: what waits there cannot be withdrawn, and the next job
+        # would go to a worker that has no room for it.
         if self._subscription is None:
             self._inbox = inbox = self.connection.client.new_inbox()
 
@@ -607,9 +607,6 @@ class JetStreamDelivery:
     """A `Delivery`, settled through the consumer that pulled it. It can be settled after a
     reconnect, too.
 
-    It remembers the id of the stream that it was pulled from. If the server loses its data, the
-    same ack subject may mean another job. Then this delivery settles nothing.
-
     Raises BadMessage if the message is no delivery."""
 
     def __init__(self, owner: JetStreamConsumer, msg: Msg) -> None:
@@ -623,6 +620,8 @@ class JetStreamDelivery:
         self.number: int = ack.number
         self.ack_subject: str = msg.reply
         self._owner = owner
+        # If the server loses its data, the same ack subject may mean another job. Then the stream
+        # has another id, and this delivery settles nothing.
         self._stream_id = owner.streams.stream_id
         self._settled = False
 
@@ -658,10 +657,6 @@ class Acks:
     request. The server reads the acks of a connection in order, so its answer confirms all earlier
     ones. If the consumer has no leader, nobody has read them, and all are sent again.
 
-    What is not confirmed when a connection is lost is forgotten: the job is delivered again, and
-    its claim is refused. So an ack never reaches a server that has lost its data, where it could
-    mean another job.
-
     Life: `send` → `close`, which waits for what is open."""
 
     # One request for each ack would cost 0.4 ms of CPU for each job.
@@ -690,6 +685,8 @@ class Acks:
 
     def forget(self) -> None:
         """The connection is lost."""
+        # Their jobs are delivered again, and the claims are refused. So an ack never reaches a
+        # server that has lost its data, where it could mean another job.
         self._open.clear()
 
     async def close(self) -> None:

@@ -3,15 +3,8 @@
 Life: `start` dials until the first success, for at most `wait_s`. Then one task redials after each
 loss, until `close`.
 
-Each connection has a nats-py client of its own. nats-py's own reconnect is not used: it gives up
-for good on some server errors, and against a stopped server it can wait for ever for its socket to
-drain.
-
-A connection whose server answers no PING is given up. So is one on which the client reads no more:
-nats-py stops for good, and says nothing of it, at a message whose headers it cannot decode.
-
-JetStream is asked over its JSON API (`api`). nats-py's JetStreamContext would drop the fields that
-it does not know, and so undo what an operator has set.
+A connection whose server answers no PING is given up, and so is one on which the client reads no
+more.
 """
 
 from __future__ import annotations
@@ -211,6 +204,8 @@ class NatsConnection:
         self, operation: str, payload: object = None, timeout_s: float = API_TIMEOUT_S
     ) -> dict[str, Any]:
         """One JetStream API call. Raises ApiError and what `request` raises."""
+        # nats-py's JetStreamContext would drop the fields that it does not know, and so undo what
+        # an operator has set.
         body = b"" if payload is None else msgspec.json.encode(payload)
         return read_reply(await self.request(f"$JS.API.{operation}", body, timeout_s))
 
@@ -265,6 +260,9 @@ class NatsConnection:
 
     async def _dial(self) -> None:
         self._ended.clear()
+        # A client for each connection. nats-py's own reconnect is not used: it gives up for good on
+        # some server errors, and against a stopped server it can wait for ever for its socket to
+        # drain.
         self._client = client = Client()
         options: dict[str, Any] = {
             "name": f"pullfill-{self._name}",
@@ -335,7 +333,8 @@ class NatsConnection:
             while client.is_connected:
                 if (await asyncio.wait({ended}, timeout=PING_EVERY_S))[0]:
                     return
-                # `flush` returns at once if the client has stopped to read.
+                # nats-py stops for good, and says nothing of it, at a message whose headers it
+                # cannot decode. `flush` returns at once then.
                 if client._reading_task is None or client._reading_task.done():
                     self._cause = "a message that the client cannot read"
                     return
