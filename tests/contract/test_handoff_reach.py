@@ -17,10 +17,9 @@ from pullfill.prefill_worker import handoff
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.wire import PrefillJob, WorkerRecord, encode, u32
-from tests.support.control_rig import Raw
+from tests.support.control_rig import FakeDirectory, Raw
 from tests.support.fakes import FakeClock
 from tests.support.handoff_decode import COMPATIBLE
-from tests.support.handoff_directory import FakeDirectory
 from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
 from tests.support.nats import NatsServer
 

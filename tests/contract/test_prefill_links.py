@@ -20,8 +20,7 @@ from pullfill.prefill_worker.decode_links import DecodeLink, DecodeLinks
 from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.transfer.shm.files import ShmEndpoint
 from pullfill.wire import Hello, WorkerRecord, encode
-from tests.support.control_rig import Decode, until
-from tests.support.handoff_directory import FakeDirectory
+from tests.support.control_rig import Decode, FakeDirectory, until
 from tests.support.transfer_rigs import COMPAT, DENSE, shm_rig
 
 

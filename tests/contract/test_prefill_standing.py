@@ -16,9 +16,8 @@ from pullfill.net import peer_link
 from pullfill.prefill_worker import decode_links as links_module
 from pullfill.prefill_worker.decode_links import LEAST, DecodeLink, DecodeLinks
 from pullfill.wire import Hello, WorkerRecord, WorkerState
-from tests.support.control_rig import Decode, until
+from tests.support.control_rig import Decode, FakeDirectory, until
 from tests.support.handoff_decode import COMPATIBLE, DecodeHalf
-from tests.support.handoff_directory import FakeDirectory
 from tests.support.handoff_rig import Cluster, PrefillHalf, hold, prompt, settled, stuck_in_a_write
 from tests.support.transfer_rigs import COMPAT
 

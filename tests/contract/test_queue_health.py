@@ -31,8 +31,7 @@ from pullfill.queue.nats_connection import NatsConnection
 from pullfill.queue.streams import consumer_of
 from pullfill.runtime.health import UP
 from pullfill.wire import QueueSettings
-from tests.support.control_rig import Decode, hello
-from tests.support.handoff_directory import FakeDirectory
+from tests.support.control_rig import Decode, FakeDirectory, hello
 from tests.support.nats import NatsServer, until
 from tests.support.small_disk import full, small_disk
 from tests.support.transfer_rigs import COMPAT

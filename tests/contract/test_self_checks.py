@@ -14,8 +14,7 @@ from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.self_checks import SelfChecks, clear, kept, pair_of
 from pullfill.wire import Hello, SelfCheck
-from tests.support.control_rig import Decode
-from tests.support.handoff_directory import FakeDirectory
+from tests.support.control_rig import Decode, FakeDirectory
 from tests.support.transfer_rigs import COMPAT
 from tests.support.workers import eventually
 

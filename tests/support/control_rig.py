@@ -39,7 +39,6 @@ from pullfill.wire import (
     WorkerState,
 )
 from tests.support import framing
-from tests.support.handoff_directory import FakeDirectory
 from tests.support.transfer_rigs import COMPAT
 
 BLOCKS = (0, 5, 6)
@@ -264,3 +263,30 @@ async def until(what: Callable[[], object], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not what():  # noqa: ASYNC110 (nothing to wait for but the state itself)
             await asyncio.sleep(0.002)
+
+
+class FakeDirectory:
+    """The registry's Directory as far as prefill workers use it."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, WorkerRecord] = {}
+        self.reachable = True
+        self._callbacks: list[Callable[[WorkerRecord | None, WorkerRecord | None], None]] = []
+
+    def workers(self, role: str) -> dict[str, WorkerRecord]:
+        return {name: record for name, record in self.members.items() if record.role == role}
+
+    def subscribe(self, callback: Any) -> Callable[[], None]:
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
+
+    def put(self, record: WorkerRecord) -> None:
+        old = self.members.get(record.instance_id)
+        self.members[record.instance_id] = record
+        for callback in self._callbacks:
+            callback(old, record)
+
+    def remove(self, instance_id: str) -> None:
+        old = self.members.pop(instance_id)
+        for callback in self._callbacks:
+            callback(old, None)

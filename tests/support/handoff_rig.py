@@ -32,9 +32,8 @@ from pullfill.wire import (
     KvMode,
     WorkerRecord,
 )
-from tests.support.control_rig import until
+from tests.support.control_rig import FakeDirectory, until
 from tests.support.handoff_decode import COMPATIBLE, DecodeHalf, Served
-from tests.support.handoff_directory import FakeDirectory
 from tests.support.kv_engine import LAYOUT, KvEngine
 from tests.support.nats import NatsServer
 from tests.support.transfer_rigs import RIGS, Region
