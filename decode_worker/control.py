@@ -18,7 +18,7 @@ from pullfill.decode_worker.kv_reader import KvReader, Reach
 from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.self_check import Checks
-from pullfill.errors import AuthFailed, BadMessage, OtherVersion, PullfillError
+from pullfill.errors import AuthFailed, BadMessage, NotNow, OtherVersion, PullfillError
 from pullfill.net.channel import Channel, accept
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log, metrics
@@ -87,8 +87,11 @@ class ControlServer:
     async def start(self, host: str, port: int = 0) -> None:
         """Listen, and start the ledger's timer.
 
-        port: 0 lets the OS choose one."""
-        self._server = await self._loop.create_server(lambda: Channel(self._opened), host, port)
+        port: 0 lets the OS choose one. Raises NotNow if it is taken."""
+        try:
+            self._server = await self._loop.create_server(lambda: Channel(self._opened), host, port)
+        except OSError as exc:
+            raise NotNow(f"cannot listen for prefill workers on {host}:{port}: {exc}") from exc
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"tcp://{host}:{port}"
         self._timers += map(asyncio.create_task, (self._handoff.run(), self._watch_silence()))

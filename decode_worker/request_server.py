@@ -23,7 +23,7 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire, request_limits, requests, speculation
 from pullfill.engine.adapters import Adapters
 from pullfill.engine.blame import Fault, explained, fault_of
-from pullfill.errors import BadMessage
+from pullfill.errors import BadMessage, NotNow
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints, log
 from pullfill.wire.prefix import PrefixFollow
@@ -89,7 +89,7 @@ class RequestServer:
         self.address = ""
 
     def bind(self, host: str, port: int = 0) -> None:
-        """Listen (port 0: the OS picks one) and join the engine loop."""
+        """Listen (port 0: the OS picks one) and join the engine loop. Raises NotNow."""
         # A context of our own: its CURVE auth has no business with the engine's sockets.
         self._context = zmq.Context(1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -97,7 +97,10 @@ class RequestServer:
         # A full queue is an error, not a message less.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._gate = CurveAuth(self._socket, self._key)
-        self._socket.bind(f"tcp://{host}:{port or '*'}")
+        try:
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as exc:
+            raise NotNow(f"cannot listen for frontends on {host}:{port}: {exc}") from exc
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.host.register(self._socket, self.receive)
         for socket in self._gate.sockets:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker import request_server
-from pullfill.decode_worker.request_server import Frontend
+from pullfill.decode_worker.request_server import Frontend, RequestServer
+from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import front_wire
+from pullfill.errors import NotNow
 from tests.support.fake_vllm import STOP, Output, Outputs
 from tests.support.request_server_rig import Rig, rigged
 
@@ -28,6 +30,12 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 def test_the_port_asked_for(rig: Rig) -> None:
     host, _, port = rig.request_server.address.rpartition(":")
     assert host == "tcp://127.0.0.1"
+    other = RequestServer(
+        rig.request_server.host, RequestTraces("d"), welcome=lambda _: None, models=[]  # type: ignore[arg-type,return-value]
+    )  # fmt: skip
+    with pytest.raises(NotNow, match="cannot listen for frontends on"):
+        other.bind("127.0.0.1", int(port))
+    other.close()
     rig.request_server.close()
     rig.request_server.bind("127.0.0.1", int(port))
     assert rig.request_server.address == f"tcp://127.0.0.1:{port}"
