@@ -12,14 +12,21 @@ from pullfill.decode_worker.context import ConnectorParts
 from pullfill.decode_worker.scheduler import JobBlocks
 from pullfill.engine import groups, speculation
 from pullfill.transfer.owners import RankRegion
-from pullfill.worker.context import ByPosition, KeptFrom, SchedulerHalf, StepReports, Tables
+from pullfill.worker.context import (
+    ByPosition,
+    KeptFrom,
+    SchedulerHalf,
+    StepReports,
+    Tables,
+    WorkerContext,
+)
 
 
 class DecodeHalf(SchedulerHalf):
     """See the module."""
 
     def __init__(self, parts: ConnectorParts) -> None:
-        self.context = self._parts = parts
+        self._parts = parts
 
     def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
         never = "speculation" if speculation.why_local(vllm_config) else ""
@@ -29,7 +36,7 @@ class DecodeHalf(SchedulerHalf):
             vllm_config.cache_config.block_size, speculation.local_tokens(vllm_config), never
         )
 
-    def attached(self, first: RankRegion) -> None:
+    def attached(self, context: WorkerContext, first: RankRegion) -> None:
         self._parts.why_not = first.why_not
 
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:

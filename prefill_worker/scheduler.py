@@ -26,10 +26,17 @@ from pullfill.prefill_worker.task import PrefillTask
 from pullfill.rate import Rate
 from pullfill.runtime import log
 from pullfill.wire import Load
-from pullfill.worker.context import WorkerContext
+from pullfill.worker.context import (
+    ByPosition,
+    KeptFrom,
+    SchedulerHalf,
+    StepReports,
+    WorkerContext,
+)
 
 if TYPE_CHECKING:
     from pullfill.engine.tier import Tier
+    from pullfill.transfer.owners import RankRegion
 
 logger = log.get("prefill_worker.scheduler")
 
@@ -68,7 +75,7 @@ class StepPlan:
     planned: float = field(default_factory=time.monotonic, compare=False)
 
 
-class PrefillScheduler:
+class PrefillScheduler(SchedulerHalf):
     """Plans the reads and writes of one engine, and reports their ends to vLLM.
 
     wake: wakes the engine loop.
@@ -94,16 +101,25 @@ class PrefillScheduler:
         self._by_position: Callable[[Tables], Tables]
         self.tier: Tier | None = None
 
+    def attached(self, context: WorkerContext, first: RankRegion) -> None:
+        if not context.ranks:
+            why = first.why_not and f" ({first.why_not})"
+            logger.warning(
+                "no transport reaches KV memory on %s: this worker gets no jobs%s",
+                first.device, why,
+            )  # fmt: skip
+
     def bind(
         self,
         manager: Any,
-        kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,),
-        by_position: Callable[[Tables], Tables] = lambda tables: tables,
+        kept_from: KeptFrom = lambda _tokens: (0,),
+        by_position: ByPosition = lambda tables: tables,
     ) -> None:
-        """Take vLLM's KVCacheManager, which has the block tables.
-
-        kept_from, by_position: the functions of `engine.groups` for its groups."""
         self._manager, self._kept_from, self._by_position = manager, kept_from, by_position
+
+    def owns(self, request_id: str) -> bool:
+        # The task is there before vLLM gets the request, and stays until vLLM has dropped it.
+        return request_id in self.tasks
 
     @property
     def has_work(self) -> bool:
@@ -208,6 +224,12 @@ class PrefillScheduler:
 
     # ------------------------------------------------------------------ step 7: step_done
 
+    def scheduled(self, output: Any, reports: StepReports) -> None:
+        found = self.plan(output).reports
+        reports.sent.update(found.sent)
+        reports.arrived.update(found.read_ok)
+        reports.failed.update(found.read_failed)
+
     def plan(self, scheduler_output: Any) -> StepPlan:
         """Find what will be whole after the step that vLLM has just scheduled.
 
@@ -296,7 +318,7 @@ class PrefillScheduler:
             task.outstanding -= 1
         self._write_done(task, None)
 
-    def finished(self, request_id: str) -> bool:
+    def finished(self, request_id: str, tables: Any = ()) -> bool:
         """Note that vLLM is done with the request.
 
         Returns True if vLLM must keep its blocks until `Reports.sent` names it."""

@@ -25,7 +25,6 @@ from pullfill.engine.host import EngineHooks, EngineHost, taken
 from pullfill.engine.requests import PREFILL_CLIENT
 from pullfill.engine.thread import EngineThread
 from pullfill.options import WorkerOptions
-from pullfill.prefill_worker.connector import PrefillHalf
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.puller import Budget, Puller, budget_of
@@ -128,7 +127,7 @@ class PrefillRole(Role[PrefillContext]):
         return PrefillContext(self.instance_id, files, scheduler=scheduler)
 
     def make_half(self, context: PrefillContext) -> SchedulerHalf:
-        return PrefillHalf(context)
+        return context.scheduler
 
     def make_hooks(self, engine: Engine[PrefillContext]) -> PrefillHooks:
         self._hooks = PrefillHooks(engine)

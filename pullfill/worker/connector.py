@@ -69,7 +69,8 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._pool: SharedKvPool | None = None
         self._told: RankTold | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._halves = installed()
+            self._contexts = [context for context, _ in installed()]
+            self._halves = [half for _, half in installed()]
             for half in self._halves:
                 half.constructed(vllm_config, kv_cache_config)
             return
@@ -104,14 +105,14 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def attach(self, told: memory.Told, kv_heads: int, stored: Attention) -> None:
         """Take what all ranks have told of their memory. All sides share it."""
-        first, *others = (half.context for half in self._halves)
+        first, *others = self._contexts
         region = memory.attach(first, told, kv_heads, stored)
         for other in others:
             # And the adapters: those of one engine have different numbers.
             other.geometry, other.ranks = first.geometry, first.ranks
             other.adapters = first.adapters
-        for half in self._halves:
-            half.attached(region)
+        for context, half in zip(self._contexts, self._halves, strict=True):
+            half.attached(context, region)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)

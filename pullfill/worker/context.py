@@ -73,14 +73,11 @@ class SchedulerHalf(ABC):
 
     request: vLLM's Request. tables: its block ids, for each KV cache group."""
 
-    context: WorkerContext
-
-    @abstractmethod
-    def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
+    def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:  # noqa: B027
         """vLLM has constructed the connector."""
 
-    def attached(self, first: RankRegion) -> None:  # noqa: B027
-        """The context has the memory. first: what the first rank has told of its part."""
+    def attached(self, context: WorkerContext, first: RankRegion) -> None:  # noqa: B027
+        """The side's context has the memory. first: what the first rank has told of its part."""
 
     @abstractmethod
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
@@ -115,19 +112,19 @@ class SchedulerHalf(ABC):
         """Whether there is something to report. Then the engine must take a step."""
 
 
-_halves: list[SchedulerHalf] = []
+_sides: list[tuple[WorkerContext, SchedulerHalf]] = []
 
 
-def install(*halves: SchedulerHalf) -> None:
+def install(*sides: tuple[WorkerContext, SchedulerHalf]) -> None:
     """Make these the sides of the connector that vLLM constructs in this process."""
-    _halves[:] = halves
+    _sides[:] = sides
 
 
-def installed() -> list[SchedulerHalf]:
+def installed() -> list[tuple[WorkerContext, SchedulerHalf]]:
     """Return them. Raises ConfigError when vLLM was started without pullfill."""
-    if not _halves:
+    if not _sides:
         raise ConfigError(
             "the pullfill connector works inside `pullfill decode` and `pullfill prefill` only: "
             "start these"
         )
-    return list(_halves)
+    return list(_sides)

@@ -209,10 +209,8 @@ class WorkerProcess:
         self._contexts = [
             one.make_context(host, of_it) for one, of_it in zip(self._roles, files, strict=True)
         ]
-        halves = [
-            one.make_half(context) for one, context in zip(self._roles, self._contexts, strict=True)
-        ]
-        contexts.install(*halves)
+        sides = zip(self._contexts, self._roles, strict=True)
+        contexts.install(*((context, one.make_half(context)) for context, one in sides))
         return host
 
     def _built(self, host: EngineHost, core: Any) -> Engine[Any]:

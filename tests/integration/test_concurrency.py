@@ -14,7 +14,6 @@ import pytest
 from pullfill.engine.args import build_config
 from pullfill.engine.host import EngineHost
 from pullfill.engine.seats import Seats
-from pullfill.prefill_worker.connector import PrefillHalf
 from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.prefill_worker.side import PrefillHooks
 from pullfill.prefill_worker.task import PrefillTask
@@ -163,7 +162,7 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
     # An engine that nobody wakes sleeps for a minute, which fails the test.
     host = EngineHost(config, log_stats=False, idle_ms=60_000)
     context = PrefillContext("prefill-1", files, scheduler=PrefillScheduler(host.wake, concurrency))
-    contexts.install(PrefillHalf(context))
+    contexts.install((context, context.scheduler))
     made: list[Prefills] = []
 
     def built(core: Any) -> None:
