@@ -18,7 +18,6 @@ import msgspec
 
 from pullfill.config import ClusterRef
 from pullfill.decode_worker import leave
-from pullfill.decode_worker.connector import DecodeHalf
 from pullfill.decode_worker.context import ConnectorParts, DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.handoff import Handoff
@@ -34,7 +33,7 @@ from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import SELF_CHECK_PENDING
-from pullfill.decode_worker.scheduler import DecodeScheduler
+from pullfill.decode_worker.scheduler import DecodeHalf, DecodeScheduler
 from pullfill.decode_worker.self_check import Checks, checks_for
 from pullfill.decode_worker.step_meter import StepMeter, model_of
 from pullfill.engine import front_wire, kv
