@@ -151,7 +151,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FirstToken:
     """How a decision ended, in milliseconds. regret: None: nothing to compare with.
 
     error: of the prediction, as a share of the outcome. None: there was none."""
@@ -442,7 +442,7 @@ class CostModel:
         streams = len(tokens) - prompts
         return Step(streams, (x1, x2), tuple(first), others <= self._stream_tokens * streams)
 
-    def stepped(self, step: Step, seconds: float) -> list[tuple[str, Outcome]]:
+    def stepped(self, step: Step, seconds: float) -> list[tuple[str, FirstToken]]:
         """Learn from a step that has run. Returns the requests whose first token it made."""
         now = self._clock.monotonic()
         if step.known:
@@ -516,7 +516,7 @@ class CostModel:
             if (one := self._requests.get(done.request_id)) is not None:
                 one.measured = done
 
-    def _first_token(self, one: Prefill, now: float) -> Outcome:
+    def _first_token(self, one: Prefill, now: float) -> FirstToken:
         one.streaming = True
         change(self._itl, one.targets.itl_s, 1)
         took, path = now - one.decided, one.choice.value
@@ -526,17 +526,17 @@ class CostModel:
             self.workers.observe(one.measured, one.ahead, own, began, now)
         metrics.COST_OUTCOME.labels(path).observe(took)
         if one.option is None or one.option.raw_s <= 0 or one.option not in one.options:
-            return Outcome(took * 1e3)
+            return FirstToken(took * 1e3)
         self._bias[one.choice].observe(one.option.raw_s, 0.0, took, now)
         error = abs(one.option.ttft_s / took - 1.0) if took > 0 else 0.0
         metrics.COST_PREDICTED.labels(path).observe(one.option.ttft_s)
         metrics.COST_ERROR.labels(path).observe(error)
         others = [o.ttft_s for o in one.options if o.choice is not one.choice]
         if not others:
-            return Outcome(took * 1e3, error=error)
+            return FirstToken(took * 1e3, error=error)
         regret = max(0.0, took - min(others))
         metrics.COST_REGRET.labels(path).observe(regret)
-        return Outcome(took * 1e3, regret * 1e3, error)
+        return FirstToken(took * 1e3, regret * 1e3, error)
 
 
 def miss(seconds: float, target: float, sharp: float) -> float:

@@ -82,7 +82,7 @@ class FetchOutcome(enum.StrEnum):
     """The request ended, or went another way."""
 
 
-class Answer(enum.Enum):
+class LeaseAnswer(enum.Enum):
     """What the holder has answered to the question for a lease. Set by the asyncio thread.
 
     NONE: no lease, or the fetch has ended."""
@@ -92,7 +92,7 @@ class Answer(enum.Enum):
     NONE = 3
 
 
-class Turn(enum.Enum):
+class FetchTurn(enum.Enum):
     """How far a fetch is for the engine thread.
 
     WAITING: `begin` was not called. COPYING: it was, and `take` has not returned the fetch."""
@@ -137,11 +137,11 @@ class Fetch:
     adapter: Adapter | None
     within_s: float = 0.0
     copy_s: float = 0.0
-    turn: Turn = Turn.WAITING
+    turn: FetchTurn = FetchTurn.WAITING
     wanted: bool = True
     begin_at: int = 0
     answer_by: float = 0.0
-    answer: Answer = Answer.PENDING
+    answer: LeaseAnswer = LeaseAnswer.PENDING
     leased: int = 0
     outcome: FetchOutcome = FetchOutcome.CANCELLED
     seconds: float = 0.0
@@ -222,11 +222,11 @@ class PrefixFetches:
             if hit <= most and self._waits(key):
                 return None
             return self._first(request, hit)
-        if fetch.turn is not Turn.WAITING:
+        if fetch.turn is not FetchTurn.WAITING:
             return 0
-        if fetch.answer is Answer.PENDING and time.monotonic() < fetch.answer_by:
+        if fetch.answer is LeaseAnswer.PENDING and time.monotonic() < fetch.answer_by:
             return None
-        if fetch.answer is Answer.LEASED and hit >= fetch.start:
+        if fetch.answer is LeaseAnswer.LEASED and hit >= fetch.start:
             tokens = fetch.leased - hit
             if tokens >= fetch.least and self._stays(request, fetch.leased, fetch.adapter):
                 return tokens
@@ -242,7 +242,7 @@ class PrefixFetches:
         if not blocks:
             self._drop(fetch)
             return
-        fetch.turn, fetch.begin_at = Turn.COPYING, hit
+        fetch.turn, fetch.begin_at = FetchTurn.COPYING, hit
         self._loop.call_soon_threadsafe(self._go, fetch, list(blocks))
 
     def explain(self, request_id: str) -> None:
@@ -259,7 +259,7 @@ class PrefixFetches:
             return
         self._drop(fetch)
         fetch.wanted = False
-        if fetch.turn is Turn.OVER:
+        if fetch.turn is FetchTurn.OVER:
             del self._open[request_id]
 
     def take(self) -> list[Fetch]:
@@ -267,7 +267,7 @@ class PrefixFetches:
         taken = []
         while self._events:
             fetch = self._events.popleft()
-            fetch.turn = Turn.OVER
+            fetch.turn = FetchTurn.OVER
             if self._by_key.get(fetch.key) is fetch:
                 del self._by_key[fetch.key]
             if not fetch.wanted:
@@ -325,7 +325,9 @@ class PrefixFetches:
         """Whether the prefix with this key is being fetched for another prompt."""
         fetch = self._by_key.get(key)
         # An ended fetch stays here until vLLM asks about its prompt. Other prompts do not wait.
-        return fetch is not None and (fetch.turn is Turn.COPYING or fetch.answer is not Answer.NONE)
+        return fetch is not None and (
+            fetch.turn is FetchTurn.COPYING or fetch.answer is not LeaseAnswer.NONE
+        )
 
     def _ask(self, fetch: Fetch, compute_s: float) -> bool:
         """Begin a fetch, if it is worth it. Returns whether it has begun.
@@ -350,17 +352,17 @@ class PrefixFetches:
         return True
 
     def _not(self, fetch: Fetch, outcome: FetchOutcome) -> bool:
-        fetch.turn, fetch.answer, fetch.outcome = Turn.OVER, Answer.NONE, outcome
+        fetch.turn, fetch.answer, fetch.outcome = FetchTurn.OVER, LeaseAnswer.NONE, outcome
         metrics.PREFIX_FETCH.labels(outcome.value).inc()
         return False
 
     def _drop(self, fetch: Fetch) -> None:
         """Let the prompt be computed. Without effect after `begin`."""
-        if fetch.turn is Turn.WAITING:
-            fetch.turn, fetch.wanted = Turn.OVER, False
+        if fetch.turn is FetchTurn.WAITING:
+            fetch.turn, fetch.wanted = FetchTurn.OVER, False
             if self._by_key.get(fetch.key) is fetch:
                 del self._by_key[fetch.key]
-            if fetch.answer is not Answer.NONE:
+            if fetch.answer is not LeaseAnswer.NONE:
                 self._loop.call_soon_threadsafe(self._stop, fetch)
 
     def expected_s(self, instance_id: str, kv_bytes: float) -> float:
@@ -458,7 +460,7 @@ class PrefixFetches:
             fetch.outcome = FetchOutcome.NOT_HELD
             return False
         fetch.leased = end
-        fetch.answer = Answer.LEASED
+        fetch.answer = LeaseAnswer.LEASED
         self._wake()
         return True
 
@@ -499,7 +501,7 @@ class PrefixFetches:
         if not fetch.wanted:
             fetch.outcome = FetchOutcome.CANCELLED
             return
-        leased = fetch.answer is Answer.LEASED
+        leased = fetch.answer is LeaseAnswer.LEASED
         fetch.outcome = FetchOutcome.LOST if leased else FetchOutcome.UNREACHABLE
         log_it = logger.info if isinstance(exc, IncompatibleError) else logger.warning
         log_it("prefix of %s is not read from %s: %s", fetch.request_id, fetch.at.instance_id, exc)
@@ -511,7 +513,7 @@ class PrefixFetches:
     def _end(self, fetch: Fetch) -> None:
         assert fetch.blocks is not None
         fetch.ended = True
-        fetch.answer = Answer.NONE
+        fetch.answer = LeaseAnswer.NONE
         metrics.PREFIX_FETCH.labels(fetch.outcome.value).inc()
         if fetch.blocks.done() and not fetch.blocks.cancelled():
             self._tell(fetch)

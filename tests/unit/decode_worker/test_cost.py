@@ -20,7 +20,7 @@ from pullfill.decode_worker.cost import (
     Choice,
     CostModel,
     EngineRates,
-    Outcome,
+    FirstToken,
     Targets,
     miss,
 )
@@ -58,12 +58,12 @@ class Rig:
         self.model.admitted(name, costs, decision.remote)
         return name, decision, costs.choice
 
-    def step(self, seconds: float, **tokens: int) -> list[tuple[str, Outcome]]:
+    def step(self, seconds: float, **tokens: int) -> list[tuple[str, FirstToken]]:
         step = self.model.scheduled(tokens, sum(tokens.values()))
         self.clock.advance(seconds)
         return self.model.stepped(step, seconds)
 
-    def bring(self, name: str, tokens: int, each_s: float = REMOTE_S) -> Outcome:
+    def bring(self, name: str, tokens: int, each_s: float = REMOTE_S) -> FirstToken:
         """A prefill worker computes it, and a step makes its first token."""
         seconds = tokens * each_s
         self.clock.advance(seconds)
@@ -73,14 +73,14 @@ class Rig:
         ((_, outcome),) = self.step(STEP_S, **{name: 1})
         return outcome
 
-    def compute(self, name: str, tokens: int, each_s: float = LOCAL_S) -> Outcome:
-        found: list[tuple[str, Outcome]] = []
+    def compute(self, name: str, tokens: int, each_s: float = LOCAL_S) -> FirstToken:
+        found: list[tuple[str, FirstToken]] = []
         while tokens > 0:
             now, tokens = min(tokens, 512), tokens - 512
             found = self.step(STEP_S + now * each_s, **{name: now})
         return found[0][1]
 
-    def serve(self, tokens: int, remote_s: float = REMOTE_S, **fields: Any) -> Outcome:
+    def serve(self, tokens: int, remote_s: float = REMOTE_S, **fields: Any) -> FirstToken:
         name, decision, _ = self.ask(tokens, **fields)
         each = self.bring(name, tokens, remote_s) if decision.remote else self.compute(name, tokens)
         self.step(STEP_S, **{name: 1})
