@@ -40,14 +40,13 @@ class Seen:
     fetch_ms: the time of the fetch, which is a part of `ttft_ms`. 0: nothing was fetched.
     fetched, prefilled: prompt tokens that the worker has read, and has computed.
     held: prompt tokens of the first turn that the worker did not have. The other worker has them.
-    kv_mib: KV that was read, in MiB."""
+    """
 
     ttft_ms: list[float] = field(default_factory=list)
     fetch_ms: list[float] = field(default_factory=list)
     fetched: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     prefilled: list[int] = field(default_factory=list)
-    kv_mib: list[float] = field(default_factory=list)
 
 
 def ask(http: httpx.Client, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
@@ -75,7 +74,6 @@ def note(seen: Seen, first: dict[str, Any], told: dict[str, Any]) -> None:
     seen.prefilled.append(
         told["prompt_tokens"] - told["prefix_hit_tokens"] - told["fetched_tokens"]
     )
-    seen.kv_mib.append(told["kv_bytes"] / (1 << 20))
 
 
 def converse(live: Live, pairs: int) -> dict[str, Seen]:
@@ -114,7 +112,6 @@ def rows_of(seen: dict[str, Seen]) -> list[Row]:
         versus("prefilled tokens of moved turns", sum(this.prefilled), "tokens", WITHOUT,
                sum(other.prefilled)),
         row("fetch, p50: lease, copy, confirmation", median(this.fetch_ms), "ms"),
-        row("KV of a fetch, p50", median(this.kv_mib), "MiB"),
     ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from benchmarks.serving import model, parts, tables
 from benchmarks.serving.campaign import Campaign, Measured
 from benchmarks.serving.contract import System
 from benchmarks.serving.systems import SYSTEMS
-from benchmarks.serving.verdict import NOISE, Verdict
+from benchmarks.serving.verdict import Verdict
 from benchmarks.serving.workloads import LONG_EVERY_S, LONG_IN, Longs
 
 TITLE = "Serving: pullfill against what a user would pick instead"
@@ -49,14 +49,11 @@ def plan(options: argparse.Namespace) -> tuple[list[System], dict[str, tuple[str
 
 
 def is_quiet(measured: Measured) -> bool:
-    """Nobody else in any window or before a start, and repeats that agree."""
+    """Nobody else in any window or before a start."""
     loud = [w for w in measured.windows if not w.quiet]
     for w in loud:
         print(f"not quiet: {w.system}, {w.part} {w.label}: others used {100 * w.others:.0f} %")
-    spread = [r for r in Verdict(measured).noise() if not r.ok]
-    for r in spread:
-        print(f"not quiet: {r.metric}: {r.value:g} {r.unit}, above {NOISE:g}")
-    return measured.quiet.quiet and not (loud or spread)
+    return measured.quiet.quiet and not loud
 
 
 def finish(measured: Measured, options: argparse.Namespace, longs: Longs, quiet: bool) -> int:

@@ -11,7 +11,6 @@ import math
 import signal
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -128,7 +127,6 @@ class Run:
     remote_before: float = 0.0
     remote_after: float = 0.0
     continued: int = 0
-    fallbacks: dict[str, int] = field(default_factory=dict)
     left: str = ""
     times: list[float] = field(default_factory=list)
 
@@ -336,7 +334,6 @@ class Stage:
         run.remote_before = _share([t["path"] for a, t in known if a.ended < killed])
         run.remote_after = _share([t["path"] for a, t in known if a.began > killed + 0.5])
         run.continued = sum(bool(t["migrated_from"]) for _, t in known)
-        run.fallbacks = dict(Counter(t["fallback"] for _, t in known if t["fallback"]))
 
 
 def _explained(http: httpx.Client, ask: Ask) -> dict[str, str] | None:

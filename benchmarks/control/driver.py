@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import signal
 import sys
 import time
 from collections import Counter
@@ -195,18 +194,11 @@ def _stages(records: list[Any]) -> dict[str, list[float]]:
     return found
 
 
-def _print_waits() -> None:
-    """Print the stacks of all tasks, for the log."""
-    for task in asyncio.all_tasks():
-        task.print_stack(file=sys.stderr)
-
-
 def run(cluster: ClusterRef, model: str, path: Path, router: dict[str, Any]) -> None:
     """Serve commands on a Unix socket at `path` until its one client goes."""
     import uvloop
 
     async def main() -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _print_waits)
         driver = Driver()
         await driver.start(cluster, model, router)
         over = asyncio.Event()

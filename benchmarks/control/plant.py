@@ -217,13 +217,7 @@ class Fleet:
         path = plant.base / f"{namespace}.sock"
         router = {**ROUTER, **router}
         self.front = plant.fork("driver", namespace, socket=str(path), router=router)
-        try:
-            self.driver = Driver(path)
-        except BenchError:
-            with suppress(ProcessLookupError):
-                os.kill(self.front, signal.SIGUSR2)  # where it hangs, into its log: told below
-                time.sleep(1.0)
-            raise
+        self.driver = Driver(path)
         self.driver.do("wait", decode=decode, within=START_S)
         self.ready_s = time.monotonic() - begin
 

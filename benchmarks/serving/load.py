@@ -35,9 +35,6 @@ PROBE_S = 0.02
 END = b"\r\n0\r\n\r\n"
 
 
-# ---------------------------------------------------------------- an answer, from its raw bytes
-
-
 Timed = tuple[float, bytes]
 
 
@@ -161,9 +158,6 @@ def _events(pieces: Sequence[Timed]) -> Iterator[Timed]:
                 yield when, b"\n".join(lines)
 
 
-# ---------------------------------------------------------------- the load
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """limit_s: a request that is not over by then has failed."""
@@ -179,15 +173,12 @@ class Result:
     """Answers in the order of the asks; those that a closed loop never came to are left out.
 
     took_s: until the last answer. cpu_s: our own in that time. lag_s: how late a timer was, one
-    value for every 20 ms: how late we may have seen a token. late_s: sent - due of asks with a
-    time whose lane was free.
-    """
+    value for every 20 ms: how late we may have seen a token."""
 
     answers: list[Answer]
     took_s: float
     cpu_s: float
     lag_s: list[float] = field(default_factory=list)
-    late_s: list[float] = field(default_factory=list)
     dry: bool = False
     """A closed loop ran out of asks before the window was over: the load was not what it says."""
 
@@ -242,7 +233,6 @@ class Load:
         self._begin = 0.0
         self._dry = False
         self._lag: list[float] = []
-        self._late: list[float] = []
 
     async def run(self) -> tuple[float, float]:
         """Until everything is answered. Returns seconds and CPU seconds of this process."""
@@ -263,7 +253,7 @@ class Load:
         for number, chunks in self._raw.items():
             self._fill(self._answers[number], heard(chunks, self._asked(number).max_tokens))
         answers = [self._answers[number] for number in sorted(self._answers)]
-        return Result(answers, took_s, cpu_s, self._lag, self._late, self._dry)
+        return Result(answers, took_s, cpu_s, self._lag, self._dry)
 
     def _now(self) -> float:
         return time.monotonic() - self._begin
@@ -289,7 +279,6 @@ class Load:
                 return
             if due > free:
                 await asyncio.sleep(due - free)
-                self._late.append(self._now() - due)
             answer = self._answers[number] = Answer(ask, self._now(), due)
             if ask.at_s is None:
                 answer.due_s = answer.sent_s

@@ -38,14 +38,6 @@ def model_directory() -> Path:
     return ensure_demo_model(plan.demo_directory().parent / f"bench-{RECIPE.digest()}", RECIPE)
 
 
-def parameters(recipe: Recipe = RECIPE) -> int:
-    """How many weights the model has."""
-    wide, narrow = recipe.heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
-    attention = 2 * recipe.hidden * (wide + narrow)
-    layer = attention + 3 * recipe.hidden * recipe.intermediate + 2 * recipe.hidden
-    return recipe.layers * layer + 2 * recipe.vocab * recipe.hidden + recipe.hidden
-
-
 def kv_bytes_per_token(recipe: Recipe = RECIPE) -> int:
     """Bytes of keys and values that one token leaves in the cache, all layers, in `DTYPE`."""
     return recipe.layers * 2 * recipe.kv_heads * recipe.head_dim * 2

@@ -2,8 +2,7 @@
 
 A gap is the time between two moments at which something arrived for one request. Tokens that came
 together are one arrival: their zero gaps are left out, because they would lower every percentile
-of what a reader waits for, and spreading the wait over them would hide its length. How many tokens
-came per arrival is a number of its own (`together`).
+of what a reader waits for, and spreading the wait over them would hide its length.
 
 A gap counts in a window when it begins there, a request when it was sent there, a token when it
 came there. So a stall at the end of a window is not lost.
@@ -26,7 +25,6 @@ class Spread:
     count: int
     p50: float
     p99: float
-    max: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +46,8 @@ class Slo:
 def spread(values: Sequence[float]) -> Spread:
     if not values:
         nan = float("nan")
-        return Spread(0, nan, nan, nan)
-    return Spread(len(values), percentile(values, 0.5), percentile(values, 0.99), max(values))
+        return Spread(0, nan, nan)
+    return Spread(len(values), percentile(values, 0.5), percentile(values, 0.99))
 
 
 def good(answers: Iterable[Answer], kind: Kind | None = None) -> list[Answer]:
@@ -104,13 +102,6 @@ def tokens_per_s(answers: Iterable[Answer], seconds: float) -> float:
     return sum(t < seconds for a in answers for t in a.token_s) / seconds
 
 
-def together(answers: Iterable[Answer]) -> float:
-    """Tokens per arrival, first tokens included; 1 where each came alone."""
-    listed = list(answers)
-    moments = sum(len(arrivals(a)) for a in listed)
-    return sum(len(a.token_s) for a in listed) / moments if moments else float("nan")
-
-
 def goodput(answers: Sequence[Answer], seconds: float, slo: Slo) -> tuple[float, float]:
     """(good requests per second, their share of all that were asked)."""
     kept = sum(slo.holds(a) for a in answers)
@@ -126,10 +117,3 @@ def cached_share(turns: Sequence[Answer], cached: Sequence[int]) -> list[float]:
             shares.append(hit / said)
         said += len(turn.ask.prompt) + len(turn.tokens)
     return shares
-
-
-def relative_spread(values: Sequence[float]) -> float:
-    """(largest - smallest) / median of repeats of the same thing; 0 for fewer than two."""
-    if len(values) < 2:
-        return 0.0
-    return (max(values) - min(values)) / percentile(values, 0.5)

@@ -14,7 +14,6 @@ from benchmarks.serving.verdict import (
     BUSY,
     STALL_S,
     cost,
-    itl_max,
     itl_p50,
     itl_p99,
     long_ttft,
@@ -58,10 +57,8 @@ def _load_share(window: Window) -> float:
 COLUMNS = (
     Column("ITL p50, control", "ms", itl_p50, (CONTROL,)),
     Column("ITL p99, control", "ms", itl_p99, (CONTROL,)),
-    Column("ITL max, control", "ms", itl_max, (CONTROL,)),
     Column("ITL p50, longs", "ms", itl_p50, (LONGS,)),
     Column("ITL p99, longs", "ms", itl_p99, (LONGS,)),
-    Column("ITL max, longs", "ms", itl_max, (LONGS,)),
     Column(f"time in gaps > {1e3 * STALL_S:g} ms, longs", "%", stalled, (LONGS,)),
     Column("tokens/s, control", "1/s", tokens, (CONTROL,)),
     Column("tokens/s, longs", "1/s", tokens, (LONGS,)),
@@ -70,7 +67,6 @@ COLUMNS = (
     Column("long TTFT p50", "ms", long_ttft, (LONGS, ALONE)),
     Column("long TTFT p99", "ms", _long_ttft_p99, (LONGS, ALONE)),
     Column("CPU per request, longs", "ms", cost, (LONGS,)),
-    Column("tokens per arrival, longs", "", lambda w: stats.together(w.answers), (LONGS,)),
     Column("load generator CPU", "% of one core", _load_share, (LONGS,)),
     Column("load generator late, p99", "ms", _lag_p99, (LONGS,)),
 )
@@ -108,7 +104,6 @@ def markdown(measured: Measured) -> str:
     systems = measured.systems
     parts = ["## Systems", *(f"- **{s.name}**: {s.note}" for s in systems)]
     parts += ["", "## Interference, side by side", interference(measured)]
-    parts += ["", "## CPU by process while longs came, % of one core", processes(measured)]
     return "\n".join(parts) + "\n"
 
 
@@ -119,22 +114,6 @@ def interference(measured: Measured) -> str:
         if any(v is not None for v in values):
             lines.append([system.name, *map(_cell, values)])
     return grid(["system", *(f"{c.name} {c.unit}".strip() for c in COLUMNS)], lines)
-
-
-def processes(measured: Measured) -> str:
-    lines = []
-    for system in measured.systems:
-        windows = measured.of(system.name, "interference", LONGS)
-        names = dict.fromkeys(name for w in windows for name in w.use.cpu_s)
-        shares = {
-            name: 100 * median([w.use.cpu_s.get(name, 0.0) / w.use.took_s for w in windows])
-            for name in names
-        }
-        if shares:
-            text = ", ".join(f"{name} {share:.1f}" for name, share in shares.items())
-            idle = measured.idle_cores(system.name)
-            lines.append([system.name, text, _cell(None if idle is None else 100 * idle)])
-    return grid(["system", "with longs", "all, idle"], lines)
 
 
 def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

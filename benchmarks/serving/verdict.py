@@ -19,9 +19,6 @@ from benchmarks.serving.window import Window
 
 BUSY = " [machine not quiet]"
 STALL_S = 0.05
-NOISE = 0.3
-"""Repeats of one control window whose ITL p50 differ by more, relative to their median, were not
-measured on a quiet machine."""
 
 
 def itl_p99(window: Window) -> float:
@@ -30,10 +27,6 @@ def itl_p99(window: Window) -> float:
 
 def itl_p50(window: Window) -> float:
     return 1e3 * stats.spread(window.gaps()).p50
-
-
-def itl_max(window: Window) -> float:
-    return 1e3 * stats.spread(window.gaps()).max
 
 
 def stalled(window: Window) -> float:
@@ -67,7 +60,6 @@ class Verdict:
             *self._beside_nixl(),
             *self._chat(),
             *self._troubles(),
-            *self.noise(),
         ]
 
     # ---------------------------------------------------------------- (a)
@@ -187,17 +179,6 @@ class Verdict:
         rows += [
             Row(metric=f"{name}: the load ran dry", value=None, unit="", ok=False) for name in dry
         ]
-        return rows
-
-    def noise(self) -> list[Row]:
-        """Control windows of one system are repeats of the same thing."""
-        rows = []
-        for system in self._m.systems:
-            windows = self._m.of(system.name, "interference", CONTROL)
-            values = [itl_p50(w) for w in windows if w.gaps()]
-            if len(values) > 1:
-                name = f"{system.name}: spread of ITL p50 over its {len(values)} control windows"
-                rows.append(row(name, stats.relative_spread(values), "of the median", NOISE))
         return rows
 
     # ---------------------------------------------------------------- helpers

@@ -47,18 +47,15 @@ class Outcome:
     pool: the same share, if all workers had one cache together and each prompt were computed at
     once.
     imbalance: work of the busiest worker, divided by the mean of all workers.
-    excess: work of the busiest worker minus the mean, in tokens.
     stay: the imbalance of a reference choice (function `stay`).
-    ttft_p50, ttft_p90: seconds.
+    ttft_p90: seconds.
     decision_us: median time of a decision on this machine, in microseconds.
     """
 
     hit: float
     pool: float
     imbalance: float
-    excess: float
     stay: float
-    ttft_p50: float
     ttft_p90: float
     decision_us: float
     jobs: Sequence[Job]
@@ -79,9 +76,7 @@ def run(workload: Workload, setup: Setup) -> Outcome:
         hit=sum(job.hit for job in jobs) * block / total,
         pool=pool(workload, setup.workers * setup.blocks),
         imbalance=max(work) / mean,
-        excess=max(work) - mean,
         stay=stay(jobs, len(work), block),
-        ttft_p50=percentile(waits, 0.5),
         ttft_p90=percentile(waits, 0.9),
         decision_us=1e6 * percentile(times, 0.5),
         jobs=jobs,
@@ -196,9 +191,7 @@ def _setup(workload: Workload, options: argparse.Namespace, workers: int = 4) ->
     return Setup(DecodePolicy.KV, speed, workers, options.blocks, seed=options.seed)
 
 
-def _both(
-    label: str, workload: Workload, setup: Setup, held: bool
-) -> tuple[Outcome, Outcome, list[Row]]:
+def _both(label: str, workload: Workload, setup: Setup, held: bool) -> tuple[Outcome, list[Row]]:
     """Compare the policy kv with one cache for all workers, and with round robin.
 
     held: the rows have targets."""
@@ -212,7 +205,7 @@ def _both(
         row(f"{label}: imbalance, {RR}", turns.imbalance, ""),
         versus(f"{label}: TTFT p90", kv.ttft_p90, "s", RR, turns.ttft_p90, at_most=p90),
     ]
-    return kv, turns, rows
+    return kv, rows
 
 
 def trace_rows(options: argparse.Namespace) -> list[Row]:
@@ -220,7 +213,7 @@ def trace_rows(options: argparse.Namespace) -> list[Row]:
     workload = workloads.trace(options.trace, block=options.block, grow=options.grow)
     label = f"{workload.name}, 4 workers"
     setup = _setup(workload, options)
-    one, _, rows = _both(label, workload, setup, held=True)
+    one, rows = _both(label, workload, setup, held=True)
     eight, peer = replace(setup, frontends=8), "1 frontend"
     stale = replace(eight, net=Net(events=STALE_S, report=STALE_S))
     for frontends, each in (("8 frontends", eight), (f"8 frontends, {STALE_S:g} s behind", stale)):
@@ -237,23 +230,16 @@ def size_rows(workers: int, options: argparse.Namespace) -> list[Row]:
 
     With few conversations per worker, a single long conversation makes its worker the busiest. When
     a conversation begins, nobody knows how long it will become. So the target compares the
-    imbalance with that of a reference choice (`measures.stay`), not with 1.
-
-    Against round robin, the work beyond the mean is compared in tokens, not as a share of the mean.
-    Round robin computes prefixes again, so its mean is larger, and the same tokens would be a
-    smaller share of it."""
+    imbalance with that of a reference choice (`measures.stay`), not with 1."""
     count = min(EACH * workers, CONVERSATIONS)
     workload = workloads.conversations(
         count, 300.0, seed=options.seed, prompts=max(20, workers), turns=4.0
     )
     setup = _setup(workload, options, workers)
     label = f"conversations, {workers} workers, {count / workers:g} each"
-    kv, turns, rows = _both(label, workload, setup, held=False)
+    kv, rows = _both(label, workload, setup, held=False)
     rows.append(
         versus(f"{label}: imbalance", kv.imbalance, "", REFERENCE, kv.stay, at_most=OVER_REFERENCE)
-    )
-    rows.append(
-        versus(f"{label}: work beyond the mean", kv.excess, "tokens", RR, turns.excess, at_most=1.0)
     )
     rows.append(row(f"{label}: time of a decision, median", kv.decision_us, "us", at_most=100.0))
     return rows

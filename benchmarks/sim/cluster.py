@@ -95,7 +95,6 @@ class Frontend:
         )
         self.times.append(time.thread_time() - begun)
         job.share = placement.send(choice, req.tokens, now, block=block, hashes=hashes)
-        job.reason = choice.reason
         return choice.view.instance_id
 
 

@@ -95,7 +95,6 @@ class Request:
     first: float = math.inf
     last: float = 0.0
     worst_gap: float = 0.0
-    choice: str = ""
 
     @property
     def good(self) -> bool:
@@ -195,7 +194,6 @@ class DecodeEngine:
 
     pool: the prefill workers that compute its remote prompts.
     speed_at: the engine's speed at a time.
-    reasons: number of decisions with each reason.
     errors: time and error of each prediction.
     """
 
@@ -223,7 +221,6 @@ class DecodeEngine:
         self._waiting: deque[Request] = deque()
         self._loaded: deque[Request] = deque()
         self._stepping = False
-        self.reasons: dict[str, int] = {}
         self.errors: list[tuple[float, float]] = []
 
     def add(self, request: Request) -> None:
@@ -317,10 +314,8 @@ class DecodeEngine:
             costs=costs,
         )
         decision: Decision = decide(request, now, OF_THE_CLUSTER)
-        self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
         chunks = self._config.policy is RouterPolicy.COST
         model.admitted(request.name, costs, decision.remote, chunks=chunks)
-        request.choice = costs.choice.value
         if decision.remote:
             pool.put(request, lambda done: self._committed(request, done))
         return decision.remote

@@ -100,13 +100,11 @@ class Result:
     """The result of one run.
 
     good: share of good requests. ttft_p90: seconds.
-    errors: time and |prediction / outcome - 1| of each prediction.
-    reasons: number of decisions with each reason."""
+    errors: time and |prediction / outcome - 1| of each prediction."""
 
     good: float
     ttft_p90: float
     errors: Sequence[tuple[float, float]]
-    reasons: dict[str, int]
 
 
 def run(workload: Workload, setup: Setup, seed: int, *, prefill: int = 1) -> Result:
@@ -129,13 +127,9 @@ def run(workload: Workload, setup: Setup, seed: int, *, prefill: int = 1) -> Res
         world.at(ask.at, lambda engine=engine, ask=ask: engine.add(ask))  # type: ignore[misc]
     world.run()
     errors = [error for engine in engines for error in engine.errors]
-    reasons: dict[str, int] = {}
-    for engine in engines:
-        for reason, count in engine.reasons.items():
-            reasons[reason] = reasons.get(reason, 0) + count
     good = sum(ask.good for ask in asks) / len(asks)
     p90 = percentile([ask.first - ask.at for ask in asks], 0.9)
-    return Result(good, p90, errors, reasons)
+    return Result(good, p90, errors)
 
 
 def measure(seeds: int) -> list[Row]:
@@ -157,9 +151,6 @@ def measure(seeds: int) -> list[Row]:
             learned += [error for r in costs for at, error in r.errors if at > late]
         swept = {t: mean(Setup(RouterPolicy.CONDITIONAL, t)) for t in THRESHOLDS}
         plain = {c: mean(Setup(None, chunk=c), 0) for c in CHUNKS}
-        for what, found, unit in (("static", swept, "tokens"), ("plain", plain, "chunk")):
-            print(workload.name, what, {k: round(v, 3) for k, v in found.items()}, unit)
-        print(workload.name, "cost", round(cost, 3), [r.reasons for r in costs][:1])
         best = max(swept, key=lambda t: swept[t])
         changes = workload.name == "changing"
         rows.append(

@@ -136,7 +136,7 @@ class Job:
     arrived: time of arrival at the frontend, in seconds.
     first_at, ended_at: time of the first token and of the end at the worker, in seconds.
     worker, frontend: number of the worker, and of the frontend that sent the request.
-    share: what the frontend counted at the worker. reason: of the frontend's choice.
+    share: what the frontend counted at the worker.
     uncached: prompt tokens left to compute. Before the start: those that the cache lacked.
     computed: prompt tokens computed.
     hit, stored: leading blocks in the cache: at the start, and now.
@@ -148,7 +148,6 @@ class Job:
     arrived: float
     worker: int = -1
     share: Any = None
-    reason: str = ""
     frontend: int = 0
     uncached: int = 0
     computed: int = 0

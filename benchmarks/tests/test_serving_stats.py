@@ -80,7 +80,6 @@ class TestGaps:
     def test_tokens_that_came_together_are_one_arrival(self) -> None:
         lumpy = answer(1.0, 2.0, 2.0, 2.0, 2.5)
         assert stats.gaps([lumpy]) == [1.0, 0.5]
-        assert stats.together([lumpy]) == 5 / 3
 
     def test_a_stall_at_the_end_of_the_window_is_kept_and_what_began_later_is_not(self) -> None:
         assert stats.timed_gaps([answer(9.0, 9.5, 12.0, 12.5)], 10.0) == [(9.5, 0.5), (12.0, 2.5)]
@@ -116,10 +115,6 @@ class TestRates:
     def test_prefixes_in_the_cache(self) -> None:
         turns = [answer(1.0, 1.1) for _ in range(3)]  # 3 tokens asked, 2 answered
         assert stats.cached_share(turns, [0, 4, 10]) == [0.8, 1.0]
-
-    def test_repeats_of_the_same_thing(self) -> None:
-        assert stats.relative_spread([10.0, 11.0, 12.0]) == pytest.approx(2 / 11)
-        assert stats.relative_spread([10.0]) == 0.0
 
 
 class TestMeter:
