@@ -79,10 +79,11 @@ def taken(outputs: dict[int, Any], client: int) -> Any:
     vLLM sends a step's statistics with one of its outputs. Frontends need them, so they are moved
     to the outputs of another client."""
     batch = outputs.pop(client, None)
-    if batch is not None:
-        for other in outputs.values():
-            other.scheduler_stats = other.scheduler_stats or batch.scheduler_stats
-            break
+    if batch is not None and (stats := batch.scheduler_stats) is not None:
+        if not outputs:
+            # As vLLM does it. Else frontends would go on to show what ran before this step.
+            outputs[0] = type(batch)()
+        next(iter(outputs.values())).scheduler_stats = stats
     return batch
 
 

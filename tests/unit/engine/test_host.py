@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -218,3 +219,18 @@ def test_the_statistics_of_a_step_stay_with_the_outputs_of_other_clients() -> No
     assert outputs == {0: client}
     assert client.scheduler_stats == "stats"
     assert hosts.taken(outputs, -2) is None
+
+
+@dataclass
+class Outputs:
+    scheduler_stats: str | None = None
+
+
+def test_the_statistics_of_a_step_without_other_outputs_are_not_lost() -> None:
+    """They may be the ones that say that no request is left."""
+    outputs: dict[int, Any] = {-2: Outputs("idle")}
+    assert hosts.taken(outputs, -2).scheduler_stats == "idle"
+    assert outputs == {0: Outputs("idle")}
+    silent: dict[int, Any] = {-2: Outputs()}
+    hosts.taken(silent, -2)
+    assert silent == {}
