@@ -120,12 +120,13 @@ async def rig(
     prefixes: Prefixes | None = None,
     policy: DecodePolicy = DecodePolicy.ROUND_ROBIN,
 ) -> AsyncIterator[Rig]:
-    directory = FakeDirectory(*(worker.start().record for worker in workers))
+    directory: Any = FakeDirectory(*(worker.start().record for worker in workers))
     hello = front_wire.FrontendHello(
         frontend_instance="frontend-t", vllm_version=check.require_version(), model="m"
     )
     pool = WorkerPool(directory, hello, ["m"], prefixes=prefixes)
-    requests, sink = RequestLog(), Sink()
+    requests = RequestLog()
+    sink: Any = Sink()
     board = Alone() if board is None else board
     with pytest.MonkeyPatch.context() as patch:  # to touch 13 MB takes longer than most tests
         patch.setattr(choice, "PREDICTED_BLOCKS", 1 << 10)
