@@ -173,7 +173,8 @@ class PrefillWorkers:
         now, slowest, links = self._clock.monotonic(), 0.0, list[float]()
         for name, worker in list(self._workers.items()):
             link = worker.write
-            slowest = max(slowest, link.a)
+            if link.fresh(now, MAX_TIMEOUT_S):  # its worker may be gone by then
+                slowest = max(slowest, link.a)
             if (pulling is None or name in pulling) and link.count >= _SURE:
                 if link.fresh(now, BELIEVE_LINK_S):
                     links.append(link.a)

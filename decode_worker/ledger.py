@@ -108,8 +108,8 @@ class Entry:
     seconds without progress.
     later: the job waits for something before it is published. claim_timeout_s counts only from
     `set_digest` on.
-    in_queue: whether the job is published. If not, it is sent to one prefill worker, and tells
-    nothing about the queue."""
+    to: the only prefill worker that gets the job: name of its connection. Such a job tells nothing
+    about the queue. Empty: the job is published."""
 
     job_id: str
     request_id: str
@@ -121,7 +121,7 @@ class Entry:
     hedge_s: float = math.inf
     stall_s: float = 0.0
     later: bool = False
-    in_queue: bool = True
+    to: str = ""
 
     # Times by the ledger's clock. queued_at is infinite for a job that is not published yet.
     opened_at: float = field(init=False)
@@ -158,6 +158,10 @@ class Entry:
         """The ledger takes the job in."""
         self.opened_at, self.deadline = now, now + self.timeout_s
         self.queued_at = math.inf if self.later else now
+
+    @property
+    def in_queue(self) -> bool:
+        return not self.to
 
     @property
     def published(self) -> bool:
@@ -695,6 +699,8 @@ class Ledger:
             elif not others_alive:
                 if not entry.settled:
                     self._give_up(entry, Outcome.PREFILL_LOST)
+            elif entry.state is JobState.QUEUED and entry.to == writer:
+                self._give_up(entry, Outcome.PREFILL_LOST)  # nobody else gets it
             elif entry.state is JobState.GRANTED and entry.writer == writer:
                 ack_subject, entry.losses = entry.ack_subject, entry.losses + 1
                 self._revoke(entry, Outcome.PREFILL_LOST, requeue=True)

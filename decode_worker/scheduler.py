@@ -369,7 +369,7 @@ class DecodeScheduler:
                 hedge_s=situation.costs.hedge_s if config.hedge and situation.costs else math.inf,
                 stall_s=config.remote_timeout_s,
                 later=later,
-                in_queue=not to,
+                to=to,
             )
         )
         return job

@@ -124,11 +124,15 @@ class Checks:
         note: called when this worker is not `checking` any more."""
 
         async def look() -> None:
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(LONGEST_S):
                     # Workers may leave the registry meanwhile. No watch tells that here.
                     while await self._unknown(etcd, namespace):  # noqa: ASYNC110
                         await asyncio.sleep(0.2)
+            except TimeoutError:
+                logger.debug("serving before all kinds of prefill workers are compared")
+            except Exception:  # routers would never see a worker that stays `checking`
+                logger.exception("the registry could not be looked at")
             self._joining = False
             note()
 

@@ -8,6 +8,7 @@ process becomes a decode worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -44,7 +45,7 @@ from pullfill.engine.kv_events import KvEvents
 from pullfill.engine.load import EngineLoad
 from pullfill.engine.seats import Seats
 from pullfill.engine.thread import EngineThread
-from pullfill.errors import BadMessage, ClaimRefused, Outcome
+from pullfill.errors import BadMessage, ClaimRefused, NotNow, Outcome
 from pullfill.ids import new_incarnation
 from pullfill.options import WorkerOptions
 from pullfill.queue.contract import QueueConfig
@@ -150,7 +151,7 @@ async def build(
         key=key,
     )
     reports = LoadReports(load, server, partial(_wake_after, loop, host))
-    blocks = await on_engine(host, lambda _: publish_blocks(engine, server, loop, events))
+    blocks = await on_engine(host, thread, lambda _: publish_blocks(engine, server, loop, events))
     parts.push_async_callback(blocks.close)
 
     # The prefill workers' connections, and what they say about jobs.
@@ -327,7 +328,7 @@ class DecodeSide(Service):
             self._engine.host.use(self.hooks)
             self.server.bind(self._options.host, self._options.data_port)
 
-        await on_engine(self._engine.host, on_engine_thread)
+        await on_engine(self._engine.host, self._thread, on_engine_thread)
 
     def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         incarnation, told = record.incarnation, self._engine.context
@@ -358,14 +359,17 @@ class DecodeSide(Service):
         self._leases.reopen()
         await self._dismiss(draining=False)
 
-    async def rest(self) -> None:
+    async def rest(self, within_s: float = 5.0) -> None:
         """End the connections to all peers. This worker is no decode worker until `resume`.
 
+        within_s: a stuck engine ends those of the frontends later, or never.
         The ledger goes on: it frees the blocks of writers that are not proved quiet yet."""
         self._rests = True
         self._control.dismiss()
         self._leases.renew()
-        await self._dismiss(draining=True)
+        with contextlib.suppress(TimeoutError):  # the process must be able to leave
+            async with asyncio.timeout(within_s):
+                await self._dismiss(draining=True)
 
     async def _dismiss(self, draining: bool) -> None:
         work = partial(self.server.dismiss, draining)
@@ -498,8 +502,10 @@ def take_back(body: bytes, instance_id: str, ledger: Ledger) -> bool:
     return True
 
 
-async def on_engine(host: EngineHost, work: Callable[[Any], T]) -> T:
-    """Run `work(core)` on the engine thread, between steps. Returns or raises what it does."""
+async def on_engine(host: EngineHost, thread: EngineThread[Any], work: Callable[[Any], T]) -> T:
+    """Run `work(core)` on the engine thread, between steps. Returns or raises what it does.
+
+    Raises NotNow if the engine has ended."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -512,7 +518,14 @@ async def on_engine(host: EngineHost, work: Callable[[Any], T]) -> T:
             loop.call_soon_threadsafe(done.set_result, result)
 
     host.submit(run)
-    return await done
+    dead = loop.create_task(thread.dead.wait())
+    try:
+        await asyncio.wait([done, dead], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        dead.cancel()
+    if not done.done():  # the engine, or the process of a rank, ended while we began
+        raise NotNow(f"the engine has ended while this worker began: {thread.failure!r}")
+    return done.result()
 
 
 def _wake_after(loop: asyncio.AbstractEventLoop, host: EngineHost, delay_s: float) -> None:

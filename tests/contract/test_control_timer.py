@@ -120,7 +120,7 @@ async def test_jobs_do_not_wait_for_a_worker_that_pulls_none(decode: Rig) -> Non
     unchecked.say(Heartbeat(pulls=False, why="self_check_pending"))
     await until(lambda: len(decode.server.peers.pulling) == 1)
     decode.open()
-    job = Entry("t", "r-t", (7, 8), first_target=0, timeout_s=30.0, in_queue=False)
+    job = Entry("t", "r-t", (7, 8), first_target=0, timeout_s=30.0, to="p")
     decode.ledger.open(job)
     checked.say(Draining())
     await until(lambda: decode.ledger.find("j") is None)

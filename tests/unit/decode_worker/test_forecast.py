@@ -11,6 +11,7 @@ from pullfill.decode_worker.forecast import (
     ASSUMED_BYTES_PER_S,
     ASSUMED_TOKENS_PER_S,
     BELIEVE_LINK_S,
+    MAX_TIMEOUT_S,
     Forecast,
     PrefillWorkers,
     Queue,
@@ -122,6 +123,9 @@ def test_the_writing_is_measured_by_link_and_the_slowest_sets_the_deadline() -> 
     late = of(made, 16_000, [load(1e6)])
     assert late.write_s == 0, "or nobody would ever measure it again"
     assert late.commit_within_s == told.commit_within_s, "but it has the time"
+    clock.advance(MAX_TIMEOUT_S)
+    forgotten, fresh = (of(one, 16_000, [load(1e6)]) for one in (made, forecaster()[0]))
+    assert forgotten == fresh, "a worker that is gone keeps no long prompt local for ever"
 
 
 def test_a_link_that_became_slow_is_noticed_and_one_hold_up_is_not() -> None:

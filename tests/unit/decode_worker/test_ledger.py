@@ -544,6 +544,16 @@ def test_actions_name_what_the_queue_needs(ledger: Ledger) -> None:
     assert ledger.open_jobs == 0
 
 
+def test_a_job_that_only_one_worker_gets_ends_with_it(ledger: Ledger) -> None:
+    """That of a self-check. Others are connected, but the job is not in the queue."""
+    fill(ledger, 1, to="gone")
+    ledger.writer_lost("another", others_alive=True)
+    assert outcomes(ledger) == []
+    ledger.writer_lost("gone", others_alive=True)
+    assert outcomes(ledger) == [Outcome.PREFILL_LOST]
+    assert ledger.open_jobs == 0
+
+
 def test_a_dead_writer_without_a_delivery_costs_the_claim_timeout_at_most(
     ledger: Ledger, clock: FakeClock
 ) -> None:

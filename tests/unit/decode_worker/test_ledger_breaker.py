@@ -114,7 +114,7 @@ def test_a_job_of_the_self_check_says_nothing_about_the_queue(
 ) -> None:
     """It goes to its prefill worker directly. Its grant ended the pause while no job arrived."""
     job = "t"
-    half_open.ledger.open(Entry(job, job, (1, 2), 0, timeout_s=CLAIM_S, in_queue=False))
+    half_open.ledger.open(Entry(job, job, (1, 2), 0, timeout_s=CLAIM_S, to="p"))
     if claimed:
         assert half_open.claims(job)
         half_open.commits(job)

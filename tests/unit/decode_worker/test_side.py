@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pullfill.decode_worker.ledger import JobState
-from pullfill.decode_worker.side import DecodeSide, take_back
-from pullfill.errors import ClaimRefused, Outcome
+from pullfill.decode_worker.side import DecodeSide, on_engine, take_back
+from pullfill.errors import ClaimRefused, NotNow, Outcome
 from pullfill.options import WorkerOptions
 from pullfill.wire import PrefillJob, RefuseReason, encode
 from tests.support import said as says
@@ -41,6 +42,29 @@ async def test_a_stuck_engine_that_goes_on_does_not_end_a_drain() -> None:
     await side.resume()
     side.engine_stuck(False)
     assert not outlook.draining
+
+
+async def test_a_stuck_engine_keeps_no_process_from_leaving() -> None:
+    async def call(work: Any, until: Any) -> None:
+        await asyncio.Event().wait()
+
+    part: Any = SimpleNamespace(
+        host=SimpleNamespace(call=call), dead=None, dismiss=bool, renew=bool, ledger=None
+    )
+    side = DecodeSide(
+        *[part] * 10, None, part, WorkerOptions(model="m"), lambda _: None  # type: ignore[arg-type]
+    )  # fmt: skip
+    async with asyncio.timeout(5):
+        await side.rest(within_s=0.01)
+
+
+async def test_a_worker_whose_engine_ends_while_it_begins_says_so() -> None:
+    host: Any = SimpleNamespace(submit=lambda _: None)  # nobody takes the work
+    thread: Any = SimpleNamespace(dead=asyncio.Event(), failure=RuntimeError("a rank ended"))
+    asyncio.get_running_loop().call_soon(thread.dead.set)
+    async with asyncio.timeout(5):
+        with pytest.raises(NotNow, match="a rank ended"):
+            await on_engine(host, thread, lambda _: None)
 
 
 # ------------------------------------------------------------------ jobs of its own
