@@ -207,7 +207,12 @@ class Checks:
         try:
             while True:
                 self._changed.clear()
-                peers = [p for p, pair in self._peers.values() if pair not in self._kept.current]
+                peers = [
+                    peer
+                    for peer, pair in self._peers.values()
+                    # One that drains takes no job any more.
+                    if pair not in self._kept.current and not peer.leaving
+                ]
                 if not peers:
                     await self._changed.wait()
                     pauses.reset()

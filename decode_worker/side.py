@@ -518,9 +518,10 @@ async def on_engine(host: EngineHost, thread: EngineThread[Any], work: Callable[
             loop.call_soon_threadsafe(done.set_result, result)
 
     host.submit(run)
-    dead = loop.create_task(thread.dead.wait())
+    dead: asyncio.Future[Any] = loop.create_task(thread.dead.wait())
+    ends: list[asyncio.Future[Any]] = [done, dead]
     try:
-        await asyncio.wait([done, dead], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
         dead.cancel()
     if not done.done():  # the engine, or the process of a rank, ended while we began

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pullfill.worker import memory
 from pullfill.worker.connector import WorkerConnector
 from pullfill.worker.context import StepReports, WorkerContext
 
@@ -21,6 +22,9 @@ class Half:
         self.context = WorkerContext("worker-1")
         self.requests: list[tuple[str, str]] = []
         self.has_work = False
+
+    def attached(self, context: WorkerContext, first: Any) -> None:
+        assert context is self.context
 
     def owns(self, request_id: str) -> bool:
         return request_id in self.mine
@@ -46,6 +50,7 @@ class Half:
 def connector() -> Any:
     made: Any = WorkerConnector.__new__(WorkerConnector)
     made._halves = [Half("decode", set()), Half("prefill", {"job"})]
+    made._contexts = [half.context for half in made._halves]
     return made
 
 
@@ -59,6 +64,18 @@ def test_a_job_goes_to_the_prefill_side_and_all_else_to_the_decode_side(connecto
     decode, prefill = connector._halves
     assert prefill.requests == [(call, "job") for call in ("matched", "allocated", "finished")]
     assert [name for _, name in decode.requests] == ["client"] * 3
+
+
+def test_both_sides_number_the_adapters_of_their_engine_together(
+    connector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would take two adapters with one number for one."""
+    monkeypatch.setattr(memory, "attach", lambda *_: None)
+    decode, prefill = connector._contexts
+    assert prefill.adapters is not decode.adapters
+    connector.attach({}, 1, None)
+    assert prefill.adapters is decode.adapters
+    assert prefill.ranks is decode.ranks
 
 
 def test_what_both_sides_report_of_a_step_reaches_vllm(connector: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pullfill.prefix.chain import (
+    I64,
     as_array,
     chain,
+    compiled,
     extend,
     root,
     sip_chain,
@@ -82,3 +85,12 @@ def test_bad_arguments_are_refused() -> None:
 
 
 # ------------------------------------------------------------------ numba
+
+
+def test_a_function_compiles_where_nothing_can_be_cached() -> None:
+    """numba caches only what comes from a file. One in a folder that cannot be written is alike."""
+    scope: dict[str, Any] = {}
+    exec("def twice(number):\n    return 2 * number", scope)
+    twice: Any = compiled(I64)(scope["twice"])
+    assert twice(21) == 42
+    assert len(twice.nopython_signatures) == 1

@@ -53,6 +53,16 @@ def test_blocks_beyond_the_limit_are_refused_and_counted() -> None:
     assert index.blocks(1) == 6
 
 
+def test_forgotten_workers_make_room_before_a_block_is_refused() -> None:
+    index = PrefixIndex(len(PROMPT))
+    index.store(1, PROMPT)
+    index.forget(1)
+    other = PROMPT + np.uint64(1)
+    assert index.room == 0
+    assert index.store(2, other) == 0
+    assert index.match(other) == {2: 16}
+
+
 def test_what_is_staged_is_seen_when_it_is_adopted() -> None:
     index = PrefixIndex(100)
     index.store(1, PROMPT[:4])
