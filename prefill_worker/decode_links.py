@@ -239,6 +239,7 @@ class DecodeLinks:
         self.activity = activity
         self._kept = kept
         self._on_checked: Callable[[], None] = lambda: None
+        self._was_checking = ""
         self.idle_s = idle_s
         self.silent_s = silent_s
         self._most = most
@@ -263,7 +264,7 @@ class DecodeLinks:
     def start(self, on_checked: Callable[[], None] = lambda: None) -> None:
         """Connect to the decode workers in the directory, and follow its changes.
 
-        on_checked: called when `checking` may have changed."""
+        on_checked: called when `checking` has changed."""
         self._on_checked = on_checked
         self._unsubscribe.append(self._directory.subscribe(self._on_change))
         if self._kept is not None:
@@ -432,7 +433,10 @@ class DecodeLinks:
                 self._open(self._records[name])
             for link in self.links.values():
                 link.tell()
-            self._on_checked()
+            # Not at each change of the directory: it makes this worker look at its keys in etcd.
+            if (why := self.checking) != self._was_checking:
+                self._was_checking = why
+                self._on_checked()
 
     # ------------------------------------------------------------------ the directory
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -123,6 +124,7 @@ async def test_a_prefill_worker_follows_the_results(client: EtcdClient) -> None:
         with pytest.raises(PeerUnavailable, match="self_check_failed"):
             await links.find("decode-1")
         assert links.knows("decode-1"), "others may reach it, so its jobs stay in the queue"
+        assert all(a != b for a, b in pairwise(["", *changes])), "told of changes only"
     finally:
         await links.close()
         for one in decode:
