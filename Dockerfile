@@ -16,7 +16,7 @@ WORKDIR /opt/pullfill
 COPY . .
 RUN PULLFILL_DEVICE=$DEVICE PULLFILL_TORCH_INDEX=$TORCH_INDEX PIP_NO_CACHE_DIR=1 \
     python -m pullfill.deploy.install \
-    && server=$(/opt/venv/bin/python -c "from pullfill.deploy.servers import etcd_binary; print(etcd_binary())") \
+    && server=$(/opt/venv/bin/python -c "from pullfill.deploy.local_servers import etcd_binary; print(etcd_binary())") \
     && ln -s "$server" /usr/local/bin/etcd \
     && mkdir -p /home/pullfill/.cache \
     && chown -R pullfill /home/pullfill

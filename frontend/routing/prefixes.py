@@ -83,7 +83,7 @@ class Prefixes:
         return followed.connection.record.control if followed is not None else ""
 
     def state(self, instance_id: str) -> str:
-        """Return a `State` of prefix/replica.py. `none`: the worker has no events, or nobody asks.
+        """Return a `State` of prefix/events.py. `none`: the worker has no events, or nobody asks.
 
         `behind`: some events are missing. What is known still counts."""
         followed = self._followed.get(instance_id)

@@ -7,14 +7,13 @@
 
 import { Chart } from "./charts.js";
 import { Detail } from "./detail.js";
-import { count, h, ms, seconds } from "./dom.js";
+import { count, h, ms, outages, seconds } from "./dom.js";
 import { Flow } from "./flow.js";
 import { Memory } from "./memory.js";
 import * as tables from "./tables.js";
 
 const AGAIN_MS = 1000;
 const HIDDEN_MS = 30_000;
-const SERVERS = { nats: "NATS" };
 const byId = (id) => document.getElementById(id);
 
 class Page {
@@ -125,8 +124,8 @@ class Page {
     document.title = `pullfill: ${snapshot.model}`;
     const others = (snapshot.frontends ?? 1) > 1 ? ` (one of ${snapshot.frontends} frontends)` : "";
     byId("model").textContent = `${snapshot.model} at ${snapshot.frontend}${others}`;
-    const away = Object.entries(snapshot.servers ?? {}).filter(([, told]) => !told.up);
-    const servers = away.length ? away.map(([name, told]) => h("span", { class: "bad" }, `▲ ${SERVERS[name] ?? name} unreachable for ${seconds(told.since_s)}: ${told.error} `)) : [h("span", { class: "muted" }, "NATS and etcd answer")];
+    const away = outages(snapshot);
+    const servers = away.length ? away.map((why) => h("span", { class: "bad" }, `▲ ${why} `)) : [h("span", { class: "muted" }, "NATS and etcd answer")];
     byId("servers").replaceChildren(...servers);
     byId("figures").replaceChildren(...tables.figures(snapshot));
     this.flow.show(snapshot, ended);

@@ -87,3 +87,12 @@ export function told(mark) {
   const long = past && mark.until > mark.at ? ` (${seconds(mark.until - mark.at)}, over)` : "";
   return `${sign} ${mark.who} ${what}${long}${mark.text ? `: ${mark.text}` : ""}`;
 }
+
+/** A line for each server that does not answer. Pure. */
+export function outages(snapshot) {
+  return Object.entries(snapshot.servers ?? {}).filter(([, server]) => !server.up).map(([name, server]) => {
+    const who = name === "nats" ? "NATS" : name;
+    // Of a server that nobody asks, it is not known since when it does not answer.
+    return server.since_s > 0 ? `${who} unreachable for ${seconds(server.since_s)}: ${server.error}` : `${who} ${server.error}`;
+  });
+}

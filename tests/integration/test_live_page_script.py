@@ -166,6 +166,12 @@ def test_the_data_path_of_each_chart(browser: Browser, url: str) -> None:
         assert run("tables.js", f"return m.decisionsOf({counts})") == [
             ["remote", "a", 5], ["local", "b", 2],
         ]  # fmt: skip
+        away = "{up: false, since_s: 12, error: 'h:1: refused'}"
+        unknown = "{up: false, since_s: 0, error: 'unknown: nobody asks'}"
+        servers = f"{{servers: {{nats: {unknown}, etcd: {away}}}}}"
+        assert run("dom.js", f"return m.outages({servers})") == [
+            "NATS unknown: nobody asks", "etcd unreachable for 12 s: h:1: refused",
+        ]  # fmt: skip
         # Each line of the page against what the frontend sent.
         sent, lines = page.evaluate(LINES)
         seconds = sent.get("seconds", 5)

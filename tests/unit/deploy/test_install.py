@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -181,3 +183,13 @@ def test_a_bad_setting_says_what_is_good(name: str, value: str, said: str) -> No
 def test_an_old_python_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "MINIMUM", (99, 0))
     assert "make install PYTHON=" in str(install.main())
+
+
+def test_the_image_is_made_with_modules_that_exist() -> None:
+    """No test builds the image, and no linter reads its Python."""
+    recipe = (install.ROOT / "Dockerfile").read_text()
+    assert re.findall(r"-m (pullfill[\w.]+)", recipe) == [install.__name__]
+    imports = re.findall(r"from (pullfill[\w.]+) import (\w+)", recipe)
+    assert imports
+    for module, name in imports:
+        assert hasattr(import_module(module), name), f"{module}.{name}"
