@@ -279,7 +279,11 @@ class WorkerProcess:
             told |= service.told()
         told |= {"degraded": bool(reasons), "reasons": reasons}
         detail = {"state": self._shown_state, **told, **self._guard.detail()}
-        return self._state is WorkerState.READY, detail
+        # Frontends send it nothing yet. An upgrade must not end the worker before it meanwhile.
+        checked = any(
+            s.service.checking() for s in switch.sides if s.name == "decode" and s.service
+        )
+        return self._state is WorkerState.READY and not checked, detail
 
     def _status(self) -> dict[str, Any]:
         status: dict[str, Any] = {}
