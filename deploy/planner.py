@@ -85,7 +85,7 @@ class Observation:
     """What is known of the cluster at the time `at`, in seconds of a monotonic clock.
 
     demands: what each decode worker tells, by instance id.
-    changing: ids of workers that change their role, or leave."""
+    changing: ids of workers that change their role, join or leave."""
 
     at: float
     members: tuple[PlanMember, ...]
@@ -161,7 +161,9 @@ def observe(status: Mapping[str, Any], at: float) -> Observation:
     decodes = {row["instance_id"] for row in rows if row["role"] == DECODE}
     for row in rows:
         name, load = row["instance_id"], row.get("load") or {}
-        if row["state"] == "draining" or "switch" in load:
+        # A decode worker is checked for half a minute at most, a prefill worker maybe for ever.
+        joins = row["role"] == DECODE and row["state"] == "checking"
+        if row["state"] == "draining" or joins or "switch" in load:
             changing.append(name)
         if row["state"] != "ready" or row["role"] not in (PREFILL, DECODE):
             continue
@@ -293,7 +295,8 @@ def _not_yet(seen: Observation, state: PlanState, settings: PlanSettings, to: st
     """Return why a move has to wait. Empty: now is the time."""
     short = f"more {to} workers are needed"
     if seen.changing:
-        return f"{short}; waiting for {', '.join(seen.changing)} to drain or to change its role"
+        names = ", ".join(seen.changing)
+        return f"{short}; waiting for {names} to join, to drain or to change its role"
     pause = settings.cool_down_s if state.moved_to in ("", to) else settings.reverse_s
     left = max(
         state.moved_at + pause - seen.at if state.moved_to else 0.0,

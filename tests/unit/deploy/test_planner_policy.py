@@ -197,6 +197,8 @@ def test_the_observation_is_read_from_the_status() -> None:
                 row("d1", "decode", "ready", requests=3, demand={"pressure": 0.5, "later": 1}),
                 row("d2", "decode", "lost"),
                 row("d3", "decode", "draining", demand={"pressure": 9.0}),
+                row("d4", "decode", "checking", demand={}),  # is one soon: nobody must replace it
+                row("p2", "prefill", "checking"),  # maybe for ever
                 row("p1", "prefill", "ready", jobs=2, elastic="prefill"),
                 row("b1", "decode", "ready", requests=1, elastic="both", demand={}),
                 row("b1", "prefill", "ready", requests=1, elastic="both", demand={}),
@@ -212,4 +214,4 @@ def test_the_observation_is_read_from_the_status() -> None:
         PlanMember("s1", PREFILL),
     )
     assert told.demands == {"d1": Demand(pressure=0.5), "b1": Demand()}
-    assert (told.at, told.changing) == (7.0, ("d3", "s1"))
+    assert (told.at, told.changing) == (7.0, ("d3", "d4", "s1"))
