@@ -151,7 +151,7 @@ def state_lines(cluster: Cluster) -> Iterator[Text]:
         yield Text(outage, style="bold red")
     if etcd is not None and not etcd.up:
         yield Text(f"the list of workers is {cluster.workers_age_s:.0f} s old", style="red")
-    if cluster.servers and not outages:
+    if cluster.servers and all(server.up for server in cluster.servers.values()):
         yield Text("NATS and etcd answer")
     queue = cluster.queue
     yield Text("queue: unknown" if queue is None else (

@@ -211,14 +211,15 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             # Of a server that nobody asks, it is not known since when it does not answer.
             f"NATS {UNTOLD}" if status.error == UNTOLD else outage_of(name, status)
             for name, status in self.servers.items()
-            if not status.up
+            # Stock servers alone need no NATS.
+            if not status.up and (self.workers or status.error != UNTOLD)
         ]
 
     def reasons(self) -> list[str]:
         """Return why the cluster is degraded, for /ready. Servers come first.
 
         A server that no worker reaches is named once, not once per worker."""
-        servers = [line for line in self.outages() if self.workers or UNTOLD not in line]
+        servers = self.outages()
         away = tuple(line.partition(" ")[0] for line in servers)
         told = {
             f"{row.instance_id}: {line}": None

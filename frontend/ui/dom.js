@@ -90,9 +90,10 @@ export function told(mark) {
 
 /** A line for each server that does not answer. Pure. */
 export function outages(snapshot) {
-  return Object.entries(snapshot.servers ?? {}).filter(([, server]) => !server.up).map(([name, server]) => {
+  const workers = (snapshot.workers ?? []).length > 0;
+  // Of a server that nobody asks, it is not known since when it does not answer. Stock servers alone need no NATS.
+  return Object.entries(snapshot.servers ?? {}).filter(([, server]) => !server.up && (workers || server.since_s > 0)).map(([name, server]) => {
     const who = name === "nats" ? "NATS" : name;
-    // Of a server that nobody asks, it is not known since when it does not answer.
     return server.since_s > 0 ? `${who} unreachable for ${seconds(server.since_s)}: ${server.error}` : `${who} ${server.error}`;
   });
 }

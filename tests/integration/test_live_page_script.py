@@ -168,10 +168,10 @@ def test_the_data_path_of_each_chart(browser: Browser, url: str) -> None:
         ]  # fmt: skip
         away = "{up: false, since_s: 12, error: 'h:1: refused'}"
         unknown = "{up: false, since_s: 0, error: 'unknown: nobody asks'}"
-        servers = f"{{servers: {{nats: {unknown}, etcd: {away}}}}}"
-        assert run("dom.js", f"return m.outages({servers})") == [
-            "NATS unknown: nobody asks", "etcd unreachable for 12 s: h:1: refused",
-        ]  # fmt: skip
+        servers = f"servers: {{nats: {unknown}, etcd: {away}}}"
+        lines = ["NATS unknown: nobody asks", "etcd unreachable for 12 s: h:1: refused"]
+        assert run("dom.js", f"return m.outages({{workers: [{{}}], {servers}}})") == lines
+        assert run("dom.js", f"return m.outages({{{servers}}})") == lines[1:]
         # Each line of the page against what the frontend sent.
         sent, lines = page.evaluate(LINES)
         seconds = sent.get("seconds", 5)

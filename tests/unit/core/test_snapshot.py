@@ -98,7 +98,8 @@ def test_a_worker_that_is_both_has_a_row_for_each_role_and_all_its_troubles_in_e
 def test_without_a_report_the_servers_are_unknown_not_up() -> None:
     cluster = cluster_of([decode(None)], ETCD)
     assert cluster.servers["nats"].up is False
-    assert cluster.outages() == [f"NATS {UNTOLD}"]
+    assert cluster.outages() == cluster.reasons() == [f"NATS {UNTOLD}"]
+    assert cluster_of([], ETCD).outages() == [], "stock servers alone need no NATS"
     assert (cluster.workers[0].state, cluster.workers[0].age_s) == ("lost", None)
 
 
