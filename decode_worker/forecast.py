@@ -181,7 +181,7 @@ class PrefillWorkers:
         per_block_s = sum(links) / len(links) if links else 0.0
         wait_s = ahead / (each * workers) if each and workers else 0.0
         # KV that is computed but not written yet is also in front of it. It delays the job in the
-        # prefill worker, or before it, while the worker has no credit left for us (credits.py).
+        # prefill worker, or before it, while the worker has no credit left for us (its `Credits`).
         wait_s = max(wait_s, own_unwritten * per_block_s / many)
         sure = each or ASSUMED_TOKENS_PER_S
         wait_at_most = MARGIN * max(ahead / (sure * many), own_unwritten * slowest)

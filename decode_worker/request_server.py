@@ -360,8 +360,7 @@ class RequestServer:
         """Take the held statistics, for one frontend. The others get the levels: at once if no
         request is left, else from `check_silent`."""
         idle_before, held = self._stats.told_idle, self._stats.take()
-        levels = {k: v for k, v in vars(held[-1]).items() if k in requests._LEVELS}
-        others, made = {*self._by_index} - {frontend.index}, type(held[-1])(**levels)
+        others, made = {*self._by_index} - {frontend.index}, requests.levels_of(held[-1])
         if not self._stats.told_idle:
             self._owed = dict.fromkeys(others, made)
         elif not idle_before:

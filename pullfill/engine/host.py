@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from pullfill.engine import environment, speculation
+from pullfill.engine.requests import levels_of
 from pullfill.engine.watchdog import Pulse
 from pullfill.runtime import failpoints, lifecycle, log
 
@@ -81,8 +82,9 @@ def taken(outputs: dict[int, Any], client: int) -> Any:
     batch = outputs.pop(client, None)
     if batch is not None and (stats := batch.scheduler_stats) is not None:
         if not outputs:
-            # As vLLM does it. Else frontends would go on to show what ran before this step.
-            outputs[0] = type(batch)()
+            # As vLLM does it. Else frontends would go on to show what ran before this step. What
+            # it counts is not theirs.
+            outputs[0], stats = type(batch)(), levels_of(stats)
         next(iter(outputs.values())).scheduler_stats = stats
     return batch
 

@@ -267,6 +267,11 @@ def stats_outputs(stats: Any) -> Any:
     return EngineCoreOutputs(scheduler_stats=stats)
 
 
+def levels_of(stats: Any) -> Any:
+    """SchedulerStats that have the levels of others, and no counts."""
+    return type(stats)(**{name: v for name, v in vars(stats).items() if name in _LEVELS})
+
+
 def stats_idle(stats: Any) -> bool:
     """Whether SchedulerStats say that the engine has no request."""
     return not (stats.num_running_reqs or stats.num_waiting_reqs or stats.num_skipped_waiting_reqs)

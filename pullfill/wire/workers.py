@@ -310,7 +310,7 @@ class Draining(Message, tag="draining", frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
-    """A prefill worker sends it regularly (net/heartbeat.py), and the decode worker returns it.
+    """A prefill worker sends it regularly (net/peer_link.py), and the decode worker returns it.
 
     Each side treats the other as gone when it hears nothing for SILENT_S or a little more.
 

@@ -222,15 +222,21 @@ def test_the_statistics_of_a_step_stay_with_the_outputs_of_other_clients() -> No
 
 
 @dataclass
+class Stats:
+    num_running_reqs: int = 0
+    prefix_cache_stats: str = ""
+
+
+@dataclass
 class Outputs:
-    scheduler_stats: str | None = None
+    scheduler_stats: Stats | None = None
 
 
-def test_the_statistics_of_a_step_without_other_outputs_are_not_lost() -> None:
-    """They may be the ones that say that no request is left."""
-    outputs: dict[int, Any] = {-2: Outputs("idle")}
-    assert hosts.taken(outputs, -2).scheduler_stats == "idle"
-    assert outputs == {0: Outputs("idle")}
+def test_the_levels_of_a_step_without_other_outputs_are_not_lost() -> None:
+    """They may be the ones that say that no request of a frontend is left."""
+    outputs: dict[int, Any] = {-2: Outputs(Stats(1, "of jobs"))}
+    assert hosts.taken(outputs, -2).scheduler_stats == Stats(1, "of jobs")
+    assert outputs == {0: Outputs(Stats(1))}
     silent: dict[int, Any] = {-2: Outputs()}
     hosts.taken(silent, -2)
     assert silent == {}
