@@ -368,3 +368,12 @@ def test_a_job_has_the_urgency_salt_and_priority_of_its_request() -> None:
         )  # fmt: skip
     assert [job.urgency for job in rig.published] == list(Urgency)
     assert {(job.cache_salt, job.priority) for job in rig.published} == {("s" * MAX_TEXT, -3)}
+
+
+@pytest.mark.parametrize("hedge", [False, True])
+def test_a_hedged_prompt_waits_as_long_as_its_target_allows(hedge: bool) -> None:
+    rig = Rig()
+    rig.config = replace(rig.config, hedge=hedge)
+    rig.told["costs"] = SimpleNamespace(hedge_s=0.25)
+    rig.send(3 * BLOCK)
+    assert rig.ledger.tick() == pytest.approx(0.25 if hedge else rig.config.claim_timeout_s)
