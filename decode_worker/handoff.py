@@ -235,7 +235,8 @@ class Handoff:
             except Exception:  # without this task such jobs would wait for the claim timeout
                 logger.exception("an answer of the job queue could not be handled")
                 continue
-            lost = [e for receipt in gone if (e := self.ledger.find(receipt.job_id)) is not None]
+            found = [e for receipt in gone if (e := self.ledger.find(receipt.job_id)) is not None]
+            lost = [entry for entry in found if not entry.settled]  # else we have deleted it
             give_up = partial(self.ledger.give_up, outcome=Outcome.JOB_GONE, if_queued=True)
             if ours := [entry.request_id for entry in lost if give_up(entry.job_id)]:
                 logger.warning(

@@ -30,7 +30,8 @@ class Rig:
         self.claims: list[str] = []
         self.commits: list[str] = []
         self.refuses: QueueFull | None = None
-        self.ledger = Ledger(LoopbackFences(8, 8), incarnation="i")
+        self.fences = LoopbackFences(8, 8)
+        self.ledger = Ledger(self.fences, incarnation="i")
         queue: Any = self
         self.handoff = Handoff(
             self.ledger, queue, RequestTraces("d"), peers=Peers(), forecaster=PrefillWorkers(),
@@ -143,3 +144,26 @@ async def test_inputs_are_encoded_once_and_not_on_the_loop(monkeypatch: pytest.M
         assert grant.features == b"inputs"
         said.gave_up(rig.ledger, "j", attempt, "i", writer)
     assert calls == [("encode", False), ("digest", False)]
+
+
+async def test_a_message_that_was_deleted_for_its_job_is_not_told_as_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client of one leaves while the queue answers. Its writer is not proved quiet yet."""
+    rig = Rig()
+
+    async def gone(receipts: list[Receipt]) -> list[Receipt]:
+        grant = said.grant(rig.ledger, "left", "i", "writer").grant
+        assert grant is not None
+        rig.fences.valid(grant.fence).holders += 1
+        rig.ledger.cancel("r-left")
+        return receipts
+
+    monkeypatch.setattr(rig, "gone", gone, raising=False)
+    for name in ("left", "gone"):
+        rig.send(name)
+    await until(lambda: caplog.messages)
+    (told,) = caplog.messages
+    assert "1 jobs are gone" in told
+    assert told.endswith("Requests: r-gone")
+    await rig.handoff.close()
