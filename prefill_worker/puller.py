@@ -152,6 +152,7 @@ class Budget:
     def granted(self, job_id: str) -> None:
         self._charges[job_id].granted = True
         self.counts(job_id)
+        self.room.set()  # one less waits, and a tight job may now go past it in the engine
 
     def counts(self, job_id: str) -> None:
         """Note that the job is granted, or will be without another claim."""
@@ -496,7 +497,10 @@ class Puller:
             # A job that starts meanwhile gets its first heartbeat early.
             await asyncio.sleep(self._consumer.ack_wait_s / 3)
             for job in list(self._jobs.values()):
-                await job.heartbeat()
+                try:
+                    await job.heartbeat()
+                except Exception:  # without this task the queue would give away all other jobs
+                    logger.exception("could not tell the queue that job %s runs", job.job_id)
 
 
 @dataclass(slots=True)

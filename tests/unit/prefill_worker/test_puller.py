@@ -10,6 +10,7 @@ import pytest
 
 from pullfill.deploy.plan import PREFILL_CHUNK
 from pullfill.errors import ClaimRefused, QueueUnavailable
+from pullfill.prefill_worker import puller as puller_module
 from pullfill.prefill_worker.puller import Budget, Puller, budget_of
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
@@ -158,8 +159,11 @@ async def test_small_steps_do_not_leave_the_engine_without_a_second_prompt() -> 
     await worker.puller.close()
 
 
-async def test_a_tight_job_goes_past_the_prompt_that_waits_in_the_engine() -> None:
+async def test_a_tight_job_goes_past_the_prompt_that_waits_in_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Beyond the budget, once over. Others wait for room, and so does a tight one without need."""
+    monkeypatch.setattr(puller_module, "WAIT_S", 60.0)  # the grant itself makes it look again
     worker = Worker(Budget(1000, claim_s=60.0))
     worker.puller.start()
     await worker.publish("one", 1000)
@@ -314,13 +318,14 @@ async def test_what_cannot_be_given_back_does_not_end_the_pulling() -> None:
 # ------------------------------------------------------------------ what runs
 
 
+@pytest.mark.parametrize("failure", [NotSent("away"), ValueError("unexpected")])
 async def test_the_queue_is_told_of_all_jobs_as_long_as_they_run(
-    monkeypatch: pytest.MonkeyPatch,
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = Worker(ack_wait_s=0.06)
     worker.puller.pause("engine", "only what the test begins runs")
     worker.puller.start()
-    bad, good = Delivered("bad", error=NotSent("away")), Delivered("good")
+    bad, good = Delivered("bad", error=failure), Delivered("good")
     for delivery in (bad, good):
         worker.puller.begin(delivery)  # type: ignore[arg-type]
     await until(lambda: len(good.told) > 1)
