@@ -222,6 +222,27 @@ async def test_a_cancelled_pull_withdraws_its_request_also_after_a_restart(ends:
         await until(lambda: ends.producer.health.up and ends.consumer.health.up)
 
 
+async def test_a_pull_that_was_cancelled_has_left_the_server(ends: Ends) -> None:
+    """On a busy machine its UNSUB is written late. A job would be sent to it, and be given back."""
+    producer, consumer = ends.producer, ends.consumer
+    pull = asyncio.create_task(consumer.pull(HANG_S))
+    info = f"CONSUMER.INFO.{consumer._names.stream}.{CONSUMER}"
+    async with asyncio.timeout(HANG_S):
+        while not (await producer.connection.api(info))["num_waiting"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    transport, loop = consumer.connection.client._transport, asyncio.get_running_loop()
+    write = transport.writelines
+    transport.writelines = lambda lines: loop.call_later(0.2, write, list(lines))
+    pull.cancel()
+    await asyncio.gather(pull, return_exceptions=True)
+    await producer.publish("a", b"", 10)
+    await asyncio.sleep(0.5)
+    job = await consumer.pull(HANG_S)
+    assert job is not None
+    assert job.number == 1
+    await job.ack()
+
+
 async def test_a_server_with_a_full_disk_costs_one_answer_until_it_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -265,3 +266,25 @@ async def test_an_answer_that_makes_no_sense_does_not_keep_the_queue_shut(
         odd.setattr(producer.connection, "api", api)
         await until(lambda: not producer.available)
     await until(lambda: producer.available)
+
+
+async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All jobs that wait are cancelled when the last prefill worker is lost."""
+    producer, _ = pair
+    receipts = [await producer.publish(f"j{number}", b"", 10) for number in range(200)]
+    now, most, real = 0, 0, producer.connection.api
+
+    async def api(*args: Any) -> Any:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        try:
+            return await real(*args)
+        finally:
+            now -= 1
+
+    monkeypatch.setattr(producer.connection, "api", api)
+    assert all(await asyncio.gather(*map(producer.cancel, receipts)))
+    assert most < 80, "the others wait here, where no timeout runs"
+    assert producer.available
