@@ -232,6 +232,7 @@ class Puller:
         self._tasks: list[asyncio.Task[None]] = []
         self._beats: asyncio.Task[None] | None = None
         self._pulling: asyncio.Timeout | None = None
+        self._stopped = False
         self._pauses = Backoff()
         self._leave_until = -math.inf
         self._whys = dict.fromkeys(("engine", "busy", "check"), "")
@@ -248,6 +249,7 @@ class Puller:
 
     async def stop(self) -> None:
         """Stop pulling for good. Jobs under way go on."""
+        self._stopped = True  # nats-py may lose the cancellation if an answer comes with it
         await end(*self._tasks)
         with contextlib.suppress(PullfillError):
             await self._consumer.drain()
@@ -376,7 +378,7 @@ class Puller:
     # ------------------------------------------------------------------ step 5: pull
 
     async def _pull_all(self) -> None:
-        while True:
+        while not self._stopped:
             await self.pull()
 
     async def pull(self) -> None:
