@@ -364,7 +364,7 @@ class Keeper:
         while (pause := deaths.pause(time.monotonic(), blameless=blameless)) is not None:
             await self._sleep(pause)
             while name in SERVERS and self._disk_full() and not self.stopped():
-                await self._sleep(POLL_S)
+                await self._sleep(5.0)  # a full disk is seldom freed sooner
             try:
                 return await self.locked(lambda: self._start_again(name))
             except (PullfillError, OSError) as exc:

@@ -45,6 +45,13 @@ def _advice(kind: type[Message], text: str) -> str:
     return next((f" (must be {_allowed(kind, f)})" for f in named), "")
 
 
+# What a setting counts, by the last word of its name.
+_UNITS = {
+    "s": "seconds", "ms": "milliseconds", "length": "tokens", "tokens": "tokens", "size": "jobs",
+    "jobs": "jobs", "bytes": "bytes", "deliver": "deliveries",
+}  # fmt: skip
+
+
 def _allowed(kind: type[Message], name: str) -> str:
     """Say what a setting may be, by the type of its field."""
     info = next(f.type for f in _fields(kind) if f.name == name)
@@ -54,11 +61,12 @@ def _allowed(kind: type[Message], name: str) -> str:
         return "one of " + ", ".join(value.value for value in info.cls)
     if not isinstance(info, inspect.IntType | inspect.FloatType):
         return "true or false"
-    unit = {"s": "seconds", "ms": "milliseconds"}.get(name.rpartition("_")[2], "a number")
+    last = name.rpartition("_")[2]
+    unit = _UNITS.get(last, "a number" if isinstance(info, inspect.FloatType) else "")
     bounds = {"at least": info.ge, "more than": info.gt, "at most": info.le}
     told = [f"{words} {bound:.10g}" for words, bound in bounds.items() if bound is not None]
-    what = "a whole number" if isinstance(info, inspect.IntType) else unit
-    return f"{what}, {' and '.join(told)}"
+    whole = f"a whole number of {unit}" if unit else "a whole number"
+    return f"{whole if isinstance(info, inspect.IntType) else unit}, {' and '.join(told)}"
 
 
 def _fields(kind: type[Message]) -> tuple[inspect.Field, ...]:
