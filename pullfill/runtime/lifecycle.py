@@ -164,12 +164,20 @@ async def stop_listening(server: asyncio.Server) -> None:
     server.close()
 
 
-async def end(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel these tasks, and wait until they have ended. Their errors are dropped."""
-    there = [task for task in tasks if task is not None]
-    for task in there:
-        task.cancel()
-    await asyncio.gather(*there, return_exceptions=True)
+async def end(*tasks: asyncio.Task[Any] | None, again_s: float = 5.0) -> None:
+    """Cancel these tasks, and wait until they have ended. Their errors are dropped.
+
+    again_s: cancel a task again that still runs after this time."""
+    left = {task for task in tasks if task is not None}
+    while left:
+        for task in left:
+            task.cancel()
+        # On Python 3.11 `asyncio.wait_for`, which nats-py uses, drops a cancellation that comes
+        # together with what it waits for. Then the task goes on as if nothing had been said.
+        done, left = await asyncio.wait(left, timeout=again_s)
+        for task in done:
+            if not task.cancelled():
+                task.exception()
 
 
 async def until(*events: asyncio.Event) -> None:

@@ -181,3 +181,19 @@ async def test_a_server_that_closes_loses_no_connection(turns: int) -> None:
         peer.settimeout(5.0)
         with contextlib.suppress(ConnectionResetError):
             assert peer.recv(1) == b""
+
+
+async def test_a_task_that_drops_a_cancellation_is_cancelled_again() -> None:
+    begun = asyncio.Event()
+
+    async def deaf() -> None:
+        begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+
+    task = asyncio.create_task(deaf())
+    await begun.wait()
+    async with asyncio.timeout(10):
+        await lifecycle.end(task, again_s=0.01)
+    assert task.cancelled()
