@@ -132,7 +132,10 @@ class Handoff:
 
     async def _steps(self) -> None:
         self._read_message()
-        if self._too_long():
+        too_long = len(self._token_ids) > self._puller.max_prompt_tokens
+        # Another worker may take it. The last delivery is claimed all the same, so that the decode
+        # worker learns at once.
+        if too_long and self.first.ack_subject and not self._last_delivery:
             return await self._leave_to_others()
         await self.claim()
         await self._check_grant()
@@ -273,13 +276,6 @@ class Handoff:
     def _last_delivery(self) -> bool:
         """Whether the queue delivers the job no more."""
         return self.first.number >= self._puller.max_deliver
-
-    def _too_long(self) -> bool:
-        """Whether the prompt is too long for this worker, and another one may still get the job.
-
-        The last delivery is claimed all the same, so that the decode worker learns at once."""
-        last = self._last_delivery or not self.first.ack_subject
-        return len(self._token_ids) > self._puller.max_prompt_tokens and not last
 
     async def _leave_to_others(self) -> None:
         """Give a job back that was not claimed. Its next delivery comes later each time."""

@@ -125,6 +125,8 @@ class PrefillTask:
     on_quiet: list[Callable[[], object]] = field(default_factory=list)
     # engine thread
     request: Any = None
+    first_target: int = field(init=False)
+    positions: int = field(init=False)
     scheduled: int = 0
     read_asked: bool = False
     freed_by_report: bool = False
@@ -180,15 +182,8 @@ class PrefillTask:
         )
 
     def __post_init__(self) -> None:
-        self.scheduled = self.first_target
-
-    @property
-    def first_target(self) -> int:
-        return self.hit_tokens // self.block_size
-
-    @property
-    def positions(self) -> int:
-        return -(-len(self.token_ids) // self.block_size)
+        self.scheduled = self.first_target = self.hit_tokens // self.block_size
+        self.positions = -(-len(self.token_ids) // self.block_size)
 
     @property
     def targets(self) -> list[int]:

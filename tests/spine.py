@@ -21,7 +21,7 @@ from tests.support.prompts import ask, going_away, random_prompt
 from tests.support.recorder import RECORD, Call, Window, path_of, read
 
 IDLE = 1
-IDLE_S = 6.0
+IDLE_S = 12.0
 """Longer than every regular task of a worker takes to come by again."""
 
 
@@ -61,7 +61,7 @@ CASES: dict[str, Callable[[Cluster], None]] = {
     case.__name__: case for case in (plain, hit, chunks, cancel, killed)
 }
 # Two runs differ by a few functions: a regular task may come by in one and not in the other.
-FILES, FUNCTIONS = 121, 512
+FILES, FUNCTIONS = 90, 512
 """The budget of the case `plain` over shm."""
 
 
