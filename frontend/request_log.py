@@ -119,7 +119,9 @@ class RequestRecord:
         return time.monotonic() - self.over_at < wait_s
 
     def to(self, worker: str) -> SentTo:
-        """Return a dispatch to a worker. `RequestLog.sent` enters it."""
+        """Return a new entry for sending the request to `worker`.
+
+        The record does not have it yet: `RequestLog.sent` adds it once the request is sent."""
         return SentTo(worker, self.spans and self.spans[0].child())
 
     def left(self, error: str) -> None:

@@ -145,7 +145,7 @@ class Pull:
 
 
 class Layer:
-    """ASGI middleware that picks the forwarder of each request.
+    """ASGI middleware that decides for each request: our workers, or a stock server.
 
     It stands between `Admission` and vLLM's app, and only if stock servers may be known. Requests
     on other paths than PATHS go to vLLM's app as before: it renders, tokenizes and lists models.

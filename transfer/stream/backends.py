@@ -95,21 +95,25 @@ class BackendKind(Protocol):
     batch_bytes: int
 
     def why_not(self) -> str | None:
-        """For people: why this process cannot use it (no device, package missing). None: it can."""
+        """Return, for people, why this process cannot use this kind. None: it can."""
         return None
 
     def detail(self, memory: LocalMemory) -> str | None:
-        """Owner: what a peer must know before it connects, printable. It is published in the
-        endpoint, behind a `#`. None: it does not work for this memory."""
+        """Return what a peer must know before it connects, as printable text. Called by the owner.
+
+        The endpoint carries it after a `#`. None: this kind does not work for this memory."""
         ...
 
     def can_reach(self, detail: str) -> str | None:
-        """Peer: why an owner with this `detail` (from the network) is out of reach, for people.
-        None: it can be reached."""
+        """Return, for people, why an owner with this `detail` is out of reach. None: it is not.
+
+        Called by the peer. `detail` comes from the network."""
         return None
 
     def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
-        """The backend of one side of a new connection. Raises TransferFailed, ConfigError."""
+        """Return the backend for a new connection: the owner's, or the peer's.
+
+        Raises TransferFailed if it cannot be made, ConfigError if its settings are wrong."""
         ...
 
     def close(self) -> None:
@@ -125,10 +129,10 @@ R = TypeVar("R", bound=_Resource)
 
 
 class LazyBackend(Backend, Generic[R]):
-    """A backend that makes something costly with its first batch: a communicator, an agent.
+    """A backend with a `resource` that is slow to make: an NCCL communicator or a NIXL agent.
 
-    It keeps `resource` until a fault, or until the session ends. (A prefill worker closes a session
-    that it has not used for 60 s.)"""
+    The first batch makes it. It lives until a fault, or until the session ends: a prefill worker
+    closes a session that it has not used for 60 s."""
 
     def __init__(self, setup: bytes = b"") -> None:
         self.setup = setup

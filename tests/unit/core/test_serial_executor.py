@@ -1,4 +1,4 @@
-"""Calls keep their order, a stuck one delays no other executor, and no work means no thread."""
+"""Calls run in their order. One that hangs delays no other executor. Without work, no thread."""
 
 from __future__ import annotations
 

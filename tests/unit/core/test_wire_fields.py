@@ -22,7 +22,8 @@ READ_WHOLE = {
 def unread(sources: list[str]) -> set[str]:
     """Return each field of a struct of `sources` that no expression or pattern there reads.
 
-    A field counts as read if anything of its name is: this finds names that nobody reads at all."""
+    Only names are compared. So a field that nobody reads is missed if another struct has a field of
+    the same name that somebody reads."""
     fields, read = set[tuple[str, str]](), set[str]()
     for source in sources:
         for node in ast.walk(ast.parse(source)):
@@ -35,9 +36,8 @@ def unread(sources: list[str]) -> set[str]:
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 read.add(node.attr)
             elif isinstance(node, ast.MatchClass):
-                # A pattern by position reads the fields in their order: count them all.
                 read |= set(node.kwd_attrs)
-                if node.patterns:
+                if node.patterns:  # a pattern by position may read all fields of its class
                     read.add(ast.unparse(node.cls))
     return {f"{name}.{field}" for name, field in fields if not {name, field} & read}
 

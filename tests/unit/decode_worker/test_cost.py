@@ -48,7 +48,7 @@ class Rig:
     def ask(
         self, tokens: int, *, ttft_s: float = 2.0, queue: Queue | None = None, **fields: Any
     ) -> tuple[str, Decision, Choice]:
-        """Have the rules decide about a prompt, and admit it."""
+        """Decide where a prompt is prefilled, and enter it as admitted."""
         self.serial += 1
         name = f"r{self.serial}"
         queue = queue or Queue(("p",), 1)
@@ -276,7 +276,7 @@ def test_steps_teach_the_time_of_streams_and_of_prompts() -> None:
 
 
 def test_an_engine_that_computes_no_prompt_is_taken_to_be_as_fast_as_the_others() -> None:
-    """Otherwise it would never be tried, and never measured."""
+    """If it were taken to be slow, it would get no prompt, and its speed would stay unknown."""
     rates, late = EngineRates(), 9.0 + FORGET_S
     rates.assume((0.2, 0.0), 0.0)
     assert rates.work(span(0, 512)) == pytest.approx(0.4)
