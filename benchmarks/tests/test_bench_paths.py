@@ -17,11 +17,6 @@ def test_the_parts_of_what_remote_costs_add_up() -> None:
     assert rows["TTFT of 256, remote less local"] == 17.0
 
 
-def test_bursts_tell_the_first_and_the_mean() -> None:
-    first, mean = bench_paths.burst_rows([[1.0, 2.0, 3.0], [1.2, 2.0, 4.0]])
-    assert (first.value, mean.value) == (1.1, 2.2)
-
-
 def test_remote_may_cost_a_little_and_the_copying() -> None:
     def missed(less: float, copy_ms: float) -> list[str]:
         """Of five pairs one is far off, and each comes slower than the one before."""
@@ -33,7 +28,3 @@ def test_remote_may_cost_a_little_and_the_copying() -> None:
     assert missed(15.9, 1.0) == [], "the median of the pairs counts"
     assert missed(17.0, 2.5) == []
     assert missed(17.0, 1.5) == ["TTFT of 256, remote less local"]
-
-
-def test_a_copy_takes_time() -> None:
-    assert 1e-3 < bench_paths.copy_ms(1 << 20, repeats=3) < 100

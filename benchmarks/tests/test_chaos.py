@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
-from benchmarks import chaos_load, chaos_report, report
+from benchmarks import chaos_report, report
 from benchmarks.chaos_cluster import logged_at
-from benchmarks.chaos_load import Ask, Load, Work
+from benchmarks.chaos_load import Ask, Work
 from benchmarks.chaos_scenarios import (
     DECODE_BACK,
     FRONTEND_GONE,
@@ -23,10 +18,7 @@ from benchmarks.chaos_scenarios import (
     Scenario,
     back_after,
     longest_gap,
-    rate_at,
-    rates,
 )
-from tests.support.listening import serving
 
 
 def steady(rate: float, begin: float, end: float) -> list[float]:
@@ -35,17 +27,6 @@ def steady(rate: float, begin: float, end: float) -> list[float]:
 
 
 class TestRates:
-    def test_a_window_holds_its_begin_and_not_its_end(self) -> None:
-        assert rate_at([0.0, 0.5, 1.0], 0.0) == 2
-        assert rate_at([0.0, 0.5, 1.0], 0.0, width=0.5) == 2
-
-    def test_only_whole_windows_count(self) -> None:
-        assert rates(steady(10, 0, 3), 0, 2.9) == [10, 10]
-        assert rates([], 0, 0.9) == []
-
-    def test_back_at_once(self) -> None:
-        assert back_after(steady(100, 0, 10), 5.0, 100, 10.0) == 0
-
     def test_a_second_that_ended_before_the_fault_does_not_count(self) -> None:
         """Full rate until the kill, silence for three seconds, full rate again."""
         times = steady(100, 0, 5) + steady(100, 8, 20)
@@ -56,9 +37,6 @@ class TestRates:
         times = steady(100, 0, 5) + steady(70, 5, 20)
         assert back_after(times, 5.0, 100, 20.0) is None
         assert back_after(times, 5.0, 80, 20.0) == 0
-
-    def test_too_little_left_to_say(self) -> None:
-        assert back_after(steady(100, 0, 10), 9.5, 100, 10.0) is None
 
     def test_the_longest_gap_may_be_at_either_end(self) -> None:
         assert longest_gap([1.0, 1.5], 0.0, 4.0) == 2.5
@@ -127,16 +105,6 @@ class TestRows:
         assert len({line.count("|") for line in lines}) == 1
         assert "| 0 of 20 | 0 | 100 ms | 25 ms | 0.00 s | 100, 100, – | 100 |" in lines[-1]
 
-    def test_what_may_fail_is_told_with_its_excuse(self) -> None:
-        own = ask(3, 4.1, error="broke", url="b")
-        run = run_of(FRONTEND_GONE, [ask(0, 9), own], killed=4.0, noticed_s=0.1, excused=[own])
-        rows = chaos_report.report_rows("1P1D", run)
-        run = run_of(ONLY_DECODE_BACK, [ask(0, 9), own], killed=2.0, excused=[own])
-        rows += chaos_report.report_rows("1P1D", run)
-        text = chaos_report.report_table(rows)
-        assert "| 1 of 2, 1 were open there |" in text
-        assert "| 1 of 2, each within 1.1 s |" in text
-
 
 class TestWork:
     work = Work([[1], [2]], [[7, 8, 9], [4, 5, 6]], 3)
@@ -170,98 +138,3 @@ def test_the_first_matching_log_line_after_a_moment(tmp_path: Path) -> None:
     assert logged_at(log, "lost d1", first) == first + 1
     assert logged_at(log, "lost d0", first + 1) == first + 2
     assert logged_at(log, "lost d9", 0.0) is None
-
-
-def test_scenarios_are_chosen_by_name() -> None:
-    def names(*only: str) -> list[tuple[str, int]]:
-        return [(t.name, len(t.scenarios)) for t in chaos_report.chosen(list(only))]
-
-    assert names() == [("1P1D", 5), ("2P2D", 4)]
-    assert names("2P2D") == [("2P2D", 4)]
-    assert names("decode-restarted", "1P1D/none") == [("1P1D", 1), ("2P2D", 1)]
-    assert names("nonsense") == []
-
-
-Answer = Callable[[web.Request], AsyncIterator[bytes]]
-
-
-@asynccontextmanager
-async def server(answer: Answer) -> AsyncIterator[str]:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        async for event in answer(request):
-            await response.write(b"data: " + event + b"\n\n")
-        return response
-
-    app = web.Application()
-    app.router.add_post("/v1/completions", handle)
-    async with serving(app) as url:
-        yield url
-
-
-def chunk(*tokens: int, end: bool = False) -> bytes:
-    choice = {"token_ids": list(tokens), "finish_reason": "length" if end else None}
-    return json.dumps({"id": "cmpl-1", "choices": [choice]}).encode()
-
-
-async def ask_once(answer: Answer, **options: float) -> Ask:
-    async with server(answer) as url:
-        work = Work([[1, 2]], [[7, 8, 9]], 3)
-        load = Load(work, lambda: [url], clients=1, each=1, **options)  # type: ignore[arg-type]
-        with load:
-            await asyncio.to_thread(load.join, 10.0)
-    (one,) = load.ended
-    assert not work.wrong([one])
-    return one
-
-
-class TestLoad:
-    async def test_a_whole_answer(self) -> None:
-        async def answer(_: web.Request) -> AsyncIterator[bytes]:
-            yield chunk(7)
-            yield chunk(8, 9, end=True)
-            yield b"[DONE]"
-
-        one = await ask_once(answer)
-        assert (one.tokens, one.error, one.request_id, len(one.at)) == ([7, 8, 9], "", "cmpl-1", 3)
-
-    @pytest.mark.parametrize(
-        ("last", "said"),
-        [
-            (b'{"error": {"message": "worker lost"}}', "worker lost"),
-            (b"[DONE]", "without a finish reason"),
-            (b'{"id": "cmpl-1", "choices": []}', "broke off"),
-        ],
-    )
-    async def test_a_stream_that_ends_early_has_failed(self, last: bytes, said: str) -> None:
-        async def answer(_: web.Request) -> AsyncIterator[bytes]:
-            yield chunk(7)
-            yield last
-
-        assert said in (await ask_once(answer)).error
-
-    async def test_an_abandoned_request_has_not_failed(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(chaos_load, "PATIENCE_S", 0.1)
-
-        async def answer(_: web.Request) -> AsyncIterator[bytes]:
-            yield chunk(7)
-            await asyncio.sleep(0.3)
-
-        one = await ask_once(answer, cut_share=1.0)
-        assert (one.cut, one.error) == (True, "")
-
-    async def test_a_frontend_that_is_not_there_is_passed_over(self) -> None:
-        async def answer(_: web.Request) -> AsyncIterator[bytes]:
-            yield chunk(7, 8, 9, end=True)
-            yield b"[DONE]"
-
-        async with server(answer) as url:
-            nobody = "http://127.0.0.1:1"
-            load = Load(Work([[1]], [[7, 8, 9]], 3), lambda: [nobody, url], clients=1, each=2)
-            with load:
-                await asyncio.to_thread(load.join, 10.0)
-        assert [a.error for a in load.ended] == ["", ""]
-        assert load.turned_away == 2

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks.serving import stats, workloads
 from benchmarks.serving.contract import Answer, Ask, Kind
-from benchmarks.serving.meter import Meter
 from benchmarks.serving.stats import Slo
 from benchmarks.serving.workloads import Longs, Prompts, Workload
 
 VOCABULARY = range(5, 300)
-SPIN = "import time\nwhile time.process_time() < 0.1: pass\nprint(flush=True)\ninput()"
 
 
 def prompts(*seed: object) -> Prompts:
@@ -60,17 +55,6 @@ class TestWorkloads:
             assert set(times[1:]) == {None}
             assert len(times) * 64 / 10.0 >= workloads.FASTEST  # it never runs dry
 
-    def test_the_control_is_the_same_streams(self) -> None:
-        assert {a.kind for a in ALL["control"](prompts(0)).asks} == {Kind.SHORT}
-        alone = workloads.interference(prompts(0), 10.0, Longs(500, 4.0), lanes=0)
-        assert {a.kind for a in alone.asks} == {Kind.LONG}
-        assert [(a.at_s, len(a.prompt)) for a in alone.asks] == [(1.0, 500), (5.0, 500)]
-
-    def test_turns_grow(self) -> None:
-        made = ALL["chat"](prompts(0))
-        assert all(a.grows and a.kind is Kind.TURN for a in made.asks)
-        assert [len(a.prompt) for a in made.asks if a.lane == "chat-1"] == [3000, 128, 128]
-
 
 class TestGaps:
     def test_every_wait_counts_once(self) -> None:
@@ -111,27 +95,3 @@ class TestRates:
         broken = answer(0.5, error="x")
         assert stats.goodput([good, slow, stalled, broken], 2.0, slo) == (0.5, 0.25)
         assert slo.holds(answer(0.5))  # one token has no gaps
-
-    def test_prefixes_in_the_cache(self) -> None:
-        turns = [answer(1.0, 1.1) for _ in range(3)]  # 3 tokens asked, 2 answered
-        assert stats.cached_share(turns, [0, 4, 10]) == [0.8, 1.0]
-
-
-class TestMeter:
-    def test_each_process_belongs_to_its_nearest_root(self) -> None:
-        # It begins to spin once the meter has looked, and has used less than 0.1 s until then.
-        command = [sys.executable, "-c", f"input()\n{SPIN.replace('0.1', '0.2')}"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-            meter = Meter({os.getpid(): "me", child.pid: "child"})
-            assert child.stdin is not None
-            assert child.stdout is not None
-            child.stdin.write(b"\n")
-            child.stdin.flush()
-            child.stdout.readline()
-            use = meter.read()
-            assert 0.05 <= use.cpu_s["child"] <= use.total_s
-            below = Meter({os.getpid(): "me"})._look()
-            assert below[child.pid][0] == "me"
-            child.communicate(b"\n")
-        assert meter.read().cpu_s["child"] == 0.0
-        assert use.cores == pytest.approx(use.total_s / use.took_s)

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks import bench_rates
-from benchmarks.live import BenchError
-from benchmarks.serving import model, systems_pairs, systems_vllm
+from benchmarks.serving import model
 from benchmarks.serving.contract import Name
-from benchmarks.serving.systems import FLAGS, SYSTEMS
+from benchmarks.serving.systems import SYSTEMS
 from benchmarks.serving.workloads import LONG_OUT, SHORT_IN, SHORT_OUT, SWEEP_IN
-from pullfill.demo.recipe import MARKUP_TOKENS, SPECIAL_TOKENS
 from pullfill.demo.tokenizer import build_tokenizer
-from pullfill.deploy.plan import usable_cores
-
-
-class TestModel:
-    def test_prompts_have_no_special_tokens(self) -> None:
-        tokenizer = build_tokenizer(model.RECIPE.vocab)
-        texts = {tokenizer.id_to_token(token) for token in model.plain_tokens()}
-        assert not texts & {*SPECIAL_TOKENS, *MARKUP_TOKENS}
-        assert len(texts) == model.RECIPE.vocab - len(SPECIAL_TOKENS) - len(MARKUP_TOKENS)
 
 
 class TestSystems:
@@ -38,39 +21,6 @@ class TestSystems:
         aggregated = {name for name, system in SYSTEMS.items() if system.aggregated}
         assert aggregated == {Name.AGGREGATED, Name.AGGREGATED_256, Name.ROUND_ROBIN}
         assert [name for name, system in SYSTEMS.items() if system.ours] == [Name.PULLFILL]
-
-    def test_nixl_that_is_not_there_is_skipped(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        monkeypatch.setattr(systems_pairs, "nixl_problem", lambda: "not installed")
-        with pytest.raises(systems_pairs.Skipped, match="not installed"):
-            with systems_pairs.nixl("nixl", (0, 1), FLAGS, tmp_path):
-                pass
-
-
-def test_threads_are_put_on_their_cores_but_those_bound_within_stay() -> None:
-    cores = usable_cores()
-    if len(cores) < 2:
-        pytest.skip("needs two cores")
-    code = (
-        "import os, sys, threading\n"
-        "threading.Thread(target=lambda: (os.sched_setaffinity(0, {int(sys.argv[1])}),"
-        " print(flush=True), input())).start()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(cores[1])], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        pid = process.pid
-        try:
-            systems_vllm.pin([pid], cores[:2])
-            bound = sorted(sorted(os.sched_getaffinity(t)) for t in systems_vllm.threads(pid))
-            assert bound == sorted([cores[:2], [cores[1]]])
-            systems_vllm.pin([pid], cores[:1])
-            assert systems_vllm.places([pid]) == {pid: {cores[0]}}
-        finally:
-            process.kill()
 
 
 class TestPublicLoad:
@@ -90,18 +40,6 @@ class TestPublicLoad:
         assert (rate.ttft_p50_s, rate.ttft_p99_s) == (0.05, 0.09)
         assert (rate.itl_p50_s, rate.itl_p99_s) == (0.005, 0.009)
         assert (rate.tokens_per_s, rate.good_per_s, rate.good_share) == (40.0, 1.5, 0.75)
-
-    @pytest.mark.parametrize("report", [{}, {"benchmarks": []}, {"benchmarks": [{}]}])
-    def test_another_report_is_refused(self, report: dict[str, Any]) -> None:
-        with pytest.raises(BenchError, match=bench_rates.VERSION):
-            bench_rates.parse(report)
-
-    def test_without_guidellm_it_says_how_to_get_it(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        with pytest.raises(systems_pairs.Skipped, match="make install-bench"):
-            bench_rates.program()
 
 
 def came(rate: float, good: float, share: float, failed: int = 0) -> bench_rates.Rate:

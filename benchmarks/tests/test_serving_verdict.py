@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import pytest
 
 from benchmarks import report
-from benchmarks.serving import tables
 from benchmarks.serving.campaign import Measured, Trouble
 from benchmarks.serving.contract import Answer, Ask, Kind, Name, System
 from benchmarks.serving.load import Result
@@ -183,11 +182,6 @@ class TestChat:
         assert chat_shares(self.made(hit)) == [hit / 100]
         assert row(measured(self.made(hit)), "lowest turn").ok is ok
 
-    def test_conversations_are_told_apart(self) -> None:
-        found = window(Name.NIXL, "chat", "", [turn(98, 0, "a"), turn(48, 0, "b")])
-        found.explained = {}
-        assert chat_shares(found) == []
-
 
 class TestTrouble:
     def test_a_system_that_did_not_start_is_a_row_that_fails(self) -> None:
@@ -209,37 +203,3 @@ class TestTrouble:
         found = row(made, "x: failed requests, chat")
         assert (found.value, found.ok) == (1, False)
         assert "of 2; first: broke off" in found.unit
-
-    def test_half_a_run_is_none(self) -> None:
-        made = measured(*interference(Name.PULLFILL))
-        made.cut = True
-        assert not row(made, "ended early").ok
-
-
-def everything() -> Measured:
-    return measured(
-        *interference(Name.PULLFILL), *interference(Name.AGGREGATED, longs=200.0),
-        idle={Name.PULLFILL: 0.04},
-    )  # fmt: skip
-
-
-class TestTables:
-    def test_rows_of_every_system(self) -> None:
-        rows = {r.metric: r for r in tables.rows(everything())}
-        assert rows["pullfill: idle CPU"].value == 4.0
-        assert rows["aggregated: ITL p99, longs"].value == pytest.approx(200.0)
-        assert all(r.ok and not r.target for r in rows.values())
-
-    def test_markdown(self) -> None:
-        text = tables.markdown(everything())
-        assert "- **aggregated**: note of aggregated" in text
-        widths = [
-            {line.count(" | ") for line in block.splitlines()}
-            for block in text.split("\n\n")
-            if block.startswith("|")
-        ]
-        assert all(len(w) == 1 for w in widths)
-
-    def test_nothing_measured(self) -> None:
-        assert "Not measured" in tables.markdown(measured())
-        assert Verdict(measured()).rows() == []

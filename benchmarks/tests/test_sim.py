@@ -12,7 +12,7 @@ from benchmarks.sim import workloads
 from benchmarks.sim.__main__ import GROW, TRACE, run, speed_for, stay
 from benchmarks.sim.cluster import Net, Setup
 from benchmarks.sim.worker import Cache, Job, Speed, Worker
-from benchmarks.sim.workloads import Req, Text, Workload, trace
+from benchmarks.sim.workloads import Req, Workload, trace
 from pullfill.wire import DecodePolicy
 
 SPEED = Speed(0.001, step=100.0, stream=10.0, cached=0.0, chunk=1000)
@@ -23,22 +23,6 @@ def setup_for(workload: Workload, load: float = 0.8) -> Setup:
 
 
 # ------------------------------------------------------------------------------- parts
-
-
-def test_texts_that_begin_alike_share_the_blocks_of_that_beginning() -> None:
-    one, other = Text(16, 1), Text(16, 1)
-    for text in (one, other):
-        text.add(40, 7)
-    one.add(40, 8)
-    other.add(40, 9)
-    assert len(one.hashes) == 5
-    assert [a == b for a, b in zip(one.hashes, other.hashes, strict=True)] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
 
 
 def test_the_cache_evicts_the_ends_of_what_was_released_first() -> None:
@@ -75,18 +59,6 @@ def test_a_worker_takes_the_time_that_its_speed_says() -> None:
     assert worker.cache.free == 1000
 
 
-def test_a_prompt_that_comes_while_answers_run_starts_with_the_next_step() -> None:
-    worker = Worker("a", 1000, 16, SPEED)
-    long, late = Job(Req(0, 0.0, 10, 100, []), 0.0), Job(Req(1, 0.0, 10, 1, []), 0.0)
-    worker.add(long, 0.0)
-    worker.finish()
-    worker.add(late, 1.0)
-    assert worker.step is not None
-    assert worker.step.end == pytest.approx(0.11 + 9 * 0.11)
-    finished(worker, [long, late])
-    assert late.first_at == pytest.approx(0.11 + 9 * 0.11 + 0.12)
-
-
 def write(path: Path, *lines: dict[str, object]) -> Path:
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
@@ -108,13 +80,6 @@ def test_a_trace_is_read_with_its_blocks_and_sessions(tmp_path: Path) -> None:
     assert [req.session for req in workload.requests] == [0, 0, 2]
 
 
-def test_a_broken_line_of_a_trace_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    path.write_text(json.dumps(line(1, 1, 1)) + "\n{}")
-    with pytest.raises(ValueError, match="line 2"):
-        trace(path, block=16, grow=1)
-
-
 def test_conversations_that_stay_are_as_uneven_as_their_lengths() -> None:
     """The third begins where the least work was: after 10 and 30 tokens, at the first worker."""
     jobs = [
@@ -123,12 +88,6 @@ def test_conversations_that_stay_are_as_uneven_as_their_lengths() -> None:
     ]
     assert stay(jobs, 2, 16) == pytest.approx(2 * 130 / 160)
     assert stay(jobs[:2], 2, 16) == pytest.approx(2 * 30 / 40)
-
-
-def test_a_workload_has_no_more_different_blocks_than_it_says() -> None:
-    workload = workloads.conversations(50, 30.0, seed=3)
-    different = {name for req in workload.requests for name in req.hashes + req.answer}
-    assert len(different) <= workload.blocks() <= 1.5 * len(different)
 
 
 # ------------------------------------------------------------------------------- runs

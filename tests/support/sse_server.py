@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.support.listening import listening
@@ -63,25 +62,6 @@ class SseServer:
         async with listening(self._serve) as (host, port):
             self.url = f"http://{host}:{port}"
             yield self
-
-    @contextmanager
-    def in_a_thread(self) -> Iterator[SseServer]:
-        """On a loop of its own."""
-        ready, over = threading.Event(), threading.Event()
-
-        async def main() -> None:
-            async with self.running():
-                ready.set()
-                await asyncio.to_thread(over.wait)
-
-        thread = threading.Thread(target=lambda: asyncio.run(main()))
-        thread.start()
-        assert ready.wait(10)
-        try:
-            yield self
-        finally:
-            over.set()
-            thread.join(10)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
