@@ -1,6 +1,6 @@
 """The peer sessions that need no port: over mapped memory, and over several sessions at once.
 
-`MappedSession` serves every transport that maps the owner's memory: shm, cuda_ipc, loopback. The
+`MappedSession` serves every transport that maps the owner's memory: shm, cuda_ipc. The
 transport brings the address, a `FenceHold` and a copier. Each batch: take the fence (a dead one is
 refused), copy, let go of the fence. Nothing is copied without the fence.
 

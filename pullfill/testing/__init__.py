@@ -3,7 +3,6 @@
 - `local_cluster.py`: `cluster()`, which runs a whole cluster on this machine.
 - `guard.py`: ends it when its user has ended.
 - `memory_queue.py`: the queue, in this process.
-- `loopback.py`: a transport whose two ends are in this process, with faults on demand.
 - `mock_executor.py`, `mock_model.py`: vLLM's executor without a model.
 """
 

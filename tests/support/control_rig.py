@@ -20,7 +20,6 @@ from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.decode_links import DecodeLink, DecodeLinks
 from pullfill.runtime.lifecycle import end
-from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import (
     SILENT_S,
     Claim,
@@ -39,6 +38,7 @@ from pullfill.wire import (
     WorkerState,
 )
 from tests.support import framing
+from tests.support.loopback import LoopbackFences
 from tests.support.transfer_rigs import COMPAT
 
 BLOCKS = (0, 5, 6)

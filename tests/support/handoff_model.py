@@ -24,10 +24,10 @@ from pullfill.decode_worker.ledger import (
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
 from pullfill.errors import Fenced, Outcome
-from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import FenceToken, RefuseReason, RouterConfig, RouterPolicy
 from tests.support import said
 from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation
+from tests.support.loopback import LoopbackFences
 
 BLOCK = 4
 NUM_BLOCKS = 40

@@ -18,8 +18,8 @@ from pullfill.decode_worker.ledger import (
     Said,
 )
 from pullfill.errors import Outcome
-from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import Claim, Commit, Ready
+from tests.support.loopback import LoopbackFences
 
 Patch = pytest.MonkeyPatch
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from pullfill.net.security import ClusterKey
 from pullfill.net.this_host import host_id
-from pullfill.testing.loopback import LoopbackOwner, LoopbackTransport
 from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, PeerSession, PeerTransport
 from pullfill.transfer.cuda_ipc.ipc_transport import (
     CudaIpcOwner,
@@ -33,6 +32,7 @@ from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import Compat, RegionDescriptor
 from tests.support.fake_gpu import FakeDriver
 from tests.support.fake_nccl import World
+from tests.support.loopback import LoopbackOwner, LoopbackTransport
 from tests.support.nccl_gpus import PairKind
 
 Bytes = NDArray[np.uint8]
@@ -185,15 +185,9 @@ class Rig:
         return self.transport.connect(local.memory, descriptor)
 
 
-def loopback_rig(directory: Path) -> Rig:
-    def make(layout: KvLayout, _: str, incarnation: str, slots: int) -> tuple[Owner, Bytes]:
-        data = np.zeros(extent(layout), np.uint8)
-        return LoopbackOwner(memory_over(data, layout), incarnation, slots=slots), data
-
-    return Rig("loopback", LoopbackTransport(), make)
-
-
-def shm_rig(directory: Path) -> Rig:
+def shm_rig(
+    directory: Path, transport: PeerTransport | None = None, owner_class: type[ShmOwner] = ShmOwner
+) -> Rig:
     def make(
         layout: KvLayout, instance_id: str, incarnation: str, slots: int
     ) -> tuple[Owner, Bytes]:
@@ -201,9 +195,24 @@ def shm_rig(directory: Path) -> Rig:
         path = create_kv(directory, instance_id, 0, extent(layout))
         data = np.asarray(np.memmap(path, np.uint8, "r+"))
         memory = memory_over(data, layout)
-        return ShmOwner(files, [memory], [str(path)], incarnation, slots=slots), data
+        return owner_class(files, [memory], [str(path)], incarnation, slots=slots), data
 
-    return Rig("shm", ShmTransport(), make)
+    return Rig("shm", transport or ShmTransport(), make)
+
+
+def loopback_rig(directory: Path) -> Rig:
+    """shm, with `faults` at each owner."""
+    transport = LoopbackTransport()
+    rig = shm_rig(directory, transport, LoopbackOwner)
+    make_owner = rig.make_owner
+
+    def make(*args: Any) -> tuple[Owner, Bytes]:
+        owner, data = make_owner(*args)
+        assert isinstance(owner, LoopbackOwner)
+        transport.owners[owner.endpoints()["loopback"]] = owner
+        return owner, data
+
+    return Rig("loopback", transport, make)
 
 
 def stream_rig(
@@ -311,5 +320,5 @@ RIGS: dict[str, Callable[[Path], Rig]] = {
 }
 CONNECTS = {"nixl": 50}
 """How often to connect where a connection costs: agents, 0.15 s."""
-MAPPED = ("shm", "loopback", "cuda_ipc")
+MAPPED = ("shm", "cuda_ipc")
 """Those whose peer copies by itself: it holds the fence, so it can be held up holding it."""

@@ -16,8 +16,9 @@ from pullfill.net.this_host import host_id
 from pullfill.runtime import failpoints
 from pullfill.runtime.pages import make_present
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
+from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.layout import both_sides, check_bounds
-from pullfill.transfer.session import MappedSession
+from pullfill.transfer.session import Copier, MappedSession
 from pullfill.transfer.shm.fence import SLOTS, ShmFences, ShmHold
 from pullfill.transfer.shm.files import Mapping, RegionFiles, ShmEndpoint, inode, open_same
 from pullfill.wire import RegionDescriptor
@@ -124,6 +125,10 @@ class ShmTransport:
 
     name = "shm"
 
+    def __init__(self, copier: Copier = copy_batch) -> None:
+        """copier: copies each batch (tests make it fail)."""
+        self._copier = copier
+
     def can_reach(self, descriptor: RegionDescriptor) -> str | None:
         """See PeerTransport. Opens the two files; maps nothing."""
         if descriptor.host_id != host_id():
@@ -169,4 +174,7 @@ class ShmTransport:
         # Else the first write to each page is a page fault: 20 ms for 25 MB. The first job waits
         # for this.
         make_present(mapping.address, endpoint.nbytes, parts=descriptor.num_layers, within_s=0.1)
-        return MappedSession(self.name, ours, theirs, mapping.address, hold, on_close=mapping.close)
+        return MappedSession(
+            self.name, ours, theirs, mapping.address, hold,
+            copier=self._copier, on_close=mapping.close,
+        )  # fmt: skip

@@ -17,9 +17,9 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import features
 from pullfill.errors import Outcome, QueueFull
 from pullfill.queue.contract import Receipt, Urgency
-from pullfill.testing.loopback import LoopbackFences
 from tests.support import said
 from tests.support.control_rig import until
+from tests.support.loopback import LoopbackFences
 
 
 class Rig:

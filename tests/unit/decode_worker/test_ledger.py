@@ -22,12 +22,12 @@ from pullfill.decode_worker.ledger import (
     Settle,
 )
 from pullfill.errors import Outcome
-from pullfill.testing.loopback import LoopbackFences
 from pullfill.transfer.shm.fence import ShmFences
 from pullfill.wire import FenceToken, KvMode, RefuseReason
 from tests.support import said
 from tests.support.fakes import FakeClock
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, HandoffModel, Job, granted
+from tests.support.loopback import LoopbackFences
 
 MANY = 2_000
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pullfill.decode_worker.ledger import Entry, Ledger, Settle
 from pullfill.decode_worker.rules import Situation, decide
 from pullfill.errors import Outcome
-from pullfill.testing.loopback import LoopbackFences
 from tests.support import said
 from tests.support.fakes import FakeClock, FakeRequest
+from tests.support.loopback import LoopbackFences
 
 CLAIM_S = 10.0
 PAUSE_S = (1.0, 30.0)

@@ -15,12 +15,12 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
 from pullfill.errors import Outcome
 from pullfill.queue.contract import Urgency
-from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import MAX_TEXT, Adapter, Expected, RouterConfig, RouterPolicy
 from tests.support import said
 from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation
 from tests.support.features import stand_in
 from tests.support.handoff_model import BLOCK, HandoffModel
+from tests.support.loopback import LoopbackFences
 
 
 class Rig:

@@ -10,8 +10,8 @@ import pytest
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.testing.loopback import LoopbackFences
 from pullfill.wire import FenceToken, KvMode
+from tests.support.loopback import LoopbackFences
 
 
 class TransferWorker:
