@@ -66,23 +66,6 @@ def test_row_4_prefill_dies_before_its_ack(paired: Cluster, oracle: Oracle) -> N
     assert (told["path"], told["attempts"]) == ("remote", 1)
 
 
-def test_row_2_prefill_killed_under_load_with_another_alive(
-    paired: Cluster, oracle: Oracle
-) -> None:
-    """Another worker takes its jobs over: nothing is served locally. A job that was committed
-    within the last 5 ms may not be acked yet: as in row 4 it is redelivered, and refused."""
-    first, second = only_prefill(paired), paired.launch("prefill")
-    paired.wait_ready(first, second)
-    with checked(paired, oracle, stale={"claim": (0, 2)}) as check:
-        first.arm("shm.write.batch=kill@20")
-        with check.load(threads=4, lengths=(900, 1400, 2000), seed=8000) as load:
-            assert first.process.wait(60) == -signal.SIGKILL
-            done = len(load.done)
-            until(lambda: len(load.done) > done + 8, 60, "load goes on")
-        assert second.instance_id in load.prefill_instances()
-        assert load.paths() == {"remote"}
-
-
 @pytest.mark.parametrize(
     ("leaves", "hit"),
     [pytest.param("timeout", 0, marks=pytest.mark.long), ("timeout", 900), ("abort", 0)],

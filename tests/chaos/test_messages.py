@@ -144,28 +144,6 @@ def settled(target: Target) -> None:
     until(lambda: not target.stored(), 20, "all are settled")
 
 
-@pytest.mark.long
-def test_row_8_the_backlog_of_a_decode_worker_that_is_gone(target: Target, oracle: Oracle) -> None:
-    """Thirty jobs of 4096 tokens each, in front of a live decode worker's: they cost no budget.
-    The live one's jobs are of the same urgency, of which the oldest job comes first."""
-    cluster = target.cluster
-    cluster.wait_ready(cluster.launch("prefill"))
-    with checked(cluster, oracle) as check:
-
-        def queued_ms(seed: int) -> float:
-            told = check.told(check.ask(random_prompt(1500, seed=seed)))
-            assert told["path"] == "remote"
-            queued: float = told["timings_ms"]["queue"]
-            return queued
-
-        alone = queued_ms(9100)
-        for _ in range(30):
-            gone = target.job(decode_instance="decode-gone")
-            target.publish(encode(gone), job_id=gone.job_id, tokens=4096)
-        assert queued_ms(9101) < alone + 1000
-        settled(target)
-
-
 @pytest.mark.essential
 def test_row_13_poison_jobs(target: Target, oracle: Oracle) -> None:
     """Dead-lettered at once; the worker lives and loses nothing."""

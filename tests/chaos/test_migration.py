@@ -6,7 +6,6 @@ Rows 9 and 21 of the fault matrix (docs/failure-modes.md), in every form a clien
 from __future__ import annotations
 
 import math
-import signal
 from dataclasses import dataclass
 
 import pytest
@@ -160,23 +159,3 @@ def test_row_21_what_a_drain_does_not_finish_goes_on_elsewhere(
             one.check(oracle)
         assert continued(paired, asked, victim) == 3
         assert "migrating 3 unfinished requests" in victim.log.read_text()
-
-
-@pytest.mark.long
-def test_row_9_a_stopped_worker_is_given_up_and_its_zombie_says_nothing_more(
-    paired: Cluster, oracle: Oracle
-) -> None:
-    """Stopped, not dead: noticed by its silence. When it goes on, nobody listens to it, it drops
-    what it had, and serves again."""
-    victim = another(paired)
-    with checked(paired, oracle):
-        prompts = [random_prompt(60, seed=43_000 + i) for i in range(6)]
-        asked = [Asked(p, ask_for(paired, p, LONG), max_tokens=LONG) for p in prompts]
-        under_way(paired, victim, [a.heard for a in asked], 3)
-        victim.signal(signal.SIGSTOP)
-        for one in asked:
-            one.check(oracle)
-        assert continued(paired, asked, victim) == 3
-        victim.signal(signal.SIGCONT)
-        until(lambda: paired.seen([victim]), 30, "it is back")
-        until(lambda: paired.load_of(victim)["requests"] == 0, 20, "it drops what it had")

@@ -26,7 +26,6 @@ from pullfill.queue.streams import consumer_of
 from pullfill.snapshot import NOT_CLAIMED
 from tests.support import web
 from tests.support.cluster import MODEL, Cluster, Worker, until
-from tests.support.etcd import free_ports
 from tests.support.prompts import random_prompt
 from tests.support.proxy import Proxy
 
@@ -45,7 +44,6 @@ NEVER_S = 60.0
 @dataclass
 class Wires:
     cluster: Cluster
-    control: Proxy
     pulls: tuple[Proxy, Proxy]
     asked: int = 0
 
@@ -98,19 +96,16 @@ class Wires:
 @pytest.fixture(scope="module")
 def wired(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wires]:
     cluster = Cluster(tmp_path_factory.mktemp("outages"), model_path)
-    with Proxy() as control, Proxy() as first, Proxy() as second:
+    with Proxy() as first, Proxy() as second:
         try:
             cluster.start_servers()
-            (port,) = free_ports(1)
-            control.target = ("127.0.0.1", port)
             first.target = second.target = ("127.0.0.1", cluster.nats.port)
-            way = (f"--control-port={port}", f"--advertise-control=tcp://{control.address}")
-            cluster.launch("decode", *MOCK, *way)
+            cluster.launch("decode", *MOCK)
             for proxy in (first, second):
                 cluster.launch("prefill", *MOCK, nats=f"nats://{proxy.address}")
             cluster.launch("frontend")
             cluster.wait_ready(*cluster.workers)
-            yield Wires(cluster, control, (first, second))
+            yield Wires(cluster, (first, second))
         finally:
             cluster.stop()
 
@@ -120,7 +115,7 @@ def wires(wired: Wires) -> Iterator[Wires]:
     wired.cluster.set_router(**USUAL)
     until(lambda: wired.pulling() == 2 and wired.whole(), NEVER_S, "all is well")
     yield wired
-    for proxy in (wired.control, *wired.pulls):
+    for proxy in wired.pulls:
         proxy.pass_all()
     until(lambda: wired.pulling() == 2 and wired.whole(), NEVER_S, "all is well again")
     wired.cluster.assert_clean()
@@ -275,18 +270,3 @@ def test_row_17_etcd_that_is_away_is_told(
         else:
             server.resume()
     healed(wires, "etcd", "etcd")
-
-
-def test_row_18_a_prefill_worker_that_no_decode_worker_reaches_is_told(wires: Wires) -> None:
-    """The prefill worker is registered and answers HTTP, but has no control connection."""
-    wires.control.blackhole()
-    wires.control.reset()
-    line = "no decode worker is connected to it"
-
-    def told() -> int:
-        body = wires.ready()
-        return sum(line in reason for reason in body["reasons"]) if body["degraded"] else 0
-
-    until(lambda: told() == 2, NEVER_S, "/ready says it of both")
-    rows = [row for row in wires.cluster.status()["workers"] if row["role"] == "prefill"]
-    assert [(row["state"], row["troubles"]) for row in rows] == [("ready", [line])] * 2

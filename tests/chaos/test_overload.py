@@ -10,13 +10,12 @@ from typing import Any
 
 import aiohttp
 import httpx
-import msgspec
 import pytest
 
 from tests.support import web
 from tests.support.cluster import MODEL, Cluster, until
 from tests.support.oracle import Oracle
-from tests.support.prompts import ask, random_prompt, truth
+from tests.support.prompts import random_prompt, truth
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -136,88 +135,3 @@ def test_overload_is_answered_rightly_or_refused(narrow: Cluster, oracle: Oracle
 def _decided(cluster: Cluster) -> tuple[float, float]:
     name = "pullfill_decision_total"
     return cluster.counter(name, path="remote"), cluster.counter(name, reason="remote_full")
-
-
-MANY, TIMES = 300, 4
-
-
-@pytest.mark.long
-def test_300_cancelled_at_once_four_times_over(paired: Cluster, oracle: Oracle) -> None:
-    """At different moments: as they arrive, while the first stream, and in between."""
-    for turn in range(TIMES):
-        bodies = [
-            request(random_prompt(40 + 7 * (i % 200), seed=32_000 + turn * MANY + i), 2000,
-                    stream=True)
-            for i in range(MANY)
-        ]  # fmt: skip
-        asyncio.run(_send_and_leave(paired, bodies, linger_s=0.4 * turn))
-        paired.assert_clean()
-        prompt = random_prompt(900, seed=33_000 + turn)
-        assert ask(paired, prompt, STEPS).tokens == truth(oracle, [prompt], STEPS)[0][0]
-
-
-@pytest.mark.long
-def test_a_thousand_streams_at_once(paired: Cluster, oracle: Oracle) -> None:
-    """Far more than the engine runs at once. Each gets its own tokens."""
-    prompts = [random_prompt(40 if i % 20 else 700, seed=34_000 + i) for i in range(1000)]
-    before = _decided(paired)[0]
-    answers = asyncio.run(_stream_all(paired, prompts))
-    expected = [tokens for tokens, _ in truth(oracle, prompts, STEPS)]
-    wrong = [i for i, pair in enumerate(zip(answers, expected, strict=True)) if pair[0] != pair[1]]
-    assert wrong == []
-    assert _decided(paired)[0] > before
-    paired.assert_clean()
-
-
-async def _stream_all(cluster: Cluster, prompts: list[list[int]]) -> list[list[int]]:
-    """The tokens of each prompt's stream. All are open at the same time."""
-    url, opened, all_open = f"{cluster.frontend_url}/v1/completions", 0, asyncio.Event()
-
-    async def stream(http: aiohttp.ClientSession, prompt: list[int]) -> list[int]:
-        nonlocal opened
-        tokens: list[int] = []
-        async with http.post(url, json=request(prompt, STEPS, stream=True)) as answer:
-            assert answer.status == 200, await answer.text()
-            opened += 1
-            if opened == len(prompts):
-                all_open.set()
-            await all_open.wait()
-            async for line in answer.content:
-                if line.startswith(b"data: {"):
-                    tokens += msgspec.json.decode(line[6:])["choices"][0]["token_ids"]
-                elif line.startswith(b"data: [DONE]"):
-                    return tokens
-        raise AssertionError(f"cut after {tokens}")
-
-    timeout = aiohttp.ClientTimeout(300)
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=timeout
-    ) as http:
-        return list(await asyncio.gather(*(stream(http, prompt) for prompt in prompts)))
-
-
-async def _send_and_leave(cluster: Cluster, bodies: list[dict[str, Any]], linger_s: float) -> None:
-    """All at once; when all are at a decode worker, and `linger_s` later, everybody goes."""
-    url = f"{cluster.frontend_url}/v1/completions"
-
-    async def stay(http: aiohttp.ClientSession, body: dict[str, Any]) -> None:
-        async with http.post(url, json=body) as answer:
-            assert answer.status == 200
-            await answer.read()
-
-    async with session() as http:
-        clients = [asyncio.create_task(stay(http, body)) for body in bodies]
-        give_up = time.monotonic() + 30
-        while await asyncio.to_thread(_at_workers, cluster) < MANY:
-            assert time.monotonic() < give_up, "they do not arrive"
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(linger_s)
-        ended = sum(client.done() for client in clients)
-        assert ended == 0, "nobody is to be done before it leaves"
-        for client in clients:
-            client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
-
-
-def _at_workers(cluster: Cluster) -> int:
-    return sum(w["load"].get("requests", 0) for w in cluster.status()["workers"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections import Counter
@@ -106,39 +105,6 @@ async def test_no_stored_job_is_lost_over_three_kills(
     assert load.stored <= set(load.done), load.stored - set(load.done)
     assert set(load.done) <= load.stored | load.refused
     assert load.refused, "the outages were noticed"
-
-
-@pytest.mark.long
-async def test_a_server_that_hangs_again_and_again(server: NatsServer, config: QueueConfig) -> None:
-    hang_s = 10 * config.publish_timeout_s
-
-    async def hang() -> None:
-        server.pause()
-        await asyncio.sleep(hang_s)
-        server.resume()
-
-    load = await run_under_load(server, config, hang, 3)
-    assert load.stored <= set(load.done), load.stored - set(load.done)
-    assert load.slowest_publish_s < hang_s, "nobody waits for a server that hangs"
-
-
-async def test_a_hang_longer_than_the_client_keeps_its_connection(
-    server: NatsServer, config: QueueConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
-    consumer = await JetStreamConsumer.connect(server.url, config, wait_s=HANG_S)
-    caplog.set_level(logging.INFO, "pullfill.queue")
-    logging.getLogger("pullfill").propagate = True
-    server.pause()
-    await until(lambda: not (producer.connection.up or consumer.connection.up))
-    await asyncio.sleep(0.9)
-    assert len(caplog.records) < 5, "an outage is not logged per attempt"
-    server.resume()
-    await until(lambda: producer.available and consumer.connection.up)
-    await producer.publish("after", b"", 1)
-    job = await consumer.pull(HANG_S)
-    await job.ack()
-    await asyncio.gather(producer.close(), consumer.close())
 
 
 async def test_closing_while_the_server_hangs_ends_and_leaves_nothing(

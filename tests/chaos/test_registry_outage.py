@@ -86,26 +86,6 @@ async def cluster(etcd: EtcdServer, client: EtcdClient) -> AsyncIterator[Cluster
     await watcher.close()
 
 
-async def test_stopped_shorter_than_the_ttl_nothing_happens(
-    etcd: EtcdServer, client: EtcdClient
-) -> None:
-    cluster = Cluster(client, client, ttl_s=6)
-    await cluster.start()
-    first = cluster.worker.incarnation
-    etcd.pause()
-    await asyncio.sleep(2.0)
-    with pytest.raises(RegistryUnavailable):
-        await client.ping(0.5)
-    etcd.resume()
-    await asyncio.sleep(6.0)
-    assert cluster.worker.lease
-    assert cluster.worker.incarnation == first
-    assert len(cluster.made) == 1
-    assert cluster.changes == []
-    assert not cluster.worker.revoked.is_set()
-    await cluster.close()
-
-
 @pytest.mark.essential
 async def test_stopped_longer_than_the_ttl(etcd: EtcdServer, cluster: Cluster) -> None:
     etcd.pause()
@@ -116,42 +96,6 @@ async def test_stopped_longer_than_the_ttl(etcd: EtcdServer, cluster: Cluster) -
     etcd.resume()
     await cluster.reregistered()
     assert cluster.directory.workers("decode")["decode-1"].state is WorkerState.DRAINING
-
-
-@pytest.mark.long
-async def test_killed_longer_than_the_ttl_with_its_data(etcd: EtcdServer, cluster: Cluster) -> None:
-    etcd.kill()
-    await eventually(lambda: not cluster.worker.lease)
-    assert list(cluster.directory.workers("decode")) == ["decode-1"]
-    etcd.start()
-    await cluster.reregistered()
-
-
-async def test_restarted_at_once_with_its_data_the_lease_lives_on(
-    etcd: EtcdServer, client: EtcdClient
-) -> None:
-    """Then a revoke is a revoke: continuity begins anew with the first answered keep-alive."""
-    cluster = Cluster(client, client, ttl_s=10)
-    await cluster.start()
-    await asyncio.to_thread(etcd.restart)
-    await client_answers(client)
-    await asyncio.sleep(2.0)
-    assert len(cluster.made) == 1
-    assert cluster.changes == []
-    assert await revoke_worker(client, NS, "decode-1") is not None
-    await asyncio.wait_for(cluster.worker.revoked.wait(), 15)
-    await cluster.close()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("down_s", [0.0, 3.0])
-async def test_restarted_empty(etcd: EtcdServer, cluster: Cluster, down_s: float) -> None:
-    """Also twice, and also faster than a keep-alive would notice."""
-    for times in (1, 2):
-        await asyncio.to_thread(etcd.kill)
-        await asyncio.sleep(down_s)
-        await asyncio.to_thread(etcd.restart, empty=True)
-        await cluster.reregistered(times)
 
 
 async def client_answers(client: EtcdClient) -> None:
@@ -179,25 +123,6 @@ async def test_a_worker_that_dies_for_good_in_an_outage_is_dropped_after_its_gra
     assert list(cluster.directory.workers("decode")) == ["decode-1"]
     await eventually(lambda: not cluster.directory.workers("decode"), within_s=20)
     assert time.monotonic() - back > 2.0  # never before the TTL
-
-
-@pytest.mark.long
-async def test_dead_worker_of_a_healthy_etcd_is_dropped_at_its_ttl(cluster: Cluster) -> None:
-    assert cluster.worker._task is not None
-    assert cluster.worker.lease is not None
-    await asyncio.sleep(4.5)  # the grace of start-up, were there one, is over
-    cluster.worker._task.cancel()
-    await cluster.worker.lease.stop()
-    await eventually(lambda: not cluster.directory.workers("decode"), within_s=10)
-
-
-async def test_sleeping_worker_is_not_revoked(etcd: EtcdServer, cluster: Cluster) -> None:
-    """The worker's process stands still over its TTL: etcd drops the lease, the worker is back
-    with a new incarnation, so everything granted by the old one is fenced."""
-    time.sleep(4.0)  # noqa: ASYNC251
-    await eventually(lambda: len(cluster.again) == 1, within_s=20)
-    assert not cluster.worker.revoked.is_set()
-    await cluster.known_incarnation(cluster.worker.incarnation)
 
 
 class PausedClock:
@@ -252,17 +177,14 @@ async def write(client: EtcdClient, numbers: range, *, stop: asyncio.Event) -> N
         await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
-async def test_watch_misses_nothing_over_restarts(
-    etcd: EtcdServer, client: EtcdClient, how: str
-) -> None:
+async def test_watch_misses_nothing_over_restarts(etcd: EtcdServer, client: EtcdClient) -> None:
     """The watch comes back later than the writer: keys written and deleted meanwhile count too."""
     count = 500
     events: list[WatchEvent] = []
     stop = asyncio.Event()
 
     async def watch() -> None:
-        async for event in watch_prefix(client, "n/", pause_s=2.0):
+        async for event in watch_prefix(client, "n/", pause_s=0.5):
             events.append(event)
 
     writer_client = await EtcdClient.connect(etcd.url, wait_s=10)
@@ -270,9 +192,10 @@ async def test_watch_misses_nothing_over_restarts(
     await eventually(lambda: bool(events))  # it has synced: what is deleted from now on, it sees
     writer = asyncio.create_task(write(writer_client, range(count), stop=stop))
     try:
-        for _ in range(2):
-            await asyncio.sleep(1.5)
-            await asyncio.to_thread(etcd.kill if how == "SIGKILL" else etcd.stop)
+        for end in (etcd.kill, etcd.stop):
+            seen = len(events)
+            await eventually(lambda seen=seen: len(events) > seen + 50)  # type: ignore[misc]
+            await asyncio.to_thread(end)
             await asyncio.to_thread(etcd.start)
         await asyncio.wait_for(writer, 60)
         last = f"n/{count - 1:04}".encode()
@@ -323,17 +246,6 @@ async def test_watch_notices_a_store_that_was_replaced_and_outgrew_it(
     await writer.close()
 
 
-async def test_descriptor_of_a_member_known_before_the_outage(
-    etcd: EtcdServer, cluster: Cluster
-) -> None:
-    found = await cluster.directory.descriptor("decode-1", 0)
-    await asyncio.to_thread(etcd.kill)
-    assert await cluster.directory.descriptor("decode-1", 0) is found
-    with pytest.raises(RegistryUnavailable):
-        await cluster.directory.descriptor("decode-1", 1)
-    await asyncio.to_thread(etcd.start)
-
-
 # ------------------------------------------------------------------ passwords
 
 
@@ -351,7 +263,6 @@ async def test_a_restart_forgets_tokens_and_everything_logs_in_again(etcd: EtcdS
     await eventually(
         lambda: cluster.directory.workers("decode")["decode-1"].state is WorkerState.DRAINING
     )
-    await asyncio.sleep(3.0)
     assert len(cluster.made) == 1
     await cluster.close()
     await client.close()

@@ -4,7 +4,6 @@ The result is kept and shown, and a command clears it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -101,34 +100,3 @@ def test_row_29_a_failure_is_kept_until_somebody_clears_it(wrong: Cluster) -> No
     assert wrong.counter("pullfill_self_check_total") == before
     assert "forgot 1" in pullfill(wrong, "recheck").stdout
     until(lambda: wrong.counter("pullfill_self_check_total") == before + 1, 60, "checked again")
-
-
-@pytest.mark.long
-@pytest.mark.engine
-def test_row_29_a_worker_that_differs_takes_no_jobs_from_one_that_has_passed(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    """It is free all the time, so it would take most of them."""
-    cluster = Deepseek(tmp_path_factory.mktemp("mixed"), deepseek_checkpoint())
-    try:
-        cluster.start_servers()
-        decode = cluster.launch("decode")
-        cluster.launch("prefill")
-        cluster.launch("prefill", WRONG)
-        cluster.launch("frontend")
-        cluster.wait_ready(*cluster.workers)
-        results = ["failed", "passed"]
-        until(
-            lambda: sorted(c["result"] for c in cluster.load_of(decode)["self_checks"]) == results,
-            60,
-            "both checked",
-        )
-        cluster.set_router(policy="always_remote")
-        with ThreadPoolExecutor(8) as pool:
-            asked = pool.map(lambda seed: ask(cluster, random_prompt(300, seed=seed)), range(20))
-            told = [cluster.explain(answer.request_id) for answer in asked]
-        assert {one["path"] for one in told} == {"remote"}
-        assert len({one["prefill_instance"] for one in told}) == 1
-        cluster.assert_clean()
-    finally:
-        cluster.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -46,26 +45,6 @@ def test_row_15_nats_hangs(paired: Cluster, oracle: Oracle) -> None:
             done = len(load.done)
             until(lambda: len(load.done) > done + 6, 60, "served while NATS hangs")
             paired.nats.resume()
-
-
-@pytest.mark.long
-def test_row_17_etcd_down_longer_than_the_ttl(paired: Cluster, oracle: Oracle) -> None:
-    """Serving goes on; both workers register again, and what was granted before is void."""
-    (writer,) = paired.of("prefill")
-    with checked(paired, oracle, fallbacks=LOST, stale=VOID) as check:
-        before = paired.incarnations()
-        assert len(before) == 2
-        with check.load(threads=2, seed=9000) as load:
-            until(lambda: len(load.done) > 3, 30, "load runs")  # descriptors come from etcd
-            paired.etcd.pause()
-            time.sleep(2 * paired.lease_ttl_s)
-            done = len(load.done)
-            until(lambda: len(load.done) > done + 3, 30, "served without etcd")
-            writer.hold(WRITE)
-            paired.etcd.resume()
-            until(lambda: len(paired.incarnations() - before) == 2, 30, "registered again")
-            writer.arm("")
-        assert not paired.incarnations() & before
 
 
 @pytest.mark.essential

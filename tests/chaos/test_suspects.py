@@ -14,16 +14,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from pullfill.config import ClusterRef
-from pullfill.deploy import operate
 from pullfill.testing.mock_model import MockSettings
 from tests.support import web
-from tests.support.cluster import Cluster, Worker, until
+from tests.support.cluster import Cluster, until
 from tests.support.deadly import DIES, FATAL, MOCK, SLOW, ask, ask_again
 
 # tests/unit/frontend/test_dispatch_suspects.py does the same with workers that start at once.
@@ -54,10 +51,6 @@ class Keeper:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-
-    @property
-    def dead(self) -> list[Worker]:
-        return [w for w in self.cluster.workers if w.role == "decode" and not w.alive]
 
     @property
     def deaths(self) -> Counter[int]:
@@ -130,30 +123,9 @@ def run(keeper: Keeper, urls: list[str], streams: int, deadly: int, tokens: int)
     assert 0 < max(keeper.deaths.values()) <= 2, keeper.deaths
 
 
-def status(url: str) -> dict[str, Any]:
-    found: dict[str, Any] = web.get(f"{url}/pullfill/status", timeout=10).json()
-    return found
-
-
 def running(url: str) -> int:
-    return sum(worker["load"].get("running", 0) for worker in status(url)["workers"])
-
-
-def check_refused_and_clear(keeper: Keeper, urls: list[str], deadly: int) -> None:
-    """The other frontend refuses what this one has refused, until the command allows it."""
-    known = until(
-        lambda: (rows := status(urls[1])["suspects"]) and len(rows) == deadly and rows, 20, "listed"
-    )
-    before = len(keeper.dead)
-    code, body = ask(urls[1], prompt_of(FATAL[0]), 4)
-    assert code == 400
-    assert "are refused for another" in body["error"]["message"]
-    assert len(keeper.dead) == before
-    ref = ClusterRef(keeper.cluster.namespace, keeper.cluster.etcd.url, keeper.cluster.nats.url)
-    operate.clear_suspects(ref, known[0]["fingerprint"])
-    operate.clear_suspects(ref, None)
-    for url in urls:
-        until(lambda url=url: not status(url)["suspects"], 20, "cleared")  # type: ignore[misc]
+    status = web.get(f"{url}/pullfill/status", timeout=10).json()
+    return sum(worker["load"].get("running", 0) for worker in status["workers"])
 
 
 @pytest.mark.essential
@@ -163,11 +135,3 @@ def test_three_deadly_prompts_at_two_frontends(tmp_path: Path, model_path: Path)
     with fleet(tmp_path / "fleet", model_path) as (keeper, urls):
         keeper.start()
         run(keeper, urls, streams=40, deadly=3, tokens=300)
-
-
-@pytest.mark.long
-def test_a_deadly_prompt_ends_two_of_three_workers(tmp_path: Path, model_path: Path) -> None:
-    with fleet(tmp_path / "fleet", model_path) as (keeper, urls):
-        run(keeper, urls[:1], streams=9, deadly=1, tokens=150)
-        assert len(keeper.dead) == 2
-        check_refused_and_clear(keeper, urls, 1)

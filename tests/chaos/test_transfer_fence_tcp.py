@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,19 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pullfill.wire import encode
 from tests.chaos.test_transfer_fence import (
     LAYOUT,
     OURS,
     PATIENCE_S,
-    REPO,
     WRITTEN,
     Writer,
     foreign,
     wait_until,
 )
-from tests.support.leaks import grown, usage
-from tests.support.transfer_rigs import DENSE, Region, Rig, shm_rig, tcp_rig
+from tests.support.transfer_rigs import Region, tcp_rig
 
 Start = Callable[..., Writer]
 
@@ -117,74 +112,3 @@ def test_writer_stopped_at_any_moment(region: Region, start: Start) -> None:
 
 
 # --------------------------------------------------------------------------- peers that die
-
-_PEER = """
-import sys
-import numpy as np
-from pathlib import Path
-from pullfill.transfer.layout import layout_of
-from pullfill.transfer.shm.shm_transport import ShmTransport
-from pullfill.transfer.stream.stream_peer import StreamTransport
-from pullfill.transfer.stream.tcp_backend import TcpKind
-from pullfill.wire import FenceToken, RegionDescriptor, decode
-from tests.support.leaks import grown, usage
-from tests.support.transfer_rigs import memory_over
-descriptor = decode(Path(sys.argv[1]).read_bytes(), RegionDescriptor)
-data = np.zeros(descriptor.nbytes, np.uint8)
-memory = memory_over(data, layout_of(descriptor))
-transport = StreamTransport(TcpKind()) if "tcp" in descriptor.endpoints else ShmTransport()
-sessions = [transport.connect(memory, descriptor) for _ in range(100)]
-token = FenceToken(slot=int(sys.argv[2]), epoch=int(sys.argv[3]))
-print("up", flush=True)
-while True:
-    for session in sessions:
-        session.write_blocks(token, range(40), range(40))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("make", [shm_rig, tcp_rig])
-def test_a_thousand_connects_leave_nothing(make: Callable[[Path], Rig], tmp_path: Path) -> None:
-    rig = make(tmp_path)
-    region, mine = rig.region(DENSE), rig.local(DENSE)
-    token = region.owner.fences.open([0])
-    before = usage()
-    for _ in range(1000):
-        session = rig.connect(mine, region)
-        session.write_blocks(token, [0], [0])
-        session.close()
-    wait_until(lambda: not grown(before))
-    assert region.owner.fences.try_revoke(token)
-    region.owner.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("make", [shm_rig, tcp_rig])
-def test_a_thousand_dead_connections_leave_nothing(
-    make: Callable[[Path], Rig], tmp_path: Path
-) -> None:
-    """Ten processes with a hundred sessions each, killed while they write."""
-    (tmp_path / "shm").mkdir()
-    region = make(tmp_path / "shm").region(DENSE)
-    fences = region.owner.fences
-    path = tmp_path / "descriptor.bin"
-    path.write_bytes(encode(region.descriptor))
-    before = usage()
-    for _ in range(10):
-        token = fences.open(range(40))
-        peer = subprocess.Popen(
-            [sys.executable, "-c", _PEER, str(path), str(token.slot), str(token.epoch)],
-            cwd=REPO,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert peer.stdout is not None
-        assert peer.stdout.readline() == "up\n"
-        peer.kill()
-        peer.wait(PATIENCE_S)
-        peer.stdout.close()
-        wait_until(lambda token=token: fences.try_revoke(token))
-    wait_until(lambda: not grown(before))
-    assert fences.in_use == 0
-    region.owner.close()

@@ -16,7 +16,7 @@ import pytest
 from pullfill.runtime.lifecycle import STEP_FAILED
 from tests.support import web
 from tests.support.answers import ask_for
-from tests.support.checked import MANY, STEPS, Bound, Checked, checked
+from tests.support.checked import MANY, STEPS, Checked, checked
 from tests.support.cluster import BLOCK, Cluster, Worker, until
 from tests.support.etcd import free_ports
 from tests.support.kv_file import kv_digest
@@ -25,8 +25,6 @@ from tests.support.prompts import (
     ask,
     forget_decode_prefixes,
     random_prompt,
-    sample,
-    sampled,
     truth,
 )
 
@@ -206,31 +204,6 @@ def test_row_21_sigterm_finishes_running_streams(paired: Cluster, oracle: Oracle
 
 
 @pytest.mark.long
-def test_row_21_a_drain_does_not_wait_for_a_stopped_writer(paired: Cluster, oracle: Oracle) -> None:
-    """The request of a stopped writer has ended, and its blocks are in quarantine while the writer
-    is stopped. The decode worker must end all the same. When the writer goes on, it harms
-    nothing."""
-    writers = [*paired.of("prefill"), paired.launch("prefill")]
-    decodes = [*paired.of("decode"), another_decode(paired)]
-    paired.wait_ready(*writers)
-    late: dict[str, Bound] = dict.fromkeys(("revoked", "write", "claim"), (0, 1))
-    with checked(paired, oracle, fallbacks={"quarantined": (0, 1)}, stale=late) as check:
-        for worker in writers:
-            worker.arm("shm.write.batch=stop@2")
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(check.ask, random_prompt(1500, seed=13_400))
-            until(lambda: any(w.stopped for w in writers), 10, "stopped in a write")
-            for worker in writers:
-                worker.arm("")
-            assert check.told(answer.result(60))["fallback"] == "quarantined"
-        (leaving,) = [d for d in decodes if paired.load_of(d)["quarantined_blocks"]]
-        leaving.signal(signal.SIGTERM)
-        assert leaving.process.wait(20) == 0
-        (zombie,) = [w for w in writers if w.stopped]
-        zombie.signal(signal.SIGCONT)
-
-
-@pytest.mark.long
 @pytest.mark.essential
 def test_row_21_second_sigterm_forces(paired: Cluster, oracle: Oracle) -> None:
     victim = another_decode(paired)
@@ -326,39 +299,3 @@ def test_row_27_preemption_while_remote_prefills_are_outstanding(
         with check.load(**options) as load:
             until(lambda: len(load.done) > 10, 120, "requests are answered")
         assert small.counter("vllm:num_preemptions_total") > 0, "nothing was preempted"
-
-
-@pytest.mark.long
-def test_row_27_preempted_requests_keep_their_seeds(small: Cluster, oracle: Oracle) -> None:
-    """A preempted request computes its prompt and its tokens again, in several chunks. The tokens
-    sampled on the way are dropped, and may not be missed by its generator."""
-    small.set_router(policy="always_local")
-    try:
-        before = small.counter("vllm:num_preemptions_total")
-        prompts = [random_prompt(900, seed=15_500 + i) for i in range(6)]
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            got = list(pool.map(lambda p: sample(small, p, 150), prompts))
-        assert small.counter("vllm:num_preemptions_total") > before, "nothing was preempted"
-        assert got == sampled(oracle, prompts, 150)
-    finally:
-        small.set_router(policy="always_remote")
-
-
-@pytest.mark.long
-def test_row_5_a_stopped_writer_holds_what_others_need(small: Cluster, oracle: Oracle) -> None:
-    """Two fifths of all blocks are in quarantine for as long as their writer is stopped: a prompt
-    that needs more than the rest gets an error that says so, and others are served."""
-    (writer,) = small.of("prefill")
-    small.set_router(remote_timeout_s=4.0)
-    writer.arm("shm.write.batch=stop@1")
-    late = {"write": (0, 1), "revoked": (0, 1), "commit": (0, 1)}
-    with checked(small, oracle, fallbacks={"timeout": 1}, stale=late) as check:
-        check.ask(random_prompt(1700, seed=16_001))
-        assert small.counter("pullfill_quarantined_blocks") > 0
-        with pytest.raises(openai.InternalServerError, match="gave it up"):
-            ask(small, random_prompt(3900, seed=16_000), 6)
-        check.ask(random_prompt(300, seed=16_002))
-        writer.arm("")
-        writer.signal(signal.SIGCONT)
-        until(lambda: small.counter("pullfill_quarantined_blocks") == 0, 10, "proved quiet")
-        check.ask(random_prompt(3900, seed=16_000))

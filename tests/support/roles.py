@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.cluster import Cluster, Worker, pullfill, until
@@ -62,26 +60,3 @@ def prefilled_by(load: Load, worker: Worker) -> int:
 def decoded_by(load: Load, worker: Worker) -> int:
     """How many requests the worker has answered."""
     return sum(told["decode_instance"] == worker.instance_id for told in load.told())
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What a process holds. rss_mib: memory that is not shared."""
-
-    descriptors: int
-    threads: int
-    mappings: int
-    rss_mib: float
-
-    @classmethod
-    def of(cls, worker: Worker) -> Footprint:
-        proc = Path(f"/proc/{worker.pid}")
-        status = dict(
-            line.split(":", 1) for line in (proc / "status").read_text().splitlines() if ":" in line
-        )
-        return cls(
-            descriptors=len(os.listdir(proc / "fd")),
-            threads=int(status["Threads"]),
-            mappings=(proc / "maps").read_text().count("pullfill-"),
-            rss_mib=int(status["RssAnon"].split()[0]) / 1024,
-        )
