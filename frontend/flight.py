@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from pullfill.engine.migration import fingerprint, room_for
 from pullfill.frontend.request_log import RequestRecord
 from pullfill.frontend.routing.choice import Share, WorkerChoice
-from pullfill.prefix.chain import HashArray
 from pullfill.runtime import log
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class Hashed:
 
     block: int
     tokens: int
-    hashes: HashArray | None
+    hashes: Sequence[int] | None
 
 
 @dataclass(slots=True, eq=False)

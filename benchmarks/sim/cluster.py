@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from benchmarks.sim.worker import Figures, Job, Speed, Worker
 from benchmarks.sim.workloads import Req, Workload, mix
 from pullfill.frontend.routing.choice import KNOWN, Candidates, HeldBlocks, Placer
@@ -79,7 +77,7 @@ class Frontend:
     def send(self, job: Job, now: float) -> str:
         """Choose a worker for the request, and count the request there. Returns its name."""
         req, block, placement = job.req, self._block, self.placement
-        hashes = req.packed()
+        hashes = req.hashes
         begun = time.thread_time()
         found, more = self.index.deepest(hashes, KNOWN)
         stored = HeldBlocks({self._names[n]: blocks for n, blocks in found.items()}, more)
@@ -165,8 +163,7 @@ class Cluster:
         first, ended = worker.finish()
         events = worker.cache.take()
         if events:
-            packed = [(stored, np.array(names, np.uint64)) for stored, names in events]
-            self._at(now + self.setup.net.events, self._events, number, packed)
+            self._at(now + self.setup.net.events, self._events, number, events)
         if first or ended:
             self._at(now + self.setup.net.send, self._outputs, first, ended)
         self._follow(now, number, version)
@@ -192,10 +189,7 @@ class Cluster:
     def _events(self, now: float, number: int, events: list[tuple[bool, Any]]) -> None:
         for frontend in self.frontends:
             for stored, names in events:
-                if stored:
-                    frontend.index.store(number, names)
-                else:
-                    frontend.index.remove(number, names)
+                frontend.index.apply(number, bytes([stored]) * len(names), names)
 
     def _outputs(self, now: float, first: list[Job], ended: list[Job]) -> None:
         for job in first:

@@ -14,9 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import numpy as np
-
-from pullfill.prefix.chain import HashArray
 
 BLOCK = 16
 _MASK = (1 << 64) - 1
@@ -53,13 +50,6 @@ class Req:
     answer: list[int] = field(default_factory=list)
     session: int = 0
     follows: Req | None = None
-    _packed: HashArray | None = None
-
-    def packed(self) -> HashArray:
-        """The hashes as the index takes them."""
-        if self._packed is None:
-            self._packed = np.array(self.hashes, np.uint64)
-        return self._packed
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,7 @@ from typing import Any
 
 from pullfill import wire
 from pullfill.decode_worker.request_server import RequestServer
-from pullfill.engine import front_wire, kv_offloading
+from pullfill.engine import front_wire
 from pullfill.engine.kv_events import Change, Cleared, KvEvents, Places, Removed, Stored, origin
 from pullfill.prefix import chain
 from pullfill.prefix.events import Ring
@@ -34,7 +34,7 @@ logger = log.get("decode_worker.kv_events")
 
 RING_EVENTS = 1 << 16
 # Blocks that are hashed before other callbacks of the loop get their turn.
-_TURN_BLOCKS = 2048
+_TURN_BLOCKS = 512
 # Steps in the queue. If there are more, the asyncio thread hangs, and all blocks are forgotten.
 _MOST_STEPS = 10_000
 # Messages of one answer that may wait for the engine thread, between two of its steps.
@@ -96,13 +96,13 @@ class Held:
         salt, count = origin(stored)
         parent: int | None
         if stored.parent is None:
-            parent = chain.state_of(chain.root(salt or None, stored.lora or None, self._size))
+            parent = chain.root(salt or None, stored.lora or None, self._size)
         else:
             parent = self._hashes.get(stored.parent)
         if parent is None or all(handle in self._hashes for handle in stored.handles):
             return
         tokens = u32.pack(stored.tokens[: count * self._size])
-        found = chain.extend(parent, tokens, self._size).tolist()
+        found = chain.extend(parent, tokens, self._size)
         for handle, one in zip(stored.handles, found, strict=False):
             self._hashes[handle] = one
             self._places.setdefault(handle, 0)
@@ -111,7 +111,7 @@ class Held:
 class BlockEvents:
     """See the module. `take` runs on the engine thread, all else on the asyncio thread.
 
-    send: hands a message to the engine thread. max_blocks: most blocks that can be cached.
+    send: hands a message to the engine thread.
     flush_s: new events are sent at most this often. After a pause they are sent at once."""
 
     def __init__(
@@ -119,14 +119,13 @@ class BlockEvents:
         loop: asyncio.AbstractEventLoop,
         places: Places,
         send: Send,
-        max_blocks: int,
         flush_s: float = 0.05,
     ) -> None:
         self._flush_s = flush_s
         self._loop = loop
         self._send = send
         self._held = Held(places)
-        self._ring = Ring(RING_EVENTS, max_blocks)
+        self._ring = Ring(RING_EVENTS)
         self._queue: deque[list[Change]] = deque()
         self._armed = False
         self._flushed_at = 0.0
@@ -204,7 +203,7 @@ class BlockEvents:
         else:
             self._held.clear()
             self._settle()
-            self._ring.append(Op.CLEAR, b"")
+            self._ring.append(Op.CLEAR)
             return 1
         return len(change.handles)
 
@@ -268,11 +267,8 @@ def publish_blocks(
 
         engine.host.submit(tell)
 
-    on_gpu = engine.config.cache_config.num_gpu_blocks or 0
-    kv_bytes = sum(memory.nbytes for memory in engine.context.memories)
-    offloaded = kv_offloading.size_of(engine.config) * on_gpu // max(1, kv_bytes)
     events.attach(engine.core)
-    blocks = BlockEvents(loop, events.places, send, max(1, on_gpu + offloaded))
+    blocks = BlockEvents(loop, events.places, send)
     events.take = blocks.take
     server.on_follow = lambda identity, message: loop.call_soon_threadsafe(
         blocks.follow, identity, message

@@ -34,7 +34,7 @@ class Prompt:
     """tokens: its length, estimated for text. hashes: of its whole blocks (prefix/chain.py)."""
 
     tokens: int
-    hashes: chain.HashArray
+    hashes: list[int]
 
 
 def prompt_of(body: dict[str, Any] | None) -> Prompt:
@@ -51,7 +51,7 @@ def prompt_of(body: dict[str, Any] | None) -> Prompt:
     root = chain.root(
         salt if isinstance(salt, str) else None, model if isinstance(model, str) else None, BLOCK
     )
-    return Prompt(count, chain.chain(root, tokens[: count * 4], BLOCK))
+    return Prompt(count, chain.extend(root, tokens[: count * 4], BLOCK))
 
 
 def _text(body: dict[str, Any]) -> str:

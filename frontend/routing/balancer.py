@@ -7,6 +7,7 @@ is `router.decode_policy`; `choice` says what the policies do.
 from __future__ import annotations
 
 import random
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,6 @@ from pullfill.frontend.routing.choice import KNOWN, Candidates, Placer, WorkerCh
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.prefix import chain
 from pullfill.prefix.events import State
-from pullfill.prefix.table import SLOTS
 from pullfill.wire import DecodeChoice, DecodePolicy, PrefixHolder
 
 # For how many answers with several choices the worker is remembered.
@@ -92,7 +92,7 @@ class Balancer:
             return None
         held = self._prefixes.matched(hashes).blocks
         if worker.instance_id not in held and len(held) == KNOWN:
-            held = self._prefixes.matched(hashes, SLOTS).blocks
+            held = self._prefixes.matched(hashes, sys.maxsize).blocks
         own = held.pop(worker.instance_id, 0)
         if not held:
             return None
@@ -214,7 +214,7 @@ def _length(flight: Flight) -> int:
     return len(flight.request.prompt_token_ids or ()) + len(flight.tokens)
 
 
-def hashes_of(request: Any, tokens: Sequence[int], block: int) -> chain.HashArray | None:
+def hashes_of(request: Any, tokens: Sequence[int], block: int) -> list[int] | None:
     """The chain hashes of the blocks of a prompt, and of the tokens that are out already.
 
     Of a prompt with images only the blocks before the first one: what follows depends on their
@@ -232,4 +232,4 @@ def hashes_of(request: Any, tokens: Sequence[int], block: int) -> chain.HashArra
     adapter = request.lora_request
     lora = adapter.lora_name if adapter is not None else None
     root = chain.root(request.cache_salt or None, lora, block)
-    return chain.chain(root, array("I", ids).tobytes(), block)
+    return chain.extend(root, array("I", ids).tobytes(), block)

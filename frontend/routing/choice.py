@@ -22,7 +22,6 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pullfill.prefix.chain import HashArray
 from pullfill.prefix.index import Predicted
 from pullfill.wire import DecodePolicy
 
@@ -229,7 +228,7 @@ class Ask:
 
     tokens: int
     block: int = 0
-    hashes: Sequence[int] | HashArray = ()
+    hashes: Sequence[int] = ()
     matched: Mapping[str, int] = field(default_factory=dict)
     stored: int = 0
     warm: bool = True
@@ -310,7 +309,7 @@ class Chooser:
         counted: prompts that come in one burst shall stay together."""
         if ask.stored != longest:
             return 1.0
-        end = int(ask.hashes[longest - 1])
+        end = ask.hashes[longest - 1]
         seen = self._crowds.pop(end, 0)
         self._crowds[end] = seen + 1
         if len(self._crowds) > MAX_CROWDS:
@@ -392,7 +391,7 @@ def _least(
 
 
 def _hashed(ask: Ask, views: Sequence[WorkerView]) -> WorkerChoice:
-    key = int(ask.hashes[_key_depth(len(ask.hashes)) - 1]).to_bytes(8, "little")
+    key = ask.hashes[_key_depth(len(ask.hashes)) - 1].to_bytes(8, "little")
     two = heapq.nsmallest(
         2, views, key=lambda v: zlib.crc32(v.instance_id.encode(), zlib.crc32(key))
     )
@@ -455,7 +454,7 @@ class Placer:
         now: float,
         *,
         block: int = 0,
-        hashes: HashArray | None = None,
+        hashes: Sequence[int] | None = None,
         stored: HeldBlocks | None = None,
         warm: bool = True,
     ) -> WorkerChoice:
@@ -486,7 +485,7 @@ class Placer:
         now: float,
         *,
         block: int = 0,
-        hashes: HashArray | None = None,
+        hashes: Sequence[int] | None = None,
     ) -> Share:
         """Count a request that goes to the chosen worker. Returns its share of the load."""
         view = choice.view

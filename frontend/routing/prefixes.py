@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from pullfill.errors import BadMessage
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.routing.choice import KNOWN, HeldBlocks
-from pullfill.prefix.chain import Hashes
 from pullfill.prefix.events import Replica, State
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire.codec import decoder
@@ -63,7 +62,7 @@ class Prefixes:
 
     # ---------------------------------------------------------------- questions
 
-    def matched(self, hashes: Hashes, most: int = KNOWN) -> HeldBlocks:
+    def matched(self, hashes: Sequence[int], most: int = KNOWN) -> HeldBlocks:
         """Return how many leading blocks each worker holds. Those that lack the first are left out.
 
         hashes: of a prompt's blocks (prefix/chain.py). Workers with another block size hold none of

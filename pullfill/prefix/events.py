@@ -12,56 +12,49 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from pullfill.prefix.chain import HashArray, Hashes, as_array
 from pullfill.prefix.index import PrefixIndex
-from pullfill.prefix.table import SEGMENT
 from pullfill.wire.prefix import MAX_EVENTS, Op, PrefixEvents, PrefixFollow, PrefixPage
 
-_OWN = 0
 # What was asked for and did not come is asked for again after this time.
 RETRY_S = 1.0
 
 
 class Ring:
-    """The last `max_events` block events, and the blocks held now (`max_blocks` at most).
+    """The last `max_events` block events at least, and the blocks held now.
 
     One thread owns it. epoch: tells this ring from that of another life of the worker, never 0.
-    next: number of the next event. max_blocks: at least the blocks that the worker can hold."""
+    next: number of the next event."""
 
-    page_segments = MAX_EVENTS // SEGMENT
-    """Segments of the table that are read for one page."""
-
-    def __init__(self, max_events: int, max_blocks: int) -> None:
+    def __init__(self, max_events: int) -> None:
         self.epoch = secrets.randbits(62) + 1
         self.next = 0
         self._size = max_events
-        self._ops = np.zeros(max_events, np.uint8)
-        self._hashes = np.zeros(max_events, np.uint64)
-        self._held = PrefixIndex(max_blocks)
+        self._ops = bytearray()
+        self._hashes = array("Q")
+        self._held: set[int] = set()
+        self._digest = 0
 
-    def append(self, op: Op, hashes: Hashes) -> int:
+    def append(self, op: Op, hashes: Sequence[int] = (0,)) -> int:
         """Record that these blocks were stored or removed. Returns the number of the next event.
 
-        With CLEAR the hashes are ignored."""
-        array = as_array(bytes(8) if op is Op.CLEAR else hashes)
-        if op is Op.STORE:
-            self._held.store(_OWN, array)
-        elif op is Op.REMOVE:
-            self._held.remove(_OWN, array)
-        else:
+        CLEAR is one event, of block 0."""
+        if op is Op.CLEAR:
             self._held.clear()
-        self.next += len(array)
-        kept = array[-self._size :]
-        at = 0
-        for part in self._parts(self.next - len(kept), self.next):
-            self._ops[part] = op
-            self._hashes[part] = kept[at : at + part.stop - part.start]
-            at += part.stop - part.start
+            self._digest = 0
+        else:
+            for one in hashes:
+                if (one in self._held) is not (op is Op.STORE):
+                    self._digest ^= one
+                    self._held ^= {one}
+        self._ops += bytes([op]) * len(hashes)
+        self._hashes.extend(hashes)
+        self.next += len(hashes)
+        if len(self._ops) >= 2 * self._size:
+            del self._ops[: -self._size], self._hashes[: -self._size]
         return self.next
 
     def answer(self, follow: PrefixFollow) -> Iterator[PrefixEvents | PrefixPage]:
@@ -70,7 +63,7 @@ class Ring:
         events = self.since(epoch, number)
         if events is None:
             epoch, number = self.epoch, self.next
-            yield from self.snapshot()
+            yield from self._snapshot()
             # None: while the pages were sent, more came than the ring holds. It will ask again.
             events = self.since(epoch, number)
         yield from events or ()
@@ -78,55 +71,39 @@ class Ring:
     def since(self, epoch: int, number: int) -> list[PrefixEvents] | None:
         """The events from `number` on; one message without events if there are none.
 
-        None: another epoch, or no longer in the ring, so send `snapshot`."""
-        if epoch != self.epoch and number:
-            return None
-        if not max(0, self.next - self._size) <= number <= self.next:
+        None: another epoch, or no longer in the ring, so send a snapshot."""
+        oldest = self.next - len(self._ops)
+        if (epoch != self.epoch and number) or not oldest <= number <= self.next:
             return None
         found = []
         for first in range(number, self.next, MAX_EVENTS) or (number,):
-            last = min(first + MAX_EVENTS, self.next)
-            parts = self._parts(first, last)
-            # A replica cannot have blocks that found no room here: then it must not compare.
-            done = last == self.next and not self._held.refused(_OWN)
+            part = slice(first - oldest, first - oldest + MAX_EVENTS)
+            last = first + MAX_EVENTS >= self.next
             found.append(
                 PrefixEvents(
                     epoch=self.epoch,
                     first=first,
-                    ops=b"".join(self._ops[part].tobytes() for part in parts),
-                    hashes=b"".join(self._hashes[part].tobytes() for part in parts),
-                    held=self._held.blocks(_OWN) if done else None,
-                    digest=self._held.digest(_OWN) if done else 0,
+                    ops=bytes(self._ops[part]),
+                    hashes=self._hashes[part].tobytes(),
+                    held=len(self._held) if last else None,
+                    digest=self._digest & (2**63 - 1) if last else 0,
                 )
             )
         return found
 
-    def snapshot(self) -> Iterator[PrefixPage]:
-        """All blocks, page by page, as of now. Events may be appended between two pages; send those
-        from `at` on after the last page."""
-        at, number = self.next, 0
-        waiting = b""
-        for page in self._held.pages(_OWN, self.page_segments):
-            if number or waiting:
-                yield self._page(at, number, waiting, last=False)
-                number += 1
-            waiting = page.tobytes()
-        yield self._page(at, number, waiting, last=True)
-
-    def _page(self, at: int, number: int, hashes: bytes, last: bool) -> PrefixPage:
-        return PrefixPage(
-            epoch=self.epoch, at=at, upto=self.next, page=number, last=last, hashes=hashes
-        )
-
-    def held(self) -> HashArray:
-        """The blocks held now, in any order."""
-        return self._held.hashes(_OWN)
-
-    def _parts(self, first: int, last: int) -> list[slice]:
-        """Where events first .. last - 1 are: one part, or two around the end."""
-        start, count = first % self._size, last - first
-        end = min(start + count, self._size)
-        return [slice(start, end), slice(0, count - (end - start))]
+    def _snapshot(self) -> Iterator[PrefixPage]:
+        """All blocks, page by page, as of now. After the last page send the events from `at` on."""
+        at, held = self.next, array("Q", self._held)
+        for start in range(0, len(held), MAX_EVENTS) or (0,):
+            end = start + MAX_EVENTS
+            yield PrefixPage(
+                epoch=self.epoch,
+                at=at,
+                upto=at,
+                page=start // MAX_EVENTS,
+                last=end >= len(held),
+                hashes=held[start:end].tobytes(),
+            )
 
 
 class State(enum.StrEnum):
@@ -239,9 +216,7 @@ class Replica:
         if clear >= 0:
             self._index.forget(self._slot)
             known = clear + 1
-        if known < len(events.ops):
-            hashes = memoryview(events.hashes)[8 * known :]
-            self._index.apply(self._slot, events.ops[known:], hashes)
+        self._index.apply(self._slot, events.ops[known:], _numbers(events.hashes[8 * known :]))
 
     def _differs(self, held: int, digest: int) -> bool:
         """Blocks that the index refused are missing for a reason that a snapshot does not heal."""
@@ -259,7 +234,7 @@ class Replica:
             self._pages = (page.epoch, page.at, 0)
         if self._pages != (page.epoch, page.at, page.page):
             return self._restart(now)
-        self._index.stage(self._slot, page.hashes)
+        self._index.stage(self._slot, _numbers(page.hashes))
         self._pages = (page.epoch, page.at, page.page + 1)
         # A snapshot that still comes in is not asked for again.
         self._asked = now
@@ -295,3 +270,10 @@ class Replica:
     def _become(self, state: State, now: float) -> None:
         if state is not self.state:
             self.state, self.since = state, now
+
+
+def _numbers(hashes: bytes) -> array[int]:
+    """Raises ValueError if they are not whole u64."""
+    found = array("Q")
+    found.frombytes(hashes)
+    return found

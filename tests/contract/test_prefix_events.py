@@ -37,8 +37,7 @@ def known(r: Rig) -> int:
 
 
 def matched(r: Rig, tokens: list[int]) -> int:
-    hashes = b"".join(one.to_bytes(8, "little") for one in prompt_hashes(tokens))
-    return r.pool.prefixes.matched(hashes).blocks.get(WORKER, 0)
+    return r.pool.prefixes.matched(prompt_hashes(tokens)).blocks.get(WORKER, 0)
 
 
 async def warm(r: Rig, count: int) -> None:

@@ -27,7 +27,7 @@ SIZE = 4
 def prompt_hashes(tokens: Sequence[int]) -> list[int]:
     """What a frontend computes for a prompt."""
     root = chain.root(None, None, SIZE)
-    return list(chain.chain(root, u32.pack(list(tokens)), SIZE).tolist())
+    return chain.extend(root, u32.pack(list(tokens)), SIZE)
 
 
 def handle(tokens: Sequence[int]) -> bytes:

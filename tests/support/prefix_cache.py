@@ -92,7 +92,7 @@ class Cache:
             cache_salt=salt, block_hasher=self.hasher,
         )  # fmt: skip
         root = chain.root(salt, None, BLOCK)
-        ours = chain.chain(root, u32.pack(tokens), BLOCK).tolist()
+        ours = chain.extend(root, u32.pack(tokens), BLOCK)
         self.names |= dict(zip(request.block_hashes, ours, strict=True))
         return request
 

@@ -57,10 +57,6 @@ _PRELOADED = (
     "etcd3.aio_client",
     "nats",
     "nats.js",
-    "numba",
-    "numba.core.dispatcher",
-    "numba.core.typing.templates",
-    "pullfill.prefix.chain",  # has no settings, and numba needs it beside vLLM
     "numpy.ma",
     "prometheus_client.core",
     "semantic_version",
@@ -217,14 +213,6 @@ def _become_worker(order: dict[str, Any]) -> None:
         start_recording(Path(record), order["arguments"][0])
 
 
-def _fill_numba() -> None:
-    """Do what numba does before it first compiles a function, or loads one from its cache."""
-    from numba.core.registry import cpu_target
-
-    cpu_target.typing_context.refresh()
-    cpu_target.target_context.refresh()
-
-
 def _serve() -> str:
     """Fork on demand. Returns in each child the module it is to run, never in the zygote."""
     answers = os.fdopen(os.dup(1), "w")
@@ -233,7 +221,6 @@ def _serve() -> str:
     gc.disable()
     for name in _PRELOADED:
         import_module(name)
-    _fill_numba()
     gc.enable()
     gc.freeze()
     for line in orders:

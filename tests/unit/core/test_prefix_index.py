@@ -1,115 +1,140 @@
-"""Which workers hold which blocks."""
+"""Which workers hold which blocks: against Python sets, and at its bounds."""
 
 from __future__ import annotations
 
-import numpy as np
+import functools
+import operator
+import random
+from collections.abc import Sequence
+
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pullfill.prefix.chain import chain, root
 from pullfill.prefix.index import Predicted, PrefixIndex
-from pullfill.wire.prefix import Op
 
-PROMPT = chain(root(None, None, 16), bytes(range(256)) * 4, 16)
+PROMPT = [random.Random(number).getrandbits(64) for number in range(16)]
+WORKERS = st.integers(0, 4)
+CHOICES = st.lists(st.sampled_from(PROMPT), max_size=20)
 
 
-def test_each_worker_matches_its_leading_blocks() -> None:
-    index = PrefixIndex(100)
-    index.store(1, PROMPT)
-    index.store(2, PROMPT[:3])
-    index.store(3, PROMPT[1:])
-    index.store(4, PROMPT)
-    index.remove(4, PROMPT[5:6])
-    assert index.match(PROMPT) == {1: 16, 2: 3, 4: 5}
-    assert index.match(PROMPT[:2]) == {1: 2, 2: 2, 4: 2}
-    assert index.match(PROMPT[:0]) == {}
-    assert [index.blocks(worker) for worker in range(6)] == [0, 16, 3, 15, 15, 0]
+class Model(RuleBasedStateMachine):
+    """An index and what it should hold. It has no room for blocks that are forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(len(PROMPT))
+        self.held: dict[int, set[int]] = {}
+        self.staged: dict[int, set[int]] = {}
+
+    @rule(worker=WORKERS, blocks=CHOICES, seed=st.integers(0, 9))
+    def apply(self, worker: int, blocks: list[int], seed: int) -> None:
+        ops = random.Random(seed).choices((0, 1), k=len(blocks))
+        assert self.index.apply(worker, bytes(ops), blocks) == 0
+        held = self.held.setdefault(worker, set())
+        for op, one in zip(ops, blocks, strict=True):
+            (held.add if op else held.discard)(one)
+
+    @rule(worker=WORKERS)
+    def forget(self, worker: int) -> None:
+        self.index.forget(worker)
+        self.held.pop(worker, None)
+
+    @rule(worker=WORKERS, blocks=CHOICES)
+    def stage(self, worker: int, blocks: list[int]) -> None:
+        assert self.index.stage(worker, blocks) == 0
+        self.staged.setdefault(worker, set()).update(blocks)
+
+    @rule(worker=WORKERS)
+    def adopt(self, worker: int) -> None:
+        self.index.adopt(worker)
+        self.held.pop(worker, None)
+        if worker in self.staged:
+            self.held[worker] = self.staged.pop(worker)
+
+    @rule(worker=WORKERS)
+    def discard(self, worker: int) -> None:
+        self.index.discard(worker)
+        self.staged.pop(worker, None)
+
+    @rule(seconds=st.sampled_from([0.0, 1.0]))
+    def tidy(self, seconds: float) -> None:
+        if self.index.tidy(seconds):
+            assert len(self.index) == len(set().union(*self.held.values(), *self.staged.values()))
+
+    @rule(blocks=CHOICES)
+    def match(self, blocks: list[int]) -> None:
+        assert self.index.match(blocks) == self.leading(blocks)
+
+    @invariant()
+    def equal(self) -> None:
+        assert self.index.match(PROMPT) == self.leading(PROMPT)
+        for worker, held in self.held.items():
+            assert self.index.blocks(worker) == len(held)
+            digest = functools.reduce(operator.xor, held, 0)
+            assert self.index.digest(worker) == digest & (2**63 - 1)
+
+    def leading(self, blocks: Sequence[int]) -> dict[int, int]:
+        """What `match` should say."""
+        found = {}
+        for worker, held in self.held.items():
+            lacks = (count for count, one in enumerate(blocks) if one not in held)
+            if blocks and (count := next(lacks, len(blocks))):
+                found[worker] = count
+        return found
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_of_many_workers_those_that_hold_most_are_named() -> None:
     index = PrefixIndex(100)
-    for worker in range(20):
-        index.store(worker, PROMPT[: 5 if worker < 8 else 9])
-    assert index.deepest(PROMPT, 20) == (index.match(PROMPT), 0)
-    assert index.deepest(PROMPT[:0], 20) == ({}, 0)
+    for worker in range(100):
+        index.store(worker, PROMPT[: 5 if worker < 88 else 9])
+    assert index.deepest(PROMPT, 100) == (index.match(PROMPT), 0)
     found, left_out = index.deepest(PROMPT, 15)
     assert left_out == 0
     assert sorted(found.values()) == [5] * 3 + [9] * 12
     named = set()
     for _ in range(12):
-        found, left_out = index.deepest(PROMPT, 3)
-        assert (len(found), set(found.values()), left_out) == (3, {9}, 9)
+        found, left_out = index.deepest(PROMPT, 5)
+        assert (len(found), set(found.values()), left_out) == (5, {9}, 7)
         named |= set(found)
-    assert named == set(range(8, 20))
+    assert named == set(range(88, 100))
 
 
 def test_blocks_beyond_the_limit_are_refused_and_counted() -> None:
     index = PrefixIndex(10)
     assert index.store(1, PROMPT) == 6
-    assert (index.refused(1), len(index)) == (6, 10)
+    assert (index.refused(1), len(index), index.room) == (6, 10, 0)
     assert index.store(2, PROMPT[:10]) == 0
-    index.remove(1, PROMPT[:10])
-    index.remove(2, PROMPT[:10])
-    assert index.store(1, PROMPT[10:]) == 0
-    assert index.blocks(1) == 6
-
-
-def test_forgotten_workers_make_room_before_a_block_is_refused() -> None:
-    index = PrefixIndex(len(PROMPT))
-    index.store(1, PROMPT)
     index.forget(1)
-    other = PROMPT + np.uint64(1)
-    assert index.room == 0
-    assert index.store(2, other) == 0
-    assert index.match(other) == {2: 16}
+    index.forget(2)
+    assert index.store(1, PROMPT[10:]) == 0, "the forgotten took up the room"
+    assert (index.blocks(1), index.refused(1)) == (6, 0)
 
 
-def test_what_is_staged_is_seen_when_it_is_adopted() -> None:
-    index = PrefixIndex(100)
-    index.store(1, PROMPT[:4])
-    index.stage(1, PROMPT[:8])
-    assert index.match(PROMPT) == {1: 4}
-    index.adopt(1)
-    assert index.match(PROMPT) == {1: 8}
-    index.stage(1, PROMPT)
-    index.discard(1)
-    index.stage(1, PROMPT[:2])
-    index.adopt(1)
-    assert sorted(index.hashes(1)) == sorted(PROMPT[:2])
-
-
-def test_events_are_applied_in_their_order() -> None:
-    index = PrefixIndex(100)
-    twice = PROMPT[[0, 1, 0, 2, 1, 1]]
-    ops = bytes([Op.STORE, Op.STORE, Op.REMOVE, Op.STORE, Op.REMOVE, Op.STORE])
-    index.apply(7, ops, twice)
-    assert sorted(index.hashes(7)) == sorted(PROMPT[1:3])
-    with pytest.raises(ValueError, match="6 ops for 5 hashes"):
-        index.apply(7, ops, twice[:5])
-
-
-# ------------------------------------------------------------------ predicted blocks
-
-
-def test_a_sibling_finds_the_shared_blocks() -> None:
-    predicted = Predicted(1000, life_s=1.0)
-    predicted.add(3, PROMPT, now=0.0)
-    sibling = np.array([*PROMPT[:6], 77, 78], np.uint64)
-    assert predicted.match(sibling, now=0.5) == {3: 6}
-    predicted.forget(3)
-    assert predicted.match(sibling, now=0.5) == {}
-
-
-def test_an_entry_dies_between_one_life_and_two() -> None:
+def test_predicted_blocks_die_between_one_life_and_two() -> None:
     predicted = Predicted(1000, life_s=1.0)
     predicted.add(3, PROMPT, now=0.0)
     predicted.add(3, PROMPT[:2], now=1.1)
-    assert predicted.match(PROMPT, now=1.9) == {3: 16}
-    assert predicted.match(PROMPT, now=2.05) == {3: 2}
+    predicted.add(4, PROMPT[:1], now=1.1)
+    assert predicted.match([*PROMPT[:6], 77], now=1.9) == {3: 6, 4: 1}
+    assert predicted.match(PROMPT, now=2.05) == {3: 2, 4: 1}
+    predicted.forget(3)
+    assert predicted.match(PROMPT, now=2.05) == {4: 1}
     assert predicted.match(PROMPT, now=9.0) == {}
 
 
-def test_it_never_keeps_more_than_its_bound() -> None:
+def test_predicted_blocks_never_exceed_their_bound() -> None:
     predicted = Predicted(8, life_s=1.0)
     for start in range(0, 1000, 10):
-        predicted.add(1, PROMPT + np.uint64(start), now=start / 100)
+        predicted.add(1, [one + start for one in PROMPT], now=start / 100)
         assert len(predicted) <= 8
+
+
+def test_an_index_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        PrefixIndex(0)

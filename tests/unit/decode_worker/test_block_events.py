@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
+import operator
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 import msgspec
 import pytest
@@ -27,7 +29,7 @@ ON_GPU, IN_CPU = 1, 2
 def hashes(tokens: Sequence[int], salt: str | None = None, lora: str | None = None) -> list[int]:
     """What a frontend computes for a prompt."""
     root = chain.root(salt, lora, SIZE)
-    return list(chain.chain(root, u32.pack(list(tokens)), SIZE).tolist())
+    return chain.extend(root, u32.pack(list(tokens)), SIZE)
 
 
 def handles(tokens: Sequence[int], origin: str = "") -> list[bytes]:
@@ -138,22 +140,21 @@ class Follower:
         if (question := self.replica.take(message, 0.0)) is not None:
             self.blocks.follow(self.name, question)
 
-    @property
-    def held(self) -> set[int]:
-        return set(self.index.hashes(1).tolist())
+    def holds(self, hashes: Collection[int]) -> bool:
+        """Whether it knows exactly these blocks."""
+        digest = functools.reduce(operator.xor, hashes, 0) & (2**63 - 1)
+        return (self.index.blocks(1), self.index.digest(1)) == (len(hashes), digest)
 
 
 class Rig:
     """Block events whose messages reach followers while `open`."""
 
-    def __init__(self, max_blocks: int = 10_000) -> None:
+    def __init__(self) -> None:
         self.open = True
         self.sent: list[bytes] = []
         self.waiting: list[Callable[[], None]] = []
         self.followers: dict[bytes, Follower] = {}
-        self.blocks = BlockEvents(
-            asyncio.get_running_loop(), ONE, self.send, max_blocks, flush_s=0.01
-        )
+        self.blocks = BlockEvents(asyncio.get_running_loop(), ONE, self.send, flush_s=0.01)
 
     def send(self, payload: bytes, to: bytes | None, sent: Callable[[], None] | None) -> None:
         def deliver() -> None:
@@ -206,7 +207,7 @@ async def test_changes_of_many_steps_are_one_message(rig: Rig) -> None:
     many = [random.Random(i).choices(range(999), k=SIZE) for i in range(50)]
     for prompt in many:
         rig.blocks.take([stored(prompt)])
-    await until(lambda: len(follower.held) == 50)
+    await until(lambda: follower.index.blocks(1) == 50)
     assert len(follower.messages) == 1
 
 
@@ -260,8 +261,8 @@ async def test_an_asyncio_thread_that_hangs_costs_a_bounded_queue(
         rig.blocks.take([stored([number] * SIZE)])
         assert len(rig.blocks._queue) <= 6
     await until(lambda: rig.blocks.status()["blocks"] > 0)
-    await until(lambda: len(follower.held) == rig.blocks.status()["blocks"])
-    assert set(hashes([19] * SIZE)) <= follower.held
+    await until(lambda: follower.index.blocks(1) == rig.blocks.status()["blocks"])
+    assert follower.index.match(hashes([19] * SIZE)) == {1: 1}
     assert "hangs" in caplog.text
 
 
@@ -292,8 +293,7 @@ async def test_followers_end_with_what_the_cache_holds(rig: Rig, seed: int) -> N
             await asyncio.sleep(0.002)
     second = rig.followers[b"second"]
     await until(lambda: not rig.blocks._armed and not rig.blocks._todo)
-    await until(lambda: first.held == second.held and len(first.held) == len(rig.blocks._held))
-    known = set(rig.blocks._held._hashes)
-    assert known <= set(cached)
-    assert first.held == {cached[name] for name in known}
+    assert set(rig.blocks._held._hashes) <= set(cached)
+    known = rig.blocks._held._hashes.values()
+    await until(lambda: first.holds(known) and second.holds(known))
     assert first.replica.healing.differences == second.replica.healing.differences == 0

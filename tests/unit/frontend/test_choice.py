@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from pullfill.frontend.routing.choice import (
@@ -246,18 +245,18 @@ def test_a_worker_that_has_left_is_forgotten_and_its_shares_may_still_end() -> N
 # --------------------------------------------------------------------------- both together
 
 
-ARRAY = np.arange(1, 101, dtype=np.uint64)
+SHARED = range(1, 101)
 
 
 def placed(placement: Placer, now: float = 0.0, **stored: int) -> WorkerChoice:
     among = placement.candidates(["a", "b", "c"])
     return placement.choose(
-        DecodePolicy.KV, 1650, among, now, block=BLOCK, hashes=ARRAY, stored=HeldBlocks(stored)
+        DecodePolicy.KV, 1650, among, now, block=BLOCK, hashes=SHARED, stored=HeldBlocks(stored)
     )
 
 
 def send(placement: Placer, choice: WorkerChoice, now: float = 0.0) -> None:
-    placement.send(choice, 1650, now, block=BLOCK, hashes=ARRAY).end()
+    placement.send(choice, 1650, now, block=BLOCK, hashes=SHARED).end()
 
 
 def test_siblings_follow_a_prompt_that_is_not_computed_yet() -> None:
@@ -292,7 +291,7 @@ def test_a_worker_that_has_left_is_not_predicted_to_hold_anything() -> None:
     left = [name for name in "abc" if name != first.view.instance_id]
     placement.drop(first.view.instance_id)
     among = placement.candidates(left)
-    found = placement.choose(DecodePolicy.KV, 1650, among, 1.0, block=BLOCK, hashes=ARRAY)
+    found = placement.choose(DecodePolicy.KV, 1650, among, 1.0, block=BLOCK, hashes=SHARED)
     assert (found.reason, found.matched_tokens) == ("no_prefix", 0)
 
 

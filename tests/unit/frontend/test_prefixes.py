@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
@@ -15,7 +14,7 @@ from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.prefix.events import Ring
 from pullfill.wire.prefix import Op, PrefixFollow
 
-BLOCKS = np.arange(1, 6, dtype=np.uint64)
+BLOCKS = range(1, 6)
 
 
 class Worker:
@@ -23,7 +22,7 @@ class Worker:
 
     def __init__(self, name: str, block_size: int = 16, missing: str = "") -> None:
         self.instance_id = name
-        self.ring = Ring(1000, 1000)
+        self.ring = Ring(1000)
         self.asked: list[PrefixFollow] = []
         self.welcome = front_wire.DecodeWelcome(
             decode_instance=name, vllm_version="0.32.0", max_model_len=1, num_gpu_blocks=1,
