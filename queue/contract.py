@@ -114,9 +114,8 @@ class Delivery(Protocol):
     async def ack(self) -> None:
         """The job is committed, or nobody needs it any more.
 
-        Never raises and never waits for the server. The server is told at once, and again until it
-        has confirmed it or the connection is lost. Then the job is delivered again, and its claim
-        is refused."""
+        Never raises and never waits for the server. If the server does not hear it, the job is
+        delivered again, and its claim is refused."""
 
     async def nak(self, delay_s: float = 0.0) -> None:
         """Give it back. It is delivered to any worker after `delay_s`.
@@ -184,7 +183,7 @@ class JobProducer(Protocol):
         While the server is away, this is the last known state."""
 
     def look_again(self) -> None:
-        """Count the depth soon, and often for a while. Call it if `depth` kept a job local."""
+        """Count the depth soon. Call it if `depth` kept a job local."""
 
     @property
     def available(self) -> bool:
@@ -217,7 +216,7 @@ class JobConsumer(Protocol):
         """Take no more jobs. What is delivered from now on goes to other workers at once."""
 
     async def close(self) -> None:
-        """Close. Waits until the server has confirmed all acks, for about 2 s at most."""
+        """Close, once the server has read all acks, or after about 1 s."""
 
 
 class Turns:

@@ -1,22 +1,21 @@
 """Dead letters: jobs nobody may try again, moved to a bounded second stream for people.
 
 A job gets here by `term`, or because `max_deliver` deliveries ended in silence. In the second case
-the server keeps the message, and sends one advisory to whoever listens. So consumers listen, in a
-queue group, and also sweep. Two workers that move the same job leave one record (`Nats-Msg-Id`).
+the server keeps the message, and sends one advisory when a worker asks for the next job. So all
+consumers listen, in a queue group. Two workers that move the same job leave one record
+(`Nats-Msg-Id`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import contextlib
 from typing import Annotated
 
 import msgspec
 from nats.aio.msg import Msg
 
 from pullfill.errors import PullfillError
-from pullfill.queue.contract import DeadLetter, Urgency
+from pullfill.queue.contract import DeadLetter
 from pullfill.queue.nats_connection import (
     API_TIMEOUT_S,
     HEADER_ROOM,
@@ -24,9 +23,8 @@ from pullfill.queue.nats_connection import (
     NatsConnection,
     read_reply,
 )
-from pullfill.queue.streams import DELIVERIES, JOB_ID, MSG_ID, REASON, Names, consumer_of
+from pullfill.queue.streams import DELIVERIES, JOB_ID, MSG_ID, REASON, Names
 from pullfill.runtime import log, metrics
-from pullfill.runtime.lifecycle import end
 
 logger = log.get("queue")
 
@@ -37,7 +35,6 @@ class DeadLetters:
     def __init__(self, connection: NatsConnection, names: Names) -> None:
         self._connection = connection
         self._names = names
-        self._task: asyncio.Task[None] | None = None
 
     async def write(self, letter: DeadLetter) -> None:
         """Store one record. The same job again changes nothing. Raises QueueUnavailable."""
@@ -66,11 +63,6 @@ class DeadLetters:
         """Move jobs that used up their deliveries. Call it on each new connection."""
         subject = f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{self._names.stream}.*"
         await self._connection.client.subscribe(subject, queue="pullfill", cb=self._on_advisory)
-        if self._task is None:
-            self._task = asyncio.create_task(self._sweep_for_ever(), name="queue-sweep")
-
-    async def close(self) -> None:
-        await end(self._task)
 
     async def _on_advisory(self, msg: Msg) -> None:
         try:
@@ -78,43 +70,6 @@ class DeadLetters:
             await self._move(advisory.stream_seq, advisory.deliveries)
         except (PullfillError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as exc:
             logger.warning("could not move a job that used up its deliveries: %s", exc)
-
-    async def _sweep_for_ever(self, every_s: float = 30.0) -> None:
-        while True:
-            await asyncio.sleep(every_s)
-            if self._connection.up:
-                with contextlib.suppress(PullfillError, KeyError, TypeError, ValueError):
-                    await self.sweep()
-
-    async def sweep(self) -> int:
-        """Move the jobs whose advisory nobody heard. Returns how many.
-
-        Such a message is neither pending nor in flight. The server does not list those in flight,
-        so this does nothing for a consumer that has any."""
-        return sum([await self._sweep(urgency) for urgency in Urgency])
-
-    async def _sweep(self, urgency: Urgency) -> int:
-        try:
-            about = f"CONSUMER.INFO.{self._names.stream}.{consumer_of(urgency)}"
-            info = await self._connection.api(about)
-        except ApiError:
-            return 0
-        if info["num_ack_pending"]:
-            return 0
-        last = info["delivered"]["stream_seq"]
-        moved = 0
-        seq = 0
-        while True:
-            ask = {"seq": seq + 1, "next_by_subj": self._names.jobs_of(urgency)}
-            try:
-                answer = await self._connection.api(f"STREAM.MSG.GET.{self._names.stream}", ask)
-            except ApiError:
-                return moved
-            seq = int(answer["message"]["seq"])
-            if seq > last:
-                return moved
-            await self._move(seq, 0)
-            moved += 1
 
     async def _move(self, seq: int, deliveries: int) -> None:
         message = await get_message(self._connection, self._names.stream, seq)

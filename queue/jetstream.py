@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import weakref
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -23,14 +22,12 @@ from nats.aio.subscription import Subscription
 from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
-from pullfill.queue import streams
 from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt, Turns, Urgency
 from pullfill.queue.dead_letters import DeadLetters, delete_message
 from pullfill.queue.depth import DepthCache, ask_depth
 from pullfill.queue.nats_connection import (
     ApiError,
     NatsConnection,
-    NoResponders,
     NotSent,
     read_reply,
 )
@@ -38,52 +35,60 @@ from pullfill.queue.streams import (
     EXPECTED_STREAM,
     MSG_ID,
     NOT_SET,
+    STREAM_NOT_FOUND,
     TOKENS,
-    Names,
     Streams,
     consumer_of,
     parse_ack,
     subject_tokens,
 )
 from pullfill.runtime import log
-from pullfill.runtime.health import ServerHealth
 from pullfill.runtime.lifecycle import end
 from pullfill.wire import QueueSettings, QueueStatus
 
 logger = log.get("queue")
 
 BUSY_REFRESH_S = 0.2
-"""Seconds between counts of the queue while the server does not answer, and for a while after the
-depth has kept a job local."""
+"""Seconds between two counts of the queue, at least. So often it is counted while the server does
+not answer, and while the depth keeps jobs local."""
 STEADY_REFRESH_S = 1.0
-"""The same otherwise. Own changes count in between."""
+"""The same, at most. Own changes count in between."""
 MAX_HOLES = 20_000
 """Messages that are gone from the middle of the stream. 100,000 cost 17 ms of the loop."""
-JETSTREAM, STORAGE = "jetstream", "storage"
-"""The parts of the server's health that say whether it counts jobs, and whether it stores them."""
+JETSTREAM, STORAGE, PULLS = "jetstream", "storage", "pulls"
+"""The parts of the server's health: whether it counts jobs, stores them, and answers pulls."""
 _STORES_NOTHING = (
     "answers but stores no jobs: look in its log. If its disk is full, make room, then restart it. "
     "Until then prompts are prefilled locally"
 )
 
 
-class _End:
-    """What both ends of the queue have: a connection, and the streams that it makes sure of.
+# ---------------------------------------------------------------------- the decode worker's side
 
-    streams: call its `configure` when the settings change."""
 
-    name = ""
+class JetStreamProducer:
+    """A `JobProducer`. See the contract for what each method promises.
 
-    def __init__(
-        self,
-        url: str,
-        config: QueueConfig,
-        settings: QueueSettings,
-        connect_options: Mapping[str, Any] | None,
-    ) -> None:
-        self.connection = NatsConnection(url, self.name, connect_options)
-        self._names = Names(config.namespace, config.compat_hash)
-        self.streams = Streams(self.connection, self._names, config, settings)
+    Circuit breaker: one publish or count without an answer opens it. Then `available` is False and
+    nothing is published. The next count that is answered closes it. So a server that hangs costs
+    one `publish_timeout_s`, once.
+
+    streams: call its `configure` when the settings change.
+    health: whether the server counts and stores jobs."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.connection = streams.connection
+        self.health = self.connection.health
+        self._names = streams.names
+        self._depth = DepthCache()
+        self._answering = False
+        self._holds, self._held_until = Backoff(BUSY_REFRESH_S, longest_s=30.0), -math.inf
+        self._holes = 0
+        self._loop = asyncio.get_running_loop()
+        self._kick = asyncio.Event()
+        self._cancels = asyncio.Semaphore(64)  # NATS would not answer thousands in time
+        self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
     async def connect(
@@ -94,59 +99,14 @@ class _End:
         settings: QueueSettings = NOT_SET,
         wait_s: float = 30.0,
         connect_options: Mapping[str, Any] | None = None,
-    ) -> Self:
+    ) -> JetStreamProducer:
         """Connect, and make the streams if they are not there.
 
         Raises QueueUnavailable after `wait_s`, ConfigError."""
-        self = cls(url, config, settings, connect_options)
+        self = cls(Streams(NatsConnection(url, "producer", connect_options), config, settings))
         await self.connection.start(wait_s, self._connected, self._on_down)
-        self._started()
-        return self
-
-    @property
-    def health(self) -> ServerHealth:
-        """Whether the server does what this end needs of it."""
-        return self.connection.health
-
-    async def _connected(self) -> None:
-        """Make ready what a new connection needs. The first one raises what goes wrong."""
-        raise NotImplementedError
-
-    def _started(self) -> None:
-        """The first connection is up."""
-
-    def _on_down(self) -> None:
-        """The connection is lost."""
-        self.streams.stream_id = ""
-
-
-# ---------------------------------------------------------------------- the decode worker's side
-
-
-class JetStreamProducer(_End):
-    """A `JobProducer`. See the contract for what each method promises.
-
-    Circuit breaker: one publish or count without an answer opens it. Then `available` is False and
-    nothing is published. The next count that is answered closes it. So a server that hangs costs
-    one `publish_timeout_s`, once."""
-
-    name = "producer"
-
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._depth = DepthCache()
-        self._answering = False
-        self._holds, self._held_until = Backoff(BUSY_REFRESH_S, longest_s=30.0), -math.inf
-        self._asked_at = SYSTEM_CLOCK.monotonic()
-        self._refused_at = -math.inf
-        self._holes = 0
-        self._loop = asyncio.get_running_loop()
-        self._kick = asyncio.Event()
-        self._cancels = asyncio.Semaphore(64)  # NATS would not answer thousands in time
-        self._watcher: asyncio.Task[None] | None = None
-
-    def _started(self) -> None:
         self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
+        return self
 
     async def close(self) -> None:
         await end(self._watcher)
@@ -168,7 +128,6 @@ class JetStreamProducer(_End):
         return self._depth.status()
 
     def look_again(self) -> None:
-        self._refused_at = SYSTEM_CLOCK.monotonic()
         if not self._kick.is_set():
             self._loop.call_soon_threadsafe(self._kick.set)
 
@@ -216,7 +175,7 @@ class JetStreamProducer(_End):
         try:
             info = await self.connection.api(f"STREAM.INFO.{self._names.stream}", ask, self._wait_s)
         except QueueUnavailable as exc:
-            if not isinstance(exc, ApiError) or exc.err_code != streams.STREAM_NOT_FOUND:
+            if not isinstance(exc, ApiError) or exc.err_code != STREAM_NOT_FOUND:
                 return []
             self._trip(exc)  # it is made again
             return list(receipts)
@@ -258,10 +217,9 @@ class JetStreamProducer(_End):
         if self._watcher is None:  # `connect` raises what goes wrong over the first connection
             await self.streams.ensure()
             await self._look()
-        self._kick.set()
 
     def _on_down(self) -> None:
-        super()._on_down()
+        self.streams.stream_id = ""
         self._answering = False
 
     def _hold(self) -> None:
@@ -282,7 +240,7 @@ class JetStreamProducer(_End):
                 why,
             )
         self._answering = False
-        self.connection.health.failed(str(why), JETSTREAM)
+        self.health.failed(str(why), JETSTREAM)
         self._kick.set()
 
     async def _watch(self) -> None:
@@ -307,11 +265,11 @@ class JetStreamProducer(_End):
         """Count the queue. If the server answers, close the breaker."""
         if not self.streams.stream_id:
             await self.streams.ensure()
-        asked_at = self._asked_at = SYSTEM_CLOCK.monotonic()
+        asked_at = SYSTEM_CLOCK.monotonic()
         try:
             snapshot = await ask_depth(self.connection, self._names, self._wait_s)
         except ApiError as exc:
-            if exc.err_code == streams.STREAM_NOT_FOUND:
+            if exc.err_code == STREAM_NOT_FOUND:
                 self.streams.stream_id = ""
             raise
         self._depth.store(snapshot, asked_at)
@@ -319,21 +277,16 @@ class JetStreamProducer(_End):
         if not self._answering and self._watcher is not None:
             logger.info("the job queue answers again")
         self._answering = True
-        self.connection.health.ok(JETSTREAM)
+        self.health.ok(JETSTREAM)
 
-    async def _pause(self, busy_for_s: float = 2.0) -> None:
+    async def _pause(self) -> None:
         """Sleep until the next count is due. A count costs as much as a job."""
-        while self._answering:
-            now = SYSTEM_CLOCK.monotonic()
-            busy = now - self._refused_at < busy_for_s
-            left = self._asked_at + (BUSY_REFRESH_S if busy else STEADY_REFRESH_S) - now
-            if left <= 0:
-                return
-            self._kick.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._kick.wait()
         await asyncio.sleep(BUSY_REFRESH_S)
+        if self._answering:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STEADY_REFRESH_S - BUSY_REFRESH_S):
+                    await self._kick.wait()
+        self._kick.clear()
 
 
 # ---------------------------------------------------------------------- the prefill worker's side
@@ -342,44 +295,51 @@ REQUEST_S = 2.0
 """How long a pull request waits on the server."""
 GRACE_S = 1.0
 """If no answer comes within this time after a request has expired, the server counts as hung."""
-PULLS = "pulls"
-"""The part of the server's health that says whether it answers pull requests."""
-ACK, IN_PROGRESS = b"+ACK", b"+WPI"
-_FOUND_NOTHING = ("404", "408")
+_FOUND_NOTHING = frozenset({"404", "408"})
 
 
-class JetStreamConsumer(_End):
+class JetStreamConsumer:
     """A `JobConsumer`. See the contract for what each method promises.
 
-    A pull asks the consumers of the three urgencies for a job that is there now, in the order of
-    `Turns`. A consumer that has none gets a pull request that waits (`_live`), so it need not be
-    asked again. If all others have none, the last one need not be asked: nothing else could come
-    before its job.
+    A pull first asks for a job that is there now, one urgency after another. If there is none, it
+    asks the consumers of all urgencies at once, and takes the requests back when a job has come.
 
-    When no pull follows, the requests that wait are withdrawn (`_withdraw`). A job that comes all
-    the same is given back at once. A consumer that is gone or has no leader is left out (`_broken`)
-    until it is repaired."""
+    streams: call its `configure` when the settings change.
+    health: whether the server answers pulls.
+    _live: requests without an answer, and when each counts as unanswered.
+    _broken: urgencies whose consumer did not answer, or not as it should. They are asked again once
+    `_repair` has looked after the stream."""
 
-    name = "consumer"
-
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
-        self.letters = DeadLetters(self.connection, self._names)
-        self.acks = Acks(self.connection)
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.connection = streams.connection
+        self.health = self.connection.health
+        self.letters = DeadLetters(self.connection, streams.names)
         self._turns = Turns()
-        self._inbox = ""
         self._subscription: Subscription | None = None
-        # The consumers at which a request of ours is, and until when the server must answer it.
+        self._inbox = ""
+        self._arrived: deque[JetStreamDelivery] = deque()
         self._live: dict[Urgency, float] = {}
         self._broken: set[Urgency] = set()
-        self._arrived: deque[JetStreamDelivery] = deque()
-        # What was pulled. What nobody works on any more drops out by itself.
-        self._pulled: weakref.WeakSet[JetStreamDelivery] = weakref.WeakSet()
         self._wake = asyncio.Event()
-        self._pulling = asyncio.Lock()
         self._draining = self._known = False
         self._repairing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        config: QueueConfig,
+        *,
+        settings: QueueSettings = NOT_SET,
+        wait_s: float = 30.0,
+        connect_options: Mapping[str, Any] | None = None,
+    ) -> JetStreamConsumer:
+        """As `JetStreamProducer.connect`."""
+        self = cls(Streams(NatsConnection(url, "consumer", connect_options), config, settings))
+        await self.connection.start(wait_s, self._connected, self._on_down)
+        return self
 
     @property
     def ack_wait_s(self) -> float:
@@ -394,10 +354,8 @@ class JetStreamConsumer(_End):
         await self.streams.close()
         await self.drain()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.acks.close()
         if self.connection.up:
             await self.connection.flush()
-        await self.letters.close()
         await self.connection.close()
 
     async def drain(self) -> None:
@@ -408,63 +366,58 @@ class JetStreamConsumer(_End):
     # ------------------------------------------------------------------ pull
 
     async def pull(self, wait_s: float, *, urgent_only: bool = False) -> Delivery | None:
-        async with self._pulling:
-            try:
-                if wait_s <= 0:
-                    await self._withdraw()
-                job = await self._next(wait_s, urgent_only)
-            except QueueUnavailable as exc:
-                if self.connection.up:  # it is JetStream that does not work
-                    self.health.failed(str(exc), PULLS)
-                raise
-            except BaseException:
-                self._give_back()
-                await self._withdraw()
-                raise
-            finally:
-                # An owner that pulls again at once does so before this runs.
-                asyncio.get_running_loop().call_soon(self._rest)
+        job: JetStreamDelivery | None = None
+        try:
+            job = await self._next(wait_s, urgent_only)
+        except QueueUnavailable as exc:
+            # Then it is JetStream that does not work. `_repair` may know why.
+            if self.connection.up and not self.health.fails(PULLS):
+                self.health.failed(str(exc), PULLS)
+            raise
+        finally:
+            while self._arrived:  # more than one came at once
+                self._spawn(self._arrived.popleft().nak())
+            if self._live:
+                withdrawn = self._withdraw()
+                if job is None:
+                    await asyncio.shield(withdrawn)
         if job is not None:
             self._turns.took(job.urgency, job.tokens)
-            self._pulled.add(job)
         return job
 
     async def _next(self, wait_s: float, urgent_only: bool) -> JetStreamDelivery | None:
         """Return one job. None: none came within `wait_s`, or drain. Raises QueueUnavailable."""
-        deadline = asyncio.get_running_loop().time() + wait_s
-        asked = set[Urgency]()
-        while not self._draining:
+        until = asyncio.get_running_loop().time() + wait_s
+        if not await self.connection.wait_up(wait_s):
+            raise QueueUnavailable(f"NATS at {self.connection.shown_url} is not connected")
+        order = self._turns.order()
+        if urgent_only:
+            order = [one for one in order[:1] if one is Urgency.TIGHT]
+        for urgency in order:
+            await self._request(urgency, 0.0)
+            while urgency in self._live and not self._arrived:
+                await self._changed(math.inf)
             if self._arrived:
                 return self._arrived.popleft()
-            if not self.connection.up:
-                left = deadline - asyncio.get_running_loop().time()
-                if not await self.connection.wait_up(max(0.0, left)):
-                    raise QueueUnavailable(f"NATS at {self.connection.shown_url} is not connected")
-            order = self._turns.order()
-            if urgent_only:
-                order = [one for one in order[:1] if one is Urgency.TIGHT]
-            idle = [one for one in order if one not in self._live and one not in self._broken]
-            rest = [one for one in idle if one not in asked]
-            if rest and (wait_s <= 0 or len(rest) > 1):
-                asked.add(rest[0])
-                await self._request(rest[0], 0.0)
-                while rest[0] in self._live and not self._arrived:
-                    await self._changed(math.inf)
-                continue
-            if wait_s > 0:
-                for urgency in idle:
-                    await self._request(urgency, REQUEST_S)
-                if await self._changed(deadline):
-                    continue
-            if len(self._broken) == len(Urgency):
-                raise QueueUnavailable(f"NATS at {self.connection.shown_url} does not answer pulls")
-            return None
+        while wait_s > 0 and not self._draining:
+            for urgency in order:
+                await self._request(urgency, REQUEST_S)
+            if not await self._changed(until):
+                break
+            if self._arrived:
+                return self._arrived.popleft()
+        if len(self._broken) == len(Urgency):
+            raise QueueUnavailable(f"NATS at {self.connection.shown_url} does not answer pulls")
         return None
 
     async def _request(self, urgency: Urgency, wait_s: float) -> None:
-        """Ask a consumer for one job. wait_s: 0: only for one that is there now. Raises NotSent."""
+        """Ask a consumer for one job, unless it was asked. Raises NotSent.
+
+        wait_s: how long the request waits on the server. 0: only for a job that is there now."""
         # nats-py's `fetch` is not used: what waits there cannot be withdrawn, and the next job
         # would go to a worker that has no room for it.
+        if self._draining or urgency in self._live or urgency in self._broken:
+            return
         if self._subscription is None:
             self._inbox = inbox = self.connection.client.new_inbox()
 
@@ -475,7 +428,7 @@ class JetStreamConsumer(_End):
         self._live[urgency] = asyncio.get_running_loop().time() + wait_s + GRACE_S
         how = b'"expires":%d' % int(wait_s * 1e9) if wait_s else b'"no_wait":true'
         await self.connection.publish(
-            f"$JS.API.CONSUMER.MSG.NEXT.{self._names.stream}.{consumer_of(urgency)}",
+            f"$JS.API.CONSUMER.MSG.NEXT.{self.streams.names.stream}.{consumer_of(urgency)}",
             b'{"batch":1,%b}' % how,
             reply=f"{self._inbox}.{urgency.label}",
         )
@@ -508,48 +461,36 @@ class JetStreamConsumer(_End):
                     self._break(urgency, why=status)
             return
         self.health.ok(PULLS)
-        if inbox == self._inbox:
-            self._live.pop(job.urgency, None)
-        self._arrived.append(job)
-        if self._pulling.locked() and not self._draining:
+        if inbox == self._inbox and self._live.pop(job.urgency, None) is not None:
+            self._arrived.append(job)
             self._wake.set()
-        else:
-            self._give_back()
+        else:  # its request was withdrawn, or given up
+            self._spawn(job.nak())
 
-    def _rest(self) -> None:
-        """Take nothing more, unless the owner pulls again."""
-        if not self._pulling.locked():
-            self._give_back()
-            if self._live:
-                self._spawn(self._withdraw())
-
-    def _give_back(self) -> None:
-        """Give back the jobs that have arrived."""
-        while self._arrived:
-            self._spawn(self._arrived.popleft().nak())
-
-    async def _withdraw(self) -> None:
-        """Take the requests back, by leaving the inbox that they name. Never raises.
+    def _withdraw(self) -> asyncio.Task[None]:
+        """Take the requests back, by leaving the inbox that they name.
 
         Jobs that the server has sent before it knows still come, and are given back."""
-        if not (self._live or self._draining):
-            return
         subscription, self._subscription = self._subscription, None
         self._live.clear()
+        return self._spawn(self._leave(subscription))
+
+    async def _leave(self, subscription: Subscription | None) -> None:
         if subscription is None:
             return
         with contextlib.suppress(QueueUnavailable, nats.errors.Error, OSError):
             # nats-py's `unsubscribe` would drop what comes meanwhile. Its `drain` writes a PING
             # that may overtake the UNSUB. A request is written after it.
             await self.connection.client._send_unsubscribe(subscription._id)
-            await self.connection.api(f"STREAM.INFO.{self._names.stream}", timeout_s=GRACE_S)
+            await self.connection.api(f"STREAM.INFO.{self.streams.names.stream}", timeout_s=GRACE_S)
         with contextlib.suppress(nats.errors.Error, OSError):
             await subscription.unsubscribe()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # ------------------------------------------------------------------ connection
 
@@ -562,10 +503,9 @@ class JetStreamConsumer(_End):
         await self.letters.collect()
 
     def _on_down(self) -> None:
-        super()._on_down()
+        self.streams.stream_id = ""
         if self._repairing is not None:
             self._repairing.cancel()
-        self.acks.forget()
         self._subscription = None
         self._live.clear()
         self._wake.set()
@@ -579,6 +519,7 @@ class JetStreamConsumer(_End):
             self._broken.add(urgency)
         if self._repairing is None or self._repairing.done():
             self._repairing = asyncio.create_task(self._repair(), name="queue-repair")
+        self._wake.set()
 
     async def _repair(self, again_s: float = 0.5) -> None:
         while self._broken:
@@ -588,9 +529,6 @@ class JetStreamConsumer(_End):
                 if not self.streams.stream_id:
                     self.health.failed(str(exc), PULLS)
             if self.streams.stream_id:
-                # Before the next pull, so that it brings none of our own jobs again.
-                for delivery in list(self._pulled):
-                    await delivery.in_progress()
                 self.health.ok(PULLS)
                 self._broken.clear()
                 self._wake.set()
@@ -626,99 +564,24 @@ class JetStreamDelivery:
         self._settled = False
 
     async def ack(self) -> None:
-        if not self._settled:
-            self._settled = True
-            if self._stream_id == self._owner.streams.stream_id:
-                await self._owner.acks.send(self.ack_subject)
+        await self._settle(b"+ACK")
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        if not self._settled:
-            self._settled = True
-            delay = b' {"delay": %d}' % int(delay_s * 1e9) if delay_s > 0 else b""
-            await self._owner.tell(self._stream_id, self.ack_subject, b"-NAK" + delay)
+        await self._settle(b'-NAK {"delay": %d}' % int(delay_s * 1e9) if delay_s > 0 else b"-NAK")
 
     async def term(self, reason: str) -> None:
         if not self._settled:
             letter = DeadLetter(self.job_id, reason, self.number, self.body)
             await self._owner.letters.write(letter)
             # If it gets lost, the job is delivered again, and the same letter is written once.
-            await self._owner.tell(self._stream_id, self.ack_subject, b"+TERM")
+            await self._settle(b"+TERM")
+
+    async def _settle(self, verdict: bytes) -> None:
+        # The server does not confirm it. If it gets lost, the job is delivered again.
+        if not self._settled:
             self._settled = True
+            await self._owner.tell(self._stream_id, self.ack_subject, verdict)
 
     async def in_progress(self) -> None:
         if not self._settled:
-            await self._owner.tell(self._stream_id, self.ack_subject, IN_PROGRESS)
-
-
-class Acks:
-    """Sends acks, and sends them again until the server has confirmed them.
-
-    `send` does not wait for the server. Every `confirm_s` the newest ack is sent once more, as a
-    request. The server reads the acks of a connection in order, so its answer confirms all earlier
-    ones. If the consumer has no leader, nobody has read them, and all are sent again.
-
-    Life: `send` → `close`, which waits for what is open."""
-
-    # One request for each ack would cost 0.4 ms of CPU for each job.
-
-    def __init__(self, connection: NatsConnection, confirm_s: float = 0.5) -> None:
-        self._connection = connection
-        self._confirm_s = confirm_s
-        # Ack subjects that are not confirmed. Their order is that in which they were sent.
-        self._open: dict[str, None] = {}
-        self._nobody = False
-        self._task: asyncio.Task[None] | None = None
-
-    async def send(self, subject: str) -> None:
-        """Ack a delivery of the stream that the server has now. Never raises."""
-        try:
-            await self._connection.publish(subject, ACK)
-        except NotSent:
-            return
-        self._open[subject] = None
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._confirm_all(), name="queue-acks")
-
-    @property
-    def unconfirmed(self) -> int:
-        return len(self._open)
-
-    def forget(self) -> None:
-        """The connection is lost."""
-        # Their jobs are delivered again, and the claims are refused. So an ack never reaches a
-        # server that has lost its data, where it could mean another job.
-        self._open.clear()
-
-    async def close(self) -> None:
-        """Wait until all is confirmed, about 2 s at most."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(4 * self._confirm_s):
-                while self._open and self._connection.up:
-                    await self._confirm()
-        if self._open:
-            logger.warning(
-                "NATS has not confirmed %d acks; those jobs may be delivered again", len(self._open)
-            )
-        await end(self._task)
-
-    async def _confirm_all(self) -> None:
-        while self._open:
-            await asyncio.sleep(self._confirm_s)
-            await self._confirm()
-
-    async def _confirm(self) -> None:
-        asked = list(self._open)
-        try:
-            for subject in asked[:-1] if self._nobody else ():
-                await self._connection.publish(subject, ACK)
-            self._nobody = False
-            for newest in asked[-1:]:
-                await self._connection.request(newest, ACK, 2 * self._confirm_s)
-        except NoResponders:
-            self._nobody = True
-            await asyncio.sleep(self._confirm_s / 5)  # no leader, or it is made again
-            return
-        except QueueUnavailable:
-            pass  # NATS answers none for a delivery that it has forgotten. It has read the others
-        for subject in asked:
-            self._open.pop(subject, None)
+            await self._owner.tell(self._stream_id, self.ack_subject, b"+WPI")

@@ -33,7 +33,6 @@ logger = log.get("queue")
 
 DIAL_TIMEOUT_S = 2.0
 API_TIMEOUT_S = 2.0
-_CANCEL_S = 0.5
 _NEVER_S = 10**6
 PING_EVERY_S = 0.5
 PING_WAIT_S = 0.9
@@ -98,8 +97,6 @@ class NatsConnection:
         self.shown_url = redact.url(",".join(self._urls))
         self.health = ServerHealth("nats", self.shown_url)
         self.up = False
-        self.generation = 0
-        """Counts connections. A server restart is always a new one."""
         self._name = name
         self._options = dict(connect_options or {})
         self._client: Client | None = None
@@ -149,15 +146,8 @@ class NatsConnection:
 
     async def close(self) -> None:
         """Stop dialling and close the socket. Takes about a second at most. Idempotent."""
-        if self._task is not None:
-            # Cancel repeatedly: the client dials in a `wait_for`, which can lose a cancellation on
-            # Python 3.11.
-            while not self._task.done():
-                self._task.cancel()
-                await asyncio.wait({self._task}, timeout=_CANCEL_S)
-            self._task = None
-        if self._burials:
-            await asyncio.gather(*self._burials, return_exceptions=True)
+        await end(self._task, again_s=0.5)
+        await asyncio.gather(*self._burials, return_exceptions=True)
 
     @property
     def client(self) -> Client:
@@ -222,11 +212,6 @@ class NatsConnection:
         with contextlib.suppress(nats.errors.Error, OSError, TimeoutError, PullfillError):
             async with asyncio.timeout(timeout_s):
                 await self.client.flush()
-
-    def reset(self, why: str) -> None:
-        """Give the connection up and dial anew."""
-        self._cause = why
-        self._ended.set()
 
     # ------------------------------------------------------------------ the dialling task
 
@@ -298,7 +283,6 @@ class NatsConnection:
         except (nats.errors.Error, OSError) as exc:
             raise self._meant(exc) from None
         self._ended.clear()
-        self.generation += 1
         await self._setup()
         self.up = True
         self.health.ok()

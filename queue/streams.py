@@ -13,6 +13,7 @@ retention cannot be changed, and must match.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,18 +114,20 @@ def subject_tokens(subject: str) -> int:
 NOT_SET = QueueSettings()
 DEAD_MAX_BYTES = 256 << 20
 STREAM_NOT_FOUND = 10059
-CONSUMER_NOT_FOUND = 10014
-_STREAM_EXISTS = 10058
-_CONSUMER_EXISTS = frozenset({10013, 10105, 10148})
-_NO_PEERS = 10005
-"""Error code of NATS: too few servers are up for the requested replicas."""
+# Error codes of NATS.
+_NOT_FOUND = frozenset({STREAM_NOT_FOUND, 10014})
+_EXISTS = frozenset({10058, 10013, 10105, 10148})
+_CONFLICTS = frozenset({10065, 10099, 10100, 10101})  # another stream or consumer has its subjects
+
+Config = dict[str, Any]
+"""The configuration of a stream or a consumer, or JetStream's answer about it."""
 
 
 def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def job_stream(names: Names, config: QueueConfig) -> dict[str, Any]:
+def job_stream(names: Names, config: QueueConfig) -> Config:
     """Work-queue retention, file storage, refuse new jobs when full."""
     return _stream(config, config.max_age_s) | {
         "name": names.stream,
@@ -137,7 +140,7 @@ def job_stream(names: Names, config: QueueConfig) -> dict[str, Any]:
     }
 
 
-def dead_stream(names: Names, config: QueueConfig) -> dict[str, Any]:
+def dead_stream(names: Names, config: QueueConfig) -> Config:
     """The last dead letters, for people. Bounded in number, bytes and age."""
     return _stream(config, max_age_s=7 * 86400.0) | {
         "name": names.dead_stream,
@@ -150,7 +153,7 @@ def dead_stream(names: Names, config: QueueConfig) -> dict[str, Any]:
     }
 
 
-def _stream(config: QueueConfig, max_age_s: float) -> dict[str, Any]:
+def _stream(config: QueueConfig, max_age_s: float) -> Config:
     return {
         "storage": "file",
         "max_age": _ns(max_age_s),
@@ -161,7 +164,7 @@ def _stream(config: QueueConfig, max_age_s: float) -> dict[str, Any]:
     }
 
 
-def consumer(names: Names, config: QueueConfig, urgency: Urgency) -> dict[str, Any]:
+def consumer(names: Names, config: QueueConfig, urgency: Urgency) -> Config:
     """The durable pull consumer of the jobs of one urgency, for all prefill workers."""
     name = consumer_of(urgency)
     return {
@@ -192,13 +195,13 @@ class Streams:
     """
 
     def __init__(
-        self, connection: NatsConnection, names: Names, config: QueueConfig, settings: QueueSettings
+        self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
     ) -> None:
+        self.connection = connection
+        self.names = Names(config.namespace, config.compat_hash)
         self.stream_id = ""
         self.ack_wait_s = config.ack_wait_s
         self.max_deliver = config.max_deliver
-        self._connection = connection
-        self._names = names
         self._config = config
         self._settings = settings
         self._task: asyncio.Task[None] | None = None
@@ -210,7 +213,7 @@ class Streams:
     def configure(self, settings: QueueSettings) -> None:
         """Apply these settings now, or over the next connection. Returns at once."""
         self._settings = settings
-        if self._connection.up and not self.busy:
+        if self.connection.up and not self.busy:
             self._task = asyncio.create_task(self._apply(), name="queue-settings")
 
     @property
@@ -240,136 +243,107 @@ class Streams:
         config, settings = self._config, self._settings
         owned = _set_fields(num_replicas=settings.replicas)
         own_jobs = owned | _set_fields(max_msgs=settings.max_jobs, max_bytes=settings.max_bytes)
+        ack_wait = None if settings.ack_wait_s is None else _ns(settings.ack_wait_s)
+        own_terms = _set_fields(ack_wait=ack_wait, max_deliver=settings.max_deliver)
         try:
-            info = await self._ensure_stream(job_stream(self._names, config), own_jobs)
-            terms = await self._ensure_consumer(
-                Urgency.NORMAL,
-                _set_fields(
-                    ack_wait=None if settings.ack_wait_s is None else _ns(settings.ack_wait_s),
-                    max_deliver=settings.max_deliver,
-                ),
-            )
+            jobs = await self._ensure_stream(job_stream(self.names, config), own_jobs)
+            normal = await self._ensure_consumer(Urgency.NORMAL, own_terms)
         except (ConfigError, QueueUnavailable):
             self.stream_id = ""
             raise
+        terms = normal["config"]
         self.ack_wait_s = terms.get("ack_wait", _ns(config.ack_wait_s)) / 1e9
         self.max_deliver = terms.get("max_deliver", config.max_deliver)
-        self.stream_id = str(info["created"])
+        self.stream_id = str(jobs["created"])
         # What follows may have leaders of its own. Normal jobs do not wait for them.
         same = {"ack_wait": _ns(self.ack_wait_s), "max_deliver": self.max_deliver}
         await asyncio.gather(
             *(self._ensure_consumer(one, same) for one in Urgency if one is not Urgency.NORMAL)
         )
-        await self._ensure_stream(dead_stream(self._names, config), owned)
+        await self._ensure_stream(dead_stream(self.names, config), owned)
 
-    async def _ensure_stream(self, new: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:
-        """Return the stream's info.
-
-        new: its configuration if it must be made.
-        owned: the fields to change if it exists."""
+    async def _ensure_stream(self, new: Config, owned: Config) -> Config:
         name = new["name"]
-        info = await self._info(f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
-        if info is None:
+        return await self._ensure(
+            f"NATS stream {name}", f"STREAM.INFO.{name}", f"STREAM.CREATE.{name}",
+            f"STREAM.UPDATE.{name}", new, owned, ("retention", "storage"),
+            f"Use another --namespace, or delete it (`nats stream rm {name}`)",
+        )  # fmt: skip
+
+    async def _ensure_consumer(self, urgency: Urgency, owned: Config) -> Config:
+        stream, name = self.names.stream, consumer_of(urgency)
+        create = f"CONSUMER.CREATE.{stream}.{name}.{self.names.jobs_of(urgency)}"
+        return await self._ensure(
+            f"NATS consumer {name} of stream {stream}", f"CONSUMER.INFO.{stream}.{name}", create,
+            create, consumer(self.names, self._config, urgency), owned,
+            ("filter_subject", "ack_policy"),
+            f"Delete it (`nats consumer rm {stream} {name}`) and start again",
+            lambda config: {"stream_name": stream, "config": config},
+        )  # fmt: skip
+
+    async def _ensure(
+        self,
+        what: str,
+        about: str,
+        create: str,
+        update: str,
+        new: Config,
+        owned: Config,
+        fixed: Sequence[str],
+        advice: str,
+        ask: Callable[[Config], Config] = lambda config: config,
+    ) -> Config:
+        """Make a stream or a consumer if it is missing. Returns JetStream's answer about it.
+
+        about, create, update: the operations of JetStream's API.
+        new: its configuration if it must be made. owned: the fields to change if it exists.
+        fixed: fields that cannot be changed, and must be as in `new`.
+        ask: makes the body of a request from a configuration."""
+        api = self.connection.api
+        try:
+            info = await api(about)
+        except ApiError as exc:
+            if exc.err_code not in _NOT_FOUND:
+                raise
             try:
-                return await self._connection.api(f"STREAM.CREATE.{name}", new | owned)
-            except ApiError as exc:
-                if exc.err_code != _STREAM_EXISTS:
+                return await api(create, ask(new | owned))
+            except ApiError as refused:
+                if refused.err_code in _CONFLICTS:
+                    why = refused.description
+                    raise ConfigError(f"{what} cannot be made: {why}. {advice}") from None
+                if refused.err_code not in _EXISTS:
                     raise
-            info = await self._connection.api(f"STREAM.INFO.{name}")  # another worker was faster
+            info = await api(about)  # another worker was faster
         has = info["config"]
-        for field in ("retention", "storage"):
-            if has[field] != new[field]:
+        for field in fixed:
+            if has.get(field) != new[field]:
                 raise ConfigError(
-                    f"NATS stream {name} exists with {field} {has[field]!r}, which must be "
-                    f"{new[field]!r} and cannot be changed. Use another --namespace, or delete it "
-                    f"(`nats stream rm {name}`)"
+                    f"{what} exists with {field} {has.get(field)!r}, which must be "
+                    f"{new[field]!r} and cannot be changed. {advice}"
                 )
-        # Not settings: without these values jobs would not be stored, or push out others.
-        owned = owned | {"discard": new["discard"]}
-        missing = [one for one in new["subjects"] if one not in has.get("subjects", ())]
-        if missing:
-            owned["subjects"] = [*has.get("subjects", ()), *missing]
-        changed = _differences(has, owned)
+        if "discard" in new:
+            # Not settings: without these values jobs would not be stored, or push out others.
+            subjects = has.get("subjects") or []
+            more = [one for one in new["subjects"] if one not in subjects]
+            owned = owned | {"discard": new["discard"], "subjects": [*subjects, *more]}
+        changed = {name: value for name, value in owned.items() if has.get(name) != value}
         if not changed:
             return info
         try:
-            info = await self._connection.api(f"STREAM.UPDATE.{name}", has | changed)
+            info = await api(update, ask(has | changed))
         except ApiError as exc:
             if exc.code == 503 or "subjects" in changed:
                 raise
-            _tell_refused(f"NATS stream {name}", changed, exc)
+            logger.error(
+                "NATS refuses %s for %s, so the old value stays: %s. Set another one with "
+                "`pullfill config set queue.KEY VALUE`",
+                changed, what, exc.description,
+            )  # fmt: skip
         else:
-            logger.info("changed NATS stream %s: %s", name, changed)
+            logger.info("changed %s: %s", what, changed)
         return info
 
-    async def _ensure_consumer(self, urgency: Urgency, owned: dict[str, Any]) -> dict[str, Any]:
-        """Return the consumer's configuration. owned: the fields to change if it exists."""
-        names, stream, name = self._names, self._names.stream, consumer_of(urgency)
-        new = consumer(names, self._config, urgency)
-        create = f"CONSUMER.CREATE.{stream}.{name}.{names.jobs_of(urgency)}"
-        about = f"CONSUMER.INFO.{stream}.{name}"
-        info = await self._info(about, CONSUMER_NOT_FOUND)
-        if info is None:
-            made = {"stream_name": stream, "action": "create", "config": new | owned}
-            try:
-                return dict((await self._connection.api(create, made))["config"])
-            except ApiError as exc:
-                if exc.err_code not in _CONSUMER_EXISTS:
-                    raise self._unusable(name, exc) from exc
-            info = await self._connection.api(about)  # another worker was faster
-        has: dict[str, Any] = info["config"]
-        for field in ("filter_subject", "ack_policy"):
-            if has.get(field) != new[field]:
-                raise self._unusable(name, f"its {field} is {has.get(field)!r}, not {new[field]!r}")
-        changed = _differences(has, owned)
-        if not changed:
-            return has
-        update = {"stream_name": stream, "action": "update", "config": has | changed}
-        try:
-            has = dict((await self._connection.api(create, update))["config"])
-        except ApiError as exc:
-            if exc.code == 503:
-                raise
-            _tell_refused(f"the NATS consumer {name} of stream {stream}", changed, exc)
-        else:
-            logger.info("changed the NATS consumer %s of stream %s: %s", name, stream, changed)
-        return has
 
-    async def _info(self, operation: str, not_found: int) -> dict[str, Any] | None:
-        try:
-            return await self._connection.api(operation)
-        except ApiError as exc:
-            if exc.err_code != not_found:
-                raise
-        return None
-
-    def _unusable(self, name: str, why: ApiError | str) -> Exception:
-        """Return the error to raise for a consumer that cannot be made or used."""
-        if isinstance(why, ApiError):
-            if why.code == 503 or why.err_code in (STREAM_NOT_FOUND, _NO_PEERS):
-                return why
-            why = why.description
-        stream = self._names.stream
-        return ConfigError(
-            f"the NATS consumer {name} of stream {stream} cannot be used: {why}. Delete it "
-            f"(`nats consumer rm {stream} {name}`) and start again"
-        )
-
-
-def _set_fields(**fields: int | None) -> dict[str, Any]:
+def _set_fields(**fields: int | None) -> Config:
     """Return the fields that are set."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _differences(has: dict[str, Any], owned: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in owned.items() if has.get(name) != value}
-
-
-def _tell_refused(what: str, changed: dict[str, Any], why: ApiError) -> None:
-    logger.error(
-        "NATS refuses %s for %s, so the old value stays: %s. Set another one with "
-        "`pullfill config set queue.KEY VALUE`",
-        changed,
-        what,
-        why.description,
-    )

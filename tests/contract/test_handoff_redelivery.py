@@ -205,37 +205,6 @@ async def test_a_job_that_comes_back_to_the_worker_that_lost_its_link_runs_again
     assert holder.budget.completed == 1
 
 
-async def test_over_a_new_connection_signs_of_life_precede_the_next_pull(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decode, holder, other, served, faults = await a_writer_at_work(cluster)
-    await other.puller.stop()
-    second = decode.send(prompt(30, seed=2))
-    await until(lambda: holder.puller.in_flight == 2)
-    link, said = holder.consumer.connection, []  # type: ignore[attr-defined]
-    publish, request = link.publish, link.request
-
-    async def note_publish(subject: str, payload: bytes, reply: str = "") -> None:
-        said.append("pull" if "MSG.NEXT" in subject else subject)
-        await publish(subject, payload, reply)
-
-    async def note_request(subject: str, payload: bytes, *rest: Any) -> Any:
-        if payload == b"+WPI":
-            said.append(subject)
-        return await request(subject, payload, *rest)
-
-    monkeypatch.setattr(link, "publish", note_publish)
-    monkeypatch.setattr(link, "request", note_request)
-    link.reset("the test cuts it")
-    await until(lambda: "pull" in said)
-    signs = set(said[: said.index("pull")])
-    assert len(signs) == 2, "one of each running delivery"
-    assert all(sign.startswith("$JS.ACK.") for sign in signs)
-    faults.resume()
-    await settled(served, second)
-    await cluster.check_clean()
-
-
 async def test_a_holder_that_fails_after_the_last_delivery_leaves_the_prompt_to_us(
     cluster: Cluster, deliveries: Counter[str]
 ) -> None:

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 
 from pullfill.errors import BadMessage, QueueFull
-from pullfill.queue.contract import DeadLetter, Delivery, JobConsumer, JobProducer, QueueConfig
+from pullfill.queue.contract import (
+    DeadLetter,
+    Delivery,
+    JobConsumer,
+    JobProducer,
+    QueueConfig,
+    Urgency,
+)
 from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
 from pullfill.queue.streams import round_up_tokens
 from pullfill.testing.memory_queue import MemoryQueue
+from tests.support.fakes import FakeClock
 from tests.support.nats import NatsServer, dead_letters, until
 
 ACK_WAIT_S = 1.0
 SOON_S = 20.0
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
+TRIES = 20
+"""If the machine stops between two signs of progress, NATS rightly delivers the job again. Such a
+try shows nothing, so the test tries again."""
+TIGHT, NORMAL, LOOSE = Urgency
 
 
 @dataclass
@@ -87,7 +93,7 @@ async def make(
             return queue.consumer()
 
         async def advance(seconds: float) -> None:
-            clock.now += seconds
+            clock.advance(seconds)
 
         async def dead() -> list[DeadLetter]:
             return list(reversed(queue.dead))
@@ -346,3 +352,103 @@ async def test_many_jobs_over_several_workers_each_once(bench: Bench) -> None:
     await asyncio.gather(*(work(worker) for worker in workers))
     assert sorted(seen) == sorted(f"j{i}" for i in range(60))
     await bench.depth_is(0, in_flight=0)
+
+
+# ------------------------------------------------------------------ silence
+
+
+@pytest.mark.essential
+async def test_silence_brings_the_job_back_and_in_progress_does_not(hasty: Bench) -> None:
+    for number in range(TRIES):
+        await hasty.producer.publish(f"a{number}", b"", 1)
+        job = await hasty.consumer.pull(SOON_S)
+        sent = [time.monotonic()]
+        for _ in range(8):
+            await hasty.advance(ACK_WAIT_S / 4)
+            await job.in_progress()
+            sent.append(time.monotonic())
+        came = await hasty.consumer.pull(0.03)
+        if not came:
+            break
+        assert max(b - a for a, b in pairwise(sent)) > ACK_WAIT_S / 2, "no sign was late"
+        for delivery in (job, *came):
+            await delivery.ack()
+    await hasty.advance(1.5 * ACK_WAIT_S)
+    again = await hasty.consumer.pull(SOON_S)
+    assert (again.job_id, again.number) == (job.job_id, 2)
+    await again.ack()
+
+
+async def test_a_stale_ack_settles_the_redelivered_job(hasty: Bench) -> None:
+    await hasty.producer.publish("a", b"", 1)
+    first = await hasty.consumer.pull(SOON_S)
+    await hasty.advance(1.5 * ACK_WAIT_S)
+    second = await hasty.consumer.pull(SOON_S)
+    await first.ack()
+    await hasty.depth_is(0)
+    await second.ack()
+    assert await hasty.consumer.pull(0.05) is None
+
+
+# ------------------------------------------------------------------ order
+
+
+async def publish(bench: Bench, *jobs: tuple[str, int, Urgency]) -> None:
+    for name, tokens, urgency in jobs:
+        await bench.producer.publish(name, b"", tokens, urgency)
+
+
+async def handed_out(bench: Bench, count: int) -> list[str]:
+    names = []
+    for _ in range(count):
+        job = await bench.consumer.pull(SOON_S)
+        names.append(job.job_id)
+        await job.ack()
+    assert await bench.consumer.pull(0.05) is None
+    return names
+
+
+@pytest.mark.essential
+async def test_urgent_jobs_come_first(bench: Bench) -> None:
+    await publish(
+        bench, ("l", 100, LOOSE), ("n", 2000, NORMAL), ("n2", 100, NORMAL), ("t", 5000, TIGHT),
+        ("t2", 100, TIGHT),
+    )  # fmt: skip
+    assert await handed_out(bench, 5) == ["t", "t2", "n", "n2", "l"]
+
+
+async def test_no_urgency_is_left_out(bench: Bench) -> None:
+    """Sixteen urgent jobs of 1000 tokens: after each nine (their share), the others' turn."""
+    for number in range(16):
+        await publish(bench, *((f"{u.label[0]}{number}", 1000, u) for u in Urgency))
+    order = "".join(name[0] for name in await handed_out(bench, 48))
+    # A round is 9, 5 and 3 jobs: each ends with the job that uses its credit up, and the next one
+    # is as much shorter.
+    assert order.startswith("tttttttttnnnnnlllttttttt"), order
+
+
+async def test_a_worker_that_waits_at_all_takes_one_job_and_leaves_the_others(bench: Bench) -> None:
+    """Its requests at the other consumers are withdrawn: who has no room gets no job."""
+    waits = asyncio.create_task(bench.consumer.pull(SOON_S))
+    await asyncio.sleep(0.05)
+    await publish(bench, ("first", 100, NORMAL))
+    first = await waits
+    if isinstance(bench.consumer, JetStreamConsumer):
+        await asyncio.sleep(0.05)
+    other = await bench.add_consumer()
+    await publish(bench, ("tight", 100, TIGHT), ("loose", 100, LOOSE))
+    for name in ("tight", "loose"):
+        job = await other.pull(SOON_S)
+        assert (job.job_id, job.number) == (name, 1)
+        await job.ack()
+    await first.ack()
+
+
+async def test_a_worker_may_take_nothing_but_urgent_jobs(bench: Bench) -> None:
+    await publish(bench, ("normal", 100, NORMAL))
+    assert await bench.consumer.pull(0.0, urgent_only=True) is None
+    await publish(bench, ("tight", 100, TIGHT))
+    job = await bench.consumer.pull(0.0, urgent_only=True)
+    assert job.job_id == "tight"
+    await job.ack()
+    assert await handed_out(bench, 1) == ["normal"]

@@ -1,5 +1,5 @@
-"""What only the JetStream queue can show: a server that restarts, forgets, hangs or was set up
-otherwise. Every wait is bounded; the bounds are about hangs, not speed."""
+"""What only the JetStream queue can show: a server that restarts, forgets, hangs, has no leader or
+was set up otherwise. Every wait is bounded; the bounds are about hangs, not speed."""
 
 from __future__ import annotations
 
@@ -8,210 +8,123 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
-from pullfill.errors import ConfigError, QueueFull, QueueUnavailable
-from pullfill.queue.contract import Delivery, QueueConfig, Receipt
+from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavailable
+from pullfill.queue import nats_connection
+from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt, Urgency
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.queue.streams import Names
+from pullfill.queue.nats_connection import NatsConnection
+from pullfill.queue.streams import Names, consumer_of
+from pullfill.runtime.health import UP
+from pullfill.wire import QueueSettings
 from tests.support.nats import NatsServer, dead_letters, until
 
 HANG_S = 15.0
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    await server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def config(request: pytest.FixtureRequest) -> QueueConfig:
-    timeout_s = getattr(request, "param", 5.0)
-    return QueueConfig("test", secrets.token_hex(8), ack_wait_s=1.0, publish_timeout_s=timeout_s)
-
-
-@pytest.fixture
-async def pair(
-    server: NatsServer, config: QueueConfig
-) -> AsyncIterator[tuple[JetStreamProducer, JetStreamConsumer]]:
-    producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
-    consumer = await JetStreamConsumer.connect(server.url, config, wait_s=HANG_S)
-    yield producer, consumer
-    server.resume_if_paused()
-    await asyncio.gather(producer.close(), consumer.close())
-
-
-async def publish_when_available(producer: JetStreamProducer, job_id: str) -> Receipt:
-    await until(lambda: producer.available)
-    return await producer.publish(job_id, b"", 10)
-
-
-async def retried(call: Callable[[], Awaitable[list[Delivery]]]) -> list[Delivery]:
-    """A puller's loop: again after QueueUnavailable or nothing."""
-    async with asyncio.timeout(HANG_S):
-        while True:
-            try:
-                if result := await call():
-                    return result
-            except QueueUnavailable:
-                pass
-
-
+NORMAL, TIGHT = consumer_of(Urgency.NORMAL), consumer_of(Urgency.TIGHT)
 Pair = tuple[JetStreamProducer, JetStreamConsumer]
 
 
-async def test_jobs_survive_a_killed_server(server: NatsServer, pair: Pair) -> None:
-    producer, consumer = pair
-    await producer.publish("held", b"1", 10)
-    await producer.publish("waiting", b"2", 20)
-    held = await consumer.pull(5)
-    await server.restart()
-    await held.ack()
-    names = set[str]()
-    async with asyncio.timeout(HANG_S):
-        # One that was killed before it wrote down that it had delivered `held` knows nothing of
-        # that ack, and delivers the job again.
-        while not (names and producer.available and producer.depth().depth_jobs == 0):
-            with contextlib.suppress(QueueUnavailable):
-                if job := await consumer.pull(0.2):
-                    names.add(job.job_id)
-                    await job.ack()
-            producer.look_again()
-    assert names in ({"waiting"}, {"held", "waiting"})
+@pytest.fixture
+def config() -> QueueConfig:
+    """No job comes back by silence."""
+    return QueueConfig("test", secrets.token_hex(8), ack_wait_s=60.0, publish_timeout_s=5.0)
 
 
-async def test_room_is_noticed_by_one_that_publishes_nothing_for_want_of_it(
-    server: NatsServer, config: QueueConfig, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While all it knows is that the queue is full it does not use the queue; it must look all
-    the same, at once and again, also when a thread says so that has no loop."""
-    monkeypatch.setattr("pullfill.queue.jetstream.STEADY_REFRESH_S", 3600.0)
-    producer, consumer = pair
-    other = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
-    try:
-        await producer.publish("job", b"", 10)
-        job = await consumer.pull(5)
-        await job.ack()
-        assert producer.depth().depth_jobs == 1, "it was not told"
-        await asyncio.to_thread(producer.look_again)
-        await until(lambda: producer.depth().depth_jobs == 0)
-        await other.publish("theirs", b"", 10)
-        await until(lambda: producer.depth().depth_jobs == 1)
-    finally:
-        await other.close()
+@pytest.fixture
+def names(config: QueueConfig) -> Names:
+    return Names(config.namespace, config.compat_hash)
 
 
-async def test_a_server_that_came_back_empty_is_set_up_again(
-    server: NatsServer, pair: Pair
-) -> None:
-    producer, consumer = pair
-    old = await producer.publish("lost", b"", 10)
-    held = await consumer.pull(5)
-    await server.restart(empty=True)
-    new = await publish_when_available(producer, "new")
-    assert new.seq == old.seq, "the case this is about: numbers start again"
-    assert not await producer.cancel(old), "an old receipt must not remove a new job"
-    await producer.nak(held.ack_subject, old)
-    await held.ack()
-    job = await retried(lambda: consumer.pull(1))
-    assert job.job_id == "new", "an old delivery must not settle a new job"
-    assert job.number == 1
-    await job.ack()
+async def both(
+    server: NatsServer, config: QueueConfig, settings: QueueSettings | None = None
+) -> Pair:
+    settings = settings or QueueSettings()
+    return (
+        await JetStreamProducer.connect(server.url, config, settings=settings, wait_s=HANG_S),
+        await JetStreamConsumer.connect(server.url, config, settings=settings, wait_s=HANG_S),
+    )
 
 
-@pytest.mark.parametrize("what", ["stream", "prefill-normal"])
-@pytest.mark.essential
-async def test_a_deleted_stream_or_consumer_is_made_again(
-    pair: Pair, config: QueueConfig, what: str
-) -> None:
-    producer, consumer = pair
-    names = Names(config.namespace, config.compat_hash)
-    if what == "stream":
-        await producer.connection.api(f"STREAM.DELETE.{names.stream}")
-    else:
-        await producer.connection.api(f"CONSUMER.DELETE.{names.stream}.{what}")
+@pytest.fixture
+async def pair(server: NatsServer, config: QueueConfig) -> AsyncIterator[Pair]:
+    """On a server of this test's own."""
+    pair = await both(server, config)
+    yield pair
+    server.resume_if_paused()
+    await asyncio.gather(*(end.close() for end in pair))
+
+
+@pytest.fixture
+async def lasting(nats: NatsServer, config: QueueConfig) -> AsyncIterator[Pair]:
+    """On a server that the test leaves alone."""
+    pair = await both(nats, config)
+    yield pair
+    await asyncio.gather(*(end.close() for end in pair))
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that hangs is noticed soon."""
+    monkeypatch.setattr(nats_connection, "PING_EVERY_S", 0.125)
+    monkeypatch.setattr(nats_connection, "PING_WAIT_S", 0.6)
+
+
+async def publish_when_available(producer: JetStreamProducer, job_id: str) -> Receipt:
+    """Also if the first publishes find that the stream is gone."""
     async with asyncio.timeout(HANG_S):
         while True:
-            try:
-                await publish_when_available(producer, "new")
-                break
-            except QueueUnavailable:
-                await asyncio.sleep(0.05)
-    job = await retried(lambda: consumer.pull(1))
-    await job.ack()
+            with contextlib.suppress(QueueUnavailable):
+                return await producer.publish(job_id, b"", 10)
+            await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("config", [0.3], indirect=True)
-async def test_a_hung_server_costs_one_timeout_then_nothing(
-    server: NatsServer, pair: Pair, config: QueueConfig
-) -> None:
-    producer, consumer = pair
-    server.pause()
-    started = time.monotonic()
-    results = await asyncio.gather(
-        *(producer.publish(f"j{i}", b"x" * 400_000, 10) for i in range(5)), return_exceptions=True
-    )
-    assert all(isinstance(result, QueueUnavailable) for result in results)
-    assert time.monotonic() - started < 10 * config.publish_timeout_s
-    assert not producer.available
-    started = time.monotonic()
-    for i in range(100):
-        with pytest.raises(QueueUnavailable):
-            await producer.publish(f"k{i}", b"", 10)
-    took = time.monotonic() - started
-    assert took < 10 * config.publish_timeout_s, "an open breaker waits for nobody"
-    with pytest.raises(QueueUnavailable):
-        await consumer.pull(0.1)
-    server.resume()
-    await publish_when_available(producer, "after")
-    names = set[str]()
-    while "after" not in names:  # the others, if they were stored, are refused at their claim
-        if job := await retried(lambda: consumer.pull(1)):
-            names.add(job.job_id)
-            await job.ack()
-
-
-async def test_a_body_above_max_payload_says_what_to_change(pair: Pair) -> None:
-    producer, _ = pair
-    assert producer.max_body < 8 << 20
-    for size in ((8 << 20) + 1, 8 << 20):  # the headers count, too: NATS ended the connection
-        with pytest.raises(QueueFull, match="max_payload") as caught:
-            await producer.publish("huge", bytes(size), 10)
-        assert not caught.value.retryable
-    await producer.publish("large", bytes(producer.max_body), 10)
-    assert producer.available
-
-
-async def test_a_sweep_finds_what_an_advisory_was_missed_for(
-    server: NatsServer, config: QueueConfig
-) -> None:
-    config = replace(config, max_deliver=1, ack_wait_s=2.0)
-    producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
-    consumer = await JetStreamConsumer.connect(server.url, config, wait_s=HANG_S)
-    await producer.publish("a", b"body", 10)
-    await producer.publish("b", b"other", 10)
-    await consumer.pull(5)
-    for subscription in list(consumer.connection.client._subs.values()):
-        if "ADVISORY" in subscription.subject:
-            await subscription.unsubscribe()
-    job = await consumer.pull(5)
-    assert await consumer.letters.sweep() == 0, "nothing is swept while a job is in flight"
-    await job.ack()
+async def pulled(consumer: JetStreamConsumer) -> Delivery:
+    """A puller's loop: again after QueueUnavailable or nothing."""
     async with asyncio.timeout(HANG_S):
-        while not (swept := await consumer.letters.sweep()):
-            assert await consumer.pull(0.1) is None
-    assert swept == 1
-    [letter] = await dead_letters(producer.connection, config)
-    assert (letter.job_id, letter.body) == ("a", b"body")
-    await asyncio.gather(producer.close(), consumer.close())
+        while True:
+            with contextlib.suppress(QueueUnavailable):
+                if job := await consumer.pull(1):
+                    return job
+
+
+async def reconnected(end: JetStreamConsumer | JetStreamProducer) -> None:
+    """Break a connection, and wait for the next one."""
+    await end.connection.client.close()
+    await until(lambda: not end.connection.up, HANG_S)
+    await until(lambda: end.connection.up, HANG_S)
+
+
+async def waiting(pair: Pair, names: Names) -> None:
+    """Wait until a pull request for a normal job waits at the server."""
+    async with asyncio.timeout(HANG_S):
+        info = f"CONSUMER.INFO.{names.stream}.{NORMAL}"
+        while not (await pair[0].connection.api(info))["num_waiting"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def silence(end: Any, monkeypatch: pytest.MonkeyPatch, *about: str) -> list[str]:
+    """JetStream does not answer an end about what has one of these words in its name: a missing
+    leader sends no answer. Returns what it was asked about that."""
+    real, asked = end.connection.api, list[str]()
+
+    async def api(operation: str, *rest: Any, **more: Any) -> Any:
+        if any(word in operation for word in about):
+            asked.append(operation)
+            raise QueueUnavailable("no quorum")
+        return await real(operation, *rest, **more)
+
+    monkeypatch.setattr(end.connection, "api", api)
+    return asked
+
+
+# ------------------------------------------------------------------ a server that comes and goes
 
 
 async def test_nobody_there_ends_with_advice(
@@ -240,24 +153,255 @@ async def test_connect_waits_for_a_server_that_comes(tmp_path: Path, config: Que
         server.stop()
 
 
-async def test_a_stream_of_another_kind_is_refused_with_advice(
-    server: NatsServer, pair: Pair, config: QueueConfig
+@pytest.mark.parametrize("how", ["pause", "kill"])
+async def test_both_ends_say_that_nats_is_away_and_since_when(
+    server: NatsServer, config: QueueConfig, hasty: None, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    producer, _ = pair
-    other = replace(config, compat_hash=secrets.token_hex(8))
-    name = Names(other.namespace, other.compat_hash).stream
-    await producer.connection.api(
-        f"STREAM.CREATE.{name}", {"name": name, "subjects": ["x"], "storage": "memory"}
+    login = server.url.replace("nats://", "nats://somebody:secret@")
+    producer = await JetStreamProducer.connect(login, config, wait_s=HANG_S)
+    consumer = await JetStreamConsumer.connect(login, config, wait_s=HANG_S)
+    getattr(server, how)()
+    await until(lambda: not (producer.health.up or consumer.health.up), HANG_S)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+    assert not producer.available, "nothing is published, so nothing waits for an answer"
+    status = producer.health.status()
+    assert server.url.removeprefix("nats://") in str(status.error)
+    assert "secret" not in str(status.error)
+    assert UP.labels("nats")._value.get() == 0
+    await asyncio.sleep(0.05)
+    assert producer.health.status().since_s > status.since_s
+    server.resume() if how == "pause" else await server.start()
+    await until(lambda: producer.available and consumer.health.up, HANG_S)
+    assert UP.labels("nats")._value.get() == 1
+    assert producer.health.status().error is None
+    await asyncio.gather(producer.close(), consumer.close())
+
+
+async def test_a_process_that_stood_still_does_not_blame_the_server(
+    lasting: Pair, hasty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loop runs again only when the time for the answer is over."""
+    consumer = lasting[1]
+    client = consumer.connection.client
+    real, asked = client.flush, list[float]()
+
+    async def flush(**options: Any) -> None:
+        asked.append(time.monotonic())
+        time.sleep(1.2 * nats_connection.PING_WAIT_S)  # noqa: ASYNC251 - the loop is to stand still
+        await real(**options)
+
+    turns: list[bool] = []
+    consumer.health.subscribe(lambda: turns.append(consumer.health.up))
+    with monkeypatch.context() as slow:
+        slow.setattr(client, "flush", flush)
+        await until(lambda: len(asked) > 1, HANG_S)
+    assert turns == []
+
+
+async def test_a_hung_server_costs_one_timeout_then_nothing(
+    server: NatsServer, config: QueueConfig
+) -> None:
+    timeout_s = 0.3
+    producer, consumer = await both(server, replace(config, publish_timeout_s=timeout_s))
+    server.pause()
+    started = time.monotonic()
+    results = await asyncio.gather(
+        *(producer.publish(f"j{i}", b"x" * 400_000, 10) for i in range(5)), return_exceptions=True
     )
-    with pytest.raises(ConfigError, match="nats stream rm"):
-        await JetStreamProducer.connect(server.url, other, wait_s=HANG_S)
+    assert all(isinstance(result, QueueUnavailable) for result in results)
+    assert not producer.available
+    for i in range(100):
+        with pytest.raises(QueueUnavailable):
+            await producer.publish(f"k{i}", b"", 10)
+    assert time.monotonic() - started < 10 * timeout_s, "an open breaker waits for nobody"
+    with pytest.raises(QueueUnavailable):
+        await consumer.pull(0.1)
+    server.resume()
+    await publish_when_available(producer, "after")
+    names = set[str]()
+    while "after" not in names:  # the others, if they were stored, are refused at their claim
+        names.add((job := await pulled(consumer)).job_id)
+        await job.ack()
+    await asyncio.gather(producer.close(), consumer.close())
+
+
+@pytest.mark.essential
+async def test_an_old_delivery_does_not_ack_a_job_of_a_new_stream(
+    server: NatsServer, pair: Pair
+) -> None:
+    """The server comes back empty. Nor does an old receipt remove a new job."""
+    producer, consumer = pair
+    receipts = [await producer.publish(f"j{i}", b"", 10) for i in range(3)]
+    jobs = [await pulled(consumer) for _ in receipts]
+    await jobs[0].ack()
+    server.kill()
+    await until(lambda: not consumer.connection.up)
+    await jobs[1].ack()
+    await server.restart(empty=True)
+    new = await publish_when_available(producer, "new")
+    assert new.seq == receipts[0].seq, "the case this is about: numbers start again"
+    assert not await producer.cancel(receipts[0])
+    await producer.nak(jobs[0].ack_subject, receipts[0])
+    job = await pulled(consumer)
+    await jobs[2].ack()
+    assert (job.job_id, job.number) == ("new", 1)
+    await job.in_progress()
+    await consumer.connection.flush()
+    producer.look_again()
+    assert producer.depth().depth_jobs == 1
+    await job.ack()
+
+
+@pytest.mark.parametrize("what", ["stream", NORMAL])
+@pytest.mark.essential
+async def test_a_deleted_stream_or_consumer_is_made_again(
+    lasting: Pair, names: Names, what: str
+) -> None:
+    producer, consumer = lasting
+    if what == "stream":
+        await producer.connection.api(f"STREAM.DELETE.{names.stream}")
+    else:
+        await producer.connection.api(f"CONSUMER.DELETE.{names.stream}.{what}")
+    await publish_when_available(producer, "new")
+    await (await pulled(consumer)).ack()
+
+
+async def test_a_consumer_without_a_leader_holds_no_job_of_another_urgency(
+    lasting: Pair, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a dead-letter stream without one."""
+    producer, consumer = lasting
+    with monkeypatch.context() as patch:
+        asked = silence(consumer, patch, TIGHT, names.dead_stream)
+        await reconnected(consumer)
+        await producer.connection.api(f"CONSUMER.DELETE.{names.stream}.{TIGHT}")
+        await producer.publish("normal", b"", 7)
+        await producer.publish("tight", b"", 7, Urgency.TIGHT)
+        job = await pulled(consumer)
+        assert job.job_id == "normal"
+        await until(lambda: bool(asked))
+        assert consumer.health.up
+        await job.ack()
+    job = await pulled(consumer)
+    assert job.job_id == "tight"
+    await job.ack()
+
+
+async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_worker(
+    lasting: Pair, names: Names, hasty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JetStream without a quorum: its connections stand and answer PINGs."""
+    consumer = lasting[1]
+    with monkeypatch.context() as lost:
+        lost.setattr("pullfill.queue.jetstream.consumer_of", lambda _: "nobody")
+        silence(consumer, lost, names.stream)
+        with contextlib.suppress(QueueUnavailable):
+            assert await consumer.pull(0.1) is None
+        assert consumer.connection.up
+        await asyncio.sleep(2 * nats_connection.PING_EVERY_S)
+        assert "no quorum" in str(consumer.health.status().error), "though PINGs are answered"
+    await until(lambda: consumer.health.up, HANG_S)
+    assert await consumer.pull(0.1) is None
+
+
+@pytest.mark.parametrize("how", ["cancelled", "drained"])
+async def test_a_pull_that_was_withdrawn_has_left_the_server(
+    lasting: Pair, nats: NatsServer, config: QueueConfig, names: Names, how: str
+) -> None:
+    """nats-py buffers its commands, but not its PING. So on a busy machine the server may answer a
+    PING before it learns that the pull's inbox is not read any more. A job would be lost there."""
+    producer, leaving = lasting
+    other = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
+    pulling = asyncio.create_task(leaving.pull(HANG_S))
+    await waiting(lasting, names)
+    transport, loop = leaving.connection.client._transport, asyncio.get_running_loop()
+    write = transport.writelines
+    transport.writelines = lambda lines: loop.call_later(0.05, write, list(lines))
+    if how == "cancelled":
+        pulling.cancel()
+        await asyncio.gather(pulling, return_exceptions=True)
+    else:
+        await leaving.drain()
+        assert await pulling is None
+    await producer.publish("job", b"", 10)
+    job = await other.pull(HANG_S)
+    assert job.number == 1, "the first delivery was lost"
+    await job.ack()
+    await other.close()
+
+
+# ------------------------------------------------------------------ odd answers and messages
+
+
+async def publish(server: NatsServer, subject: str, headers: bytes) -> None:
+    """Send one message with these header bytes over a connection of our own."""
+    url = urlsplit(server.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    await reader.readline()
+    writer.write(b'CONNECT {"verbose": false, "headers": true}\r\n')
+    writer.write(b"HPUB %b %d %d\r\n" % (subject.encode(), len(headers), len(headers)))
+    writer.write(headers + b"\r\nPING\r\n")
+    assert await asyncio.wait_for(reader.readline(), 10) == b"PONG\r\n"
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_job_whose_headers_cannot_be_read_becomes_a_dead_letter(
+    server: NatsServer, config: QueueConfig, pair: Pair, names: Names
+) -> None:
+    """nats-py cannot decode them, and then reads no more. NATS passes them on."""
+    producer, consumer = pair
+    consumer.streams.configure(QueueSettings(ack_wait_s=1.0))
+    await until(lambda: consumer.ack_wait_s == 1.0)
+    await publish(server, names.job(5), b"NATS/1.0")
+    await producer.publish("good", b"2", 20)
+    good = await pulled(consumer)
+    assert good.job_id == "good"
+    await good.ack()
+
+    async def found() -> list[DeadLetter]:
+        with contextlib.suppress(QueueUnavailable):
+            return await dead_letters(producer.connection, config)
+        return []
+
+    async with asyncio.timeout(60):
+        while not (letters := await found()):
+            with contextlib.suppress(QueueUnavailable):
+                assert await consumer.pull(0.1) is None
+    assert [letter.job_id for letter in letters] == ["seq-1"]
+
+
+async def test_room_is_noticed_by_one_that_publishes_nothing_for_want_of_it(
+    nats: NatsServer, config: QueueConfig, lasting: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While all it knows is that the queue is full it does not use the queue. It must look all the
+    same, also when a thread says so that has no loop."""
+    monkeypatch.setattr("pullfill.queue.jetstream.STEADY_REFRESH_S", 3600.0)
+    producer, consumer = lasting
+    await producer.publish("job", b"", 10)
+    await (await pulled(consumer)).ack()
+    await asyncio.sleep(0.3)
+    assert producer.depth().depth_jobs == 1, "it was not told"
+    await asyncio.to_thread(producer.look_again)
+    await until(lambda: producer.depth().depth_jobs == 0)
+
+
+async def test_a_body_above_max_payload_says_what_to_change(lasting: Pair) -> None:
+    producer, _ = lasting
+    assert producer.max_body < 8 << 20
+    for size in ((8 << 20) + 1, 8 << 20):  # the headers count, too: NATS ended the connection
+        with pytest.raises(QueueFull, match="max_payload") as caught:
+            await producer.publish("huge", bytes(size), 10)
+        assert not caught.value.retryable
+    await producer.publish("large", bytes(producer.max_body), 10)
+    assert producer.available
 
 
 async def test_an_answer_that_makes_no_sense_does_not_keep_the_queue_shut(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    lasting: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task that asks for the depth must survive such an answer: it also closes the breaker."""
-    producer = pair[0]
+    producer = lasting[0]
 
     async def api(*asked: object) -> object:
         return {"what": "is this"}
@@ -269,10 +413,10 @@ async def test_an_answer_that_makes_no_sense_does_not_keep_the_queue_shut(
 
 
 async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    lasting: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All jobs that wait are cancelled when the last prefill worker is lost."""
-    producer, _ = pair
+    producer, _ = lasting
     receipts = [await producer.publish(f"j{number}", b"", 10) for number in range(200)]
     now, most, real = 0, 0, producer.connection.api
 
@@ -288,3 +432,108 @@ async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
     assert all(await asyncio.gather(*map(producer.cancel, receipts)))
     assert most < 80, "the others wait here, where no timeout runs"
     assert producer.available
+
+
+# ------------------------------------------------------------------ the streams and their settings
+
+
+async def test_a_stream_of_another_kind_is_refused_with_advice(
+    nats: NatsServer, lasting: Pair, names: Names, config: QueueConfig
+) -> None:
+    """At the start, and by a worker that had said that it pulls. Only an operator can mend it."""
+    producer, consumer = lasting
+    other = {"name": names.stream, "subjects": ["x"], "storage": "memory"}
+    await producer.connection.api(f"STREAM.DELETE.{names.stream}")
+    await producer.connection.api(f"STREAM.CREATE.{names.stream}", other)
+    with pytest.raises(ConfigError, match="nats stream rm"):
+        await JetStreamProducer.connect(nats.url, config, wait_s=HANG_S)
+    async with asyncio.timeout(HANG_S):
+        while "nats stream rm" not in str(consumer.health.status().error):
+            with contextlib.suppress(PullfillError):
+                await consumer.pull(0.5)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_server_with_too_little_room_is_told_so(tmp_path: Path) -> None:
+    store = f'store_dir: "{tmp_path / "store"}", max_file_store: 64MB'
+    server = NatsServer(tmp_path, extra=f"jetstream {{ {store} }}")  # dead letters reserve 256 MiB
+    try:
+        await server.start()
+        with pytest.raises(QueueUnavailable, match=r"raise jetstream\.max_file_store") as caught:
+            await JetStreamProducer.connect(server.url, QueueConfig("test", "room"), wait_s=1.0)
+    finally:
+        server.stop()
+    assert "10047" in str(caught.value)
+    assert "nats-server -js" not in str(caught.value)
+
+
+async def configs(link: NatsConnection, names: Names) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the server has for the job stream and the consumer of normal jobs."""
+    jobs = await link.api(f"STREAM.INFO.{names.stream}")
+    consumer = await link.api(f"CONSUMER.INFO.{names.stream}.{NORMAL}")
+    return jobs["config"], consumer["config"]
+
+
+@pytest.mark.essential
+async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
+    nats: NatsServer, config: QueueConfig, names: Names
+) -> None:
+    first = await both(nats, config)
+    link = first[1].connection
+    jobs, consumer = await configs(link, names)
+    assert (jobs["max_msgs"], consumer["max_deliver"]) == (config.max_jobs, config.max_deliver)
+    theirs = {"max_msgs": 77, "max_bytes": 1 << 20, "max_age": 7 * 10**9, "description": "mine",
+              "duplicate_window": 5 * 10**9, "metadata": {"team": "serving"}}  # fmt: skip
+    await link.api(f"STREAM.UPDATE.{names.stream}", jobs | theirs)
+    await link.api(
+        f"CONSUMER.CREATE.{names.stream}.{NORMAL}.{names.jobs_of(Urgency.NORMAL)}",
+        {"stream_name": names.stream, "config": consumer | {"ack_wait": 9 * 10**9,
+         "max_deliver": 9, "max_ack_pending": 5, "description": "mine"}},
+    )  # fmt: skip
+    changed = await configs(link, names)
+    assert changed[0]["metadata"]["team"] == "serving"
+    second = await both(nats, config, QueueSettings(max_jobs=5))
+    await reconnected(first[1])
+    now = await configs(link, names)
+    assert now == (changed[0] | {"max_msgs": 5}, changed[1]), "only what queue.* sets"
+    for worker in (first[1], second[1]):
+        assert (worker.ack_wait_s, worker.max_deliver) == (9.0, 9), "heartbeats follow the server"
+    await asyncio.gather(*(worker.close() for worker in (*first, *second)))
+
+
+@pytest.mark.essential
+async def test_settings_act_on_running_workers_and_a_refused_one_harms_nobody(
+    nats: NatsServer, config: QueueConfig, names: Names, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, consumer = await both(nats, config, QueueSettings(max_deliver=3))
+    before = await configs(consumer.connection, names)
+    assert (before[1]["max_deliver"], consumer.max_deliver) == (3, 3)
+    new = QueueSettings(
+        replicas=3, max_bytes=1 << 20, max_jobs=9, ack_wait_s=7.0, max_deliver=4,
+        publish_timeout_s=9.0,
+    )  # fmt: skip
+    for worker in (producer, consumer):  # each tells the other's server the same
+        worker.streams.configure(new)
+        assert worker.streams.publish_timeout_s == 9.0
+    await until(lambda: consumer.ack_wait_s == 7.0)
+    assert "NATS refuses" in caplog.text, "one server holds no three replicas"
+    for worker in (producer, consumer):
+        worker.streams.configure(QueueSettings(max_bytes=1 << 20, max_jobs=9))
+    await until(lambda: not producer.streams.busy and not consumer.streams.busy)
+    assert producer.streams.publish_timeout_s == config.publish_timeout_s
+    after = await configs(consumer.connection, names)
+    assert after[0] == before[0] | {"max_bytes": 1 << 20, "max_msgs": 9}
+    assert after[1] == before[1] | {"ack_wait": 7 * 10**9, "max_deliver": 4}
+    assert (await producer.publish("still works", b"", 1)).seq == 1
+    await asyncio.gather(producer.close(), consumer.close())
+
+
+async def test_workers_that_start_at_the_same_time_agree(
+    nats: NatsServer, config: QueueConfig, names: Names
+) -> None:
+    settings = QueueSettings(max_jobs=9, ack_wait_s=7.0)
+    pairs = await asyncio.gather(*(both(nats, config, settings) for _ in range(4)))
+    jobs, consumer = await configs(pairs[0][1].connection, names)
+    assert (jobs["max_msgs"], consumer["ack_wait"]) == (9, 7 * 10**9)
+    assert len({worker.streams.stream_id for pair in pairs for worker in pair}) == 1
+    await asyncio.gather(*(worker.close() for pair in pairs for worker in pair))
