@@ -14,10 +14,7 @@ from pullfill.net.security import ClusterKey
 from pullfill.options import WorkerOptions
 from pullfill.runtime import log
 from pullfill.transfer.connect import backends
-from pullfill.transfer.contract import LocalMemory, Owner
-from pullfill.transfer.layout import describe_ranks
-from pullfill.transfer.owners import CombinedOwner, base_owner
-from pullfill.transfer.shm.shm_transport import FenceOwner
+from pullfill.transfer.owners import Owner
 from pullfill.wire import Compat, FenceToken, RegionDescriptor
 
 logger = log.get("decode_worker.memory")
@@ -28,15 +25,7 @@ def open_memory(
 ) -> Owner | None:
     """Open the memory of every rank to peers. None: no transport reaches it, so this worker
     prefills every prompt itself. Raises as `offer`."""
-    owner = None
-    if parts.ranks and parts.files is not None:
-        owner = offer(
-            base_owner(parts.files, parts.ranks, incarnation),
-            parts.memories,
-            instance_id=parts.instance_id,
-            options=options,
-            key=key,
-        )
+    owner = offer(parts, incarnation, options, key) if parts.ranks else None
     if owner is None:
         assert parts.geometry is not None, "the ranks have told their memory"
         logger.warning(
@@ -53,33 +42,27 @@ def open_memory(
 
 
 def offer(
-    base: FenceOwner,
-    memories: Sequence[LocalMemory],
-    *,
-    instance_id: str,
-    options: WorkerOptions,
-    key: ClusterKey | None,
+    parts: ConnectorParts, incarnation: str, options: WorkerOptions, key: ClusterKey | None
 ) -> Owner | None:
     """Open the KV memory to peers over each transport of `options.transports` that works here.
 
-    Returns one owner for all transports, or None if no transport can reach the memory. Closing the
-    owner closes `base` too. Raises ConfigError if the port is taken, or if the user has named
-    transports and none of them can reach the memory.
-
-    base: the owner of the fence over the memory.
-    memories: the KV memory of each rank."""
-    owner = CombinedOwner(
-        base,
-        memories,
-        instance_id=instance_id,
-        kinds=backends(options.transports, memories[0], options.host),
+    Returns None if no transport can reach the memory. Closing the owner removes the files, too.
+    Raises ConfigError if the port is taken, or if the user has named transports and none of them
+    can reach the memory."""
+    assert parts.files is not None
+    owner = Owner(
+        parts.files,
+        parts.ranks,
+        incarnation,
+        instance_id=parts.instance_id,
+        kinds=backends(options.transports, parts.memories[0], options.host),
         key=key,
         offered=options.transports,
     )
     try:
         owner.listen(options.host, options.kv_port, options.advertise_kv)
         # A transport that misses one rank brings no KV.
-        found = [set(owner.endpoints(rank)) for rank in range(len(memories))]
+        found = [set(owner.endpoints(rank)) for rank in range(len(parts.ranks))]
         names = sorted(set.intersection(*found))
         if not names and options.transports is not None:
             raise ConfigError(
@@ -96,22 +79,14 @@ def offer(
     return owner
 
 
-def describe(
-    owner: Owner | None, parts: ConnectorParts, incarnation: str, compat: Compat
-) -> list[RegionDescriptor]:
+def describe(owner: Owner | None, incarnation: str, compat: Compat) -> list[RegionDescriptor]:
     """Describe the memory of each rank under `incarnation`. Empty: no transport reaches it.
 
     From now on sessions and descriptors of the last incarnation are refused."""
     if owner is None:
         return []
     owner.renew(incarnation)
-    return describe_ranks(
-        owner,
-        parts.memories,
-        instance_id=parts.instance_id,
-        incarnation=incarnation,
-        compat=compat,
-    )
+    return owner.describe(compat)
 
 
 class NoFences:

@@ -335,7 +335,7 @@ class DecodeSide(Service):
         self.context.incarnation = incarnation
         self._ledger.new_incarnation(incarnation)
         self._leases.renew()
-        described = describe(told.owner, told, incarnation, self._engine.compat)
+        described = describe(told.owner, incarnation, self._engine.compat)
         record = msgspec.structs.replace(
             record,
             data=self.server.address,

@@ -21,8 +21,7 @@ from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
 from pullfill.transfer.connect import backends, pulled_over
 from pullfill.transfer.contract import OwnerFences
-from pullfill.transfer.layout import describe_ranks
-from pullfill.transfer.owners import CombinedOwner, base_owner
+from pullfill.transfer.owners import Owner
 from pullfill.wire import Compat, FenceToken, RegionDescriptor
 from pullfill.worker.context import WorkerContext
 
@@ -47,27 +46,19 @@ def open_region(
     advertise: the address to publish instead."""
     if not context.ranks or context.files is None:
         return ()
-    incarnation = new_incarnation()  # of this process
-    memories = context.memories
-    names = pulled_over(memories[0], transports)
-    owner = CombinedOwner(
-        base_owner(context.files, context.ranks, incarnation),
-        memories,
+    names = pulled_over(context.memories[0], transports)
+    owner = Owner(
+        context.files,
+        context.ranks,
+        new_incarnation(),  # of this process
         instance_id=context.instance_id,
-        kinds=backends(names, memories[0]),
+        kinds=backends(names, context.memories[0]),
         key=key,
         offered=names,
     )
     context.owner = owner
     owner.listen(host, port, advertise)
-    described = describe_ranks(
-        owner,
-        memories,
-        instance_id=context.instance_id,
-        incarnation=incarnation,
-        compat=compat,
-    )
-    return tuple(described)
+    return tuple(owner.describe(compat))
 
 
 class ReadGrants:

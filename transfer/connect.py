@@ -151,7 +151,7 @@ _NO_MEMORY = "it does not move memory of this kind"
 def backends(
     chosen: Collection[str] | None, memory: LocalMemory, host: str = "127.0.0.1"
 ) -> dict[str, BackendKind]:
-    """The stream protocol's backends that work here, by name. The caller closes them.
+    """The stream protocol's backends that work here, by name.
 
     chosen: names that `--transports` allows. None: all but those in BY_NAME.
     memory: what they shall move.
@@ -170,12 +170,7 @@ def backends(
             why = _NO_MEMORY
         if kind is not None and why is None:
             found[name] = kind
-            continue
-        if kind is not None:
-            kind.close()
-        if chosen is not None:
-            for other in found.values():
-                other.close()
+        elif chosen is not None:
             raise ConfigError(f"--transports {name}: {why}")
     return found
 
@@ -225,9 +220,7 @@ def survey(device: int | None, names: Iterable[str] = TRANSPORTS) -> Mapping[str
         if name not in _BACKENDS:
             answers[name] = _why_not_mapped(name, device)
             continue
-        kind, answers[name] = _backend(name)
-        if kind is not None:
-            kind.close()
+        _, answers[name] = _backend(name)
         if name == "tcp" and device is not None:
             answers[name] = _NO_MEMORY
     return answers

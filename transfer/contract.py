@@ -104,7 +104,6 @@ class MoveResult:
     blocks: int
     nbytes: int
     seconds: float
-    runs: int
 
 
 class OwnerFences(Protocol):
@@ -139,50 +138,6 @@ class OwnerFences(Protocol):
     def close(self) -> None:
         """Refuse every session's next batch. Proves nothing. Afterwards `open` and `try_revoke`
         raise ConfigError."""
-        ...
-
-
-class FenceHold(Protocol):
-    """Holds a fence while one batch is copied. One object serves all fences of one owner."""
-
-    def enter(self, token: FenceToken) -> None:
-        """Hold the fence. Raises Fenced, without holding it, if the token is not valid any more."""
-        ...
-
-    def leave(self, token: FenceToken) -> None:
-        """Let go of it. Called exactly once per successful `enter`."""
-        ...
-
-    def before_batch(self, verb: str) -> None:
-        """Outside the fence, before each batch; `verb` is `write` or `read`."""
-        return None
-
-    def inside_batch(self, verb: str) -> None:
-        """Holding the fence, before the first byte moves."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Owner(Protocol):
-    """The registered KV memory of one worker: a region for each rank, and one set of fences over
-    all of them. A block id means the same block in every rank."""
-
-    def endpoints(self, rank: int = 0) -> dict[str, str]:
-        """What `RegionDescriptor.endpoints` of this rank says: transport name -> address."""
-        ...
-
-    @property
-    def fences(self) -> OwnerFences: ...
-
-    def renew(self, incarnation: str) -> None:
-        """Take a new incarnation, after the owner registered again. Sessions and descriptors of the
-        old one are refused from now on. Fences stay: each still ends by `try_revoke`."""
-        ...
-
-    def close(self) -> None:
-        """Unregister, and remove what peers could open. Peers that mapped memory keep its pages,
-        which nobody uses any more."""
         ...
 
 

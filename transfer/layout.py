@@ -1,4 +1,4 @@
-"""Where pages are, and which rank sends what to which rank. Pure, but for this host's name.
+"""Where pages are, and which rank sends what to which rank. Pure.
 
 A layout from the network is checked here once. The code that computes addresses from it then needs
 no checks of its own.
@@ -10,13 +10,12 @@ heads, pipeline parallelism the layers. `plan_routes` connects workers that spli
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pullfill.errors import BadMessage, IncompatibleError
-from pullfill.net.this_host import host_id as this_host
-from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, Rect
-from pullfill.wire import Compat, RegionDescriptor
+from pullfill.transfer.contract import KvLayout, LocalMemory, Rect
+from pullfill.wire import RegionDescriptor
 
 
 def layout_of(descriptor: RegionDescriptor) -> KvLayout:
@@ -43,61 +42,6 @@ def rect_of(descriptor: RegionDescriptor) -> Rect:
         descriptor.first_layer,
         descriptor.num_layers,
     )
-
-
-def describe_region(
-    memory: LocalMemory,
-    *,
-    instance_id: str,
-    incarnation: str,
-    rank: int,
-    world_size: int,
-    host_id: str,
-    compat: Compat,
-    endpoints: dict[str, str],
-) -> RegionDescriptor:
-    """The registry record of `memory`.
-
-    endpoints: what `Owner.endpoints` says for this rank."""
-    return RegionDescriptor(
-        instance_id=instance_id,
-        incarnation=incarnation,
-        rank=rank,
-        world_size=world_size,
-        host_id=host_id,
-        nbytes=memory.nbytes,
-        first_head=memory.first_head,
-        first_layer=memory.first_layer,
-        compat=compat,
-        endpoints=endpoints,
-        **asdict(memory.layout),
-    )
-
-
-def describe_ranks(
-    owner: Owner,
-    memories: Sequence[LocalMemory],
-    *,
-    instance_id: str,
-    incarnation: str,
-    compat: Compat,
-) -> list[RegionDescriptor]:
-    """The registry record of each rank of a worker on this host.
-
-    memories: in the order of ranks."""
-    return [
-        describe_region(
-            memory,
-            instance_id=instance_id,
-            incarnation=incarnation,
-            rank=rank,
-            world_size=len(memories),
-            host_id=this_host(),
-            compat=compat,
-            endpoints=owner.endpoints(rank),
-        )
-        for rank, memory in enumerate(memories)
-    ]
 
 
 def dense_layout(

@@ -4,11 +4,11 @@ With tensor or pipeline parallelism each rank is a process of its own (vLLM's). 
 the worker's main process makes all copies. So each rank says where its memory is (`RankRegion`,
 sent over vLLM's handshake between its processes), and the main process maps it (`attach_ranks`).
 
-`CombinedOwner` has one fence file for all: a peer that maps the memory (shm, cuda_ipc) holds the
-fence itself; for what comes through the port (stream/), our receiving thread holds it.
+`Owner` has one fence file for all: a peer that maps the memory (shm, cuda_ipc) holds the fence
+itself; for what comes through the port (stream/), our receiving thread holds it.
 
-Life: the engine registers its memory -> `attach_ranks` -> `CombinedOwner` -> `listen` -> the
-endpoints are published -> `close` -> `MappedRank.close`.
+Life: the engine registers its memory -> `attach_ranks` -> `Owner` -> `listen` -> the endpoints are
+published -> `close` -> `MappedRank.close`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import os
 from collections import abc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from pullfill.errors import ConfigError, IncompatibleError, TransferFailed
 from pullfill.net.security import ClusterKey
+from pullfill.net.this_host import host_id
 from pullfill.runtime import log
 from pullfill.transfer.contract import KvLayout, LocalMemory, OwnerFences
-from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcOwner, Exported, GpuMapping, export
+from pullfill.transfer.cuda_ipc.ipc_transport import Exported, GpuMapping, IpcEndpoint, export
 from pullfill.transfer.gpu.cuda import CudaDriver
-from pullfill.transfer.layout import head_range
-from pullfill.transfer.shm.files import Mapping, RegionFiles
-from pullfill.transfer.shm.shm_transport import FenceOwner, ShmOwner
+from pullfill.transfer.layout import check_bounds, head_range
+from pullfill.transfer.shm.fence import SLOTS, ShmFences
+from pullfill.transfer.shm.files import Mapping, RegionFiles, ShmEndpoint, inode
 from pullfill.transfer.stream.backends import BackendKind
 from pullfill.transfer.stream.kv_protocol import STALL_S
 from pullfill.transfer.stream.stream_peer import endpoint_of
 from pullfill.transfer.stream.stream_server import Offer, StreamServer
-from pullfill.wire import FenceToken
+from pullfill.wire import Compat, FenceToken, RegionDescriptor
 
 logger = log.get("transfer.gpu")
 
@@ -104,8 +105,8 @@ class MappedRank:
     mapping: ours. None: the engine has mapped it."""
 
     memory: LocalMemory
-    path: str
-    mapping: Mapping | GpuMapping | None
+    path: str = ""
+    mapping: Mapping | GpuMapping | None = None
     exported: Exported | None = None
 
     def close(self) -> None:
@@ -149,17 +150,6 @@ def attach_ranks(
 def total_layers(regions: abc.Mapping[tuple[int, int], RankRegion]) -> int:
     """Layers of the whole model: the sum over the pipeline stages."""
     return sum(region.num_layers for (_, tp), region in regions.items() if tp == 0)
-
-
-def base_owner(
-    region_files: RegionFiles, ranks: Sequence[MappedRank], incarnation: str
-) -> FenceOwner:
-    """The fence over the memory of all ranks, and what peers of this host can map of it. Owns
-    `region_files`. Raises ConfigError."""
-    memories = [rank.memory for rank in ranks]
-    if memories[0].device is not None:
-        return CudaIpcOwner(region_files, memories, [rank.exported for rank in ranks], incarnation)
-    return ShmOwner(region_files, memories, [rank.path for rank in ranks], incarnation)
 
 
 def _attach(region: RankRegion, memory: LocalMemory) -> MappedRank:
@@ -210,34 +200,68 @@ class _HurriedFences(OwnerFences):
         self._base.close()
 
 
-class CombinedOwner:
-    """Owner over `base` and a server for streams. It owns both, and the backends' kinds.
-    Thread-safe once it listens."""
+def _mappable(rank: MappedRank, files: RegionFiles) -> dict[str, str]:
+    """How peers of this host map a rank's memory: the transport's name, and its endpoint."""
+    memory, fence, fence_inode = rank.memory, str(files.fence_path), inode(files.fence_fd)
+    check_bounds(memory.layout, memory.nbytes)
+    if rank.exported is not None:
+        gpu = IpcEndpoint(memory=rank.exported, fence=fence, fence_inode=fence_inode)
+        return {gpu.transport: gpu.encode()}
+    if not rank.path:
+        return {}
+    info = os.stat(rank.path)
+    if info.st_size < memory.nbytes:
+        raise ConfigError(f"{rank.path} has {info.st_size} bytes, the KV memory {memory.nbytes}")
+    shm = ShmEndpoint(
+        kv=rank.path,
+        kv_inode=(info.st_dev, info.st_ino),
+        nbytes=memory.nbytes,
+        fence=fence,
+        fence_inode=fence_inode,
+    )
+    return {shm.transport: shm.encode()}
+
+
+class Owner:
+    """A worker's KV memory, opened to peers: a region for each rank, and one set of fences over all
+    of them. A block id means the same block in every rank.
+
+    Owns `files`. The memory belongs to the engine. Thread-safe once it listens."""
+
+    # To free GPU memory while another process maps it is undefined (CUDA). So a worker frees its KV
+    # cache only by ending.
 
     def __init__(
         self,
-        base: FenceOwner,
-        memories: Sequence[LocalMemory],
+        files: RegionFiles,
+        ranks: Sequence[MappedRank],
+        incarnation: str,
         *,
         instance_id: str,
-        kinds: abc.Mapping[str, BackendKind],
+        kinds: abc.Mapping[str, BackendKind] | None = None,
         key: ClusterKey | None = None,
-        offered: frozenset[str] | None = None,
+        offered: abc.Collection[str] | None = None,
+        slots: int = SLOTS,
         stall_s: float = STALL_S,
     ) -> None:
         """
-        memories: by rank, each as this process maps it.
-        kinds: the backends to serve, by name.
-        offered: which ways to map the memory are published. None: all.
+        ranks: in order.
+        kinds: the backends that the port serves, by name.
+        offered: the transports that are published. None: all.
+
+        Raises ConfigError when a file is smaller than its memory, and BadMessage.
         """
-        self._base = base
-        self._memories = list(memories)
-        self._kinds = dict(kinds)
+        self._files, self._instance_id = files, instance_id
+        self._memories = [rank.memory for rank in ranks]
+        self._mapped = [_mappable(rank, files) for rank in ranks]
+        self._kinds = dict(kinds or {})
         self._offered = offered
-        self._advertised = ""
-        offer = Offer(instance_id, self._memories, self._kinds, base)
+        self._address = ""
+        self._incarnation = incarnation
+        self._base = ShmFences(files.fence_fd, incarnation, slots)
+        offer = Offer(instance_id, self._memories, self._kinds, self._base)
         self._server = StreamServer(offer, key=key, stall_s=stall_s)
-        self._fences = _HurriedFences(base.fences, self._server.interrupt)
+        self._fences = _HurriedFences(self._base, self._server.interrupt)
 
     def listen(self, host: str, port: int = 0, advertise: str | None = None) -> None:
         """Serve the backends, if there are any. Raises ConfigError.
@@ -245,19 +269,35 @@ class CombinedOwner:
         advertise: published instead of the bound address (a forwarded port)."""
         if self._kinds:
             self._server.start(host, port)
-            self._advertised = advertise or self._server.address
+            self._address = advertise or self._server.address
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
-        offers = {
-            name: endpoint
-            for name, endpoint in self._base.endpoints(rank).items()
-            if self._offered is None or name in self._offered
-        }
+        """What `RegionDescriptor.endpoints` of this rank says: transport name -> address."""
+        found = dict(self._mapped[rank])
         for name, kind in self._kinds.items():
             detail = kind.detail(self._memories[rank])
-            if detail is not None and self._advertised:
-                offers[name] = endpoint_of(self._advertised, detail)
-        return offers
+            if detail is not None and self._address:
+                found[name] = endpoint_of(self._address, detail)
+        return {n: e for n, e in found.items() if self._offered is None or n in self._offered}
+
+    def describe(self, compat: Compat) -> list[RegionDescriptor]:
+        """The registry record of each rank, in order."""
+        return [
+            RegionDescriptor(
+                instance_id=self._instance_id,
+                incarnation=self._incarnation,
+                rank=rank,
+                world_size=len(self._memories),
+                host_id=host_id(),
+                nbytes=memory.nbytes,
+                first_head=memory.first_head,
+                first_layer=memory.first_layer,
+                compat=compat,
+                endpoints=self.endpoints(rank),
+                **asdict(memory.layout),
+            )
+            for rank, memory in enumerate(self._memories)
+        ]
 
     @property
     def fences(self) -> OwnerFences:
@@ -269,12 +309,15 @@ class CombinedOwner:
         return self._server.connections
 
     def renew(self, incarnation: str) -> None:
+        """Take a new incarnation, after the owner registered again. Sessions and descriptors of the
+        old one are refused from now on. Fences stay: each still ends by `try_revoke`."""
+        self._incarnation = incarnation
         self._base.renew(incarnation)
 
     def close(self) -> None:
+        """Let nobody open the memory any more, and remove the files. Peers that mapped memory keep
+        its pages, which nobody uses any more. Idempotent."""
         # The fences first, so that nothing new begins.
-        self._base.fences.close()
-        self._server.close()
-        for kind in self._kinds.values():
-            kind.close()
         self._base.close()
+        self._server.close()
+        self._files.close()

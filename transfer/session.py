@@ -1,7 +1,7 @@
 """The peer sessions that need no port: over mapped memory, and over several sessions at once.
 
 `MappedSession` serves every transport that maps the owner's memory: shm, cuda_ipc. The
-transport brings the address, a `FenceHold` and a copier. Each batch: take the fence (a dead one is
+transport brings the address, a `ShmHold` and a copier. Each batch: take the fence (a dead one is
 refused), copy, let go of the fence. Nothing is copied without the fence.
 
 `GroupSession` makes one session of those between several ranks here and several ranks there.
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from pullfill.errors import Fenced, TransferFailed
+from pullfill.runtime import failpoints
 from pullfill.transfer.contract import (
     Direction,
-    FenceHold,
     KvLayout,
     LocalMemory,
     MoveResult,
@@ -28,6 +28,7 @@ from pullfill.transfer.contract import (
 )
 from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.runs import LIMITS, Batch, Planner
+from pullfill.transfer.shm.fence import ShmHold
 from pullfill.wire import FenceToken
 
 Copier = Callable[[int, int, Batch], None]
@@ -42,7 +43,7 @@ class MappedSession(PeerSession):
         local: LocalMemory,
         remote: KvLayout,
         remote_address: int,
-        hold: FenceHold,
+        hold: ShmHold,
         *,
         copier: Copier = copy_batch,
         limits: tuple[int, int, int] = LIMITS,
@@ -86,16 +87,16 @@ class MappedSession(PeerSession):
             if self._closed:
                 raise TransferFailed("the session is closed")
             for batch in todo.batches(*self._limits):
-                self._hold.before_batch(verb)
+                failpoints.hit(f"{self._transport}.{verb}.before_batch")
                 self._hold.enter(fence)
                 try:
-                    self._hold.inside_batch(verb)
+                    failpoints.hit(f"{self._transport}.{verb}.batch")
                     self._copy(src, dst, batch)
                 finally:
                     self._hold.leave(fence)
                 self._moved += batch.total
         seconds = time.perf_counter() - started
-        return MoveResult(todo.blocks, todo.total, seconds, todo.runs)
+        return MoveResult(todo.blocks, todo.total, seconds)
 
     def close(self) -> None:
         """Wait for a batch under way, then let go of the region. Idempotent."""
@@ -149,7 +150,6 @@ class GroupSession(PeerSession):
             blocks=len(source),
             nbytes=sum(r.nbytes for r in results),
             seconds=time.perf_counter() - started,
-            runs=sum(r.runs for r in results),
         )
 
     def interrupt(self) -> None:

@@ -27,7 +27,6 @@ from pullfill.engine.groups import cached_run, keeps_all
 from pullfill.errors import BadMessage, ConfigError, OverloadedError
 from pullfill.net.channel import Channel
 from pullfill.runtime import failpoints, log, metrics
-from pullfill.transfer.layout import describe_ranks
 from pullfill.wire import (
     Compat,
     FenceToken,
@@ -138,13 +137,7 @@ class ReadLeases:
         asker = _Asker(channel, hello.decode_instance)
         self._askers.add(asker)
         assert self._context.owner is not None
-        regions = describe_ranks(
-            self._context.owner,
-            self._context.memories,
-            instance_id=self._context.instance_id,
-            incarnation=self._context.incarnation,
-            compat=self._compat,
-        )
+        regions = self._context.owner.describe(self._compat)
         channel.write(
             LeaseWelcome(decode_instance=self._context.instance_id, regions=tuple(regions))
         )

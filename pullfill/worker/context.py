@@ -16,8 +16,8 @@ from pullfill.errors import ConfigError
 
 if TYPE_CHECKING:
     from pullfill.engine.kv import Geometry
-    from pullfill.transfer.contract import LocalMemory, Owner
-    from pullfill.transfer.owners import MappedRank, RankRegion
+    from pullfill.transfer.contract import LocalMemory
+    from pullfill.transfer.owners import MappedRank, Owner, RankRegion
     from pullfill.transfer.shm.files import RegionFiles
 
 Tables = Sequence[Sequence[int]]

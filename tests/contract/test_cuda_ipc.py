@@ -17,13 +17,13 @@ from pullfill.errors import BadMessage, ConfigError, IncompatibleError, PeerUnav
 from pullfill.transfer import owners
 from pullfill.transfer.cuda_ipc import ipc_transport
 from pullfill.transfer.cuda_ipc.ipc_transport import (
-    CudaIpcOwner,
     CudaIpcTransport,
     GpuMapping,
     IpcEndpoint,
     export,
 )
 from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.owners import MappedRank, Owner
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import FenceToken, encode
 from tests.support.fake_gpu import FakeDriver
@@ -257,7 +257,9 @@ def test_one_owner_for_all_ranks(tmp_path: Path) -> None:
     memories = [replace(memory_over(b.data, layout), device=b.device) for b in blocks]
     handles = [export(memory, driver) for memory in memories]
     files = RegionFiles("decode-1", tmp_path)
-    owner = CudaIpcOwner(files, [*memories, memories[1]], [*handles, None], "i1", slots=4)
+    ranks = [MappedRank(m, exported=e) for m, e in zip(memories, handles, strict=True)]
+    ranks.append(MappedRank(memories[1]))
+    owner = Owner(files, ranks, "i1", instance_id="decode-1", slots=4)
     devices = [
         IpcEndpoint.decode(owner.endpoints(rank)["cuda_ipc"]).memory.device for rank in (0, 1)
     ]
@@ -304,7 +306,7 @@ def test_ranks_tell_their_gpu_memory_and_the_main_process_offers_it(
     assert mapped[0].memory.address == memories[0].address
     assert mapped[1].memory.address != memories[1].address
     assert [rank.memory.first_head for rank in mapped] == [0, 1]
-    owner = owners.base_owner(RegionFiles("decode-1", tmp_path), mapped, "i1")
+    owner = Owner(RegionFiles("decode-1", tmp_path), mapped, "i1", instance_id="decode-1")
     for rank, block in enumerate(blocks):
         endpoint = IpcEndpoint.decode(owner.endpoints(rank)["cuda_ipc"])
         assert endpoint.memory.handle == driver.export(rank, block.base)

@@ -5,24 +5,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from pullfill.decode_worker.context import ConnectorParts
 from pullfill.decode_worker.memory import offer
 from pullfill.errors import ConfigError, Fenced
-from pullfill.net.this_host import host_id
+from pullfill.options import WorkerOptions
 from pullfill.transfer import owners
 from pullfill.transfer.connect import connect, peer_transports
-from pullfill.transfer.contract import KvLayout, LocalMemory, Owner
+from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.cuda_ipc import ipc_transport
 from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport, IpcEndpoint
 from pullfill.transfer.gpu import cuda
-from pullfill.transfer.layout import dense_layout, describe_region
-from pullfill.transfer.owners import CombinedOwner
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.owners import Owner
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import RegionDescriptor
 from tests.support.fake_gpu import FakeDriver
@@ -36,7 +35,7 @@ from tests.support.transfer_rigs import (
 )
 
 BLOCKS, LAYERS, HEADS, PAGE = 12, 3, 4, 64
-OPTIONS = SimpleNamespace(transports=None, host="127.0.0.1", kv_port=0, advertise_kv=None)
+OPTIONS = WorkerOptions(model="m")
 
 
 @pytest.fixture
@@ -71,29 +70,25 @@ class GpuRanks:
         """[layer, block, head of the whole model, byte]."""
         return np.concatenate([pages(data, self.layout) for data in self.data], axis=2)
 
+    def parts(self, directory: Path) -> ConnectorParts:
+        """Of a decode worker."""
+        made = ConnectorParts("decode-1", RegionFiles("decode-1", directory))
+        made.ranks = self.mapped
+        return made
+
     def close(self) -> None:
         for rank in self.mapped:
             rank.close()
 
 
-def described(owner: Owner, memories: list[LocalMemory]) -> list[RegionDescriptor]:
+def described(owner: Owner) -> list[RegionDescriptor]:
     """As another process gets them: no process may map its own GPU memory."""
     found = []
-    for rank, memory in enumerate(memories):
-        endpoint = IpcEndpoint.decode(owner.endpoints(rank)["cuda_ipc"])
+    for descriptor in owner.describe(COMPAT):
+        endpoint = IpcEndpoint.decode(descriptor.endpoints["cuda_ipc"])
         theirs = msgspec.structs.replace(endpoint.memory, pid=1)
-        found.append(
-            describe_region(
-                memory,
-                instance_id="decode-1",
-                incarnation="i1",
-                rank=rank,
-                world_size=len(memories),
-                host_id=host_id(),
-                compat=COMPAT,
-                endpoints={"cuda_ipc": msgspec.structs.replace(endpoint, memory=theirs).encode()},
-            )
-        )
+        there = {"cuda_ipc": msgspec.structs.replace(endpoint, memory=theirs).encode()}
+        found.append(msgspec.structs.replace(descriptor, endpoints=there))
     return found
 
 
@@ -102,11 +97,11 @@ def test_every_head_gets_where_it_belongs(
     tmp_path: Path, driver: FakeDriver, mine: int, theirs: int
 ) -> None:
     decode, prefill = GpuRanks(driver, theirs, 1), GpuRanks(driver, mine, 50)
-    base = owners.base_owner(RegionFiles("decode-1", tmp_path), decode.mapped, "i1")
-    owner = offer(base, decode.memories, instance_id="decode-1", options=OPTIONS, key=None)  # type: ignore[arg-type]
+    owner = offer(decode.parts(tmp_path), "i1", OPTIONS, None)
+    assert owner is not None
     transport = CudaIpcTransport(0, lambda: driver, driver.lane)
     openings = sum(driver.openings.values())
-    session = connect(prefill.memories, described(owner, decode.memories), [transport])
+    session = connect(prefill.memories, described(owner), [transport])
     source, target = [7, 0, 3], [2, 11, 5]
     expected, token = decode.pages, owner.fences.open(target)
     session.write_blocks(token, source, target)
@@ -146,9 +141,9 @@ def test_memory_that_one_of_our_ranks_cannot_reach_is_out_of_reach(
 ) -> None:
     """Another transport is taken then. Rank 0 alone would say that this one works."""
     decode, prefill = GpuRanks(driver, 1, 1), GpuRanks(driver, 2, 50)
-    base = owners.base_owner(RegionFiles("decode-1", tmp_path), decode.mapped, "i1")
-    owner = offer(base, decode.memories, instance_id="decode-1", options=OPTIONS, key=None)  # type: ignore[arg-type]
-    (descriptor,) = described(owner, decode.memories)
+    owner = offer(decode.parts(tmp_path), "i1", OPTIONS, None)
+    assert owner is not None
+    (descriptor,) = described(owner)
     gpus = [memory.device for memory in prefill.memories if memory.device is not None]
     assert gpus == [0, 1]
     transport = CudaIpcTransport(0, lambda: driver, driver.lane, others=gpus)
@@ -164,12 +159,9 @@ def test_what_misses_one_rank_is_not_offered(
     tmp_path: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = GpuRanks(driver, 2, 1)
-    base = owners.base_owner(RegionFiles("decode-1", tmp_path), decode.mapped, "i1")
-    whole = CombinedOwner.endpoints
-    monkeypatch.setattr(
-        CombinedOwner, "endpoints", lambda owner, rank: {} if rank else whole(owner, rank)
-    )
-    options: Any = SimpleNamespace(**vars(OPTIONS) | {"transports": {"cuda_ipc"}})
+    whole = Owner.endpoints
+    monkeypatch.setattr(Owner, "endpoints", lambda owner, rank: {} if rank else whole(owner, rank))
+    options = WorkerOptions(model="m", transports=frozenset({"cuda_ipc"}))
     with pytest.raises(ConfigError, match="none of them reaches"):
-        offer(base, decode.memories, instance_id="decode-1", options=options, key=None)
+        offer(decode.parts(tmp_path), "i1", options, None)
     decode.close()

@@ -17,13 +17,11 @@ from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.reach import MAX_RANKS, TransferWorkers
 from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.transfer.contract import KvLayout, LocalMemory
-from pullfill.transfer.owners import CombinedOwner
-from pullfill.transfer.shm.shm_transport import ShmOwner
 from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState
 from tests.support.handoff_decode import COMPATIBLE
-from tests.support.transfer_rigs import DENSE, shm_rig
+from tests.support.transfer_rigs import DENSE, tcp_rig
 
 RECORD = WorkerRecord(
     instance_id="decode-1", incarnation="i0", role="decode", state=WorkerState.READY, model="m",
@@ -46,17 +44,11 @@ def serving(
     directory: Path, layout: KvLayout, ours: KvLayout
 ) -> Iterator[tuple[list[LocalMemory], RegionDescriptor]]:
     """A prefill worker's memory, and a decode worker's that is served over tcp."""
-    rig = shm_rig(directory)
+    rig = tcp_rig(directory)
     region = rig.region(layout)
-    assert isinstance(region.owner, ShmOwner)
-    owner = CombinedOwner(
-        region.owner, [region.memory], instance_id=region.descriptor.instance_id,
-        kinds={"tcp": TcpKind()}, offered=frozenset({"tcp"}),
-    )  # fmt: skip
-    owner.listen("127.0.0.1")
     rank: Any = rig.local(ours)
-    yield [rank.memory], replace(region.descriptor, endpoints=owner.endpoints())
-    owner.close()
+    yield [rank.memory], region.descriptor
+    region.owner.close()
 
 
 @pytest.fixture

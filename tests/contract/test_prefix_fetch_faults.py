@@ -15,7 +15,7 @@ from pullfill.decode_worker.prefix import fetches, read_leases
 from pullfill.decode_worker.prefix.holders import Holders
 from pullfill.errors import PeerUnavailable, TransferFailed
 from pullfill.transfer.shm.fence import ShmHold
-from pullfill.wire import Lease, u32
+from pullfill.wire import FenceToken, Lease, u32
 from tests.contract.test_prefix_fetch import PREFIX, Pair, pair, prompt, until
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS
 
@@ -200,11 +200,12 @@ async def test_blocks_of_an_asker_that_is_stopped_stay_pinned_and_are_counted(
 ) -> None:
     reached, go = threading.Event(), threading.Event()
 
-    def stopped(hold: object, verb: str) -> None:
+    def stopped(hold: ShmHold, token: FenceToken, enter: Any = ShmHold.enter) -> None:
+        enter(hold, token)
         reached.set()
         assert go.wait(20.0)
 
-    monkeypatch.setattr(ShmHold, "inside_batch", stopped)
+    monkeypatch.setattr(ShmHold, "enter", stopped)
     tokens = prompt(PREFIX + 1)
     leased = set(pair.holder.cache(tokens))
     served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,10 @@ from pullfill.net import frames
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.shm import shm_transport
+from pullfill.transfer.shm.fence import ShmHold
 from pullfill.transfer.stream import kv_protocol
 from pullfill.transfer.stream.tcp_backend import TcpKind
-from pullfill.wire import KvMode
+from pullfill.wire import FenceToken, KvMode
 from tests.support.fake_nccl import World
 from tests.support.nccl_gpus import PairKind
 from tests.support.proxy import Proxy
@@ -37,11 +38,12 @@ class Stuck:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
 
-        def inside(hold: object, verb: str) -> None:
+        def enter(hold: ShmHold, token: FenceToken, real: Any = ShmHold.enter) -> None:
+            real(hold, token)
             self.reached.set()
             self.go_on.wait(60)
 
-        monkeypatch.setattr(shm_transport.ReceiverHold, "inside_batch", inside)
+        monkeypatch.setattr(ShmHold, "enter", enter)
 
 
 @pytest.fixture

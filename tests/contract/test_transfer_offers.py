@@ -6,40 +6,42 @@ import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from pullfill.decode_worker.context import ConnectorParts
 from pullfill.decode_worker.memory import offer
 from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
-from pullfill.transfer.connect import backends, choose, why_not_better
+from pullfill.transfer.connect import choose, why_not_better
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.owners import CombinedOwner
-from pullfill.transfer.shm.files import RegionFiles
-from pullfill.transfer.shm.shm_transport import FenceOwner, ShmOwner, ShmTransport
+from pullfill.transfer.owners import MappedRank, Owner
+from pullfill.transfer.shm.files import RegionFiles, create_kv
+from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.transfer.stream.stream_peer import StreamTransport
-from pullfill.transfer.stream.stream_server import Offer, StreamServer
 from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import Commit, RegionDescriptor, StageTimings, decode, encode
-from tests.support.transfer_rigs import DENSE, extent, shm_rig
+from tests.support.transfer_rigs import COMPAT, DENSE, extent
+
+
+def shared(directory: Path, **options: Any) -> Owner:
+    files = RegionFiles("decode-1", directory)
+    path = create_kv(directory, "decode-1", 0, extent(DENSE))
+    ranks = [MappedRank(LocalMemory(0, extent(DENSE), DENSE), str(path))]
+    return Owner(files, ranks, "i1", instance_id="decode-1", **options)
 
 
 @pytest.fixture
 def both(tmp_path: Path) -> Iterator[Callable[..., RegionDescriptor]]:
     """Owners that offer shm and tcp, of which `offered` may leave some out."""
-    owners: list[CombinedOwner] = []
+    owners: list[Owner] = []
 
     def build(offered: frozenset[str] | None = None) -> RegionDescriptor:
-        region = shm_rig(tmp_path).region(DENSE)
-        assert isinstance(region.owner, ShmOwner)
-        kinds = backends(offered or {"shm", "tcp"}, region.memory)
-        owner = CombinedOwner(
-            region.owner, [region.memory], instance_id="decode-1", kinds=kinds, offered=offered
-        )
-        owners.append(owner)
-        owner.listen("127.0.0.1")
-        return replace(region.descriptor, endpoints=owner.endpoints())
+        owners.append(made := shared(tmp_path, kinds={"tcp": TcpKind()}, offered=offered))
+        made.listen("127.0.0.1")
+        return made.describe(COMPAT)[0]
 
     yield build
     for owner in owners:
@@ -80,18 +82,13 @@ def test_only_what_was_chosen_is_offered(both: Callable[..., RegionDescriptor], 
 
 
 def test_an_address_to_publish_takes_the_place_of_the_bound_one(tmp_path: Path) -> None:
-    region = shm_rig(tmp_path).region(DENSE)
-    assert isinstance(region.owner, ShmOwner)
-    owner = CombinedOwner(
-        region.owner, [region.memory], instance_id="decode-1", kinds={"tcp": TcpKind()}
-    )
+    owner = shared(tmp_path, kinds={"tcp": TcpKind()})
     assert "tcp" not in owner.endpoints(), "nothing listens yet"
     owner.listen("127.0.0.1", advertise="tcp://10.0.0.1:99")
     assert owner.endpoints()["tcp"] == "tcp://10.0.0.1:99"
-    other = StreamServer(Offer("x", [region.memory], {}, region.owner))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(ConfigError, match="cannot listen"):
-            other.start("127.0.0.1", taken.getsockname()[1])
+            owner.listen("127.0.0.1", taken.getsockname()[1])
     owner.close()
     owner.close()
 
@@ -102,9 +99,9 @@ def test_memory_that_nothing_reaches_is_served_alone_unless_a_transport_was_aske
 ) -> None:
     # GPU memory of a kind that has no IPC handle, on a machine without NCCL.
     memory = LocalMemory(address=1 << 40, nbytes=extent(DENSE), layout=DENSE, device=0)
-    base = FenceOwner(RegionFiles("decode-1", tmp_path), "i1")
-    options = WorkerOptions(model="m", transports=asked)
-    make = partial(offer, base, [memory], instance_id="decode-1", options=options, key=None)
+    parts = ConnectorParts("decode-1", RegionFiles("decode-1", tmp_path))
+    parts.ranks = [MappedRank(memory)]
+    make = partial(offer, parts, "i1", WorkerOptions(model="m", transports=asked), None)
     if asked is None:
         assert make() is None
     else:

@@ -15,12 +15,10 @@ import msgspec
 import pytest
 import torch
 
-from pullfill.net.this_host import host_id
-from pullfill.transfer.layout import dense_layout, describe_region
+from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nccl.nccl_backend import make_kind
-from pullfill.transfer.owners import CombinedOwner
+from pullfill.transfer.owners import MappedRank, Owner
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.transfer.shm.shm_transport import FenceOwner
 from pullfill.wire import FenceToken
 from tests.support.gpu_programs import GpuMemory
 from tests.support.transfer_rigs import COMPAT
@@ -66,16 +64,16 @@ class Place:
         self.kv = GpuMemory(LAYOUT, 0)
         memory = self.kv.memory
         kind = make_kind()
-        base = FenceOwner(RegionFiles("nccl-owner", directory / "shm"), "i1")
-        self.owner = CombinedOwner(
-            base, [memory], instance_id="nccl-owner", kinds={"nccl": kind}, stall_s=60.0
+        self.owner = Owner(
+            RegionFiles("nccl-owner", directory / "shm"),
+            [MappedRank(memory)],
+            "i1",
+            instance_id="nccl-owner",
+            kinds={"nccl": kind},
+            stall_s=60.0,
         )
         self.owner.listen("127.0.0.1")
-        descriptor = describe_region(
-            memory, instance_id="nccl-owner", incarnation="i1", rank=0, world_size=1,
-            host_id=host_id(), compat=COMPAT,
-            endpoints=self.owner.endpoints(),
-        )  # fmt: skip
+        (descriptor,) = self.owner.describe(COMPAT)
         self.path = directory / "descriptor.json"
         self.path.write_bytes(msgspec.json.encode(descriptor))
 

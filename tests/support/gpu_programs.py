@@ -32,14 +32,13 @@ import msgspec
 import torch
 
 from pullfill.errors import Fenced, PullfillError
-from pullfill.net.this_host import host_id
 from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.copying import BlockReader
-from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcOwner, CudaIpcTransport
-from pullfill.transfer.layout import dense_layout, describe_region, layout_of
+from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport
+from pullfill.transfer.layout import dense_layout, layout_of
 from pullfill.transfer.nccl.gpu_turns import CudaGpu
 from pullfill.transfer.nccl.library import Nccl, NcclMove
-from pullfill.transfer.owners import tell_gpu
+from pullfill.transfer.owners import MappedRank, Owner, tell_gpu
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.kv_pool import describe
 from pullfill.wire import FenceToken, RegionDescriptor
@@ -154,17 +153,9 @@ def owner(directory: str, *shape: str) -> None:
         print(f"refused {told.why_not}", flush=True)
         return
     files = RegionFiles("gpu-owner", Path(directory))
-    made = CudaIpcOwner(files, [kv.memory], [told.exported], "i1")
-    descriptor = describe_region(
-        kv.memory,
-        instance_id="gpu-owner",
-        incarnation="i1",
-        rank=0,
-        world_size=1,
-        host_id=host_id(),
-        compat=COMPAT,
-        endpoints=made.endpoints(),
-    )
+    ranks = [MappedRank(kv.memory, exported=told.exported)]
+    made = Owner(files, ranks, "i1", instance_id="gpu-owner")
+    (descriptor,) = made.describe(COMPAT)
     print(msgspec.json.encode(descriptor).decode(), flush=True)
     for line in sys.stdin:
         print(_obey(line.split(), kv, made), flush=True)
@@ -176,7 +167,7 @@ def digest(kv: GpuMemory, blocks: Sequence[int]) -> bytes:
     return blake2b(BlockReader(kv.memory).pages(blocks).tobytes()).digest()
 
 
-def _obey(words: list[str], kv: GpuMemory, made: CudaIpcOwner) -> Any:
+def _obey(words: list[str], kv: GpuMemory, made: Owner) -> Any:
     verb, *rest = words
     if verb == "open":
         token = made.fences.open(range(kv.memory.layout.num_blocks))

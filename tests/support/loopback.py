@@ -12,8 +12,9 @@ from typing import Any
 from pullfill.errors import ConfigError, Fenced, OverloadedError, TransferFailed
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
 from pullfill.transfer.copying import copy_batch
+from pullfill.transfer.owners import Owner
 from pullfill.transfer.runs import Batch
-from pullfill.transfer.shm.shm_transport import ShmOwner, ShmTransport
+from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.wire import FenceToken, RegionDescriptor
 
 
@@ -142,8 +143,8 @@ class Faults:
         copy_batch(source, target, batch)
 
 
-class LoopbackOwner(ShmOwner):
-    """ShmOwner under another name, with faults for those who copy from and to it."""
+class LoopbackOwner(Owner):
+    """Of shared memory, under another name, with faults for those who copy from and to it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -13,19 +13,17 @@ import pytest
 from numpy.typing import NDArray
 
 from pullfill.net.security import ClusterKey
-from pullfill.net.this_host import host_id
-from pullfill.transfer.contract import KvLayout, LocalMemory, Owner, PeerSession, PeerTransport
+from pullfill.transfer.contract import KvLayout, LocalMemory, PeerSession, PeerTransport
 from pullfill.transfer.cuda_ipc.ipc_transport import (
-    CudaIpcOwner,
     CudaIpcTransport,
     IpcEndpoint,
     export,
 )
-from pullfill.transfer.layout import check_bounds, dense_layout, describe_region
+from pullfill.transfer.layout import check_bounds, dense_layout
 from pullfill.transfer.nixl.nixl_backend import NixlKind
-from pullfill.transfer.owners import CombinedOwner
+from pullfill.transfer.owners import MappedRank, Owner
 from pullfill.transfer.shm.files import RegionFiles, create_kv
-from pullfill.transfer.shm.shm_transport import FenceOwner, ShmOwner, ShmTransport
+from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.transfer.stream.backends import BackendKind
 from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.transfer.stream.tcp_backend import TcpKind
@@ -163,16 +161,7 @@ class Rig:
         owner, data = self.make_owner(layout, instance_id, incarnation, slots)
         data[:] = random_bytes(data.nbytes, seed)
         memory = memory_over(data, layout)
-        descriptor = describe_region(
-            memory,
-            instance_id=instance_id,
-            incarnation=incarnation,
-            rank=0,
-            world_size=1,
-            host_id=host_id(),
-            compat=COMPAT,
-            endpoints=owner.endpoints(),
-        )
+        (descriptor, *_) = owner.describe(COMPAT)
         return Region(owner, data, memory, descriptor)
 
     def local(self, layout: KvLayout, seed: int = 2) -> Local:
@@ -186,7 +175,7 @@ class Rig:
 
 
 def shm_rig(
-    directory: Path, transport: PeerTransport | None = None, owner_class: type[ShmOwner] = ShmOwner
+    directory: Path, transport: PeerTransport | None = None, owner_class: type[Owner] = Owner
 ) -> Rig:
     def make(
         layout: KvLayout, instance_id: str, incarnation: str, slots: int
@@ -195,7 +184,9 @@ def shm_rig(
         path = create_kv(directory, instance_id, 0, extent(layout))
         data = np.asarray(np.memmap(path, np.uint8, "r+"))
         memory = memory_over(data, layout)
-        return owner_class(files, [memory], [str(path)], incarnation, slots=slots), data
+        ranks = [MappedRank(memory, str(path))]
+        made = owner_class(files, ranks, incarnation, instance_id=instance_id, slots=slots)
+        return made, data
 
     return Rig("shm", transport or ShmTransport(), make)
 
@@ -232,16 +223,17 @@ def stream_rig(
         data = np.zeros(extent(layout), np.uint8)
         memory = memory_over(data, layout)
         files = RegionFiles(instance_id, directory)
-        base = FenceOwner(files, incarnation, slots=slots)
         copies = [data.copy() for _ in range(ranks - 1)]
         ranks_data.extend(copies)
-        others = [memory_over(copy, layout) for copy in copies]
-        owner = CombinedOwner(
-            base,
-            [memory, *others],
+        memories = [memory, *(memory_over(copy, layout) for copy in copies)]
+        owner = Owner(
+            files,
+            [MappedRank(memory) for memory in memories],
+            incarnation,
             instance_id=instance_id,
             kinds={kind.name: kind},
             key=key,
+            slots=slots,
             stall_s=stall_s,
         )
         owner.listen("127.0.0.1")
@@ -280,7 +272,8 @@ def ipc_rig(directory: Path) -> Rig:
         # Only the pid of another process lets ours map the memory once more.
         exported = msgspec.structs.replace(export(memory, driver), pid=1)
         files = RegionFiles(instance_id, directory)
-        return CudaIpcOwner(files, [memory], [exported], incarnation, slots), data
+        ranks = [MappedRank(memory, exported=exported)]
+        return Owner(files, ranks, incarnation, instance_id=instance_id, slots=slots), data
 
     return _GpuRig("cuda_ipc", CudaIpcTransport(0, lambda: driver, driver.lane), make)
 

@@ -12,7 +12,7 @@ only the end of this process is a proof (writers.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated
@@ -33,17 +33,15 @@ from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
 from pullfill.transfer.cuda_ipc.writers import (
     Process,
     WriterRecord,
-    WriterTable,
     pid_namespace,
     why_no_proof,
 )
 from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of, link_to, visible
 from pullfill.transfer.gpu.cuda import HANDLE_BYTES, CudaDriver, load
-from pullfill.transfer.layout import both_sides, check_bounds
+from pullfill.transfer.layout import both_sides
 from pullfill.transfer.session import MappedSession
-from pullfill.transfer.shm.fence import SLOTS, ShmHold
-from pullfill.transfer.shm.files import Endpoint, RegionFiles, inode, open_same
-from pullfill.transfer.shm.shm_transport import FenceOwner
+from pullfill.transfer.shm.fence import ShmHold
+from pullfill.transfer.shm.files import Endpoint, open_same
 from pullfill.wire import FenceToken, RegionDescriptor
 
 logger = log.get("transfer.cuda_ipc")
@@ -136,48 +134,6 @@ class IpcEndpoint(Endpoint, frozen=True, kw_only=True):
     memory: Exported
 
 
-class CudaIpcOwner(FenceOwner):
-    """Offers the GPU memory of each rank to peers that map it."""
-
-    # The memory belongs to vLLM. To free it while another process maps it is undefined (CUDA). So
-    # a worker frees its KV cache only by ending.
-
-    def __init__(
-        self,
-        files: RegionFiles,
-        memories: Sequence[LocalMemory],
-        exported: Sequence[Exported | None],
-        incarnation: str,
-        slots: int = SLOTS,
-    ) -> None:
-        """
-        files: only its fence file is used.
-        memories: by rank.
-        exported: by rank. None: the rank has no handle, so only transports through a port reach it.
-
-        Raises BadMessage.
-        """
-        fence = str(files.fence_path), inode(files.fence_fd)
-        self._endpoints: list[dict[str, str]] = []
-        for memory, handle in zip(memories, exported, strict=True):
-            check_bounds(memory.layout, memory.nbytes)
-            offers = {}
-            if handle is not None:
-                endpoint = IpcEndpoint(memory=handle, fence=fence[0], fence_inode=fence[1])
-                offers["cuda_ipc"] = endpoint.encode()
-            self._endpoints.append(offers)
-        self._writers = WriterTable(files.fence_fd)
-        super().__init__(files, incarnation, slots=slots, quiet=self._writers.quiet)
-
-    def endpoints(self, rank: int = 0) -> dict[str, str]:
-        return self._endpoints[rank]
-
-    def close(self) -> None:
-        """See Owner. Idempotent."""
-        super().close()
-        self._writers.close()
-
-
 class IpcHold(ShmHold):
     """The fence hold of a writer whose copies may outlive its locks. See writers.py."""
 
@@ -213,12 +169,6 @@ class IpcHold(ShmHold):
         if self._settled():
             self._record.end()
             super().leave(token)
-
-    def before_batch(self, verb: str) -> None:
-        failpoints.hit(f"cuda_ipc.{verb}.before_batch")
-
-    def inside_batch(self, verb: str) -> None:
-        failpoints.hit(f"cuda_ipc.{verb}.batch")
 
     def close(self) -> None:
         self._owner.close()

@@ -10,14 +10,10 @@ owner takes the end of the *process* as the proof.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import select
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pullfill.errors import PeerUnavailable, TransferFailed
 from pullfill.transfer.gpu.cuda import CudaDriver
@@ -25,8 +21,9 @@ from pullfill.transfer.shm import lock
 
 _AT = 1024
 _RECORD_BYTES = 16
+_END = 4096
 # How many GPU sessions one owner can have at a time.
-RECORDS = (4096 - _AT) // _RECORD_BYTES
+RECORDS = (_END - _AT) // _RECORD_BYTES
 
 
 # A CPU's copy ends with the threads of its process, and the kernel frees their file locks only
@@ -63,32 +60,22 @@ def why_no_proof(driver: CudaDriver, device: int) -> str | None:
     return None
 
 
-class WriterTable:
-    """The owner's side. The fences ask `quiet`. It uses `fd` only to map the file."""
+def quiet(words: memoryview, slot: int) -> bool:
+    """Whether no GPU copies under the slot any more. The caller, the owner, holds its exclusive
+    lock. A record whose process has ended becomes free.
 
-    def __init__(self, fd: int) -> None:
-        os.ftruncate(fd, max(4096, os.fstat(fd).st_size))  # the fences make it longer
-        self._map = mmap.mmap(fd, 4096)
-        words = np.frombuffer(self._map, np.uint64, RECORDS * 2, _AT).reshape(RECORDS, 2)
-        self._words: NDArray[np.uint64] | None = words
-
-    def quiet(self, slot: int) -> bool:
-        """Whether no GPU copies under the slot any more. The caller holds its exclusive lock. A
-        record whose process has ended becomes free."""
-        assert self._words is not None
-        done = True
-        for index in np.flatnonzero(self._words[:, 1] == slot + 1).tolist():
-            if has_ended(int(self._words[index, 0])):
-                self._words[index, 1] = 0
-            else:
-                done = False
-        return done
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._words is not None:
-            self._words = None
-            self._map.close()
+    words: the fence file, as u64."""
+    slots = words[_AT // 8 + 1 : _END // 8 : 2]
+    named = slots.tolist()
+    if slot + 1 not in named:
+        return True
+    done = True
+    for index in (i for i, one in enumerate(named) if one == slot + 1):
+        if has_ended(words[_AT // 8 + 2 * index]):
+            slots[index] = 0
+        else:
+            done = False
+    return done
 
 
 class WriterRecord:
@@ -135,15 +122,6 @@ class WriterRecord:
 
 _PID_BITS = 22  # the kernel's limit of pid_max
 
-# Keeps the GIL, as in shm/lock.py: the call never blocks.
-_poll = ctypes.PyDLL(None).poll
-
-
-class _PollFd(ctypes.Structure):
-    """struct pollfd."""
-
-    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
-
 
 class Process:
     """Another process of this host."""
@@ -154,11 +132,10 @@ class Process:
             self._fd = os.pidfd_open(pid)
         except OSError as exc:
             raise PeerUnavailable(f"process {pid}, which owns the GPU memory: {exc}") from exc
-        self._asked = _PollFd(self._fd, select.POLLIN, 0)
 
     @property
     def ended(self) -> bool:
-        return _readable(self._asked)
+        return _readable(self._fd)
 
     def close(self) -> None:
         """Idempotent."""
@@ -182,13 +159,12 @@ def has_ended(word: int) -> bool:
         return True
     except OSError:
         return False
-    asked = _PollFd(fd, select.POLLIN, 0)
     try:
-        if _readable(asked):
+        if _readable(fd):
             return True  # and so has whoever had the number before
         return _started(pid) != word >> _PID_BITS  # somebody else has the number now
     except OSError:  # it ended just now, or /proc hides it from us (hidepid)
-        return _readable(asked)
+        return _readable(fd)
     finally:
         os.close(fd)
 
@@ -201,10 +177,10 @@ def pid_namespace() -> str:
         return ""
 
 
-def _readable(asked: _PollFd) -> bool:
-    """A signal during the call counts as no."""
-    found: int = _poll(ctypes.byref(asked), ctypes.c_ulong(1), 0)
-    return found == 1
+def _readable(pidfd: int) -> bool:
+    asked = select.poll()
+    asked.register(pidfd, select.POLLIN)
+    return bool(asked.poll(0))
 
 
 def _started(pid: int) -> int:

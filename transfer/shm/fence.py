@@ -14,13 +14,11 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TypeAlias
 
 from pullfill.errors import ConfigError, Fenced, OverloadedError, PeerUnavailable, TransferFailed
-from pullfill.runtime import failpoints
+from pullfill.transfer.cuda_ipc import writers
 from pullfill.transfer.shm import lock
 from pullfill.wire import FenceToken
 
@@ -35,16 +33,14 @@ from pullfill.wire import FenceToken
 # kernel.
 
 SLOTS = 4096
+# A writer waits so long for an owner that was stopped while it held a slot.
+PATIENCE_S = 1.0
 _MAGIC = b"pfFENCE1"
 _HEADER = struct.Struct("<8sQQ128s")  # magic, slots, incarnation word, incarnation text
 _HEADER_BYTES = 4096
 _SLOT_BYTES = 64
 _WORD = 8
 _INCARNATION_AT = 2  # index of the word in units of u64
-_SLOTS_KEPT = 64
-
-# The index of the epoch's word, and the calls that lock and unlock the slot (`lock.shared`).
-_Slot: TypeAlias = tuple[int, lock.Call, lock.Call]
 
 
 def incarnation_word(incarnation: str) -> int:
@@ -56,25 +52,6 @@ def _slot_at(slot: int) -> int:
     return _HEADER_BYTES + slot * _SLOT_BYTES
 
 
-class _Granted:
-    """The blocks of one token. Sets of them are made when a thread that copies for a peer asks.
-
-    Over shm and cuda_ipc nobody asks. And the ledger opens fences under a lock that the engine
-    thread waits for. There two sets of 65,536 blocks (1M tokens) would take 10 ms."""
-
-    def __init__(self, epoch: int, blocks: Sequence[int], first_target: int) -> None:
-        self.epoch = epoch
-        self._blocks, self._first_target = blocks, first_target
-
-    @cached_property
-    def readable(self) -> frozenset[int]:
-        return frozenset(self._blocks)
-
-    @cached_property
-    def writable(self) -> frozenset[int]:
-        return frozenset(self._blocks[self._first_target :])
-
-
 class ShmFences:
     """OwnerFences over a fence file. Owns a mapping of the file; RegionFiles owns `fd`.
 
@@ -82,25 +59,17 @@ class ShmFences:
     never fits a slot that is used again.
     """
 
-    def __init__(
-        self,
-        fd: int,
-        incarnation: str,
-        slots: int = SLOTS,
-        quiet: Callable[[int], bool] = lambda slot: True,
-    ) -> None:
-        """quiet: asked with the slot locked, whether nobody copies under it any more. For writers
-        whose bytes move on after they lost their lock (cuda_ipc/writers.py)."""
+    def __init__(self, fd: int, incarnation: str, slots: int = SLOTS) -> None:
         os.ftruncate(fd, _slot_at(slots))
         self._fd = fd
         self._slots = slots
         self._map = mmap.mmap(fd, _slot_at(slots))
         self._words = memoryview(self._map).cast("Q")
-        self._free = [*reversed(range(slots))]  # last in, first out: what is kept of a slot is used
+        self._free = [*range(slots)]
         self._mutex = threading.Lock()
         self._closed = False
-        self._granted: dict[int, _Granted] = {}  # by slot
-        self._quiet = quiet
+        # By slot: the epoch, the blocks, and from which on they may be written.
+        self._granted: dict[int, tuple[int, Sequence[int], int]] = {}
         for slot in range(slots):
             self._words[_slot_at(slot) // _WORD] = secrets.randbits(61)
         self.renew(incarnation)
@@ -131,18 +100,28 @@ class ShmFences:
                 raise OverloadedError(f"all {self._slots} fence slots are in use")
             slot = self._free.pop()
             token = FenceToken(slot=slot, epoch=self._words[_slot_at(slot) // _WORD])
-            self._granted[slot] = _Granted(token.epoch, block_ids, first_target)
+            self._granted[slot] = token.epoch, block_ids, first_target
             return token
 
-    def granted(self, token: FenceToken, *, writes: bool) -> frozenset[int] | None:
+    def granted(self, token: FenceToken, *, writes: bool) -> Sequence[int] | None:
         """Return the blocks that the token grants. None if the token is revoked, or is of another
         process.
 
         writes: return only those that may be written."""
-        granted = self._granted.get(token.slot)
-        if granted is None or granted.epoch != token.epoch:
+        epoch, blocks, first_target = self._granted.get(token.slot, (None, (), 0))
+        if epoch != token.epoch:
             return None
-        return granted.writable if writes else granted.readable
+        return blocks[first_target:] if writes else blocks
+
+    def open_hold(self, incarnation: str) -> ShmHold:
+        """For a thread of this process that receives or sends for a peer. The caller owns it.
+        Raises PeerUnavailable when the peer knows another incarnation, and OSError."""
+        with self._mutex:
+            if self._closed:  # the number may be that of another file by now
+                raise PeerUnavailable("the region is closed")
+            # Opened anew, so that its locks are its own.
+            fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        return ShmHold(fd, incarnation)
 
     def try_revoke(self, token: FenceToken) -> bool:
         """See OwnerFences. Two system calls, never blocks."""
@@ -159,7 +138,7 @@ class ShmFences:
             if not lock.try_exclusive(self._fd, start, _SLOT_BYTES):
                 return False
             try:
-                if not self._quiet(token.slot):
+                if not writers.quiet(self._words, token.slot):
                     return False
                 self._words[word] = token.epoch + 1
             finally:
@@ -180,7 +159,9 @@ class ShmFences:
 
 
 class ShmHold:
-    """The fence hold of whoever copies. Owns `fd`, an open file description with its own locks."""
+    """Holds a fence while one batch is copied. One object serves all fences of one owner.
+
+    Owns `fd`, an open file description with its own locks."""
 
     def __init__(self, fd: int, incarnation: str) -> None:
         """Takes ownership of `fd` in every case. Raises PeerUnavailable when the file is of another
@@ -203,53 +184,30 @@ class ShmHold:
             os.close(fd)
             raise
         self._words = memoryview(self._map).cast("Q")
-        self._slots_used: dict[int, _Slot] = {}
 
     def enter(self, token: FenceToken) -> None:
-        word, take, _ = self._slots_used.get(token.slot) or self._prepare(token)
-        words, epoch = self._words, token.epoch
-        if words[word + 1] == epoch:
-            raise Fenced("the grant is being revoked")
-        if lock.call(*take):
-            self._wait_shared(word, token)
-        if words[word] != epoch or words[_INCARNATION_AT] != self._word:
-            self.leave(token)
-            raise Fenced("the grant was revoked")
-
-    def _prepare(self, token: FenceToken) -> _Slot:
-        """Make the calls for a slot. Raises Fenced when there is no such slot."""
-        # Kept, because a write is many batches of one slot. Not for ever, because a session meets
-        # many slots.
+        """Hold the fence. Raises Fenced, without holding it, if the token is not valid any more,
+        and TransferFailed when the owner was stopped while it held the slot."""
         if token.slot >= self._slots:
             raise Fenced(f"the owner has no fence slot {token.slot}")
-        if len(self._slots_used) >= _SLOTS_KEPT:
-            self._slots_used.clear()
-        start = _slot_at(token.slot)
-        slot = start // _WORD, *lock.shared(self._fd, start, _SLOT_BYTES)
-        self._slots_used[token.slot] = slot
-        return slot
-
-    def _wait_shared(self, word: int, token: FenceToken, patience_s: float = 1.0) -> None:
-        """Wait until the owner lets go of the slot. It holds it for microseconds, unless it is
-        stopped right then."""
-        give_up = time.monotonic() + patience_s
-        while not lock.try_shared(self._fd, word * _WORD, _SLOT_BYTES):
+        start, words = _slot_at(token.slot), self._words
+        word, give_up = start // _WORD, time.monotonic() + PATIENCE_S
+        while True:
+            if words[word + 1] == token.epoch:
+                raise Fenced("the grant is being revoked")
+            if lock.try_shared(self._fd, start, _SLOT_BYTES):
+                break
+            # The owner lets go of the slot after microseconds.
             if time.monotonic() >= give_up:
                 raise TransferFailed("the owner holds the fence and does not let go")
             time.sleep(50e-6)
-            if self._words[word + 1] == token.epoch:
-                raise Fenced("the grant is being revoked")
+        if words[word] != token.epoch or words[_INCARNATION_AT] != self._word:
+            lock.unlock(self._fd, start, _SLOT_BYTES)
+            raise Fenced("the grant was revoked")
 
     def leave(self, token: FenceToken) -> None:
-        _, _, give = self._slots_used.get(token.slot) or self._prepare(token)
-        if lock.call(*give):
-            lock.unlock(self._fd, _slot_at(token.slot), _SLOT_BYTES)
-
-    def before_batch(self, verb: str) -> None:
-        failpoints.hit(f"shm.{verb}.before_batch")
-
-    def inside_batch(self, verb: str) -> None:
-        failpoints.hit(f"shm.{verb}.batch")
+        """Let go of it. Called exactly once per successful `enter`."""
+        lock.unlock(self._fd, _slot_at(token.slot), _SLOT_BYTES)
 
     def close(self) -> None:
         self._words.release()

@@ -116,10 +116,6 @@ class BackendKind(Protocol):
         Raises TransferFailed if it cannot be made, ConfigError if its settings are wrong."""
         ...
 
-    def close(self) -> None:
-        """Give back what all connections share. They are closed already. Idempotent."""
-        return None
-
 
 class _Resource(Protocol):
     def close(self) -> None: ...

@@ -191,7 +191,6 @@ class StreamSession(PeerSession):
             blocks=len(ours),
             nbytes=stream.total,
             seconds=time.perf_counter() - started,
-            runs=stream.runs,
         )
 
     def _converse(

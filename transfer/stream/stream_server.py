@@ -34,11 +34,12 @@ from pullfill.errors import (
 )
 from pullfill.net import this_host as machine
 from pullfill.net.security import ClusterKey
+from pullfill.runtime import failpoints
 from pullfill.runtime.metrics import AUTH_REFUSED, KV_CONNECTIONS, KV_REFUSED, STALE_REFUSED
 from pullfill.transfer.contract import LocalMemory, Rect
 from pullfill.transfer.layout import part_of
 from pullfill.transfer.runs import ByteStream, Offsets, Runs, checked_ids
-from pullfill.transfer.shm.shm_transport import FenceOwner
+from pullfill.transfer.shm.fence import ShmFences
 from pullfill.transfer.stream.backends import Backend, BackendKind
 from pullfill.transfer.stream.kv_protocol import (
     ANSWER,
@@ -65,13 +66,13 @@ class Offer:
 
     memories: of all ranks, in order.
     kinds: the backends, by name.
-    base: the fence over all memories.
+    fences: over all memories.
     """
 
     instance_id: str
     memories: Sequence[LocalMemory]
     kinds: Mapping[str, BackendKind]
-    base: FenceOwner
+    fences: ShmFences
 
 
 class ServedPeer:
@@ -94,7 +95,7 @@ class ServedPeer:
             raise IncompatibleError(f"we do not offer {said.backend}", field="endpoints")
         region = offer.memories[said.rank]
         self._memory = _asked_for(region, said)
-        self._fences = offer.base.fences
+        self._fences = offer.fences
         self._connection = connection
         self._batch_bytes = said.batch_bytes
         self._theirs = said.setup
@@ -103,7 +104,7 @@ class ServedPeer:
         self._ending = False
         self.inside: FenceToken | None = None
         try:
-            self._hold = offer.base.open_hold(said.incarnation)
+            self._hold = offer.fences.open_hold(said.incarnation)
         except PeerUnavailable as exc:
             raise StalePeer(str(exc)) from exc
         try:
@@ -183,7 +184,7 @@ class ServedPeer:
         if len(blocks) > 1 and int(np.diff(blocks).min()) < lowest_step:
             raise BadMessage("block ids are not ascending")
         granted = self._fences.granted(operation.fence, writes=operation.verb == "write")
-        if granted is not None and not granted.issuperset(blocks.tolist()):
+        if granted is not None and not np.isin(blocks, np.asarray(granted, np.int64)).all():
             raise BadMessage("a block is outside the grant")
         return blocks
 
@@ -235,13 +236,13 @@ class ServedPeer:
 
     @contextmanager
     def _inside(self, token: FenceToken, verb: str) -> Iterator[None]:
-        self._hold.before_batch(verb)
+        failpoints.hit(f"kv.{verb}.before_batch")
         with self._mutex:
             self.inside = token
         try:
             self._hold.enter(token)
             try:
-                self._hold.inside_batch(verb)
+                failpoints.hit(f"kv.{verb}.batch")
                 yield
             finally:
                 self._hold.leave(token)

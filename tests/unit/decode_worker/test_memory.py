@@ -13,9 +13,9 @@ from pullfill.decode_worker.memory import NoFences, describe, open_memory
 from pullfill.engine.kv import Geometry, total_heads
 from pullfill.errors import IncompatibleError, OverloadedError
 from pullfill.options import WorkerOptions
-from pullfill.transfer.contract import LocalMemory, Owner
+from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.owners import RankRegion, region_of
+from pullfill.transfer.owners import Owner, RankRegion, region_of
 from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv
 from pullfill.worker import memory
 from pullfill.worker.context import WorkerContext
@@ -49,7 +49,7 @@ def test_memory_out_of_reach_is_said_and_grants_nothing(caplog: pytest.LogCaptur
     assert parts.memories == []
     assert parts.geometry == Geometry(LAYERS, PAGE, "cuda")
     assert "every prompt is prefilled by this worker (no driver)" in caplog.text
-    assert describe(None, parts, "i1", COMPAT) == []
+    assert describe(None, "i1", COMPAT) == []
     with pytest.raises(OverloadedError):
         NoFences().open([1])
 
@@ -68,7 +68,7 @@ def test_every_rank_is_published_and_nothing_is_left(tmp_path: Path, ranks: int)
     owner = opened(parts, told(tmp_path, ranks))
     assert owner is not None
     assert parts.geometry == Geometry(LAYERS, PAGE, "cpu")
-    found = describe(owner, parts, "i1", COMPAT)
+    found = describe(owner, "i1", COMPAT)
     assert [(d.rank, d.world_size, d.first_head) for d in found] == [
         (rank, ranks, rank) for rank in range(ranks)
     ]

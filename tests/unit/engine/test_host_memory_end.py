@@ -185,7 +185,7 @@ class Session:
         self.inside.set()
         assert self.go_on.wait(PATIENCE_S)
         self.freed_under_it = self._host.freed.is_set()
-        return MoveResult(1, 0, 0.0, 1)
+        return MoveResult(1, 0, 0.0)
 
     def interrupt(self) -> None:
         """A copy out of mapped memory waits for nobody, and is not to be interrupted."""

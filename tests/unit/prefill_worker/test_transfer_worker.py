@@ -43,7 +43,7 @@ class Session:
         if self.fenced:
             raise Fenced("revoked")
         self.done.append((verb, list(source), list(target)))
-        return MoveResult(len(source), 100 * len(source), 0.001, 1)
+        return MoveResult(len(source), 100 * len(source), 0.001)
 
     def write_blocks(
         self, fence: FenceToken, source: Sequence[int], target: Sequence[int]

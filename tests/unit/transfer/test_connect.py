@@ -21,17 +21,16 @@ import pytest
 
 from pullfill.config import TRANSPORTS
 from pullfill.errors import BadMessage, ConfigError, Fenced, IncompatibleError, PeerUnavailable
-from pullfill.net.this_host import host_id
 from pullfill.transfer.connect import backends, choose, connect, peer_transports, survey, why_absent
 from pullfill.transfer.contract import LocalMemory, PeerSession, PeerTransport, Rect
 from pullfill.transfer.copying import BlockReader, copies_of
 from pullfill.transfer.gpu import cuda
-from pullfill.transfer.layout import dense_layout, describe_region
+from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import agent, nixl_backend
-from pullfill.transfer.owners import CombinedOwner
+from pullfill.transfer.owners import MappedRank, Owner
 from pullfill.transfer.session import GroupSession, MappedSession
 from pullfill.transfer.shm.files import RegionFiles, create_kv
-from pullfill.transfer.shm.shm_transport import ShmOwner, ShmTransport
+from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import RegionDescriptor
@@ -47,7 +46,7 @@ class Owned:
     """A decode worker: the memory of its ranks in files, behind one fence, mapped or by a port."""
 
     worker: RankedWorker
-    owner: CombinedOwner
+    owner: Owner
     descriptors: list[RegionDescriptor]
 
 
@@ -61,23 +60,10 @@ def own(directory: Path, rects: list[Rect]) -> Owned:
         shared[:] = worker.data[rank]
         worker.data[rank] = shared
         worker.memories[rank] = replace(memory, address=shared.ctypes.data)
-    base = ShmOwner(files, worker.memories, paths, "i1")
-    owner = CombinedOwner(base, worker.memories, instance_id="decode-1", kinds={"tcp": TcpKind()})
+    ranks = [MappedRank(m, path) for m, path in zip(worker.memories, paths, strict=True)]
+    owner = Owner(files, ranks, "i1", instance_id="decode-1", kinds={"tcp": TcpKind()})
     owner.listen("127.0.0.1")
-    descriptors = [
-        describe_region(
-            memory,
-            instance_id="decode-1",
-            incarnation="i1",
-            rank=rank,
-            world_size=len(rects),
-            host_id=host_id(),
-            compat=COMPAT,
-            endpoints=owner.endpoints(rank),
-        )
-        for rank, memory in enumerate(worker.memories)
-    ]
-    return Owned(worker, owner, descriptors)
+    return Owned(worker, owner, owner.describe(COMPAT))
 
 
 @pytest.fixture(autouse=True)
@@ -222,8 +208,6 @@ def test_a_worker_on_a_cpu_gets_what_works_without_a_device() -> None:
     found = backends(None, ON_CPU)
     assert "tcp" in found
     assert "nccl" not in found
-    for kind in found.values():
-        kind.close()
     names = [each.name for each in peer_transports(None, [ON_CPU], None)]
     assert names[0] == "shm"
     assert "cuda_ipc" not in names

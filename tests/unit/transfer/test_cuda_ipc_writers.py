@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import struct
@@ -16,10 +17,10 @@ from pullfill.errors import PeerUnavailable
 from pullfill.transfer.cuda_ipc.writers import (
     RECORDS,
     WriterRecord,
-    WriterTable,
     has_ended,
     pid_namespace,
     process_word,
+    quiet,
     why_no_proof,
 )
 from pullfill.transfer.shm import lock
@@ -112,22 +113,26 @@ def test_a_process_that_proc_hides_has_not_ended(monkeypatch: pytest.MonkeyPatch
     assert not has_ended(word)
 
 
+def mapped(fd: int) -> memoryview:
+    """The fence file, as its owner sees it."""
+    return memoryview(mmap.mmap(fd, 8192)).cast("Q")
+
+
 def test_a_record_names_its_slot_while_copies_may_be_in_flight(fds: list[int]) -> None:
-    table, record, other = WriterTable(fds[0]), WriterRecord(fds[1]), WriterRecord(fds[2])
-    assert table.quiet(3)
+    words = mapped(fds[0])
+    record, other = WriterRecord(fds[1]), WriterRecord(fds[2])
+    assert quiet(words, 3)
     record.begin(3)
     other.begin(4)
-    assert not table.quiet(3)
-    assert not table.quiet(4)
-    assert table.quiet(5)
+    assert not quiet(words, 3)
+    assert not quiet(words, 4)
+    assert quiet(words, 5)
     record.end()
-    assert table.quiet(3)
-    assert not table.quiet(4)
+    assert quiet(words, 3)
+    assert not quiet(words, 4)
     other.end()
     record.close()
     other.close()
-    table.close()
-    table.close()
 
 
 def holders(fence: Path) -> list[int]:
@@ -148,20 +153,19 @@ def test_a_dead_writers_record_is_taken_back_once_its_end_is_proved(
     assert writer.stdout is not None
     assert writer.stdout.readline()
     theirs, ours = process_word(writer.pid), process_word(os.getpid())
-    table = WriterTable(fds[0])
-    assert not table.quiet(7)
+    words = mapped(fds[0])
+    assert not quiet(words, 7)
     writer.kill()
     os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)
     # Nobody takes the record before its owner has seen the end of who had it.
     mine = WriterRecord(fds[1])
     assert holders(fence) == [theirs, ours]
-    assert table.quiet(7)
+    assert quiet(words, 7)
     again = WriterRecord(fds[2])
     assert holders(fence) == [ours, ours]
     writer.communicate()
     again.close()
     mine.close()
-    table.close()
 
 
 def test_no_record_is_left_for_more_sessions_than_there_are(fds: list[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from itertools import pairwise, product
 
 import pytest
@@ -14,7 +15,6 @@ from pullfill.transfer.contract import LocalMemory, Rect
 from pullfill.transfer.layout import (
     Route,
     dense_layout,
-    describe_region,
     head_range,
     plan_routes,
     rects_described,
@@ -143,15 +143,17 @@ def descriptors(size: int, incarnation: str = "i1") -> list[RegionDescriptor]:
         memory = LocalMemory(0, LAYERS * 3 * heads * 64, layout, first_head=first)
         assert memory.rect == Rect(first, heads, 0, LAYERS)
         found.append(
-            describe_region(
-                memory,
+            RegionDescriptor(
                 instance_id="decode-a",
                 incarnation=incarnation,
                 rank=rank,
                 world_size=size,
                 host_id="h",
+                nbytes=memory.nbytes,
+                first_head=first,
                 compat=COMPAT,
                 endpoints={},
+                **asdict(layout),
             )
         )
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pullfill.errors import BadMessage, ConfigError, Fenced, PeerUnavailable
+from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm import fence, lock
 from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv, open_same, sweep
@@ -40,40 +40,6 @@ def test_locks_exclude_by_description_and_range(two_fds: tuple[int, int]) -> Non
     assert not lock.try_exclusive(a, 0, 8)
     with pytest.raises(OSError, match="Bad file descriptor"):
         lock.try_shared(-1, 0, 1)
-
-
-def test_a_range_made_ready_is_the_same_lock(two_fds: tuple[int, int]) -> None:
-    a, b = two_fds
-    take, give = lock.shared(a, 0, 8)
-    assert lock.call(*take) == 0
-    assert not lock.try_exclusive(b, 0, 8)
-    assert lock.try_shared(b, 0, 8)
-    assert lock.try_exclusive(b, 8, 8)
-    assert lock.call(*give) == 0
-    assert lock.try_exclusive(b, 0, 8)
-    assert lock.call(*take) != 0
-    assert not lock.try_shared(a, 0, 8), "who asks why hears that somebody holds it"
-    lock.unlock(b, 0, 8)
-    for failing in lock.shared(-1, 0, 8):
-        assert lock.call(*failing) != 0
-
-
-def test_a_hold_forgets_slots_but_not_how_to_hold_them(tmp_path: Path) -> None:
-    """More slots side by side than it keeps ready; each is held until it is left, no longer."""
-    region = shm_rig(tmp_path).region(dense_layout(1, 4, 1, 64), slots=256)
-    fences = region.owner.fences
-    hold = fence.ShmHold(os.open(tmp_path / "pullfill-decode-1.fence", os.O_RDWR), "i1")
-    tokens = [fences.open([1]) for _ in range(200)]
-    for token in tokens:
-        hold.enter(token)
-    assert not any(fences.try_revoke(token) for token in tokens)
-    for token in tokens:
-        hold.leave(token)
-        assert fences.try_revoke(token)
-        with pytest.raises(Fenced):
-            hold.enter(token)
-    hold.close()
-    region.owner.close()
 
 
 def test_a_lock_that_cannot_be_taken_or_let_go_is_no_fence(tmp_path: Path) -> None:
@@ -301,13 +267,3 @@ def test_other_hosts_are_out_of_reach(rig: Rig) -> None:
     with pytest.raises(PeerUnavailable, match="host"):
         rig.connect(mine, region, host_id="elsewhere")
     region.owner.close()
-
-
-def test_the_slot_that_was_freed_last_is_used_next(tmp_path: Path) -> None:
-    """Both ends keep what they need to lock a slot, for some slots."""
-    fences = shm_rig(tmp_path).region(dense_layout(1, 4, 1, 64)).owner.fences
-    first, second = fences.open([0]), fences.open([1])
-    assert fences.try_revoke(first)
-    again = fences.open([0])
-    assert (again.slot, again.epoch) == (first.slot, first.epoch + 1)
-    assert second.slot != first.slot
