@@ -80,17 +80,17 @@ class MappedSession(PeerSession):
     ) -> MoveResult:
         started = time.perf_counter()
         todo = (self._writes if verb == "write" else self._reads).plan(source, target)
-        src, dst = self._local.address, self._remote_address
+        transport, src, dst = self._transport, self._local.address, self._remote_address
         if verb == "read":
             src, dst = dst, src
         with self._busy:
             if self._closed:
                 raise TransferFailed("the session is closed")
             for batch in todo.batches(*self._limits):
-                failpoints.hit(f"{self._transport}.{verb}.before_batch")
+                failpoints.hit(f"{transport}.{verb}.before_batch")
                 self._hold.enter(fence)
                 try:
-                    failpoints.hit(f"{self._transport}.{verb}.batch")
+                    failpoints.hit(f"{transport}.{verb}.batch")
                     self._copy(src, dst, batch)
                 finally:
                     self._hold.leave(fence)

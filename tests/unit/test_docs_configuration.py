@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 
@@ -104,8 +105,8 @@ def test_failpoints() -> None:
     used = set()
     for path in python_files():
         for point in re.findall(r"failpoints\.hit\(f?\"([\w.{}]+)\"\)", path.read_text()):
-            point = point.replace("{first}", "N")
-            used |= {point.replace("{verb}", verb) for verb in ("read", "write")}
+            for transport, verb in itertools.product(("shm", "cuda_ipc"), ("read", "write")):
+                used.add(point.format(first="N", verb=verb, transport=transport))
     text = text_of("CONTRIBUTING.md")
     table = re.search(r"^Failpoints are .*?\n\n(.*?)\n\n", text, re.M | re.S)
     assert table is not None
