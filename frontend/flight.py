@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.migration import fingerprint, room_for
 from pullfill.frontend.request_log import RequestRecord
-from pullfill.frontend.routing.choice import Share, WorkerChoice
+from pullfill.frontend.routing.choice import Prompt, Share, WorkerChoice
 from pullfill.runtime import log
 
 if TYPE_CHECKING:
@@ -53,17 +53,6 @@ class Waits:
 WAITS = Waits()
 
 
-@dataclass(slots=True, frozen=True)
-class Hashed:
-    """The hashes of the first blocks of a prompt of `tokens` tokens. None: it has none.
-
-    block: tokens per block."""
-
-    block: int
-    tokens: int
-    hashes: Sequence[int] | None
-
-
 @dataclass(slots=True, eq=False)
 class Flight:
     """A request from `submit` to its end. Owned by the `Dispatcher`. Times are loop times.
@@ -81,7 +70,7 @@ class Flight:
     deaths: the processes that died with it, and how much each counts (`suspects`).
     proven: its worker has sent an output of it.
     waits_since: since when it waits for a worker where it ends nobody else (`suspects`). 0: never.
-    hashed: the hashes of its prompt. None: they were not needed yet.
+    hashed: its prompt with hashes. None: they were not needed yet.
     choice: how its next worker was chosen. share: what it adds to the load of its worker.
     counted: number of tokens that were out when it was sent to its worker.
     """
@@ -102,18 +91,16 @@ class Flight:
     deaths: dict[str, int] = field(default_factory=dict)
     proven: bool = False
     waits_since: float = 0.0
-    hashed: Hashed | None = None
+    hashed: Prompt | None = None
     choice: WorkerChoice | None = None
     share: Share | None = None
     counted: int = 0
 
     def with_room(self, workers: Sequence[DecodeConnection]) -> Sequence[DecodeConnection]:
-        """Return the workers that have room for the request. If all have, the same object."""
+        """Return the workers that have room for the request."""
         if not self.room:
             return workers
-        found = [w for w in workers if w.welcome and w.welcome.max_model_len >= self.room]
-        # For another list the balancer makes its tables anew.
-        return found if len(found) < len(workers) else workers
+        return [w for w in workers if w.welcome and w.welcome.max_model_len >= self.room]
 
 
 def keep_room(flight: Flight, worker: DecodeConnection) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.sim.worker import Figures, Job, Speed, Worker
 from benchmarks.sim.workloads import Req, Workload, mix
-from pullfill.frontend.routing.choice import KNOWN, Candidates, HeldBlocks, Placer
+from pullfill.frontend.routing.choice import KNOWN, Candidates, HeldBlocks, Placer, Prompt
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire import DecodePolicy
 
@@ -80,19 +80,11 @@ class Frontend:
         hashes = req.hashes
         begun = time.thread_time()
         found, more = self.index.deepest(hashes, KNOWN)
-        stored = HeldBlocks({self._names[n]: blocks for n, blocks in found.items()}, more)
-        choice = placement.choose(
-            self._setup.policy,
-            req.tokens,
-            self._among,
-            now,
-            block=block,
-            hashes=hashes,
-            stored=stored,
-            warm=True,
-        )
+        held = HeldBlocks({self._names[n]: blocks for n, blocks in found.items()}, more)
+        prompt = Prompt(req.tokens, block, hashes)
+        choice = placement.choose(self._setup.policy, prompt, self._among, now, held)
         self.times.append(time.thread_time() - begun)
-        job.share = placement.send(choice, req.tokens, now, block=block, hashes=hashes)
+        job.share = placement.send(choice, prompt, now)
         return choice.view.instance_id
 
 

@@ -15,12 +15,12 @@ from typing import Any
 from pullfill.engine import migration
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
-from pullfill.frontend.flight import Flight, Hashed
-from pullfill.frontend.routing.choice import KNOWN, Candidates, Placer, WorkerChoice
+from pullfill.frontend.flight import Flight
+from pullfill.frontend.routing.choice import KNOWN, Candidates, Placer, Prompt, WorkerChoice
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.prefix import chain
 from pullfill.prefix.events import State
-from pullfill.wire import DecodeChoice, DecodePolicy, PrefixHolder
+from pullfill.wire import DecodePolicy, PrefixHolder
 
 # For how many answers with several choices the worker is remembered.
 MAX_TOGETHER = 1024
@@ -50,9 +50,6 @@ class Balancer:
         self._min_fetch = min_fetch
         self._placement = Placer(random.Random())
         self._together: dict[str, str] = {}
-        self._workers: Sequence[DecodeConnection] = ()
-        self._by_id: dict[str, DecodeConnection] = {}
-        self._among: Candidates
         self._block = 0
         self._warm = False
         self._look_at = 0.0
@@ -63,23 +60,22 @@ class Balancer:
         self, flight: Flight, workers: Sequence[DecodeConnection], now: float
     ) -> DecodeConnection:
         """Return one of `workers`, which is not empty. now: seconds of the loop's clock."""
+        if now >= self._look_at:
+            self._look(workers, now)
+        by_id = {worker.instance_id: worker for worker in workers}
         request = flight.request
         several = migration.choice_of(request.request_id, request.external_req_id)
-        answer = request.external_req_id if several else ""
-        if not answer:
-            return self._choose(flight, workers, now)
-        before = self._together.pop(answer, None)
-        chosen = next((w for w in workers if w.instance_id == before), None)
-        if chosen is None:
-            chosen = self._choose(flight, workers, now)
-        else:
-            view = self._placement.fleet.join(chosen.instance_id)
-            flight.choice = self._place(flight, Candidates.of([view]), now)
+        before = self._together.pop(request.external_req_id, "") if several else ""
+        names = [before] if before in by_id else by_id
+        flight.choice = self._place(flight, self._placement.candidates(names), now)
+        name = flight.choice.view.instance_id
+        if before == name:
             flight.choice.reason = "together"
-        self._together[answer] = chosen.instance_id
-        if len(self._together) > MAX_TOGETHER:
-            del self._together[next(iter(self._together))]
-        return chosen
+        if several:
+            self._together[request.external_req_id] = name
+            if len(self._together) > MAX_TOGETHER:
+                del self._together[next(iter(self._together))]
+        return by_id[name]
 
     def holder(self, flight: Flight, worker: DecodeConnection) -> PrefixHolder | None:
         """Return another worker that holds more of the prompt than the chosen one, if any.
@@ -88,7 +84,7 @@ class Balancer:
         least = self._min_fetch()
         if not least or self._prefixes is None or not self._block or self._prefixes.workers < 2:
             return None
-        if _length(flight) <= least or (hashes := self._hashed(flight).hashes) is None:
+        if _length(flight) <= least or not (hashes := self._hashed(flight).hashes):
             return None
         held = self._prefixes.matched(hashes).blocks
         if worker.instance_id not in held and len(held) == KNOWN:
@@ -106,19 +102,10 @@ class Balancer:
         """Count a request that goes to the worker which `choose` has chosen."""
         choice = flight.choice
         assert choice is not None
-        hashed = self._hashed(flight) if choice.policy is DecodePolicy.KV else _NOT_HASHED
-        flight.share = self._placement.send(
-            choice, _length(flight), now, block=self._block, hashes=hashed.hashes
-        )
+        flight.share = self._placement.send(choice, self._prompt(flight), now)
         flight.counted = len(flight.tokens)
         counters.DECODE_CHOICE.labels(choice.policy, choice.reason).inc()
-        score = None if choice.score is None else round(choice.score, 1)
-        flight.record.decode_choice = DecodeChoice(
-            policy=choice.policy,
-            matched_tokens=choice.matched_tokens,
-            score=score,
-            reason=choice.reason,
-        )
+        flight.record.decode_choice = choice.told()
         flight.choice = None
 
     def first(self, flight: Flight) -> None:
@@ -149,82 +136,58 @@ class Balancer:
     def lost(self, worker: DecodeConnection) -> None:
         """Forget a worker. It may come back under the same name, with an empty cache."""
         self._placement.drop(worker.instance_id)
-        self._workers = ()
 
     # ---------------------------------------------------------------- inside
 
-    def _choose(
-        self, flight: Flight, workers: Sequence[DecodeConnection], now: float
-    ) -> DecodeConnection:
-        if workers is not self._workers:  # the pool makes a new list when anything changes
-            self._workers = workers
-            self._by_id = {worker.instance_id: worker for worker in workers}
-            self._among = self._placement.candidates(list(self._by_id))
-            self._look_at = 0.0
-        if now >= self._look_at:
-            self._look(now)
-        flight.choice = self._place(flight, self._among, now)
-        return self._by_id[flight.choice.view.instance_id]
-
     def _place(self, flight: Flight, among: Candidates, now: float) -> WorkerChoice:
-        policy = self._policy()
-        hashed = self._hashed(flight) if policy is DecodePolicy.KV else _NOT_HASHED
-        stored = None
-        if self._prefixes is not None and hashed.hashes is not None:
-            stored = self._prefixes.matched(hashed.hashes)
-            stored.only(among.by_id)
-        return self._placement.choose(
-            policy,
-            _length(flight),
-            among,
-            now,
-            block=self._block,
-            hashes=hashed.hashes,
-            stored=stored,
-            warm=self._warm,
-        )
+        prompt, held = self._prompt(flight), None
+        if self._prefixes is not None and prompt.hashes:
+            held = self._prefixes.matched(prompt.hashes)
+            held.warm = self._warm
+        return self._placement.choose(self._policy(), prompt, among, now, held)
 
-    def _look(self, now: float) -> None:
+    def _look(self, workers: Sequence[DecodeConnection], now: float) -> None:
         """Find the block size, whether the index is warm, and the number of frontends."""
         self._look_at = now + 0.25
         self._placement.chooser.peers = max(1, self._frontends())
-        sizes = {w.instance_id: w.welcome.prefix_block_size for w in self._workers if w.welcome}
+        sizes = {w.instance_id: w.welcome.prefix_block_size for w in workers if w.welcome}
         cached = [name for name, size in sizes.items() if size]
         # Workers of one model have blocks of one size. Others match nothing: their hashes differ.
         self._block = sizes[cached[0]] if cached else 0
-        if self._prefixes is None:
-            self._warm = False
-            return
-        known = sum(self._prefixes.state(name) in (State.WARM, State.BEHIND) for name in cached)
-        self._warm = 2 * known >= len(cached)
+        if self._prefixes is not None:
+            known = sum(self._prefixes.state(name) in (State.WARM, State.BEHIND) for name in cached)
+            self._warm = 2 * known >= len(cached)
 
-    def _hashed(self, flight: Flight) -> Hashed:
-        """The hashes of the prompt, which are computed once."""
+    def _prompt(self, flight: Flight) -> Prompt:
+        """What the policy is to know of the prompt: only `kv` needs its hashes."""
+        if self._policy() is DecodePolicy.KV:
+            return self._hashed(flight)
+        return Prompt(_length(flight), self._block)
+
+    def _hashed(self, flight: Flight) -> Prompt:
+        """The prompt with its hashes, which are computed once."""
         length, hashed = _length(flight), flight.hashed
         if hashed is None or hashed.block != self._block or hashed.tokens != length:
-            hashes = hashes_of(flight.request, flight.tokens, self._block) if self._block else None
-            hashed = flight.hashed = Hashed(self._block, length, hashes)
+            hashes = hashes_of(flight.request, flight.tokens, self._block) if self._block else ()
+            hashed = flight.hashed = Prompt(length, self._block, hashes)
         return hashed
-
-
-_NOT_HASHED = Hashed(0, 0, None)
 
 
 def _length(flight: Flight) -> int:
     return len(flight.request.prompt_token_ids or ()) + len(flight.tokens)
 
 
-def hashes_of(request: Any, tokens: Sequence[int], block: int) -> list[int] | None:
+def hashes_of(request: Any, tokens: Sequence[int], block: int) -> list[int]:
     """The chain hashes of the blocks of a prompt, and of the tokens that are out already.
 
     Of a prompt with images only the blocks before the first one: what follows depends on their
-    content. None: there are no token ids, or the request does not read the prefix cache."""
+    content. Empty: there are no token ids, or the request does not read the prefix cache."""
     ids = request.prompt_token_ids
     params = request.sampling_params
     if not ids or request.prompt_embeds is not None:
-        return None
+        return []
     if params is not None and params.skip_reading_prefix_cache:
-        return None
+        return []
     if request.mm_features:
         ids = ids[: min(feature.mm_position.offset for feature in request.mm_features)]
     elif tokens:

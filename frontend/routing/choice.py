@@ -11,21 +11,17 @@ loop.
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
 import math
 import random
 import zlib
 from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pullfill.prefix.index import Predicted
-from pullfill.wire import DecodePolicy
-
-_T = TypeVar("_T")
+from pullfill.wire import DecodeChoice, DecodePolicy
 
 # `kv` takes the worker with the least cost, in tokens of work:
 #
@@ -58,17 +54,11 @@ CROWD = 4
 CROWD_HALF = 8
 # For how many prefixes the prompts are counted.
 MAX_CROWDS = 16_384
-# Of more workers than this, only so many are compared, besides those that hold the prefix.
-#
-# If fewer than HOLDERS workers hold the prefix, it is SAMPLE / 4: such a prompt continues a
-# conversation, which seldom moves to another worker.
+# Of more workers than MANY only those are compared that hold most of the prompt, and SAMPLE others.
+MANY = 64
 SAMPLE = 16
-# Of the workers that hold most of the prompt, only so many are compared.
-HOLDERS = 8
 # Of the workers that hold most of the prompt, only so many are looked up.
-KNOWN = SAMPLE + HOLDERS
-# Those hold at least this share of what the best one holds.
-NEAR = 0.75
+KNOWN = 24
 # Recent work fades with work, not with time: requests that come far apart still take turns.
 # Requests per worker after which recent work counts half.
 FADE = 256
@@ -84,6 +74,7 @@ PREDICTED_BLOCKS = 1 << 18
 class WorkerView:
     """What this frontend knows of one worker.
 
+    number: differs from those of all other workers.
     others_tokens, others_blocks: queued prompt tokens and active blocks of other frontends.
     own_tokens: uncached tokens of this frontend's requests without a first token.
     own_blocks: KV blocks of this frontend's requests.
@@ -92,6 +83,7 @@ class WorkerView:
     """
 
     instance_id: str
+    number: int = 0
     others_tokens: float = 0.0
     others_blocks: float = 0.0
     own_tokens: float = 0.0
@@ -134,6 +126,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.views: dict[str, WorkerView] = {}
+        self._numbers = itertools.count()
         self._sent = 0
 
     def join(self, instance_id: str) -> WorkerView:
@@ -143,12 +136,9 @@ class Fleet:
             works = [other.work for other in self.views.values()]
             # Equal to the others at once, so a worker that joins gets no flood.
             mean = sum(works) / len(works) if works else 0.0
-            view = self.views[instance_id] = WorkerView(instance_id, work=mean)
+            view = WorkerView(instance_id, next(self._numbers), work=mean)
+            self.views[instance_id] = view
         return view
-
-    def drop(self, instance_id: str) -> None:
-        """Forget a worker. Shares of its requests may still be ended."""
-        self.views.pop(instance_id, None)
 
     def report(
         self, instance_id: str, queued_tokens: float, active_blocks: float, free_blocks: float
@@ -180,59 +170,35 @@ class Fleet:
 # --------------------------------------------------------------------------- the policies
 
 
-@dataclass(slots=True)
-class Candidates:
-    """The workers that can take a request, at least one. All fields hold the same workers.
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """tokens: its length. block: tokens per KV block. 0: unknown, then nothing is matched.
 
-    ids: sorted instance ids."""
+    hashes: chain hashes of its whole blocks. Empty: it cannot be matched."""
 
-    views: Sequence[WorkerView]
-    by_id: Mapping[str, WorkerView]
-    ids: Sequence[str]
-
-    @classmethod
-    def of(cls, views: Sequence[WorkerView]) -> Candidates:
-        by_id = {view.instance_id: view for view in views}
-        return cls(views, by_id, sorted(by_id))
+    tokens: int
+    block: int = 0
+    hashes: Sequence[int] = ()
 
 
 @dataclass(slots=True)
 class HeldBlocks:
     """Which workers hold the beginning of a prompt.
 
-    blocks: instance id -> leading blocks, of KNOWN workers at most. The caller may change it.
-    more: number of other workers that hold as much as the best of these."""
+    blocks: instance id -> leading blocks, of KNOWN workers at most. `Placer` adds those that the
+    worker will hold when it has computed what was sent to it.
+    more: number of other workers that hold as much as the best of these.
+    stored: most leading blocks that any worker holds already.
+    warm: whether `blocks` can be relied on."""
 
     blocks: dict[str, int]
     more: int = 0
-
-    def only(self, ids: Container[str]) -> None:
-        """Leave out all workers but these."""
-        for gone in [name for name in self.blocks if name not in ids]:
-            del self.blocks[gone]
-
-
-@dataclass(slots=True)
-class Ask:
-    """A prompt that needs a worker.
-
-    tokens: its length.
-    block: tokens per KV block. 0: unknown, then nothing is matched.
-    hashes: chain hashes of its whole blocks. Empty: it cannot be matched.
-    matched: instance id -> leading blocks that the worker holds, or will when it has computed what
-    was sent to it.
-    stored: most leading blocks that any worker holds already.
-    warm: whether `matched` can be relied on.
-    more: how many other workers hold `stored` blocks.
-    """
-
-    tokens: int
-    block: int = 0
-    hashes: Sequence[int] = ()
-    matched: Mapping[str, int] = field(default_factory=dict)
     stored: int = 0
     warm: bool = True
-    more: int = 0
+
+
+# The workers that can take a request, at least one, in the order of their instance ids.
+Candidates = Mapping[str, WorkerView]
 
 
 @dataclass(slots=True)
@@ -257,6 +223,15 @@ class WorkerChoice:
     score: float | None
     reason: str
 
+    def told(self) -> DecodeChoice:
+        """Return it for `explain`."""
+        return DecodeChoice(
+            policy=self.policy,
+            matched_tokens=self.matched_tokens,
+            score=None if self.score is None else round(self.score, 1),
+            reason=self.reason,
+        )
+
 
 class Chooser:
     """Decides, and keeps what the policies remember. Owned by one event loop.
@@ -270,92 +245,82 @@ class Chooser:
         self._crowds: OrderedDict[int, int] = OrderedDict()
         self.peers = 1
 
-    def choose(self, policy: DecodePolicy, ask: Ask, among: Candidates) -> WorkerChoice:
-        """Choose one of `among`. The time it takes hardly depends on how many there are."""
-        views = among.views
+    def choose(
+        self, policy: DecodePolicy, prompt: Prompt, held: HeldBlocks, among: Candidates
+    ) -> WorkerChoice:
+        """Choose one of `among`."""
+        views = list(among.values())
         if policy is DecodePolicy.ROUND_ROBIN:
-            place = bisect.bisect_right(among.ids, self._last)
-            self._last = among.ids[place % len(among.ids)]
-            return _plain(policy, ask, among.by_id[self._last], "turn")
+            later = (view for view in views if view.instance_id > self._last)
+            view = next(later, views[0])
+            self._last = view.instance_id
+            return _plain(policy, prompt, held, view, "turn")
         if policy is DecodePolicy.RANDOM:
-            return _plain(policy, ask, self._rng.choice(views), "random")
+            return _plain(policy, prompt, held, self._rng.choice(views), "random")
         if policy is DecodePolicy.LEAST_LOADED:
-            return _least(policy, Ask(ask.tokens, ask.block), self._some(views), "load")
+            nothing = HeldBlocks({})
+            return _least(policy, prompt, nothing, self._compared(among, nothing), "load")
         if len(views) == 1:
-            return _plain(policy, ask, views[0], "only")
-        if not ask.warm and len(ask.hashes):
-            return _hashed(ask, views)
-        return self._kv(ask, among)
-
-    def _kv(self, ask: Ask, among: Candidates) -> WorkerChoice:
-        matched, policy = ask.matched, DecodePolicy.KV
-        longest = max(matched.values(), default=0)
-        least = _least_blocks(ask)
+            return _plain(policy, prompt, held, views[0], "only")
+        least = _least_blocks(prompt)
+        if not held.warm and prompt.hashes:
+            two = _hashed(prompt.hashes, views)
+            return _least(policy, prompt, held, two, "hashed", least)
+        longest = max(held.blocks.values(), default=0)
+        compared = self._compared(among, held)
         if longest < least:
-            return _least(policy, ask, self._some(among.views), "no_prefix")
-        worth = self._worth(ask, longest)
-        near = self._near(matched, among, max(least, NEAR * longest))
-        costs = _costs(ask, near, least, worth)
-        low = min(costs)
-        best = near[costs.index(low)]
-        held = matched.get(best.instance_id, 0)
-        reason = "prefix" if held == longest else "balance"
-        return WorkerChoice(best, policy, held * ask.block, low, reason)
+            return _least(policy, prompt, held, compared, "no_prefix")
+        worth = self._worth(prompt, held, longest)
+        choice = _least(policy, prompt, held, compared, "prefix", least, worth)
+        if held.blocks.get(choice.view.instance_id, 0) < longest:
+            choice.reason = "balance"
+        return choice
 
-    def _worth(self, ask: Ask, longest: int) -> float:
+    def _worth(self, prompt: Prompt, held: HeldBlocks, longest: int) -> float:
         """What a held token counts: 1, or less if many prompts were equal up to there only.
 
         Prompts of a conversation leave a prefix once each. Blocks that are only predicted are not
         counted: prompts that come in one burst shall stay together."""
-        if ask.stored != longest:
+        if held.stored != longest:
             return 1.0
-        end = ask.hashes[longest - 1]
+        end = prompt.hashes[longest - 1]
         seen = self._crowds.pop(end, 0)
         self._crowds[end] = seen + 1
         if len(self._crowds) > MAX_CROWDS:
             self._crowds.popitem(last=False)
         if seen * self.peers <= CROWD:
             return 1.0
-        holders = list(ask.matched.values()).count(longest) + ask.more
+        holders = list(held.blocks.values()).count(longest) + held.more
         return 1.0 / (1.0 + max(0.0, seen * self.peers / holders - CROWD) / CROWD_HALF)
 
-    def _some(self, views: Sequence[WorkerView], count: int = SAMPLE) -> Sequence[WorkerView]:
-        """At most `count` of them, other ones at each call."""
-        return views if len(views) <= count else self._spread(views, count)
-
-    def _near(
-        self, matched: Mapping[str, int], among: Candidates, deep: float
-    ) -> Sequence[WorkerView]:
-        """The workers to compare: some with `deep` blocks of the prompt, and some others."""
-        if len(among.views) <= KNOWN:
-            return among.views
-        ids = [name for name, blocks in matched.items() if blocks >= deep]
-        others = self._some(among.views, SAMPLE if len(ids) >= HOLDERS else SAMPLE // 4)
-        if len(ids) > HOLDERS:
-            ids = self._spread(ids, HOLDERS)
-        return [*(among.by_id[name] for name in ids if name in among.by_id), *others]
-
-    def _spread(self, items: Sequence[_T], count: int) -> list[_T]:
-        # `randrange` takes longer.
-        start, stride = int(self._rng.random() * len(items)), len(items) // count
-        return [items[(start + i * stride) % len(items)] for i in range(count)]
+    def _compared(self, among: Candidates, held: HeldBlocks) -> Sequence[WorkerView]:
+        """All of them, or of many the holders and some others."""
+        views = list(among.values())
+        if len(views) <= MANY:
+            return views
+        holders = [among[name] for name in held.blocks if name in among]
+        return holders + self._rng.sample(views, SAMPLE)
 
 
-def _costs(
-    ask: Ask, views: Sequence[WorkerView], least: float = math.inf, worth: float = 1.0
-) -> list[float]:
-    """What it costs to send the prompt to each worker, in tokens.
+def _least(
+    policy: DecodePolicy,
+    prompt: Prompt,
+    held: HeldBlocks,
+    views: Sequence[WorkerView],
+    reason: str,
+    least: float = math.inf,
+    worth: float = 1.0,
+) -> WorkerChoice:
+    """The worker where the prompt costs least.
 
     least: leading blocks from which on they count. worth: what each of them counts."""
-    block, tokens, blocks_held = ask.block, ask.tokens, ask.matched.get
+    block, tokens, blocks_held = prompt.block, prompt.tokens, held.blocks.get
     weight, all_of_it, saves = block / BLOCK_TOKENS, ALPHA * tokens, ALPHA * block * worth
     mean = sum([view.work for view in views]) / len(views)
     costs = []
     for view in views:
-        held = blocks_held(view.instance_id, 0)
-        lag = view.work - mean
-        if not -LAG_TOKENS < lag < LAG_TOKENS:
-            lag = math.copysign(LAG_TOKENS, lag)
+        has = blocks_held(view.instance_id, 0)
+        lag = max(-LAG_TOKENS, min(LAG_TOKENS, view.work - mean))
         cost = (
             view.others_tokens
             + view.own_tokens
@@ -363,55 +328,38 @@ def _costs(
             + all_of_it
             + LAG * lag
         )
-        if held >= least:
-            cost -= saves * held
-        if view.free_blocks is not None and tokens > (room := (held + view.free_blocks) * block):
+        if has >= least:
+            cost -= saves * has
+        if view.free_blocks is not None and tokens > (room := (has + view.free_blocks) * block):
             cost += tokens - room  # it waits until other requests have freed the rest
         costs.append(cost)
-    return costs
-
-
-def _least_blocks(ask: Ask) -> float:
-    """From how many leading blocks on a prefix counts."""
-    return max(1.0, HIT_SHARE * ask.tokens / ask.block) if ask.block else math.inf
-
-
-def _least(
-    policy: DecodePolicy,
-    ask: Ask,
-    views: Sequence[WorkerView],
-    reason: str,
-    least: float = math.inf,
-) -> WorkerChoice:
-    costs = _costs(ask, views, least)
     low = min(costs)
     view = views[costs.index(low)]
-    held = ask.matched.get(view.instance_id, 0)
-    return WorkerChoice(view, policy, held * ask.block, low, reason)
+    return WorkerChoice(view, policy, blocks_held(view.instance_id, 0) * block, low, reason)
 
 
-def _hashed(ask: Ask, views: Sequence[WorkerView]) -> WorkerChoice:
-    key = ask.hashes[_key_depth(len(ask.hashes)) - 1].to_bytes(8, "little")
-    two = heapq.nsmallest(
-        2, views, key=lambda v: zlib.crc32(v.instance_id.encode(), zlib.crc32(key))
-    )
-    return _least(DecodePolicy.KV, ask, two, "hashed", _least_blocks(ask))
+def _plain(
+    policy: DecodePolicy, prompt: Prompt, held: HeldBlocks, view: WorkerView, reason: str
+) -> WorkerChoice:
+    matched = held.blocks.get(view.instance_id, 0) * prompt.block
+    return WorkerChoice(view, policy, matched, None, reason)
 
 
-def _key_depth(blocks: int) -> int:
-    """The largest of 1, 4, 16, 64, … that is not over `blocks`, which is at least 1.
+def _least_blocks(prompt: Prompt) -> float:
+    """From how many leading blocks on a prefix counts."""
+    return max(1.0, HIT_SHARE * prompt.tokens / prompt.block) if prompt.block else math.inf
 
-    The prompts of a conversation grow. With this most of them have the same key. With one depth for
-    all lengths, all prompts with one long system prompt would go to two workers."""
+
+def _hashed(hashes: Sequence[int], views: Sequence[WorkerView]) -> Sequence[WorkerView]:
+    """Two workers that the first blocks of a prompt name, the same ones at every frontend."""
+    # The prompts of a conversation grow. The depth is the largest of 1, 4, 16, 64, … that is not
+    # over their length, so most of them have the same key. With one depth for all lengths, all
+    # prompts with one long system prompt would go to two workers.
     depth = 1
-    while depth * 4 <= blocks:
+    while depth * 4 <= len(hashes):
         depth *= 4
-    return depth
-
-
-def _plain(policy: DecodePolicy, ask: Ask, view: WorkerView, reason: str) -> WorkerChoice:
-    held = ask.matched.get(view.instance_id, 0)
-    return WorkerChoice(view, policy, held * ask.block, None, reason)
+    key = zlib.crc32(hashes[depth - 1].to_bytes(8, "little"))
+    return heapq.nsmallest(2, views, key=lambda view: zlib.crc32(view.instance_id.encode(), key))
 
 
 # --------------------------------------------------------------------------- both together
@@ -420,7 +368,7 @@ def _plain(policy: DecodePolicy, ask: Ask, view: WorkerView, reason: str) -> Wor
 class Placer:
     """The state of one frontend's choices: `choose` decides, `send` counts the request.
 
-    What the workers hold is handed in (`stored`). It is joined with what they will hold once they
+    What the workers hold is handed in (`held`). It is joined with what they will hold once they
     have computed what this frontend sent to them.
 
     rng: see `Chooser`.
@@ -430,70 +378,47 @@ class Placer:
         self.fleet = Fleet()
         self.chooser = Chooser(rng)
         self._predicted = Predicted(PREDICTED_BLOCKS, predicted_s)
-        self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
-        self._next = itertools.count()
 
-    def candidates(self, instance_ids: Sequence[str]) -> Candidates:
-        """The views of these workers, which join if they are new. To be kept while they stay."""
-        return Candidates.of([self.fleet.join(name) for name in instance_ids])
+    def candidates(self, instance_ids: Iterable[str]) -> Candidates:
+        """Return the views of these workers, which join if they are new."""
+        return {name: self.fleet.join(name) for name in sorted(instance_ids)}
 
     def drop(self, instance_id: str) -> None:
         """Forget a worker."""
-        self.fleet.drop(instance_id)
-        number = self._numbers.pop(instance_id, None)
-        if number is not None:
-            del self._names[number]
-            self._predicted.forget(number)
+        view = self.fleet.views.pop(instance_id, None)  # shares of its requests may still be ended
+        if view is not None and self._names.pop(view.number, ""):
+            self._predicted.forget(view.number)
 
     def choose(
         self,
         policy: DecodePolicy,
-        tokens: int,
+        prompt: Prompt,
         among: Candidates,
         now: float,
-        *,
-        block: int = 0,
-        hashes: Sequence[int] | None = None,
-        stored: HeldBlocks | None = None,
-        warm: bool = True,
+        held: HeldBlocks | None = None,
     ) -> WorkerChoice:
-        """Choose a worker for a prompt of `tokens` tokens.
+        """Choose a worker for a prompt.
 
-        block, hashes: tokens per block and the chain hashes of the prompt's blocks.
-        stored: what the workers hold of it. warm: whether that can be relied on.
-        now: monotonic seconds."""
-        if hashes is None or not len(hashes) or not block:
-            return self.chooser.choose(policy, Ask(tokens, block), among)
-        held = stored if stored is not None else HeldBlocks({})
+        held: what the workers hold of it; it is changed. now: monotonic seconds."""
+        held = held or HeldBlocks({})
+        if not prompt.hashes or not prompt.block:
+            return self.chooser.choose(policy, prompt, HeldBlocks({}), among)
         known = held.blocks
-        most = max(known.values(), default=0)
-        # A hash names all blocks before it, too. So it is enough to look at what comes after those
-        # that are stored; and at the last of them, while few workers hold it.
-        few = list(known.values()).count(most) < HOLDERS
-        begin = max(0, most - few)
-        for number, blocks in self._predicted.match(hashes[begin:], now).items():
+        held.stored = max((n for name, n in known.items() if name in among), default=0)
+        # A hash names all blocks before it, too. So it is enough to look from the last stored on.
+        begin = max(0, held.stored - 1)
+        for number, blocks in self._predicted.match(prompt.hashes[begin:], now).items():
             name = self._names[number]
             known[name] = max(begin + blocks, known.get(name, 0))
-        ask = Ask(tokens, block, hashes, known, most, warm, held.more)
-        return self.chooser.choose(policy, ask, among)
+        held.blocks = {name: count for name, count in known.items() if name in among}
+        return self.chooser.choose(policy, prompt, held, among)
 
-    def send(
-        self,
-        choice: WorkerChoice,
-        tokens: int,
-        now: float,
-        *,
-        block: int = 0,
-        hashes: Sequence[int] | None = None,
-    ) -> Share:
+    def send(self, choice: WorkerChoice, prompt: Prompt, now: float) -> Share:
         """Count a request that goes to the chosen worker. Returns its share of the load."""
         view = choice.view
-        if hashes is not None and len(hashes):
-            number = self._numbers.get(view.instance_id)
-            if number is None:
-                number = self._numbers[view.instance_id] = next(self._next)
-                self._names[number] = view.instance_id
-            self._predicted.add(number, hashes, now)
-        blocks = -(-tokens // block) if block else 0
-        return self.fleet.send(view, max(0, tokens - choice.matched_tokens), blocks)
+        if prompt.hashes:
+            self._names[view.number] = view.instance_id
+            self._predicted.add(view.number, prompt.hashes, now)
+        blocks = -(-prompt.tokens // prompt.block) if prompt.block else 0
+        return self.fleet.send(view, max(0, prompt.tokens - choice.matched_tokens), blocks)

@@ -11,23 +11,24 @@ from pullfill.frontend.routing.choice import (
     ALPHA,
     FADE,
     KNOWN,
-    Ask,
     Candidates,
     Chooser,
     Fleet,
     HeldBlocks,
     Placer,
+    Prompt,
     WorkerChoice,
     WorkerView,
 )
 from pullfill.wire import DecodePolicy
 
 BLOCK = 16
-HASHES = list(range(1000, 1200))
+HASHES = range(1000, 1200)
+Ask = tuple[Prompt, HeldBlocks]
 
 
 def views(*names: str) -> Candidates:
-    return Candidates.of([WorkerView(name) for name in names])
+    return {name: WorkerView(name) for name in sorted(names)}
 
 
 def chooser() -> Chooser:
@@ -37,18 +38,23 @@ def chooser() -> Chooser:
 def ask(tokens: int = 1600, *, stored: int = -1, warm: bool = True, **matched: int) -> Ask:
     """A prompt of which the workers hold so many blocks."""
     most = max(matched.values(), default=0) if stored < 0 else stored
-    return Ask(tokens, BLOCK, HASHES[: tokens // BLOCK], matched, most, warm)
+    prompt = Prompt(tokens, BLOCK, HASHES[: tokens // BLOCK])
+    return prompt, HeldBlocks(matched, 0, most, warm)
+
+
+def by_policy(policy: DecodePolicy, by: Chooser, what: Ask, among: Candidates) -> WorkerChoice:
+    return by.choose(policy, *what, among)
 
 
 def kv(by: Chooser, what: Ask, among: Candidates) -> WorkerChoice:
-    return by.choose(DecodePolicy.KV, what, among)
+    return by_policy(DecodePolicy.KV, by, what, among)
 
 
 def test_round_robin_gives_each_worker_a_turn_and_keeps_its_place_when_one_leaves() -> None:
     by, among = chooser(), views("c", "a", "b")
 
     def turn(among: Candidates) -> str:
-        return by.choose(DecodePolicy.ROUND_ROBIN, ask(), among).view.instance_id
+        return by_policy(DecodePolicy.ROUND_ROBIN, by, ask(), among).view.instance_id
 
     assert [turn(among) for _ in range(4)] == ["a", "b", "c", "a"]
     assert turn(views("a", "c")) == "c"
@@ -58,7 +64,7 @@ def test_round_robin_gives_each_worker_a_turn_and_keeps_its_place_when_one_leave
 def test_random_takes_each_worker() -> None:
     by, among = chooser(), views("a", "b", "c")
     taken = Counter(
-        by.choose(DecodePolicy.RANDOM, ask(), among).view.instance_id for _ in range(300)
+        by_policy(DecodePolicy.RANDOM, by, ask(), among).view.instance_id for _ in range(300)
     )
     assert min(taken.values()) > 60
 
@@ -68,8 +74,8 @@ def test_random_takes_each_worker() -> None:
 )
 def test_least_loaded_avoids_each_kind_of_load(field: str) -> None:
     among = views("a", "b")
-    setattr(among.by_id["a"], field, 500.0)
-    choice = chooser().choose(DecodePolicy.LEAST_LOADED, ask(a=90), among)
+    setattr(among["a"], field, 500.0)
+    choice = by_policy(DecodePolicy.LEAST_LOADED, chooser(), ask(a=90), among)
     assert (choice.view.instance_id, choice.reason) == ("b", "load")
 
 
@@ -82,16 +88,16 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
 def test_a_queue_that_costs_more_than_the_prefix_saves_turns_a_prompt_away() -> None:
     among = views("a", "b")
     saved = ALPHA * 1440
-    among.by_id["b"].others_tokens = saved - 10
+    among["b"].others_tokens = saved - 10
     assert kv(chooser(), ask(b=90), among).view.instance_id == "b"
-    among.by_id["b"].others_tokens = saved + 10
+    among["b"].others_tokens = saved + 10
     choice = kv(chooser(), ask(b=90), among)
     assert (choice.view.instance_id, choice.reason, choice.matched_tokens) == ("a", "balance", 0)
 
 
 def test_a_short_prefix_is_not_followed() -> None:
     among = views("a", "b")
-    among.by_id["b"].own_tokens = 1.0
+    among["b"].own_tokens = 1.0
     choice = kv(chooser(), ask(b=9), among)
     assert (choice.view.instance_id, choice.reason) == ("a", "no_prefix")
     assert kv(chooser(), ask(b=10), among).view.instance_id == "b"
@@ -99,7 +105,7 @@ def test_a_short_prefix_is_not_followed() -> None:
 
 def test_a_worker_without_room_for_the_prompt_costs_more() -> None:
     among = views("a", "b")
-    among.by_id["a"].free_blocks, among.by_id["b"].free_blocks = 20.0, 100.0
+    among["a"].free_blocks, among["b"].free_blocks = 20.0, 100.0
     assert kv(chooser(), ask(), among).view.instance_id == "b"
 
 
@@ -110,7 +116,7 @@ def test_prompts_that_differ_after_a_shared_prefix_get_to_all_workers() -> None:
         choice = kv(by, ask(**held), among)
         choice.view.work += 1600 - choice.matched_tokens
         held[choice.view.instance_id] = 90
-    works = [view.work for view in among.views]
+    works = [view.work for view in among.values()]
     assert max(works) <= 1.1 * sum(works) / 4
 
 
@@ -120,7 +126,7 @@ def test_a_prefix_that_many_others_hold_too_is_not_crowded() -> None:
     for more, full in ((0, False), (900, True)):
         by = chooser()
         for _ in range(1000):
-            what = Ask(1600, BLOCK, HASHES[:100], held, 90, True, more)
+            what = ask()[0], HeldBlocks(held, more, 90)
             choice = kv(by, what, among)
         assert (choice.score == ALPHA * 160) is full
 
@@ -147,17 +153,21 @@ def test_a_cold_index_names_the_same_two_workers_at_every_frontend() -> None:
     cold = ask(warm=False)
     first = {kv(Chooser(random.Random(n)), cold, among).view.instance_id for n in range(20)}
     assert len(first) == 1
-    among.by_id[first.pop()].own_tokens = 9000.0
+    among[first.pop()].own_tokens = 9000.0
     choice = kv(chooser(), cold, among)
     assert choice.reason == "hashed"
-    longer = Ask(1900, BLOCK, HASHES[:118], {}, 0, False)  # the next turn
+    longer = ask(1900, warm=False)  # the next turn
     assert kv(chooser(), longer, among).view is choice.view
 
 
 def test_a_cold_index_still_spreads_prompts() -> None:
     among = views(*(f"w{n}" for n in range(8)))
     taken = {
-        kv(chooser(), Ask(64, BLOCK, [n, n + 1, n + 2, n + 3], {}, 0, False), among).view
+        kv(
+            chooser(),
+            (Prompt(64, BLOCK, range(n, n + 4)), HeldBlocks({}, warm=False)),
+            among,
+        ).view.instance_id
         for n in range(100)
     }
     assert len(taken) == 8
@@ -179,7 +189,7 @@ def test_of_many_workers_the_holder_is_found_and_no_one_is_left_out() -> None:
 
 def test_one_worker_needs_no_choice_and_unknown_blocks_no_match() -> None:
     assert kv(chooser(), ask(), views("a")).reason == "only"
-    assert kv(chooser(), Ask(100), views("a", "b")).reason == "no_prefix"
+    assert kv(chooser(), (Prompt(100), HeldBlocks({})), views("a", "b")).reason == "no_prefix"
 
 
 def test_more_frontends_count_a_shared_prefix_for_each_other() -> None:
@@ -232,31 +242,19 @@ def test_work_fades_with_work() -> None:
     assert 4900 < a.work < 5100
 
 
-def test_a_worker_that_has_left_is_forgotten_and_its_shares_may_still_end() -> None:
-    fleet = Fleet()
-    share = fleet.send(fleet.join("a"), 300.0, 20.0)
-    fleet.join("b")
-    fleet.drop("a")
-    share.end()
-    fleet.report("a", 1.0, 1.0, 1.0)
-    assert list(fleet.views) == ["b"]
-
-
 # --------------------------------------------------------------------------- both together
 
 
-SHARED = range(1, 101)
+PROMPT = Prompt(1650, BLOCK, range(1, 101))
 
 
 def placed(placement: Placer, now: float = 0.0, **stored: int) -> WorkerChoice:
     among = placement.candidates(["a", "b", "c"])
-    return placement.choose(
-        DecodePolicy.KV, 1650, among, now, block=BLOCK, hashes=SHARED, stored=HeldBlocks(stored)
-    )
+    return placement.choose(DecodePolicy.KV, PROMPT, among, now, HeldBlocks(stored))
 
 
 def send(placement: Placer, choice: WorkerChoice, now: float = 0.0) -> None:
-    placement.send(choice, 1650, now, block=BLOCK, hashes=SHARED).end()
+    placement.send(choice, PROMPT, now).end()
 
 
 def test_siblings_follow_a_prompt_that_is_not_computed_yet() -> None:
@@ -289,15 +287,17 @@ def test_a_worker_that_has_left_is_not_predicted_to_hold_anything() -> None:
     first = placed(placement)
     send(placement, first)
     left = [name for name in "abc" if name != first.view.instance_id]
+    share = placement.send(first, PROMPT, 0.0)
     placement.drop(first.view.instance_id)
+    share.end()
     among = placement.candidates(left)
-    found = placement.choose(DecodePolicy.KV, 1650, among, 1.0, block=BLOCK, hashes=SHARED)
+    found = placement.choose(DecodePolicy.KV, PROMPT, among, 1.0)
     assert (found.reason, found.matched_tokens) == ("no_prefix", 0)
 
 
 def test_a_prompt_without_hashes_goes_by_load() -> None:
     placement = Placer(random.Random(1))
     among = placement.candidates(["a", "b"])
-    first = placement.choose(DecodePolicy.KV, 100, among, 0.0)
-    placement.send(first, 100, 0.0)
-    assert placement.choose(DecodePolicy.KV, 100, among, 0.0).view is not first.view
+    first = placement.choose(DecodePolicy.KV, Prompt(100), among, 0.0)
+    placement.send(first, Prompt(100), 0.0)
+    assert placement.choose(DecodePolicy.KV, Prompt(100), among, 0.0).view is not first.view
