@@ -98,6 +98,7 @@ class Admission:
     """See the module.
 
     wait_ready: takes seconds. Returns whether a decode worker can take requests within that time.
+    None: nobody waits for one.
     body_s: how long a client may take to send its request.
     send_s: clients that read nothing for so long while their connection's buffers are full are
     disconnected. This frees their admission slot.
@@ -108,7 +109,7 @@ class Admission:
     def __init__(
         self,
         app: App,
-        wait_ready: Callable[[float], Awaitable[bool]],
+        wait_ready: Callable[[float], Awaitable[bool]] | None,
         max_inflight: int,
         body_s: float = 60.0,
         send_s: float = 120.0,
@@ -162,8 +163,8 @@ class Admission:
             if refusal := _refusal(path, body):
                 await self._refuse(client.send, *refusal)
             # Without this check a streamed request would get 200 before vLLM finds no worker.
-            elif path in TEXT_PATHS or await self._wait_ready(WAITS.first):
-                await self._app(scope, _replay(body, receive), client.send)
+            elif path in TEXT_PATHS or not self._wait_ready or await self._wait_ready(WAITS.first):
+                await self._app(scope, replay(body, receive), client.send)
             else:
                 await self._refuse(client.send, 503, "no_worker", NO_WORKER)
         except asyncio.CancelledError:
@@ -354,7 +355,7 @@ def route_of(scope: Scope) -> str:
     return path
 
 
-def _replay(body: list[Message], receive: Receive) -> Receive:
+def replay(body: list[Message], receive: Receive) -> Receive:
     """Return a `receive` that first gives the messages of `body` again."""
     messages = iter(body)
 

@@ -38,8 +38,7 @@ from pullfill.frontend.cluster_view import ROLES, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.flight import Waits
-from pullfill.frontend.forward import forwarding
-from pullfill.frontend.forward.forwarding import Forwarding
+from pullfill.frontend.forward import layer
 from pullfill.frontend.http_auth import HttpAuth
 from pullfill.frontend.live.page import LiveView
 from pullfill.frontend.request_log import RequestLog
@@ -78,7 +77,7 @@ def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str])
     log.setup("frontend", as_json=options.log_format is LogFormat.JSON)
     try:
         check.require_version()
-        forwarding.check(options)
+        layer.check(options)
         listeners = listeners_of(options)
     except PullfillError as exc:
         log.complain(exc)
@@ -346,24 +345,31 @@ class _Frontend:
         )
         directory.subscribe(live.marks.on_change)
         stock_key = cluster.security.frontend.stock_key()
-        stock = Forwarding.of(options, prepared.names, lambda: settings.current, stock_key)
+        stock = await stack.enter_async_context(
+            layer.forwarding(options, prepared.names, lambda: settings.current, stock_key)
+        )
         front.share_responses(view.response_elsewhere)
         admin = Admin(
             front.app, pool, view, requests, board.listed, front.stored_response, live, stock
         )
         admin.attach()
         app: App = front.app
-        wait_ready = pool.wait_ready
         if stock is not None:
-            stack.push_async_callback(stock.close)
-            layer = stock.layer(app, pool, lambda: settings.current.stock_share, requests)
-            app, wait_ready = layer, layer.wait_ready
+            app = layer.Layer(
+                app,
+                lambda: bool(pool.candidates()),
+                stock.stock,
+                lambda: settings.current.stock_share,
+                requests,
+            )
 
         def fail_all() -> None:
             dispatcher.fail_all(_STOPPING)
             if stock is not None:
                 stock.servers.fail_all(_STOPPING)
 
+        # In front of stock servers too, a request is refused at once if nobody can take it.
+        wait_ready = pool.wait_ready if stock is None else None
         return Admission(app, wait_ready, options.max_inflight, requests=requests), admin, fail_all
 
     def _make_record(self, model: str) -> Any:

@@ -1,6 +1,5 @@
 """The frontend's own routes: /live, /ready, /pullfill/status, /pullfill/requests/ID, /metrics,
-/pullfill/responses/ID (for other frontends), /pullfill/servers/heartbeat. And those of the live
-page (live/page.py)."""
+/pullfill/responses/ID (for other frontends). And those of the live page (live/page.py)."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from starlette.routing import Route
 from pullfill.frontend.cluster_view import ASKED_BY, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import NO_WORKER
-from pullfill.frontend.forward.forwarding import Forwarding
-from pullfill.frontend.forward.sources import HEARTBEAT_PATH, ROLES, answer_heartbeat
+from pullfill.frontend.forward.layer import Forwarding
+from pullfill.frontend.forward.sources import ROLES
 from pullfill.frontend.live import page as live_page
 from pullfill.frontend.request_log import MAX_RECORDS, RequestLog
 from pullfill.runtime import probe
@@ -34,7 +33,7 @@ NO_PREFILL = (
 
 @dataclass(slots=True)
 class Admin:
-    """Serves the routes. All but `heartbeat` are read-only.
+    """Serves the routes. All are read-only.
 
     app: vLLM's.
     refused: returns the entries of `suspects`.
@@ -62,7 +61,6 @@ class Admin:
             Route("/pullfill/requests/{request_id:path}", self.request),
             Route("/pullfill/responses/{request_id}", self.response),
             Route("/metrics", self.metrics),
-            Route(HEARTBEAT_PATH, self.heartbeat, methods=["POST"]),
             *live_page.routes(self.page, self.request),
         ]
 
@@ -159,9 +157,6 @@ class Admin:
     async def response(self, request: Request) -> Response:
         told = self.stored(request.path_params["request_id"])
         return Response(told, 404 if told is None else 200, media_type="application/json")
-
-    async def heartbeat(self, request: Request) -> Response:
-        return await answer_heartbeat(self.stock.heartbeats if self.stock else None, request)
 
     async def metrics(self, request: Request) -> Response:
         accept = request.headers.get("accept", "")

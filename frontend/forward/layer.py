@@ -1,21 +1,25 @@
-"""What a forwarder gets and promises, and the layer that picks the one of each request.
+"""The stock vLLM servers of a frontend, and the layer that picks who gets each request.
+
+    check → forwarding(options, …) at start → Forwarding.layer(app) in front of vLLM's app
 
 `router.stock_share` says which share of the requests the stock servers get: 0 none, 1 all. A side
 that can take no request leaves all to the other one. So a fleet is moved over in steps, and back.
+With `--forwarder pull` nothing of this is made.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 
-import msgspec
+import aiohttp
 
+from pullfill.errors import ConfigError
+from pullfill.frontend import counters
 from pullfill.frontend.admission import (
     ENGINE_PATHS,
     App,
@@ -23,146 +27,149 @@ from pullfill.frontend.admission import (
     Receive,
     Scope,
     Send,
+    replay,
     respond,
     route_of,
-)
+)  # fmt: skip
 from pullfill.frontend.dispatch import NO_WORKER
+from pullfill.frontend.forward.protocols import dispatch_of, protocol_of
+from pullfill.frontend.forward.servers import Servers
+from pullfill.frontend.forward.sources import (
+    ROLES,
+    Heartbeats,
+    ServerFile,
+    bind_heartbeats,
+    parse_list,
+    read_file,
+)  # fmt: skip
+from pullfill.frontend.forward.stock import NAMED, ClientCall, Stock
 from pullfill.frontend.request_log import RequestLog, RequestRecord
-from pullfill.wire import ExplainRecord, ForwardStage, Timings
+from pullfill.options import ForwarderName, FrontendOptions
+from pullfill.wire import ExplainRecord, RouterConfig, Timings
 
 PATHS = frozenset({
     "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses",
     "/v1/messages",
 })  # fmt: skip
-_MAX_ID = 128
-# Result of the prefill stage with single dispatch: the decode server was told to start it.
-NAMED = "named"
+
+
+def check(options: FrontendOptions) -> None:
+    """Raise ConfigError if the flags for stock servers do not fit together, or cannot be used."""
+    protocol = protocol_of(options.protocol)
+    if options.forwarder is not ForwarderName.PULL:
+        dispatch_of(protocol, options.forwarder, options.dispatch)
+        parse_list(options.servers or "")
+        if options.servers_file is not None:
+            read_file(options.servers_file)
+        if options.heartbeats is not None:
+            bind_heartbeats(options.heartbeats, options.heartbeats_from).close()
+        elif options.heartbeats_from:
+            raise ConfigError("--heartbeats-from is for --heartbeats: give both, or neither")
+        return
+    flags = {
+        "--servers": options.servers,
+        "--servers-file": options.servers_file,
+        "--heartbeats": options.heartbeats,
+        "--heartbeats-from": options.heartbeats_from or None,
+        "--dispatch": options.dispatch,
+    }
+    for name, given in flags.items():
+        if given is not None:
+            raise ConfigError(f"{name} is for stock vLLM servers: add --forwarder staged or batch")
 
 
 @dataclass(slots=True)
-class ClientCall:
-    """One request.
+class Forwarding:
+    """file: the watched one, if there is one."""
 
-    scope: ASGI's.
-    path: without the root path.
-    body: the whole body. json: its object, or None if it is something else.
-    request_id: id for both stages, without dashes. The client's `X-Request-Id`, if it sent one.
-    response_id: the `id` of the answer. Empty: unknown.
-    stages: what was done, filled by the forwarder.
-    prompt_tokens: length of the prompt. 0: unknown.
-    arrived: `time.monotonic` when it came."""
+    servers: Servers
+    stock: Stock
+    file: ServerFile | None = None
 
-    scope: Scope
-    path: str
-    body: bytes
-    json: dict[str, Any] | None
-    request_id: str
-    response_id: str = ""
-    reason: str = ""
-    stages: list[ForwardStage] = field(default_factory=list)
-    prompt_tokens: int = 0
-    arrived: float = field(default_factory=time.monotonic)
-    first_byte_ms: float | None = None
-
-    @property
-    def stream(self) -> bool:
-        """Whether the answer is to be streamed."""
-        return self.json is not None and self.json.get("stream") is True
-
-    def ms(self) -> float:
-        """Return the milliseconds since it came."""
-        return round((time.monotonic() - self.arrived) * 1000.0, 3)
-
-    def header(self, name: bytes) -> str:
-        """Return the value of a header of the request. Empty: there is none."""
-        for key, value in self.scope["headers"]:
-            if key == name:
-                return str(value.decode("latin-1"))
-        return ""
+    def troubles(self) -> list[str]:
+        """Return a line for each server that takes no requests, and one for a broken file."""
+        broken = [] if self.file is None or not self.file.trouble else [self.file.trouble]
+        return [*self.servers.troubles(), *broken]
 
 
-class Forwarder(Protocol):
-    """Answers one HTTP request on ASGI's `receive` and `send`: `Pull` adds nothing to the path of a
-    token. tests/contract/test_forwarders.py checks each forwarder for these promises:
+@asynccontextmanager
+async def forwarding(
+    options: FrontendOptions,
+    names: tuple[str, ...],
+    settings: Callable[[], RouterConfig],
+    key: str = "",
+) -> AsyncIterator[Forwarding | None]:
+    """Start what the options ask for. Ends with all servers forgotten and all connections closed.
 
-    1. The client gets one whole answer of one run. A stage is repeated only before the first byte
-       of the answer has been sent. The token of a prefill stage is never shown.
-    2. Bytes of a stream are passed on unchanged and at once, one event or more at a time.
-    3. Errors have vLLM's form: a JSON object with `error`, or an event of that form in a stream
-       that has begun, and then `[DONE]`.
-    4. No request hangs: each wait has a limit, and a server that is lost ends its waits.
-    5. When the client leaves, or the task is cancelled, all connections that were opened for the
-       request are closed before `forward` returns. vLLM aborts a request whose connection is
-       closed.
-    6. `ClientCall.stages` says what was tried, in order."""
+    Gives None if they ask for no stock servers.
 
-    name: str
-
-    def trouble(self) -> str:
-        """Return why it can take no request now. Empty: it can."""
-        ...
-
-    def suits(self, call: ClientCall) -> bool:
-        """Return whether it can serve such a request at all."""
-        ...
-
-    async def forward(self, call: ClientCall, receive: Receive, send: Send) -> None:
-        """Answer the request. receive: what comes after the body, so it tells of a disconnect."""
-        ...
-
-
-class Pull:
-    """`--forwarder pull`: vLLM's app in this process, over pullfill's decode workers.
-
-    has_worker: returns whether a decode worker can take requests now."""
-
-    name = "pull"
-
-    def __init__(self, app: App, has_worker: Callable[[], bool]) -> None:
-        self._app = app
-        self._has_worker = has_worker
-
-    def trouble(self) -> str:
-        return "" if self._has_worker() else NO_WORKER
-
-    def suits(self, call: ClientCall) -> bool:
-        return True
-
-    async def forward(self, call: ClientCall, receive: Receive, send: Send) -> None:
-        if why := self.trouble():
-            await respond(send, 503, why, "ServiceUnavailableError", retry_after_s=1)
-            return
-        told = False
-
-        async def read() -> Message:
-            nonlocal told
-            if told:
-                return await receive()
-            told = True
-            return {"type": "http.request", "body": call.body, "more_body": False}
-
-        await self._app(call.scope, read, send)
+    names: the served model names. key: API key of the servers. Empty: they want none."""
+    if options.forwarder is ForwarderName.PULL:
+        yield None
+        return
+    protocol = protocol_of(options.protocol)
+    dispatch = dispatch_of(protocol, options.forwarder, options.dispatch)
+    session = aiohttp.ClientSession(
+        # vLLM closes an idle connection after 5 s.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+        auto_decompress=False,
+        trust_env=False,
+    )
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(session)
+        servers = Servers(
+            session, names, options.model, protocol, lambda: settings().decode_policy, headers
+        )
+        stack.push_async_callback(servers.close)
+        for role in ROLES:
+            for state in ("new", "ready", "failing", "refused"):
+                counters.STOCK_SERVERS.labels(role, state).set_function(
+                    partial(servers.count, role, state)
+                )
+        stock = Stock(
+            options.forwarder, protocol, dispatch, servers, session,
+            key=key, silence_s=options.stock_silence_s,
+        )  # fmt: skip
+        servers.set("--servers", parse_list(options.servers or ""))
+        file = None
+        if options.servers_file is not None:
+            file = ServerFile(
+                options.servers_file, lambda entries: servers.set("--servers-file", entries)
+            )
+            stack.callback(asyncio.create_task(file.run(), name="servers-file").cancel)
+        if options.heartbeats is not None:
+            heartbeats = Heartbeats(
+                bind_heartbeats(options.heartbeats, options.heartbeats_from),
+                options.heartbeats_from,
+                lambda entries: servers.set("heartbeats", entries),
+                options.heartbeat_silence_s,
+            )
+            stack.callback(heartbeats.close)
+            stack.callback(asyncio.create_task(heartbeats.run(), name="heartbeats").cancel)
+        yield Forwarding(servers, stock, file)
 
 
 class Layer:
-    """ASGI middleware that decides for each request: our workers, or a stock server.
+    """ASGI middleware that decides for each request: our decode workers, or a stock server.
 
     It stands between `Admission` and vLLM's app, and only if stock servers may be known. Requests
     on other paths than PATHS go to vLLM's app as before: it renders, tokenizes and lists models.
 
-    share: returns `router.stock_share`. requests: gets a record of each request that `stock`
-    serves."""
+    app: vLLM's, over our decode workers. has_worker: returns whether one can take requests now.
+    share: returns `router.stock_share`.
+    requests: gets a record of each request that `stock` serves."""
 
     def __init__(
         self,
         app: App,
-        pull: Forwarder,
-        stock: Forwarder,
+        has_worker: Callable[[], bool],
+        stock: Stock,
         share: Callable[[], float],
         requests: RequestLog,
     ) -> None:
         self._app = app
-        self._pull = pull
+        self._has_worker = has_worker
         self._stock = stock
         self._share = share
         self._requests = requests
@@ -171,60 +178,51 @@ class Layer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_of(scope) if scope["type"] == "http" and scope["method"] == "POST" else ""
         if path not in PATHS:
-            if path in ENGINE_PATHS and (why := self._pull.trouble()):
-                await respond(send, 503, why, "ServiceUnavailableError", retry_after_s=1)
+            if path in ENGINE_PATHS and not self._has_worker():
+                await _unserved(send, NO_WORKER)
             else:
                 await self._app(scope, receive, send)
             return
-        body = await _read(receive)
-        if body is None:
-            return
-        forwarder = self.choose()
-        if why := forwarder.trouble():
-            await respond(send, 503, why, "ServiceUnavailableError", retry_after_s=1)
-            return
-        call = _call(scope, body)
-        if forwarder is not self._pull:
-            call.json = _object(body)
-            if not forwarder.suits(call) and not self._pull.trouble():
-                forwarder = self._pull
-        if forwarder is self._pull:
-            await forwarder.forward(call, receive, send)
-            return
-        if call.json is None:
-            call.body = _without_kv(body)
-        answered_ms = None
-        try:
-            await forwarder.forward(call, receive, send)
-            answered_ms = call.ms()
-        finally:
-            self._tell(forwarder, call, answered_ms)
+        body: list[Message] = []
+        while not body or body[-1].get("more_body"):
+            body.append(await receive())
+            if body[-1]["type"] != "http.request":
+                return  # the client left
+        call = None
+        if self._by_stock():
+            call = ClientCall.of(scope, path, b"".join(m.get("body", b"") for m in body))
+            if not self._stock.suits(call) and self._has_worker():
+                call = None  # decode workers get what stock servers cannot serve
+        if call is None:
+            if self._has_worker():
+                await self._app(scope, replay(body, receive), send)
+            else:
+                await _unserved(send, NO_WORKER)
+        elif why := self._stock.trouble():
+            await _unserved(send, why)
+        else:
+            answered_ms = None
+            try:
+                await self._stock.forward(call, receive, send)
+                answered_ms = call.ms()
+            finally:
+                self._tell(call, answered_ms)
 
-    async def wait_ready(self, timeout_s: float) -> bool:
-        """Return True: whoever serves a request says itself why it cannot, if so.
-
-        Waits until either side can serve, for `timeout_s` at most."""
-        end = time.monotonic() + timeout_s
-        while (  # noqa: ASYNC110 - two sides, and neither can take requests: a rare case
-            self._pull.trouble() and self._stock.trouble() and time.monotonic() < end
-        ):
-            await asyncio.sleep(0.05)
+    def _by_stock(self) -> bool:
+        """Whether a stock server is to get the next request. Shares are kept exactly."""
+        has_worker, share = self._has_worker(), self._share()
+        if self._stock.trouble():
+            # If neither can, the stock servers' reason is told unless workers are to serve all.
+            return not has_worker and share > 0
+        if not has_worker:
+            return True
+        self._due += share
+        if self._due < 1.0 - 1e-9:
+            return False
+        self._due -= 1.0
         return True
 
-    def choose(self) -> Forwarder:
-        """Return the forwarder of the next request. Shares are kept exactly, not by chance."""
-        if self._stock.trouble():
-            # If neither can, the stock servers' reason is told unless `pull` is to serve all.
-            return self._pull if self._share() <= 0 or not self._pull.trouble() else self._stock
-        if self._pull.trouble():
-            return self._stock
-        self._due += self._share()
-        if self._due < 1.0 - 1e-9:
-            return self._pull
-        self._due -= 1.0
-        return self._stock
-
-    def _tell(self, forwarder: Forwarder, call: ClientCall, answered_ms: float | None) -> None:
+    def _tell(self, call: ClientCall, answered_ms: float | None) -> None:
         """Keep the record for `explain`, under the answer's id.
 
         answered_ms: how long it took. None: it was cancelled."""
@@ -236,7 +234,7 @@ class Layer:
             spent = prefill.end_ms - prefill.begin_ms
         told = ExplainRecord(
             request_id=key,
-            path=forwarder.name,
+            path=self._stock.name,
             reason=call.reason,
             prompt_tokens=call.prompt_tokens,
             prefix_hit_tokens=0,
@@ -261,44 +259,5 @@ class Layer:
         self._requests.over(record)
 
 
-def _call(scope: Scope, body: bytes) -> ClientCall:
-    call = ClientCall(scope, route_of(scope), body, None, "")
-    asked = call.header(b"x-request-id")
-    good = 0 < len(asked) <= _MAX_ID and asked.isascii() and asked.isprintable()
-    call.request_id = asked if good else uuid.uuid4().hex
-    return call
-
-
-def _object(body: bytes) -> dict[str, Any] | None:
-    """The JSON object of a body. None: it is none, and vLLM will say so."""
-    try:
-        found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _without_kv(body: bytes) -> bytes:
-    """Return a body that is no strict JSON, without parameters for the KV connector.
-
-    vLLM also reads NaN and UTF-16. Parameters of a client's would end its engine."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return body
-    if not isinstance(found, dict) or "kv_transfer_params" not in found:
-        return body
-    del found["kv_transfer_params"]
-    return json.dumps(found).encode()
-
-
-async def _read(receive: Receive) -> bytes | None:
-    """All of the body, whose size `Admission` has bounded. None: the client left."""
-    parts: list[bytes] = []
-    while True:
-        message: Message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
+async def _unserved(send: Send, why: str) -> None:
+    await respond(send, 503, why, "ServiceUnavailableError", retry_after_s=1)

@@ -1,4 +1,4 @@
-"""The stock vLLM servers that are known, and their health.
+"""The stock vLLM servers that are known, their health, and which of them gets a stage.
 
 A server stays as long as one source names it. One task for each looks every second:
 
@@ -16,21 +16,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import msgspec
 
 from pullfill.errors import ConfigError
 from pullfill.frontend.forward.sources import ROLES, StockEntry
+from pullfill.frontend.routing.choice import Placer, Prompt, Share
+from pullfill.prefix import chain
 from pullfill.runtime import log
+from pullfill.wire import DecodeChoice, DecodePolicy
 
 if TYPE_CHECKING:
-    from pullfill.frontend.forward.picker import Picker
     from pullfill.frontend.forward.protocols import KvProtocol
 
 _log = log.get("frontend.forward")
@@ -66,6 +70,17 @@ class StockLoad:
     kv_blocks: int = 0
     block_size: int = 0
     bare: bool = False
+
+
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+
+
+class _Models(msgspec.Struct):
+    """What /v1/models says."""
+
+    data: list[_Model]
 
 
 def load_of(text: str) -> StockLoad:
@@ -133,7 +148,7 @@ class Server:
         return self.kv if "://" in self.kv else f"http://{self.kv}"
 
     @contextlib.asynccontextmanager
-    async def watched(self) -> Any:
+    async def watched(self) -> AsyncIterator[None]:
         """While open, the wait of this task ends with TimeoutError when the server is lost."""
         async with asyncio.timeout(None) as wait:
             self.waits.add(wait)
@@ -143,7 +158,7 @@ class Server:
                 self.waits.discard(wait)
 
     @contextlib.asynccontextmanager
-    async def read_by(self, decode: Server) -> Any:
+    async def read_by(self, decode: Server) -> AsyncIterator[None]:
         """While open, the wait of this task ends with TimeoutError when this server is lost and a
         decode server may wait for its KV. vLLM would wait without end for a server that hangs."""
         async with asyncio.timeout(None) as wait:
@@ -163,12 +178,105 @@ class Server:
         _end(self.readers)
 
 
+# --------------------------------------------------------------------------- which gets a stage
+
+
+# Tokens of a hashed block.
+BLOCK = 64
+_MEAN = 0.95
+
+
+def prompt_of(body: dict[str, Any] | None) -> Prompt:
+    """Return what the policies need of a prompt. It never fails: an odd prompt has no blocks.
+
+    Nothing is tokenized here. The length of a text is taken as a quarter of its UTF-8 bytes, and
+    its blocks are hashed over those bytes, four of them for one token. So equal beginnings have
+    equal hashes, which is all that `kv` needs. The hashes mean nothing to a vLLM server."""
+    body = body or {}
+    ids, messages = body.get("prompt"), body.get("messages")
+    if isinstance(ids, list) and ids and all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
+        tokens = array("I", ids).tobytes()
+    elif isinstance(messages, list):
+        # A longer conversation begins with the text of a shorter one.
+        tools = body.get("tools")
+        parts = [tools, *messages] if tools else messages
+        tokens = b"".join(map(msgspec.json.encode, parts))
+    else:
+        tokens = ids.encode() if isinstance(ids, str) else msgspec.json.encode(ids)
+    count = max(1, len(tokens) // 4)
+    salt, model = body.get("cache_salt"), body.get("model")
+    root = chain.root(
+        salt if isinstance(salt, str) else None, model if isinstance(model, str) else None, BLOCK
+    )
+    return Prompt(count, BLOCK, chain.extend(root, tokens[: count * 4], BLOCK))
+
+
+@dataclass(slots=True)
+class Pick:
+    """A chosen server. share: what the request adds to its load, until it is ended."""
+
+    server: Server
+    share: Share
+    choice: DecodeChoice
+
+
+class Picker:
+    """Chooses among the servers of one role, by the policies for decode workers (routing/choice).
+
+    A stock server tells no blocks, so the policy `kv` knows only where this frontend sent the
+    beginning of a prompt. The load of a server is what its /metrics says, and what this frontend
+    has sent since.
+
+    policy: returns the policy to use now."""
+
+    def __init__(self, policy: Callable[[], DecodePolicy], rng: random.Random) -> None:
+        self._policy = policy
+        # The beginning of a prompt counts as held where it was sent for so many seconds, at least.
+        self._placement = Placer(rng, predicted_s=600.0)
+        self._mean_tokens = 256.0
+
+    def choose(
+        self, prompt: Prompt, servers: Sequence[Server], not_these: Collection[Server] = ()
+    ) -> Pick:
+        """Return one of `servers`, which is not empty, and count the prompt there.
+
+        not_these: chosen only if there are no others."""
+        left = [server for server in servers if server not in not_these] or servers
+        by_id = {server.url: server for server in left}
+        now, policy = asyncio.get_running_loop().time(), self._policy()
+        self._mean_tokens = _MEAN * self._mean_tokens + (1 - _MEAN) * prompt.tokens
+        if policy is not DecodePolicy.KV:
+            prompt = Prompt(prompt.tokens, BLOCK)
+        choice = self._placement.choose(policy, prompt, self._placement.candidates(by_id), now)
+        share = self._placement.send(choice, prompt, now)
+        return Pick(by_id[choice.view.instance_id], share, choice.told())
+
+    def report(self, server: Server, load: StockLoad) -> None:
+        """Take the load that a server's /metrics shows."""
+        fleet = self._placement.fleet
+        view = fleet.join(server.url)
+        # /metrics counts waiting requests, not their tokens: each is taken for a mean prompt.
+        tokens = load.kv_blocks * load.block_size
+        used = load.kv_used * tokens / BLOCK if tokens else load.running * 8.0
+        free = (1 - load.kv_used) * tokens / BLOCK
+        fleet.report(server.url, load.waiting * self._mean_tokens, used, free)
+        if not tokens:
+            view.free_blocks = None
+
+    def gone(self, server: Server) -> None:
+        """Forget a server."""
+        self._placement.drop(server.url)
+
+
+# --------------------------------------------------------------------------- the servers
+
+
 class Servers:
     """All known servers. `start` nothing: `set` does what is needed. `close` it at the end.
 
     names: the model names that this frontend serves. model: its model, a path or a name.
     protocol: says what servers must be registered with, and checks their KV addresses.
-    pickers: by role, those who choose servers: they are told of loads, and who is gone.
+    policy: returns `router.decode_policy`.
     headers: of each question, e.g. a key.
     look_s: how often each server is looked at. answer_s: how long it may take to answer.
     lack_s: how long a server is left out whose prefill answers lack what the protocol needs."""
@@ -179,7 +287,7 @@ class Servers:
         names: Sequence[str],
         model: str,
         protocol: KvProtocol,
-        pickers: Mapping[str, Picker],
+        policy: Callable[[], DecodePolicy],
         headers: Mapping[str, str] | None = None,
         *,
         look_s: float = 1.0,
@@ -190,11 +298,10 @@ class Servers:
         self._names = names
         self._model = model
         self._protocol = protocol
-        self._pickers = pickers
+        self._pickers = {role: Picker(policy, random.Random()) for role in ROLES}
         self._headers = headers or {}
         self.look_s, self._answer_s, self._lack_s = look_s, answer_s, lack_s
         self._sources: dict[str, tuple[StockEntry, ...]] = {}
-        self._named: dict[str, set[tuple[str, str]]] = {}
         self.known: dict[StockEntry, Server] = {}
         self._ready: dict[str, Sequence[Server]] = {role: () for role in ROLES}
         self._tasks: dict[asyncio.Task[None], Server] = {}
@@ -204,26 +311,28 @@ class Servers:
     def set(self, source: str, entries: Iterable[StockEntry]) -> None:
         """A source knows exactly these servers now."""
         self._sources[source] = tuple(entries)
-        self._named[source] = {(entry.role, entry.url) for entry in self._sources[source]}
-        told = [entry for found in self._sources.values() for entry in found]
-        # Named by several sources, with a KV address by some of them: that one counts.
-        told.sort(key=lambda entry: bool(entry.kv))
-        wanted = set({(entry.role, entry.url): entry for entry in told}.values())
-        for entry in [e for e in self.known if e not in wanted]:
+        named: dict[tuple[str, str], list[str]] = {}
+        wanted: dict[tuple[str, str], StockEntry] = {}
+        for name, found in self._sources.items():
+            for entry in found:
+                place = entry.role, entry.url
+                named.setdefault(place, []).append(name)
+                if entry.kv or place not in wanted:
+                    wanted[place] = entry
+        for entry in self.known.keys() - set(wanted.values()):
             # Its requests go on, and `_watch` until they have ended.
             server = self.known.pop(entry)
             server.state, server.why = "gone", "it is registered no more"
             self._pickers[server.role].gone(server)
             _log.info("stock %s server %s is gone (%s)", entry.role, entry.url, source)
-        for entry in wanted - set(self.known):
-            server = self.known[entry] = Server(entry)
-            task = asyncio.create_task(self._watch(server), name=f"stock-{entry.url}")
-            self._tasks[task] = server
-            task.add_done_callback(self._tasks.pop)
-            _log.info("stock %s server %s is known (%s)", entry.role, entry.url, source)
-        for entry, server in self.known.items():
-            place = (entry.role, entry.url)
-            server.sources = tuple(name for name, found in self._named.items() if place in found)
+        for place, entry in wanted.items():
+            if entry not in self.known:
+                server = self.known[entry] = Server(entry)
+                task = asyncio.create_task(self._watch(server), name=f"stock-{entry.url}")
+                self._tasks[task] = server
+                task.add_done_callback(self._tasks.pop)
+                _log.info("stock %s server %s is known (%s)", entry.role, entry.url, source)
+            self.known[entry].sources = tuple(named[place])
         self._update()
 
     async def close(self) -> None:
@@ -247,6 +356,26 @@ class Servers:
     def ready(self, role: str) -> Sequence[Server]:
         """Return the servers of a role that can take requests. A new list after each change."""
         return self._ready[role]
+
+    def count(self, role: str, state: str) -> int:
+        """Return how many servers of a role are in a state."""
+        return sum(s.role == role and s.state == state for s in self.known.values())
+
+    def pick(self, role: str, prompt: Prompt, bad: Collection[Server]) -> Pick | None:
+        """Choose a server that is ready, and count the prompt there. None: there is none.
+
+        bad: chosen only if there are no others."""
+        servers = self._ready[role]
+        return self._pickers[role].choose(prompt, servers, bad) if servers else None
+
+    def none_ready(self, role: str) -> str:
+        """Return why no server of a role can take requests, for people."""
+        lines = [s for s in self.known.values() if s.role == role]
+        if not lines:
+            how = "--servers, --servers-file or heartbeats"
+            return f"no stock {role} server is known: name one with {how}"
+        one = min(lines, key=lambda s: s.state != "refused")
+        return f"no stock {role} server is ready: {one.url} is {one.state}: {one.why}"
 
     def troubles(self) -> list[str]:
         """Return a line for each server that takes no requests, with the reason."""
@@ -333,12 +462,12 @@ class Servers:
                 self._turn(server, "refused", why)
         elif server.state != "gone":
             why = self._bare(server) or await self._refusal(server)
-            if why or self._lacking(server):
+            if why or asyncio.get_running_loop().time() < server.lacking_until:
                 self._turn(server, "refused", why or server.why)
                 return
             self._turn(server, "ready")
         if load is not None and server.state == "ready":
-            self._pickers[server.role].report(server)
+            self._pickers[server.role].report(server, load)
 
     def _bare(self, server: Server) -> str:
         """Return what to do about a server that has no KV connector. Empty: nothing."""
@@ -348,40 +477,32 @@ class Servers:
             f"it has no KV connector, so it neither gives nor gets KV: {self._protocol.start_with}"
         )
 
-    def _lacking(self, server: Server) -> bool:
-        return asyncio.get_running_loop().time() < server.lacking_until
-
     async def _refusal(self, server: Server) -> str:
         """Return why the server cannot be used here. Empty: it can."""
         if (needs := self._protocol.needs(server.role)) and not server.kv:
             return f"register it with {needs}"
-        models = _json(await self._get(server.url + "/v1/models")).get("data")
-        if not isinstance(models, list) or not all(map(_is_model, models)):
+        try:
+            models = msgspec.json.decode(await self._get(server.url + "/v1/models"), type=_Models)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return "its /v1/models lists no models as vLLM does: register the URL of a vLLM server"
-        served = {m["id"]: m for m in models}
+        served = {model.id: model.root or model.id for model in models.data}
         if not all(name in served for name in self._names):
             return (
-                f"it serves {', '.join(map(str, served)) or 'no model'}, and this frontend serves "
+                f"it serves {', '.join(served) or 'no model'}, and this frontend serves "
                 f"{', '.join(self._names)}: start it with "
                 f"--served-model-name {' '.join(self._names)}"
             )
         name = self._names[0]
-        server.model = str(served[name].get("root") or name)
-        if why := self._other_model(server, name):
-            return why
-        return await self._protocol.check(server, self._get)
-
-    def _other_model(self, server: Server, name: str) -> str:
+        server.model = served[name]
         others = [s for s in self.known.values() if s is not server and s.state == "ready"]
-        known = [(self._model, "this frontend"), *((s.model, s.url) for s in others)]
-        for model, who in known:
+        for model, who in [(self._model, "this frontend"), *((s.model, s.url) for s in others)]:
             if stem(model) != stem(server.model):
                 return (
                     f"it serves {server.model} as {name}, and {who} serves {model} under that "
                     "name: give one of the models another --served-model-name, or, if they are "
                     "the same model, give its folders the same name"
                 )
-        return ""
+        return await self._protocol.check(server, self._get)
 
     async def _get(self, url: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self._answer_s)
@@ -413,14 +534,3 @@ def stem(model: str) -> str:
         if part.startswith("models--"):  # a snapshot in the cache of the hub
             return part.rpartition("--")[2]
     return path.name
-
-
-def _is_model(found: Any) -> bool:
-    return isinstance(found, dict) and isinstance(found.get("id"), str)
-
-
-def _json(data: bytes) -> dict[str, Any]:
-    found = json.loads(data)
-    if not isinstance(found, dict):
-        raise ValueError("the answer is no JSON object")
-    return found

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ import aiohttp
 import msgspec
 
 from pullfill.frontend import counters
-from pullfill.frontend.admission import Receive, Send
+from pullfill.frontend.admission import Receive, Scope, Send
 from pullfill.frontend.forward.exchange import (
     Exchange,
     StageFailed,
@@ -34,10 +35,9 @@ from pullfill.frontend.forward.exchange import (
     relay,
     request_headers,
 )
-from pullfill.frontend.forward.layer import NAMED, ClientCall
-from pullfill.frontend.forward.picker import Pick, Picker, Prompt, prompt_of
 from pullfill.frontend.forward.protocols import KvProtocol, Stages
-from pullfill.frontend.forward.servers import Server, Servers
+from pullfill.frontend.forward.servers import Pick, Server, Servers, prompt_of
+from pullfill.frontend.routing.choice import Prompt
 from pullfill.options import Dispatch, ForwarderName
 from pullfill.wire import ForwardStage
 
@@ -47,6 +47,9 @@ ATTEMPTS = 4
 RISKY = 2
 # A decode server may be silent for so much longer if the answer is not streamed.
 WHOLE = 10
+MAX_ID = 128
+# Result of the prefill stage with single dispatch: the decode server was told to start it.
+NAMED = "named"
 _BUSY = (429, 503)
 NEEDS_PREFILL = (
     "servers of this protocol need a prefill for each request, and this one can have none ({}): "
@@ -110,6 +113,67 @@ def decode_body(body: dict[str, Any], kv: dict[str, Any] | None) -> bytes:
 
 
 @dataclass(slots=True)
+class ClientCall:
+    """One request.
+
+    scope: ASGI's.
+    path: without the root path.
+    body: the whole body. json: its object, or None if it is something else.
+    request_id: id for both stages, without dashes. The client's `X-Request-Id`, if it sent one.
+    response_id: the `id` of the answer. Empty: unknown.
+    reason: why the stages are as they are, for `explain`. stages: what was done.
+    prompt_tokens: length of the prompt. 0: unknown.
+    arrived: `time.monotonic` when it came."""
+
+    scope: Scope
+    path: str
+    body: bytes
+    json: dict[str, Any] | None
+    request_id: str
+    response_id: str = ""
+    reason: str = ""
+    stages: list[ForwardStage] = field(default_factory=list)
+    prompt_tokens: int = 0
+    arrived: float = field(default_factory=time.monotonic)
+    first_byte_ms: float | None = None
+
+    @classmethod
+    def of(cls, scope: Scope, path: str, body: bytes) -> ClientCall:
+        """Return the call for an HTTP request whose body has come."""
+        asked = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        good = 0 < len(asked) <= MAX_ID and asked.isascii() and asked.isprintable()
+        try:
+            found = msgspec.json.decode(body)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            found, body = None, _without_kv(body)
+        read = found if isinstance(found, dict) else None
+        return cls(scope, path, body, read, asked if good else uuid.uuid4().hex)
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is to be streamed."""
+        return self.json is not None and self.json.get("stream") is True
+
+    def ms(self) -> float:
+        """Return the milliseconds since it came."""
+        return round((time.monotonic() - self.arrived) * 1000.0, 3)
+
+
+def _without_kv(body: bytes) -> bytes:
+    """Return a body that is no strict JSON, without parameters for the KV connector.
+
+    vLLM also reads NaN and UTF-16. Parameters of a client's would end its engine."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return body
+    if not isinstance(found, dict) or "kv_transfer_params" not in found:
+        return body
+    del found["kv_transfer_params"]
+    return json.dumps(found).encode()
+
+
+@dataclass(slots=True)
 class Run:
     """One request on its way: which servers it counts at, and what became of it.
 
@@ -130,7 +194,7 @@ class Run:
     async def end(self) -> None:
         """End what belongs to one attempt."""
         for pick in self.picks:
-            pick.end()
+            pick.share.end()
         for task in self.tails:
             task.cancel()
         await asyncio.gather(*self.tails, return_exceptions=True)
@@ -168,9 +232,20 @@ class Run:
 
 
 class Stock:
-    """Forwards requests to stock servers. A `Forwarder`.
+    """Forwards requests to stock servers. tests/contract/test_forwarders.py checks its promises:
 
-    pickers: by role. key: API key of the servers. Empty: they want none.
+    1. The client gets one whole answer of one run. A stage is repeated only before the first byte
+       of the answer has been sent. The token of a prefill stage is never shown.
+    2. Bytes of a stream are passed on unchanged and at once, one event or more at a time.
+    3. Errors have vLLM's form: a JSON object with `error`, or an event of that form in a stream
+       that has begun, and then `[DONE]`.
+    4. No request hangs: each wait has a limit, and a server that is lost ends its waits.
+    5. When the client leaves, or the task is cancelled, all connections that were opened for the
+       request are closed before `forward` returns. vLLM aborts a request whose connection is
+       closed.
+    6. `ClientCall.stages` says what was tried, in order.
+
+    key: API key of the servers. Empty: they want none.
     silence_s: longest silence of a server during a stage."""
 
     def __init__(
@@ -180,7 +255,6 @@ class Stock:
         dispatch: Dispatch,
         servers: Servers,
         session: aiohttp.ClientSession,
-        pickers: Mapping[str, Picker],
         *,
         key: str = "",
         silence_s: float = 120.0,
@@ -191,22 +265,21 @@ class Stock:
         self._dispatch = dispatch
         self._early = name is ForwarderName.BATCH
         self._session = session
-        self._pickers = pickers
         self._key = key
         self._silence_s = silence_s
 
     def trouble(self) -> str:
         """Return why no request can be served now: no decode server, or wrong prefill servers."""
         if not self.servers.ready("decode"):
-            return self._none("decode")
-        return "" if self._may_skip() else self._none("prefill")
+            return self.servers.none_ready("decode")
+        return "" if self._may_skip() else self.servers.none_ready("prefill")
 
     def suits(self, call: ClientCall) -> bool:
         """Return whether the decode servers can serve it: see `KvProtocol.alone`."""
         return self._protocol.alone or not whole_because(call.path, call.json)
 
     async def forward(self, call: ClientCall, receive: Receive, send: Send) -> None:
-        """Serve the request (`Forwarder`)."""
+        """Answer the request. receive: what comes after the body, so it tells of a disconnect."""
         # In a task of its own, which is cancelled when the client leaves. All it has opened is
         # closed on its way out.
         work = asyncio.create_task(self._serve(call, send))
@@ -314,7 +387,7 @@ class Stock:
         with run.noted("prefill", pick):
             exchange = await self._begin(call, server, request_id, body)
             exchange.close()
-            pick.end()
+            pick.share.end()
             if exchange.status != 200:
                 if b"kv_transfer_params" in exchange.first:
                     text = f"does not understand kv_transfer_params: {message_of(exchange.first)}"
@@ -397,10 +470,10 @@ class Stock:
 
     async def _answer(self, run: Run, exchange: Exchange, send: Send) -> None:
         call, pick = run.call, run.picks[-1]
-        pick.first()
+        pick.share.first()
         call.first_byte_ms = call.ms()
         made, broken = await relay(exchange, send, self._silence_s, call.path)
-        pick.end(made)
+        pick.share.end(made)
         result = "broken" if broken else "ok" if exchange.status == 200 else "refused"
         if broken:
             self._failed(run, broken)
@@ -414,11 +487,8 @@ class Stock:
     # ---------------------------------------------------------------- inside
 
     def _pick(self, run: Run, role: str) -> Pick:
-        servers = self.servers.ready(role)
-        if not servers:
-            text = self._none(role)
-            raise StageFailed(None, text, again=False, status=503)
-        pick = self._pickers[role].choose(run.prompt, servers, run.bad)
+        if (pick := self.servers.pick(role, run.prompt, run.bad)) is None:
+            raise StageFailed(None, self.servers.none_ready(role), again=False, status=503)
         run.picks.append(pick)
         return pick
 
@@ -443,19 +513,7 @@ class Stock:
         """Whether requests may come now: a prefill server is ready, or they may do without."""
         if self.servers.ready("prefill"):
             return True
-        misfits = (
-            s.role == "prefill" and s.state == "refused" for s in self.servers.known.values()
-        )
-        return self._protocol.alone and not any(misfits)
-
-    def _none(self, role: str) -> str:
-        lines = [s for s in self.servers.known.values() if s.role == role]
-        lines.sort(key=lambda s: s.state != "refused")
-        if not lines:
-            how = "--servers, --servers-file or heartbeats"
-            return f"no stock {role} server is known: name one with {how}"
-        one = lines[0]
-        return f"no stock {role} server is ready: {one.url} is {one.state}: {one.why}"
+        return self._protocol.alone and not self.servers.count("prefill", "refused")
 
 
 _PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}

@@ -121,8 +121,6 @@ def test_http_without_a_key_is_refused(locked: Locked) -> None:
         assert status(method, path, "not-the-api-key-0123") == 401, path
     assert status("GET", "/v1/models", API_KEY) == 200
     assert status("GET", "/v1/models", ADMIN_KEY) == 200
-    assert status("POST", "/pullfill/servers/heartbeat", API_KEY) == 403
-    assert status("POST", "/pullfill/servers/heartbeat", ADMIN_KEY) == 409  # no stock servers here
     assert status("POST", "/v1/nothing", API_KEY) == 404
     for path in ("/live", "/ready", "/health", "/metrics"):
         assert status("GET", path) == 200, path

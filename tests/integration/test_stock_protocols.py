@@ -15,7 +15,7 @@ import pytest
 
 from pullfill.frontend.forward.protocols import Stages, protocol_of
 from pullfill.frontend.forward.servers import Server
-from pullfill.frontend.forward.sources import Heartbeats, HeartbeatSocket, make
+from pullfill.frontend.forward.sources import Heartbeats, bind_heartbeats, make
 from tests.support.forward_rig import until
 
 moriio = pytest.importorskip(
@@ -81,12 +81,12 @@ async def test_the_heartbeats_of_moriio_are_heard(tmp_path: Path) -> None:
     # Its package for CPUs lacks msgpack.
     (tmp_path / "msgpack.py").write_text("from msgspec.msgpack import encode as dumps\n")
     known: list[Any] = []
-    heard = Heartbeats(lambda entries: known.__setitem__(slice(None), entries), 1.0, publish_s=0.02)
-    socket = HeartbeatSocket("tcp://127.0.0.1:*", heard)
-    tasks = [asyncio.create_task(work) for work in (heard.run(), socket.run())]
+    socket = bind_heartbeats("tcp://127.0.0.1:*", ())
+    heard = Heartbeats(socket, (), lambda entries: known.__setitem__(slice(None), entries), 1.0)
+    task = asyncio.create_task(heard.run())
     payload = {"type": "P", "http_address": "10.0.0.1:8100", "zmq_address": PREFILL_KV}
     payload |= {"dp_size": 1, "tp_size": 1, "transfer_mode": "WRITE"}  # type: ignore[dict-item]
-    command = [sys.executable, str(sender), socket.url, "0.2", "3"]
+    command = [sys.executable, str(sender), heard.url, "0.2", "3"]
     with subprocess.Popen(  # noqa: ASYNC220 - it is short
         command, stdin=subprocess.PIPE, text=True, env={"PYTHONPATH": str(tmp_path)}
     ) as process:
@@ -99,7 +99,6 @@ async def test_the_heartbeats_of_moriio_are_heard(tmp_path: Path) -> None:
             await until(lambda: not known)
         finally:
             process.kill()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            socket.close()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            heard.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,8 +13,7 @@ import aiohttp
 import pytest
 
 from pullfill.frontend.forward import sources
-from pullfill.frontend.forward.layer import Layer, Pull
-from pullfill.frontend.forward.picker import Picker
+from pullfill.frontend.forward.layer import Layer
 from pullfill.frontend.forward.protocols import KvProtocol, dispatch_of, protocol_of
 from pullfill.frontend.forward.servers import Servers
 from pullfill.frontend.forward.stock import Stock
@@ -111,8 +109,9 @@ class ForwardRig:
     layer: Layer = field(init=False)
 
     def __post_init__(self) -> None:
-        pull = Pull(self.app, lambda: self.workers)
-        self.layer = Layer(self.app, pull, self.stock, lambda: self.share, self.requests)
+        self.layer = Layer(
+            self.app, lambda: self.workers, self.stock, lambda: self.share, self.requests
+        )
 
     @property
     def all(self) -> list[FakeStock]:
@@ -230,21 +229,17 @@ async def forwarding_to(
     async with AsyncExitStack() as stack:
         session = aiohttp.ClientSession(auto_decompress=False)
         stack.push_async_callback(session.close)
-        pickers: dict[str, Picker] = {}
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        servers = Servers(
-            session, ("m",), model, spoken, pickers, headers, look_s=look_s, answer_s=0.5
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(choice, "PREDICTED_BLOCKS", FEW_BLOCKS)
+            servers = Servers(
+                session, ("m",), model, spoken, lambda: rig.policy, headers,
+                look_s=look_s, answer_s=0.5,
+            )  # fmt: skip
         stack.push_async_callback(servers.close)
         forwarder = ForwarderName(name)
         order = dispatch_of(spoken, forwarder, Dispatch(dispatch) if dispatch else None)
-        stock = Stock(
-            forwarder, spoken, order, servers, session, pickers, key=key, silence_s=silence_s
-        )
+        stock = Stock(forwarder, spoken, order, servers, session, key=key, silence_s=silence_s)
         rig = ForwardRig([], [], servers, stock, FakeApp(), RequestLog())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(choice, "PREDICTED_BLOCKS", FEW_BLOCKS)
-            for role in sources.ROLES:
-                pickers[role] = Picker(lambda: rig.policy, random.Random(1))
         servers.set("test", found)
         yield rig

@@ -1,19 +1,80 @@
-"""How stock servers are named."""
+"""Flags for stock servers, what names the servers, and the bodies that they get."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
 import pytest
 
 from pullfill import redact
 from pullfill.errors import ConfigError
-from pullfill.frontend.forward.sources import StockEntry, parse_list
+from pullfill.frontend import counters
+from pullfill.frontend.forward import sources
+from pullfill.frontend.forward.layer import check
+from pullfill.frontend.forward.servers import BLOCK, prompt_of
+from pullfill.frontend.forward.sources import (
+    Heartbeats,
+    ServerFile,
+    StockEntry,
+    bind_heartbeats,
+    parse_list,
+    read_file,
+)  # fmt: skip
+from pullfill.frontend.forward.stock import decode_body, prefill_body
+from pullfill.options import Dispatch, ForwarderName, FrontendOptions, parse_networks
+
+PREFILL = StockEntry("prefill", "http://a:1", "k:2")
+DECODE = StockEntry("decode", "http://b:3")
+
+STAGED = FrontendOptions(forwarder=ForwarderName.STAGED)
+NETWORKS = parse_networks("10.1.0.0/16, fd00::/64")
+BATCH = FrontendOptions(forwarder=ForwarderName.BATCH)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (FrontendOptions(servers="decode=http://a:1"), "add --forwarder staged or batch"),
+        (FrontendOptions(heartbeats="tcp://127.0.0.1:7"), "--heartbeats is for stock vLLM servers"),
+        (FrontendOptions(dispatch=Dispatch.SERIAL), "--dispatch is for stock vLLM servers"),
+        (replace(STAGED, servers_file="/none/f.yaml"), "cannot read /none/f.yaml .No such file"),
+        (replace(STAGED, heartbeats="tcp://192.0.2.1:7"), "cannot listen on tcp://192.0.2.1:7"),
+        (replace(STAGED, heartbeats="tcp://0.0.0.0:*"), "--heartbeats-from 10.0.0.0/24"),
+        (replace(STAGED, heartbeats_from=NETWORKS), "--heartbeats-from is for --heartbeats"),
+        (replace(STAGED, protocol="ucx"), "no protocol is called 'ucx': use one of nixl"),
+        (replace(STAGED, dispatch=Dispatch.PARALLEL), "--dispatch parallel is for"),
+        (replace(STAGED, protocol="p2p"), "use --forwarder batch"),
+        (replace(BATCH, dispatch=Dispatch.PARALLEL), "nixl has no --dispatch parallel: use serial"),
+        (replace(BATCH, servers="decode"), "cannot read the server 'decode'"),
+    ],
+)
+def test_flags_that_do_not_fit(options: FrontendOptions, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check(options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        FrontendOptions(),
+        replace(STAGED, protocol="mooncake", servers="decode=http://a:1"),
+        replace(BATCH, protocol="p2p", dispatch=Dispatch.SINGLE),
+        replace(STAGED, heartbeats="tcp://0.0.0.0:*", heartbeats_from=NETWORKS),
+    ],
+)
+def test_flags_that_fit(options: FrontendOptions) -> None:
+    check(options)
 
 
 def test_a_list() -> None:
     text = "prefill=http://a:1@k:2, decode=b:3/,decode=http://b:3,"
-    assert parse_list(text) == (
-        StockEntry("prefill", "http://a:1", "k:2"), StockEntry("decode", "http://b:3"),
-    )  # fmt: skip
+    assert parse_list(text) == (PREFILL, DECODE)
     assert parse_list("") == ()
 
 
@@ -30,16 +91,10 @@ def test_a_list() -> None:
     ],
 )
 def test_what_is_wrong_is_told(text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told.replace("?", r"\?")):
+    with pytest.raises(ConfigError, match=told) as caught:
         parse_list(text)
-
-
-def test_the_form_is_shown_as_it_is_meant() -> None:
-    """Lines of commands go through `redact`, which takes away what stands before an @ in a URL."""
-    with pytest.raises(ConfigError) as caught:
-        parse_list("decode")
+    # Lines of commands go through `redact`, which takes away what stands before an @ in a URL.
     assert redact.text(str(caught.value)) == str(caught.value)
-    assert "prefill=10.0.0.1:8100@10.0.0.1:8998" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -58,3 +113,259 @@ def test_passwords_are_not_repeated(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_list(text)
     assert "secret" not in str(caught.value)
+
+
+# --------------------------------------------------------------------------- the file
+
+
+YAML = """\
+# a comment
+- role: prefill
+  url: http://a:1/
+  kv: k:2
+- {role: D, url: "b:3"}
+"""
+
+
+def test_yaml_and_json(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    rows = [{"role": "prefill", "url": "http://a:1", "kv": "k:2"}, {"role": "decode", "url": "b:3"}]
+    for text in (YAML, *(json.dumps(rows, indent=indent) for indent in (None, 2, "\t"))):
+        path.write_text(text)
+        assert read_file(str(path)) == (PREFILL, DECODE)
+    path.write_text("[]")
+    assert read_file(str(path)) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "f is empty: give []"),
+        ("role: decode", "Expected `array`, got `object`: give a list of servers"),
+        ("- role: decode\n  url: ftp://a", "f, server 1: 'ftp://a' is no address of a server"),
+        ("- {role: d, url: a:1}\n- {role: x, url: a:1}", "server 2: no role is called 'x'"),
+        ("- role: decode\n  url: http://a:1\n  kv: k k", "server 1: 'k k' is no KV address"),
+        ("- role: decode\n  address: http://a:1", "unknown field `address` - at `$[0]`"),
+        ("- role: decode\n  url:", "Expected `str`, got `null` - at `$[0].url`"),
+        ("- role: decode\n\n- url: b:1", "missing required field `url` - at `$[0]`"),
+        ("- role: decode\n  url: 'http", "line 2, column 13"),
+        ("- [" * 5000, "f: "),
+        ("[" + "{role: d, url: a:1}," * 513 + "]", "names 513 servers: 512 at most"),
+        ("\0", "control characters are not allowed"),
+        ("#" * (sources.FILE_BYTES + 1), "more than 131072 bytes"),
+    ],
+)
+def test_a_broken_file_is_told_in_one_line(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_file(str(path))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match="is no file"):
+            read_file(str(path))
+
+
+async def test_a_change_is_published_and_a_broken_file_keeps_the_last_good_servers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, published = tmp_path / "f", list[Any]()
+    path.write_text(YAML)
+    file = ServerFile(str(path), published.append)
+
+    async def looks(count: int) -> None:
+        for _ in range(count):
+            await file.look()
+
+    path.write_text("- {role: decode, url: b:3}\n")
+    await looks(1)
+    assert published == [(PREFILL, DECODE)], "it may still be written"
+    await looks(3)
+    assert published[1:] == [(DECODE,)]
+    path.write_text("- {role: decode}")
+    await looks(5)
+    assert file.trouble.endswith(
+        "field `url` - at `$[0]`: " + sources._FILE_FORM + "; the last good servers stay"
+    )
+    assert [record.message for record in caplog.records] == [file.trouble], "it is told once"
+    path.unlink()
+    await looks(2)
+    assert "cannot read" in file.trouble
+    assert len(published) == 2
+    path.write_text(YAML)
+    await looks(2)
+    assert (file.trouble, published[2:]) == ("", [(PREFILL, DECODE)])
+
+
+# --------------------------------------------------------------------------- heartbeats
+
+
+class Rig:
+    """Heartbeats with a clock of the test's. published: each list of servers."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.published: list[tuple[StockEntry, ...]] = []
+        self.beats = Heartbeats(
+            bind_heartbeats("tcp://127.0.0.1:*", ()), NETWORKS, self.published.append, 5.0,
+            lambda: self.now,
+        )  # fmt: skip
+
+    def hear(self, kind: str, http: str, zmq: str = "", sender: str = "127.0.0.1") -> None:
+        beat = {"type": kind, "http_address": http, "zmq_address": zmq, "tp_size": 2}
+        self.beats.hear(sender, [msgspec.msgpack.encode(beat)])
+
+    def passes(self, seconds: float) -> None:
+        """Look four times a second."""
+        for _ in range(int(seconds * 4)):
+            self.now += 0.25
+            self.beats.look()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.beats.close()
+
+
+def count(result: str) -> float:
+    found: float = counters.HEARTBEATS.labels(result)._value.get()
+    return found
+
+
+def test_a_server_is_known_until_it_is_silent_for_too_long(rig: Rig) -> None:
+    rig.hear("P", "a:1", "k:2")
+    rig.hear("D", "b:3")
+    rig.passes(3)
+    assert rig.published == [(PREFILL, DECODE)]
+    rig.hear("D", "b:3")
+    rig.passes(2)
+    assert len(rig.published) == 1, "5 s are not over"
+    rig.passes(0.5)
+    assert rig.published[1:] == [(DECODE,)]
+    rig.passes(3)
+    assert rig.published[2:] == [()]
+    rig.hear("D", "b:3")
+    rig.passes(0.25)
+    assert rig.published[3:] == [(DECODE,)]
+
+
+def test_a_frontend_that_was_stopped_forgets_nobody(rig: Rig) -> None:
+    rig.hear("D", "b:3")
+    rig.passes(4)
+    rig.now += 60.0
+    rig.beats.look()
+    assert rig.published == [(DECODE,)]
+    rig.passes(2)
+    assert rig.published == [(DECODE,), ()]
+
+
+def test_two_servers_under_one_address_do_not_take_turns(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = count("refused")
+    rig.hear("P", "a:1", "k:2")
+    for _ in range(3):
+        rig.hear("P", "a:1", "other:2")
+        rig.passes(1)
+        rig.hear("P", "a:1", "k:2")
+    assert rig.published == [(PREFILL,)]
+    assert count("refused") == before + 3
+    (line,) = [record.message for record in caplog.records]
+    assert "two prefill servers say that they are http://a:1" in line, "it is said once"
+    rig.passes(6)
+    rig.hear("P", "a:1", "other:2")
+    rig.passes(0.25)
+    assert rig.published[-1] == (StockEntry("prefill", "http://a:1", "other:2"),)
+
+
+@pytest.mark.parametrize(
+    ("frames", "told"),
+    [
+        ([], "cannot read a heartbeat"),
+        ([b"\x80\x04K\x01."], "cannot read a heartbeat"),
+        ([b"\x91" * 4000], "cannot read a heartbeat"),
+        ([msgspec.msgpack.encode({"type": "P"})], "field `http_address`"),
+        ([msgspec.msgpack.encode({"type": "P", "http_address": "a" * 513})], "length <= 512"),
+        ([msgspec.msgpack.encode({"type": "X", "http_address": "a:1"})], "no role is called 'X'"),
+    ],
+)
+def test_what_is_no_heartbeat_is_told_and_counted(
+    rig: Rig, frames: list[bytes], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = count("unreadable") + count("refused")
+    rig.beats.hear("127.0.0.1", frames)
+    (line,) = [record.message for record in caplog.records]
+    assert told in line
+    assert "\n" not in line
+    rig.passes(1)
+    assert rig.published == []
+    assert count("unreadable") + count("refused") == before + 1
+
+
+def test_only_senders_on_this_machine_and_in_the_named_networks_are_heard(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = ["::ffff:10.1.0.9", "fd00::9", "127.0.0.1"], ["10.2.0.9", "fd01::9", "fe80::9%2"]
+    for port, sender in enumerate(good + bad, 1):
+        rig.hear("D", f"a:{port}", sender=sender)
+    rig.passes(0.25)
+    assert [entry.url[-1] for entry in rig.published[0]] == ["1", "2", "3"]
+    for sender in bad:
+        assert f"from {sender}, which is in no network of --heartbeats-from: add it" in caplog.text
+
+
+def test_the_number_of_servers_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_SERVERS", 1)
+    rig.hear("D", "b:3")
+    rig.hear("D", "c:1")
+    rig.passes(0.25)
+    assert rig.published == [(DECODE,)]
+    rig.passes(6)
+    rig.hear("D", "c:1")
+    rig.passes(0.25)
+    assert rig.published[-1] == (StockEntry("decode", "http://c:1"),)
+
+
+# --------------------------------------------------------------------------- what they get
+
+
+def test_the_prefill_stage_has_one_token_and_the_decode_stage_is_as_it_came() -> None:
+    body = {
+        "messages": [], "max_tokens": 9, "max_completion_tokens": 9, "stream": True,
+        "stream_options": {"include_usage": True}, "min_tokens": 3, "logprobs": True,
+        "top_logprobs": 2, "tools": [1], "seed": 5, "stop": "x", "stop_token_ids": [1],
+    }  # fmt: skip
+    assert json.loads(prefill_body(body, {"a": 1})) == {
+        "messages": [], "max_tokens": 1, "max_completion_tokens": 1, "stream": False,
+        "tools": [1], "seed": 5, "ignore_eos": True, "kv_transfer_params": {"a": 1},
+    }  # fmt: skip
+    assert json.loads(decode_body(body | {"kv_transfer_params": {"mine": 1}}, None)) == body
+    told = json.loads(decode_body(body | {"kv_transfer_params": {"mine": 1}}, {"b": 2}))
+    assert told == body | {"kv_transfer_params": {"b": 2}}
+
+
+def test_a_longer_conversation_begins_with_the_blocks_of_a_shorter_one() -> None:
+    first = {"role": "user", "content": "x" * 4 * BLOCK * 3}
+    more = [first, {"role": "assistant", "content": "y" * 4 * BLOCK}]
+    short, long, other = (
+        prompt_of({"model": model, "messages": messages}).hashes
+        for model, messages in (("m", [first]), ("m", more), ("n", more))
+    )
+    assert 3 <= len(short) < len(long)
+    assert list(long[: len(short)]) == list(short)
+    assert list(other[:1]) != list(long[:1])
+
+
+def test_token_ids_are_counted_and_an_odd_prompt_has_no_blocks_but_a_length() -> None:
+    ids = prompt_of({"prompt": list(range(2 * BLOCK))})
+    assert (ids.tokens, len(ids.hashes)) == (2 * BLOCK, 2)
+    for body in (None, {}, {"prompt": 3}, {"prompt": [-1]}, {"prompt": []}, {"messages": {}}):
+        found = prompt_of(body)
+        assert (found.tokens >= 1, len(found.hashes)) == (True, 0)
