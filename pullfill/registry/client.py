@@ -1,26 +1,110 @@
-"""Key-value and lease calls on etcd, with types. Values are bytes.
+"""One process's connection to etcd, through etcd3-py's `AioClient` and etcd's JSON gateway.
 
-Lifecycle: `EtcdClient.connect` once per process, `close` at its end. Belongs to one loop.
+Life: `EtcdClient.connect` once per process → calls → `close`. Belongs to one loop.
 
 Each call has a deadline. It raises RegistryUnavailable if etcd does not answer in time, and
 ConfigError if etcd refuses. A write that raised may still have happened.
 
-etcd's gateway sends integers as JSON strings and bytes as base64. msgspec reads both as they are.
+Of `AioClient` we use `call_rpc(raw=True)`, which adds the token and the API prefix of the server's
+version, and the attributes around it. Why not the rest of etcd3-py 0.1.6 stands where we do it
+ourselves.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Sequence
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, NamedTuple, Self, TypeVar
+from urllib.parse import unquote, urlsplit
 
+import aiohttp
 import msgspec
+from etcd3.aio_client import AioClient
+from etcd3.baseclient import sem
 
-from pullfill.errors import RegistryUnavailable
-from pullfill.registry.gateway import PROBE, EtcdRpc, Failure, LeaseNotFound, RevisionLost
+from pullfill import redact
+from pullfill.backoff import Backoff
+from pullfill.clock import SYSTEM_CLOCK
+from pullfill.errors import ConfigError, NotNow, RegistryUnavailable
+from pullfill.net.security import OPEN, ServerSecurity
+from pullfill.runtime.health import ServerHealth
 
-__all__ = ["EtcdClient", "KeepAlive", "KeyValue", "LeaseNotFound", "RevisionLost", "prefix_end"]
+# --------------------------------------------------------------------------- what a refusal says
+
+# Codes of gRPC.
+_DEADLINE, _NOT_FOUND, _EXHAUSTED, _OUT_OF_RANGE = 4, 5, 8, 11
+_UNAVAILABLE, _UNAUTHENTICATED = 14, 16
+_PASSING = frozenset({_DEADLINE, _EXHAUSTED, _UNAVAILABLE, _UNAUTHENTICATED})
+_OLD_AUTH = "revision of auth store is old"
+"""Said of a token from before a change of users or roles. Its code is that of a bad request."""
+
+
+class LeaseNotFound(RegistryUnavailable):
+    """etcd does not know the lease."""
+
+
+class RevisionLost(RegistryUnavailable):
+    """The revision was compacted, or the store was made anew since."""
+
+
+class Failure(msgspec.Struct):
+    """An error of the gateway, of a call or inside a stream."""
+
+    error: Any = None
+    code: int = 0
+    message: str = ""
+    grpc_code: int = 0
+
+    @property
+    def text(self) -> str:
+        """For people. Empty: it says nothing."""
+        return self.message or str(self.error or "")
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether a new token may help."""
+        return self._code == _UNAUTHENTICATED or _OLD_AUTH in self.text
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self._code in _PASSING or _OLD_AUTH in self.text
+
+    @property
+    def of_all(self) -> bool:
+        """Whether each member of etcd would refuse this: it has no space, or the token is old."""
+        return self._code == _EXHAUSTED or self.wants_token
+
+    @property
+    def of_lease(self) -> bool:
+        """Whether the lease is unknown."""
+        return self._code == _NOT_FOUND and "lease" in self.text
+
+    @property
+    def of_revision(self) -> bool:
+        """Whether the revision is gone."""
+        return self._code == _OUT_OF_RANGE
+
+    @property
+    def _code(self) -> int:
+        return self.code or self.grpc_code
+
+
+def read_failure(body: bytes) -> Failure:
+    try:
+        return msgspec.json.decode(body, type=Failure, strict=False)
+    except (msgspec.MsgspecError, ValueError):
+        return Failure(message=body[:200].decode("utf-8", "replace").strip())
+
+
+# --------------------------------------------------------------------------- answers
+
+# etcd sends integers as JSON strings and bytes as base64. msgspec reads both as they are.
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -91,8 +175,330 @@ def prefix_end(prefix: bytes) -> bytes:
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
 
 
-class EtcdClient(EtcdRpc):
-    """See the module. `connect` is the constructor."""
+# --------------------------------------------------------------------------- calls
+
+T = TypeVar("T")
+
+OLDEST = sem.Version("3.4.0")
+# Longest message of a watch, in bytes. etcd puts at most 1000 changes into one.
+_LINE = 64 << 20
+_FAILURES = (aiohttp.ClientError, OSError, TimeoutError, UnicodeError)
+
+
+class EtcdMember(NamedTuple):
+    """One member of etcd. host: an IPv6 address stands in brackets, as in a URL."""
+
+    scheme: str
+    host: str
+    port: int
+
+
+class _Api(AioClient):  # type: ignore[misc]
+    """`AioClient` that is told the server's version instead of asking for it."""
+
+    # Its constructor asks with a blocking request, and raises AttributeError if nobody answers.
+
+    def _retrieve_version(self) -> None:
+        self.server_version_sem = sem.Version(self.server_version)
+
+
+PROBE = {"key": b"/pullfill/", "count_only": True}
+"""Only checks that etcd answers. Reads a key that does not exist, and that etcdctl can grant."""
+
+
+class _Version(msgspec.Struct):
+    etcdserver: str
+
+
+class _Token(msgspec.Struct):
+    token: str = ""
+
+
+def parse_url(url: str) -> tuple[list[EtcdMember], tuple[str, str] | None]:
+    """Endpoints and (user, password) of `[http[s]://][user:password@]host[:port][,...]`.
+
+    Raises ConfigError.
+    """
+    endpoints, credentials = [], None
+    for part in filter(None, (piece.strip() for piece in url.split(","))):
+        try:
+            pieces = urlsplit(part if "://" in part else f"http://{part}")
+            host, port = pieces.hostname, pieces.port or 2379
+        except ValueError:
+            host, port = None, 0
+        if not host or pieces.scheme not in {"http", "https"} or pieces.path not in {"", "/"}:
+            raise ConfigError(
+                f"cannot read etcd URL {redact.url(url)!r}: use http://HOST:PORT, several "
+                "separated by commas"
+            )
+        if pieces.username is not None:
+            credentials = (unquote(pieces.username), unquote(pieces.password or ""))
+        endpoints.append(EtcdMember(pieces.scheme, f"[{host}]" if ":" in host else host, port))
+    if not endpoints:
+        raise ConfigError("no etcd URL given: use --etcd http://HOST:PORT")
+    return endpoints, credentials
+
+
+class EtcdClient:
+    """See the module. `connect` is the constructor.
+
+    health: whether etcd answered the last request, and since when that is so.
+    last_ok_at: seconds on SYSTEM_CLOCK when the server last answered.
+    last_failed_at: when a call or stream last was refused, timed out or broke. -inf: never.
+    last_date: the HTTP `Date` of the last answer to a call, "" before it. A caller reads it
+        without an `await` after its call, so that no other call comes in between.
+    """
+
+    def __init__(
+        self,
+        api: _Api,
+        endpoints: list[EtcdMember],
+        login: Callable[[], tuple[str, str] | None],
+        timeout_s: float,
+    ) -> None:
+        self._api = api
+        self._endpoints = endpoints
+        self._streams: dict[aiohttp.ClientResponse, EtcdMember] = {}
+        # Read again for each new token: an operator may have changed the password.
+        self._login = login
+        self._has_login = login() is not None
+        self._timeout_s = timeout_s
+        self._closed = False
+        self.health = ServerHealth("etcd", api.baseurl)
+        self.last_ok_at = SYSTEM_CLOCK.monotonic()
+        self.last_failed_at = float("-inf")
+        self.last_date = ""
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        wait_s: float = 30.0,
+        on_retry: Callable[[str], None] | None = None,
+        timeout_s: float = 2.0,
+        security: ServerSecurity = OPEN.etcd,
+    ) -> Self:
+        """Connect to an etcd at `url`. Try for up to `wait_s`.
+
+        on_retry: gets one line for each failed try.
+        timeout_s: of each call.
+
+        Raises RegistryUnavailable after `wait_s`, ConfigError at once (bad URL, old server, refused
+        credentials)."""
+        endpoints, in_url = parse_url(url)
+        tls = security.tls("etcd")
+        if tls is not None and any(end.scheme != "https" for end in endpoints):
+            raise ConfigError(
+                f"[etcd] has certificates, but {redact.url(url)} is not encrypted: use https://"
+            )
+        give_up, backoff = time.monotonic() + wait_s, Backoff(longest_s=1.0)
+        while True:
+            session = aiohttp.ClientSession(connector=_connector(tls), read_bufsize=_LINE >> 1)
+            try:
+                api = await _construct(session, endpoints[0])
+                rpc = cls(api, endpoints, lambda: security.login() or in_url, timeout_s)
+                if rpc._has_login:
+                    await rpc._authenticate(2.0)
+                # A member without a leader answers /version, too. Only a linearizable read tells.
+                await rpc.call("/kv/range", PROBE, dict, timeout_s=2.0)
+                return rpc
+            except (RegistryUnavailable, *_FAILURES) as exc:
+                await session.close()
+                if isinstance(exc, aiohttp.ClientSSLError):
+                    raise NotNow(
+                        f"no TLS with etcd at {redact.url(url)} ({_cause(exc)}): check ca, cert "
+                        "and key of [etcd] in the --security file, and the host name in the URL"
+                    ) from exc
+                why = str(exc) or type(exc).__name__
+            except BaseException:
+                await session.close()
+                raise
+            left = give_up - time.monotonic()
+            if left <= 0:
+                raise RegistryUnavailable(
+                    f"etcd at {redact.url(url)} did not answer within {wait_s:g} s ({why}): start "
+                    "it (`pullfill up` starts one), or name another with --etcd URL"
+                )
+            if on_retry is not None:
+                on_retry(f"etcd at {redact.url(url)} does not answer yet ({why}); "
+                         f"trying for another {left:.0f} s")  # fmt: skip
+            endpoints = endpoints[1:] + endpoints[:1]
+            await asyncio.sleep(min(backoff.next(), left))
+
+    async def call(
+        self, path: str, request: Any, kind: type[T], timeout_s: float | None = None
+    ) -> T:
+        """POST `request` to the unary `path` and decode the answer as `kind`.
+
+        Raises RegistryUnavailable (LeaseNotFound, RevisionLost), ConfigError when refused.
+        """
+        body = await self._post(path, request, timeout_s or self._timeout_s)
+        try:
+            # etcd3-py's models take 29 ms for 50 keys, and hold empty for absent.
+            return msgspec.json.decode(body, type=kind, strict=False)
+        except (msgspec.MsgspecError, ValueError) as exc:
+            raise RegistryUnavailable(f"etcd answered {path} with something else: {exc}") from exc
+
+    async def _post(self, path: str, request: Any, timeout_s: float) -> bytes:
+        for fresh_token in (False, True):
+            token, at = self._api.token, self._at
+            try:
+                status, body = await self._exchange(path, request, timeout_s)
+            except _FAILURES as exc:
+                raise self._lost(exc, at) from exc
+            if status == 200:
+                self.last_ok_at = SYSTEM_CLOCK.monotonic()
+                self.health.ok()
+                return body
+            failure = read_failure(body)
+            if self._has_login and failure.wants_token and not fresh_token:
+                if self._api.token == token:  # nobody else renewed it meanwhile
+                    await self._authenticate(timeout_s)
+                continue
+            break
+        raise self.refused(failure, status, at)
+
+    async def _exchange(
+        self, path: str, request: Any, timeout_s: float, *, anonymous: bool = False
+    ) -> tuple[int, bytes]:
+        if self._closed:
+            raise RegistryUnavailable("the etcd client is closed")
+        token = self._api.token
+        if anonymous:
+            self._api.token = None  # only while the request is built, which does not await
+        try:
+            call = self._api.call_rpc(
+                path,
+                data=msgspec.json.encode(request),
+                raw=True,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            )
+        finally:
+            self._api.token = token
+        async with call as response:
+            body = await response.read()
+        self.last_date = response.headers.get("Date", "")
+        return response.status, body
+
+    async def _authenticate(self, timeout_s: float) -> None:
+        # `AioClient.auth` removes the token while it waits, so other calls fail meanwhile.
+        request = dict(zip(("name", "password"), self._login() or (), strict=True))
+        at = self._at
+        try:
+            status, body = await self._exchange(
+                "/auth/authenticate", request, timeout_s, anonymous=True
+            )
+        except _FAILURES as exc:
+            raise self._lost(exc, at) from exc
+        if status != 200:
+            raise self.refused(read_failure(body), status, at)
+        self._api.token = msgspec.json.decode(body, type=_Token).token
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, path: str, request: Any, *, idle_s: float
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """POST `request` and give the answer's lines as they come.
+
+        Raises TimeoutError after `idle_s` of silence, which is no failure. Everything else that
+        ends it is RegistryUnavailable, also its end."""
+        open_s = self._timeout_s
+        if self._closed:
+            raise RegistryUnavailable("the etcd client is closed")
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=open_s)
+        at = self._at
+        try:
+            async with asyncio.timeout(open_s):
+                response = await self._api.call_rpc(
+                    path, data=msgspec.json.encode(request), raw=True, timeout=timeout
+                )
+        except _FAILURES as exc:
+            raise self._lost(exc, at) from exc
+        self._streams[response] = at
+        try:
+            if response.status != 200:
+                try:
+                    async with asyncio.timeout(open_s):
+                        failure = read_failure(await response.read())
+                except _FAILURES as exc:
+                    raise self._lost(exc, at) from exc
+                if failure.wants_token and self._has_login:
+                    await self._authenticate(open_s)
+                raise self.refused(failure, response.status, at)
+            yield self._lines(response, idle_s)
+        finally:
+            del self._streams[response]
+            response.close()
+
+    async def _lines(self, response: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator[bytes]:
+        # etcd3-py's `ResponseIter` keeps in its buffer what it has returned, and returns the first
+        # message again and again.
+        at = self._streams[response]
+        while True:
+            try:
+                async with asyncio.timeout(idle_s) as deadline:
+                    line = await response.content.readline()
+            except (*_FAILURES, ValueError) as exc:  # ValueError: the line is too long
+                if deadline.expired():
+                    raise
+                raise self._lost(exc, at) from exc
+            if not line:
+                raise self._lost(EOFError("etcd ended the stream"), at)
+            yield line
+
+    def refused(
+        self, failure: Failure, status: int = 200, at: EtcdMember | None = None
+    ) -> RegistryUnavailable | ConfigError:
+        """Return the error for an answer other than success.
+
+        at: the member of etcd that answered. None: the present one."""
+        text = failure.text or f"HTTP {status}"
+        if failure.of_lease:
+            return LeaseNotFound(f"etcd: {text}")
+        if failure.of_revision:
+            return RevisionLost(f"etcd: {text}")
+        if failure.passing or status >= 500:
+            return self._lost(RuntimeError(f"etcd: {text}"), at, leave=not failure.of_all)
+        advice = ""
+        if "CommonName" in text:
+            advice = ": with logins on, etcd takes only client certificates without a common name"
+        if any(word in text for word in ("user", "password", "permission", "authentication")):
+            advice = ": check user and password_file of [etcd] in the --security file"
+        return NotNow(f"etcd refused the request: {text}{advice}")
+
+    @property
+    def _at(self) -> EtcdMember:
+        return EtcdMember(self._api.protocol, self._api.host, self._api.port)
+
+    def _lost(
+        self, cause: BaseException, at: EtcdMember | None = None, *, leave: bool = True
+    ) -> RegistryUnavailable:
+        """Note that a member of etcd has failed, and return the error to raise.
+
+        at: the member. None: the present one.
+        leave: from now on use the next member. False: it would refuse the same."""
+        failed = at or self._at
+        why = str(cause) or ("no answer in time" if isinstance(cause, TimeoutError) else "")
+        why = why or type(cause).__name__
+        if failed == self._at:
+            self.last_failed_at = SYSTEM_CLOCK.monotonic()
+            self.health.where = self._api.baseurl
+            self.health.failed(why)
+            if leave and len(self._endpoints) > 1 and failed == self._endpoints[0]:
+                self._endpoints = self._endpoints[1:] + self._endpoints[:1]
+                self._api.protocol, self._api.host, self._api.port = self._endpoints[0]
+                # A member that has lost the others, or was stopped, would keep a watch silent.
+                for stream, where in self._streams.items():
+                    if where == failed:
+                        stream.close()
+        return RegistryUnavailable(f"etcd at {failed.host}:{failed.port} does not answer: {why}")
+
+    async def close(self) -> None:
+        """End all connections. Later calls raise RegistryUnavailable. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            await self._api.close()
 
     # ------------------------------------------------------------------ keys
 
@@ -183,6 +589,47 @@ class EtcdClient(EtcdRpc):
     async def ping(self, timeout_s: float) -> None:
         """Raise RegistryUnavailable unless etcd answers (linearizable) within `timeout_s`."""
         await self.call("/kv/range", PROBE, _Range, timeout_s)
+
+
+def _connector(tls: ssl.SSLContext | None) -> aiohttp.TCPConnector:
+    """As many connections as are asked for. Its session closes it."""
+    return aiohttp.TCPConnector(limit=0, socket_factory=_socket, ssl=True if tls is None else tls)
+
+
+def _socket(address: Any) -> socket.socket:
+    """Make a socket whose kernel notices a vanished server in about 20 s."""
+    family, kind, proto, _, _ = address
+    sock = socket.socket(family, kind, proto)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return sock
+
+
+async def _construct(session: aiohttp.ClientSession, endpoint: EtcdMember) -> _Api:
+    """Ask the server's version, then make the client over `session`. Does not close `session`."""
+    scheme, host, port = endpoint
+    url = f"{scheme}://{host}:{port}/version"
+    async with session.get(url, timeout=aiohttp.ClientTimeout(total=2.0)) as response:
+        body = await response.read()
+    try:
+        version = sem.Version(text := msgspec.json.decode(body, type=_Version).etcdserver)
+    except (msgspec.MsgspecError, ValueError):
+        raise RegistryUnavailable("the server there is not an etcd, or not ready") from None
+    if version < OLDEST:
+        raise ConfigError(f"etcd {version} is too old: need {OLDEST} or later")
+    api = _Api(host=host, port=port, protocol=scheme, server_version=text)
+    # Its own session has 30 connections, so 31 watches block a put, and it checks no certificate.
+    await api.session.close()
+    api.session = session
+    return api
+
+
+def _cause(exc: BaseException) -> str:
+    """The TLS error inside aiohttp's."""
+    inner = getattr(exc, "certificate_error", None) or getattr(exc, "os_error", None) or exc
+    return str(getattr(inner, "verify_message", "") or getattr(inner, "reason", "") or inner)
 
 
 def _put(key: str | bytes, value: bytes, lease_id: int | None) -> dict[str, Any]:

@@ -25,8 +25,15 @@ import msgspec
 
 from pullfill.backoff import Backoff
 from pullfill.errors import ConfigError, PullfillError, RegistryUnavailable
-from pullfill.registry.client import EtcdClient, Header, KeyValue, RevisionLost, as_key, prefix_end
-from pullfill.registry.gateway import Failure
+from pullfill.registry.client import (
+    EtcdClient,
+    Failure,
+    Header,
+    KeyValue,
+    RevisionLost,
+    as_key,
+    prefix_end,
+)
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
 

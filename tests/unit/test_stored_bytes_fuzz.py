@@ -23,8 +23,8 @@ from pullfill.queue.jetstream import JetStreamDelivery
 from pullfill.queue.nats_connection import read_reply
 from pullfill.queue.streams import MSG_ID, TOKENS, parse_ack, subject_tokens
 from pullfill.registry import keys, live_settings
+from pullfill.registry.client import parse_url, read_failure
 from pullfill.registry.directory import decode_worker_record
-from pullfill.registry.gateway import parse_url, read_failure
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.layout import dense_layout, layout_of
 from pullfill.transfer.shm.files import ShmEndpoint
