@@ -7,16 +7,15 @@ Life: `start`, which returns once all adapters were told → `close`. Single eve
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 
 import msgspec
 
-from pullfill.errors import BadMessage, PullfillError
+from pullfill.errors import BadMessage
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.watch import Background, Delete, Follower, Put
+from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
 from pullfill.wire import AdapterRecord, decode, encode
 
@@ -33,7 +32,6 @@ class AdapterBoard:
         self._prefix = keys.adapters_prefix(namespace)
         self._known: dict[str, tuple[int, AdapterRecord]] = {}
         self._on_change: OnChange = lambda _name, _record: None
-        self._background = Background(client)
         self._follower = Follower(client, self._prefix, "the LoRA adapters", self._on_event)
 
     async def start(self, on_change: OnChange, timeout_s: float = 30.0) -> None:
@@ -47,7 +45,6 @@ class AdapterBoard:
     async def close(self) -> None:
         """End the watch. Idempotent."""
         await self._follower.close()
-        await self._background.close()
 
     async def keep(self, record: AdapterRecord) -> AdapterRecord:
         """Write an adapter over one of the same name. Returns the record, with its number.
@@ -87,19 +84,11 @@ class AdapterBoard:
         revision, known = self._known.get(name, (0, None))
         if known is not None and event.mod_revision < revision:
             # etcd has lost its data. Nobody has unloaded the adapter.
-            self._background.run(self._put_back(known), f"adapter-{name}")
+            key, value = keys.adapter(self._namespace, name), encode(known)
+            put = self._client.put_if
+            self._follower.write(lambda _: put(key, value, mod_revision=0), f"adapter {name}")
         else:
             self._on_change(name, None)
-
-    async def _put_back(self, record: AdapterRecord) -> None:
-        key = keys.adapter(self._namespace, record.name)
-        while True:
-            try:
-                await self._client.put_if(key, encode(record), mod_revision=0)
-                return
-            except PullfillError as exc:
-                _log.debug("%s is not stored yet: %s", key, exc)
-                await asyncio.sleep(1.0)
 
 
 def _read(name: str, value: bytes) -> AdapterRecord | None:

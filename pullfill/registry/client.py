@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import unquote, urlsplit
+from weakref import WeakSet
 
 import aiohttp
 import msgspec
@@ -175,6 +176,46 @@ def prefix_end(prefix: bytes) -> bytes:
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
 
 
+# --------------------------------------------------------------------------- sockets
+
+
+class EtcdConnector(aiohttp.TCPConnector):
+    """As many connections as are asked for, and none left at the end. Its session closes it.
+
+    When aiohttp closes an encrypted connection, it tells the server and waits for the answer, up to
+    half a minute. It forgets such a connection, so closing the session does not end it. So this
+    connector remembers every socket that it made.
+    """
+
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
+        super().__init__(limit=0, socket_factory=self._make, ssl=True if tls is None else tls)
+        self._sockets: WeakSet[socket.socket] = WeakSet()
+
+    async def close(self, *, abort_ssl: bool = False) -> None:
+        """Close all sockets. Takes a few turns of the loop, half a second at most."""
+        await super().close(abort_ssl=abort_ssl)
+        for sock in self.open_sockets():
+            with contextlib.suppress(OSError):  # not connected yet, or just gone
+                sock.shutdown(socket.SHUT_RDWR)  # its transport reads the end and closes it
+        give_up = time.monotonic() + 0.5
+        while self.open_sockets() and time.monotonic() < give_up:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.001)
+
+    def open_sockets(self) -> list[socket.socket]:
+        return [sock for sock in self._sockets if sock.fileno() >= 0]
+
+    def _make(self, address: Any) -> socket.socket:
+        """Make a socket whose kernel notices a vanished server in about 20 s."""
+        family, kind, proto, _, _ = address
+        sock = socket.socket(family, kind, proto)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._sockets.add(sock)
+        return sock
+
+
 # --------------------------------------------------------------------------- calls
 
 T = TypeVar("T")
@@ -294,7 +335,7 @@ class EtcdClient:
             )
         give_up, backoff = time.monotonic() + wait_s, Backoff(longest_s=1.0)
         while True:
-            session = aiohttp.ClientSession(connector=_connector(tls), read_bufsize=_LINE >> 1)
+            session = aiohttp.ClientSession(connector=EtcdConnector(tls), read_bufsize=_LINE >> 1)
             try:
                 api = await _construct(session, endpoints[0])
                 rpc = cls(api, endpoints, lambda: security.login() or in_url, timeout_s)
@@ -589,22 +630,6 @@ class EtcdClient:
     async def ping(self, timeout_s: float) -> None:
         """Raise RegistryUnavailable unless etcd answers (linearizable) within `timeout_s`."""
         await self.call("/kv/range", PROBE, _Range, timeout_s)
-
-
-def _connector(tls: ssl.SSLContext | None) -> aiohttp.TCPConnector:
-    """As many connections as are asked for. Its session closes it."""
-    return aiohttp.TCPConnector(limit=0, socket_factory=_socket, ssl=True if tls is None else tls)
-
-
-def _socket(address: Any) -> socket.socket:
-    """Make a socket whose kernel notices a vanished server in about 20 s."""
-    family, kind, proto, _, _ = address
-    sock = socket.socket(family, kind, proto)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return sock
 
 
 async def _construct(session: aiohttp.ClientSession, endpoint: EtcdMember) -> _Api:

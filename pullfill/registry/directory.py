@@ -78,16 +78,18 @@ async def live_workers(client: EtcdClient, namespace: str) -> list[LiveWorker]:
     return sorted(found, key=lambda worker: worker.create_revision)
 
 
+async def _find(client: EtcdClient, namespace: str, instance_id: str) -> LiveWorker | None:
+    found = await live_workers(client, namespace)
+    return next((w for w in found if w.record.instance_id == instance_id), None)
+
+
 async def revoke_worker(
     client: EtcdClient, namespace: str, instance_id: str
 ) -> WorkerRecord | None:
     """Revoke the lease of one worker, which makes it drain. None: no such worker."""
-    for worker in await live_workers(client, namespace):
-        if worker.record.instance_id == instance_id:
-            try:
-                await client.revoke_lease(worker.lease_id)
-            except LeaseNotFound:
-                return None
+    with suppress(LeaseNotFound):
+        if (worker := await _find(client, namespace, instance_id)) is not None:
+            await client.revoke_lease(worker.lease_id)
             return worker.record
     return None
 
@@ -96,12 +98,11 @@ async def order_role(
     client: EtcdClient, namespace: str, instance_id: str, role: WorkerRole
 ) -> bool:
     """Order an elastic worker to change its role. False: it is not registered."""
-    for worker in await live_workers(client, namespace):
-        if worker.record.instance_id == instance_id:
+    with suppress(LeaseNotFound):
+        if (worker := await _find(client, namespace, instance_id)) is not None:
             key, order = keys.role_order(namespace, instance_id), encode(RoleOrder(role=role))
-            with suppress(LeaseNotFound):
-                await client.put(key, order, worker.lease_id)
-                return True
+            await client.put(key, order, worker.lease_id)
+            return True
     return False
 
 
@@ -198,7 +199,6 @@ class Directory:
         self._members: dict[bytes, WorkerRecord] = {}
         self._leaving: dict[bytes, asyncio.TimerHandle] = {}
         self._malformed: set[bytes] = set()
-        self._seldom = log.Seldom(1.0)
         self._descriptors: dict[tuple[str, int], RegionDescriptor] = {}
         self._callbacks: list[OnChange] = []
         prefix = keys.workers_prefix(namespace)
@@ -319,9 +319,6 @@ class Directory:
         if key not in self._members or key in self._leaving:
             return
         if SYSTEM_CLOCK.monotonic() - self._client.last_failed_at < self._grace_s:
-            # Many workers may go at once, and each process would write a line for each of them.
-            if (more := self._seldom.due("went")) is not None:
-                _log.info("%s went during etcd trouble: waiting for it%s", key.decode(), more)
             self._expect(key, self._grace_s)
         else:
             self._drop(key)

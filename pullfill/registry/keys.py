@@ -50,11 +50,6 @@ def descriptor(namespace: str, instance_id: str, rank: int) -> str:
     return f"{descriptors_prefix(namespace, instance_id)}{rank}"
 
 
-def model(namespace: str, name: str) -> str:
-    """Key of a served model name, which may hold anything, also slashes. It is never parsed."""
-    return f"{namespace_prefix(namespace)}models/{name}"
-
-
 def adapters_prefix(namespace: str) -> str:
     return f"{namespace_prefix(namespace)}adapters/"
 

@@ -280,7 +280,7 @@ class Membership:
         self.refresh()
 
     def refresh(self) -> None:
-        """Write our keys again if etcd does not hold what they say now."""
+        """Write our keys again soon."""
         self._stale.set()
 
     async def leave(self, timeout_s: float = 2.0) -> None:
@@ -319,7 +319,6 @@ class Membership:
             await self._write(lease)
             lease.start()
             await refuse_if_incompatible(self._client, self._namespace, record, registered=True)
-            await self._note_model(record)
         except BaseException:
             await lease.revoke()
             raise
@@ -348,20 +347,6 @@ class Membership:
         async with self._writing:
             items = [(key.decode(), value) for key, value in self._expected().items()]
             await self._client.put_all(items, lease.id)
-
-    async def _note_model(self, record: WorkerRecord) -> None:
-        """Write what is served here to `models/{name}`, for people. Nothing depends on it."""
-        if record.compat is None:
-            return
-        note = {
-            "name": record.model,
-            "path": record.model_path,
-            "max_model_len": record.max_model_len,
-            "compat_hash": record.compat.hash(),
-            "compat": record.compat,
-        }
-        key = keys.model(self._namespace, record.model)
-        await self._client.put(key, msgspec.json.encode(note))
 
     # ------------------------------------------------------------------ holding
 
@@ -412,21 +397,15 @@ class Membership:
                 self._stale.set()
 
     async def _rewrite(self, lease: EtcdLease) -> None:
-        """Write our keys again each time `_stale` is set and etcd does not hold them."""
+        """Write our keys again each time `_stale` is set."""
         backoff = Backoff(longest_s=1.0)
         while True:
             await self._stale.wait()
-            # Our own writes come back through the watch, maybe an old one late. So look first.
+            # What was set while we wait is written with it.
             await asyncio.sleep(backoff.pause_s)
             self._stale.clear()
             try:
-                expected = self._expected()
-                for key in expected:
-                    found = await self._client.get(key)
-                    if found is None or found.value != expected[key] or found.lease != lease.id:
-                        _log.info("writing %s again", key.decode())
-                        await self._write(lease)
-                        break
+                await self._write(lease)
                 backoff.reset()
             except LeaseNotFound:
                 lease.check_now()

@@ -9,16 +9,14 @@ line.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from hashlib import blake2b
 
 import msgspec
 
-from pullfill.errors import PullfillError
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.watch import Background, Delete, Follower, Put
+from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
 from pullfill.wire import SelfCheck
 
@@ -42,7 +40,6 @@ class SelfChecks:
         self._client = client
         self._namespace = namespace
         self._prefix = keys.self_checks_prefix(namespace)
-        self._background = Background(client)
         self._follower = Follower(client, self._prefix, "the self-checks", self._on_event)
         self._callbacks: list[Callable[[], None]] = []
         self.current: dict[str, SelfCheck] = {}
@@ -59,7 +56,6 @@ class SelfChecks:
     async def close(self) -> None:
         """End the watch, and drop what is not written yet. Idempotent."""
         await self._follower.close()
-        await self._background.close()
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` on the loop after each change. Returns what ends that."""
@@ -81,22 +77,15 @@ class SelfChecks:
 
         A success never replaces a failure in etcd: somebody has to clear the failure."""
         self.current.setdefault(pair, result)
-        self._background.run(self._keep(pair, result), f"self-check-{pair}")
+        self._follower.write(lambda _: self._write(pair, result), f"self-check {pair}")
         self._tell()
 
-    async def _keep(self, pair: str, result: SelfCheck, again_s: float = 2.0) -> None:
+    async def _write(self, pair: str, result: SelfCheck) -> None:
         key, value = keys.self_check(self._namespace, pair), msgspec.json.encode(result)
-        while True:
-            try:
-                found = await self._client.get(key)
-                if found is not None and result.passed:
-                    return
-                revision = found.mod_revision if found is not None else 0
-                if await self._client.put_if(key, value, mod_revision=revision):
-                    return
-            except PullfillError as exc:
-                _log.debug("not written yet: %s", exc)
-                await asyncio.sleep(again_s)
+        while (found := await self._client.get(key)) is None or not result.passed:
+            revision = found.mod_revision if found is not None else 0
+            if await self._client.put_if(key, value, mod_revision=revision):
+                return
 
     def _on_event(self, event: Put | Delete) -> None:
         pair = event.key.decode("utf-8", "replace").removeprefix(self._prefix)

@@ -15,10 +15,10 @@ import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pullfill.errors import BadMessage, PullfillError
+from pullfill.errors import BadMessage
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.watch import Background, Delete, Put, watch_prefix
+from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
 from pullfill.wire import SuspectRecord, decode, encode
 
@@ -44,7 +44,8 @@ class SuspectBoard:
         self._namespace = namespace
         self._client = client
         self._entries: dict[str, _Entry] = {}
-        self._background = Background(client)
+        self._prefix = keys.suspects_prefix(namespace)
+        self._follower = Follower(client, self._prefix, "the suspects", self._on_event)
         self._loop = asyncio.get_running_loop()
         self._on_refused: Callable[[str], None]
 
@@ -53,11 +54,11 @@ class SuspectBoard:
 
         on_refused: called with each fingerprint that is refused from now on."""
         self._on_refused = on_refused
-        self._background.run(self._follow(), "suspects")
+        self._follower.begin()
 
     async def close(self) -> None:
         """End the watch and what is being written. Idempotent."""
-        await self._background.close()
+        await self._follower.close()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -92,19 +93,17 @@ class SuspectBoard:
             )
             return
         key = keys.suspect(self._namespace, fingerprint)
-        self._background.run(
-            self._background.put(key, encode(record), ttl_s), f"suspect-{fingerprint}"
-        )
+        self._follower.write(lambda left_s: self._write(key, record, left_s), key, ttl_s)
 
-    async def _follow(self) -> None:
-        prefix = keys.suspects_prefix(self._namespace)
-        async for event in watch_prefix(self._client, prefix):
-            if isinstance(event, Put):
-                await self._put(event)
-            elif isinstance(event, Delete):
-                self._entries.pop(event.key.decode(errors="replace").removeprefix(prefix), None)
+    async def _write(self, key: str, record: SuspectRecord, left_s: float) -> None:
+        lease, _, _ = await self._client.grant_lease(int(left_s))
+        await self._client.put(key, encode(record), lease)
 
-    async def _put(self, event: Put) -> None:
+    def _on_event(self, event: Put | Delete) -> None:
+        name = event.key.decode(errors="replace").removeprefix(self._prefix)
+        if isinstance(event, Delete):
+            self._entries.pop(name, None)
+            return
         try:
             record = decode(event.value, SuspectRecord)
         except BadMessage as exc:
@@ -113,9 +112,12 @@ class SuspectBoard:
         # Refused first: to ask etcd for the time takes a moment.
         entry = self._entries[record.fingerprint] = _Entry(record, 0.0, stored=True)
         self._on_refused(record.fingerprint)
-        with contextlib.suppress(PullfillError):
-            if (found := await self._client.get(event.key)) is not None:
-                entry.until = self._loop.time() + await self._client.lease_left_s(found.lease)
+        key = event.key
+        self._follower.write(lambda _: self._ask_time(key, entry), f"time of suspect {name}")
+
+    async def _ask_time(self, key: bytes, entry: _Entry) -> None:
+        if (found := await self._client.get(key)) is not None:
+            entry.until = self._loop.time() + await self._client.lease_left_s(found.lease)
 
 
 def _rows(found: Iterable[tuple[SuspectRecord, float]]) -> list[dict[str, object]]:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,7 +233,7 @@ async def _changes(
 
 
 class Follower:
-    """Watches a prefix in a task of its own, from `start` to `close`.
+    """Watches a prefix in a task of its own, and writes there over outages. `close` ends both.
 
     what: the name of what is there, for people.
     on_event: called on the loop with each change. An error of it ends the watch, and is logged."""
@@ -245,13 +246,17 @@ class Follower:
         self._what = what
         self._on_event = on_event
         self._synced = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self) -> None:
+        """Begin to watch. What is in etcd arrives soon."""
+        self._spawn(self._run(), self._what)
 
     async def start(self, timeout_s: float = 30.0) -> None:
         """Begin to watch. Returns once all that is in etcd now was told.
 
         Raises RegistryUnavailable after `timeout_s`."""
-        task = self._task = asyncio.create_task(self._run(), name=self._what)
+        task = asyncio.create_task(self._run(), name=self._what)
         synced = asyncio.create_task(self._synced.wait())
         either = asyncio.FIRST_COMPLETED
         try:
@@ -263,11 +268,19 @@ class Follower:
                 await task
             task.cancel()
             raise RegistryUnavailable(f"etcd did not give {self._what} within {timeout_s:g} s")
-        task.add_done_callback(_report)
+        self._keep(task)
+
+    def write(
+        self, work: Callable[[float], Awaitable[object]], name: str, for_s: float = math.inf
+    ) -> None:
+        """Do `work` in the background. While etcd does not answer, try again, for `for_s`.
+
+        work: gets the seconds that are left."""
+        self._spawn(self._write(work, name, time.monotonic() + for_s), name)
 
     async def close(self) -> None:
-        """End the watch. Idempotent."""
-        await end(self._task)
+        """End the watch, and drop what is not written yet. Idempotent."""
+        await end(*self._tasks)
 
     async def _run(self) -> None:
         async for event in watch_prefix(self._client, self._prefix):
@@ -276,45 +289,23 @@ class Follower:
             else:
                 self._on_event(event)
 
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("%s stopped: %s", task.get_name(), error)
-
-
-# --------------------------------------------------------------------------- writes
-
-
-class Background:
-    """Tasks that write to etcd. They all end with `close`. Single event loop."""
-
-    def __init__(self, client: EtcdClient) -> None:
-        self._client = client
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def run(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Start a task. Its failure is logged."""
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    async def close(self) -> None:
-        """End all tasks. Idempotent."""
-        await end(*self._tasks)
-
-    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
-        """Write a key that lives for `ttl_s`, on a lease of its own.
-
-        While etcd does not answer, try again, until `ttl_s` have passed."""
-        end = time.monotonic() + ttl_s
-        while (left_s := end - time.monotonic()) > 1:
+    async def _write(
+        self, work: Callable[[float], Awaitable[object]], name: str, until: float
+    ) -> None:
+        while (left_s := until - time.monotonic()) > 1:
             try:
-                lease, _, _ = await self._client.grant_lease(int(left_s))
-                await self._client.put(key, value, lease)
+                await work(left_s)
                 return
             except PullfillError as exc:
-                _log.debug("%s is not stored yet: %s", key, exc)
+                _log.debug("%s is not written yet: %s", name, exc)
                 await asyncio.sleep(1.0)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._keep(asyncio.create_task(work, name=name))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -46,7 +46,6 @@ async def test_join_state_leave(client: EtcdClient, ns: str) -> None:
     kv = await client.get(keys.descriptor(ns, "decode-1", 0))
     assert kv is not None
     assert kv.lease == me.lease.id
-    assert await client.get(keys.model(ns, "demo")) is not None
     assert await me.set_state(WorkerState.DRAINING)
     assert (await registered(client, ns))["decode-1"].state is WorkerState.DRAINING
     me.note_state(WorkerState.READY)
