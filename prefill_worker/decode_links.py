@@ -3,8 +3,8 @@
 A connection is made when it is *standing*, or when a job of its decode worker was pulled. If it is
 needed for neither for a minute, it is closed.
 
-Each decode worker stays connected to the `most` prefill workers that rank highest for it, and each
-prefill worker to the LEAST decode workers that rank highest for it (`standing_links`).
+Each decode worker stays connected to `most` prefill workers, and each prefill worker to LEAST
+decode workers (`standing_links`).
 
 asyncio thread only.
 """
@@ -12,8 +12,8 @@ asyncio thread only.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Collection
 from functools import lru_cache
 from hashlib import blake2b
@@ -259,7 +259,6 @@ class DecodeLinks:
         self.leaving = False
         self.why_not = ""
         self.trials: asyncio.Queue[Trial] = asyncio.Queue()
-        self._loaded, self._loaded_at = Load(), -math.inf
 
     def start(self, on_checked: Callable[[], None] = lambda: None) -> None:
         """Connect to the decode workers in the directory, and follow its changes.
@@ -392,12 +391,9 @@ class DecodeLinks:
 
     # ------------------------------------------------------------------ for links
 
-    def load(self, for_s: float = 0.1) -> Load:
-        """Return this worker's load, at most `for_s` old. Each claim carries it."""
-        now = asyncio.get_running_loop().time()
-        if now - self._loaded_at >= for_s:
-            self._loaded, self._loaded_at = replace(self._report(), pool=self.pool), now
-        return self._loaded
+    def load(self) -> Load:
+        """Return this worker's load. Each claim carries it."""
+        return replace(self._report(), pool=self.pool)
 
     @property
     def pool(self) -> int:
@@ -513,20 +509,17 @@ def standing_links(
     """Return the decode workers that the prefill worker `me` stays connected to. See the module.
 
     others: the other prefill workers that pull jobs."""
-    # With 256 workers of each kind a connection for each pair would be 65,536 connections. The rank
-    # of a pair is a hash of the two names (rendezvous hashing): all prefill workers compute the
-    # same ranks without talking to each other, and a worker that comes or goes changes only its own
-    # connections and those in its place.
+    # With 256 workers of each kind a connection for each pair would be 65,536 connections. So the
+    # names stand on a ring, in the order of a hash. A decode worker is connected to the next `most`
+    # prefill workers on the ring, and a prefill worker to the next LEAST decode workers. All
+    # workers see the same ring without talking to each other, and one that comes or goes changes
+    # only its own connections and those in its place.
     if len(others) < most:
         return set(decodes)
-    ours, theirs = _key(me), [_key(name) for name in others]
-    # The rank of a pair: a product with an odd number, because a fleet of 256 + 256 workers makes
-    # 65,536 of these at each change. Its high bits depend on all bits of both keys.
-    factor, mask = 0x9E3779B97F4A7C15, 0xFFFFFFFFFFFFFFFF
-    ranks = {name: (_key(name) ^ ours) * factor & mask for name in decodes}
-    found = set(heapq.nlargest(min(LEAST, most), ranks, key=lambda name: ranks[name]))
-    for name, mine in ranks.items():
-        decode = _key(name)
-        if sum((decode ^ other) * factor & mask > mine for other in theirs) < most:
-            found.add(name)
-    return found
+    ring, place = sorted(map(_key, {*others, me})), _key(me)
+    mine = bisect_left(ring, place)
+    ahead = sorted(decodes, key=lambda name: (_key(name) - place) % (1 << 64))
+    found = set(ahead[: min(LEAST, most)])
+    return found | {
+        name for name in decodes if (mine - bisect_left(ring, _key(name))) % len(ring) < most
+    }

@@ -94,13 +94,13 @@ class PrefillEngine:
         if task.ended:
             return
         try:
-            lora_request = self._load(core, task.adapter)
+            lora_request = self._load(core, task.job.adapter)
             self._check_features(task)
             request = requests.prefill_request(
                 task.request_id,
                 task.token_ids,
-                cache_salt=task.cache_salt,
-                priority=task.priority,
+                cache_salt=task.job.cache_salt,
+                priority=task.job.priority,
                 arrival_time=time.time(),
                 lora_request=lora_request,
                 mm_features=task.features,

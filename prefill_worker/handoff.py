@@ -47,6 +47,7 @@ from pullfill.wire import (
 
 if TYPE_CHECKING:
     from pullfill.prefill_worker.puller import Puller
+    from pullfill.prefill_worker.transfer_worker import TransferWorker
 
 logger = log.get("prefill_worker.handoff")
 
@@ -76,7 +77,9 @@ class Handoff:
     running: runs `run`. The owner sets it.
     succeeded: whether the job was committed. None: it still runs, or others do the rest.
     link: the connection over which it is claimed, and that brought the grant.
-    task: what the engine and the transfer worker do for the attempt, while they do it."""
+    task: what the engine and the transfer worker do for the attempt, while they do it.
+    _done: the end of the attempt. None when all KV is written, else what has ended it. There is a
+    new one for each claim, because a connection may break before its answer comes."""
 
     running: asyncio.Task[None]
     job: PrefillJob
@@ -97,12 +100,7 @@ class Handoff:
         self._claim_ms = 0.0
         # Set from the grant until the decode worker is told that the attempt is over.
         self._holds_grant = False
-        # Set from the claim until there is a task. A revoke or a lost connection is only noted
-        # then, because it may come before the grant was even looked at.
-        self._opening = False
-        self._revoked: set[int] = set()
-        self._lost = False
-        self._connecting: asyncio.Timeout | None = None
+        self._revoked = 0  # the newest attempt that the decode worker has taken back
 
     async def run(self) -> None:
         """Take the job through its steps. Whatever ends it, see that its message is settled."""
@@ -155,20 +153,19 @@ class Handoff:
         new one, because the job may have been granted."""
         job, budget = self.job, self._puller.budget
         failpoints.hit("prefill.before_claim")
-        self._opening = True
-        if self._puller.links.is_up(job.decode_instance):
-            budget.claims(self.job_id, job.decode_instance)
-        else:
+        loop = asyncio.get_running_loop()
+        self._done = loop.create_future()
+        if not self._puller.links.is_up(job.decode_instance):
             budget.waits(self.job_id)
         await self._find_link()
         asked = time.monotonic()
         while True:
-            self._lost = False
             try:
                 grant = await self.link.claim(self.job_id, job.incarnation, self.first.ack_subject)
                 break
             except ConnectionLost:
                 await self._find_link()
+                self._done = loop.create_future()
             except ClaimRefused as exc:
                 wait_s = exc.retry_after_s
                 if exc.reason != RefuseReason.HELD.value or wait_s is None:
@@ -182,6 +179,8 @@ class Handoff:
                 await asyncio.sleep(wait_s)
         budget.granted(self.job_id)
         self.grant, self._holds_grant = grant, True
+        if self._revoked >= grant.attempt:
+            self._fail(Revoked("revoked before it began"))
         granted = time.monotonic()
         self._claim_ms = (granted - asked) * 1e3
         _GRANTED.inc()
@@ -209,52 +208,59 @@ class Handoff:
         The engine reads the prefix first (`PrefillScheduler.read_prefix`). After each step it hands
         the blocks that are whole to the transfer worker (`PrefillScheduler.step_done`).
         Raises what ends the attempt before that, for example TimeoutError at its deadline."""
-        grant, link, engine = self.grant, self.link, self._puller.engine
-        self._pace = Pace(link, grant, self.job.timeout_s)
-        transfer_worker = link.transfer.current
-        if transfer_worker is None:
-            # Unless the attempt ends before the decode worker's KV memory is reached.
-            try:
-                async with asyncio.timeout(self._pace.left_s) as self._connecting:
-                    transfer_worker = await link.transfer.get()
-            except (PullfillError, TimeoutError):
-                self._check_alive()
-                raise
-            finally:
-                self._connecting = None
+        link, engine = self.link, self._puller.engine
+        self._pace = Pace(link, self.grant, self.job.timeout_s)
+        transfer_worker = link.transfer.current or await self._reach_memory()
         self._check_alive()
-        if grant.incarnation != link.record.incarnation:
+        if self.grant.incarnation != link.record.incarnation:
             # The decode worker has registered again since this connection was made: only a new
             # connection can write into its memory.
             raise Renewed(f"{self.job.decode_instance} has registered again")
         if self.job.adapter is not None:
             await engine.check_adapter(self.job.adapter)
             self._check_alive()
-        self._done = asyncio.get_running_loop().create_future()
-        task = PrefillTask.of(
-            self.job, self._token_ids, grant, engine.block_size, transfer_worker,
+        self.task = task = PrefillTask(
+            self.job, self.grant, self._token_ids, engine.block_size, transfer_worker,
             self._on_done, self._on_computed,
         )  # fmt: skip
-        self._opening, self.task = False, task
         self._pace.watch(task, self._done)
         engine.submit(task)
         await self._done
         return task
+
+    async def _reach_memory(self) -> TransferWorker:
+        """Connect to the decode worker's KV memory, until the attempt ends or its deadline."""
+        loop = asyncio.get_running_loop()
+        limit = asyncio.timeout(self._pace.left_s)
+
+        def over(_: asyncio.Future[None]) -> None:
+            if not limit.expired():
+                limit.reschedule(loop.time())
+
+        try:
+            async with limit:
+                self._done.add_done_callback(over)
+                return await self.link.transfer.get()
+        except (PullfillError, TimeoutError):
+            self._check_alive()
+            raise
+        finally:
+            self._done.remove_done_callback(over)
 
     # ------------------------------------------------------------------ step 8: commit
 
     async def commit(self, task: PrefillTask) -> None:
         """Tell the decode worker that all blocks are written, or kept in pull mode. Then ack."""
         failpoints.hit("prefill.before_commit")
-        incarnation, timings = self.grant.incarnation, task.timings(self._claim_ms)
+        timings = task.timings(self._claim_ms)
         if task.mode is KvMode.PULL:
             fence = self._puller.read_grants.open(task)
             reply = await self.link.commit(
-                lambda rid: task.ready(rid, incarnation, timings, fence),
+                lambda rid: task.ready(rid, timings, fence),
                 within_s=24 * 3600.0,  # a safety net. The decode worker replies when its read ends
             )
         else:
-            reply = await self.link.commit(lambda rid: task.commit(rid, incarnation, timings))
+            reply = await self.link.commit(lambda rid: task.commit(rid, timings))
         failpoints.hit("prefill.before_ack")
         self.succeeded = reply.ok
         if not reply.ok:
@@ -306,11 +312,9 @@ class Handoff:
             raise
 
     def _check_alive(self) -> None:
-        """Raise what ended the attempt before it had a task."""
-        if self.grant.attempt in self._revoked:
-            raise Revoked("revoked before it began")
-        if self._lost:
-            raise ConnectionLost(f"lost decode worker {self.job.decode_instance}")
+        """Raise what has ended the attempt before it had a task."""
+        if self._done.done():
+            self._done.result()
 
     def _on_computed(self) -> None:
         """The prompt is computed. Engine thread."""
@@ -331,6 +335,7 @@ class Handoff:
             self._done.set_result(None)
         else:
             self._done.set_exception(failure)
+            self._done.exception()  # or asyncio complains if nobody waits for it any more
 
     def _end_task(self) -> None:
         task, self.task = self.task, None
@@ -346,31 +351,27 @@ class Handoff:
 
     def revoke(self, revoke: Revoke) -> None:
         """Stop an attempt that the decode worker revokes. Answer once no copy runs."""
-        task = self.task
-        if self._opening:
-            metrics.STALE_REFUSED.labels("revoked").inc()
-            self._revoked.add(revoke.attempt)
-            if self._holds_grant and revoke.attempt == self.grant.attempt:
-                self._stop_connecting()
-        elif task is not None and task.attempt == revoke.attempt:
-            metrics.STALE_REFUSED.labels("revoked").inc()
-            task.cancel()
-            task.end(Revoked(f"revoked: {revoke.reason}"))
-            self._puller.read_grants.stop(task)
-            self._puller.keep(_drained(self.link, task))
+        # It may come before the grant was even looked at.
+        self._revoked = max(self._revoked, revoke.attempt)
+        if self._holds_grant and revoke.attempt == self.grant.attempt:
+            self._fail(Revoked(f"revoked: {revoke.reason}"))
+            if self.task is not None:
+                self._puller.read_grants.revoke(self.task)
+                self._puller.keep(_drained(self.link, self.task))
 
     def link_lost(self) -> None:
         """End the attempt: the connection is lost over which it was granted, or is claimed."""
+        self._fail(ConnectionLost(f"lost decode worker {self.link.name}"))
+
+    def _fail(self, why: PullfillError) -> None:
+        """End the attempt before its time."""
+        if isinstance(why, Revoked):
+            metrics.STALE_REFUSED.labels("revoked").inc()
         if self.task is not None:
             self.task.cancel()
-            self.task.end(ConnectionLost(f"lost decode worker {self.link.name}"))
-        elif self._opening:
-            self._lost = True
-            self._stop_connecting()
-
-    def _stop_connecting(self) -> None:
-        if self._connecting is not None and not self._connecting.expired():
-            self._connecting.reschedule(asyncio.get_running_loop().time())
+            self.task.end(why)
+        else:
+            self._resume(why)
 
     async def _not_begun(self, why: PullfillError | TimeoutError) -> None:
         """Settle a job that this worker did not begin, or leave that to its holder."""
@@ -432,8 +433,8 @@ class Handoff:
         It must stay in the queue, and be no dead letter, until the decode worker deletes it."""
         job, number = self.job, self.first.number
         delay_s = patience(job.timeout_s, number, self._puller.max_deliver)
-        # _lost: the connection broke under our claim. It may drain, connected to others.
-        if self._lost or self._puller.links.knows(job.decode_instance):
+        # The connection may have broken under our claim. Then it may drain, connected to others.
+        if self._done.done() or self._puller.links.knows(job.decode_instance):
             self._puller.leave_to_others(delay_s or 0.0)
         elif delay_s is not None:
             # It may be gone. Or it is not listed yet, or it drains. So others get the first chance.
@@ -444,7 +445,7 @@ class Handoff:
     def _give_up(self, cause: str, *, retry: bool) -> None:
         """Tell the decode worker that the attempt is over here. Once, and only with a grant."""
         if self._holds_grant:
-            self._holds_grant = self._opening = False  # so a late revoke finds nothing
+            self._holds_grant = False  # so a late revoke finds nothing
             self.link.give_up(self.grant, cause, retry=retry)
 
     # ------------------------------------------------------------------ the message in the queue

@@ -61,8 +61,6 @@ def budget_of(step_tokens: int, least_tokens: int = 4096) -> int:
 class _Charge:
     tokens: int
     timer: asyncio.TimerHandle
-    decode_instance: str = ""
-    asked_at: float = math.inf
     counted: bool = True
     granted: bool = False
     computed: bool = False
@@ -82,19 +80,11 @@ class Budget:
     room: set when something counts no more. The puller clears it.
     tokens: sum over the deliveries that count."""
 
-    def __init__(
-        self,
-        tokens: int,
-        concurrency: int = 0,
-        *,
-        claim_s: float = 0.05,
-        silent_claim_s: float = 0.5,
-    ) -> None:
+    def __init__(self, tokens: int, concurrency: int = 0, *, claim_s: float = 0.05) -> None:
         self.by_prompt = concurrency > 0
         # One prompt more than the engine computes is there, and its prefix is read meanwhile.
         self.limit = concurrency + 1 if concurrency else tokens
         self._claim_s = claim_s
-        self._silent_claim_s = silent_claim_s
         self._charges: dict[str, _Charge] = {}
         self.room = asyncio.Event()
         self.tokens = 0
@@ -126,28 +116,15 @@ class Budget:
         # pull the next jobs before it knows that this one fills the budget, and other workers would
         # get none.
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._claim_s, self._unanswered, job_id)
+        timer = loop.call_later(self._claim_s, self.waits, job_id)
         self._charges[job_id] = _Charge(tokens, timer)
         self.tokens += tokens
 
-    def claims(self, job_id: str, decode_instance: str) -> None:
-        """Note that the job is about to be claimed over a connection that is up."""
-        charge, now = self._charges[job_id], asyncio.get_running_loop().time()
-        # If a decode worker leaves a claim unanswered, its later deliveries do not count before
-        # their grant. So jobs of a decode worker that is gone do not keep jobs of others waiting,
-        # not even if its host vanished and the connection still stands.
-        if any(
-            now - other.asked_at > self._silent_claim_s
-            for other in self._charges.values()
-            if other.decode_instance == decode_instance
-        ):
-            self._unanswered(job_id)
-        charge.decode_instance, charge.asked_at = decode_instance, now
-
     def waits(self, job_id: str) -> None:
-        """Note that the job must wait before it can be claimed (again)."""
-        self._charges[job_id].asked_at = math.inf
-        self._unanswered(job_id)
+        """Stop counting a delivery whose claim has no answer, or that cannot be claimed yet."""
+        charge = self._charges[job_id]
+        if not charge.granted:
+            self._discount(charge)
 
     def granted(self, job_id: str) -> None:
         self._charges[job_id].granted = True
@@ -158,7 +135,6 @@ class Budget:
         """Note that the job is granted, or will be without another claim."""
         charge = self._charges[job_id]
         charge.timer.cancel()
-        charge.asked_at = math.inf
         if not charge.counted:
             charge.counted = True
             self.tokens += charge.tokens
@@ -177,11 +153,6 @@ class Budget:
         if succeeded is not None:
             self.completed += succeeded
             self.failed += not succeeded
-
-    def _unanswered(self, job_id: str) -> None:
-        charge = self._charges[job_id]
-        if not charge.granted and charge.counted:
-            self._discount(charge)
 
     def _discount(self, charge: _Charge) -> None:
         if charge.counted:
@@ -507,7 +478,7 @@ class Puller:
 
 @dataclass(slots=True)
 class TrialDelivery:
-    """The job of a self-check as a `Delivery`. It came past the queue: nothing is to be settled."""
+    """The job of a self-check. It came past the queue, so its verbs do nothing."""
 
     job_id: str
     body: bytes
@@ -515,17 +486,9 @@ class TrialDelivery:
     number: int = 1
     ack_subject: str = ""
 
-    async def ack(self) -> None:
-        """See the class."""
+    async def ack(self, *_: object, **__: object) -> None: ...
 
-    async def nak(self, delay_s: float = 0.0) -> None:
-        """See the class."""
-
-    async def term(self, reason: str) -> None:
-        """See the class."""
-
-    async def in_progress(self) -> None:
-        """See the class."""
+    nak = term = in_progress = ack
 
 
 async def _settled(verb: Coroutine[Any, Any, None]) -> None:

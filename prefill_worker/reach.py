@@ -98,7 +98,9 @@ class SharedTransferWorker:
     A transfer worker that no job has used for `idle_s` is closed, and made again at the next use.
 
     open_transfer_worker: makes a transfer worker.
-    name: the decode worker's, for people."""
+    name: the decode worker's, for people.
+    route: the transport that it uses, or used before it was closed, and why no better one. None
+    before the first success."""
 
     def __init__(
         self,
@@ -117,22 +119,13 @@ class SharedTransferWorker:
         self._again_at = 0.0
         self._closed = False
         self._idle = IdleTimer(self._rest, idle_s)
-        self._rested: dict[str, object] | None = None
+        self.route: dict[str, object] | None = None
 
     @property
     def current(self) -> TransferWorker | None:
         """The transfer worker. None before the first success, after `drop`, and if closed as
         idle."""
         return self._transfer_worker
-
-    @property
-    def route(self) -> dict[str, object] | None:
-        """The transport that it uses, or used before it was closed as idle, and why no better one.
-
-        None before the first write."""
-        return (
-            _route_of(self._transfer_worker) if self._transfer_worker is not None else self._rested
-        )
 
     @property
     def in_use(self) -> bool:
@@ -173,7 +166,6 @@ class SharedTransferWorker:
     def drop(self) -> None:
         """Close the current transfer worker. The next `get` makes a new one."""
         transfer_worker, self._transfer_worker = self._transfer_worker, None
-        self._rested = None
         self._idle.stop()
         if transfer_worker is not None:
             self._why = "the connection to it ended"
@@ -191,9 +183,6 @@ class SharedTransferWorker:
         if transfer_worker is not None and transfer_worker.busy:
             return False
         self.drop()
-        if transfer_worker is not None:
-            self._rested = _route_of(transfer_worker)
-            logger.debug("closed the idle session to %s", self._name)
         return True
 
     def _failure(self) -> OutOfReach:
@@ -214,14 +203,11 @@ class SharedTransferWorker:
                 transfer_worker.close()
             else:
                 self._transfer_worker = transfer_worker
+                self.route = {
+                    "transport": transfer_worker.transport,
+                    "why_not_better": list(transfer_worker.why_not_better),
+                }
                 self.forgive()
                 self._idle.start()  # all jobs that asked may have left
         finally:
             self._attempt = None
-
-
-def _route_of(transfer_worker: TransferWorker) -> dict[str, object]:
-    return {
-        "transport": transfer_worker.transport,
-        "why_not_better": list(transfer_worker.why_not_better),
-    }

@@ -83,35 +83,30 @@ class ReadGrants:
         fence = self._open[task] = self._fences.open(blocks, len(blocks))  # to be read only
         return fence
 
-    def stop(self, task: PrefillTask) -> None:
-        """Revoke the fence, so that a read under way ends soon. Proves nothing."""
-        self._revoked(task)
+    def revoke(self, task: PrefillTask) -> bool:
+        """Revoke the fence, so that a read under way ends soon.
+
+        Returns whether it is proved that nobody reads the blocks any more."""
+        fence = self._open.get(task)
+        return fence is None or self._fences is None or self._fences.try_revoke(fence)
 
     async def let_go(self, task: PrefillTask) -> None:
         """Revoke the fence, wait for the proof, then let the engine free the blocks.
 
         Call it only for a cancelled task."""
-        pauses = Backoff(0.002, 0.05)
-        try:
-            while not self._proved(task):  # noqa: ASYNC110 (only asking tells)
+        pauses, proved = Backoff(0.002, 0.05), False
+        while not proved:
+            try:
+                proved = self.revoke(task)
+            except ConfigError as exc:
+                logger.debug("job %s keeps its blocks: %s", task.job_id, exc)  # we are leaving
+                return
+            except OSError:
+                logger.exception(
+                    "job %s: its fence could not be checked; trying again soon", task.job_id,
+                    extra=log.ids(job_id=task.job_id, attempt=task.attempt),
+                )  # fmt: skip
+            if not proved:
                 await asyncio.sleep(pauses.next())
-        except ConfigError as exc:
-            logger.debug("job %s keeps its blocks: %s", task.job_id, exc)  # we are leaving
-            return
         self._open.pop(task, None)
         task.transfer_worker.let_go(task)
-
-    def _proved(self, task: PrefillTask) -> bool:
-        """Revoke the fence. Returns whether it is proved that nobody reads; False on an OSError."""
-        try:
-            return self._revoked(task)
-        except OSError:
-            logger.exception(
-                "job %s: its fence could not be checked; trying again soon", task.job_id,
-                extra=log.ids(job_id=task.job_id, attempt=task.attempt),
-            )  # fmt: skip
-            return False
-
-    def _revoked(self, task: PrefillTask) -> bool:
-        fence = self._open.get(task)
-        return fence is None or self._fences is None or self._fences.try_revoke(fence)

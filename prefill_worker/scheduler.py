@@ -52,15 +52,6 @@ class Write:
 
 
 @dataclass(slots=True)
-class Reports:
-    """Request ids that vLLM must be told of."""
-
-    read_ok: set[str] = field(default_factory=set)
-    read_failed: set[str] = field(default_factory=set)
-    sent: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True)
 class StepPlan:
     """What to do when one step has run: write the blocks that it computes, and begin prefix reads
     that had to wait for it.
@@ -70,7 +61,7 @@ class StepPlan:
 
     writes: list[Write] = field(default_factory=list)
     reads: list[Write] = field(default_factory=list)
-    reports: Reports = field(default_factory=Reports)
+    reports: StepReports = field(default_factory=StepReports)
     tokens: int = 0
     planned: float = field(default_factory=time.monotonic, compare=False)
 
@@ -155,7 +146,7 @@ class PrefillScheduler(SchedulerHalf):
         task = self.tasks.get(request.request_id)
         if task is None or task.cancelled:
             return 0, False
-        missing = 0 if task.read_asked else task.hit_tokens - hit_tokens
+        missing = 0 if task.read_asked else task.job.hit_tokens - hit_tokens
         offloaded: int | None = 0
         if self.tier is not None and missing > 0:
             offloaded = self.tier.hit(request, hit_tokens)
@@ -171,7 +162,7 @@ class PrefillScheduler(SchedulerHalf):
 
         With a window it may have dropped blocks of its hit that are needed here."""
         first = hit_tokens // task.block_size
-        needed = self._kept_from(task.hit_tokens)
+        needed = self._kept_from(task.job.hit_tokens)
         return all(
             there <= max(here, first)
             for here, there in zip(needed, task.readable.begins, strict=True)
@@ -206,7 +197,7 @@ class PrefillScheduler(SchedulerHalf):
         task.read_asked = True
         end = task.first_target
         start = end - missing
-        order = BlockOrder(self._kept_from(task.hit_tokens))  # what this engine keeps of it
+        order = BlockOrder(self._kept_from(task.job.hit_tokens))  # what this engine keeps of it
         local = order.ids(tables, start, end)
         read = Write(task, local, task.source(order, start, end), last=False)
         if not self._scheduled and self.tier is None:
@@ -226,9 +217,9 @@ class PrefillScheduler(SchedulerHalf):
 
     def scheduled(self, output: Any, reports: StepReports) -> None:
         found = self.plan(output).reports
-        reports.sent.update(found.sent)
-        reports.arrived.update(found.read_ok)
-        reports.failed.update(found.read_failed)
+        reports.arrived |= found.arrived
+        reports.failed |= found.failed
+        reports.sent |= found.sent
 
     def plan(self, scheduler_output: Any) -> StepPlan:
         """Find what will be whole after the step that vLLM has just scheduled.
@@ -246,9 +237,9 @@ class PrefillScheduler(SchedulerHalf):
                 self._plan_write(plan, task, count)
                 plan.tokens += count
         if self.has_work:  # also what got a turn by this step
-            plan.reports.read_ok, plan.reports.sent = self.take_in()
+            plan.reports.arrived, plan.reports.sent = self.take_in()
             failed, self._reads_failed = self._reads_failed, []
-            plan.reports.read_failed.update(task.request_id for task in failed)
+            plan.reports.failed |= {task.request_id for task in failed}
         self._scheduled.append(plan)
         return plan
 
@@ -321,7 +312,7 @@ class PrefillScheduler(SchedulerHalf):
     def finished(self, request_id: str, tables: Any = ()) -> bool:
         """Note that vLLM is done with the request.
 
-        Returns True if vLLM must keep its blocks until `Reports.sent` names it."""
+        Returns True if vLLM must keep its blocks until `StepReports.sent` names it."""
         self._turns.give_back(request_id)
         task = self.tasks.get(request_id)
         if task is None:

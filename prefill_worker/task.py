@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pullfill.engine import features
-from pullfill.engine.groups import ONE_TABLE, BlockOrder
+from pullfill.engine.groups import BlockOrder
 from pullfill.errors import BadMessage, HandoffError
 from pullfill.ids import job_digest
 from pullfill.runtime import tracing
 from pullfill.runtime.tracing import Context
 from pullfill.wire import (
     MAX_TEXT,
-    Adapter,
     Commit,
     FenceToken,
     Grant,
@@ -84,11 +83,11 @@ class PrefillTask:
     """See the module. A position counts blocks of the prompt.
 
     block_size: number of tokens of a block, here and at the decode worker.
-    remote_blocks: the decode worker's blocks: first those that may be read, then those to write.
-    readable, written: which blocks of each KV cache group they are.
-    on_computed: called on the engine thread once its prompt is computed.
     on_done: called once, from any thread. With None when all blocks are written (pull mode: kept),
     else with the failure.
+    on_computed: called on the engine thread once its prompt is computed.
+    remote_blocks: the decode worker's blocks: first those that may be read, then those to write.
+    readable, written: which blocks of each KV cache group they are.
     features: vLLM's multimodal inputs of the prompt.
     well: whether `on_done` was called with None.
     first_target: the first position whose blocks are written. Before it is the decode worker's hit.
@@ -99,25 +98,23 @@ class PrefillTask:
     span: of the attempt. None: it is not traced.
     """
 
-    request_id: str
-    job_id: str
-    attempt: int
+    job: PrefillJob
+    grant: Grant
     token_ids: list[int]
     block_size: int
-    hit_tokens: int
-    remote_blocks: list[int]
-    fence: FenceToken
-    cache_salt: str | None
-    priority: int
     transfer_worker: Any
     on_done: Callable[[BaseException | None], None]
     on_computed: Callable[[], object] = lambda: None
-    adapter: Adapter | None = None
-    features: Sequence[Any] = ()
-    readable: BlockOrder = ONE_TABLE
-    written: BlockOrder = ONE_TABLE
-    span: Context | None = None
-    mode: KvMode = KvMode.PUSH_ASYNC
+    # of the job and the grant
+    request_id: str = field(init=False)
+    job_id: str = field(init=False)
+    attempt: int = field(init=False)
+    mode: KvMode = field(init=False)
+    remote_blocks: list[int] = field(init=False)
+    readable: BlockOrder = field(init=False)
+    written: BlockOrder = field(init=False)
+    features: Sequence[Any] = field(init=False)
+    span: Context | None = field(init=False)
     lock: threading.Lock = field(default_factory=threading.Lock)
     # transfer worker, under lock; not to be confused with outstanding, which counts planned and
     # kept ones too
@@ -147,43 +144,16 @@ class PrefillTask:
     first_step: float = 0.0
     last_compute: float = 0.0
 
-    @classmethod
-    def of(
-        cls,
-        job: PrefillJob,
-        token_ids: list[int],
-        grant: Grant,
-        block_size: int,
-        transfer_worker: Any,
-        on_done: Callable[[BaseException | None], None],
-        on_computed: Callable[[], object] = lambda: None,
-    ) -> PrefillTask:
-        """The task of the attempt that was granted."""
-        return cls(
-            request_id=f"{job.job_id}.{grant.attempt}",
-            job_id=job.job_id,
-            attempt=grant.attempt,
-            token_ids=token_ids,
-            block_size=block_size,
-            hit_tokens=job.hit_tokens,
-            adapter=job.adapter,
-            features=features.decode(grant.features, len(token_ids)) if grant.features else (),
-            readable=BlockOrder(job.read_from),
-            written=BlockOrder(job.kept_from),
-            remote_blocks=u32.unpack(job.block_ids),
-            fence=grant.fence,
-            cache_salt=job.cache_salt,
-            priority=job.priority,
-            transfer_worker=transfer_worker,
-            on_done=on_done,
-            on_computed=on_computed,
-            span=attempt_span(job.trace, job.job_id, grant.attempt),
-            mode=grant.mode,
-        )
-
     def __post_init__(self) -> None:
-        self.scheduled = self.first_target = self.hit_tokens // self.block_size
-        self.positions = -(-len(self.token_ids) // self.block_size)
+        job, grant, tokens = self.job, self.grant, len(self.token_ids)
+        self.job_id, self.attempt, self.mode = job.job_id, grant.attempt, grant.mode
+        self.request_id = f"{job.job_id}.{grant.attempt}"
+        self.remote_blocks = u32.unpack(job.block_ids)
+        self.readable, self.written = BlockOrder(job.read_from), BlockOrder(job.kept_from)
+        self.features = features.decode(grant.features, tokens) if grant.features else ()
+        self.span = attempt_span(job.trace, job.job_id, grant.attempt)
+        self.scheduled = self.first_target = job.hit_tokens // self.block_size
+        self.positions = -(-tokens // self.block_size)
 
     @property
     def targets(self) -> list[int]:
@@ -234,13 +204,13 @@ class PrefillTask:
             tail_ms=max(0.0, time.monotonic() - computed) * 1e3,
         )
 
-    def commit(self, rid: int, incarnation: str, timings: StageTimings) -> Commit:
+    def commit(self, rid: int, timings: StageTimings) -> Commit:
         """The message that says that all blocks are written."""
         return Commit(
             rid=rid,
             job_id=self.job_id,
             attempt=self.attempt,
-            incarnation=incarnation,
+            incarnation=self.grant.incarnation,
             blocks=self.written_blocks,
             kv_bytes=self.written_bytes,
             timings=timings,
@@ -248,13 +218,13 @@ class PrefillTask:
             why_not_better=tuple(self.transfer_worker.why_not_better),
         )
 
-    def ready(self, rid: int, incarnation: str, timings: StageTimings, fence: FenceToken) -> Ready:
+    def ready(self, rid: int, timings: StageTimings, fence: FenceToken) -> Ready:
         """Pull mode: the message that says that all blocks are kept. fence: over them."""
         return Ready(
             rid=rid,
             job_id=self.job_id,
             attempt=self.attempt,
-            incarnation=incarnation,
+            incarnation=self.grant.incarnation,
             block_ids=u32.pack(self.kept_blocks),
             fence=fence,
             timings=timings,

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from pullfill.errors import Fenced, HandoffError
@@ -32,12 +32,6 @@ _PUSH_S = 30.0
 """How long an engine step may wait for its write. A dead or silent peer ends it sooner."""
 
 Done = Callable[[PrefillTask, BaseException | None], None]
-
-
-@cache
-def _of(metric: Any, label: str) -> Any:
-    """Return a metric's child, cached, because a write needs four."""
-    return metric.labels(label)
 
 
 @dataclass(slots=True)
@@ -189,7 +183,7 @@ class TransferWorker:
 
     def _charge(self, verb: str, nbytes: int) -> None:
         """Add to the bytes under way. nbytes: negative when they are over."""
-        _of(metrics.KV_IN_FLIGHT, verb).inc(nbytes)
+        metrics.KV_IN_FLIGHT.labels(verb).inc(nbytes)
         if self._account is not None and verb != "read":
             self._account.add(nbytes)
 
@@ -244,21 +238,21 @@ class TransferWorker:
     def _read(self, operation: _Operation) -> None:
         task = operation.task
         failpoints.hit("prefill.before_read")
-        result = self._session.read_blocks(task.fence, operation.remote, operation.local)
+        result = self._session.read_blocks(task.grant.fence, operation.remote, operation.local)
         task.read_s += result.seconds
-        _of(metrics.KV_READ_BYTES, self.transport).inc(result.nbytes)
-        _of(metrics.KV_READ_SECONDS, self.transport).observe(result.seconds)
+        metrics.KV_READ_BYTES.labels(self.transport).inc(result.nbytes)
+        metrics.KV_READ_SECONDS.labels(self.transport).observe(result.seconds)
         task.moved("read", self.transport, result.seconds, result.nbytes)
 
     def _write(self, operation: _Operation) -> None:
         task = operation.task
         failpoints.hit("prefill.before_write")
-        result = self._session.write_blocks(task.fence, operation.local, operation.remote)
+        result = self._session.write_blocks(task.grant.fence, operation.local, operation.remote)
         task.written_blocks += result.blocks
         task.written_bytes += result.nbytes
         task.write_s += result.seconds
-        _of(metrics.KV_WRITE_BYTES, self.transport).inc(result.nbytes)
-        _of(metrics.KV_WRITE_SECONDS, self.transport).observe(result.seconds)
+        metrics.KV_WRITE_BYTES.labels(self.transport).inc(result.nbytes)
+        metrics.KV_WRITE_SECONDS.labels(self.transport).observe(result.seconds)
         task.moved("write", self.transport, result.seconds, result.nbytes)
         failpoints.hit("prefill.after_write")
 

@@ -162,7 +162,9 @@ async def test_a_silent_decode_worker_is_let_go_and_tried_again(
     closed: list[int] = []
 
     async def opened(_: object) -> Any:
-        return SimpleNamespace(busy=False, close=lambda: closed.append(1))
+        return SimpleNamespace(
+            busy=False, close=lambda: closed.append(1), transport="fake", why_not_better=()
+        )
 
     async with raw_decode(answers=False) as decode:
         prefill = Prefill(

@@ -7,8 +7,6 @@ worker must not delay those of the live one.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -94,39 +92,6 @@ async def test_the_backlog_of_a_decode_worker_that_is_gone_costs_nothing(
         cluster.directory.remove(GONE)
     await cluster.check_clean()
     assert sum(prefill.budget.completed for prefill in prefills) == 4
-
-
-async def test_the_backlog_of_a_decode_worker_whose_host_vanished(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its connections stand, but no claim is answered. Each job that counts keeps others from being
-    pulled for CLAIM_S, so few may count, however many wait."""
-    counted: Counter[Budget] = Counter()
-    real = Budget.claims
-
-    def claims(self: Budget, job_id: str, decode_instance: str) -> None:
-        real(self, job_id, decode_instance)
-        counted[self] += self._charges[job_id].counted
-
-    monkeypatch.setattr(Budget, "claims", claims)
-    live, gone = await cluster.decode(), await cluster.decode(GONE)
-    monkeypatch.setattr(gone.handoff, "grant", lambda *_: None)
-    prefills = [await cluster.prefill(pull=False) for _ in range(2)]
-    assert all(prefill.links.connected == [live.name, GONE] for prefill in prefills)
-    await publish_backlog(cluster, 2 * (MAX_WAITING - 1))
-    served = live.send(prompt(30))
-    began = time.monotonic()
-    for prefill in prefills:
-        prefill.puller.start()
-    await settled(served)
-    took = time.monotonic() - began
-    assert live.right(served)
-    waiting = [prefill.budget.waiting for prefill in prefills]
-    assert sum(waiting) == 2 * (MAX_WAITING - 1), "the live one's job came last"
-    print(f"the live one's job took {took:.2f} s behind {sum(waiting)}")
-    # One delivery more that came just before that time was over, and the live one's job.
-    assert max(counted.values()) <= SILENT_CLAIM_S / CLAIM_S + 2
-    await cluster.decodes.pop(GONE).stop()
 
 
 async def test_no_worker_takes_two_prompts_of_a_burst_while_its_first_claim_is_under_way(

@@ -175,13 +175,13 @@ async def test_pull_from_a_worker_that_dies_is_read_to_the_end(tmp_path: Path) -
             link.retired = True
             assert link._channel is not None
             link._channel.abort()
-        prefill.read_grants._revoked = lambda task: False  # type: ignore[method-assign]
+        prefill.read_grants.revoke = lambda task: False  # type: ignore[method-assign]
         await until(lambda: not decode.control.peers.instances)
         assert served.loaded is None
         faults.resume()
         await settled(served)
         assert decode.right(served)
-        del prefill.read_grants._revoked
+        del prefill.read_grants.revoke
         second = await cluster.prefill()  # gets its message, and is refused the claim
         await cluster.check_clean()
         assert second.engine.computed_tokens == 0

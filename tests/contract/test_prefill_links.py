@@ -94,7 +94,7 @@ async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path:
     async def opened(_: Any) -> Any:
         if failing:
             raise PeerUnavailable("its KV port does not answer")
-        return SimpleNamespace(close=lambda: closed.append(1))
+        return SimpleNamespace(close=lambda: closed.append(1), transport="fake", why_not_better=())
 
     decode = Decode()
     await decode.server.start("127.0.0.1")

@@ -14,7 +14,6 @@ import pytest
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.errors import HandoffError, TransferFailed
 from pullfill.net import frames
-from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm.fence import ShmHold
@@ -22,6 +21,7 @@ from pullfill.transfer.stream import kv_protocol
 from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import FenceToken, KvMode
 from tests.support.fake_nccl import World
+from tests.support.fakes import prefill_task
 from tests.support.nccl_gpus import PairKind
 from tests.support.proxy import Proxy
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, shm_rig, stream_rig
@@ -134,9 +134,9 @@ def test_a_transfer_worker_that_is_closed_lets_its_engine_go_on(
     transfer_worker = TransferWorker(rig.connect(mine, region), "decode-1", [mine.memory])
     ends: list[BaseException | None] = []
     token = region.owner.fences.open(BLOCKS)
-    task = PrefillTask(
-        "r", "j", 1, list(range(1024)), 16, 0, list(BLOCKS), token, None, 0, transfer_worker,
-        ends.append, mode=KvMode.PUSH,
+    task = prefill_task(
+        transfer_worker, ends.append, tokens=range(1024), block=16, blocks=BLOCKS, fence=token,
+        mode=KvMode.PUSH,
     )  # fmt: skip
     step = threading.Thread(
         target=transfer_worker.write, args=(task, list(BLOCKS), list(BLOCKS), True, lambda *_: None)

@@ -18,10 +18,10 @@ from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.prefill_worker.side import PrefillHooks
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.wire import FenceToken
 from pullfill.worker import context as contexts
 from pullfill.worker.sides import Engine
 from tests.support.cluster import BLOCK, FLAGS
+from tests.support.fakes import prefill_task
 from tests.support.prompts import random_prompt
 from tests.support.workers import compat
 
@@ -128,19 +128,17 @@ class Prefills:
             gate.set()
 
     def submit(self, name: str, tokens: int, hit: int = 0) -> None:
-        blocks = -(-tokens // BLOCK)
 
         def done(failure: BaseException | None) -> None:
             assert failure is None, failure
             self.hooks.engine.end(task)
             self.left.release()
 
-        task = PrefillTask(
-            request_id=name, job_id=name, attempt=1,
-            token_ids=random_prompt(tokens, seed=ord(name)), block_size=BLOCK,
-            hit_tokens=hit, remote_blocks=list(range(blocks)), fence=FenceToken(slot=0, epoch=0),
-            cache_salt=None, priority=0, transfer_worker=self.copies, on_done=done,
+        task = prefill_task(
+            self.copies, done, job_id=name, tokens=random_prompt(tokens, seed=ord(name)),
+            block=BLOCK, hit=hit,
         )  # fmt: skip
+        task.request_id = name
         self.hooks.engine.submit(task)
 
     def wait(self, count: int) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Situation
-from pullfill.wire import RouterConfig
+from pullfill.prefill_worker.task import PrefillTask
+from pullfill.wire import FenceToken, Grant, KvMode, PrefillJob, RouterConfig, u32
 
 
 class FakeClock:
@@ -198,6 +199,36 @@ class FakeTransferWorker:
         elif copy.last:
             copy.task.end(None)
         return copy
+
+
+NO_FENCE = FenceToken(slot=0, epoch=0)
+
+
+def prefill_task(
+    transfer_worker: Any,
+    on_done: Callable[[BaseException | None], None] = lambda _: None,
+    *,
+    job_id: str = "j",
+    tokens: Sequence[int] = range(12),
+    block: int = 4,
+    hit: int = 0,
+    blocks: Sequence[int] | None = None,
+    fence: FenceToken = NO_FENCE,
+    mode: KvMode = KvMode.PUSH_ASYNC,
+    on_computed: Callable[[], object] = lambda: None,
+) -> PrefillTask:
+    """A task that was granted. blocks: the decode worker's. None: 0, 1, ..."""
+    if blocks is None:
+        blocks = range(-(-len(tokens) // block))
+    job = PrefillJob(
+        job_id=job_id, incarnation="i", decode_instance="d", request_id="r", compat="c",
+        token_ids=u32.pack(tokens), hit_tokens=hit, block_ids=u32.pack(blocks), timeout_s=60.0,
+    )  # fmt: skip
+    grant = Grant(
+        rid=1, job_id=job_id, attempt=1, incarnation="i", deadline_s=60.0, job_digest=b"",
+        fence=fence, mode=mode,
+    )  # fmt: skip
+    return PrefillTask(job, grant, list(tokens), block, transfer_worker, on_done, on_computed)
 
 
 def wait_for(what: Callable[[], object], timeout_s: float = 10.0) -> None:

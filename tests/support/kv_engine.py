@@ -181,8 +181,8 @@ class KvEngine:
             at = run.request.num_computed_tokens
             compute(self.pages, run.table, run.task.token_ids, at, at + count)
             self.computed_tokens += count
-        for rid in plan.reports.read_ok | plan.reports.read_failed:
-            self._received(self._runs[rid], ok=rid in plan.reports.read_ok)
+        for rid in plan.reports.arrived | plan.reports.failed:
+            self._received(self._runs[rid], ok=rid in plan.reports.arrived)
         for rid in plan.reports.sent:
             self._free(self._runs[rid])
         for rid, count in scheduled.items():
@@ -227,7 +227,7 @@ class KvEngine:
             self._free(run)
             return
         if ok:
-            run.request.num_computed_tokens = run.task.hit_tokens
+            run.request.num_computed_tokens = run.task.job.hit_tokens
         run.state = "running"
 
     def _preempt_tables(self, runs: Sequence[_Run]) -> None:

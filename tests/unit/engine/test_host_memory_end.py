@@ -21,14 +21,13 @@ import pytest
 
 from pullfill.engine.host import EngineHost
 from pullfill.engine.thread import EngineThread
-from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.transfer.contract import LocalMemory, MoveResult
 from pullfill.transfer.layout import dense_layout
-from pullfill.wire import FenceToken
 from pullfill.worker import memory
 from pullfill.worker.context import WorkerContext
 from tests.support.engine_host import engine_threads
+from tests.support.fakes import prefill_task
 from tests.support.late import Late
 from tests.support.waiting import eventually
 
@@ -200,20 +199,7 @@ async def test_a_prefill_worker_waits_for_its_last_copy_before_the_memory_goes()
         transfer_worker = TransferWorker(
             session, "decode-1", [LocalMemory(0, 0, dense_layout(1, 1, 1, 1))]
         )  # type: ignore[arg-type]
-        task = PrefillTask(
-            "r",
-            "j",
-            1,
-            [1],
-            1,
-            0,
-            [0],
-            FenceToken(slot=0, epoch=0),
-            None,
-            0,
-            transfer_worker,
-            lambda _: None,
-        )
+        task = prefill_task(transfer_worker, tokens=[1], block=1)
         transfer_worker.write(task, [0], [0], True, lambda *_: None)
         await asyncio.to_thread(session.inside.wait, PATIENCE_S)
         transfer_worker.close()

@@ -10,9 +10,8 @@ import pytest
 from pullfill.engine.groups import ONE_GROUP
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.engine import PrefillEngine
-from pullfill.prefill_worker.task import PrefillTask
-from pullfill.wire import FenceToken
 from tests.support.engine_host import HostOf, looping
+from tests.support.fakes import prefill_task
 from tests.support.waiting import eventually
 
 
@@ -39,18 +38,10 @@ class Host(HostOf):
         super().wake()
 
 
-def a_task(name: str = "j.1") -> PrefillTask:
-    return PrefillTask(
-        request_id=name, job_id="j", attempt=1, token_ids=[1], block_size=4, hit_tokens=0,
-        remote_blocks=[0], fence=FenceToken(slot=0, epoch=1), cache_salt=None, priority=0,
-        transfer_worker=None, on_done=lambda _: None,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("how", ["well", "failed", "stopped"])
 def test_only_a_task_that_ended_well_is_forgotten_without_a_wake_up(how: str) -> None:
     core: Any = Core()
-    host, task = Host(core), a_task()
+    host, task = Host(core), prefill_task(None, tokens=[1])
     tasks = {task.request_id: task}
     scheduler = SimpleNamespace(tasks=tasks)
     context: Any = SimpleNamespace(scheduler=scheduler, adapters=None, groups=ONE_GROUP)

@@ -1,17 +1,31 @@
-"""Who may read a prefill worker's blocks, and that they are given back on a proof only."""
+"""Who may read a prefill worker's blocks, what it publishes of its memory, and that blocks are
+given back on a proof only."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pullfill.errors import HandoffError
-from pullfill.prefill_worker.read_grants import ReadGrants
+from pullfill.decode_worker.kv_reader import reach_for
+from pullfill.errors import ConfigError, Fenced, HandoffError, IncompatibleError
+from pullfill.options import WorkerOptions
+from pullfill.prefill_worker.read_grants import ReadGrants, open_region
+from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.prefill_worker.task import PrefillTask
+from pullfill.transfer import connect
+from pullfill.transfer.owners import MappedRank
+from pullfill.transfer.shm.files import RegionFiles, create_kv
 from pullfill.wire import FenceToken, KvMode
+from pullfill.worker import memory
+from tests.support.fakes import prefill_task
 from tests.support.loopback import LoopbackFences
+from tests.support.transfer_rigs import COMPAT, DENSE, extent, memory_over, pages, random_bytes
 
 
 class TransferWorker:
@@ -25,10 +39,7 @@ class TransferWorker:
 
 
 def kept_task(transfer_worker: Any) -> PrefillTask:
-    task = PrefillTask(
-        "j.1", "j", 1, list(range(12)), 4, 4, [5, 6, 7], FenceToken(slot=0, epoch=0), None, 0,
-        transfer_worker, lambda _: None, mode=KvMode.PULL,
-    )  # fmt: skip
+    task = prefill_task(transfer_worker, hit=4, blocks=[5, 6, 7], mode=KvMode.PULL)
     task.kept = {6: 11, 7: 3}
     return task
 
@@ -60,6 +71,8 @@ async def test_blocks_come_back_when_nobody_reads() -> None:
     assert fences.granted(token, writes=True) == set()
     assert readers.kept_blocks == 2
     fences.valid(token).holders += 1
+    assert not readers.revoke(task)
+    assert fences.slots[token.slot].dying, "the read is told to end"
     waits = asyncio.create_task(readers.let_go(task))
     await asyncio.sleep(0.02)
     assert not waits.done()
@@ -68,20 +81,6 @@ async def test_blocks_come_back_when_nobody_reads() -> None:
     await asyncio.wait_for(waits, 10)
     assert transfer_worker.let_go_of == [task]
     assert (fences.in_use, readers.kept_blocks) == (0, 0)
-
-
-async def test_stop_ends_a_read_soon() -> None:
-    fences, transfer_worker = LoopbackFences(16, 2), TransferWorker()
-    readers, task = ReadGrants(fences), kept_task(transfer_worker)
-    slot = fences.valid(readers.open(task))
-    slot.holders += 1
-    readers.stop(task)
-    assert slot.dying
-    assert transfer_worker.let_go_of == []
-    readers.stop(kept_task(transfer_worker))  # of a task that has none: nothing
-    slot.holders = 0
-    await readers.let_go(task)
-    assert transfer_worker.let_go_of == [task]
 
 
 async def test_when_we_leave_the_blocks_stay() -> None:
@@ -96,3 +95,91 @@ async def test_when_we_leave_the_blocks_stay() -> None:
 def test_memory_that_nobody_can_read_is_never_ready() -> None:
     with pytest.raises(HandoffError):
         ReadGrants(None).open(kept_task(TransferWorker()))
+
+
+# ------------------------------------------------------------------ the memory
+
+PULL = WorkerOptions(model="m", kv_mode=KvMode.PULL)
+
+
+class Prefill:
+    """Its memory and what it says of it."""
+
+    def __init__(self, directory: Path, transports: frozenset[str] | None, **where: Any) -> None:
+        self.context = PrefillContext("prefill-1", scheduler=PrefillScheduler(lambda: None))
+        self.context.files = RegionFiles("prefill-1", directory=directory)
+        path = create_kv(directory, "prefill-1", 0, extent(DENSE))
+        self.data = np.asarray(np.memmap(path, np.uint8, "r+"))
+        self.data[:] = random_bytes(self.data.nbytes, seed=5)
+        self.context.ranks = [MappedRank(memory_over(self.data, DENSE), str(path), None)]
+        self.regions = open_region(
+            self.context, COMPAT, host="127.0.0.1", transports=transports, key=None, **where
+        )
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_a_decode_worker_reads_what_the_fence_lets_it(name: str, tmp_path: Path) -> None:
+    prefill = Prefill(tmp_path, frozenset({name}))
+    assert set(prefill.regions[0].endpoints) == {name}
+    ours = random_bytes(extent(DENSE), seed=6)
+    reach = reach_for([memory_over(ours, DENSE)], PULL, None)
+    assert reach is not None
+    owner = prefill.context.owner
+    assert owner is not None
+    session = reach(prefill.regions)()
+    try:
+        assert session.transport == name
+        fence = owner.fences.open([3, 9])
+        assert session.read_blocks(fence, [9, 3], [0, 1]).blocks == 2
+        there, here = pages(prefill.data, DENSE), pages(ours, DENSE)
+        assert (here[:, [0, 1]] == there[:, [9, 3]]).all()
+        assert owner.fences.try_revoke(fence)
+        with pytest.raises(Fenced):
+            session.read_blocks(fence, [9, 3], [0, 1])
+    finally:
+        session.close()
+        memory.close(prefill.context)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_transport_that_does_not_work_here_keeps_nobody_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "_why_not_mapped", lambda *_: "MPS runs here")
+    prefill = Prefill(tmp_path, frozenset({"tcp"}))
+    ours = [memory_over(random_bytes(extent(DENSE), seed=6), DENSE)]
+    reach = reach_for(ours, PULL, None)
+    assert reach is not None
+    session = reach(prefill.regions)()
+    assert session.transport == "tcp"
+    session.close()
+    memory.close(prefill.context)
+    with pytest.raises(ConfigError, match="--transports shm: MPS runs here"):
+        reach_for(ours, replace(PULL, transports=frozenset({"shm"})), None)
+
+
+def test_a_port_that_was_asked_for_and_one_that_is_told(tmp_path: Path) -> None:
+    """Behind a firewall or a forwarded port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    prefill = Prefill(tmp_path, frozenset({"tcp"}), port=port)
+    told = [prefill.regions[0].endpoints["tcp"]]
+    memory.close(prefill.context)
+    prefill = Prefill(tmp_path, frozenset({"tcp"}), port=port, advertise="tcp://outside:7")
+    told.append(prefill.regions[0].endpoints["tcp"])
+    memory.close(prefill.context)
+    assert told == [f"tcp://127.0.0.1:{port}", "tcp://outside:7"]
+
+
+def test_a_worker_that_cannot_be_read_is_told_apart_before_it_computes(tmp_path: Path) -> None:
+    data = random_bytes(extent(DENSE), seed=7)
+    reach = reach_for([memory_over(data, DENSE)], PULL, None)
+    assert reach is not None
+    with pytest.raises(IncompatibleError):
+        reach([])
+    prefill = Prefill(tmp_path, frozenset({"shm"}))
+    memory.close(prefill.context)
+    with pytest.raises(IncompatibleError, match="shm"):
+        reach(prefill.regions)
+    nobody = PrefillContext("prefill-2", scheduler=PrefillScheduler(lambda: None))
+    assert () == open_region(nobody, COMPAT, host="127.0.0.1", transports=None, key=None)

@@ -8,9 +8,7 @@ import pytest
 
 from pullfill.errors import Fenced, TransferFailed
 from pullfill.prefill_worker.scheduler import PrefillScheduler, StepPlan
-from pullfill.prefill_worker.task import PrefillTask
-from pullfill.wire import FenceToken
-from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, step
+from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, prefill_task, step
 
 BLOCK = 4
 REMOTE = 500
@@ -29,20 +27,10 @@ class Engine:
         self.side = PrefillScheduler(self._wake)
         self.side.bind(self.manager)
         total = -(-tokens // BLOCK)
-        self.task = PrefillTask(
-            request_id="j.1",
-            job_id="j",
-            attempt=1,
-            token_ids=list(range(tokens)),
-            block_size=BLOCK,
-            hit_tokens=hit,
-            remote_blocks=[REMOTE + i for i in range(total)],
-            fence=FenceToken(slot=0, epoch=0),
-            cache_salt=None,
-            priority=0,
-            transfer_worker=self.transfer_worker,
-            on_done=self.ends.append,
-        )
+        self.task = prefill_task(
+            self.transfer_worker, self.ends.append, tokens=range(tokens), block=BLOCK, hit=hit,
+            blocks=range(REMOTE, REMOTE + total),
+        )  # fmt: skip
         self.request = FakeRequest("j.1", self.task.token_ids)
         self.side.tasks["j.1"] = self.task
         self.manager.tables["j.1"] = [LOCAL + i for i in range(total)]
@@ -129,7 +117,7 @@ def test_the_missing_part_of_the_hit_is_read(local_hit: int) -> None:
     assert engine.wakes == 1
     assert engine.side.has_work
     plan = engine.run(0)
-    assert (plan.reports.read_ok, plan.reports.read_failed) == ({"j.1"}, set())
+    assert (plan.reports.arrived, plan.reports.failed) == ({"j.1"}, set())
     assert not engine.side.has_work
     engine.request.num_computed_tokens = 2 * BLOCK
     engine.run(2 * BLOCK)
@@ -142,7 +130,7 @@ def test_a_failed_read_is_reported_and_the_prefix_computed_here() -> None:
     engine = Engine(4 * BLOCK, hit=2 * BLOCK)
     engine.admit()
     engine.transfer_worker.finish(TransferFailed("no"))
-    assert engine.run(0).reports.read_failed == {"j.1"}
+    assert engine.run(0).reports.failed == {"j.1"}
     assert engine.ends == [], "the job goes on"
     assert engine.side.matched(engine.request, 0) == (0, False)
     engine.run(4 * BLOCK)
@@ -207,7 +195,7 @@ def test_what_ended_between_two_steps_is_told_between_them() -> None:
     engine.transfer_worker.finish()
     assert engine.side.take_in() == ({"j.1"}, set())
     assert not engine.side.has_work
-    assert engine.run(4 * BLOCK).reports.read_ok == set()
+    assert engine.run(4 * BLOCK).reports.arrived == set()
     assert engine.side.finished("j.1") is True
     engine.transfer_worker.flush()
     assert engine.side.take_in() == (set(), {"j.1"})
@@ -247,7 +235,7 @@ def test_abort_while_reading() -> None:
     engine.side.tasks.pop("j.1")
     engine.transfer_worker.finish(Fenced("revoked"))
     plan = engine.run(0)
-    assert (plan.reports.read_failed, plan.reports.sent) == ({"j.1"}, set())
+    assert (plan.reports.failed, plan.reports.sent) == ({"j.1"}, set())
     assert engine.run(0) == StepPlan()
 
 
@@ -340,7 +328,7 @@ def test_a_prefix_is_read_only_after_the_steps_that_may_still_write_into_its_blo
     assert (copy.local, copy.remote) == ([LOCAL, LOCAL + 1], [REMOTE, REMOTE + 1])
     assert engine.task.outstanding == 1
     engine.transfer_worker.finish()
-    assert engine.run(0).reports.read_ok == {"j.1"}
+    assert engine.run(0).reports.arrived == {"j.1"}
 
 
 def test_a_request_aborted_before_its_read_began_is_reported_once() -> None:
@@ -352,7 +340,7 @@ def test_a_request_aborted_before_its_read_began_is_reported_once() -> None:
     engine.side.step_done()
     engine.transfer_worker.finish(Fenced("cancelled"))
     reports = engine.run(0).reports
-    assert (reports.read_failed, reports.sent) == ({"j.1"}, set())
+    assert (reports.failed, reports.sent) == ({"j.1"}, set())
     assert engine.run(0).reports.sent == set()
 
 

@@ -23,7 +23,7 @@ def with_window(engine: Engine, read_from: int) -> Engine:
         tables = [[base + group + at for at in range(stop)] for group in (0, 100)]
         return order.ids(tables, start, stop)
 
-    task, hit = engine.task, engine.task.hit_tokens // BLOCK
+    task, hit = engine.task, engine.task.job.hit_tokens // BLOCK
     engine.side.bind(engine.manager, kept_from)
     task.readable = BlockOrder((0, read_from))
     task.written = BlockOrder(kept_from(len(task.token_ids)))

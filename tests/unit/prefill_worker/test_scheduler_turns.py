@@ -6,9 +6,7 @@ import pytest
 
 from pullfill.errors import TransferFailed
 from pullfill.prefill_worker.scheduler import PrefillScheduler, StepPlan
-from pullfill.prefill_worker.task import PrefillTask
-from pullfill.wire import FenceToken
-from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, step
+from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, prefill_task, step
 
 BLOCK = 4
 STEP = 2 * BLOCK
@@ -38,13 +36,11 @@ class Engine:
         begin = 100 * len(self.requests) + 100
         self.requests[name] = FakeRequest(name, list(range(tokens)))
         self.manager.tables[name] = list(range(begin, begin + blocks))
-        self.side.tasks[name] = PrefillTask(
-            request_id=name, job_id=f"job-{name}", attempt=1, token_ids=list(range(tokens)),
-            block_size=BLOCK, hit_tokens=hit, remote_blocks=list(range(blocks)),
-            fence=FenceToken(slot=0, epoch=0), cache_salt=None, priority=0,
-            transfer_worker=self.transfer_worker, on_done=lambda _: None,
+        self.side.tasks[name] = task = prefill_task(
+            self.transfer_worker, job_id=f"job-{name}", tokens=range(tokens), block=BLOCK, hit=hit,
             on_computed=lambda: self.computed.append(f"job-{name}"),
         )  # fmt: skip
+        task.request_id = name
         self.waiting.append(name)
 
     def step(self) -> StepPlan:
@@ -81,9 +77,9 @@ class Engine:
                 self.running.remove(name)
                 self.side.finished(name)
         self.steps.append(scheduled)
-        for name in plan.reports.read_failed:
+        for name in plan.reports.failed:
             self.requests[name].num_computed_tokens = 0
-        self._told(plan.reports.read_ok | plan.reports.read_failed, set())
+        self._told(plan.reports.arrived | plan.reports.failed, set())
         return plan
 
     def _schedule(self, name: str, budget: int, scheduled: dict[str, int]) -> int:

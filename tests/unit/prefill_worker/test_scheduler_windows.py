@@ -110,7 +110,7 @@ class Handoff:
     def run(self, job: PrefillJob) -> None:
         """The prefill worker's part."""
         tokens = self.case.tokens
-        task = PrefillTask.of(job, [0] * tokens, GRANT, self.case.size, self.link, self.ends.append)
+        task = PrefillTask(job, GRANT, [0] * tokens, self.case.size, self.link, self.ends.append)
         assert task.targets == self.named
         self.side = PrefillScheduler(lambda: None)
         self.side.tasks[task.request_id] = task

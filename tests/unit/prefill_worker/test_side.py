@@ -10,7 +10,7 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.options import WorkerOptions
-from pullfill.prefill_worker.side import PrefillRole, PrefillService
+from pullfill.prefill_worker.side import PrefillRole
 from pullfill.transfer.gpu import copies
 
 
@@ -30,21 +30,3 @@ async def test_its_engine_is_told_when_gpu_copies_have_failed(
     for tell in copies._watchers:
         tell("copies on a GPU have failed")
     assert told == ["copies on a GPU have failed"]
-
-
-async def test_a_change_of_the_directory_that_changes_nothing_here_is_not_noted() -> None:
-    """Each note has etcd asked for our keys: in a fleet that starts, by each worker for each."""
-    nothing: Any = None
-    changes: list[Any] = []
-    links: Any = SimpleNamespace(start=changes.append, checking="")
-    noted: list[str] = []
-    puller: Any = SimpleNamespace(pause=lambda _, why: noted.append(why), start=lambda: None)
-    hello: Any = SimpleNamespace(computes="c")
-    service = PrefillService(nothing, nothing, links, puller, nothing, nothing, [], hello)
-    notes: list[str] = []
-    await service.start(lambda: notes.append(links.checking))
-    (changed,) = changes
-    for why in ("", "", "not compared yet", "not compared yet", "", ""):
-        links.checking = why
-        changed()
-    assert noted == notes == ["not compared yet", ""]

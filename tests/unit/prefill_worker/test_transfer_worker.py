@@ -1,4 +1,5 @@
-"""The transfer worker: first in first out, exactly one callback each, also around its end."""
+"""The transfer worker: first in first out, exactly one callback each, also around its end. And the
+credits that it charges: what is charged comes back, once."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ import pytest
 
 from pullfill.errors import Fenced, HandoffError
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
+from pullfill.runtime import metrics
 from pullfill.transfer.contract import MoveResult
 from pullfill.transfer.layout import dense_layout
-from pullfill.wire import FenceToken
-from tests.support.fakes import wait_for
+from pullfill.wire import FenceToken, KvMode
+from tests.support.fakes import prefill_task, wait_for
 from tests.support.transfer_rigs import extent, memory_over, random_bytes
 
 FENCE = FenceToken(slot=1, epoch=1)
@@ -66,13 +68,12 @@ class Session:
 class Calls:
     """Callbacks and ends of one task, as they come."""
 
-    def __init__(self, transfer_worker: TransferWorker) -> None:
+    def __init__(self, transfer_worker: TransferWorker, mode: KvMode = KvMode.PUSH_ASYNC) -> None:
         self.callbacks: list[BaseException | None] = []
         self.ends: list[BaseException | None] = []
-        self.task = PrefillTask(
-            "j.1", "j", 1, list(range(12)), 4, 0, [5, 6, 7], FENCE, None, 0, transfer_worker,
-            self.ends.append,
-        )  # fmt: skip
+        self.task = prefill_task(
+            transfer_worker, self.ends.append, blocks=[5, 6, 7], fence=FENCE, mode=mode
+        )
 
     def done(self, task: PrefillTask, failure: BaseException | None) -> None:
         assert task is self.task
@@ -85,8 +86,13 @@ def session() -> Session:
 
 
 @pytest.fixture
-def transfer_worker(session: Session) -> Iterator[TransferWorker]:
-    transfer_worker = TransferWorker(session, "decode-1", [MEMORY])
+def credits() -> Credits:
+    return Credits(3 * LAYOUT.block_bytes)
+
+
+@pytest.fixture
+def transfer_worker(session: Session, credits: Credits) -> Iterator[TransferWorker]:
+    transfer_worker = TransferWorker(session, "decode-1", [MEMORY], credits.open("decode-1"))
     yield transfer_worker
     session.gate.set()
     transfer_worker.close()
@@ -152,19 +158,6 @@ def test_cancelled_work_is_not_done_but_answered(
     wait_for(lambda: len(calls.callbacks) == 2)
     assert session.done == [("write", [1], [6])], "a running copy ends by itself"
     assert isinstance(calls.callbacks[1], HandoffError)
-
-
-def test_flush_waits_for_the_running_copy(
-    transfer_worker: TransferWorker, session: Session
-) -> None:
-    calls = Calls(transfer_worker)
-    session.gate.clear()
-    transfer_worker.write(calls.task, [1], [6], False, calls.done)
-    assert session.entered.wait(10)
-    assert transfer_worker.flush(calls.task, timeout_s=0.02) is False
-    session.gate.set()
-    assert transfer_worker.flush(calls.task) is True
-    assert calls.callbacks == [None]
 
 
 def test_flush_waits_for_no_other_task(transfer_worker: TransferWorker, session: Session) -> None:
@@ -236,9 +229,9 @@ def test_work_submitted_after_the_end_is_answered_too(
     transfer_worker: TransferWorker, session: Session
 ) -> None:
     """The decode worker leaves while a step computes; the step's writes come after. Unanswered,
-    they would keep the request's blocks for ever."""
+    they would keep the request's blocks for ever. Nor does a push wait for them."""
     transfer_worker.close()
-    calls = Calls(transfer_worker)
+    calls = Calls(transfer_worker, KvMode.PUSH)
     assert transfer_worker.flush(calls.task)
     transfer_worker.write(calls.task, [1], [6], True, calls.done)
     assert len(calls.callbacks) == 1
@@ -256,6 +249,8 @@ def test_without_a_thread_for_it_an_operation_is_answered(
     calls = Calls(transfer_worker)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     transfer_worker.write(calls.task, [1], [6], True, calls.done)
+    transfer_worker.close()
+    assert session.closed == 1, "the session is closed all the same"
     monkeypatch.undo()
     assert isinstance(calls.ends[0], HandoffError)
     assert calls.task.outstanding == 0
@@ -263,12 +258,181 @@ def test_without_a_thread_for_it_an_operation_is_answered(
     assert not transfer_worker.busy
 
 
-def test_without_a_thread_for_it_the_session_is_closed_all_the_same(
-    transfer_worker: TransferWorker, session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: object) -> None:
-        raise RuntimeError("can't start new thread")
+# ------------------------------------------------------------------ modes
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+def test_push_returns_when_the_blocks_are_there(
+    transfer_worker: TransferWorker, session: Session
+) -> None:
+    calls = Calls(transfer_worker, KvMode.PUSH)
+    session.gate.clear()
+    engine = threading.Thread(
+        target=transfer_worker.write, args=(calls.task, [1], [6], True, calls.done)
+    )
+    engine.start()
+    assert session.entered.wait(10)
+    engine.join(0.02)
+    assert engine.is_alive(), "the step waits"
+    session.gate.set()
+    engine.join(10)
+    assert not engine.is_alive()
+    assert session.done == [("write", [1], [6])]
+    assert calls.callbacks == [None]
+
+
+def test_pull_keeps_the_blocks_until_they_are_let_go(
+    transfer_worker: TransferWorker, session: Session, credits: Credits
+) -> None:
+    calls = Calls(transfer_worker, KvMode.PULL)
+    task = calls.task
+    transfer_worker.write(task, [3, 1], [5, 6], False, calls.done)
+    transfer_worker.write(task, [2], [7], True, calls.done)
+    wait_for(lambda: calls.ends)
+    assert calls.ends == [None], "all is computed"
+    assert session.done == []
+    assert task.kept_blocks == [3, 1, 2]
+    assert task.outstanding == 1, "the engine keeps them"
+    assert used(credits) == 3
+    assert credits.gone == ["decode-1"]
+    assert len(calls.callbacks) == 2
+    task.cancel()
+    transfer_worker.let_go(task)
+    transfer_worker.let_go(task)
+    assert task.outstanding == 0
+    assert calls.callbacks == [None] * 3, "the last one lets the engine free them"
+    assert used(credits) == 0
+
+
+def test_pull_after_a_preemption_keeps_the_new_blocks(
+    transfer_worker: TransferWorker, credits: Credits
+) -> None:
+    calls = Calls(transfer_worker, KvMode.PULL)
+    transfer_worker.write(calls.task, [3, 1], [5, 6], False, calls.done)
+    assert transfer_worker.flush(calls.task)
+    transfer_worker.write(calls.task, [4, 0, 2], [5, 6, 7], True, calls.done)
+    wait_for(lambda: calls.ends)
+    assert calls.task.kept_blocks == [4, 0, 2]
+    assert used(credits) == 3, "charged once"
+    calls.task.cancel()
+    transfer_worker.let_go(calls.task)
+    assert calls.task.outstanding == 0
+    assert used(credits) == 0
+
+
+def test_a_cancelled_task_keeps_nothing(transfer_worker: TransferWorker, credits: Credits) -> None:
+    """Its blocks were let go; a step that ran meanwhile must not hold them again, for ever."""
+    calls = Calls(transfer_worker, KvMode.PULL)
+    calls.task.cancel()
+    transfer_worker.let_go(calls.task)
+    transfer_worker.write(calls.task, [1], [6], True, calls.done)
+    wait_for(lambda: calls.callbacks)
+    assert isinstance(calls.callbacks[0], HandoffError)
+    assert (calls.task.kept, calls.task.outstanding, used(credits)) == ({}, 0, 0)
+
+
+# ------------------------------------------------------------------ credits
+
+
+def used(credits: Credits) -> int:
+    """Blocks that are charged to the decode worker."""
+    return credits.used.get("decode-1", 0) // LAYOUT.block_bytes
+
+
+def test_a_write_is_charged_until_it_ended(
+    transfer_worker: TransferWorker, session: Session, credits: Credits
+) -> None:
+    calls = Calls(transfer_worker)
+    flying = metrics.KV_IN_FLIGHT.labels("write")._value
+    before = flying.get()
+    session.gate.clear()
+    transfer_worker.write(calls.task, [1, 2], [5, 6], False, calls.done)
+    transfer_worker.write(calls.task, [3], [7], True, calls.done)
+    assert used(credits) == 3
+    assert flying.get() - before == 3 * LAYOUT.block_bytes
+    session.gate.set()
+    wait_for(lambda: calls.ends)
+    assert used(credits) == 0
+    assert flying.get() == before
+
+
+@pytest.mark.parametrize("how", ["fenced", "cancelled"])
+def test_what_is_not_written_is_given_back_too(
+    how: str, transfer_worker: TransferWorker, session: Session, credits: Credits
+) -> None:
+    calls = Calls(transfer_worker)
+    if how == "fenced":
+        session.fenced = True
+    else:
+        calls.task.cancel()
+    transfer_worker.write(calls.task, [1, 2], [5, 6], True, calls.done)
+    wait_for(lambda: calls.ends)
+    assert used(credits) == 0
+
+
+def test_a_closed_transfer_worker_writes_off_what_is_stuck(
+    transfer_worker: TransferWorker, session: Session, credits: Credits
+) -> None:
+    calls = Calls(transfer_worker)
+    session.gate.clear()
+    transfer_worker.write(calls.task, [1, 2, 3], [5, 6, 7], True, calls.done)
+    assert session.entered.wait(10)
+    assert credits.gone == ["decode-1"]
     transfer_worker.close()
-    assert session.closed == 1
+    assert (credits.used, credits.gone) == ({}, [])
+
+
+def test_a_read_costs_no_credit(
+    transfer_worker: TransferWorker, session: Session, credits: Credits
+) -> None:
+    calls = Calls(transfer_worker)
+    session.gate.clear()
+    transfer_worker.read(calls.task, [5, 6, 7], [1, 2, 3], calls.done)
+    assert session.entered.wait(10)
+    assert used(credits) == 0
+
+
+def test_charged_and_given_back() -> None:
+    rooms: list[int] = []
+    credits = Credits(100, on_room=lambda: rooms.append(1))
+    one, two = credits.open("decode-1"), credits.open("decode-2")
+    one.add(60)
+    two.add(99)
+    assert credits.gone == []
+    one.add(40)
+    two.add(1)
+    assert credits.gone == ["decode-1", "decode-2"]
+    assert credits.describe() == {
+        "limit_bytes": 100,
+        "used_bytes": {"decode-1": 100, "decode-2": 100},
+        "gone": ["decode-1", "decode-2"],
+    }
+    one.add(-1)
+    assert rooms == [], "the other has none"
+    two.add(-100)
+    assert rooms == [1]
+    assert credits.used == {"decode-1": 99, "decode-2": 0}
+
+
+def test_a_closed_account_is_written_off() -> None:
+    rooms: list[int] = []
+    credits = Credits(100, on_room=lambda: rooms.append(1))
+    old = credits.open("decode-1")
+    old.add(500)
+    new = credits.open("decode-1")
+    new.add(7)
+    assert credits.used == {"decode-1": 507}
+    old.close()
+    old.close()
+    old.add(-500)
+    old.add(500)
+    assert credits.used == {"decode-1": 7}
+    assert (credits.gone, rooms) == ([], [1])
+
+
+def test_metrics() -> None:
+    credits = Credits(1000)
+    for name, nbytes in (("a", 10), ("b", 30)):
+        credits.open(name).add(nbytes)
+    credits.refresh_metrics()
+    found = {w: metrics.KV_CREDITS.labels(w)._value.get() for w in ("limit", "most", "all")}
+    assert found == {"limit": 1000, "most": 30, "all": 40}
