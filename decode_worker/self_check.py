@@ -39,7 +39,7 @@ from pullfill.registry.directory import live_workers
 from pullfill.registry.self_checks import SelfChecks, pair_of
 from pullfill.runtime import log, metrics
 from pullfill.runtime.lifecycle import end
-from pullfill.transfer.copying import BlockReader, copies_of
+from pullfill.transfer.copying import copies_of, read_pages
 from pullfill.wire import Compat, SelfCheck, WorkerState
 from pullfill.worker.own_loop import OwnRequests
 
@@ -347,7 +347,7 @@ class Trials:
         self._traces = traces
         self._logprobs = logprobs
         self._groups = groups
-        self._readers = [BlockReader(memories, copy=i) for i in range(copies_of(memories))]
+        self._memories = memories
         self._open: dict[str, Trial] = {}
 
     async def run(
@@ -401,7 +401,8 @@ class Trials:
         ids = [block for table in tables for block in table[: trial.blocks]]
         try:
             trial.pages = [
-                self._of_layers(reader.pages(ids), trial.blocks) for reader in self._readers
+                self._of_layers(read_pages(self._memories, ids, copy=i), trial.blocks)
+                for i in range(copies_of(self._memories))
             ]
         except Exception:  # e.g. no free memory on the GPU: the check is made again later
             logger.exception("the KV of a self-check could not be read")

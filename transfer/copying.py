@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pullfill.transfer.contract import LocalMemory, Rect
 from pullfill.transfer.gpu.copies import lane_of
 from pullfill.transfer.layout import crop, dense_layout, plan_routes
-from pullfill.transfer.runs import Batch, Planner
+from pullfill.transfer.runs import Batch, plan
 
 _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -27,7 +27,6 @@ _memmove.restype = ctypes.c_void_p
 
 # Lets numpy place an array at any address. The plan has checked the ranges.
 _ANYWHERE = ctypes.c_uint8 * (1 << 46)
-_STAGE_BYTES = 1 << 20
 
 
 def copy_batch(source: int, target: int, batch: Batch) -> None:
@@ -63,59 +62,34 @@ def copies_of(memories: Sequence[LocalMemory]) -> int:
     )  # fmt: skip
 
 
-class BlockReader:
-    """Copies blocks out of a worker's memory, for the self-check to compare: blocks of two workers
-    with equal KV give equal bytes, whatever the strides and ranks are. One thread at a time.
+def read_pages(
+    memories: Sequence[LocalMemory], block_ids: Sequence[int], *, copy: int = 0
+) -> NDArray[np.uint8]:
+    """Return a copy of blocks, one row each: all layers, and in each layer all heads. Blocks of two
+    workers with equal KV give equal bytes, whatever the strides and ranks are.
 
-    From the first call on it keeps a buffer of 1 MiB, or of one block if that is more."""
+    memories: of all ranks.
+    copy: where several ranks hold the same, the `copy`-th of them is read.
 
-    def __init__(self, memory: LocalMemory | Sequence[LocalMemory], *, copy: int = 0) -> None:
-        """
-        memory: of all ranks.
-        copy: where several ranks hold the same, the `copy`-th of them is read.
-        """
-        self._memories = [memory] if isinstance(memory, LocalMemory) else list(memory)
-        rects = [memory.rect for memory in self._memories]
-        whole = Rect(0, max(r.end_head for r in rects), 0, max(r.end_layer for r in rects))
-        layout = self._memories[0].layout
-        page = layout.page_bytes
-        block = self._block = whole.layers * whole.heads * page
-        self._at_once = max(1, _STAGE_BYTES // block)
-        # All heads of all layers, each block's pages side by side.
-        dense = dense_layout(whole.layers, 1, whole.heads, page)
-        stage = replace(dense, num_blocks=self._at_once, block_stride=block)
-        # Target t of a plan takes the t-th of several holders.
-        self._routes = [
-            (self._memories[r.source], r.part.within(rects[r.source]), crop(stage, r.part))
-            for r in plan_routes(rects, [whole] * (copy + 1))
-            if r.target == copy
-        ]
-        self._stage: memoryview | None = None
-        self._address = 0
-
-    def pages(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """A copy of the blocks, one row each: all layers, and in each layer all heads.
-
-        Reads live memory: the caller keeps the blocks from changing. Raises BadMessage when an id
-        is out of range."""
-        rows = [np.frombuffer(page, np.uint8).copy() for page in self._gathered(block_ids)]
-        return np.stack(rows) if rows else np.empty((0, self._block), np.uint8)
-
-    def _gathered(self, block_ids: Sequence[int]) -> Iterator[memoryview]:
-        """Yield the bytes of each block, in a buffer that later blocks overwrite."""
-        block = self._block
-        if self._stage is None:
-            buffer = np.empty(self._at_once * block, np.uint8)
-            self._stage, self._address = buffer.data, buffer.ctypes.data
-        for first in range(0, len(block_ids), self._at_once):
-            some = block_ids[first : first + self._at_once]
-            for source, part, stage in self._routes:
-                with _readable(source, some) as (memory, ids):
-                    plans = Planner(crop(memory.layout, part), stage)
-                    for batch in plans.plan(ids, range(len(some))).batches():
-                        copy_batch(memory.address, self._address, batch)
-            for at in range(0, len(some) * block, block):
-                yield self._stage[at : at + block]
+    Reads live memory: the caller keeps the blocks from changing. Raises BadMessage when an id is
+    out of range."""
+    rects = [memory.rect for memory in memories]
+    whole = Rect(0, max(r.end_head for r in rects), 0, max(r.end_layer for r in rects))
+    count, page = len(block_ids), memories[0].layout.page_bytes
+    found = np.empty((count, whole.layers * whole.heads * page), np.uint8)
+    # All heads of all layers, each block's pages side by side.
+    dense = dense_layout(whole.layers, 1, whole.heads, page)
+    rows = replace(dense, num_blocks=count, block_stride=found.shape[1])
+    # Target t of a plan takes the t-th of several holders.
+    for route in plan_routes(rects, [whole] * (copy + 1)):
+        if route.target != copy:
+            continue
+        here = route.part.within(rects[route.source])
+        with _readable(memories[route.source], block_ids) as (memory, ids):
+            todo = plan(crop(memory.layout, here), crop(rows, route.part), ids, range(count))
+            for batch in todo.batches():
+                copy_batch(memory.address, found.ctypes.data, batch)
+    return found
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pullfill.errors import BadMessage, PeerUnavailable, TransferFailed
 from pullfill.runtime import failpoints
 from pullfill.runtime.failpoints import FailpointError
 from pullfill.transfer import copying
-from pullfill.transfer.copying import BlockReader
+from pullfill.transfer.copying import read_pages
 from pullfill.transfer.cuda_ipc.ipc_transport import IpcEndpoint, export
 from pullfill.transfer.gpu.copies import NVLINK, PCIE, SAME, Interconnect, link_to
 from pullfill.transfer.layout import dense_layout
@@ -81,12 +81,12 @@ def test_blocks_of_gpu_memory_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     data = driver.allocate(extent(DENSE)).data
     data[:] = random_bytes(len(data), 3)
     memory = memory_over(data, DENSE)
-    on_gpu = BlockReader(replace(memory, device=0))
-    assert (on_gpu.pages([3, 1, 30]) == BlockReader(memory).pages([3, 1, 30])).all()
+    on_gpu = [replace(memory, device=0)]
+    assert (read_pages(on_gpu, [3, 1, 30]) == read_pages([memory], [3, 1, 30])).all()
     assert driver.to_host == [3 * DENSE.block_bytes], "one copy to the CPU for all blocks"
-    on_gpu.pages([5])
+    read_pages(on_gpu, [5])
     assert driver.to_host[1:] == [DENSE.block_bytes]
-    on_gpu.pages(range(20))
+    read_pages(on_gpu, range(20))
     assert len(driver._locked) == 1, "one page-locked buffer, also when more is asked for later"
 
 
@@ -99,8 +99,8 @@ def test_blocks_of_several_ranks_are_read(monkeypatch: pytest.MonkeyPatch) -> No
         bytes_[:] = random_bytes(len(bytes_), rank)
         memories.append(replace(memory_over(bytes_, layout), first_head=rank))
     on_gpu = [replace(memory, device=rank) for rank, memory in enumerate(memories)]
-    read = BlockReader(on_gpu).pages([3, 1])
-    assert (read == BlockReader(memories).pages([3, 1])).all()
+    read = read_pages(on_gpu, [3, 1])
+    assert (read == read_pages(memories, [3, 1])).all()
     assert len(driver.to_host) == 2, "one copy for each rank"
 
 

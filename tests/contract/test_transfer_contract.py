@@ -21,7 +21,7 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
-from pullfill.transfer.copying import BlockReader
+from pullfill.transfer.copying import read_pages
 from pullfill.transfer.layout import dense_layout
 from pullfill.wire import FenceToken
 from tests.support.fuzz import MANY
@@ -99,9 +99,9 @@ def test_read_moves_exactly_the_named_blocks(rig: Rig, layout: str) -> None:
     session.close()
     check_moved(before, mine.pages, region.pages[:, source], target)
     plain = replace(mine.memory, device=None)  # what stands for a GPU here is plain memory
-    read = BlockReader(plain).pages(target)
-    assert (read == BlockReader(region.memory).pages(source)).all()
-    assert (read != BlockReader(region.memory).pages(source[::-1])).any()
+    read = read_pages([plain], target)
+    assert (read == read_pages([region.memory], source)).all()
+    assert (read != read_pages([region.memory], source[::-1])).any()
 
 
 def test_block_ids_may_be_arrays_as_they_come_from_the_wire(rig: Rig) -> None:

@@ -33,7 +33,7 @@ import torch
 
 from pullfill.errors import Fenced, PullfillError
 from pullfill.transfer.contract import KvLayout, LocalMemory
-from pullfill.transfer.copying import BlockReader
+from pullfill.transfer.copying import read_pages
 from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport
 from pullfill.transfer.layout import dense_layout, layout_of
 from pullfill.transfer.nccl.gpu_turns import CudaGpu
@@ -164,7 +164,7 @@ def owner(directory: str, *shape: str) -> None:
 
 def digest(kv: GpuMemory, blocks: Sequence[int]) -> bytes:
     """Of the bytes of these blocks."""
-    return blake2b(BlockReader(kv.memory).pages(blocks).tobytes()).digest()
+    return blake2b(read_pages([kv.memory], blocks).tobytes()).digest()
 
 
 def _obey(words: list[str], kv: GpuMemory, made: Owner) -> Any:

@@ -32,7 +32,6 @@ from pullfill.transfer.shm import lock
 PREFIX = "pullfill-"
 _REGION = re.compile(r"/(?:[^/\0]+/)*pullfill-[a-z0-9_-]+\.(?:kv|fence)\Z")
 _KV = re.compile(r"(?P<instance>pullfill-.+)-[0-9]+\.kv")
-_UNNAMED = re.compile(r"/proc/[0-9]+/fd/[0-9]+\Z")
 _OPEN = os.O_NONBLOCK | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -82,21 +81,14 @@ def open_same(path: str, expected: tuple[int, int] | None = None) -> int:
     expected: (device, inode) that the file must have.
 
     The path comes from the network, and we are going to write there. So it must be a regular file
-    of our own user: `pullfill-….kv` or `.fence` that is no link, or an unlinked file reached
-    through /proc.
-    """
-    if (unnamed := _UNNAMED.match(path)) is None and not _REGION.match(path):
+    of our own user, `pullfill-….kv` or `.fence`, that is no link."""
+    if not _REGION.match(path):
         raise PermissionError(f"{path[:200]!r} is not the path of a region")
     try:
-        fd = os.open(path, _OPEN & ~os.O_NOFOLLOW if unnamed else _OPEN)
+        fd = os.open(path, _OPEN)
     except ValueError as exc:  # a null byte
         raise PermissionError(f"{path[:200]!r} is no path") from exc
     info = os.fstat(fd)
-    if unnamed and info.st_nlink:
-        os.close(fd)
-        raise PermissionError(
-            f"{path} must be a /proc link to an unlinked file, but its target still exists on disk"
-        )
     if expected is not None and (info.st_dev, info.st_ino) != tuple(expected):
         os.close(fd)
         raise FileNotFoundError(f"{path} is another file now: its owner restarted")

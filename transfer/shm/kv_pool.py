@@ -2,8 +2,7 @@
 
 `SharedKvPool` is a context manager for a connector's `get_mem_pool_context()`. The one big int8
 allocation made inside it becomes a mapping of a file, which peers can map too. It is zero, as the
-allocation would be, and nothing is copied. (pullfill/runtime/pages.py makes its pages present.) If
-vLLM allocated in another way, `share` moves the storage into shared memory. All views stay valid.
+allocation would be, and nothing is copied. (pullfill/runtime/pages.py makes its pages present.)
 
 This runs in the process of each rank. The worker's main process owns the files (`RegionFiles`),
 maps them (`owners.py`) and removes them. Memory that was described once stays allocated until the
@@ -59,22 +58,17 @@ class SharedKvPool(TorchFunctionMode):  # type: ignore[misc]
                 return self._allocate(size)
         return func(*args, **kwargs)
 
-    def share(
-        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None
-    ) -> RankRegion:
-        """Describe the memory behind vLLM's tensors for the main process. `tell` keeps it
-        allocated. Raises IncompatibleError."""
+    def told(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> RankRegion:
+        """Describe the memory behind vLLM's tensors for the main process. Raises
+        IncompatibleError."""
         memory = describe(kv_caches, num_blocks)
-        if memory.address == self._address:
-            path = str(kv_path(self._directory, self._instance_id, self._rank))
-            return region_of(memory, path)
-        log.warning(
-            "vLLM did not allocate its KV cache inside the memory pool context; moving %d MiB "
-            "into shared memory", memory.nbytes >> 20,
-        )  # fmt: skip
-        storage = next(iter(kv_caches.values())).untyped_storage()
-        fd, _ = storage._share_fd_cpu_()  # the storage keeps owning this descriptor
-        return region_of(describe(kv_caches, num_blocks), f"/proc/{os.getpid()}/fd/{fd}")
+        if memory.address != self._address:
+            raise IncompatibleError(
+                "vLLM did not allocate its KV cache in the memory pool that pullfill gave it",
+                field="layout",
+            )
+        path = kv_path(self._directory, self._instance_id, self._rank)
+        return region_of(memory, str(path))
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         path = create_kv(self._directory, self._instance_id, self._rank, nbytes)
@@ -93,7 +87,7 @@ def tell(
     tensors = list({id(t): t for t in kv_caches.values()}.values())
     _told.extend(tensor.untyped_storage() for tensor in tensors[:1])
     if pool is not None and tensors and tensors[0].device.type == "cpu":
-        return pool.share(kv_caches, num_blocks)
+        return pool.told(kv_caches, num_blocks)
     if not tensors:
         raise IncompatibleError("the engine has no KV cache", field="num_layers")
     if tensors[0].device.type == "cuda":

@@ -204,23 +204,24 @@ def test_large_blocks_make_no_long_prompt(size: int, blocks: int) -> None:
     assert wanted_blocks(size) == blocks
 
 
-async def test_kv_that_cannot_be_read_harms_no_step(caplog: pytest.LogCaptureFixture) -> None:
+async def test_kv_that_cannot_be_read_harms_no_step(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = memory_over(random_bytes(extent(DENSE), seed=1), DENSE)
 
     async def run(request: Any, forgotten: Callable[[], None]) -> Any:
         # vLLM is done with the request, whose blocks are these.
-        trials._readers = [SimpleNamespace(pages=fails)]  # type: ignore[list-item]
-        trials.finished(request.request_id, [[4, 5]])
+        with monkeypatch.context() as patch:
+            patch.setattr(self_check, "read_pages", fails)
+            trials.finished(request.request_id, [[4, 5]])
         assert "no memory is left on the GPU" in caplog.text
-        trials._readers = readers
         trials.finished(request.request_id, [[4, 5]])
         forgotten()
         return SimpleNamespace(new_logprobs=None)
 
-    def fails(_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise TransferFailed("no memory is left on the GPU")
 
     submit: Any = SimpleNamespace(run=run)
     trials = Trials(submit, RequestTraces("d", FakeClock()), [memory], ONE_GROUP, logprobs=None)
-    readers = trials._readers
     assert len((await trials.run([1, 2, 3], salt="s", blocks=2)).pages) == 1

@@ -23,7 +23,7 @@ from pullfill.config import TRANSPORTS
 from pullfill.errors import BadMessage, ConfigError, Fenced, IncompatibleError, PeerUnavailable
 from pullfill.transfer.connect import backends, choose, connect, peer_transports, survey, why_absent
 from pullfill.transfer.contract import LocalMemory, PeerSession, PeerTransport, Rect
-from pullfill.transfer.copying import BlockReader, copies_of
+from pullfill.transfer.copying import copies_of, read_pages
 from pullfill.transfer.gpu import cuda
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import agent, nixl_backend
@@ -155,20 +155,20 @@ def test_a_rank_out_of_reach_leaves_nothing_connected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 def test_blocks_read_alike_whatever_the_split(split: str) -> None:
     whole, other = RankedWorker(WHOLE, seed=3), RankedWorker(SPLITS[split], seed=3)
-    expected = BlockReader(whole.memories[0]).pages([4, 1, 6])
+    expected = read_pages([whole.memories[0]], [4, 1, 6])
     for copy in range(copies_of(other.memories)):
-        assert (BlockReader(other.memories, copy=copy).pages([4, 1, 6]) == expected).all()
+        assert (read_pages(other.memories, [4, 1, 6], copy=copy) == expected).all()
 
 
 def test_every_replica_can_be_read() -> None:
     worker = RankedWorker(REPLICAS, seed=3)
     assert copies_of(worker.memories) == 2
     assert [copies_of(RankedWorker(s, 3).memories) for s in (WHOLE, HALVES, STAGES)] == [1, 1, 1]
-    right = BlockReader(worker.memories).pages(range(BLOCKS))
+    right = read_pages(worker.memories, range(BLOCKS))
     at = worker.memories[3].layout.block_stride * 5
     worker.data[3][at + PAGE - 1] ^= 1  # head 1, the second copy of it, block 5
-    assert (BlockReader(worker.memories, copy=0).pages(range(BLOCKS)) == right).all()
-    seen = BlockReader(worker.memories, copy=1).pages(range(BLOCKS))
+    assert (read_pages(worker.memories, range(BLOCKS), copy=0) == right).all()
+    seen = read_pages(worker.memories, range(BLOCKS), copy=1)
     assert np.flatnonzero((seen != right).any(axis=1)).tolist() == [5]
 
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from pullfill.errors import BadMessage
-from pullfill.transfer import copying
 from pullfill.transfer.contract import KvLayout
-from pullfill.transfer.copying import BlockReader, copy_batch
+from pullfill.transfer.copying import copy_batch, read_pages
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import SINGLE, Batch, Rows
 from tests.support.transfer_rigs import (
@@ -46,26 +45,22 @@ def test_the_bytes_do_not_depend_on_strides() -> None:
     a, b = random_bytes(2 * 8 * 2 * 64, 1), np.zeros(4100, np.uint8)
     mine, theirs = Local(a, memory_over(a, LAYOUT)), Local(b, memory_over(b, wide))
     theirs.pages[:] = mine.pages
-    read = BlockReader(mine.memory).pages([3, 1])
-    assert (read == BlockReader(theirs.memory).pages([3, 1])).all()
+    read = read_pages([mine.memory], [3, 1])
+    assert (read == read_pages([theirs.memory], [3, 1])).all()
     theirs.pages[1, 3, 1, 63] ^= 1
-    assert np.argwhere(read != BlockReader(theirs.memory).pages([3, 1])).tolist() == [[0, 255]]
-    assert BlockReader(mine.memory).pages([]).shape == (0, 256)
+    assert np.argwhere(read != read_pages([theirs.memory], [3, 1])).tolist() == [[0, 255]]
+    assert read_pages([mine.memory], []).shape == (0, 256)
     with pytest.raises(BadMessage):
-        BlockReader(mine.memory).pages([8])
+        read_pages([mine.memory], [8])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_each_block_is_read_in_any_company(
-    layout: KvLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also when the blocks do not fit the buffer at once."""
-    monkeypatch.setattr(copying, "_STAGE_BYTES", 3 * layout.block_bytes)
+def test_each_block_is_read_in_any_company(layout: KvLayout) -> None:
     data = random_bytes(extent(layout), 5)
-    reader = BlockReader(memory_over(data, layout))
+    memories = [memory_over(data, layout)]
     ids = scattered(1, 8)
-    together = reader.pages(ids)
+    together = read_pages(memories, ids)
     for row, block in zip(together, ids, strict=True):
-        assert (row == reader.pages([block])[0]).all()
+        assert (row == read_pages(memories, [block])[0]).all()
     pages(data, layout)[-1, ids[4], -1, -1] ^= 1
-    assert np.flatnonzero((reader.pages(ids) != together).any(axis=1)).tolist() == [4]
+    assert np.flatnonzero((read_pages(memories, ids) != together).any(axis=1)).tolist() == [4]

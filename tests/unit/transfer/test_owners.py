@@ -74,24 +74,10 @@ def test_pool_backs_the_big_allocation_with_the_file(tmp_path: Path) -> None:
     assert float(caches["layers.1"][3, 1, 0, 0]) == 8.5
 
 
-def test_pool_that_did_not_fire_moves_the_storage(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_that_vllm_allocated_elsewhere_is_refused(tmp_path: Path) -> None:
     pool = shm_pool.SharedKvPool("decode-a", 0, tmp_path)
-    buffer = torch.zeros(NBYTES, dtype=torch.int8)
-    caches = views(buffer)
-    caches["layers.2"][5, 0] = 3.25
-    told = pool.share(caches)
-    assert "moving" in caplog.text
-    # As another process would: by the path and the inode.
-    (rank,) = owners.attach_ranks({(0, 0): replace(told, pid=1)}, HEADS)
-    seen = pages(view_of(rank.memory), rank.memory.layout)
-    assert set(seen[2, 5, 0].view(np.float32)) == {3.25}
-    caches["layers.0"][1, 1] = 2.0  # old views write into the shared pages
-    assert set(seen[0, 1, 1].view(np.float32)) == {2.0}
-    del seen
-    rank.close()
-    assert os.listdir(tmp_path) == []
+    with pytest.raises(IncompatibleError, match="memory pool"):
+        shm_pool.tell(pool, views(torch.zeros(NBYTES, dtype=torch.int8)), BLOCKS)
 
 
 def test_memory_of_another_device_is_told_by_its_shape(tmp_path: Path) -> None:
