@@ -11,26 +11,14 @@ from msgspec import to_builtins
 
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.registry import keys
-from pullfill.registry.client import EtcdClient, LeaseNotFound
+from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
-from pullfill.registry.membership import EtcdLease
 from pullfill.registry.watch import Delete, Put, Synced, WatchEvent, watch_prefix
 from pullfill.wire import RouterConfig, RouterPolicy
 from tests.support.etcd import EtcdServer, free_ports
 from tests.support.workers import eventually
 
 # ------------------------------------------------------------------ client
-
-
-async def test_prefix_of_0xff_reads_only_its_keys(client: EtcdClient) -> None:
-    inside = [b"p\xff", b"p\xff\xff", b"p\xff\x00"]
-    for key in (*inside, b"p\xfe", b"q", b"\xff\xff1"):
-        await client.put(key, b"1")
-    found, revision = await client.get_prefix(b"p\xff")
-    assert sorted(kv.key for kv in found) == sorted(inside)
-    assert revision >= max(kv.mod_revision for kv in found)
-    assert [kv.key for kv in (await client.get_prefix(b"\xff"))[0]] == [b"\xff\xff1"]
-    assert len((await client.get_prefix(b""))[0]) >= 6
 
 
 async def test_many_watches_do_not_block_a_put(client: EtcdClient, ns: str) -> None:
@@ -80,44 +68,7 @@ async def test_a_hung_etcd_times_out(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ leases
 
 
-async def test_a_lease_lives_longer_than_its_ttl_and_takes_its_keys(
-    client: EtcdClient, ns: str
-) -> None:
-    lease = await EtcdLease.grant(client, 3)
-    lease.start()
-    await client.put(ns, b"", lease.id)
-    await asyncio.sleep(lease.ttl_s + 0.5)
-    assert await client.get(ns) is not None
-    assert (await client.keep_alive(lease.id)).ttl > 0
-    await lease.revoke()
-    assert await client.get(ns) is None
-    assert (await client.keep_alive(lease.id)).ttl == 0
-    with pytest.raises(LeaseNotFound):
-        await client.put(ns, b"", lease.id)
-
-
 # ------------------------------------------------------------------ watch
-
-
-async def collect(client: EtcdClient, prefix: str, into: list[WatchEvent]) -> None:
-    async for event in watch_prefix(client, prefix):
-        into.append(event)
-
-
-async def test_watch_snapshot_then_changes(client: EtcdClient, ns: str) -> None:
-    await client.put(f"{ns}/a", b"1")
-    events: list[WatchEvent] = []
-    task = asyncio.create_task(collect(client, f"{ns}/", events))
-    await eventually(lambda: len(events) == 2)
-    await client.put(f"{ns}/a", b"2")
-    await client.put(f"{ns}x", b"not ours")
-    await client.delete(f"{ns}/a")
-    await eventually(lambda: len(events) == 4)
-    task.cancel()
-    assert [type(event) for event in events] == [Put, Synced, Put, Delete]
-    assert [e.value for e in events if isinstance(e, Put)] == [b"1", b"2"]
-    revisions = [e.mod_revision for e in events if not isinstance(e, Synced)]
-    assert revisions == sorted(set(revisions))
 
 
 async def test_watch_renews_a_silent_stream_without_a_break(client: EtcdClient, ns: str) -> None:

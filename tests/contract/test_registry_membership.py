@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +12,6 @@ from pullfill.errors import (
     ConfigError,
     IncompatibleError,
     PeerUnavailable,
-    RegistryUnavailable,
 )
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
@@ -28,7 +26,6 @@ from pullfill.wire import (
     decode,
     encode,
 )
-from tests.support.etcd import EtcdServer
 from tests.support.workers import compat, eventually, member, record, region
 
 
@@ -58,24 +55,6 @@ async def test_join_state_leave(client: EtcdClient, ns: str) -> None:
     assert await client.get(keys.descriptor(ns, "decode-1", 0)) is None
     assert not me.revoked.is_set()
     assert not await me.set_state(WorkerState.READY)
-
-
-async def test_etcd_goes_away_before_the_first_registration(tmp_path: Path, ns: str) -> None:
-    """As while a worker loads its model: it waits as long as for its first connection."""
-    with EtcdServer(tmp_path / "etcd") as server:
-        client = await EtcdClient.connect(server.url, wait_s=10)
-        me = member(client, ns, "decode-1", ttl_s=5)
-        await asyncio.to_thread(server.kill)
-        with pytest.raises(RegistryUnavailable):
-            await me.join()
-        joining = asyncio.create_task(me.join(wait_s=30))
-        await asyncio.sleep(0.3)
-        assert not joining.done()
-        await asyncio.to_thread(server.start)
-        await asyncio.wait_for(joining, 20)
-        assert list(await registered(client, ns)) == ["decode-1"]
-        await me.leave()
-        await client.close()
 
 
 async def test_revoked_lease_is_noticed_at_once_and_stays_gone(client: EtcdClient, ns: str) -> None:
@@ -206,33 +185,6 @@ async def test_directory_follows(client: EtcdClient, ns: str) -> None:
     assert directory.reachable
     await prefill.leave()
     await directory.close()
-
-
-async def test_a_worker_whose_lease_is_kept_asks_etcd_for_no_other_sign_of_life(
-    client: EtcdClient, ns: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As prefill workers set it: keep-alives come each third of the TTL."""
-    asked: list[float] = []
-    real = EtcdClient.ping
-
-    async def ping(self: EtcdClient, timeout_s: float) -> None:
-        asked.append(timeout_s)
-        await real(self, timeout_s)
-
-    monkeypatch.setattr(EtcdClient, "ping", ping)
-    ttl_s = 2
-    here = member(client, ns, "prefill-1", ttl_s=ttl_s)
-    await here.join()
-    kept = Directory(client, ns, ["decode"], ttl_s=ttl_s, beat_s=ttl_s / 2)
-    await kept.start()
-    await asyncio.sleep(0.95)
-    assert asked == []
-    usual = Directory(client, ns, ["decode"], ttl_s=ttl_s, beat_s=0.1)
-    await usual.start()
-    await eventually(lambda: bool(asked), within_s=5)
-    await usual.close()
-    await kept.close()
-    await here.leave()
 
 
 @pytest.mark.essential

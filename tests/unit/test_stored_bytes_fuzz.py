@@ -12,18 +12,13 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from pullfill import redact
 from pullfill.config import CLUSTER_FILE, read_cluster_file
 from pullfill.deploy.state import LAUNCH_FILE, StateDir
-from pullfill.errors import BadMessage, ConfigError, PeerUnavailable, QueueUnavailable
+from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
 from pullfill.net.frames import split_address
 from pullfill.net.security import load
-from pullfill.queue.dead_letters import _Advisory
-from pullfill.queue.jetstream import JetStreamDelivery
-from pullfill.queue.nats_connection import read_reply
-from pullfill.queue.streams import MSG_ID, TOKENS, parse_ack, subject_tokens
 from pullfill.registry import keys, live_settings
-from pullfill.registry.client import parse_url, read_failure
+from pullfill.registry.client import read_failure
 from pullfill.registry.directory import decode_worker_record
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.layout import dense_layout, layout_of
@@ -69,49 +64,9 @@ def test_registry_keys_and_values(examples: int) -> None:
     explore(examples, check, key=st.binary(max_size=60), value=mutated(good))
 
 
-@EXAMPLES
-def test_urls(examples: int) -> None:
-    def check(text: str, password: str) -> None:
-        for url in (text, f"http://{text}", f"http://u:{password}@h:1"):
-            with contextlib.suppress(ConfigError):
-                parse_url(url)
-        urls = f"http://u:secret{password}@h:1,http://v:secret@h:2"
-        assert "secret" not in redact.url(urls)
-
-    explore(examples, check, text=TEXT, password=st.text("abc:%/0", max_size=8))
-
-
 # ------------------------------------------------------------------ NATS
 
 OWNER = SimpleNamespace(streams=SimpleNamespace(stream_id=""))
-
-
-@EXAMPLES
-def test_deliveries(examples: int) -> None:
-    def check(reply: str, subject: str, headers: dict[str, str] | None) -> None:
-        subject_tokens(subject)
-        with contextlib.suppress(BadMessage):
-            parse_ack(reply)
-        message: Any = SimpleNamespace(reply=ACK, subject=subject, headers=headers, data=b"")
-        delivery = JetStreamDelivery(OWNER, message)  # type: ignore[arg-type]
-        assert 0 <= delivery.tokens < 10**12
-        assert 0 < len(delivery.job_id) <= 128
-
-    header = st.dictionaries(st.sampled_from([MSG_ID, TOKENS, "x"]), TEXT)
-    explore(examples, check, reply=TEXT, subject=TEXT, headers=st.none() | header)
-
-
-@EXAMPLES
-def test_answers_and_advisories(examples: int) -> None:
-    good = [b'{"error":{"code":404,"err_code":10059}}', b'{"stream_seq":7,"deliveries":5}', b"[1]"]
-
-    def check(data: bytes) -> None:
-        with contextlib.suppress(QueueUnavailable):
-            read_reply(SimpleNamespace(data=data))  # type: ignore[arg-type]
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            assert msgspec.json.decode(data, type=_Advisory).stream_seq >= 1
-
-    explore(examples, check, data=mutated(good))
 
 
 # ------------------------------------------------------------------ descriptors

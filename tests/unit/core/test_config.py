@@ -15,7 +15,6 @@ from pullfill.config import (
     read_cluster_file,
 )
 from pullfill.errors import ConfigError
-from pullfill.options import ClusterOptions
 
 
 def _write(directory: Path, **changes: str) -> ClusterFile:
@@ -52,13 +51,6 @@ class TestClusterRef:
         ref = ClusterRef.resolve(state_dir=directory, **same)
         assert (ref.namespace, ref.etcd_url, ref.nats_url) == ("blue", own.etcd_url, own.nats_url)
 
-    def test_a_command_that_only_asks_needs_one_url(self, state_dir: Path) -> None:
-        _write(state_dir)
-        ref = ClusterOptions(etcd="http://h:9", namespace="green").find_to_ask()
-        assert ref == ClusterRef("green", "http://h:9", "nats://")
-        with pytest.raises(ConfigError, match="for another cluster give"):
-            ClusterOptions(etcd="http://h:9").find_to_ask()
-
     def test_a_url_may_be_written_in_another_way(self, state_dir: Path) -> None:
         own = _write(state_dir, etcd_url="http://127.0.0.1:2,http://b:3")
         ref = ClusterRef.resolve(etcd="http://b:3/, http://localhost:2")
@@ -73,10 +65,6 @@ class TestClusterRef:
         (tmp_path / CLUSTER_FILE).write_bytes(content)
         with pytest.raises(ConfigError, match="pullfill down"):
             read_cluster_file(tmp_path)
-
-    def test_a_bad_namespace_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="namespace"):
-            ClusterRef.resolve(etcd="http://h:9", nats="nats://h:8", namespace="A/b")
 
     def test_cluster_json_has_the_promised_shape(self, tmp_path: Path) -> None:
         entry = ProcessEntry(name="etcd", role="etcd", instance_id=None, pid=7, log="/x")

@@ -11,18 +11,6 @@ def _subclasses(kind: type[BaseException]) -> set[type[BaseException]]:
     return {kind}.union(*(_subclasses(child) for child in kind.__subclasses__()))
 
 
-def test_what_can_help_to_retry() -> None:
-    retryable = {
-        name
-        for name, kind in vars(errors).items()
-        if isinstance(kind, type) and getattr(kind, "retryable", False) is True
-    }
-    assert retryable == {
-        "NotNow", "UnavailableError", "QueueUnavailable", "RegistryUnavailable", "PeerUnavailable",
-        "OverloadedError", "QueueFull", "TransferFailed",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [

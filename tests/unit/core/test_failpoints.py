@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,16 +47,3 @@ def test_a_file_is_read_again_when_it_is_replaced(tmp_path: Path) -> None:
     path.unlink()
     failpoints.hit("a")
     failpoints.hit("a")
-
-
-def test_hold_waits_until_the_file_says_otherwise(tmp_path: Path) -> None:
-    path = tmp_path / "points"
-    path.write_text("a=hold@1")
-    failpoints.arm(f"@{path}")
-    held = threading.Thread(target=failpoints.hit, args=("a",))
-    held.start()
-    held.join(0.1)
-    assert held.is_alive()
-    path.write_text("b=hold")
-    held.join(10)
-    assert not held.is_alive()

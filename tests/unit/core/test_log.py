@@ -10,7 +10,6 @@ import pytest
 
 from pullfill.errors import ConfigError
 from pullfill.runtime import log
-from tests.support.fakes import FakeClock
 
 
 def test_log_writes_one_line_and_setup_is_idempotent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,17 +75,3 @@ def test_an_error_is_one_line_unless_more_is_asked_for(
     told = capsys.readouterr().err
     assert told.endswith("error: no good: http://h:1\n")
     assert ("Traceback" in told) == bool(debug)
-
-
-def test_what_others_make_us_log_is_logged_seldom_and_counted() -> None:
-    seldom, now = log.Seldom(60.0, clock := FakeClock()), []
-    for _ in range(130):
-        now.append(seldom.due("a"))
-        clock.advance(1.0)
-    assert {i: said for i, said in enumerate(now) if said is not None} == {
-        0: "", 60: " (59 more since the last such line)", 120: " (59 more since the last such line)"
-    }  # fmt: skip
-    assert seldom.due("b") == "", "each key has its own time"
-    for number in range(10_000):
-        assert seldom.due(f"port {number}") == ""
-    assert len(seldom._seen) <= 256

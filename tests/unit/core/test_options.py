@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -118,12 +118,6 @@ def test_every_flag_was_tried() -> None:
             assert values - {getattr(usual, field.name)}, field.name
 
 
-def test_a_role_is_not_given_the_flags_of_another() -> None:
-    both = replace(GIVEN["decode"], kv_credits=8 << 20)  # type: ignore[call-arg]
-    assert list(arguments(both, "decode")) == list(arguments(GIVEN["decode"], "decode"))
-    assert "--kv-mode" not in arguments(both, "prefill")
-
-
 @pytest.mark.parametrize(
     ("given", "workers_s", "frontends_s"),
     [([], 60.0, 600.0), (["--drain-timeout", "7"], 7.0, 7.0)],
@@ -155,12 +149,6 @@ def test_flags_of_up_are_those_of_the_processes_it_starts() -> None:
 
 
 # --------------------------------------------------------------------------- values
-
-
-@pytest.mark.parametrize("given", ["tcp://h:1", "h:1"])
-def test_an_address_to_publish(given: str) -> None:
-    assert check_address("--advertise-kv", given) == "tcp://h:1"
-    assert check_address("--advertise-kv", None) is None
 
 
 def test_an_address_to_listen_at() -> None:

@@ -53,23 +53,3 @@ def test_all_of_it_and_nothing_is_changed(directory: Path) -> None:
         assert shared.map[5 * MIB : 5 * MIB + 4] == b"abc\0"
     finally:
         path.unlink()
-
-
-def test_without_time_the_first_blocks_of_every_layer_come_first(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    populated: list[tuple[int, int]] = []
-
-    def populate(address: int, nbytes: int) -> bool:
-        populated.append((address, nbytes))
-        return len(populated) < 3
-
-    monkeypatch.setattr(pages, "_populate", populate)
-    assert pages.make_present(100, 20 * MIB, parts=2) == 8 * MIB
-    step = 4 * MIB
-    assert populated == [
-        (100, step), (100 + 10 * MIB, step), (100 + step, step)
-    ]  # fmt: skip
-    populated.clear()
-    assert pages.make_present(100, 20 * MIB, within_s=-1.0) == 0
-    assert not populated

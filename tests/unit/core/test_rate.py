@@ -57,10 +57,3 @@ def test_it_never_goes_below_zero(seen: list[tuple[float, float, float]]) -> Non
         rate.observe(x1, x2, y, float(number))
         assert rate.a >= 0
         assert rate.b >= 0
-
-
-def test_what_is_no_time_is_not_learned() -> None:
-    rate = Rate()
-    rate.observe(1.0, 0.0, float("nan"), 0.0)
-    rate.observe(1.0, 0.0, -1.0, 0.0)
-    assert rate.count == 0

@@ -43,24 +43,6 @@ def test_a_stuck_one_delays_nobody_and_an_idle_one_has_no_thread() -> None:
     assert free.submit(lambda: 8).result(10) == 8
 
 
-def test_without_a_thread_the_caller_is_told_and_later_calls_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    executor, ran = SerialExecutor(), list[str]()
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="new thread"):
-            executor.put(lambda: ran.append("lost"))
-    assert not executor.busy
-    executor.put(lambda: ran.append("kept"))
-    assert executor.wait(10)
-    assert ran == ["kept"]
-
-
 def test_a_call_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
     executor, gate = SerialExecutor(), threading.Event()
     executor.put(gate.wait)

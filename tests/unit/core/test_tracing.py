@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,18 +23,6 @@ def _ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
     yield
     tracing.close()
-
-
-def test_off_there_is_no_context_and_no_opentelemetry() -> None:
-    tracing.begin(None, "decode", "decode-1")
-    assert tracing.root({"traceparent": CLIENT}) is None
-    assert tracing.read(CLIENT) is None
-    tracing.record("x", Context(1, 2), None, 0.0, 1.0, {})
-    code = (
-        "import sys; from pullfill.runtime import tracing; tracing.begin('', 'x', 'y');"
-        "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_who_decides_what_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,3 @@ def test_a_queue_setting_is_only_found_by_its_whole_name() -> None:
     for key in ("replicas", "router.replicas", "queue.policy"):
         with pytest.raises(ConfigError, match=r"no setting.*queue\.max_bytes"):
             live_settings.find(key)
-
-
-def test_a_refusal_names_what_a_whole_number_counts() -> None:
-    with pytest.raises(ConfigError, match="must be a whole number of tokens, at least 0"):
-        live_settings.check("router.max_local_prefill_length", "0.5")

@@ -98,24 +98,3 @@ class FakeApi:
         if isinstance(answer, Exception):
             raise answer
         return KeepAlive(STORE, answer)
-
-
-async def end_of(*script: int | Exception) -> tuple[LeaseFate, FakeApi]:
-    clock = FakeClock()
-    api = FakeApi(clock, *script)
-    lease = await EtcdLease.grant(api, 3, clock=clock)
-    lease.start()
-    while not lease._task or not lease._task.done():
-        lease.check_now()
-        await asyncio.sleep(0)
-    return await lease.wait(), api
-
-
-async def test_lease_ends() -> None:
-    down = RegistryUnavailable("down")
-    assert (await end_of(3, 3, 0))[0] is LeaseFate.REVOKED
-    assert (await end_of(3, down, 0))[0] is LeaseFate.OUTAGE
-    assert (await end_of(3, down, 3, 0))[0] is LeaseFate.REVOKED
-    ended, api = await end_of(3, down)
-    assert ended is LeaseFate.OUTAGE
-    assert api.sent == 3  # answered: sent at 0 s; failures seen at 2 and 3 s: the TTL is 3
