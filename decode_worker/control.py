@@ -126,12 +126,11 @@ class ControlServer:
                 for peer in self.peers.values():
                     peer.heard = self._loop.time()
             for peer in list(self.peers.values()):
-                now = self._loop.time()
-                if now - peer.heard > (patience := peer.patience(now, self._silent_s)):
+                if self._loop.time() - peer.heard > self._silent_s:
                     logger.warning(
                         "prefill worker %s is silent for %.0f s: going on without it",
                         peer.instance_id,
-                        patience,
+                        self._silent_s,
                     )
                     peer.channel.abort()
 
@@ -245,8 +244,6 @@ class ControlServer:
         """Take one message of a prefill worker that was welcomed."""
         handoff = self._handoff
         peer.heard = self._loop.time()
-        if isinstance(message, Claim | Commit | Ready):
-            peer.asked_at = peer.heard
         if isinstance(message, Claim | Heartbeat):
             peer.load = message.load
         match message:

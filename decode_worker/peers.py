@@ -8,7 +8,6 @@ import msgspec
 
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.net.channel import Channel
-from pullfill.net.peer_link import ping_patience
 from pullfill.wire import Grant, KvMode, Load
 
 
@@ -25,8 +24,7 @@ class Peer:
     max_prompt_tokens: length of the longest prompt that it takes. 0: as ours.
     pulls, why_not: whether it pulls jobs of this decode worker, and why not.
     busy: what its last Heartbeat said.
-    heard: when the last message came, by the loop's clock.
-    asked_at: when the worker was welcomed, or sent its last claim, commit or ready."""
+    heard: when the last message came, by the loop's clock."""
 
     name: str
     instance_id: str
@@ -42,16 +40,6 @@ class Peer:
     why_not: str = ""
     busy: bool = False
     load: Load = field(default_factory=Load)
-    asked_at: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.asked_at = self.heard
-
-    def patience(self, now: float, silent_s: float) -> float:
-        """Return for how many seconds it may say nothing.
-
-        silent_s: the same while it asks for things."""
-        return ping_patience(now - self.asked_at, silent_s)
 
     def in_reach(self, grant: Grant) -> Grant:
         """Return the grant, without `pull` if we cannot read this worker's memory."""

@@ -162,7 +162,7 @@ class Holder(PeerLink):
 
     def forget(self, lease: Lease) -> None:
         """Give back a lease that is not wanted, without waiting for the answer."""
-        self.send(LeaseEnd(rid=0, lease=lease.lease), now=True)
+        self.send(LeaseEnd(rid=0, lease=lease.lease))
 
 
 class _Place:

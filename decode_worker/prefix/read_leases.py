@@ -202,7 +202,7 @@ class ReadLeases:
     def _refuse(self, asker: _Asker, ask: LeaseAsk, reason: str) -> None:
         metrics.PREFIX_LEASE.labels(reason).inc()
         if not asker.gone:
-            asker.channel.write(NoLease(rid=ask.rid, reason=reason), now=True)
+            asker.channel.write(NoLease(rid=ask.rid, reason=reason))
 
     def _unfilled(self, asker: _Asker, ask: LeaseAsk, reason: str) -> None:
         self._open -= 1
@@ -277,7 +277,6 @@ class ReadLeases:
                 fence=lease.fence,
                 within_s=LEASE_S,
             ),
-            now=True,
         )
 
     # ------------------------------------------------------------------ ending
@@ -289,7 +288,7 @@ class ReadLeases:
         valid = lease is not None and lease.incarnation == self._context.incarnation
         if lease is not None:
             self._over(asker, lease)
-        asker.channel.write(LeaseEnded(rid=said.rid, valid=valid), now=True)
+        asker.channel.write(LeaseEnded(rid=said.rid, valid=valid))
 
     def _over(self, asker: _Asker, lease: _Lease) -> None:
         """End a lease, for whatever reason. Afterwards no copy made under it is confirmed."""

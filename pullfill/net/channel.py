@@ -2,24 +2,24 @@
 
 Life: the loop makes it for a new connection. `accept` (decode worker) or `introduce` (prefill
 worker) opens it, with `read` and `write`. From `hear` on, each message is handled in the callback
-that received its bytes. A task that reads costs two more turns of the loop for each message.
-`close` or `abort` ends it, and `ended` tells why.
+that received its bytes. `close` or `abort` ends it, and `ended` tells why.
 
-With a cluster key each end first proves to the other that it holds the key (`handshake.py`). From
-then on every frame carries a seal. Messages are not encrypted: they hold IDs and block numbers, but
-no prompt and no KV.
+A frame is a u32 little-endian length and that many bytes. With a cluster key each end first proves
+to the other that it holds the key (`handshake.py`), and from then on every frame carries a seal.
+Messages are not encrypted: they hold IDs and block numbers, but no prompt and no KV.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from pullfill.errors import AuthFailed, ConfigError, PeerUnavailable
-from pullfill.net import frames
+from pullfill.errors import AuthFailed, BadMessage, ConfigError, PeerUnavailable
 from pullfill.net.handshake import CONTROL, Acceptance, Introduction, Seal
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log
@@ -38,17 +38,19 @@ from pullfill.wire.codec import decoder
 logger = log.get("net.channel")
 T = TypeVar("T")
 
+MAX_FRAME = 16 << 20
+# Bytes that may wait until the peer reads them. If more are waiting, the next message ends the
+# connection. The largest messages fit several times, because a peer may not read for a moment.
+MAX_BACKLOG = 4 * MAX_FRAME
+# Bytes of a frame from somebody who has not said who it is.
 FIRST_FRAME = 64 << 10
-"""Bytes of a frame from somebody who has not said who it is."""
+# Bytes of a frame with a `Hello`. It describes the memory of each rank, in about 800 bytes.
 HELLO_FRAME = 2 << 20
-"""Bytes of a frame with a `Hello`. It describes the memory of each rank, in about 800 bytes."""
+# Received bytes that are buffered at most before `read` or `hear` takes them.
 _AHEAD = HELLO_FRAME + (64 << 10)
-"""Received bytes that are buffered at most before `read` or `hear` takes them."""
-_AT_ONCE = 64 << 10
-"""Bytes that do not wait for the end of a turn of the loop."""
-_LARGE = 1 << 20
-"""Messages of so many bytes are sealed on a thread, and so are their seals checked. Both take over
-1 ms for each MiB. Later messages wait for that."""
+_LENGTH = struct.Struct("<I")
+# A peer that is cut off counts as gone after so long.
+_DEAD_AFTER_S = 10
 
 
 class Channel(asyncio.Protocol):
@@ -63,23 +65,19 @@ class Channel(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._in: Seal | None = None
         self._out: Seal | None = None
-        self._arrived = frames.Cutter()
+        self._arrived = bytearray()
         self._paused = False
         self._more: asyncio.Future[None] | None = None
         self._decode: Callable[[bytes], Any]
         self._handler: Callable[[Any], object] | None = None
-        self._handling = self._checking = self._sealing = self._closing = False
-        self._waiting: list[bytes] = []
-        self._size = 0
         self._why: Exception | None = None
-        self._lost: Exception | None = None
         self._ended = asyncio.Event()
         self.peer = "?"
 
     # ------------------------------------------------------------------ called by the loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        frames.tune(transport)
+        _tune(transport.get_extra_info("socket"))
         self._transport = cast(asyncio.Transport, transport)
         name = transport.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else str(name)
@@ -88,35 +86,28 @@ class Channel(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._why is not None:
             return
-        self._arrived.feed(data)
+        self._arrived += data
         if self._handler is not None:
             self._handle()
             return
-        if self._arrived.size > _AHEAD and not self._paused:
+        if len(self._arrived) > _AHEAD and not self._paused:
             self._paused = True
             self._transport.pause_reading()
         self._wake()
 
-    def eof_received(self) -> None:
-        """Send what is queued. The transport closes itself after this."""
-        self._send()
-
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._checking:  # what has arrived is handled first
-            self._lost = exc or EOFError("")
-            return
         self._why = self._why or EOFError(str(exc or ""))
         self._ended.set()
         self._wake()
 
     # ------------------------------------------------------------------ in
 
-    async def read(self, kind: type[T], limit: int = frames.MAX_FRAME) -> T:
+    async def read(self, kind: type[T], limit: int = MAX_FRAME) -> T:
         """Return the next message. One caller at a time, and only before `hear`.
 
         Raises EOFError if the peer has closed, AuthFailed on a wrong seal, BadMessage on a message
         that cannot be decoded. Close the connection after any of them."""
-        while (body := self._arrived.cut(limit)) is None:
+        while (body := self._cut(limit)) is None:
             if self._why is not None:
                 raise self._why
             if self._paused:
@@ -124,13 +115,14 @@ class Channel(asyncio.Protocol):
                 self._transport.resume_reading()
             self._more = self._loop.create_future()
             await self._more
-        return decode(self._unsealed(body), kind)
+        return decode(body, kind)
 
     def hear(self, kind: Any, handler: Callable[[Any], object]) -> None:
         """Call `handler` with each message that arrives from now on.
 
         An error of the handler, or one that `read` would raise, closes the connection. `ended` then
         raises it."""
+        # A task that reads would cost two more turns of the loop for each message.
         self._decode, self._handler = decoder(kind), handler
         if self._paused:
             self._transport.resume_reading()
@@ -144,36 +136,31 @@ class Channel(asyncio.Protocol):
         assert self._why is not None
         raise self._why
 
-    def _handle(self, checked: asyncio.Future[bytes] | None = None) -> None:
-        """Handle all messages that have arrived. The replies are sent in one piece.
-
-        checked: a message whose seal was checked on a thread. It comes first."""
+    def _handle(self) -> None:
+        """Handle all messages that have arrived."""
         assert self._handler is not None
-        self._checking &= checked is None
-        if self._checking:
-            return
-        self._handling = True
         try:
-            if checked is not None and self._why is None:
-                self._handler(self._decode(checked.result()))
-            while (body := self._arrived.cut(frames.MAX_FRAME)) is not None and self._why is None:
-                if self._in is not None and len(body) >= _LARGE:
-                    self._checking = True
-                    checking = self._loop.run_in_executor(None, self._in.remove, body)
-                    checking.add_done_callback(self._handle)
-                    break
-                self._handler(self._decode(self._unsealed(body)))
+            while self._why is None and (body := self._cut(MAX_FRAME)) is not None:
+                self._handler(self._decode(body))
         except Exception as exc:
             self._why = self._why or exc
             self.close()
-        finally:
-            self._handling = False
-        if self._waiting:
-            self._send()
-        if self._lost is not None:
-            self.connection_lost(self._lost)
 
-    def _unsealed(self, body: bytes) -> bytes:
+    def _cut(self, limit: int) -> bytes | None:
+        """Return the body of the next frame, or None if it has not arrived completely.
+
+        Raises AuthFailed, and BadMessage if the frame has more than `limit` bytes."""
+        if len(self._arrived) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._arrived)
+        # As soon as its length has arrived: memory is used only for what came.
+        if length > limit:
+            raise BadMessage(f"a frame of {length} bytes (at most {limit})")
+        end = _LENGTH.size + length
+        if len(self._arrived) < end:
+            return None
+        body = bytes(memoryview(self._arrived)[_LENGTH.size : end])
+        del self._arrived[:end]
         return body if self._in is None else self._in.remove(body)
 
     def _wake(self) -> None:
@@ -182,72 +169,59 @@ class Channel(asyncio.Protocol):
 
     # ------------------------------------------------------------------ out
 
-    def write(self, message: msgspec.Struct, *, now: bool = False) -> None:
-        """Queue one message for sending. Never blocks, and never raises on a broken connection.
-
-        The messages of one turn of the event loop are sent at its end, in one piece.
-
-        now: send at once."""
+    def write(self, message: msgspec.Struct) -> None:
+        """Send one message. Never blocks, and never raises on a broken connection."""
         body = encode(message)
-        if not self._waiting and not self._handling and not now:
-            self._loop.call_soon(self._send)
-        self._waiting.append(body)
-        self._size += len(body)
-        if now or self._size > _AT_ONCE:
-            self._send()
-
-    def _send(self) -> None:
-        if self._sealing:
-            return
-        waiting, self._waiting = self._waiting, []
-        if self._size >= _LARGE:
-            self._sealing = True
-            framed = self._loop.run_in_executor(None, self._framed, waiting)
-            framed.add_done_callback(self._sealed)
-        elif waiting:
-            self._size = 0
-            self._put(self._framed(waiting))
-
-    def _framed(self, bodies: list[bytes]) -> bytes:
-        return frames.join(bodies if self._out is None else [*map(self._out.add, bodies)])
-
-    def _sealed(self, framed: asyncio.Future[bytes]) -> None:
-        self._sealing = False
-        self._size = sum(map(len, self._waiting))
-        self._put(framed.result())
-        self._send()
-        if self._closing:
-            self.close()
-
-    def _put(self, data: bytes) -> None:
-        if not frames.write(self._transport, data):
+        if self._out is not None:
+            body = self._out.add(body)
+        if self.backlog > MAX_BACKLOG:
             logger.warning(
                 "ended the connection to %s: it has not read the last %d MiB",
-                self.peer, frames.MAX_BACKLOG >> 20,
-            )  # fmt: skip
+                self.peer,
+                MAX_BACKLOG >> 20,
+            )
+            self._transport.abort()
+            return
+        if not self._transport.is_closing():
+            self._transport.write(_LENGTH.pack(len(body)) + body)
 
     @property
     def backlog(self) -> int:
         """Number of bytes that wait to be sent."""
-        return self._size + self._transport.get_write_buffer_size()
+        return self._transport.get_write_buffer_size()
 
     def seal(self, *, incoming: bytes, outgoing: bytes) -> None:
         """Seal all frames from the next one on, in both directions."""
-        self._send()
         self._in, self._out = Seal(incoming), Seal(outgoing)
 
     def close(self) -> None:
         """Send what is queued, then end."""
-        self._send()
-        self._closing = self._sealing
-        if not self._closing:
-            self._transport.close()
+        self._transport.close()
 
     def abort(self) -> None:
         """Close at once. Messages that have arrived but were not handled are dropped."""
         self._why = self._why or EOFError("ended here")
-        self._waiting.clear()
         self._transport.abort()
+
+
+def _tune(sock: socket.socket | None) -> None:
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_AFTER_S // 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_AFTER_S // 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _DEAD_AFTER_S)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return (host, port) of `tcp://host:port`, an IPv6 address without its brackets. Raises
+    BadMessage."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdigit():
+        raise BadMessage(f"not a tcp://host:port address: {address!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 # --------------------------------------------------------------------------- opening

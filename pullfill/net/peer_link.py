@@ -6,7 +6,8 @@ Prefill workers dial decode workers for their jobs. Decode workers dial one anot
 prefixes. A subclass says what is special about its kind. The other end is `accept` (channel.py).
 
 A peer that is stopped or cut off keeps its socket. So a worker that dials sends a ping, which the
-other end returns. Each end treats the other as gone after a time of silence (`ping_pause`).
+other end returns. Each end treats the other as gone after SILENT_S of silence: a stall of
+SILENT_S - ALIVE_INTERVAL_S is forgiven.
 
 asyncio thread only.
 """
@@ -23,8 +24,7 @@ import msgspec
 
 from pullfill.backoff import Backoff
 from pullfill.errors import AuthFailed, BadMessage, PeerUnavailable, PullfillError
-from pullfill.net import frames
-from pullfill.net.channel import Channel, introduce
+from pullfill.net.channel import Channel, introduce, split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log, metrics
 from pullfill.runtime.idle import IDLE_S
@@ -40,23 +40,6 @@ class ConnectionLost(PeerUnavailable):
 
 class NotInTime(PeerUnavailable):
     """The peer has not answered in time, but the connection is open."""
-
-
-def ping_pause(unasked_s: float, unused_s: float = 3.0, resting_s: float = 10.0) -> float:
-    """Seconds from one ping to the next, on a connection over which nothing was asked for so long.
-
-    Most pairs of workers rarely use their connection, so an unused one is pinged less often. Each
-    end measures the time by itself, from the welcome on."""
-    if unasked_s < unused_s:
-        return ALIVE_INTERVAL_S
-    return ALIVE_INTERVAL_S * (2 if unasked_s < resting_s else 4)
-
-
-def ping_patience(unasked_s: float, silent_s: float = SILENT_S) -> float:
-    """Seconds of silence after which the other end counts as gone. silent_s: if it is in use.
-
-    A worker that stalls for SILENT_S - ALIVE_INTERVAL_S seconds is never taken for gone."""
-    return silent_s + ping_pause(unasked_s) - ALIVE_INTERVAL_S
 
 
 class PeerLink:
@@ -95,7 +78,7 @@ class PeerLink:
         self._channel: Channel | None = None
         self._rids = itertools.count(1)
         self._questions: dict[int, asyncio.Future[Any]] = {}
-        self._heard_at = self._asked_at = self._needed_at = self._loop.time()
+        self._heard_at = self._needed_at = self._loop.time()
         self._up = asyncio.Event()
         # Set while the connection is up, and while a new attempt is not worth waiting for: the last
         # one has failed, or the peer was silent.
@@ -158,34 +141,24 @@ class PeerLink:
             why = f": {self._why}" if self._why else ""
             raise PeerUnavailable(f"worker {self.name} at {self._address} does not answer{why}")
 
-    def send(self, message: msgspec.Struct, *, now: bool = False) -> None:
-        """Send a message without an answer. It is lost if the connection is.
-
-        now: do not wait for the end of this turn of the loop."""
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message without an answer. It is lost if the connection is."""
         if self._channel is not None:
-            self._channel.write(message, now=now)
+            self._channel.write(message)
 
-    async def ask(
-        self, make: Callable[[int], msgspec.Struct], within_s: float, *, stood_s: float = 0.1
-    ) -> Any:
+    async def ask(self, make: Callable[[int], msgspec.Struct], within_s: float) -> Any:
         """Send a question, and return its answer.
 
         Raises NotInTime, ConnectionLost, PeerUnavailable (not connected).
 
-        make: makes the message with a given `rid`.
-        stood_s: if the wait ends so late, the loop stood still, and what came meanwhile may not be
-        read yet. Then it gets as long to be read."""
+        make: makes the message with a given `rid`."""
         if (channel := self._channel) is None:
             raise PeerUnavailable(f"worker {self.name} is not connected")
         rid = next(self._rids)
         answer = self._questions[rid] = self._loop.create_future()
-        self._asked_at = self._loop.time()
-        until = self._asked_at + within_s
         try:
-            channel.write(make(rid), now=True)
+            channel.write(make(rid))
             await asyncio.wait([answer], timeout=within_s)
-            if not answer.done() and self._loop.time() - until > stood_s:
-                await asyncio.wait([answer], timeout=stood_s)
             if not answer.done():
                 raise NotInTime(f"worker {self.name} does not answer in time")
             return answer.result()
@@ -196,6 +169,7 @@ class PeerLink:
             raise
         finally:
             del self._questions[rid]
+            self._needed_at = self._loop.time()
 
     def when_ended(self, call: Callable[[], object]) -> None:
         """Have `call` called once the connection has ended for good."""
@@ -252,14 +226,14 @@ class PeerLink:
 
     async def _connect(self) -> None:
         """Dial, and let messages in until the connection ends. Raises the reason why it has."""
-        host, port = frames.split_address(self._address)
+        host, port = split_address(self._address)
         keeping: asyncio.Task[None] | None = None
         channel: Channel | None = None
         try:
             async with asyncio.timeout(self._dial_s):
                 _, channel = await self._loop.create_connection(Channel, host, port)
                 welcome = await self._greet(channel)
-            self._channel, self._asked_at = channel, self._loop.time()
+            self._channel = channel
             self.on_welcome(welcome)
             self._welcomed, self._silent = True, False
             self._up.set()
@@ -311,35 +285,25 @@ class PeerLink:
 
     async def _keep_alive(self, channel: Channel) -> None:
         """Send pings. End the connection if the peer is silent, or if nothing needs it."""
-        said = now = self._heard_at = self._loop.time()
-        pings = self._ping(channel)
+        now = self._heard_at = self._loop.time()
         while True:
+            if (ping := self.ping()) is not None:
+                channel.write(ping)
             before = now
-            pause_s = ping_pause(now - self._asked_at)
-            patience_s = ping_patience(now - self._asked_at, self._silent_s)
-            # A question proves that we are here as a ping does.
-            await asyncio.sleep(max(said, self._asked_at) + pause_s - now)
+            await asyncio.sleep(ALIVE_INTERVAL_S)
             now = self._loop.time()
             if self._unneeded():
                 self.end()
                 return
-            if now - before > pause_s + ALIVE_INTERVAL_S:
+            if now - before > 2 * ALIVE_INTERVAL_S:
                 self._heard_at = now  # we did not run either: what it said waits to be read
-            elif pings and now - self._heard_at > patience_s:
-                self._why = f"it said nothing for {patience_s:.0f} s"
+            elif ping is not None and now - self._heard_at > self._silent_s:
+                self._why = f"it said nothing for {self._silent_s:.0f} s"
                 logger.warning("ending the control connection to %s: %s", self.name, self._why)
                 self._silent = True
                 self.on_silent()
                 channel.abort()
                 return
-            if now >= max(said, self._asked_at) + pause_s:
-                self._ping(channel)
-                said = now
-
-    def _ping(self, channel: Channel) -> bool:
-        if (ping := self.ping()) is not None:
-            channel.write(ping)
-        return ping is not None
 
     def _unneeded(self) -> bool:
         """Whether nothing has needed this link for `idle_s`."""
@@ -347,4 +311,4 @@ class PeerLink:
         if self._questions or self.needed():
             self._needed_at = now
             return False
-        return now - max(self._needed_at, self._asked_at) >= self._idle_s
+        return now - self._needed_at >= self._idle_s

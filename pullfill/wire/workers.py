@@ -312,7 +312,7 @@ class Draining(Message, tag="draining", frozen=True, kw_only=True):
 class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """A prefill worker sends it regularly (net/peer_link.py), and the decode worker returns it.
 
-    Each side treats the other as gone when it hears nothing for SILENT_S or a little more.
+    Each side treats the other as gone when it hears nothing for SILENT_S.
 
     pulls: False while the prefill worker pulls no jobs of this decode worker: its engine is stuck,
     NATS does not answer it, or the self-check has not passed. A change is sent at once.

@@ -13,7 +13,7 @@ import nats
 import pytest
 from nats.js import JetStreamContext
 
-from pullfill.net import frames
+from pullfill.net.channel import split_address
 from pullfill.queue.streams import EXPECTED_STREAM, MSG_ID, TOKENS, Names
 from pullfill.wire import (
     Claim,
@@ -218,7 +218,7 @@ def test_row_25_a_job_changed_in_the_stream(target: Target, oracle: Oracle) -> N
 
 async def mallory(target: Target, job_id: str) -> list[str]:
     """A control client made by hand; how the decode worker answers its forgeries."""
-    host, port = frames.split_address(target.record.control)
+    host, port = split_address(target.record.control)
     reader, writer = await asyncio.open_connection(host, port)
 
     async def ask(message: msgspec.Struct) -> Any:

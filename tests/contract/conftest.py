@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.net import frames
 from pullfill.registry.client import EtcdClient
 from tests.support.control_rig import Decode, Prefill, Raw
 from tests.support.etcd import EtcdServer
@@ -60,34 +58,35 @@ def ns() -> str:
 
 
 @pytest.fixture
-async def decode() -> AsyncIterator[Decode]:
-    """A decode worker's control server, on loopback TCP."""
-    decode = Decode()
+async def decode(request: pytest.FixtureRequest) -> AsyncIterator[Decode]:
+    """A decode worker's control server, on loopback TCP.
+
+    Its parameter, or DECODE of the module: arguments of `Decode`."""
+    decode = Decode(**getattr(request, "param", getattr(request.module, "DECODE", {})))
     await decode.server.start("127.0.0.1")
     yield decode
-    await decode.server.stop()
+    await decode.stop()
 
 
 @pytest.fixture
 async def connect(decode: Decode) -> AsyncIterator[Callable[..., Any]]:
-    """Connects a prefill worker to `decode`; waits until it is connected."""
+    """Connects a prefill worker to `decode`. Unless `up` is False, waits until it is connected."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def make(name: str = "prefill-1") -> Prefill:
-            prefill = Prefill(decode, name)
+        async def make(name: str = "prefill-1", *, up: bool = True, **more: Any) -> Prefill:
+            prefill = Prefill(decode, name, **more)
             stack.push_async_callback(prefill.link.close)
-            await prefill.link.wait_up(10)
+            if up:
+                await prefill.link.wait_up(10)
             return prefill
 
         yield make
 
 
 @pytest.fixture
-async def raw(decode: Decode) -> AsyncIterator[Raw]:
+async def raw(decode: Decode) -> Raw:
     """A bare connection to `decode`, over which the test says what it wants."""
-    reader, writer = await asyncio.open_connection(*frames.split_address(decode.server.address))
-    yield Raw(reader, writer)
-    writer.close()
+    return await decode.raw()
 
 
 @pytest.fixture

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import struct
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from pullfill.decode_worker.ledger import Settle
 from pullfill.errors import ClaimRefused, Outcome, PeerUnavailable
-from pullfill.net import frames
 from pullfill.runtime import metrics
 from pullfill.wire import (
     WIRE_VERSION,
     Claim,
     DrainAck,
+    Draining,
     GiveUp,
     Goodbye,
     Grant,
+    Heartbeat,
     RefuseReason,
+    Revoke,
 )
+from tests.support import framing
 from tests.support.control_rig import BLOCKS, Decode, Prefill, Raw, commit_of, hello, until
 
 # ------------------------------------------------------------------ the good path
@@ -41,19 +46,6 @@ async def test_claim_grant_commit(decode: Decode, connect: Any) -> None:
     again = await prefill.commit(grant)
     assert (again.ok, again.reason) == (False, "stale")
     assert decode.settled() == []
-
-
-async def test_many_claims_at_once_get_their_own_answers(decode: Decode, connect: Any) -> None:
-    prefill = await connect()
-    names = [f"j{i}" for i in range(8)]
-    for name in names:
-        decode.open(name)
-    grants = await asyncio.gather(*[prefill.claim(n) for n in names])
-    assert [g.job_id for g in grants] == names
-    assert len({g.fence.slot for g in grants}) == 8
-    replies = await asyncio.gather(*[prefill.commit(g) for g in grants])
-    assert all(r.ok for r in replies)
-    assert decode.fences.in_use == 0
 
 
 async def test_the_inputs_of_one_job_are_sent_at_a_time(decode: Decode, raw: Raw) -> None:
@@ -141,25 +133,15 @@ async def test_another_compatibility_hash_is_told_goodbye(decode: Decode, raw: R
 
 
 @pytest.mark.parametrize("greeted", [False, True])
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        struct.pack("<I", 5) + b"\xc1\xc1\xc1\xc1\xc1",
-        struct.pack("<I", 0),
-        struct.pack("<I", frames.MAX_FRAME + 1),
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    ],
-    ids=["noise", "empty", "oversized", "http"],
-)
 async def test_garbage_closes_the_connection_and_is_counted(
-    decode: Decode, connect: Any, raw: Raw, garbage: bytes, greeted: bool
+    decode: Decode, connect: Any, raw: Raw, greeted: bool
 ) -> None:
     counter = metrics.STALE_REFUSED.labels("message")
     before = counter._value.get()
     other = await connect()
     if greeted:
         await raw.hello()
-    raw.writer.write(garbage)
+    framing.write_body(raw.writer, b"\xc1\xc1\xc1\xc1\xc1")
     assert await raw.ended()
     assert counter._value.get() == before + 1
     await until(lambda: len(decode.server.peers.pulling) == 1)
@@ -247,3 +229,88 @@ async def test_an_ack_subject_that_is_not_the_queues_harms_nobody(
     await until(lambda: len(decode.server.peers.pulling) == 1)
     assert (await other.claim()).attempt == 2
     assert decode.nakked == []
+
+
+# ------------------------------------------------------------------ the ledger's timer
+
+PATIENT = pytest.mark.parametrize("decode", [{"silent_s": 3600.0}], indirect=True)
+"""Nobody is lost but whom the test ends."""
+
+
+async def greeted(decode: Decode) -> Raw:
+    raw = await decode.raw()
+    await raw.hello()
+    return raw
+
+
+async def writing(decode: Decode, raw: Raw) -> Any:
+    """`raw` holds the job and writes. Returns its grant's slot; the timer is asleep for 30 s."""
+    decode.open()
+    raw.say(Claim(rid=1, job_id="j", incarnation="i0"))
+    grant = await raw.hear()
+    assert isinstance(grant, Grant)
+    slot = decode.fences.valid(grant.fence)
+    slot.holders += 1
+    return slot
+
+
+@PATIENT
+async def test_proof_is_asked_for_when_another_message_took_the_revoke(decode: Decode) -> None:
+    """The engine thread cancels and lets go of the processor while it is woken; meanwhile the
+    asyncio thread sends the revoke, after the message of somebody else."""
+    writer, other = await greeted(decode), await greeted(decode)
+    slot = await writing(decode, writer)
+    cancelled, sent = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def woken() -> None:
+        loop.call_soon_threadsafe(cancelled.set)
+        if threading.current_thread() is not threading.main_thread():
+            assert sent.wait(10)
+
+    decode.ledger._on_event = woken
+    cancel = asyncio.create_task(asyncio.to_thread(decode.ledger.cancel, "r-j"))
+    await cancelled.wait()
+    other.say(Heartbeat())
+    assert isinstance(await other.hear(), Heartbeat)
+    assert isinstance(await writer.hear(), Revoke)
+    sent.set()
+    await cancel
+    assert decode.ledger.quarantined_blocks
+    slot.holders = 0  # killed: the kernel frees the lock, and nobody says anything
+    await until(lambda: decode.ledger.open_jobs == 0)
+
+
+@PATIENT
+async def test_proof_is_asked_for_when_the_writer_is_lost(decode: Decode) -> None:
+    writer, _ = await greeted(decode), await greeted(decode)
+    slot = await writing(decode, writer)
+    decode.ledger._on_action = lambda: None
+    decode.ledger.cancel("r-j")
+    assert decode.ledger.take_actions(), "taken by the test: the timer was told nothing"
+    assert decode.ledger.quarantined_blocks
+    slot.holders = 0
+    writer.writer.close()
+    await until(lambda: decode.ledger.open_jobs == 0)
+
+
+@PATIENT
+async def test_what_is_proved_quiet_while_nobody_pulls_is_not_held_first(decode: Decode) -> None:
+    """Handed back by the last worker, which still wrote then, and has ended when the timer looks:
+    served here at once, and its blocks are free."""
+    last = await greeted(decode)
+    slot = await writing(decode, last)
+    real, asked = decode.fences.try_revoke, []
+
+    def try_revoke(token: Any) -> bool:
+        asked.append(real(token))
+        slot.holders = 0
+        return bool(asked[-1])
+
+    fences: Any = SimpleNamespace(try_revoke=try_revoke)
+    decode.ledger._fences = fences
+    last.say(Draining())
+    last.say(GiveUp(job_id="j", attempt=1, incarnation="i0", cause="x", retry=True))
+    await until(lambda: decode.ledger.open_jobs == 0)
+    assert asked == [False, True]
+    assert decode.settled() == [Settle("r-j", Outcome.PREFILL_LOST)]

@@ -12,6 +12,7 @@ import pytest
 
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.errors import PeerUnavailable
+from pullfill.net.channel import split_address
 from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.wire import Claim, Grant, Hello, Welcome
@@ -132,7 +133,6 @@ async def test_a_worker_that_connects_anew_has_left_its_old_connection(
     decode: Decode, connect: Any, raw: Raw
 ) -> None:
     """The old connection may look alive for seconds. Its jobs are claimed over the new one."""
-    decode.server._silent_s = 3600.0  # do not end connections for silence
     other = await connect("prefill-2")
     decode.open()
     raw.say(hello("prefill-1"))
@@ -148,12 +148,9 @@ async def test_a_worker_that_connects_anew_has_left_its_old_connection(
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_a_server_that_stops_closes_what_just_connected(turns: int) -> None:
+async def test_a_server_that_stops_closes_what_just_connected(decode: Decode, turns: int) -> None:
     """turns: of the loop, from the connect to the stop."""
-    decode = Decode()
-    await decode.server.start("127.0.0.1")
-    host, port = decode.server.address.removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port))) as peer:
+    with socket.create_connection(split_address(decode.server.address)) as peer:
         for _ in range(turns):
             await asyncio.sleep(0)
         await decode.server.stop()

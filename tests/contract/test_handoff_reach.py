@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pullfill.errors import BadMessage
-from pullfill.net import frames
+from pullfill.net.channel import split_address
 from pullfill.prefill_worker import handoff
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.jetstream import JetStreamConsumer
@@ -105,7 +105,7 @@ async def test_row_18_a_job_that_no_worker_can_claim_is_no_dead_letter(
     """Served locally when nobody claimed it in time, which removes it from the queue."""
     async with Cluster(tmp_path, clock=FakeClock()) as cluster:
         decode = await cluster.decode()
-        address = frames.split_address(decode.control.address)
+        address = split_address(decode.control.address)
         busy = Raw(*await asyncio.open_connection(*address))  # it takes nothing, but it is there
         await busy.hello(COMPATIBLE.hash())
         await cut_off(cluster, monkeypatch, nowhere)

@@ -27,7 +27,7 @@ SOON_S = 0.05
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """DecodeLinks check every 20 ms whether they are idle, not every second."""
-    monkeypatch.setattr(peer_link, "ping_pause", lambda unasked_s: 0.02)
+    monkeypatch.setattr(peer_link, "ALIVE_INTERVAL_S", 0.02)
 
 
 def prefill_record(name: str, state: WorkerState = WorkerState.READY) -> WorkerRecord:
@@ -172,7 +172,7 @@ async def test_a_job_brings_its_connection_and_leaves_none(tmp_path: Path, quick
 async def test_no_job_fails_though_links_are_closed_all_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_link, "ping_pause", lambda unasked_s: 0.001)
+    monkeypatch.setattr(peer_link, "ALIVE_INTERVAL_S", 0.001)
     async with far_apart(tmp_path) as (cluster, decode, prefill):
         prefill.links.idle_s = 0.0
         made: list[DecodeLink] = []

@@ -13,7 +13,7 @@ import pytest
 
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.errors import HandoffError, TransferFailed
-from pullfill.net import frames
+from pullfill.net.channel import split_address
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm.fence import ShmHold
@@ -100,7 +100,7 @@ def test_a_connection_being_made(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kv_protocol, "HELLO_S", FOREVER_S)
     region, mine = rig.region(DENSE), rig.local(DENSE)
     address, _, detail = region.descriptor.endpoints[rig.name].partition("#")
-    with Proxy(frames.split_address(address)) as proxy, ThreadPoolExecutor(1) as thread:
+    with Proxy(split_address(address)) as proxy, ThreadPoolExecutor(1) as thread:
         endpoints = {rig.name: f"tcp://{proxy.address}#{detail}"}
         session, token = (
             rig.connect(mine, region, endpoints=endpoints),

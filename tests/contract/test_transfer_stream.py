@@ -23,7 +23,7 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
-from pullfill.net import frames
+from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
 from pullfill.transfer.contract import Rect
 from pullfill.transfer.layout import dense_layout
@@ -266,7 +266,7 @@ def test_with_the_cluster_key_blocks_move_and_frames_are_sealed(make: Make) -> N
 
 
 def dial(region: Region) -> socket.socket:
-    host, port = frames.split_address(region.descriptor.endpoints["tcp"])
+    host, port = split_address(region.descriptor.endpoints["tcp"])
     return socket.create_connection((host, port), 20)
 
 
@@ -358,7 +358,7 @@ def test_a_connection_that_broke_while_idle_is_made_anew(make: Make) -> None:
     rig = make()
     region, mine = rig.region(DENSE), rig.local(DENSE)
     token = region.owner.fences.open([1])
-    with Proxy(frames.split_address(region.descriptor.endpoints["tcp"])) as proxy:
+    with Proxy(split_address(region.descriptor.endpoints["tcp"])) as proxy:
         session = rig.connect(mine, region, endpoints={"tcp": f"tcp://{proxy.address}"})
         proxy.reset()
         wait_for(lambda: not connections())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -17,21 +15,16 @@ from pullfill.decode_worker.ledger import Entry, Ledger
 from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import BadMessage, PeerUnavailable
+from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.decode_links import DecodeLink, DecodeLinks
-from pullfill.runtime.lifecycle import end
 from pullfill.wire import (
     SILENT_S,
-    Claim,
     Commit,
     Grant,
-    Heartbeat,
     Hello,
-    Refused,
-    RefuseReason,
     Revoke,
     StageTimings,
-    ToDecode,
     ToPrefill,
     Welcome,
     WorkerRecord,
@@ -79,6 +72,18 @@ class Decode:
         self.server = ControlServer(
             self.handoff, instance_id=name, compat=COMPAT, silent_s=silent_s, key=key
         )
+        self._raws: list[Raw] = []
+
+    async def raw(self) -> Raw:
+        """A bare connection, until `stop`."""
+        raw = Raw(*await asyncio.open_connection(*split_address(self.server.address)))
+        self._raws.append(raw)
+        return raw
+
+    async def stop(self) -> None:
+        await self.server.stop()
+        for raw in self._raws:
+            raw.writer.close()
 
     # ------------------------------------------------------------------ the queue
 
@@ -206,53 +211,6 @@ class Raw:
             return True
         finally:
             self.writer.close()
-
-
-@dataclass
-class RawDecode:
-    """A decode worker that grants nothing, and counts what it hears.
-
-    answers: whether it returns each Heartbeat.
-    beats: number of Heartbeats, by connection."""
-
-    address: str
-    answers: bool
-    beats: list[int] = field(default_factory=list)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        number = len(self.beats)
-        self.beats.append(0)
-        self.tasks.append(asyncio.current_task())  # type: ignore[arg-type]
-        try:
-            while True:
-                message: Any = await framing.read(reader, ToDecode)  # type: ignore[arg-type]
-                match message:
-                    case Hello():
-                        framing.write(writer, Welcome(decode_instance="decode-1"))
-                    case Claim():
-                        refused = Refused(rid=message.rid, reason=RefuseReason.UNKNOWN_JOB)
-                        framing.write(writer, refused)
-                    case Heartbeat():
-                        self.beats[number] += 1
-                        if self.answers:
-                            framing.write(writer, message)
-        except (EOFError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-
-@asynccontextmanager
-async def raw_decode(*, answers: bool = True) -> AsyncIterator[RawDecode]:
-    decode = RawDecode("", answers)
-    server = await asyncio.start_server(decode.serve, "127.0.0.1")
-    decode.address = "tcp://{}:{}".format(*server.sockets[0].getsockname())
-    try:
-        yield decode
-    finally:
-        server.close()
-        await end(*decode.tasks)
 
 
 def hello(name: str = "raw", compat: str | None = None) -> Hello:

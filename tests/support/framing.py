@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from pullfill.errors import BadMessage
-from pullfill.net import frames
-from pullfill.net.channel import Channel
+from pullfill.net.channel import MAX_FRAME, Channel
 from pullfill.wire import decode, encode
 
 T = TypeVar("T")
 
 
-async def read_body(reader: asyncio.StreamReader, limit: int = frames.MAX_FRAME) -> bytes:
+async def read_body(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> bytes:
     """The next frame. Raises EOFError, BadMessage."""
     try:
         (length,) = struct.unpack("<I", await reader.readexactly(4))
@@ -35,7 +33,7 @@ async def read(reader: asyncio.StreamReader, kind: type[T]) -> T:
 
 def write_body(writer: asyncio.StreamWriter, body: bytes) -> None:
     """Queue one frame."""
-    frames.write(writer.transport, frames.join([body]))
+    writer.write(struct.pack("<I", len(body)) + body)
 
 
 def write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
@@ -48,14 +46,17 @@ class Wire:
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
-        self.closed = self.aborted = self.paused = False
-        self.write: Callable[[bytes], Any] = self.pieces.append
+        self.closed = self.paused = False
+        self.waiting = 0
+
+    def write(self, data: bytes) -> None:
+        self.pieces.append(data)
+
+    def is_closing(self) -> bool:
+        return self.closed
 
     def get_write_buffer_size(self) -> int:
-        return 0
-
-    def get_extra_info(self, _: str) -> None:
-        return None
+        return self.waiting
 
     def pause_reading(self) -> None:
         self.paused = True
@@ -66,8 +67,7 @@ class Wire:
     def close(self) -> None:
         self.closed = True
 
-    def abort(self) -> None:
-        self.closed = self.aborted = True
+    abort = close
 
 
 def channel_of(data: bytes | None = None, kind: type[Channel] = Channel) -> tuple[Channel, Wire]:

@@ -23,7 +23,7 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
-from pullfill.net import frames
+from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import Direction, LocalMemory, MoveResult, PeerSession, Rect
@@ -69,7 +69,7 @@ class StreamTransport:
         """See PeerTransport. Sends nothing: only `connect` finds out whether the owner answers."""
         address, _, detail = descriptor.endpoints.get(self.name, "").partition("#")
         try:
-            frames.split_address(address)
+            split_address(address)
         except BadMessage as exc:
             return str(exc)
         return self._kind.why_not() or self._kind.can_reach(detail)
@@ -301,7 +301,7 @@ class StreamSession(PeerSession):
 
     def _dial(self) -> socket.socket:
         endpoint = self._descriptor.endpoints.get(self.transport, "")
-        host, port = frames.split_address(endpoint.partition("#")[0])
+        host, port = split_address(endpoint.partition("#")[0])
         try:
             return socket.create_connection((host.strip("[]"), port), HELLO_S)
         except (OSError, OverflowError) as exc:

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from pullfill import wire
 from pullfill.engine import front_wire
 from pullfill.errors import AuthFailed, BadMessage
-from pullfill.net import frames
-from pullfill.net.channel import Channel, accept
+from pullfill.net.channel import MAX_FRAME, Channel, accept
 from pullfill.net.security import ClusterKey
 from pullfill.wire import u32
 from pullfill.wire.codec import decode, encode
@@ -143,7 +142,7 @@ def test_nothing_unsealed_passes_for_sealed(examples: int) -> None:
 
 def test_a_length_of_4_gib_takes_no_memory() -> None:
     async def read() -> None:
-        for length in (2**32 - 1, frames.MAX_FRAME):
+        for length in (2**32 - 1, MAX_FRAME):
             with pytest.raises((EOFError, BadMessage)):
                 await _deaf(struct.pack("<I", length) + b"x").read(wire.Heartbeat)
 

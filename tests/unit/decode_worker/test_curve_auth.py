@@ -18,7 +18,8 @@ from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import check, front_wire
 from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
-from pullfill.net import curve, frames
+from pullfill.net import curve
+from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
 
@@ -151,7 +152,7 @@ async def test_a_port_scan_is_no_frontend_with_a_wrong_key(
     counter = metrics.AUTH_REFUSED.labels("frontend")
     before = counter._value.get()
     decode = _Decode(key)
-    address = frames.split_address(decode.request_server.address)
+    address = split_address(decode.request_server.address)
     try:
         for _ in range(3):
             (await asyncio.open_connection(*address))[1].close()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from pullfill.net import frames
+from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
 from pullfill.transfer.contract import Direction
 from pullfill.transfer.stream.kv_protocol import BATCH, STOP, Operation, StreamHello
@@ -46,7 +46,7 @@ def operation(token: FenceToken, verb: Direction, *blocks: int) -> bytes:
 
 def pour(region: Region, data: bytes) -> None:
     """Connect, say it all, leave."""
-    host, port = frames.split_address(region.descriptor.endpoints["tcp"])
+    host, port = split_address(region.descriptor.endpoints["tcp"])
     with socket.create_connection((host, port), 20) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         try:
