@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pullfill.config import CLUSTER_FILE, read_cluster_file
 from pullfill.deploy.state import LAUNCH_FILE, StateDir
 from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
-from pullfill.net.frames import split_address
+from pullfill.net.channel import split_address
 from pullfill.net.security import load
 from pullfill.registry import keys, live_settings
 from pullfill.registry.client import read_failure
