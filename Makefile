@@ -75,9 +75,8 @@ chaos-report: install ## One process killed under load: failures, recovery, free
 soak: install ## Mixed faults under load: make soak [ARGS="--minutes 10 --seed 1"]
 	$(BIN)/python -m benchmarks.chaos_soak $(ARGS)
 
-sim: install ## Simulate how prompts are spread, and where they are prefilled (minutes)
-	$(BIN)/python -m benchmarks.sim $(ARGS)
-	$(BIN)/python -m benchmarks.sim.local_or_remote --save
+sim: install ## Simulate where prompts are prefilled: the policy cost against thresholds (minutes)
+	$(BIN)/python -m benchmarks.sim --save
 
 bench: install-nixl ## Serving beside aggregated vLLM, NIXL and others: all of it (30 minutes)
 	$(BIN)/python -m benchmarks.bench_serving --save $(ARGS)

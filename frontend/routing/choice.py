@@ -4,9 +4,8 @@
     Chooser    the policies, and what they remember
     Placer     both, and what the workers will hold of prompts that are on their way
 
-No I/O and no clock, so the simulator (`benchmarks/sim/`) decides with this code. Its results chose
-the constants. The balancer uses it for decode workers, `forward` for stock servers. Single event
-loop.
+No I/O and no clock. A simulation chose the constants (`benchmarks/results/sim.md`). The balancer
+uses it for decode workers, `forward` for stock servers. Single event loop.
 """
 
 from __future__ import annotations

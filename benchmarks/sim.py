@@ -1,6 +1,6 @@
 """`router.policy = cost` against every static threshold, in simulated time: `make sim`.
 
-Each workload is run with the production router (local_engine.py). A request is good if its first
+Each workload is run with the production router (sim_engine.py). A request is good if its first
 token and each of its later ones come within their targets. Goodput is the share of good requests,
 because every system is asked the same at the same times.
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.report import Row, finish, percentile, row, versus
-from benchmarks.sim.local_engine import (
+from benchmarks.sim_engine import (
     DecodeEngine,
     Pool,
     PrefillWorker,
