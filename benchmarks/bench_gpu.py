@@ -116,10 +116,10 @@ class Device:
 
     def plain(self, source: int, target: int, batch: Batch) -> None:
         """One queued copy per run, by hand: no plan, no fence."""
-        runs = batch.flat()
-        columns = (runs.target + target, runs.source + source, runs.nbytes)
+        sources, targets, nbytes = batch.flat()
+        columns = (targets + target, sources + source, nbytes)
         arrays = [column.astype(np.uint64) for column in columns]
-        for index in range(len(runs)):
+        for index in range(len(nbytes)):
             self.stream.copy_batch(*(array[index : index + 1] for array in arrays))
         self.stream.synchronize()
 
@@ -143,7 +143,7 @@ def scattered(moved: int, page: int, seed: int) -> Batch:
     count = min(BATCH_RUNS, moved // page) // LAYERS
     layout = dense_layout(LAYERS, 2 * count, 1, page)
     source, target = (rng.permutation(2 * count)[:count].tolist() for _ in range(2))
-    (batch,) = plan(layout, layout, source, target).batches(moved, BATCH_RUNS, moved)
+    (batch,) = plan(layout, layout, source, target).batches(moved, BATCH_RUNS)
     return batch
 
 

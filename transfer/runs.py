@@ -5,8 +5,8 @@ block) into a `CopyPlan`. Heads of a block, layers of a block and neighbouring b
 where both layouts are dense. What does not merge, layers above all, lies at constant distances on
 both sides. The plan keeps it as `Rows`. `CopyPlan.batches` cuts a plan into bounded `Batch`es.
 
-A `ByteStream` is for transports where each side knows only its own memory: the order of the bytes
-is the same on both sides, whatever their layouts.
+`stream_of` is for transports where each side knows only its own memory: the order of the bytes is
+the same on both sides, whatever their layouts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import TypeAlias
@@ -34,9 +33,7 @@ Iovec: TypeAlias = NDArray[np.uint64]
 # for a running writer. The work between two batches costs 1 % of the copy.
 BATCH_BYTES = 32 << 20
 BATCH_RUNS = 1024
-# Longer runs are cut. (libc moves less than about 1 MiB at a time more slowly.)
-RUN_BYTES = 1 << 20
-LIMITS = BATCH_BYTES, BATCH_RUNS, RUN_BYTES
+LIMITS = BATCH_BYTES, BATCH_RUNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +81,6 @@ class Rows:
 SINGLE = Rows()
 
 
-@dataclass(slots=True)
-class Flat:
-    """Runs spelled out: three arrays of equal length, in bytes; `total` bytes."""
-
-    source: Offsets
-    target: Offsets
-    nbytes: Offsets
-    total: int
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
-
 def _in_all_rows(
     source: Offsets, target: Offsets, nbytes: Offsets, rows: Rows
 ) -> tuple[Offsets, Offsets, Offsets]:
@@ -129,10 +113,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    def flat(self) -> Flat:
-        """All copies, spelled out."""
+    def flat(self) -> tuple[Offsets, Offsets, Offsets]:
+        """All copies, spelled out: sources, targets, bytes."""
         source, target, nbytes = np.array((self.source, self.target, self.nbytes), np.int64)
-        return Flat(*_in_all_rows(source, target, nbytes, self.rows), self.total)
+        return _in_all_rows(source, target, nbytes, self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,29 +134,18 @@ class CopyPlan:
     rows: Rows
 
     @property
-    def runs(self) -> int:
-        """Copies before long ones are cut for batching."""
-        return len(self.nbytes) * self.rows.count
-
-    @property
     def total(self) -> int:
         """Bytes moved."""
         return sum(self.nbytes) * self.rows.count
 
-    def batches(
-        self,
-        max_bytes: int = BATCH_BYTES,
-        max_runs: int = BATCH_RUNS,
-        run_bytes: int = RUN_BYTES,
-    ) -> Iterator[Batch]:
-        """Bounded batches, in order.
+    def batches(self, max_bytes: int = BATCH_BYTES, max_runs: int = BATCH_RUNS) -> Iterator[Batch]:
+        """Bounded batches, in order. Longer runs are cut. Rows are split when a batch could not
+        hold a run in all of them.
 
-        max_bytes, max_runs: of a batch at most, rows counted.
-        run_bytes: at most max_bytes. Longer runs are cut. Rows are split when a batch could not
-        hold a run in all of them."""
+        max_bytes, max_runs: of a batch at most, rows counted."""
         if not self.nbytes:
             return
-        source, target, nbytes = self._cut(run_bytes)
+        source, target, nbytes = self._cut(max_bytes)
         ends = [*accumulate(nbytes)]
         for s_step, t_step, rows in self.rows.split(min(max_runs, max_bytes // max(nbytes))):
             most, at_once = max_bytes // rows.count, max_runs // rows.count
@@ -224,10 +197,11 @@ class Planner:
         source, target, nbytes = (column.tolist() for column in self._runs(from_ids, to_ids))
         return CopyPlan(len(source_blocks), source, target, nbytes, self._rows)
 
-    def flat(self, source_ids: Offsets, target_ids: Offsets) -> Flat:
-        """The same plan as arrays: each run in all its rows. The ids were checked already."""
-        source, target, nbytes = _in_all_rows(*self._runs(source_ids, target_ids), self._rows)
-        return Flat(source, target, nbytes, int(nbytes.sum()))
+    def into(self, blocks: Offsets) -> tuple[Offsets, Offsets]:
+        """Sources and lengths of the copies into blocks 0, 1, 2, ... The ids were checked."""
+        numbers = np.arange(len(blocks), dtype=np.int64)
+        source, _, nbytes = _in_all_rows(*self._runs(blocks, numbers), self._rows)
+        return source, nbytes
 
     def _runs(self, source_ids: Offsets, target_ids: Offsets) -> tuple[Offsets, Offsets, Offsets]:
         from_, to, lengths = merge_pairs(source_ids, target_ids, mergeable=self._mergeable)
@@ -302,10 +276,6 @@ def _fold(a: KvLayout, b: KvLayout) -> tuple[int, Rows]:
     return unit, rows
 
 
-# Runs made at a time: layers are expanded in groups of about so many.
-_EXPAND = 1 << 15
-
-
 @dataclass(frozen=True, slots=True)
 class Runs:
     """A part of a stream as it lies in one side's memory, in the order of the stream.
@@ -318,62 +288,31 @@ class Runs:
     total: int
 
 
-class ByteStream:
-    """Some blocks of one memory as a stream: for each layer, for each block (as the operation lists
-    them: ascending ids of the owner), for each head, one page.
+def stream_of(memory: LocalMemory, blocks: Offsets) -> Runs:
+    """Some blocks of one memory as a stream: for each layer, for each block, for each head, one
+    page. What is contiguous in this memory is one run.
 
-    Each side merges what is contiguous in its own memory. Both sides cut the stream every
-    `batch_bytes` bytes, so they cut at the same places."""
-
-    def __init__(self, memory: LocalMemory, blocks: Offsets) -> None:
-        """blocks: ids in the order of the stream. The caller has checked them."""
-        layout = memory.layout
-        flat = _into_stream(layout).flat(blocks, np.arange(len(blocks), dtype=np.int64))
-        self._layer = np.empty((len(flat), 2), np.uint64)
-        self._layer[:, 0] = flat.source
-        self._layer[:, 0] += np.uint64(memory.address)
-        self._layer[:, 1] = flat.nbytes
-        self._layers = layout.num_layers
-        self._stride = layout.layer_stride
-        self.total = flat.total * self._layers
-        self.runs = len(flat) * self._layers
-
-    def batches(self, batch_bytes: int) -> Iterator[Runs]:
-        """Batches of `batch_bytes` each; the last one has what is left."""
-        if not self.total:
-            return
-        group = max(1, _EXPAND // len(self._layer))
-        left = self._layer[:0]
-        for start in range(0, self._layers, group):
-            count = min(group, self._layers - start)
-            iovec = np.concatenate((left, self._expand(start, count)))
-            left = iovec[:0]
-            for batch in pieces(iovec, batch_bytes):
-                if batch.total < batch_bytes and start + count < self._layers:
-                    left = batch.iovec
-                else:
-                    yield batch
-
-    def _expand(self, start: int, count: int) -> Iovec:
-        iovec = np.tile(self._layer, (count, 1))
-        shift = (np.arange(start, start + count) * self._stride).astype(np.uint64)
-        iovec[:, 0] += np.repeat(shift, len(self._layer))
-        return iovec
-
-
-@lru_cache(maxsize=64)
-def _into_stream(layout: KvLayout) -> Planner:
-    """Plans one layer of any blocks."""
+    blocks: ids, as the operation lists them (ascending ids of the owner). The caller has checked
+    them."""
+    layout = memory.layout
+    layer = replace(layout, num_layers=1)
     # A stream is like a dense region, so `Planner` plans a copy into it. Only the source of that
     # plan is used. The stream has one block here; more blocks would change none of its strides.
-    stream = dense_layout(1, 1, layout.num_kv_heads, layout.page_bytes)
-    return Planner(replace(layout, num_layers=1), stream)
+    dense = dense_layout(1, 1, layout.num_kv_heads, layout.page_bytes)
+    source, nbytes = Planner(layer, dense).into(blocks)
+    layers = np.arange(layout.num_layers) * layout.layer_stride + memory.address
+    iovec = np.empty((layout.num_layers, len(source), 2), np.uint64)
+    iovec[..., 0] = layers[:, None] + source
+    iovec[..., 1] = nbytes
+    return Runs(iovec.reshape(-1, 2), int(nbytes.sum()) * layout.num_layers)
 
 
 def pieces(iovec: Iovec, step: int) -> Iterator[Runs]:
     """Cut a list of runs every `step` bytes; the last piece has what is left.
 
     Both sides that cut the same bytes get pieces of the same lengths."""
+    if not len(iovec):
+        return
     lengths = iovec[:, 1].astype(np.int64)
     ends = np.cumsum(lengths)
     starts = np.arange(0, ends[-1], step)

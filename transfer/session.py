@@ -46,7 +46,7 @@ class MappedSession(PeerSession):
         hold: ShmHold,
         *,
         copier: Copier = copy_batch,
-        limits: tuple[int, int, int] = LIMITS,
+        limits: tuple[int, int] = LIMITS,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """

@@ -34,7 +34,7 @@ def slow(cluster: Cluster, half: DecodeHalf | PrefillHalf, stands_after: int = 1
 
     def connect_for_small_batches(*arguments: object) -> Any:
         session = connect(*arguments)
-        session._limits = (LAYOUT.block_bytes, 1000, 1)
+        session._limits = (LAYOUT.block_bytes, 1000)
         return session
 
     def inside_batch() -> None:

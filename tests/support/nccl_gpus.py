@@ -36,8 +36,7 @@ class FakeGpu:
     def stream(self) -> FakeStream:
         return FakeStream(self.world, self.uuid)
 
-    def copier(self) -> FakeGpu:
-        return self
+    def warm(self) -> None: ...
 
     def copy(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
         self.copies += 1

@@ -56,10 +56,9 @@ class Interconnect:
     batch_bytes: int
 
     @property
-    def limits(self) -> tuple[int, int, int]:
+    def limits(self) -> tuple[int, int]:
         """For `CopyPlan.batches`."""
-        # No run is cut to make batches even.
-        return self.batch_bytes, BATCH_RUNS, self.batch_bytes
+        return self.batch_bytes, BATCH_RUNS
 
 
 # Within one GPU, the engines take the copies of a batch one after the other. So the kernel was
@@ -149,9 +148,9 @@ def kernel_for(device: int, stream: int) -> RunKernel | None:
 
 
 class Lane:
-    """What this process copies with on one device.
+    """What this process copies with on one device. Its user holds `lock`.
 
-    Its user holds `lock` from the first `queue` until `wait` has returned."""
+    broken: a `wait` has failed, so nobody knows whether the device still writes."""
 
     def __init__(
         self,
@@ -163,7 +162,7 @@ class Lane:
         self._driver, self._device = driver, device
         self._stream = driver.stream(device)
         self._kernel = make_kernel(device, self._stream.handle)
-        self._broken = False
+        self.broken = False
         self._staged, self._stage = 0, (0, 0)
 
     @property
@@ -171,12 +170,28 @@ class Lane:
         """If False, the copy engines make every copy."""
         return self._kernel is not None
 
-    def queue(
+    def copy(
+        self,
+        target: Addresses,
+        source: Addresses,
+        nbytes: Addresses,
+        link: Interconnect = SAME,
+        queued: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Make at most BATCH_RUNS copies over a link. Returns when they are done. Raises
+        TransferFailed: nothing goes on then, unless the lane is `broken`.
+
+        queued: called after they were queued, before they are waited for."""
+        try:
+            self._queue(target, source, nbytes, link)
+            queued()
+        finally:  # also when it could queue a part only
+            self.wait()
+
+    def _queue(
         self, target: Addresses, source: Addresses, nbytes: Addresses, link: Interconnect
     ) -> None:
-        """Queue at most BATCH_RUNS copies over a link. Call `wait` before the next `queue`, because
-        the kernel's table is in use until then. Raises TransferFailed; a part may be queued then.
-        """
+        # Waited for before the next one, because the kernel's table is in use until then.
         if self._kernel is not None and int(nbytes.mean()) < link.small_run:
             self._kernel.launch(target, source, nbytes)
         else:
@@ -189,14 +204,14 @@ class Lane:
         try:
             self._stream.synchronize()
         except BaseException:
-            first, self._broken = not self._broken, True
+            first, self.broken = not self.broken, True
             for tell in _watchers if first else ():
                 tell("copies on a GPU have failed")
             raise
 
     def check(self) -> None:
         """Raises TransferFailed when a `wait` has failed."""
-        if self._broken:
+        if self.broken:
             raise TransferFailed(_BROKEN)
 
     @contextmanager
@@ -215,20 +230,13 @@ class Lane:
                 self._stage, self._staged = self._driver.stage(self._device, size), size
             there, here = self._stage
             for batch in plan(layout, dense, blocks, range(len(blocks))).batches(*SAME.limits):
-                self._now(there, memory.address, batch)
+                self.copy(*_absolute(there, memory.address, batch))
             one = np.ones(1, np.uint64)
             self._stream.copy_batch(
                 one * np.uint64(here), one * np.uint64(there), one * np.uint64(nbytes), engines=True
             )
             self.wait()
             yield replace(memory, address=here, nbytes=nbytes, layout=dense, device=None)
-
-    def _now(self, target: int, source: int, batch: Batch) -> None:
-        to, from_, nbytes = _absolute(target, source, batch)
-        try:
-            self.queue(to, from_, nbytes, SAME)
-        finally:
-            self.wait()
 
 
 _watchers: list[Callable[[str], None]] = []
@@ -270,22 +278,20 @@ class GpuCopier:
         """Returns when all bytes are there. Raises TransferFailed."""
         if not self.settled:
             raise TransferFailed(_BROKEN)
-        to, from_, nbytes = _absolute(target, source, batch)
+        runs = _absolute(target, source, batch)
         with self._lane.lock:
             self._lane.check()
             self.settled = False
             try:
-                self._lane.queue(to, from_, nbytes, self._link)
-                self._queued()
-            finally:  # also when it could queue a part only
-                self._lane.wait()
-                self.settled = True
+                self._lane.copy(*runs, self._link, self._queued)
+            finally:
+                self.settled = not self._lane.broken
 
 
 def _absolute(target: int, source: int, batch: Batch) -> tuple[Addresses, Addresses, Addresses]:
-    flat = batch.flat()
+    sources, targets, nbytes = batch.flat()
     return (
-        flat.target.astype(np.uint64) + np.uint64(target),
-        flat.source.astype(np.uint64) + np.uint64(source),
-        flat.nbytes.astype(np.uint64),
+        targets.astype(np.uint64) + np.uint64(target),
+        sources.astype(np.uint64) + np.uint64(source),
+        nbytes.astype(np.uint64),
     )

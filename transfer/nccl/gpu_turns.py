@@ -20,7 +20,7 @@ from functools import cache
 import numpy as np
 
 from pullfill.errors import TransferFailed
-from pullfill.transfer.gpu.copies import BATCH_RUNS, SAME, lane_of
+from pullfill.transfer.gpu.copies import BATCH_RUNS, lane_of
 from pullfill.transfer.gpu.cuda import Addresses, CudaStream, load, settle
 from pullfill.transfer.nccl import library
 from pullfill.transfer.runs import Iovec, Runs, pieces
@@ -36,13 +36,13 @@ class Turn:
 
     address: int
     nbytes: int
-    copier: Copier
+    gpu: CudaGpu
 
     def copy(self, target: Iovec, source: Iovec) -> None:
         """Copy runs of pairwise equal lengths. Returns when done. Raises TransferFailed."""
         if len(target):
             columns = (target[:, 0], source[:, 0], source[:, 1])
-            self.copier.copy(*(np.ascontiguousarray(column) for column in columns))
+            self.gpu.copy(*(np.ascontiguousarray(column) for column in columns))
 
 
 class Turns:
@@ -67,9 +67,9 @@ class Turns:
                     f"no {TURNS * nbytes >> 20} MiB of GPU memory to stage KV in "
                     f"(a smaller --gpu-memory-utilization leaves more): {exc}"
                 ) from exc
-            copier = self._gpu.copier()
+            self._gpu.warm()
             for number in range(TURNS):
-                self._free.put(Turn(first + number * nbytes, nbytes, copier))
+                self._free.put(Turn(first + number * nbytes, nbytes, self._gpu))
             self._made = True
 
     @contextlib.contextmanager
@@ -139,9 +139,9 @@ class CudaGpu:
     def stream(self) -> CudaStream:
         return load().stream(self._device)
 
-    def copier(self) -> Copier:
-        """The first call takes seconds: see `lane_of`."""
-        return Copier(self._device)
+    def warm(self) -> None:
+        """Get ready for `copy`. The first call takes seconds: see `lane_of`."""
+        lane_of(self._device)
 
     def allocate(self, nbytes: int) -> int:
         """The address of new memory, for as long as the process lives."""
@@ -149,28 +149,16 @@ class CudaGpu:
         # waits for another worker. Not from torch's pool, which orders memory by its own streams.
         return load().allocate(self._device, nbytes)
 
-
-class Copier:
-    """Gathers and scatters on the GPU's lane, which all copies of this process share."""
-
-    def __init__(self, device: int) -> None:
-        self._lane = lane_of(device)
-
     def copy(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        """Copy runs within the GPU. Returns when all of it is done. Raises TransferFailed when
-        nothing of it goes on. Any thread."""
+        """Copy runs within the GPU, on the lane that all copies of this process share. Returns when
+        all of it is done. Raises TransferFailed when nothing of it goes on. Any thread."""
+        lane = lane_of(self._device)
         for first in range(0, len(nbytes), BATCH_RUNS):
             part = slice(first, first + BATCH_RUNS)
-            with self._lane.lock:
-                self._copy(target[part], source[part], nbytes[part])
-
-    def _copy(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        self._lane.check()
-        try:
-            try:
-                self._lane.queue(target, source, nbytes, SAME)
-            finally:  # also when it could queue a part only
-                self._lane.wait()
-        except Exception as exc:
-            settle(self._lane.wait, "a GPU does not say whether it still writes; waiting")
-            raise TransferFailed(f"copying within the GPU failed: {exc}") from exc
+            with lane.lock:
+                lane.check()
+                try:
+                    lane.copy(target[part], source[part], nbytes[part])
+                except Exception as exc:
+                    settle(lane.wait, "a GPU does not say whether it still writes; waiting")
+                    raise TransferFailed(f"copying within the GPU failed: {exc}") from exc

@@ -28,7 +28,7 @@ from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import Direction, LocalMemory, MoveResult, PeerSession, Rect
 from pullfill.transfer.layout import both_sides, rect_of
-from pullfill.transfer.runs import ByteStream, Offsets, checked_ids
+from pullfill.transfer.runs import Offsets, Runs, checked_ids, pieces, stream_of
 from pullfill.transfer.stream.backends import Backend, BackendKind, Interjected
 from pullfill.transfer.stream.kv_protocol import (
     ANSWER,
@@ -178,7 +178,7 @@ class StreamSession(PeerSession):
         _check_pairs(ours, theirs, targets)
         started = time.perf_counter()
         order = np.argsort(theirs, kind="stable")
-        stream = ByteStream(self._local, ours[order])
+        stream = stream_of(self._local, ours[order])
         operation = Operation(verb=verb, fence=fence, blocks=theirs[order].astype("<u4").tobytes())
         with self._busy:
             if self._closed:
@@ -196,8 +196,8 @@ class StreamSession(PeerSession):
     def _converse(
         self,
         operation: Operation,
-        stream: ByteStream,
-        run: Callable[[SocketConnection, Backend, ByteStream], Answer],
+        stream: Runs,
+        run: Callable[[SocketConnection, Backend, Runs], Answer],
     ) -> None:
         connection, backend = self._connected()
         try:
@@ -256,9 +256,9 @@ class StreamSession(PeerSession):
             self._drop()
             raise BadMessage(f"the owner refuses: {answer.reason}")
 
-    def _send(self, connection: SocketConnection, backend: Backend, stream: ByteStream) -> Answer:
+    def _send(self, connection: SocketConnection, backend: Backend, stream: Runs) -> Answer:
         left = stream.total
-        for batch in stream.batches(self._kind.batch_bytes):
+        for batch in pieces(stream.iovec, self._kind.batch_bytes):
             failpoints.hit("stream.write.before_batch")
             if connection.input_waits():  # refused: nothing more is wanted
                 answer = decode(connection.receive(), Answer)
@@ -277,10 +277,8 @@ class StreamSession(PeerSession):
             self._moved += batch.total
         return decode(connection.receive(), Answer)
 
-    def _receive(
-        self, connection: SocketConnection, backend: Backend, stream: ByteStream
-    ) -> Answer:
-        for batch in stream.batches(self._kind.batch_bytes):
+    def _receive(self, connection: SocketConnection, backend: Backend, stream: Runs) -> Answer:
+        for batch in pieces(stream.iovec, self._kind.batch_bytes):
             failpoints.hit("stream.read.before_batch")
             mark = connection.take_mark()
             if mark == ANSWER:

@@ -38,7 +38,7 @@ from pullfill.runtime import failpoints
 from pullfill.runtime.metrics import AUTH_REFUSED, KV_CONNECTIONS, KV_REFUSED, STALE_REFUSED
 from pullfill.transfer.contract import LocalMemory, Rect
 from pullfill.transfer.layout import part_of
-from pullfill.transfer.runs import ByteStream, Offsets, Runs, checked_ids
+from pullfill.transfer.runs import Offsets, Runs, checked_ids, pieces, stream_of
 from pullfill.transfer.shm.fence import ShmFences
 from pullfill.transfer.stream.backends import Backend, BackendKind
 from pullfill.transfer.stream.kv_protocol import (
@@ -164,7 +164,7 @@ class ServedPeer:
             self._answer(Status.REFUSED, str(exc))
             self._connection.linger()
             raise
-        stream = ByteStream(self._memory, blocks)
+        stream = stream_of(self._memory, blocks)
         if not stream.total:
             self._answer(*self._still_valid(operation.fence))
         elif operation.verb == "write":
@@ -188,9 +188,9 @@ class ServedPeer:
             raise BadMessage("a block is outside the grant")
         return blocks
 
-    def _receive(self, token: FenceToken, stream: ByteStream) -> None:
+    def _receive(self, token: FenceToken, stream: Runs) -> None:
         refused = False
-        for batch in stream.batches(self._batch_bytes):
+        for batch in pieces(stream.iovec, self._batch_bytes):
             mark = self._connection.take_mark()
             if mark == STOP and refused:
                 return
@@ -214,8 +214,8 @@ class ServedPeer:
             return False
         return True
 
-    def _send(self, token: FenceToken, stream: ByteStream) -> None:
-        for batch in stream.batches(self._batch_bytes):
+    def _send(self, token: FenceToken, stream: Runs) -> None:
+        for batch in pieces(stream.iovec, self._batch_bytes):
             try:
                 with self._inside(token, "read"):
                     self._connection.mark(BATCH)

@@ -31,8 +31,7 @@ def test_every_run_is_copied_in_all_its_rows(counts: tuple[int, ...]) -> None:
     source, target = random_bytes(30_000, 1), np.zeros(30_000, np.uint8)
     copy_batch(source.ctypes.data, target.ctypes.data, batch)
     expected = np.zeros_like(target)
-    flat = batch.flat()
-    for s, t, n in zip(flat.source, flat.target, flat.nbytes, strict=True):
+    for s, t, n in zip(*batch.flat(), strict=True):
         expected[t : t + n] = source[s : s + n]
     np.testing.assert_array_equal(target, expected)
 

@@ -38,8 +38,7 @@ def move(driver: FakeDriver, copier: GpuCopier, todo: Batch, nbytes: int = 1 << 
     source[:] = np.arange(nbytes) % 255 + 1
     copier(source.ctypes.data, target.ctypes.data, todo)
     expected = np.zeros(nbytes, np.uint8)
-    flat = todo.flat()
-    for s, t, n in zip(flat.source, flat.target, flat.nbytes, strict=True):
+    for s, t, n in zip(*todo.flat(), strict=True):
         expected[t : t + n] = source[s : s + n]
     np.testing.assert_array_equal(target, expected)
 

@@ -101,12 +101,9 @@ def check_layouts(kernel, module) -> None:  # type: ignore[no-untyped-def]
             (staging, theirs, stage, out, range(2), [30, 11]),
         ):
             for batch in plan(one, two, x, y).batches():
-                flat = batch.flat()
-                kernel.launch(
-                    flat.target.astype(np.uint64) + np.uint64(b.ctypes.data),
-                    flat.source.astype(np.uint64) + np.uint64(a.ctypes.data),
-                    flat.nbytes.astype(np.uint64),
-                )
+                from_, to, nbytes = (column.astype(np.uint64) for column in batch.flat())
+                bases = np.uint64(a.ctypes.data), np.uint64(b.ctypes.data)
+                kernel.launch(to + bases[1], from_ + bases[0], nbytes)
         before[:, [30, 11]] = pages(data, mine)[:, ids]
         np.testing.assert_array_equal(pages(out, theirs), before)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pullfill.transfer.contract import KvLayout, LocalMemory, Rect
 from pullfill.transfer.layout import crop, dense_layout, part_of
-from pullfill.transfer.runs import ByteStream, Iovec, Runs, pairs, pieces
+from pullfill.transfer.runs import Iovec, Runs, pairs, pieces, stream_of
 from tests.support.transfer_rigs import LAYOUTS, PAGE, extent, memory_over, pages, random_bytes
 
 
@@ -51,8 +51,8 @@ def test_batches_are_the_stream_cut_at_fixed_places(
     layout = LAYOUTS[name]
     data = random_bytes(extent(layout), 1)
     part = Rect(*head, *layer)
-    stream = ByteStream(part_of(memory_over(data, layout), part), np.array(blocks))
-    made = list(stream.batches(batch))
+    stream = stream_of(part_of(memory_over(data, layout), part), np.array(blocks))
+    made = list(pieces(stream.iovec, batch))
     want = expected(data, layout, part, blocks)
     assert stream.total == len(want)
     assert b"".join(gather(runs) for runs in made) == want
@@ -73,23 +73,13 @@ def test_runs_are_merged_where_memory_is_contiguous(
     layout: KvLayout, blocks: list[int], runs: int
 ) -> None:
     memory = LocalMemory(address=1 << 40, nbytes=1 << 30, layout=layout)
-    assert ByteStream(memory, np.array(blocks)).runs == runs
+    assert len(stream_of(memory, np.array(blocks)).iovec) == runs
 
 
 def test_nothing_is_nothing() -> None:
     memory = LocalMemory(address=1 << 40, nbytes=1 << 30, layout=LAYOUTS["dense"])
-    empty = ByteStream(memory, np.array([], np.int64))
-    assert (empty.total, list(empty.batches(PAGE))) == (0, [])
-
-
-def test_many_layers_are_expanded_in_groups_that_do_not_show() -> None:
-    layout = dense_layout(3000, 40, 1, 16)  # more runs than are expanded at a time
-    data = random_bytes(extent(layout), 2)
-    blocks = list(range(0, 40, 2))
-    memory = memory_over(data, layout)
-    stream = ByteStream(memory, np.array(blocks))
-    made = b"".join(gather(runs) for runs in stream.batches(10_001))
-    assert made == expected(data, layout, memory.rect, blocks)
+    empty = stream_of(memory, np.array([], np.int64))
+    assert (empty.total, list(pieces(empty.iovec, PAGE))) == (0, [])
 
 
 def test_a_part_is_counted_from_what_its_region_begins_with() -> None:
