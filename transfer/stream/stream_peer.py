@@ -7,7 +7,6 @@ revoke, and only the owner knows whether the grant still stands.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -89,9 +88,6 @@ class StreamTransport:
 class StreamSession(PeerSession):
     """Thread-safe; one operation at a time."""
 
-    # `interrupt` looks at `_opening` before `_connection`. `open` sets them in the opposite order.
-    # So no connection is missed.
-
     def __init__(
         self,
         kind: BackendKind,
@@ -113,7 +109,6 @@ class StreamSession(PeerSession):
         self._busy = threading.Lock()
         self._closed = False
         self._interrupted = False
-        self._opening: SocketConnection | None = None
         self._connection: SocketConnection | None = None
         self._backend: Backend | None = None
         self._moved = 0
@@ -128,33 +123,26 @@ class StreamSession(PeerSession):
 
     def open(self) -> None:
         """Connect. Raises what `PeerTransport.connect` raises."""
-        with contextlib.ExitStack() as undo:
-            connection = SocketConnection(self._dial())
-            undo.callback(connection.close)
-            backend = self._kind.make(self._local, owner=False)
-            undo.callback(backend.close)
-            self._opening = connection
-            try:
-                if self._interrupted:
-                    raise TransferFailed(_INTERRUPTED)
-                welcome = introduce(connection, self._key, self._hello(backend.setup))
-                connection.set_stall(self._stall_s)
-                backend.start(connection, welcome.setup)
-                self._connection, self._backend = connection, backend
-            except TransferFailed as exc:
-                raise PeerUnavailable(f"{self._descriptor.instance_id}: {exc}") from exc
-            finally:
-                self._opening = None
-            undo.pop_all()
+        backend = self._backend = self._kind.make(self._local, owner=False)
+        try:
+            connection = self._connection = SocketConnection(self._dial())
+            if self._interrupted:
+                raise TransferFailed(_INTERRUPTED)
+            welcome = introduce(connection, self._key, self._hello(backend.setup))
+            connection.set_stall(self._stall_s)
+            backend.start(connection, welcome.setup)
+        except TransferFailed as exc:
+            self._drop()
+            raise PeerUnavailable(f"{self._descriptor.instance_id}: {exc}") from exc
+        except BaseException:
+            self._drop()
+            raise
 
     def interrupt(self) -> None:
         self._interrupted = True
-        connections, backend = (self._opening, self._connection), self._backend
-        if backend is not None:
-            backend.interrupt()
-        for connection in connections:
-            if connection is not None:
-                connection.interrupt()
+        for one in (self._backend, self._connection):
+            if one is not None:
+                one.interrupt()
 
     def close(self) -> None:
         """Wait for an operation under way, then disconnect. Idempotent."""
