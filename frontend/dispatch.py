@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,84 +64,54 @@ class Waiting:
         self._expire = expire
         self._turn_s = turn_s
         self._loop = asyncio.get_running_loop()
-        self._held: dict[str, Flight] = {}
-        self._queue: deque[Flight] = deque()
-        self._timer: asyncio.Handle | None = None
-        self._due = 0.0
-        self._all = False
+        self._held: dict[str, tuple[Flight, asyncio.TimerHandle]] = {}
+        self._queue: dict[str, Flight] = {}
 
     def hold(self, flight: Flight) -> None:
         """Add a request, which waits until `flight.deadline`."""
-        self._held[flight.request_id] = flight
-        self._arm(flight.deadline)
+        self.drop(flight.request_id)
+        timer = self._loop.call_at(flight.deadline, self._expire, flight)
+        self._held[flight.request_id] = flight, timer
 
     def drop(self, request_id: str) -> None:
         """Remove a request. No error if it did not wait."""
-        self._held.pop(request_id, None)
+        if (held := self._held.pop(request_id, None)) is not None:
+            held[1].cancel()
 
     def of(self, fingerprint: str) -> list[Flight]:
         """The waiting requests with this fingerprint."""
-        return [f for f in self._held.values() if name_of(f) == fingerprint]
+        return [flight for flight, _ in self._held.values() if name_of(flight) == fingerprint]
 
     def soon(self, flights: Iterable[Flight]) -> None:
         """Place these requests soon. A lost worker may leave hundreds, so in slices of `turn_s`."""
         idle = not self._queue
-        self._queue.extend(flights)
+        self._queue |= {flight.request_id: flight for flight in flights}
         if idle and self._queue:
             self._loop.call_soon(self._some)
 
     def all_soon(self) -> None:
-        """Place all soon, the innocent first. Calls in one turn of the loop are merged."""
-        if self._held and not self._all:
-            self._all = True
-            self._loop.call_soon(self._every)
-
-    def _every(self) -> None:
-        self._all = False
-        self.soon(sorted(self._held.values(), key=likely))
+        """Place all soon, the innocent first."""
+        self.soon(sorted((flight for flight, _ in self._held.values()), key=likely))
 
     def _some(self) -> None:
         now, until = self._loop.time(), time.monotonic() + self._turn_s
-        try:
-            while self._queue:
-                flight = self._queue.popleft()
-                if self._held.get(flight.request_id) is flight:
-                    self._place(flight, now)
-                if time.monotonic() >= until:
-                    break
-        finally:
-            if self._queue:
+        while self._queue:
+            request_id = next(iter(self._queue))
+            flight = self._queue.pop(request_id)
+            if request_id in self._held:
+                self._place(flight, now)
+            if self._queue and time.monotonic() >= until:
                 self._loop.call_soon(self._some)
-
-    def _arm(self, deadline: float) -> None:
-        """Set the timer to `deadline`, unless it is set earlier."""
-        at = deadline + 0.005
-        if self._timer is not None:
-            if self._due <= at:
                 return
-            self._timer.cancel()
-        # For a time that has passed, uvloop returns a handle that does not tell it.
-        self._due = at
-        self._timer = self._loop.call_at(at, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
-        now = self._loop.time()
-        for flight in list(self._held.values()):
-            if flight.deadline <= now and self._held.get(flight.request_id) is flight:
-                self._expire(flight)
-        if self._held:
-            self._arm(min(flight.deadline for flight in self._held.values()))
 
 
 def patience_s(flight: Flight, waits: Waits, heard_at: float, lost: bool, now: float) -> float:
     """Return how long a request that leaves its worker waits for another. Sets `stalled_at`.
 
     heard_at: the worker's last sign of life. lost: whether it is lost."""
-    wait = max(waits.least, min(waits.most, heard_at + waits.silent - now))
     if not lost or not flight.stalled_at:
-        flight.stalled_at = max(heard_at, now + waits.least - waits.silent)
-    return max(waits.last, min(wait, flight.stalled_at + waits.stalled - now))
+        flight.stalled_at = heard_at
+    return max(waits.least, min(waits.most, flight.stalled_at + waits.stalled - now))
 
 
 class Calls:

@@ -24,10 +24,9 @@ class Waits:
     first: a new request waits so long for a first worker.
     least, most: a request whose worker was lost waits at least and at most so long for another. A
     worker whose connection broke may be connected again by then.
-    silent: between these bounds the wait ends this long after the lost worker's last sign of life.
-    So an error comes within 5 s, although it takes time to notice the loss.
-    stalled: if several workers are lost without a token in between, all waits end this long after
-    the first one's last sign of life. last: but each wait has this much time to find a worker.
+    stalled: between these bounds the wait ends this long after the worker's last sign of life. So
+    an error comes within 5 s, although it takes time to notice the loss. If several workers are
+    lost without a token in between, the first one's sign counts.
     restart: a request whose worker was lost waits at least so long for one that is being started.
     sure: a death counts after this time (`suspects`).
     apart: a request that was at a death waits so long for a worker where it ends nobody else. It
@@ -37,9 +36,7 @@ class Waits:
     first: float = 2.0
     least: float = 0.8
     most: float = 2.5
-    silent: float = 4.0
     stalled: float = 4.5
-    last: float = 0.25
     restart: float = 0.0
     # A process whose connection broke connects again after 0.5 s, or ZMQ's longest retry (2 s).
     sure: float = 3.0

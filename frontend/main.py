@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
-import signal
 import socket
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
-from copy import copy
 from functools import partial
 from typing import Any, NoReturn
 
@@ -39,7 +36,7 @@ from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.flight import Waits
 from pullfill.frontend.forward import layer
-from pullfill.frontend.http_auth import HttpAuth
+from pullfill.frontend.http_auth import HttpAuth, Keys
 from pullfill.frontend.live.page import LiveView
 from pullfill.frontend.request_log import RequestLog
 from pullfill.frontend.routes import Admin
@@ -56,14 +53,14 @@ from pullfill.registry.live_settings import Settings
 from pullfill.registry.membership import Membership
 from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log, tracing
-from pullfill.runtime.lifecycle import EXIT_S, Stop, exit_within, leave
+from pullfill.runtime.lifecycle import EXIT_S, Stop, exit_within, leave, until
 from pullfill.runtime.watched_files import WatchedFiles
 from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, WorkerState
 
 _log = log.get("frontend")
 _BACKLOG = 2048
-# How long clients have for the error that ends their answers. Less than `down` leaves a process
-# between its second SIGTERM and SIGKILL.
+# How long clients have for the error that ends their answers: some do not read. Less than `down`
+# leaves a process between its second SIGTERM and SIGKILL.
 _TELL_S = 2.0
 _STOPPING = "this frontend stops before the answer has ended: send the request again"
 
@@ -146,7 +143,7 @@ async def _end(frontend: _Frontend) -> NoReturn:
     """End the process from inside the loop: closing the loop would wait for its threads."""
     code = 1
     try:
-        code = await frontend.main()
+        code = await frontend.serve()
     except PullfillError as exc:
         log.complain(exc)
         code = exit_code(exc)
@@ -156,37 +153,18 @@ async def _end(frontend: _Frontend) -> NoReturn:
     leave(code)
 
 
-class _Guard:
-    """Who may call the app: keys of the command line and of files. Takes vLLM's own check away."""
+def _take_keys(args: Any, security: FrontendSecurity) -> Callable[[], Keys]:
+    """Return what reads the keys of the command line and of files. Takes vLLM's own check away.
 
-    def __init__(self, args: Any, security: FrontendSecurity) -> None:
-        self._args, self._security = copy(args), security
-        self._files = WatchedFiles(*security.key_files())
-        self._first = self._keys()
-        # Our check is the only one: vLLM's cannot take new keys, nor `x-api-key`.
-        args.api_key = [""]
+    What is returned raises ConfigError if a file cannot be used."""
+    named = args.api_key or [os.environ.get("VLLM_API_KEY", "")]
+    # Our check is the only one: vLLM's cannot take new keys, nor `x-api-key`.
+    args.api_key = [""]
 
-    def _keys(self) -> tuple[list[str], list[str]]:
-        """Return the keys of clients and those of administrators. Raises ConfigError."""
-        named = self._args.api_key or [os.environ.get("VLLM_API_KEY", "")]
-        api = [*named, *self._security.api_keys()]
-        return list(filter(None, api)), list(self._security.admin_keys())
+    def read() -> Keys:
+        return list(filter(None, [*named, *security.api_keys()])), list(security.admin_keys())
 
-    def around(self, app: App, known: Callable[[Any], bool], stack: AsyncExitStack) -> Any:
-        """Return the app behind the check, which follows changes of the key files."""
-        args = self._args
-        auth = HttpAuth(app, *self._first, args.root_path or "", known)
-        if self._security.key_files():
-            follow = auth.follow(self._files, self._keys)
-            stack.callback(asyncio.create_task(follow, name="frontend-keys").cancel)
-        # Around our checks too: a browser shows a page no answer without these headers.
-        return CORSMiddleware(
-            auth,
-            allow_origins=args.allowed_origins,
-            allow_credentials=args.allow_credentials,
-            allow_methods=args.allowed_methods,
-            allow_headers=args.allowed_headers,
-        )
+    return read
 
 
 class _Server(uvicorn.Server):
@@ -215,34 +193,12 @@ class _Frontend:
         log.identify(self._instance_id)
         self._url = ""
         self._stop = Stop()
-        self._serving = False
         self._started_at = time.time()
 
-    async def main(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
-        serving = asyncio.create_task(self._serve())
-        forced = asyncio.create_task(self._stop.force.wait())
-        await asyncio.wait({serving, forced}, return_when=asyncio.FIRST_COMPLETED)
-        forced.cancel()
-        if self._serving:
-            await asyncio.wait({serving}, timeout=_TELL_S)
-        if not serving.done():
-            serving.cancel()
-            with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-                async with asyncio.timeout(5.0):
-                    await asyncio.gather(serving, return_exceptions=True)
-            return 0
-        return await serving
-
-    def _on_signal(self, name: str) -> None:
-        if self._serving:
-            self._stop.ask(name)
-        else:
-            self._stop.now(name)
-
-    async def _serve(self) -> int:
+    async def serve(self) -> int:
+        """Build everything, serve, leave. Returns the exit code."""
+        self._stop.starting = True  # vLLM takes seconds to load
+        self._stop.install()
         options, cluster = self._options, self._cluster
         async with AsyncExitStack() as stack:
             etcd = await EtcdClient.connect(
@@ -262,16 +218,34 @@ class _Frontend:
             tracing.begin(prepared.args.otlp_traces_endpoint, "frontend", self._instance_id)
             tls = prepared.args.ssl_certfile is not None
             self._url = options.advertise or url_of(self._listeners[0], tls=tls)
+            args, key_files = prepared.args, cluster.security.frontend.key_files()
+            watched = WatchedFiles(*key_files)
             # Before `_route`, which hands these arguments to vLLM's app.
-            guard = _Guard(prepared.args, cluster.security.frontend)
+            read_keys = _take_keys(args, cluster.security.frontend)
+            keys = read_keys()
             app, admin, fail_all = await self._route(etcd, prepared, stack)
-            app = guard.around(app, partial(front_app.has_route, admin.app), stack)
+            known = partial(front_app.has_route, admin.app)
+            auth = HttpAuth(app, *keys, args.root_path or "", known)
+            if key_files:
+                follow = auth.follow(watched, read_keys)
+                stack.callback(asyncio.create_task(follow, name="frontend-keys").cancel)
+            # Around our checks too: a browser shows a page no answer without these headers.
+            cors = CORSMiddleware(
+                auth,
+                allow_origins=args.allowed_origins,
+                allow_credentials=args.allow_credentials,
+                allow_methods=args.allowed_methods,
+                allow_headers=args.allowed_headers,
+            )
             membership = Membership(
-                etcd, cluster.namespace, options.lease_ttl_s, self._make_record(prepared.names[0])
+                etcd,
+                cluster.namespace,
+                options.lease_ttl_s,
+                partial(self._record, prepared.names[0]),
             )
             await membership.join(options.connect_timeout_s)
             stack.push_async_callback(membership.leave)
-            return await self._http(app, prepared, admin, membership, fail_all)
+            return await self._http(cors, prepared, admin, membership, fail_all)
 
     async def _route(
         self, etcd: EtcdClient, prepared: front_app.Prepared, stack: AsyncExitStack
@@ -372,25 +346,23 @@ class _Frontend:
         wait_ready = pool.wait_ready if stock is None else None
         return Admission(app, wait_ready, options.max_inflight, requests=requests), admin, fail_all
 
-    def _make_record(self, model: str) -> Any:
-        def make(incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
-            record = WorkerRecord(
-                instance_id=self._instance_id,
-                incarnation=incarnation,
-                role="frontend",
-                state=WorkerState.READY,
-                model=model,
-                model_path=self._options.model,
-                host=self._options.host,
-                host_id=host_id(),
-                pid=os.getpid(),
-                started_at=self._started_at,
-                http=self._url,
-                restarts=restarts_so_far(),
-            )
-            return record, []
-
-        return make
+    def _record(self, model: str, incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
+        """Return what this frontend says of itself in the registry."""
+        record = WorkerRecord(
+            instance_id=self._instance_id,
+            incarnation=incarnation,
+            role="frontend",
+            state=WorkerState.READY,
+            model=model,
+            model_path=self._options.model,
+            host=self._options.host,
+            host_id=host_id(),
+            pid=os.getpid(),
+            started_at=self._started_at,
+            http=self._url,
+            restarts=restarts_so_far(),
+        )
+        return record, []
 
     async def _http(
         self,
@@ -411,8 +383,6 @@ class _Frontend:
             # A request that meets the close of its connection gets no answer, so the client must
             # close first: httpx does after 5 s, most load balancers after 60 s.
             timeout_keep_alive=75,
-            # The answers have been ended by then. This is for clients that do not read.
-            timeout_graceful_shutdown=math.ceil(self._options.drain_timeout_s + _TELL_S),
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,
             ssl_ca_certs=args.ssl_ca_certs,
@@ -429,13 +399,11 @@ class _Frontend:
         refreshing = asyncio.create_task(_refresh(config, certificate, files), name="certificate")
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=self._listeners))
-        self._serving = True
+        self._stop.starting = False
         _log.info("%s serves %s at %s", self._instance_id, prepared.names[0], self._url)
-        stop = asyncio.create_task(self._stop.drain.wait())
-        revoked = asyncio.create_task(membership.revoked.wait())
-        await asyncio.wait({serving, stop, revoked}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (stop, revoked):
-            task.cancel()
+        asked = asyncio.create_task(until(self._stop.drain, membership.revoked))
+        await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
         if not serving.done():
             if not self._stop.drain.is_set():
                 self._stop.ask("lease revoked")
@@ -445,22 +413,16 @@ class _Frontend:
             exit_within(grace_s + drain_s + EXIT_S, 1)
             admin.drain()
             membership.note_state(WorkerState.DRAINING)
-            await self._unless_forced(serving, grace_s)
+            await self._stop.race(asyncio.shield(serving), grace_s)
             server.should_exit = True
-            await self._unless_forced(serving, drain_s)
+            await self._stop.race(asyncio.shield(serving), drain_s)
             fail_all()
-        await serving
+            await asyncio.wait({serving}, timeout=_TELL_S)
         refreshing.cancel()
         exit_within(EXIT_S, 0)
+        if serving.done():
+            serving.result()
         return 0
-
-    async def _unless_forced(self, serving: asyncio.Task[None], timeout_s: float) -> None:
-        """Wait for the end of `serving`, at most `timeout_s`, or until forced."""
-        forced = asyncio.create_task(self._stop.force.wait())
-        await asyncio.wait(
-            {serving, forced}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        forced.cancel()
 
 
 async def _refresh(config: uvicorn.Config, watched: WatchedFiles, files: list[str]) -> None:
