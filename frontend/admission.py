@@ -5,7 +5,7 @@ Only requests that need an engine or the tokenizer are checked. Health, metrics 
 their bodies have ALL_BYTES. 503: the request needs an engine, and no decode worker can take it.
 413: vLLM's checks would take seconds for its body.
 
-ASGI middleware. It costs one clock read per streamed chunk. Single event loop.
+ASGI middleware. Single event loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -69,31 +69,6 @@ _REPORTS = "derender"
 _MOST_REPORTED = 1 << 20
 
 
-class _Client:
-    """The client of one request.
-
-    since: when the part that is being sent was handed over. inf: none is.
-    size: bytes of its request that have come.
-    left: it stopped reading, and is being disconnected."""
-
-    __slots__ = ("_loop", "_send", "left", "since", "size", "task")
-
-    def __init__(self, send: Send) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._loop = task.get_loop()
-        self._send = send
-        self.task = task
-        self.since = math.inf
-        self.size = 0
-        self.left = False
-
-    async def send(self, message: Message) -> None:
-        self.since = self._loop.time()
-        await self._send(message)
-        self.since = math.inf
-
-
 class Admission:
     """See the module.
 
@@ -104,7 +79,8 @@ class Admission:
     disconnected. This frees their admission slot.
     max_inflight: most HTTP requests that are being served. One request may ask for several prompts
     and choices.
-    requests: keeps what came of each request that needs an engine."""
+    requests: keeps what came of each request that needs an engine.
+    in_flight: requests that have a place."""
 
     def __init__(
         self,
@@ -121,14 +97,8 @@ class Admission:
         self._body_s = body_s
         self._send_s = send_s
         self._requests = requests or RequestLog()
-        self._clients: set[_Client] = set()
         self._bytes = 0
-        self._look: asyncio.TimerHandle | None = None
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that have a place."""
-        return len(self._clients)
+        self.in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_of(scope) if scope["type"] == "http" and scope["method"] == "POST" else ""
@@ -153,75 +123,56 @@ class Admission:
             return
         request_limits.note_targets(scope.get("headers", ()))
         request_limits.begin()
-        client = _Client(send)
-        self._clients.add(client)
-        self._watch()
-        try:
-            body = await self._read(receive, client)
-            if body is None:
-                return
-            if refusal := _refusal(path, body):
-                await self._refuse(client.send, *refusal)
-            # Without this check a streamed request would get 200 before vLLM finds no worker.
-            elif path in TEXT_PATHS or not self._wait_ready or await self._wait_ready(WAITS.first):
-                await self._app(scope, replay(body, receive), client.send)
-            else:
-                await self._refuse(client.send, 503, "no_worker", NO_WORKER)
-        except asyncio.CancelledError:
-            if not client.left:
-                raise
-            client.task.uncancel()
-            _log.warning("disconnected a client that read nothing for %g s", self._send_s)
-        finally:
-            self._clients.discard(client)
-            self._bytes -= client.size
-
-    def _watch(self) -> None:
-        """Check soon which clients take nothing. Repeats while there are clients."""
-        if self._look is None and self._clients:
-            self._look = asyncio.get_running_loop().call_later(self._send_s / 4, self._leave_deaf)
-
-    def _leave_deaf(self) -> None:
-        self._look = None
-        late = asyncio.get_running_loop().time() - self._send_s
-        for client in self._clients:
-            if client.since < late and not client.left:
-                client.left = True
-                client.task.cancel()
-        self._watch()
-
-    async def _read(self, receive: Receive, client: _Client) -> list[Message] | None:
-        """All of the request. None: the client went away, or was refused."""
         body: list[Message] = []
+        self.in_flight += 1
+        try:
+            async with _unless_deaf(send, self._send_s) as timed:
+                await self._serve(path, scope, receive, timed, body)
+        finally:
+            self.in_flight -= 1
+            self._bytes -= sum(len(message.get("body", b"")) for message in body)
+
+    async def _serve(
+        self, path: str, scope: Scope, receive: Receive, send: Send, body: list[Message]
+    ) -> None:
+        if not await self._read(receive, send, body):
+            return
+        if refusal := _refusal(path, body):
+            await self._refuse(send, *refusal)
+        # Without this check a streamed request would get 200 before vLLM finds no worker.
+        elif path in TEXT_PATHS or not self._wait_ready or await self._wait_ready(WAITS.first):
+            await self._app(scope, replay(body, receive), send)
+        else:
+            await self._refuse(send, 503, "no_worker", NO_WORKER)
+
+    async def _read(self, receive: Receive, send: Send, body: list[Message]) -> bool:
+        """Read all of the request into `body`. False: the client went away, or was refused."""
+        size = 0
         try:
             async with asyncio.timeout(self._body_s):
                 while not body or body[-1].get("more_body"):
                     message = await receive()
                     if message["type"] != "http.request":
-                        return None
+                        return False
                     body.append(message)
-                    size = len(message.get("body", b""))
-                    client.size += size
-                    self._bytes += size
-                    if client.size > BODY_BYTES or self._bytes > ALL_BYTES:
-                        break
-                else:
-                    return body
+                    came = len(message.get("body", b""))
+                    size, self._bytes = size + came, self._bytes + came
+                    if size > BODY_BYTES:
+                        text = f"a request may have {BODY_BYTES >> 20} MiB"
+                        await self._refuse(send, 413, "too_large", text)
+                        return False
+                    if self._bytes > ALL_BYTES:
+                        text = (
+                            f"the requests being served have {ALL_BYTES >> 20} MiB, and this "
+                            "frontend takes no more: send it again later, or to another frontend"
+                        )
+                        await self._refuse(send, 429, "full", text)
+                        return False
         except TimeoutError:
             text = f"the request did not arrive within {self._body_s:g} s"
-            await self._refuse(client.send, 408, "too_slow", text)
-            return None
-        body.clear()
-        if client.size > BODY_BYTES:
-            text = f"a request may have {BODY_BYTES >> 20} MiB"
-            await self._refuse(client.send, 413, "too_large", text)
-        else:
-            text = (
-                f"the requests being served have {ALL_BYTES >> 20} MiB, and this frontend takes no "
-                "more: send it again later, or to another frontend"
-            )
-            await self._refuse(client.send, 429, "full", text)
-        return None
+            await self._refuse(send, 408, "too_slow", text)
+            return False
+        return True
 
     async def _refuse(self, send: Send, status: int, reason: str, message: str) -> None:
         counters.REFUSED.labels(reason).inc()
@@ -353,6 +304,40 @@ def route_of(scope: Scope) -> str:
     if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
         return path[len(root) :]
     return path
+
+
+@contextlib.asynccontextmanager
+async def _unless_deaf(send: Send, send_s: float) -> AsyncIterator[Send]:
+    """Give a `send`. A client that takes none of its parts within `send_s` seconds ends the block.
+
+    A part costs one read of the clock: a deadline that is moved for each costs ten times that."""
+    loop, since, deaf = asyncio.get_running_loop(), math.inf, asyncio.timeout(None)
+    timer = loop.call_later(send_s / 4, lambda: look())
+
+    async def timed(message: Message) -> None:
+        nonlocal since
+        if deaf.expired():
+            raise ConnectionError("the client reads nothing")
+        since = loop.time()
+        await send(message)
+        since = math.inf
+
+    def look() -> None:
+        nonlocal timer
+        if since < loop.time() - send_s:
+            deaf.reschedule(loop.time())
+        else:
+            timer = loop.call_later(send_s / 4, look)
+
+    try:
+        async with deaf:
+            yield timed
+    except Exception:  # once it has expired, whatever the app makes of its end
+        if not deaf.expired():
+            raise
+        _log.warning("disconnected a client that read nothing for %g s", send_s)
+    finally:
+        timer.cancel()
 
 
 def replay(body: list[Message], receive: Receive) -> Receive:
