@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ import zmq
 from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault
 from pullfill.frontend import counters, dispatch
-from pullfill.frontend.dispatch import Dispatcher, Waiting
+from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.flight import WAITS, Flight, Waits
 from pullfill.frontend.request_log import RequestLog
 from pullfill.frontend.routing.balancer import Balancer
@@ -119,16 +118,6 @@ async def test_a_request_that_cannot_be_judged_harms_no_other(
     assert list(desk.sink.failures) == ["a"]
 
 
-async def test_who_must_not_wait_long_does_not_wait_for_who_may() -> None:
-    desk = Desk(request("a"), waits=Waits(first=600.0, least=0.1, most=0.1))
-    (first,) = desk.workers
-    desk.workers = []
-    desk.dispatcher.submit(request("new"))
-    desk.workers = [first]
-    desk.lose()
-    await until(lambda: list(desk.sink.failures) == ["a"])
-
-
 async def test_one_loss_after_another_is_waited_for_once() -> None:
     """But a token in between, or a worker that gives up, shows that it goes on."""
     desk = Desk(request("a"), request("b"), request("c"))
@@ -200,32 +189,3 @@ async def test_a_request_that_no_wire_can_carry_is_refused() -> None:
     desk.dispatcher.submit(odd)
     assert desk.sink.refused == {"b"}
     assert desk.dispatcher.in_flight == 1
-
-
-def due(name: str, deadline: float) -> Any:
-    return SimpleNamespace(request_id=name, deadline=deadline)
-
-
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_a_deadline_that_has_passed_expires_at_once(loop: str) -> None:
-    """uvloop gives no timer for a time that has passed."""
-    module = pytest.importorskip(loop, reason=f"{loop} is not installed")
-
-    async def expire() -> list[str]:
-        ended: list[str] = []
-
-        def end(one: Any) -> None:
-            waiting.drop(one.request_id)
-            ended.append(one.request_id)
-
-        waiting = Waiting(lambda one, now: None, end)
-        now = asyncio.get_running_loop().time()
-        waiting.hold(due("late", now - 1.0))
-        waiting.hold(due("later", now - 0.5))
-        async with asyncio.timeout(5.0):
-            while len(ended) < 2:  # noqa: ASYNC110 - nothing tells it
-                await asyncio.sleep(0.001)
-        return sorted(ended)
-
-    with asyncio.Runner(loop_factory=module.new_event_loop) as runner:
-        assert runner.run(expire()) == ["late", "later"]
