@@ -93,21 +93,6 @@ async def test_a_stream_goes_on_and_its_client_cannot_tell(
         assert 0 < told["migrated_tokens"] < TOKENS
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_an_answer_that_is_not_streamed_goes_on(served: Served, path: str) -> None:
-    async with pair(served) as (http, fakes):
-        before = await generated(http, served)
-        call = asyncio.create_task(http.post(path, json=body_of(path)))
-        await taken(http, served, before + HELD)
-        first = await lose_the_first(fakes)
-        answer = (await call).json()
-        prompt = first.added[0].prompt_token_ids or []
-        choice = answer["choices"][0]
-        text = choice["message"]["content"] if path == CHAT else choice["text"]
-        assert text == expected(prompt, TOKENS)
-        assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", TOKENS)
-
-
 @pytest.mark.essential
 async def test_a_stop_string_across_the_break_is_found(served: Served) -> None:
     """Its first letters come from one worker and its last from the other."""
