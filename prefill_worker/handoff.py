@@ -26,6 +26,7 @@ from pullfill.errors import (
     OtherVersion,
     PeerUnavailable,
     PullfillError,
+    QueueUnavailable,
 )
 from pullfill.net.peer_link import ConnectionLost
 from pullfill.prefill_worker.decode_links import DecodeLink
@@ -115,9 +116,8 @@ class Handoff:
                     await self._not_begun(exc)
         except asyncio.CancelledError:
             self._give_up("stopping", retry=True)
-            with contextlib.suppress(Exception):
-                # The delay lets our GiveUp reach the decode worker before another claim does.
-                await self.settle("nak", delay_s=AGAIN_S)
+            # The delay lets our GiveUp reach the decode worker before another claim does.
+            await self.settle("nak", delay_s=AGAIN_S)
             raise
         except Exception:
             self.succeeded = False
@@ -459,7 +459,7 @@ class Handoff:
 
     async def heartbeat(self) -> None:
         """Keep the queue from giving the job to another worker."""
-        with contextlib.suppress(PullfillError, failpoints.FailpointError):
+        with contextlib.suppress(failpoints.FailpointError):
             failpoints.hit("prefill.heartbeat")
             await self.latest.in_progress()
 
@@ -471,16 +471,16 @@ class Handoff:
         reason: for `term`.
         delay_s: for `nak`."""
         latest = self._settled = self.latest
-        try:
-            if verb == "ack":
+        match verb:
+            case "ack":
                 await latest.ack()
-            elif verb == "term":
-                await latest.term(reason)
-            else:
+            case "nak":
                 await latest.nak(delay_s)
-        except PullfillError as exc:
-            # The queue delivers the message again. Then the claim is refused, or the job runs.
-            logger.warning("could not %s job %s: %s", verb, self.job_id, exc)
+            case "term":
+                try:
+                    await latest.term(reason)
+                except QueueUnavailable as exc:  # the queue delivers the message again
+                    logger.warning("job %s is no dead letter yet: %s", self.job_id, exc)
 
     def _record_span(self, began: float) -> None:
         """Record `prefill.attempt`, from the delivery until the job is over here.

@@ -222,8 +222,7 @@ class Puller:
         """Stop pulling for good. Jobs under way go on."""
         self._stopped = True  # nats-py may lose the cancellation if an answer comes with it
         await end(*self._tasks)
-        with contextlib.suppress(PullfillError):
-            await self._consumer.drain()
+        await self._consumer.drain()
 
     async def abandon(self) -> None:
         """Stop now. Give every attempt up, and nak its message.
@@ -388,8 +387,7 @@ class Puller:
             elif leaves:
                 await asyncio.sleep(_LOOK_S)
         elif self.paused:
-            with contextlib.suppress(PullfillError):  # if it fails, the queue delivers it again
-                await delivery.nak()
+            await delivery.nak()
         else:
             self.begin(delivery)
 
@@ -449,9 +447,9 @@ class Puller:
             if not last:
                 if exc.reason == RefuseReason.HELD:
                     # No worker has it. Ask again, ever later: its last writer is soon quiet.
-                    self.keep(_settled(delivery.nak(_LOOK_S * 4**delivery.number)))
+                    self.keep(delivery.nak(_LOOK_S * 4**delivery.number))
                 return True  # else the worker that has the job settles it
-        self.keep(_settled(delivery.ack()))
+        self.keep(delivery.ack())
         return True
 
     async def _trials(self) -> None:
@@ -489,8 +487,3 @@ class TrialDelivery:
     async def ack(self, *_: object, **__: object) -> None: ...
 
     nak = term = in_progress = ack
-
-
-async def _settled(verb: Coroutine[Any, Any, None]) -> None:
-    with contextlib.suppress(PullfillError):  # if it fails, the queue delivers it again
-        await verb

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from pullfill.prefill_worker.puller import MAX_WAITING, Budget
-from pullfill.wire import Claim, Grant, PrefillJob, Refused, RefuseReason, encode, u32
+from pullfill.wire import PrefillJob, encode, u32
 from tests.support.handoff_decode import COMPATIBLE
 from tests.support.handoff_rig import Cluster, hold, prompt, settled, until
 from tests.support.nats import NatsServer
@@ -140,49 +140,3 @@ async def test_deliveries_that_wait_are_bounded_by_their_number(cluster: Cluster
     await settled(served)
     assert live.right(served)
     await cluster.check_clean()
-
-
-async def test_a_job_whose_blocks_are_still_held_uses_no_budget(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The decode worker waits for the proof that its last writer writes no more."""
-    cluster.budget["claim_s"] = 60.0  # so that only the refusal takes the charge back
-    live = await cluster.decode()
-    grant, held = live.ledger.grant, [True]
-
-    def refusing(claim: Claim, writer: str) -> Grant | Refused:
-        if held[0]:
-            return Refused(rid=claim.rid, reason=RefuseReason.HELD, retry_after_s=0.05)
-        return grant(claim, writer)
-
-    monkeypatch.setattr(live.ledger, "grant", refusing)
-    prefill = await cluster.prefill()
-    served = live.send(prompt(30))
-    await until(lambda: prefill.budget.waiting == 1 and not prefill.budget.tokens)
-    held[0] = False
-    await settled(served)
-    assert live.right(served)
-    await cluster.check_clean()
-
-
-def test_a_budget() -> None:
-    """A claim counts against the budget until its answer is late, and again from the grant."""
-
-    async def go() -> None:
-        budget = Budget(5000)
-        budget.pulled("late", 4096)
-        budget.pulled("prompt", 100)
-        budget.granted("prompt")
-        budget.room.clear()  # the grant wakes the puller, too
-        assert (budget.tokens, budget.waiting, budget.free) == (4196, 1, 804)
-        await asyncio.wait_for(budget.room.wait(), 10)
-        assert budget.tokens == 100
-        budget.granted("late")
-        assert (budget.tokens, budget.waiting, budget.activity()) == (4196, 0, (0, 2))
-        budget.room.clear()
-        budget.over("late", True)
-        budget.over("prompt", None)
-        assert budget.room.is_set(), "the puller is told"
-        assert (budget.tokens, budget.activity(), budget.failed) == (0, (1, 0), 0)
-
-    asyncio.run(go())

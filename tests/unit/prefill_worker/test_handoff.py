@@ -79,14 +79,12 @@ class Delivered:
 class Worker:
     """A Puller between a link and an engine that do what the test says."""
 
-    def __init__(
-        self, transfer_worker: Callable[[], Coroutine[Any, Any, Any]], deadline_s: float = 60
-    ) -> None:
+    def __init__(self, reach: Reach, deadline_s: float = 60) -> None:
         self.sent: list[Any] = []
         self.tasks: list[Any] = []
         self.reason = ""
         self.asked = asyncio.Event()
-        self._transfer_worker = transfer_worker
+        self.reach = reach
         self.grant = Grant(
             rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=deadline_s,
             job_digest=job_digest(BODY), fence=FenceToken(slot=0, epoch=1),
@@ -129,7 +127,7 @@ class Worker:
 
     async def _reach(self) -> Any:
         self.asked.set()
-        return await self._transfer_worker()
+        return await self.reach()
 
     async def _commit(self, make: Any, **_: float) -> CommitReply:
         return CommitReply(rid=1, ok=not self.reason, reason=self.reason)
@@ -151,18 +149,15 @@ async def some_transfer_worker() -> Any:
     return SimpleNamespace(transport="fake", why_not_better=(), let_go=lambda _: None)
 
 
-def out_of_reach() -> Reach:
+def raising(error: Exception) -> Reach:
     async def raises() -> Any:
-        raise OutOfReach("its KV port does not answer")
+        raise error
 
     return raises
 
 
-def never() -> Reach:
-    async def waits() -> Any:
-        await asyncio.Event().wait()
-
-    return waits
+async def never() -> Any:
+    await asyncio.Event().wait()
 
 
 def back(worker: Worker) -> GiveUp:
@@ -171,13 +166,86 @@ def back(worker: Worker) -> GiveUp:
     return said
 
 
-# ------------------------------------------------------------------ a peer's fault is no poison
+# ------------------------------------------------------------------ what ends an attempt
+
+
+def differs(worker: Worker, delivery: Delivered) -> None:
+    """The job is not what was granted."""
+    worker.grant = msgspec.structs.replace(worker.grant, job_digest=b"another")
+
+
+def renewed(worker: Worker, delivery: Delivered) -> None:
+    """The memory behind this link would refuse every write."""
+    worker.link.record.incarnation = "before"
+
+
+def no_memory(worker: Worker, delivery: Delivered) -> None:
+    worker.reach = raising(OutOfReach("its KV port does not answer"))
+
+
+def broken(worker: Worker, delivery: Delivered) -> None:
+    worker.reach = raising(ValueError("unexpected"))
+
+
+def no_adapter(worker: Worker, delivery: Delivered) -> None:
+    adapter = Adapter(name="red", path="/red", content="c")
+    delivery.body = encode(msgspec.structs.replace(JOB, adapter=adapter))
+    worker.grant = msgspec.structs.replace(worker.grant, job_digest=job_digest(delivery.body))
+
+
+def unknown(worker: Worker, delivery: Delivered) -> None:
+    """Its decode worker is not in the directory."""
+    worker.known = False
+
+
+@pytest.mark.parametrize(
+    ("fault", "number", "verb", "later", "retry"),
+    [
+        (differs, 1, "term", False, False),
+        (renewed, 1, "nak", True, True),
+        (broken, 1, "nak", False, True),
+        (no_memory, 1, "nak", True, True),
+        (no_memory, 2, "ack", False, False),
+        (no_adapter, 1, "nak", True, True),
+        (no_adapter, 2, "ack", False, False),
+        (unknown, 1, "nak", True, None),
+        (unknown, 2, "ack", False, None),
+    ],
+)
+async def test_what_cannot_be_computed_here_is_settled_once(
+    fault: Callable[[Worker, Delivered], None],
+    number: int,
+    verb: str,
+    later: bool,
+    retry: bool | None,
+) -> None:
+    """later: or it would be back here at once, until it is a dead letter. retry: what the decode
+    worker is told. None: it has not granted the job."""
+    worker, delivery = Worker(some_transfer_worker), Delivered(number)
+    fault(worker, delivery)
+    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert not worker.tasks, "nothing was computed"
+    assert delivery.verbs == [verb]
+    assert (delivery.delay_s > 0.1) == later
+    assert [said.retry for said in worker.sent] == ([] if retry is None else [retry])
+    assert (worker.budget.completed, worker.budget.tokens) == (0, 0)
+
+
+async def test_a_peers_nonsense_in_the_middle_is_no_poison() -> None:
+    """As a session raises it when the owner refuses a write or breaks off."""
+    worker, delivery = Worker(some_transfer_worker), Delivered()
+    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    (await worker.computing()).end(BadMessage("the owner refuses: a block is outside the grant"))
+    await worker.over()
+    assert delivery.verbs == ["nak"]
+    assert back(worker).retry
 
 
 @pytest.mark.parametrize("inputs", [True, False])
 async def test_a_job_counts_while_the_inputs_of_others_are_sent(inputs: bool) -> None:
     """Otherwise this worker would pull up to 64, and other workers would get none."""
-    worker, held = Worker(never()), 0
+    worker, held = Worker(never), 0
     body = encode(msgspec.structs.replace(JOB, features="digest" if inputs else ""))
 
     async def holds(*_: Any) -> Grant:
@@ -195,74 +263,12 @@ async def test_a_job_counts_while_the_inputs_of_others_are_sent(inputs: bool) ->
     assert worker.budget.tokens == 0
 
 
-async def test_nonsense_from_the_kv_port_in_the_middle_is_no_poison() -> None:
-    """As a session raises it when the owner refuses a write or breaks off."""
-    worker, delivery = Worker(some_transfer_worker), Delivered()
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    (await worker.computing()).end(BadMessage("the owner refuses: a block is outside the grant"))
-    await worker.over()
-    assert delivery.verbs == ["nak"]
-    assert back(worker).retry
-
-
-async def test_an_unexpected_failure_gives_the_grant_up() -> None:
-    async def raises() -> Any:
-        raise ValueError("unexpected")
-
-    worker, delivery = Worker(raises), Delivered()
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == ["nak"]
-    said = back(worker)
-    assert (said.job_id, said.attempt, said.retry) == ("j", 1, True)
-    assert (worker.budget.completed, worker.budget.failed) == (0, 1)
-
-
-async def test_the_blocks_that_the_job_names_are_written() -> None:
-    """The grant names none: its digest says that the job's are the published ones."""
-    job = msgspec.structs.replace(
-        JOB, token_ids=u32.pack(range(12)), hit_tokens=4, block_ids=u32.pack([9, 5, 7])
-    )
-    worker, delivery = Worker(some_transfer_worker), Delivered()
-    delivery.body = encode(job)
-    worker.grant = msgspec.structs.replace(worker.grant, job_digest=job_digest(delivery.body))
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    task = await worker.computing()
-    assert (task.remote_blocks, task.first_target) == ([9, 5, 7], 1)
-    task.end(None)
-    await worker.over()
-    assert delivery.verbs == ["ack"]
-
-
-async def test_a_job_that_is_not_what_was_granted_is_poison() -> None:
-    worker, delivery = Worker(some_transfer_worker), Delivered()
-    worker.grant = Grant(
-        rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=60, job_digest=b"another",
-        fence=FenceToken(slot=0, epoch=1),
-    )  # fmt: skip
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == ["term"]
-    assert not back(worker).retry
-
-
-async def test_a_grant_of_a_newer_incarnation_waits_for_the_newer_link() -> None:
-    worker, delivery = Worker(some_transfer_worker), Delivered()
-    worker.link.record.incarnation = "before"
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert not worker.tasks, "the memory behind this link would refuse every write"
-    assert delivery.verbs == ["nak"], "or the queue waits until nobody says in_progress any more"
-    assert delivery.delay_s > 0.1
-    assert back(worker).retry
-
-
 # ------------------------------------------------------------------ waiting for the transfer worker
 
 
 @pytest.mark.parametrize("end", ["revoke", "lost", "deadline", "revoke and lost"])
 async def test_what_ends_the_attempt_ends_the_wait_for_its_transfer_worker(end: str) -> None:
-    worker = Worker(never(), deadline_s=0.05 if end == "deadline" else 60)
+    worker = Worker(never, deadline_s=0.05 if end == "deadline" else 60)
     delivery = Delivered()
     worker.puller.begin(delivery)  # type: ignore[arg-type]
     await asyncio.wait_for(worker.asked.wait(), 10)
@@ -280,7 +286,7 @@ async def test_what_ends_the_attempt_ends_the_wait_for_its_transfer_worker(end: 
 async def test_a_grant_that_was_revoked_before_is_not_begun_though_a_transfer_worker_is_there() -> (
     None
 ):
-    worker, delivery = Worker(never()), Delivered()
+    worker, delivery = Worker(never), Delivered()
     worker.link.transfer.current = await some_transfer_worker()
     real = worker.link.claim
 
@@ -342,40 +348,6 @@ async def test_who_stops_before_a_job_began_keeps_nothing_of_it() -> None:
     assert (worker.puller.in_flight, worker.budget.tokens) == (0, 0)
 
 
-# ------------------------------------------------------------------ out of reach
-
-
-async def test_memory_out_of_reach_is_left_to_another_worker_for_a_while() -> None:
-    worker, delivery, told = Worker(out_of_reach()), Delivered(), list[float]()
-    worker.puller.leave_to_others = told.append  # type: ignore[method-assign]
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == ["nak"]
-    assert delivery.delay_s > 0.1, "or it would be back here at once, until it is a dead letter"
-    assert told, "another worker may be idle"
-    assert back(worker).retry
-
-
-async def test_memory_still_out_of_reach_is_computed_by_the_decode_worker() -> None:
-    worker, delivery = Worker(out_of_reach()), Delivered(number=2)
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == ["ack"]
-    assert not back(worker).retry
-
-
-@pytest.mark.parametrize(("number", "verb"), [(1, "nak"), (2, "ack")])
-async def test_the_job_of_a_decode_worker_unknown_here_is_first_left_to_others(
-    number: int, verb: str
-) -> None:
-    worker, delivery = Worker(some_transfer_worker), Delivered(number=number)
-    worker.known = False
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == [verb]
-    assert verb == "ack" or delivery.delay_s > 0.1
-
-
 async def test_a_job_whose_connection_broke_under_its_claim_is_kept_for_others() -> None:
     """The decode worker may have left the directory because it drains. Others are connected."""
     worker, delivery = Worker(some_transfer_worker), Delivered(number=2)
@@ -389,23 +361,6 @@ async def test_a_job_whose_connection_broke_under_its_claim_is_kept_for_others()
     worker.puller.begin(delivery)  # type: ignore[arg-type]
     await worker.over()
     assert delivery.verbs == ["nak"]
-
-
-@pytest.mark.parametrize(("number", "verb", "retry"), [(1, "nak", True), (2, "ack", False)])
-async def test_a_job_whose_adapter_is_not_here_is_left_to_others_once(
-    number: int, verb: str, retry: bool
-) -> None:
-    worker, delivery = Worker(some_transfer_worker), Delivered(number=number)
-    adapter = Adapter(name="red", path="/red", content="c")
-    delivery.body = encode(msgspec.structs.replace(JOB, adapter=adapter))
-    worker.grant = msgspec.structs.replace(worker.grant, job_digest=job_digest(delivery.body))
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == [verb]
-    said = back(worker)
-    assert said.retry is retry
-    assert "red is not at" in said.cause
-    assert worker.tasks == [], "nothing was computed"
 
 
 # ------------------------------------------------------------------ its message in the queue
@@ -464,11 +419,11 @@ DEADLINE_S = 0.2
 class Attempt:
     """One attempt, and what its decode worker was told."""
 
-    def __init__(self, deadline_s: float = DEADLINE_S, still_s: float = 0.0) -> None:
+    def __init__(self, still_s: float = 0.0) -> None:
         self.told: list[Progress] = []
         link: Any = SimpleNamespace(send=self.told.append)
         grant = Grant(
-            rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=deadline_s,
+            rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=DEADLINE_S,
             job_digest=b"d", fence=FenceToken(slot=0, epoch=0),
         )  # fmt: skip
         self.task: Any = SimpleNamespace(
@@ -478,31 +433,6 @@ class Attempt:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pace = Pace(link, grant, still_s)
         self.pace.watch(self.task, self.done)
-
-
-async def took(attempt: Attempt) -> float:
-    """Seconds until it was ended."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(10):
-            await attempt.done
-    return loop.time() - began
-
-
-async def test_one_that_stands_still_ends_at_its_deadline() -> None:
-    attempt = Attempt()
-    assert 0.9 * DEADLINE_S <= await took(attempt) < 5
-    assert attempt.told == []
-
-
-async def test_one_that_moves_gets_more_time_and_says_so() -> None:
-    attempt = Attempt(still_s=0.3)
-    attempt.task.scheduled = 2
-    attempt.task.written_blocks = 1
-    seconds = await took(attempt)
-    assert 0.3 <= seconds < 5, "0.3 s from the look that saw it"
-    assert [progress.blocks for progress in attempt.told] == [1]
 
 
 async def test_after_a_preemption_no_negative_number_of_blocks_is_told() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.deploy.plan import PREFILL_CHUNK
 from pullfill.errors import ClaimRefused, QueueUnavailable
 from pullfill.prefill_worker import puller as puller_module
 from pullfill.prefill_worker.puller import Budget, Puller, budget_of
@@ -148,17 +147,6 @@ def test_the_budget_is_two_steps_but_not_of_small_ones(step: int, budget: int) -
     assert budget_of(step) == budget
 
 
-async def test_small_steps_do_not_leave_the_engine_without_a_second_prompt() -> None:
-    """3000 tokens are three steps of a prefill worker on CPU: the next prompt is there before the
-    last of them."""
-    worker = Worker(Budget(budget_of(PREFILL_CHUNK), claim_s=60.0))
-    for number in range(3):
-        await worker.publish(f"j{number}", 3000)
-    worker.puller.start()
-    await worker.runs("j0", "j1")
-    await worker.puller.close()
-
-
 async def test_a_tight_job_goes_past_the_prompt_that_waits_in_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -295,26 +283,6 @@ async def test_a_pull_that_fails_is_tried_again_also_after_a_pause() -> None:
     await worker.puller.close()
 
 
-async def test_what_cannot_be_given_back_does_not_end_the_pulling() -> None:
-    worker, pulls = Worker(), 0
-    late = Delivered("late", error=NotSent("no connection to NATS"))
-
-    async def pull(*_: float, **__: bool) -> Any:
-        nonlocal pulls
-        pulls += 1
-        if pulls > 1:
-            await asyncio.sleep(100)
-        worker.puller._whys["engine"] = "it came too late"
-        asyncio.get_running_loop().call_later(0.01, worker.puller.pause, "engine", "")
-        return late
-
-    worker.puller._consumer.pull = pull  # type: ignore[method-assign]
-    worker.puller.start()
-    await until(lambda: pulls == 2)
-    await worker.puller.close()
-    assert late.told == [("nak", 0.0)]
-
-
 async def test_a_worker_leaves_though_its_pull_loses_the_cancellation() -> None:
     worker, pulls = Worker(), 0
 
@@ -399,3 +367,21 @@ async def test_blocks_that_are_still_read_come_back_after_the_jobs_were_abandone
     await asyncio.wait_for(worker.puller.idle.wait(), 5)
     assert transfer_worker.let_go_of == [task]
     assert fences.in_use == 0
+
+
+async def test_a_claim_counts_until_its_answer_is_late_and_again_from_the_grant() -> None:
+    budget = Budget(5000)
+    budget.pulled("late", 4096)
+    budget.pulled("prompt", 100)
+    budget.granted("prompt")
+    budget.room.clear()  # the grant wakes the puller, too
+    assert (budget.tokens, budget.waiting, budget.free) == (4196, 1, 804)
+    await asyncio.wait_for(budget.room.wait(), 10)
+    assert budget.tokens == 100
+    budget.granted("late")
+    assert (budget.tokens, budget.waiting, budget.activity()) == (4196, 0, (0, 2))
+    budget.room.clear()
+    budget.over("late", True)
+    budget.over("prompt", None)
+    assert budget.room.is_set(), "the puller is told"
+    assert (budget.tokens, budget.activity(), budget.failed) == (0, (1, 0), 0)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from pullfill.errors import Fenced, TransferFailed
+from pullfill.engine.groups import EMPTY, BlockOrder
+from pullfill.errors import Fenced, HandoffError, TransferFailed
 from pullfill.prefill_worker.scheduler import PrefillScheduler, StepPlan
 from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, prefill_task, step
+from tests.unit.decode_worker.test_scheduler_tier import FakeTier
 
 BLOCK = 4
 REMOTE = 500
@@ -83,25 +85,6 @@ def test_every_block_goes_out_once_in_order(tokens: int, chunk: int) -> None:
     assert engine.task.written_blocks == engine.total
     assert engine.ends == [None], "ends once, well"
     assert writes == len(engine.transfer_worker.log)
-
-
-def test_a_block_is_written_only_when_it_is_whole() -> None:
-    engine = Engine(3 * BLOCK)
-    engine.admit()
-    assert engine.run(BLOCK - 1).writes == []
-    assert [w.local for w in engine.run(BLOCK).writes] == [[LOCAL]]
-    assert engine.run(1).writes[0].local == [LOCAL + 1]
-
-
-@pytest.mark.parametrize(("remote_hit", "written"), [(0, [0, 1, 2, 3]), (2, [2, 3])])
-def test_blocks_hit_here_are_written_if_the_decode_worker_lacks_them(
-    remote_hit: int, written: list[int]
-) -> None:
-    engine = Engine(4 * BLOCK, hit=remote_hit * BLOCK, local_hit=3 * BLOCK)
-    assert engine.admit() == 0, "this side has the whole hit"
-    engine.run(BLOCK)
-    engine.transfer_worker.flush()
-    assert engine.written == written
 
 
 @pytest.mark.parametrize("local_hit", [0, BLOCK])
@@ -204,15 +187,6 @@ def test_what_ended_between_two_steps_is_told_between_them() -> None:
     assert engine.run(0).reports.sent == set()
 
 
-def test_finished_when_all_is_written_frees_at_once() -> None:
-    engine = Engine(4 * BLOCK)
-    engine.admit()
-    engine.run(4 * BLOCK)
-    engine.transfer_worker.flush()
-    assert engine.side.finished("j.1") is False
-    assert engine.run(0).reports.sent == set()
-
-
 def test_the_last_copy_ending_as_the_request_does() -> None:
     """The transfer worker counts down before it calls back; a finish in between frees by itself."""
     engine = Engine(2 * BLOCK)
@@ -261,15 +235,6 @@ def test_the_last_copy_ending_while_the_engine_ends_the_request() -> None:
     engine.task.on_done = lambda _: engine.transfer_worker.finish()
     assert engine.side.finished("j.1") is True
     assert engine.run(0).reports.sent == {"j.1"}
-
-
-def test_a_cancelled_task_sends_nothing_more() -> None:
-    engine = Engine(4 * BLOCK)
-    engine.admit()
-    engine.run(BLOCK)
-    engine.task.cancel()
-    assert engine.run(BLOCK).writes == []
-    assert engine.side.matched(engine.request, 0) == (0, False)
 
 
 def test_the_engine_ending_early_ends_the_task() -> None:
@@ -357,18 +322,6 @@ def test_a_request_that_ends_before_its_last_write_begins_keeps_its_blocks() -> 
     assert engine.run(0).reports.sent == {"j.1"}
 
 
-def test_an_aborted_request_with_a_planned_write_is_freed_once_it_failed() -> None:
-    engine = Engine(2 * BLOCK)
-    engine.admit()
-    engine.side.plan(step({"j.1": BLOCK}))
-    engine.task.cancel()
-    assert engine.side.finished("j.1") is True
-    engine.side.step_done()
-    engine.transfer_worker.finish(Fenced("revoked"))
-    assert engine.run(0).reports.sent == {"j.1"}
-    assert engine.run(0).reports.sent == set()
-
-
 def test_a_preempted_request_loses_writes_of_steps_that_still_run() -> None:
     """The step after them overwrites its blocks before they could be copied."""
     engine = Engine(4 * BLOCK)
@@ -382,4 +335,92 @@ def test_a_preempted_request_loses_writes_of_steps_that_still_run() -> None:
     engine.run(4 * BLOCK)
     engine.transfer_worker.flush()
     assert engine.written == [0, 1, 2, 3]
+    assert engine.ends == [None]
+
+
+# ------------------------------------------------------------------ beside vLLM's own KV offloading
+
+
+def engine_with(found: int | None) -> tuple[Engine, FakeTier]:
+    engine, tier = Engine(6 * BLOCK, hit=4 * BLOCK, local_hit=BLOCK), FakeTier(found)
+    engine.side.tier = tier  # type: ignore[assignment]
+    return engine, tier
+
+
+def test_what_it_has_whole_is_not_read_from_the_decode_worker() -> None:
+    engine, tier = engine_with(None)
+    assert engine.side.matched(engine.request, BLOCK) == (None, False), "vLLM asks again"
+    tier.found = 3 * BLOCK
+    assert engine.side.matched(engine.request, BLOCK) == (0, False), "vLLM asks the tier next"
+
+
+def test_a_read_begins_after_the_step_that_ends_copies_from_its_blocks() -> None:
+    engine, tier = engine_with(2 * BLOCK)
+    assert engine.admit() == 3 * BLOCK
+    assert tier.claimed >= {LOCAL + 1, LOCAL + 2, LOCAL + 3}
+    assert engine.transfer_worker.queue == []
+    engine.run(0)
+    (copy,) = engine.transfer_worker.queue
+    assert (copy.read, copy.local) == (True, [LOCAL + 1, LOCAL + 2, LOCAL + 3])
+    engine.run(0)
+    assert len(engine.transfer_worker.queue) == 1
+
+
+# ------------------------------------------------------------------ two KV cache groups
+
+WINDOW = 2
+"""Blocks that the second group keeps."""
+
+
+def with_window(engine: Engine, read_from: int) -> Engine:
+    """Give the engine a second group. Its block i is 100 more than that of the first group, here
+    and there. read_from: where the decode worker's blocks of the hit begin in that group."""
+
+    def kept_from(tokens: int) -> tuple[int, int]:
+        return 0, max(0, tokens // BLOCK - WINDOW)
+
+    def blocks(base: int, order: BlockOrder, start: int, stop: int) -> list[int]:
+        tables = [[base + group + at for at in range(stop)] for group in (0, 100)]
+        return order.ids(tables, start, stop)
+
+    task, hit = engine.task, engine.task.job.hit_tokens // BLOCK
+    engine.side.bind(engine.manager, kept_from)
+    task.readable = BlockOrder((0, read_from))
+    task.written = BlockOrder(kept_from(len(task.token_ids)))
+    task.remote_blocks = [
+        *blocks(REMOTE, task.readable, 0, hit),
+        *blocks(REMOTE, task.written, hit, engine.total),
+    ]
+    engine.manager.windows["j.1"] = [LOCAL + 100 + at for at in range(engine.total)]
+    return engine
+
+
+def test_a_block_that_the_window_has_left_behind_here_is_never_written() -> None:
+    engine = with_window(Engine(6 * BLOCK), read_from=0)
+    engine.admit()
+    engine.manager.windows["j.1"][4] = EMPTY
+    plan = engine.run(6 * BLOCK)
+    assert plan.writes == []
+    (failure,) = engine.ends
+    assert isinstance(failure, HandoffError)
+
+
+def test_a_state_in_one_block_is_written_after_the_last_token() -> None:
+    """Without a prefix cache vLLM has one block for it, whatever the position."""
+    engine = with_window(Engine(5 * BLOCK + 1), read_from=0)
+    engine.side.bind(
+        engine.manager,
+        lambda tokens: (0, (tokens - 1) // BLOCK),
+        lambda tables: [tables[0], [*tables[1]] * 6],
+    )
+    engine.manager.windows["j.1"] = [LOCAL + 100]
+    engine.task.written = BlockOrder((0, 5))
+    engine.task.remote_blocks = [*range(REMOTE, REMOTE + 6), REMOTE + 100]
+    assert engine.admit() == 0
+    engine.run(3 * BLOCK)
+    engine.transfer_worker.flush()
+    assert engine.written == [0, 1, 2]
+    engine.run(2 * BLOCK + 1)
+    engine.transfer_worker.flush()
+    assert engine.written == [0, 1, 2, 3, 4, 5, 100]
     assert engine.ends == [None]
