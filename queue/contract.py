@@ -5,7 +5,7 @@ Life of a job: `publish` → pending → `pull` → in flight, kept alive by `in
 silent for `ack_wait_s`, the job is pending again. After `max_deliver` deliveries it becomes a dead
 letter. Jobs of one urgency are delivered in the order in which they were published.
 
-`jetstream.py` and `pullfill/testing/memory_queue.py` implement it. Both pass
+`jetstream.py` implements it. Tests of other rooms use `tests/support/memory_queue.py`. Both pass
 `tests/contract/test_queue_contract.py`.
 """
 

@@ -2,7 +2,6 @@
 
 - `local_cluster.py`: `cluster()`, which runs a whole cluster on this machine.
 - `guard.py`: ends it when its user has ended.
-- `memory_queue.py`: the queue, in this process.
 - `mock_executor.py`, `mock_model.py`: vLLM's executor without a model.
 """
 

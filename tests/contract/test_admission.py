@@ -8,8 +8,7 @@ import pytest
 
 from pullfill.wire import Load
 from tests.support.fakes import FakeRequest
-from tests.support.handoff_decode import DecodeHalf
-from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
+from tests.support.handoff_rig import Cluster, DecodeHalf, PrefillHalf, prompt, settled, until
 from tests.support.kv_engine import BLOCK
 
 TOKENS = 10 * BLOCK

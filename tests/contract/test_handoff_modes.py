@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pullfill.decode_worker import kv_reader as readers
+from pullfill.decode_worker.kv_reader import KvReader
+from pullfill.decode_worker.peers import Peer
 from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.handoff import Handoff
+from pullfill.prefill_worker.side import PrefillService
 from pullfill.runtime import failpoints, metrics
+from pullfill.runtime.health import ServerHealth
+from pullfill.transfer.contract import PeerSession
 from pullfill.wire import KvMode
 from tests.support.fakes import FakeClock
-from tests.support.handoff_decode import DecodeHalf
 from tests.support.handoff_rig import (
     Cluster,
+    DecodeHalf,
     PrefillHalf,
     hold,
     prompt,
@@ -80,32 +89,16 @@ async def test_every_mode_brings_the_right_bytes(
         assert (moved["written"] > 0) == (mode is not PULL)
 
 
-@pytest.mark.parametrize("decode_hit", [0, 2])
-@pytest.mark.parametrize("prefill_hit", [0, 3])
-async def test_pull_with_hits_on_either_side(
-    tmp_path: Path, decode_hit: int, prefill_hit: int
-) -> None:
+async def test_pull_with_hits_on_both_sides(tmp_path: Path) -> None:
     """Blocks that were a hit on the prefill side are read like those it computed."""
     tokens = prompt(6 * BLOCK + 2)
     async with Cluster(tmp_path, "shm", kv_mode=PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        hit = decode.cache(tokens[: decode_hit * BLOCK])
-        if prefill_hit:
-            prefill.engine.cache(tokens[: prefill_hit * BLOCK])
+        hit = decode.cache(tokens[: 2 * BLOCK])
+        prefill.engine.cache(tokens[: 3 * BLOCK])
         served = decode.send(tokens, hit)
         await settled(served)
         assert decode.right(served)
-        await cluster.check_clean()
-
-
-async def test_pull_after_a_preemption_reads_what_was_computed_again(tmp_path: Path) -> None:
-    async with Cluster(tmp_path, kv_mode=PULL) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        prefill.engine.preempt_next = True
-        served = decode.send(prompt(30))
-        await settled(served)
-        assert decode.right(served)
-        assert prefill.engine.computed_tokens > 29
         await cluster.check_clean()
 
 
@@ -148,23 +141,6 @@ async def test_pull_abort_in_a_read(tmp_path: Path) -> None:
         await cluster.check_clean()
 
 
-async def test_pull_past_its_deadline_is_served_here(tmp_path: Path) -> None:
-    async with Cluster(tmp_path, clock=FakeClock(), kv_mode=PULL) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        served, faults = await reading(decode, prefill)
-        await prefill.puller.stop()
-        decode.pass_time(25.0)
-        await settled(served)
-        assert served.loaded is False
-        assert not set(served.table) & decode.pool.free
-        others = [decode.cache(prompt(n, seed=n)) for n in (40, 80)]
-        before = [decode.pages[:, t].copy() for t in others]
-        faults.resume()
-        await until(lambda: decode.ledger.open_jobs == 0)
-        assert all((decode.pages[:, t] == b).all() for t, b in zip(others, before, strict=True))
-        await cluster.check_clean()
-
-
 async def test_pull_from_a_worker_that_dies_is_read_to_the_end(tmp_path: Path) -> None:
     """All it had to do is done, and its memory outlives it: nothing is computed again."""
     async with Cluster(tmp_path, "loopback", kv_mode=PULL) as cluster:
@@ -187,7 +163,7 @@ async def test_pull_from_a_worker_that_dies_is_read_to_the_end(tmp_path: Path) -
         assert second.engine.computed_tokens == 0
 
 
-async def test_pull_that_fails_is_computed_here(tmp_path: Path) -> None:
+async def test_pull_that_fails_is_computed_here_and_its_session_made_anew(tmp_path: Path) -> None:
     async with Cluster(tmp_path, "loopback", kv_mode=PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         served, faults = await reading(decode, prefill)
@@ -195,6 +171,9 @@ async def test_pull_that_fails_is_computed_here(tmp_path: Path) -> None:
         await settled(served)
         assert served.loaded is False
         assert decode.traces.fallback_of(served.request.request_id) == "prefill_failed"
+        again = decode.send(prompt(30, seed=2))
+        await settled(again)
+        assert decode.right(again)
         await cluster.check_clean()
 
 
@@ -220,21 +199,6 @@ async def test_pull_from_a_worker_whose_port_is_out_of_reach(
         assert caplog.text.count("writes from now on") == 1
         await cluster.check_clean()
         assert prefill.budget.completed == 2
-
-
-async def test_pull_makes_a_broken_session_anew(tmp_path: Path) -> None:
-    async with Cluster(tmp_path, "loopback", kv_mode=PULL) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        _, faults = await reading(decode, prefill)
-        (peer,) = decode.control.peers.values()
-        assert peer.reader is not None
-        broken = peer.reader._session
-        await asyncio.to_thread(faults.kill)
-        served = decode.send(prompt(30, seed=2))
-        await settled(served)
-        assert served.loaded
-        assert peer.reader._session not in (None, broken)
-        await cluster.check_clean()
 
 
 async def test_pull_by_a_decode_worker_that_is_gone(tmp_path: Path) -> None:
@@ -273,37 +237,6 @@ async def test_a_ready_of_nobody_we_read_from_ends_the_connection(
             served = decode.send(prompt(30))
             await settled(served)
             assert served.loaded is False
-        await cluster.check_clean()
-
-
-# ------------------------------------------------------------------ push
-
-
-async def test_push_computes_nothing_while_it_writes(tmp_path: Path) -> None:
-    async with Cluster(tmp_path, kv_mode=KvMode.PUSH) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        faults = hold(decode)
-        served = decode.send(prompt(30))
-        await stuck_in_a_write(decode)
-        assert prefill.engine.computed_tokens == 5
-        await asyncio.sleep(0.05)
-        assert prefill.engine.computed_tokens == 5
-        faults.resume()
-        await settled(served)
-        assert decode.right(served)
-        await cluster.check_clean()
-
-
-async def test_push_async_computes_while_it_writes(tmp_path: Path) -> None:
-    async with Cluster(tmp_path) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        faults = hold(decode)
-        served = decode.send(prompt(30))
-        await stuck_in_a_write(decode)
-        await until(lambda: prefill.engine.computed_tokens == 29)
-        faults.resume()
-        await settled(served)
-        assert decode.right(served)
         await cluster.check_clean()
 
 
@@ -372,3 +305,193 @@ async def test_an_error_after_the_read_frees_its_blocks(
         assert decode.right(again)
         await until(lambda: prefill.budget.completed == 1)
         await cluster.check_clean()
+
+
+# ------------------------------------------------------------------ the reader
+
+
+class Route:
+    """Between a decode worker and one prefill worker's KV port: it can be cut."""
+
+    def __init__(self, decode: DecodeHalf) -> None:
+        self._reach: Any = decode.control._reach
+        self.cut = True
+        self.tries = 0
+        decode.control._reach = self._way
+
+    def _way(self, regions: Any) -> Any:
+        there = self._reach(regions)
+
+        def open_session() -> PeerSession:
+            cut = self.cut  # before the try counts: a test may then mend the route at once
+            self.tries += 1
+            if cut:
+                raise PeerUnavailable("the KV port does not answer")
+            session: PeerSession = there()
+            return session
+
+        return open_session
+
+
+def reader_of(decode: DecodeHalf) -> KvReader:
+    (peer,) = decode.control.peers.values()
+    assert peer.reader is not None
+    return peer.reader
+
+
+async def transport_of(decode: DecodeHalf, seed: int) -> str | None:
+    served = decode.send(prompt(30, seed=seed))
+    await settled(served)
+    assert served.loaded, "a job was spent on looking"
+    assert decode.right(served)
+    trace = decode.traces.finish(served.request.request_id)
+    assert trace is not None
+    return trace.transport
+
+
+async def test_a_worker_that_can_be_reached_again_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A firewall was mended, say. No job after the first is spent on finding that out."""
+    async with Cluster(tmp_path, "tcp", kv_mode=KvMode.PULL) as cluster:
+        decode = await cluster.decode()
+        route = Route(decode)
+        await cluster.prefill(chunk=5)
+        reader = reader_of(decode)
+        clock = reader._clock = FakeClock()
+        modes: list[KvMode] = []
+        grant = Peer.in_reach
+
+        def granting(*args: Any) -> Any:
+            granted = grant(*args)
+            modes.append(granted.mode)
+            return granted
+
+        monkeypatch.setattr(Peer, "in_reach", granting)
+        first = decode.send(prompt(30))
+        await settled(first)
+        assert first.loaded is False
+        await transport_of(decode, 2)
+        clock.advance(readers.IDLE_S - 1)
+        await transport_of(decode, 3)
+        assert route.tries == 1
+        clock.advance(1)
+        for seed in (4, 5):
+            await transport_of(decode, seed)
+        await until(lambda: route.tries == 2)
+        route.cut = False
+        await transport_of(decode, 6)
+        assert route.tries == 2, "it looks at each job"
+        clock.advance(readers.IDLE_S)
+        await transport_of(decode, 7)
+        await until(lambda: reader._session is not None and not reader._unreachable)
+        assert await transport_of(decode, 8) == "tcp"
+        assert route.tries == 3
+        push, pull = KvMode.PUSH_ASYNC, KvMode.PULL
+        assert modes == [pull, push, push, push, push, push, push, pull]
+        await cluster.check_clean()
+
+
+@pytest.mark.parametrize("device", [None, 0], ids=["cpu", "gpu"])
+async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
+    tmp_path: Path, device: int | None
+) -> None:
+    """Its blocks stay as they are. GPU memory is freed when its process ends, so that drain waits.
+    In both cases the worker is not busy."""
+    async with Cluster(tmp_path, kv_mode=KvMode.PULL) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
+        puller = prefill.puller
+        memory = replace(prefill.local.memory, device=device)
+        engine: Any = SimpleNamespace(context=SimpleNamespace(memories=[memory]))
+        thread: Any = SimpleNamespace(dead=asyncio.Event())
+        (nats := ServerHealth("nats")).ok()
+        service = PrefillService(
+            engine,
+            thread,
+            prefill.links,
+            prefill.puller,
+            prefill.budget,
+            prefill.credits,
+            [nats],
+            prefill.links.hello,
+        )
+        faults = hold(prefill)
+        served = decode.send(prompt(30))
+        await stuck_in_a_read(prefill)
+        kept = {block for run in prefill.engine._runs.values() for block in run.table}
+        await service.stop_taking()
+        drain = asyncio.create_task(service.finished())
+        await asyncio.sleep(0.05)
+        assert not drain.done(), "the job still runs"
+        for peer in list(decode.control.peers.values()):
+            peer.channel.abort()
+        await until(puller.no_jobs.is_set)
+        assert puller.in_flight == 0
+        if device is None:
+            await asyncio.wait_for(drain, 5)
+        await asyncio.sleep(0.05)
+        assert drain.done() == (device is None)
+        assert not kept & prefill.engine.pool.free
+        faults.resume()
+        await asyncio.wait_for(drain, 5)
+        await settled(served)
+        await cluster.check_clean()
+
+
+async def test_looking_again_never_ends_the_thread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> PeerSession:
+        raise PeerUnavailable("no") if not caplog.records else RuntimeError("a bug")
+
+    clock = FakeClock()
+    reader = KvReader("prefill-1", broken, clock)
+    with pytest.raises(PeerUnavailable):
+        reader._connect()
+    clock.advance(readers.IDLE_S)
+    assert not reader.within_reach()
+    await until(lambda: "a bug" in caplog.text)
+    assert reader._thread.submit(lambda: 1).result(10) == 1
+    clock.advance(readers.IDLE_S)
+    reader._closing = True  # nothing is begun any more
+    said = len(caplog.records)
+    assert not reader.within_reach()
+    reader.close()
+    assert len(caplog.records) == said
+
+
+async def test_without_a_thread_it_looks_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control connection asks, and would end with an exception."""
+
+    def unreachable() -> PeerSession:
+        raise PeerUnavailable("no")
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    clock = FakeClock()
+    reader = KvReader("prefill-1", unreachable, clock)
+    with pytest.raises(PeerUnavailable):
+        reader._connect()
+    clock.advance(readers.IDLE_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert not reader.within_reach()
+    tried = reader._tried_at
+    clock.advance(readers.IDLE_S)
+    assert not reader.within_reach()
+    assert reader._thread.wait(10)
+    assert reader._tried_at > tried
+    reader.close()
+
+
+async def test_a_link_that_is_lost_after_the_close_is_left_all_the_same() -> None:
+    """While a worker stops, its readers are closed before the loop hears that their links ended."""
+    gone: list[str] = []
+    before, after = (KvReader(name, lambda: pytest.fail("nothing is read")) for name in "ab")
+    before.leave(lambda: gone.append("before"))
+    before.close()
+    after.close()
+    after.leave(lambda: gone.append("after"))
+    after.leave(lambda: gone.append("twice"))
+    assert gone == ["before", "after", "twice"]

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.wire import KvMode, RouterConfig, RouterPolicy
-from tests.support.fakes import FakeRequest
-from tests.support.handoff_decode import DecodeHalf
-from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
+from pullfill.wire import KvMode
+from tests.support.handoff_rig import Cluster, DecodeHalf, PrefillHalf, prompt, settled
 from tests.support.kv_engine import BLOCK, LAYOUT
 
 TIMEOUT_S = 1.5
@@ -89,39 +87,4 @@ async def test_a_job_that_stands_still_is_given_up(tmp_path: Path, mode: KvMode)
         assert served.loaded is False
         assert took > 7 * BATCH_S, "it had time for as long as it moved"
         assert decode.traces.fallback_of(served.request.request_id) == "timeout"
-        await cluster.check_clean()
-
-
-async def test_a_prompt_behind_a_slow_link_is_not_sent_to_wait_there(tmp_path: Path) -> None:
-    """The KV of the first job is computed but not written yet, and the next job would wait for
-    that. The link is measured while that KV is written, long before the first commit."""
-    async with Cluster(tmp_path, timeout_s=TIMEOUT_S) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=BLOCK)
-        slow(cluster, decode)
-        decode.look()
-        decode.config = RouterConfig(
-            policy=RouterPolicy.ALWAYS_REMOTE,
-            remote_timeout_s=TIMEOUT_S,
-            max_queue_wait_s=2 * BATCH_S,
-        )
-        served = decode.send(LONG)
-
-        def block_s() -> float:
-            told = decode.forecaster.forecast(
-                1, 1, 1, workers=1, loads=[], depth_tokens=0, own_tokens=0
-            )
-            return told.write_s
-
-        await until(lambda: block_s() > 0)
-        await until(lambda: decode.ledger.unwritten() < BLOCKS - 4)
-        assert decode.ledger.unwritten() > 0
-        request = FakeRequest("behind", prompt(BLOCK + 1, seed=2))
-        assert decode.side.decide(request, 0) == (0, False)
-        _, decision, *_ = decode.side._decisions.pop("behind")
-        assert decision.reason == "queue_wait"
-        assert block_s() >= BATCH_S
-        await settled(served)
-        assert decode.right(served)
-        assert prefill.engine.computed_tokens == len(LONG) - 1, "computed once, in many copies"
-        assert decode.side.decide(request, 0)[1]
         await cluster.check_clean()

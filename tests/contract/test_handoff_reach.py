@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,11 +18,18 @@ from pullfill.net.channel import split_address
 from pullfill.prefill_worker import handoff
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.jetstream import JetStreamConsumer
-from pullfill.wire import PrefillJob, WorkerRecord, encode, u32
+from pullfill.wire import KvMode, PrefillJob, WorkerRecord, encode, u32
 from tests.support.control_rig import FakeDirectory, Raw
 from tests.support.fakes import FakeClock
-from tests.support.handoff_decode import COMPATIBLE
-from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
+from tests.support.handoff_rig import (
+    COMPATIBLE,
+    Cluster,
+    DecodeHalf,
+    PrefillHalf,
+    prompt,
+    settled,
+    until,
+)
 from tests.support.nats import NatsServer
 
 # ------------------------------------------------------------------ before the task is there
@@ -217,3 +226,83 @@ async def test_a_job_past_its_time_that_nobody_removes_is_dropped(
             await asyncio.sleep(0.02)
         assert cluster.queue.status().depth_jobs == 0
         assert not cluster.queue.dead
+
+
+# ------------------------------------------------------------------ sessions that no job uses
+
+
+def idle_after(prefill: PrefillHalf, decode: DecodeHalf, seconds: float) -> Any:
+    shared = prefill.links.links[decode.name].transfer
+    shared._idle._after_s = seconds
+    return shared
+
+
+async def serve(decode: DecodeHalf, seed: int) -> None:
+    served = decode.send(prompt(30, seed=seed))
+    await settled(served)
+    assert decode.right(served)
+    decode.abort(served)
+
+
+async def test_an_idle_connection_is_closed_and_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Cluster(tmp_path, "tcp") as cluster:
+        decode = await cluster.decode()
+        prefill = await cluster.prefill(chunk=5)
+        shared = idle_after(prefill, decode, 0.02)
+        owner: Any = decode.region.owner
+        for seed in (1, 2):
+            await serve(decode, seed)
+            await until(lambda: shared.current is None)
+            await until(lambda: owner.connections == 0)
+            assert prefill.links.routes[decode.name]["transport"] == "tcp"
+        assert prefill.budget.failed == 0
+        await cluster.check_clean()
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+async def test_no_job_fails_though_sessions_are_closed_all_the_time(tmp_path: Path) -> None:
+    """The session is closed in the moment in which its last job ends and other jobs ask for it."""
+    async with Cluster(tmp_path, "tcp") as cluster:
+        decode = await cluster.decode()
+        prefill = await cluster.prefill(chunk=8)
+        shared = idle_after(prefill, decode, 0.0)
+        opened = 0
+        connect = shared._open
+
+        async def counted() -> Any:
+            nonlocal opened
+            opened += 1
+            return await connect()
+
+        shared._open = counted
+        for seed in range(0, 40, 2):
+            both = [decode.send(prompt(20, seed=seed)), decode.send(prompt(20, seed=seed + 1))]
+            if seed % 4:
+                await asyncio.sleep(0.001)
+            await settled(*both)
+            for served in both:
+                assert decode.right(served)
+                decode.abort(served)
+        await cluster.check_clean()
+        assert (prefill.budget.completed, prefill.budget.failed) == (40, 0)
+        assert opened > 5
+
+
+async def test_a_reader_closes_an_idle_session_and_opens_it_again(tmp_path: Path) -> None:
+    async with Cluster(tmp_path, "tcp", kv_mode=KvMode.PULL) as cluster:
+        decode = await cluster.decode()
+        prefill = await cluster.prefill(chunk=5)
+        (peer,) = decode.control.peers.values()
+        assert peer.reader is not None
+        peer.reader._idle._after_s = 0.02
+        owner: Any = prefill.local.owner
+        for seed in (1, 2):
+            await serve(decode, seed)
+            trace = decode.traces.finish(f"r{seed - 1}")
+            assert trace is not None
+            assert trace.transport == "tcp"
+            await until(lambda: owner.connections == 0)
+        assert prefill.budget.failed == 0
+        await cluster.check_clean()

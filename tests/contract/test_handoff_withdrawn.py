@@ -17,8 +17,15 @@ from pullfill.queue.contract import JobConsumer, Receipt, Urgency
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.queue.streams import Names
 from tests.support.fakes import FakeClock
-from tests.support.handoff_decode import DecodeHalf, Served
-from tests.support.handoff_rig import Cluster, PrefillHalf, prompt, settled, until
+from tests.support.handoff_rig import (
+    Cluster,
+    DecodeHalf,
+    PrefillHalf,
+    Served,
+    prompt,
+    settled,
+    until,
+)
 from tests.support.nats import NatsServer
 
 
@@ -69,14 +76,9 @@ async def stop_at(
 
 
 @pytest.mark.parametrize("how", ["abort", "claim timeout"])
-@pytest.mark.parametrize("when", ["before the publish", "being published", "in a lane", "pulled"])
-@pytest.mark.parametrize("queue", ["memory", "nats"])
+@pytest.mark.parametrize("when", ["before the publish", "being published", "queued", "pulled"])
 @pytest.mark.essential
-async def test_it_is_not_computed(tmp_path: Path, when: str, how: str, queue: str) -> None:
-    server = None
-    if queue == "nats":
-        server = NatsServer(tmp_path / "nats")
-        await server.start()
+async def test_it_is_not_computed(tmp_path: Path, server: NatsServer, when: str, how: str) -> None:
     clock = FakeClock()
     claims = asyncio.Event()
     claims.set()
@@ -116,8 +118,6 @@ async def test_it_is_not_computed(tmp_path: Path, when: str, how: str, queue: st
         # The clock has passed for the first job, too.
         assert computed == ([29, 19] if how == "abort" else [19])
         await cluster.check_clean()
-    if server is not None:
-        server.stop()
 
 
 # ------------------------------------------------------------------ the queue loses it

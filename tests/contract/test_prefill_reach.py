@@ -20,7 +20,7 @@ from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState
-from tests.support.handoff_decode import COMPATIBLE
+from tests.support.handoff_rig import COMPATIBLE
 from tests.support.transfer_rigs import DENSE, tcp_rig
 
 RECORD = WorkerRecord(

@@ -14,7 +14,7 @@ import pytest
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.prefix import holders, read_leases
 from tests.support.fetch_rig import LEAST, FetchWorker, without_vllm
-from tests.support.handoff_decode import Served
+from tests.support.handoff_rig import Served
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS
 from tests.support.transfer_rigs import RIGS
 

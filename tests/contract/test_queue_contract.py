@@ -22,8 +22,8 @@ from pullfill.queue.contract import (
 )
 from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
 from pullfill.queue.streams import round_up_tokens
-from pullfill.testing.memory_queue import MemoryQueue
 from tests.support.fakes import FakeClock
+from tests.support.memory_queue import MemoryQueue
 from tests.support.nats import NatsServer, dead_letters, until
 
 ACK_WAIT_S = 1.0

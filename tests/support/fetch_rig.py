@@ -37,7 +37,7 @@ from pullfill.wire import (
     u32,
 )
 from tests.support.fakes import FakePool, FakeRequest, situation
-from tests.support.handoff_decode import COMPATIBLE, Served
+from tests.support.handoff_rig import COMPATIBLE, Served
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, compute, holds
 from tests.support.transfer_rigs import Rig
 

@@ -28,7 +28,7 @@ ROOMS = {
     "prefill_worker": ("prefill_worker", ROLE),
     "frontend": ("frontend", frozenset({"registry", "engine"})),
     # Stand-ins for tests and benchmarks: no room may import it.
-    "testing": ("pullfill/testing", frozenset({"engine", "queue", "transfer"})),
+    "testing": ("pullfill/testing", frozenset({"engine"})),
     # deploy starts the others through `MODULE.run`, see ENTRY_POINTS, and reads the registry.
     "deploy": ("deploy", frozenset({"registry"})),
 }

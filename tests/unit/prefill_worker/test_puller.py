@@ -17,9 +17,9 @@ from pullfill.queue.contract import QueueConfig, Urgency
 from pullfill.queue.nats_connection import NotSent
 from pullfill.runtime import failpoints
 from pullfill.runtime.health import ServerHealth
-from pullfill.testing.memory_queue import MemoryQueue
 from pullfill.wire import PrefillJob, RefuseReason, encode, u32
 from tests.support.loopback import LoopbackFences
+from tests.support.memory_queue import MemoryQueue
 from tests.support.nats import until
 from tests.unit.prefill_worker.test_read_grants import TransferWorker, kept_task
 
