@@ -153,6 +153,7 @@ class Handoff:
 
     def _publish_opened(self) -> None:
         self._woken = False  # first, so that a job that comes from now on wakes the loop again
+        self.pulling_changed()  # the engine thread may have seen a worker that is gone now
         while self._opened:
             self._spawn(self._publish(self._opened.popleft()))
         if self._watching is None or self._watching.done():
@@ -367,32 +368,25 @@ class Handoff:
     # ------------------------------------------------------------------ who is there, and time
 
     def pulling_changed(self) -> None:
-        """Note that a prefill worker came, left, or pulls or does not pull any more."""
-        # First: what is opened after the look of `_nobody_pulls` is told.
-        self.ledger.tell_opens = not self.peers.pulling
-        self._nobody_pulls()
-        self.wake.set()
+        """A prefill worker may have come, left or stopped pulling. If none pulls, serve locally
+        what nobody has claimed."""
+        if not self.peers.pulling and self.ledger.open_jobs:
+            self.ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
 
     def lost(self, peer: Peer) -> None:
         """Note that a connection has ended, and that its peer is no more in `peers`."""
         self.ledger.writer_lost(peer.name, others_alive=bool(self.peers))
-        # If the worker died, the kernel has freed its locks: the timer asks for the proof.
+        self.wake.set()  # if the worker died, the kernel has freed its locks: ask for the proof
         self.pulling_changed()
         self.act()
-
-    def _nobody_pulls(self) -> None:
-        """Serve locally what nobody has claimed, if no prefill worker pulls jobs."""
-        if not self.peers.pulling and self.ledger.open_jobs:
-            self.ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
 
     async def run(self) -> None:
         """Look at the ledger's deadlines and actions, until cancelled."""
         while True:
             try:
                 soonest = self.ledger.tick()
-                # Since the last worker left, jobs may have been queued: given up by it, proved
-                # quiet in this tick, or opened by an engine thread that still saw the worker.
-                self._nobody_pulls()
+                # A job that was in quarantine when the last worker left may be queued again.
+                self.pulling_changed()
                 self.act()
             except Exception:
                 # Deadlines and proofs depend on this loop, so it goes on after any error.
@@ -408,9 +402,6 @@ class Handoff:
         for action in self.ledger.take_actions():
             match action:
                 case SendRevoke(name, job_id, attempt, reason):
-                    # Only this action makes something due earlier: a proof, or the claim of a job
-                    # that is queued again. So the timer must look again.
-                    self.wake.set()
                     if (peer := self.peers.get(name)) is not None:
                         peer.channel.write(Revoke(job_id=job_id, attempt=attempt, reason=reason))
                 case CancelMessage(receipt):

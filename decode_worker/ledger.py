@@ -8,7 +8,6 @@ Nothing here does I/O or knows vLLM. `Ledger` lives as long as the worker's KV m
 from __future__ import annotations
 
 import enum
-import heapq
 import itertools
 import math
 import threading
@@ -22,7 +21,7 @@ from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import Outcome, OverloadedError
 from pullfill.runtime import log
-from pullfill.transfer.contract import OwnerFences
+from pullfill.transfer.contract import OwnerFences, proved
 from pullfill.wire import (
     Claim,
     Commit,
@@ -41,6 +40,10 @@ logger = log.get("decode_worker.ledger")
 # How long a request waits for the proof that its revoked writer is quiet. A running batch ends
 # within milliseconds. A writer whose process is stopped in a batch may never end it.
 NO_PROOF_S = 0.1
+# Number of grants after which a job goes to no other prefill worker.
+MAX_ATTEMPTS = 3
+# The first and the longest pause of the breaker before it tries a job again.
+BREAKER_PAUSES_S = (1.0, 30.0)
 _REMEMBERED = 16_384
 
 P = ParamSpec("P")
@@ -106,8 +109,6 @@ class Entry:
     claim_timeout_s is longer.
     stall_s: an attempt that makes progress may go on beyond timeout_s. It ends after this many
     seconds without progress.
-    later: the job waits for something before it is published. claim_timeout_s counts only from
-    `set_digest` on.
     to: the only prefill worker that gets the job: name of its connection. Such a job tells nothing
     about the queue. Empty: the job is published."""
 
@@ -120,15 +121,15 @@ class Entry:
     claim_timeout_s: float = math.inf
     hedge_s: float = math.inf
     stall_s: float = 0.0
-    later: bool = False
     to: str = ""
 
-    # Times by the ledger's clock. queued_at is infinite for a job that is not published yet.
-    opened_at: float = field(init=False)
-    queued_at: float = field(init=False)
+    # Times by the ledger's clock. queued_at is infinite for a job that is not published yet:
+    # claim_timeout_s counts from `set_digest` on.
+    opened_at: float = field(init=False, default=0.0)
+    queued_at: float = field(init=False, default=math.inf)
     granted_at: float = field(init=False, default=0.0)
     quarantined_at: float = field(init=False, default=0.0)
-    deadline: float = field(init=False)
+    deadline: float = field(init=False, default=math.inf)
 
     state: JobState = field(init=False, default=JobState.QUEUED)
     digest: bytes = field(init=False, default=b"")
@@ -153,11 +154,6 @@ class Entry:
     held: bool = field(init=False, default=False)
     # The state, tokens and blocks that the job has added to the ledger's sums.
     counted: tuple[JobState | None, int, int] = field(init=False, default=(None, 0, 0))
-
-    def begin(self, now: float) -> None:
-        """The ledger takes the job in."""
-        self.opened_at, self.deadline = now, now + self.timeout_s
-        self.queued_at = math.inf if self.later else now
 
     @property
     def in_queue(self) -> bool:
@@ -281,12 +277,8 @@ class ClaimBreaker:
 
     A claim timeout counts as a stall if no job of this decode worker was claimed while the job
     waited, even while prefill workers compute other jobs: the next prompts would wait as long.
-    Called under the ledger's lock; `stalled` may be read from any thread.
-
-    stalls: number of stalls that open the breaker.
-    pause_s: the first and the longest pause before a trial. Each trial that nobody claims doubles
-    the pause. A prefill worker that becomes idle ends it.
-    trial_share: the trial waits for this share of the claim timeout only."""
+    Each trial that nobody claims doubles the pause. A prefill worker that becomes idle ends it.
+    Called under the ledger's lock; `stalled` may be read from any thread."""
 
     #   CLOSED ──stalls──▶ OPEN ──pause──▶ HALF-OPEN ──next prompt is queued──▶ TRIAL
     #      ▲                ▲                  ▲                                  │
@@ -294,18 +286,12 @@ class ClaimBreaker:
     #      │                                   └──cancelled, not published────────┤
     #      └──any claim───────────────────────────────────────────────────────────┘
 
-    def __init__(
-        self,
-        clock: Clock,
-        pause_s: tuple[float, float],
-        *,
-        stalls: int = 3,
-        trial_share: float = 0.2,
-    ) -> None:
+    STALLS = 3  # so many open the breaker
+    TRIAL_SHARE = 0.2  # the trial waits for this share of the claim timeout only
+
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._most_stalls = stalls
-        self._backoff = Backoff(*pause_s)
-        self.trial_share = trial_share
+        self._backoff = Backoff(*BREAKER_PAUSES_S)
         self._claimed_at = -math.inf
         self.claimed()
 
@@ -340,7 +326,7 @@ class ClaimBreaker:
         if queued_at < self._claimed_at:
             return False
         self._stalls += 1
-        if self._stalls < self._most_stalls:
+        if self._stalls < self.STALLS:
             return False
         self._open()
         return True
@@ -358,6 +344,13 @@ class ClaimBreaker:
     def _open(self) -> None:
         self._trial = ""
         self._open_until = self._clock.monotonic() + self._backoff.next()
+
+
+def _ask_again_s(waited_s: float) -> float:
+    """Return when to ask again for a proof: after 2 ms at first, later every 50 ms.
+
+    A running batch ends within milliseconds, a stopped writer maybe never."""
+    return min(max(waited_s / 8, 0.002), 0.05)
 
 
 def locked(
@@ -381,11 +374,7 @@ class Ledger:
 
     kv_mode: how the KV gets into the blocks. Grants tell it to the prefill worker.
     on_event: called after an event was queued for the engine thread. It must only wake that thread.
-    on_action: the same for actions and the asyncio thread.
-    on_outcome: called each time that a request is settled.
-    claim_pauses_s: see `ClaimBreaker`.
-    tell_opens: wake the asyncio thread on every open, not only when the next deadline moves
-    earlier. Set while no prefill worker pulls.
+    on_action: the same for the asyncio thread: there are actions, or `tick` is due earlier.
     target_blocks: number of blocks that open jobs bind. Prefill workers write to them, or they are
     held.
     """
@@ -400,79 +389,64 @@ class Ledger:
     # - One writer holds a job at a time. No claim takes a job from its holder.
     # - The writer of a READING job is our own reader. `read_over` is the proof that it is quiet.
     #
-    # One lock guards all of it, for microseconds. Methods that begin with an underscore, and
-    # `on_outcome`, are called with the lock held; `on_event` and `on_action` without it.
+    # One lock guards all of it, for microseconds. Methods that begin with an underscore are called
+    # with the lock held; `on_event` and `on_action` without it.
 
     def __init__(
         self,
         fences: OwnerFences,
         *,
         incarnation: str,
-        max_attempts: int = 3,
         kv_mode: KvMode = KvMode.PUSH_ASYNC,
         clock: Clock = SYSTEM_CLOCK,
         on_event: Callable[[], object] = lambda: None,
         on_action: Callable[[], object] = lambda: None,
-        on_outcome: Callable[[Entry, Outcome], None] = lambda _e, _o: None,
-        claim_pauses_s: tuple[float, float] = (1.0, 30.0),
     ) -> None:
         self._fences = fences
         self._clock = clock
-        self._max_attempts = max_attempts
         self.kv_mode = kv_mode
         self.incarnation = incarnation
-        self.tell_opens = True
-        self.claims = ClaimBreaker(clock, claim_pauses_s)
+        self.claims = ClaimBreaker(clock)
         self._lock = threading.Lock()
         self._jobs: dict[str, Entry] = {}
-        self._by_request: dict[str, str] = {}
         self._ended: OrderedDict[str, JobState] = OrderedDict()
-        # Kept beside `_jobs`, so that a decision and a tick cost the same however many jobs wait.
+        # Kept beside `_jobs`, so that a decision costs the same however many jobs wait.
         self._quarantined: dict[str, Entry] = {}
         self._sums = {state: Sums() for state in JobState}
         self.target_blocks = 0
-        # (due time, serial, job), soonest first. A job may be due later than its item says:
-        # `_soonest` corrects that once the item is the first.
-        self._dues: list[tuple[float, int, Entry]] = []
-        self._serial = itertools.count()
-        self._next_look = math.inf  # when the timer looks at the jobs next
+        # When `tick` looks at all jobs next. No job is due before.
+        self._next_look = math.inf
+        self._earlier = False  # whether that became earlier, and nobody was told
         self._events: deque[EngineEvent] = deque()
         self._actions: deque[Action] = deque()
         self._on_event = on_event
         self._on_action = on_action
-        self._on_outcome = on_outcome
 
     # ------------------------------------------------------------------ open, publish
 
+    @locked
     def open(self, entry: Entry) -> None:
         """Register a job before it is published. Its request waits until the job is settled."""
-        with self._lock:
-            entry.begin(self._clock.monotonic())
-            if entry.in_queue and self.claims.queued(entry.job_id):
-                entry.claim_timeout_s *= self.claims.trial_share
-            self._jobs[entry.job_id] = entry
-            self._by_request[entry.request_id] = entry.job_id
-            self.target_blocks += entry.targets
-            self._count(entry)
-            earlier = self._watch(entry)
-        if earlier or self.tell_opens:
-            self._on_action()
+        entry.opened_at = self._clock.monotonic()
+        entry.deadline = entry.opened_at + entry.timeout_s
+        if entry.in_queue and self.claims.queued(entry.job_id):
+            entry.claim_timeout_s *= self.claims.TRIAL_SHARE
+        self._jobs[entry.job_id] = entry
+        self.target_blocks += entry.targets
+        self._count(entry)
+        self._look_by(entry.due)
 
+    @locked
     def set_digest(self, job_id: str, digest: bytes, features: bytes = b"") -> None:
         """Remember the digest of the body that is about to be published, and what a grant brings.
 
-        A claim may come before `published` is called. So if the job was opened with `later`, its
-        wait for a claim begins here."""
-        with self._lock:
-            if (entry := self._jobs.get(job_id)) is None:
-                return
-            entry.digest, entry.features = digest, features
-            if entry.published:
-                return
+        The wait for a claim begins here, because a claim may come before `published` is called."""
+        if (entry := self._jobs.get(job_id)) is None:
+            return
+        entry.digest, entry.features = digest, features
+        if not entry.published:
             entry.queued_at = self._clock.monotonic()
-            earlier = self._watch(entry)
-        if earlier:
-            self._on_action()
+            self._look_by(entry.due)
 
     @locked
     def published(self, job_id: str, receipt: Any) -> None:
@@ -619,7 +593,7 @@ class Ledger:
             self._give_up(entry, Outcome.REJECTED)
             return "wrong_block_count"
         assert entry.fence is not None
-        if not self._proved(entry.fence):
+        if not proved(self._fences, entry.fence):
             # It claims to be done and still writes: nothing of it can be trusted.
             self._give_up(entry, Outcome.REJECTED)
             return "writer_not_quiet"
@@ -646,15 +620,6 @@ class Ledger:
         if not entry.settled and (entry.state is JobState.QUEUED or not if_queued):
             self._give_up(entry, outcome)
         return entry.settled
-
-    @locked
-    def cancel(self, request_id: str) -> None:
-        """Close the job of a request that is over in vLLM, if one is open.
-
-        The request is settled all the same, so that vLLM frees its blocks."""
-        entry = self._jobs.get(self._by_request.get(request_id, ""))
-        if entry is not None and not entry.settled:
-            self._give_up(entry, Outcome.CANCELLED)
 
     @locked
     def give_up_all(self, outcome: Outcome, *, but_granted: bool = False) -> None:
@@ -740,26 +705,18 @@ class Ledger:
         entry.quarantined_at = self._clock.monotonic()
         self._actions.append(SendRevoke(entry.writer, entry.job_id, entry.attempt, str(reason)))
         self._ask_proof(entry)
-        last = entry.attempt >= self._max_attempts or entry.losses > 1 or not entry.in_queue
+        last = entry.attempt >= MAX_ATTEMPTS or entry.losses > 1 or not entry.in_queue
         if requeue and last and not entry.settled:
             lost = reason == Outcome.PREFILL_LOST
             self._give_up(entry, Outcome.PREFILL_LOST if lost else Outcome.PREFILL_FAILED)
-        elif requeue and entry.state is JobState.QUARANTINED:
-            self._watch(entry)
-
-    def _proved(self, fence: FenceToken) -> bool:
-        """Whether nobody can write under this fence any more."""
-        try:
-            return self._fences.try_revoke(fence)
-        except OSError:  # the kernel has no memory for a lock
-            logger.exception("cannot ask for the proof that a writer is quiet; asking again soon")
-            return False
+        if entry.state is JobState.QUARANTINED:
+            self._look_by(entry.quarantined_at + _ask_again_s(0.0))
 
     def _ask_proof(self, entry: Entry) -> bool:
         """Whether nobody can write to the blocks any more. Then the job is QUEUED, or closed."""
         if entry.reading:
             return False
-        if entry.fence is not None and not self._proved(entry.fence):
+        if entry.fence is not None and not proved(self._fences, entry.fence):
             return False
         entry.fence, entry.writer = None, ""
         entry.queued_at = self._clock.monotonic()
@@ -771,7 +728,7 @@ class Ledger:
         if entry.settled:
             self._close(entry, JobState.CLOSED)
         else:
-            self._watch(entry)
+            self._look_by(entry.due)
         return True
 
     # ------------------------------------------------------------------ settle, close
@@ -779,17 +736,14 @@ class Ledger:
     def _settle(self, entry: Entry, outcome: Outcome) -> None:
         assert not entry.settled, "a request is settled once"
         entry.settled = True
-        entry.features = b""  # nobody is granted the job any more, and `_dues` keeps it for a while
+        entry.features = b""  # nobody is granted the job any more
         self.claims.ended(entry.job_id)
         self._events.append(Settle(entry.request_id, outcome))
-        self._on_outcome(entry, outcome)
 
     def _close(self, entry: Entry, state: JobState) -> None:
         self._enter(entry, state)
         if self._jobs.pop(entry.job_id, None) is not None:
             self.target_blocks -= entry.targets
-        if self._by_request.get(entry.request_id) == entry.job_id:
-            del self._by_request[entry.request_id]
         self._ended[entry.job_id] = state
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
@@ -819,23 +773,22 @@ class Ledger:
 
     @locked
     def tick(self) -> float | None:
-        """Give up what is past its deadline, and ask again for proofs.
+        """Ask again for proofs, and give up what is past its deadline.
 
         Returns the seconds until the next call is useful. None: nothing is open."""
         now = self._clock.monotonic()
-        while self._soonest() <= now:
-            self._expire(heapq.heappop(self._dues)[2])
         for entry in list(self._quarantined.values()):
-            if entry.state is JobState.QUARANTINED:
-                self._ask_proof(entry)
-        soonest = self._soonest() - now
-        for entry in self._quarantined.values():
-            # A running batch ends within milliseconds, a stopped writer maybe never. So the
-            # ledger asks every 2 ms at first, and later every 50 ms.
-            waited = (now - entry.quarantined_at) / 8
-            soonest = min(soonest, max(waited, 0.002), 0.05)
-        self._next_look = now + soonest
-        return None if soonest == math.inf else soonest
+            self._ask_proof(entry)
+        # A job is due later once it is claimed or moves. So this looks at all jobs, but seldom.
+        if now >= self._next_look or not self._jobs:
+            for entry in list(self._jobs.values()):
+                if not entry.settled and entry.due <= now:
+                    self._expire(entry)
+            dues = [entry.due for entry in self._jobs.values() if not entry.settled]
+            for entry in self._quarantined.values():
+                dues.append(now + _ask_again_s(now - entry.quarantined_at))
+            self._next_look = min(dues, default=math.inf)
+        return None if self._next_look == math.inf else self._next_look - now
 
     def tick_overdue(self, late_s: float = 1.0) -> None:
         """Call `tick` if its own thread should have done so `late_s` seconds ago: that one hangs
@@ -846,30 +799,10 @@ class Ledger:
             except Exception:
                 logger.exception("a tick of the ledger failed; the next one tries again")
 
-    def _watch(self, entry: Entry) -> bool:
-        """Have the timer look at a job. Call it for each new job, and when a job is due earlier.
-
-        Returns whether the timer must be woken, because it would sleep beyond the due time."""
-        heapq.heappush(self._dues, (entry.due, next(self._serial), entry))
-        # Jobs that have ended stay until they would have been due, unless they are too many.
-        if len(self._dues) > 1024 + 8 * len(self._jobs):
-            self._dues = [item for item in self._dues if not item[2].settled]
-            heapq.heapify(self._dues)
-        earlier = entry.due < self._next_look
-        self._next_look = min(self._next_look, entry.due)
-        return earlier
-
-    def _soonest(self) -> float:
-        """When the first job is due. Its item is the first then. Infinite: no request waits."""
-        while self._dues:
-            due, _, entry = self._dues[0]
-            if entry.settled:
-                heapq.heappop(self._dues)
-            elif entry.due > due:
-                heapq.heapreplace(self._dues, (entry.due, next(self._serial), entry))
-            else:
-                return due
-        return math.inf
+    def _look_by(self, at: float) -> None:
+        """Have `tick` look at all jobs then, if not earlier."""
+        if at < self._next_look:
+            self._next_look, self._earlier = at, True
 
     def _expire(self, entry: Entry) -> None:
         """The job has been in its state for too long. The outcome tells which state that was."""
@@ -879,13 +812,8 @@ class Ledger:
             else:
                 self._nobody_claimed(entry)
             return
-        outcome = Outcome.TIMEOUT
-        if entry.state is JobState.QUARANTINED:
-            if self._ask_proof(entry):
-                return  # proved in the last moment: the job waits for another claim
-            if self._clock.monotonic() < entry.deadline:
-                outcome = Outcome.QUARANTINED
-        self._give_up(entry, outcome)
+        early = self._clock.monotonic() < entry.deadline  # then its writer is not proved quiet
+        self._give_up(entry, Outcome.QUARANTINED if early else Outcome.TIMEOUT)
 
     def _nobody_claimed(self, entry: Entry) -> None:
         """Serve the job locally. If that opens the breaker, do so with every queued job. Jobs whose
@@ -925,7 +853,8 @@ class Ledger:
         """Wake the threads for which something is queued. Called without the lock."""
         if self._events:
             self._on_event()
-        if self._actions:
+        earlier, self._earlier = self._earlier, False
+        if self._actions or earlier:
             self._on_action()
 
     def prefill_free(self) -> None:

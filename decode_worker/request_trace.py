@@ -272,8 +272,9 @@ class RequestTraces:
             self._outages[reason] = said, now
         return said
 
-    def settled(self, request_id: str, loaded: bool, outcome: Outcome) -> None:
+    def settled(self, request_id: str, outcome: Outcome) -> None:
         """Note that vLLM was told how the remote prefill ended. Engine thread."""
+        loaded = outcome is Outcome.COMMITTED
         if (tell := self.apart.get(request_id)) is not None:
             tell(loaded)
             return

@@ -35,9 +35,10 @@ from pullfill.engine import groups, request_limits, speculation
 from pullfill.engine.groups import BlockOrder, cached_block
 from pullfill.engine.requests import count_as_computed
 from pullfill.engine.seats import Seats
+from pullfill.errors import Outcome
 from pullfill.ids import new_job_id
 from pullfill.queue.contract import urgency_of
-from pullfill.runtime import failpoints, log
+from pullfill.runtime import failpoints
 from pullfill.worker.context import (
     ByPosition,
     KeptFrom,
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
     from pullfill.decode_worker.step_meter import StepMeter
     from pullfill.engine.tier import Tier
     from pullfill.transfer.owners import RankRegion
-
-logger = log.get("decode_worker.scheduler")
 
 
 class JobBlocks:
@@ -199,7 +198,7 @@ class DecodeScheduler:
         self._trials = trials
         # The last decision about each request that has no blocks yet.
         self._decisions: dict[str, tuple[Situation, Decision, int, int]] = {}
-        self._waiting: set[str] = set()  # requests that wait for remote KV
+        self._waiting: dict[str, str] = {}  # the job of each request that waits for remote KV
         self._failed: list[str] = []  # requests to report as failed at the next `collect`
         # Jobs to publish after the step that is being scheduled, and after each step that still
         # runs. `enqueue` says why.
@@ -299,7 +298,7 @@ class DecodeScheduler:
             return
         later = bool(situation.hit_tokens or self._scheduled or self._tier is not None)
         external = external_tokens - offloaded
-        job = self._open(request, tables, situation, external, later, decision.to)
+        job = self._open(request, tables, situation, external, decision.to)
         failpoints.hit("decode.before_publish")
         if self._tier is not None and offloaded:
             self._tier.load(request, offloaded)
@@ -320,7 +319,6 @@ class DecodeScheduler:
         tables: Sequence[Sequence[int]],
         situation: Situation,
         external_tokens: int,
-        later: bool,
         to: str,
     ) -> OpenedJob:
         """Open the job in the ledger. From now on its request waits."""
@@ -356,7 +354,7 @@ class DecodeScheduler:
                 config.loose_ttft_ms,
             ),
         )
-        self._waiting.add(job.request_id)
+        self._waiting[job.request_id] = job.job_id
         self._ledger.open(
             Entry(
                 job.job_id,
@@ -368,7 +366,6 @@ class DecodeScheduler:
                 claim_timeout_s=claim_timeout_s,
                 hedge_s=situation.costs.hedge_s if config.hedge and situation.costs else math.inf,
                 stall_s=config.remote_timeout_s,
-                later=later,
                 to=to,
             )
         )
@@ -429,17 +426,13 @@ class DecodeScheduler:
                     # Its report would make vLLM free blocks that the tier still writes.
                     self._loading[request_id] = event
                 case Settle(request_id, outcome):
-                    was_loaded = event.loaded
-                    if request_id not in self._waiting:
-                        about = log.ids(request_id=request_id)
-                        logger.error("dropped a second report for %s", request_id, extra=about)
-                        continue
-                    self._waiting.discard(request_id)
+                    assert request_id in self._waiting, "a request is told once"
+                    del self._waiting[request_id]
                     self._blocks.read_no_more(request_id)
-                    self._traces.settled(request_id, was_loaded, outcome)
+                    self._traces.settled(request_id, outcome)
                     if self._meter is not None:
-                        self._meter.settled(request_id, was_loaded, outcome)
-                    (loaded if was_loaded else self._failed).append(request_id)
+                        self._meter.settled(request_id, outcome)
+                    (loaded if event.loaded else self._failed).append(request_id)
         self._seats.leave([*loaded, *self._failed])
         return loaded
 
@@ -471,8 +464,9 @@ class DecodeScheduler:
             self._fetching.finished(request_id)
         if self._trials is not None:
             self._trials.finished(request_id, tables)
-        if request_id in self._waiting:
-            self._ledger.cancel(request_id)
+        if (job_id := self._waiting.get(request_id)) is not None:
+            # It is settled all the same, so that vLLM frees its blocks.
+            self._ledger.give_up(job_id, Outcome.CANCELLED)
 
 
 class DecodeHalf(SchedulerHalf):

@@ -111,10 +111,10 @@ class StepMeter:
         """Return how long it takes to compute `tokens` after `start` others. 0: unknown."""
         return self.model.rates.work(span(start, tokens))
 
-    def settled(self, request_id: str, loaded: bool, outcome: Outcome) -> None:
+    def settled(self, request_id: str, outcome: Outcome) -> None:
         """Note that a remote prefill has ended."""
-        self.model.settled(request_id, loaded)
-        if not loaded and outcome is not Outcome.CANCELLED:
+        self.model.settled(request_id, outcome is Outcome.COMMITTED)
+        if outcome not in (Outcome.COMMITTED, Outcome.CANCELLED):
             self.demand.fell_back()
 
     @property

@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from pullfill.runtime import log
 from pullfill.wire import FenceToken, RegionDescriptor
+
+logger = log.get("transfer")
 
 Direction = Literal["write", "read"]
 
@@ -139,6 +142,15 @@ class OwnerFences(Protocol):
         """Refuse every session's next batch. Proves nothing. Afterwards `open` and `try_revoke`
         raise ConfigError."""
         ...
+
+
+def proved(fences: OwnerFences, token: FenceToken) -> bool:
+    """Revoke the fence, as `try_revoke`. An error of the kernel is logged, and proves nothing."""
+    try:
+        return fences.try_revoke(token)
+    except OSError:  # the kernel has no memory for a lock
+        logger.exception("cannot ask for the proof that a peer is quiet; asking again soon")
+        return False
 
 
 class PeerSession(Protocol):

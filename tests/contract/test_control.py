@@ -37,7 +37,7 @@ async def test_claim_grant_commit(decode: Decode, connect: Any) -> None:
     decode.open()
     grant = await prefill.claim()
     assert (grant.attempt, grant.job_digest) == (1, b"digest")
-    assert 0 < grant.deadline_s <= 30
+    assert 0 < grant.deadline_s <= 31
     assert decode.fences.granted(grant.fence) == set(BLOCKS)
     assert decode.fences.granted(grant.fence, writes=True) == set(BLOCKS[1:])
     assert (await prefill.commit(grant)).ok
@@ -172,7 +172,7 @@ async def test_revoke_then_quiet_frees_the_blocks(decode: Decode, connect: Any) 
     slot = decode.fences.slots[grant.fence.slot]
     with decode.fences.changed:
         decode.fences.valid(grant.fence).holders += 1
-    decode.ledger.cancel("r-j")
+    decode.ledger.give_up("j", Outcome.CANCELLED)
     await until(lambda: prefill.revokes)
     assert (prefill.revokes[0].job_id, prefill.revokes[0].attempt) == ("j", 1)
     hold, settle = decode.settled()
@@ -269,7 +269,7 @@ async def test_proof_is_asked_for_when_another_message_took_the_revoke(decode: D
             assert sent.wait(10)
 
     decode.ledger._on_event = woken
-    cancel = asyncio.create_task(asyncio.to_thread(decode.ledger.cancel, "r-j"))
+    cancel = asyncio.create_task(asyncio.to_thread(decode.ledger.give_up, "j", Outcome.CANCELLED))
     await cancelled.wait()
     other.say(Heartbeat())
     assert isinstance(await other.hear(), Heartbeat)
@@ -286,7 +286,7 @@ async def test_proof_is_asked_for_when_the_writer_is_lost(decode: Decode) -> Non
     writer, _ = await greeted(decode), await greeted(decode)
     slot = await writing(decode, writer)
     decode.ledger._on_action = lambda: None
-    decode.ledger.cancel("r-j")
+    decode.ledger.give_up("j", Outcome.CANCELLED)
     assert decode.ledger.take_actions(), "taken by the test: the timer was told nothing"
     assert decode.ledger.quarantined_blocks
     slot.holders = 0

@@ -73,10 +73,15 @@ async def test_a_worker_that_pulls_nothing_for_now_is_not_counted(
     assert prefill.lost == 0
 
 
-@pytest.mark.parametrize("decode", [{"claim_pauses_s": (3600.0, 3600.0)}], indirect=True)
+@pytest.fixture
+def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the breaker. A test lists this before `decode`."""
+    monkeypatch.setattr("pullfill.decode_worker.ledger.BREAKER_PAUSES_S", (3600.0, 3600.0))
+
+
 @pytest.mark.parametrize("how", ["computes", "completes"])
 async def test_claims_that_time_out_beside_a_busy_prefill_worker(
-    decode: Decode, connect: Any, how: str, monkeypatch: pytest.MonkeyPatch
+    long_pauses: None, decode: Decode, connect: Any, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two prefill workers are busy for others. So this decode worker queues nothing more for now,
     and one more job as soon as one of them says that it is not busy any more."""
@@ -92,12 +97,6 @@ async def test_claims_that_time_out_beside_a_busy_prefill_worker(
     assert decode.ledger.claims.stalled
     prefills[0].links.activity = lambda: (0, 0)
     await until(lambda: not decode.ledger.claims.stalled)
-
-
-async def test_a_job_opened_while_the_last_worker_left_is_served_here(decode: Decode) -> None:
-    """The engine thread decided a moment before: no claim timeout is waited for."""
-    decode.open()
-    await is_served_here(decode)
 
 
 @pytest.mark.parametrize("writing", [False, True])

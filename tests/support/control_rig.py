@@ -45,7 +45,6 @@ class Decode:
         silent_s: float = SILENT_S,
         key: ClusterKey | None = None,
         name: str = "decode-1",
-        claim_pauses_s: tuple[float, float] = (1.0, 30.0),
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.name = name
@@ -56,7 +55,6 @@ class Decode:
             self.fences,
             incarnation="i0",
             on_action=lambda: self._loop.call_soon_threadsafe(self.handoff.wake.set),
-            claim_pauses_s=claim_pauses_s,
         )
         queue: Any = self
         self.handoff = Handoff(
@@ -102,8 +100,12 @@ class Decode:
 
     def open(self, job_id: str = "j", timeout_s: float = 30.0) -> None:
         self.ledger.open(
-            Entry(job_id, f"r-{job_id}", BLOCKS, 1, timeout_s=timeout_s, claim_timeout_s=timeout_s)
-        )
+            # The wait for a claim begins a moment later, and must not be cut by the deadline.
+            Entry(
+                job_id, f"r-{job_id}", BLOCKS, 1, timeout_s=timeout_s + 0.02,
+                claim_timeout_s=timeout_s,
+            )
+        )  # fmt: skip
         self.ledger.set_digest(job_id, b"digest")
 
     def record(self, address: str | None = None) -> WorkerRecord:

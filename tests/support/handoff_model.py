@@ -10,16 +10,19 @@ import math
 from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from pullfill.decode_worker.handoff import OpenedJob
 from pullfill.decode_worker.ledger import (
     UNDER_WAY,
     CancelMessage,
+    EngineEvent,
     Entry,
     JobState,
     Ledger,
     NakDelivery,
     SendRevoke,
+    Settle,
 )
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
@@ -74,22 +77,28 @@ class Job:
         return len(self.job.blocks) - self.hits
 
 
+class Watched(Ledger):
+    """Remembers how each request ended."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.outcomes: list[tuple[str, Outcome]] = []
+
+    def take_events(self) -> list[EngineEvent]:
+        events = super().take_events()
+        self.outcomes += [(e.request_id, e.outcome) for e in events if isinstance(e, Settle)]
+        return events
+
+
 class HandoffModel:
     """One decode worker. Every method is one atomic event; `check` after each."""
 
-    def __init__(self, *, max_attempts: int = 3, slots: int = 8) -> None:
+    def __init__(self, *, slots: int = 8) -> None:
         self.clock = FakeClock()
         self.pool = FakePool(NUM_BLOCKS)
         self.pool.touch([self.pool.blocks[b] for b in PREFIX])
         self.fences = LoopbackFences(NUM_BLOCKS, slots)
-        self.outcomes: list[tuple[str, Outcome]] = []
-        self.ledger = Ledger(
-            self.fences,
-            incarnation="i0",
-            max_attempts=max_attempts,
-            clock=self.clock,
-            on_outcome=lambda e, o: self.outcomes.append((e.job_id, o)),
-        )
+        self.ledger = Watched(self.fences, incarnation="i0", clock=self.clock)
         self.jobs: dict[str, Job] = {}
         self.grants: list[Grant] = []
         self.naks: list[str] = []
@@ -435,9 +444,9 @@ def check_drained(model: HandoffModel) -> None:
     assert not model.ledger.has_events
     assert not model.ledger.take_actions()
     assert model.ledger.tick() is None
-    model.seen |= {f"ended {outcome}" for _, outcome in model.outcomes}
-    ended = [job_id for job_id, _ in model.outcomes]
-    assert sorted(ended) == sorted(model.jobs), "one outcome per job"
+    model.seen |= {f"ended {outcome}" for _, outcome in model.ledger.outcomes}
+    ended = sorted(request_id for request_id, _ in model.ledger.outcomes)
+    assert ended == sorted(j.request.request_id for j in model.jobs.values()), "one for each job"
 
 
 def granted(model: HandoffModel, *, targets: int = 2, hits: int = 1) -> tuple[Job, Grant]:

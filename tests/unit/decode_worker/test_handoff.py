@@ -12,7 +12,7 @@ import pytest
 from pullfill.decode_worker.forecast import PrefillWorkers
 from pullfill.decode_worker.handoff import Handoff, OpenedJob
 from pullfill.decode_worker.ledger import Entry, Ledger, Settle
-from pullfill.decode_worker.peers import Peers
+from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import features
 from pullfill.errors import Outcome, QueueFull
@@ -33,8 +33,10 @@ class Rig:
         self.fences = LoopbackFences(8, 8)
         self.ledger = Ledger(self.fences, incarnation="i")
         queue: Any = self
+        self.peers = Peers()
+        self.peers["p"] = Peer("p", "prefill-1", channel=None, heard=0.0)  # type: ignore[arg-type]
         self.handoff = Handoff(
-            self.ledger, queue, RequestTraces("d"), peers=Peers(), forecaster=PrefillWorkers(),
+            self.ledger, queue, RequestTraces("d"), peers=self.peers, forecaster=PrefillWorkers(),
             wake=asyncio.Event(), instance_id="d", compat_hash="c",
         )  # fmt: skip
 
@@ -156,7 +158,7 @@ async def test_a_message_that_was_deleted_for_its_job_is_not_told_as_gone(
         grant = said.grant(rig.ledger, "left", "i", "writer").grant
         assert grant is not None
         rig.fences.valid(grant.fence).holders += 1
-        rig.ledger.cancel("r-left")
+        rig.ledger.give_up("left", Outcome.CANCELLED)
         return receipts
 
     monkeypatch.setattr(rig, "gone", gone, raising=False)
@@ -166,4 +168,15 @@ async def test_a_message_that_was_deleted_for_its_job_is_not_told_as_gone(
     (told,) = caplog.messages
     assert "1 jobs are gone" in told
     assert told.endswith("Requests: r-gone")
+    await rig.handoff.close()
+
+
+async def test_a_job_opened_while_the_last_worker_left_is_served_here() -> None:
+    """The engine thread decided a moment before: no claim timeout is waited for."""
+    rig = Rig()
+    rig.peers.clear()
+    rig.send("j")
+    await until(lambda: rig.ledger.has_events)
+    assert rig.ledger.take_events() == [Settle("r-j", Outcome.PREFILL_LOST)]
+    assert rig.stored == []
     await rig.handoff.close()

@@ -5,14 +5,12 @@ What holds in any order of events is checked by `test_ledger_model.py`."""
 from __future__ import annotations
 
 import errno
-import math
 import os
 from typing import Any
 
 import pytest
 
 from pullfill.decode_worker.ledger import (
-    CancelMessage,
     Entry,
     Hold,
     JobState,
@@ -28,8 +26,6 @@ from tests.support import said
 from tests.support.fakes import FakeClock
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, HandoffModel, Job, granted
 from tests.support.loopback import LoopbackFences
-
-MANY = 2_000
 
 
 def opened(model: HandoffModel, targets: int = 2, hits: int = 0) -> Job:
@@ -69,21 +65,11 @@ def test_queued_claim_grants() -> None:
     model.drain()
 
 
-def test_a_queued_job_is_taken_back_and_a_granted_one_is_not() -> None:
-    model = HandoffModel()
-    queued, (under_way, _) = opened(model), granted(model)
-    for job, over in ((queued, True), (under_way, False)):
-        give_up = model.ledger.give_up
-        assert give_up(job.job.job_id, Outcome.OWN_JOB, if_queued=True) is over
-    assert (state(model, queued), state(model, under_way)) == (None, JobState.GRANTED)
-    assert told(model) == [Settle(queued.request.request_id, Outcome.OWN_JOB)]
-    model.drain()
-
-
 @pytest.mark.parametrize(
     ("how", "outcome"),
     [
         ("abort", Outcome.CANCELLED),
+        ("taken_back", Outcome.OWN_JOB),
         ("deadline", Outcome.CLAIM_TIMEOUT),
         ("publish_failed", Outcome.QUEUE_FULL),
         ("incarnation", Outcome.PREFILL_LOST),
@@ -98,6 +84,9 @@ def test_queued_closes_without_a_hold(how: str, outcome: Outcome) -> None:
     match how:
         case "abort":
             model.abort(job)
+        case "taken_back":
+            assert model.ledger.give_up(job.job.job_id, outcome, if_queued=True)
+            model.act()
         case "deadline":
             assert model.tick(CLAIM_S - 1) == pytest.approx(1.0), "the nearer bound"
             assert told(model) == []
@@ -287,21 +276,6 @@ def test_a_claim_takes_nothing_from_a_holder_that_is_alive(under_way: str) -> No
     model.drain()
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_out_of_attempts_is_served_locally(busy: bool) -> None:
-    model = HandoffModel(max_attempts=2)
-    job, first = granted(model)
-    model.gave_up(first, retry=True)
-    assert model.claim(job, "b").grant is not None
-    if busy:
-        assert model.begin_batch(model.grants[-1])
-    model.lose("b", others_alive=True)
-    assert model.naks == [], "nobody needs the delivery any more"
-    assert job.cancelled_in_queue
-    assert told(model)[-1] == Settle(job.request.request_id, Outcome.PREFILL_LOST)
-    model.drain()
-
-
 def test_no_fence_slot_is_a_wait_not_a_failure() -> None:
     model = HandoffModel(slots=1)
     _, first = granted(model)
@@ -309,6 +283,23 @@ def test_no_fence_slot_is_a_wait_not_a_failure() -> None:
     assert model.claim(job, "b").refused is RefuseReason.HELD
     assert model.commit(first) is None
     assert model.claim(job, "b").grant is not None
+    model.drain()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_third_attempt_is_the_last(busy: bool) -> None:
+    model = HandoffModel()
+    job, _ = granted(model)
+    for writer in ("b", "c"):
+        model.gave_up(model.grants[-1], retry=True)
+        assert model.claim(job, writer).grant is not None
+    assert not model.ledger.give_up(job.job.job_id, Outcome.OWN_JOB, if_queued=True), "under way"
+    if busy:
+        assert model.begin_batch(model.grants[-1])
+    model.lose("c", others_alive=True)
+    assert model.naks == [], "nobody needs the delivery any more"
+    assert job.cancelled_in_queue
+    assert told(model)[-1] == Settle(job.request.request_id, Outcome.PREFILL_LOST)
     model.drain()
 
 
@@ -376,18 +367,6 @@ def test_a_proof_in_the_last_moment_lets_the_job_go_on() -> None:
     model.drain()
 
 
-def test_asking_a_stopped_writer_for_proof_gets_rarer_but_never_stops() -> None:
-    model = HandoffModel()
-    _, grant = granted(model)
-    assert model.begin_batch(grant)
-    model.gave_up(grant, retry=False)
-    first, later = model.tick(), model.tick(60.0)
-    assert first is not None
-    assert later is not None
-    assert first < 0.01 < later <= 0.1
-    model.drain()
-
-
 def test_a_publish_that_ends_after_its_job_was_given_up_is_cancelled() -> None:
     """Also while the blocks are still in quarantine."""
     model = HandoffModel()
@@ -441,7 +420,7 @@ def test_ready_of_a_writer_that_still_writes_or_counts_wrong_is_refused() -> Non
     job, grant = granted(model)
     assert model.begin_batch(grant)
     assert model.ready(grant) == "writer_not_quiet"
-    assert model.outcomes == [(job.job.job_id, Outcome.REJECTED)]
+    assert told(model)[-1] == Settle(job.request.request_id, Outcome.REJECTED)
     model.end_batch(grant)
     _, grant = granted(model)
     assert model.ready(grant, wrong_by=1) == "wrong_block_count"
@@ -523,25 +502,12 @@ def fill(ledger: Ledger, count: int, start: int = 0, **more: Any) -> None:
     for number in range(start, start + count):
         more = {"timeout_s": 60.0, "claim_timeout_s": 30.0, **more}
         ledger.open(Entry(f"j{number}", f"r{number}", (1, 2, 3), 1, **more))
+        ledger.set_digest(f"j{number}", b"d")
 
 
 def outcomes(ledger: Ledger) -> list[Outcome]:
     """How requests ended since the last call."""
     return [e.outcome for e in ledger.take_events() if isinstance(e, Settle)]
-
-
-def test_actions_name_what_the_queue_needs(ledger: Ledger) -> None:
-    fill(ledger, 1)
-    receipt = object()
-    ledger.published("j0", receipt)
-    said.grant(ledger, "j0", "i", "a", "ack.1")
-    ledger.writer_lost("a", others_alive=True)
-    revoke, nak = ledger.take_actions()
-    assert nak == NakDelivery("ack.1", receipt)
-    assert (revoke.writer, revoke.job_id, revoke.attempt) == ("a", "j0", 1)  # type: ignore[union-attr]
-    ledger.give_up_all(Outcome.ENGINE_STUCK)
-    assert ledger.take_actions() == [CancelMessage(receipt)]
-    assert ledger.open_jobs == 0
 
 
 def test_a_job_that_only_one_worker_gets_ends_with_it(ledger: Ledger) -> None:
@@ -552,21 +518,6 @@ def test_a_job_that_only_one_worker_gets_ends_with_it(ledger: Ledger) -> None:
     ledger.writer_lost("gone", others_alive=True)
     assert outcomes(ledger) == [Outcome.PREFILL_LOST]
     assert ledger.open_jobs == 0
-
-
-def test_a_dead_writer_without_a_delivery_costs_the_claim_timeout_at_most(
-    ledger: Ledger, clock: FakeClock
-) -> None:
-    """Without an ack subject there is no delivery to hand back."""
-    fill(ledger, 1, claim_timeout_s=5.0)
-    ledger.published("j0", object())
-    assert said.grant(ledger, "j0", "i", "dead").grant is not None
-    ledger.writer_lost("dead", others_alive=True)
-    assert not any(isinstance(action, NakDelivery) for action in ledger.take_actions())
-    assert outcomes(ledger) == [], "another may claim it"
-    clock.advance(5.0)
-    ledger.tick()
-    assert outcomes(ledger) == [Outcome.CLAIM_TIMEOUT]
 
 
 def test_a_grant_reads_no_block() -> None:
@@ -595,42 +546,6 @@ def test_a_grant_reads_no_block() -> None:
     fences.close()
 
 
-def test_neither_a_tick_nor_a_decision_looks_at_each_of_many_jobs(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks, real = list[str](), Entry.due.fget  # type: ignore[attr-defined]
-    fill(ledger, MANY, tokens=48)
-    monkeypatch.setattr(Entry, "due", property(lambda e: [looks.append(e.job_id), real(e)][1]))
-    assert ledger.tick() == pytest.approx(30.0)
-    fill(ledger, 1, start=MANY, tokens=48)
-    assert ledger.tick() == pytest.approx(30.0)
-    assert len(looks) < 30
-    assert said.grant(ledger, "j0", "i", "w").grant is not None
-    said.progress(ledger, "j0", 1, "i", "w", 1)
-    monkeypatch.setattr(ledger, "_jobs", None)
-    assert ledger.queued() == (MANY, 48 * MANY)
-    assert ledger.uncomputed() == 48 * MANY + 24
-    assert ledger.unwritten() == 1
-    counts = ledger.counts()
-    assert (counts[JobState.QUEUED], counts[JobState.GRANTED]) == (MANY, 1)
-
-
-def test_a_job_that_moves_has_its_time_counted_from_then(ledger: Ledger, clock: FakeClock) -> None:
-    fill(ledger, 1, timeout_s=100.0, stall_s=30.0)
-    assert said.grant(ledger, "j0", "i", "w").grant is not None
-    said.progress(ledger, "j0", 1, "i", "w", 1)
-    assert ledger.tick() == pytest.approx(100.0), "never less than it had"
-    for moved in range(1, 20):
-        clock.advance(29.0)
-        said.progress(ledger, "j0", 1, "i", "w", 0)
-        assert ledger.tick() == pytest.approx(max(30.0, 100.0 - 29.0 * moved))
-    assert ledger.unwritten() == 1
-    clock.advance(31.0)
-    ledger.tick()
-    assert outcomes(ledger) == [Outcome.TIMEOUT]
-    assert ledger.unwritten() == 0
-
-
 def test_another_attempt_has_everything_to_write_again(ledger: Ledger) -> None:
     fill(ledger, 1)
     said.grant(ledger, "j0", "i", "w")
@@ -639,67 +554,6 @@ def test_another_attempt_has_everything_to_write_again(ledger: Ledger) -> None:
     said.gave_up(ledger, "j0", 1, "i", "w")
     assert said.grant(ledger, "j0", "i", "other").grant is not None
     assert ledger.unwritten() == 2
-
-
-def test_each_job_expires_at_its_own_time(ledger: Ledger, clock: FakeClock) -> None:
-    begin = clock.monotonic()
-    for number, timeout_s in enumerate((9.0, 3.0, 6.0)):
-        fill(ledger, 1, start=number, claim_timeout_s=timeout_s)
-    ends = []
-    while (pause := ledger.tick()) is not None:
-        clock.advance(pause)
-        ledger.tick()
-        ends += [(clock.monotonic() - begin, e.request_id) for e in ledger.take_events()]  # type: ignore[union-attr]
-    assert ends == [(3, "r1"), (6, "r2"), (9, "r0")]
-
-
-def test_a_claim_moves_the_due_time_and_a_return_to_the_queue_moves_it_back(
-    ledger: Ledger, clock: FakeClock
-) -> None:
-    fill(ledger, 1)
-    clock.advance(20.0)
-    assert said.grant(ledger, "j0", "i", "w").grant is not None
-    assert ledger.tick() == pytest.approx(40.0), "the whole, not the wait for a claim"
-    clock.advance(5.0)
-    said.gave_up(ledger, "j0", 1, "i", "w")
-    assert ledger.tick() == pytest.approx(30.0), "its wait for a claim begins anew"
-    clock.advance(30.5)
-    ledger.tick()
-    assert ledger.open_jobs == 0
-
-
-def test_what_ended_long_before_it_was_due_is_forgotten(ledger: Ledger) -> None:
-    """Its multimodal inputs, up to 8 MiB, at once."""
-    fill(ledger, 3)
-    for number in range(3):
-        ledger.set_digest(f"j{number}", b"d", b"inputs")
-        grant = said.grant(ledger, f"j{number}", "i", "w").grant
-        assert grant is not None
-        assert grant.features == b"inputs"
-    assert said.commit(ledger, "j0", 1, "i", "w", 2) is None
-    ledger.cancel("r1")
-    kept = {entry.job_id: entry.features for _, _, entry in ledger._dues}
-    assert kept == {"j0": b"", "j1": b"", "j2": b"inputs"}
-    for number in range(3, MANY):
-        fill(ledger, 1, start=number)
-        ledger.cancel(f"r{number}")
-    assert len(ledger._dues) < MANY
-    assert ledger.target_blocks == 2
-
-
-def test_an_open_wakes_the_timer_only_where_it_must(ledger: Ledger, woken: list[str]) -> None:
-    ledger.tell_opens = False  # somebody is there to claim
-    assert ledger.tick() is None
-    fill(ledger, 1)
-    assert len(woken) == 1, "it slept without end"
-    ledger.tick()
-    fill(ledger, 5, start=1)
-    assert len(woken) == 1, "due after what it waits for"
-    fill(ledger, 1, start=6, claim_timeout_s=5.0)
-    assert len(woken) == 2, "due before"
-    ledger.tell_opens = True
-    fill(ledger, 1, start=7)
-    assert len(woken) == 3, "nobody may be there to claim it"
 
 
 def test_an_overdue_tick_is_made_by_another_thread_and_tried_again(
@@ -720,21 +574,57 @@ def test_an_overdue_tick_is_made_by_another_thread_and_tried_again(
 
 
 @pytest.mark.parametrize(
-    ("times", "after_s", "outcome"),
+    ("times", "after_s", "outcome", "stalled"),
     [
-        ({"hedge_s": 0.5}, 0.5, Outcome.HEDGED),
-        ({"hedge_s": 20.0, "claim_timeout_s": 10.0}, 10.0, Outcome.CLAIM_TIMEOUT),
+        ({"hedge_s": 0.5}, 0.5, Outcome.HEDGED, False),
+        ({"hedge_s": 20.0, "claim_timeout_s": 10.0}, 10.0, Outcome.CLAIM_TIMEOUT, True),
     ],
 )
 def test_a_hedged_job_goes_local_at_the_nearer_time(
-    ledger: Ledger, clock: FakeClock, times: dict[str, float], after_s: float, outcome: Outcome
+    ledger: Ledger,
+    clock: FakeClock,
+    times: dict[str, float],
+    after_s: float,
+    outcome: Outcome,
+    stalled: bool,
 ) -> None:
-    fill(ledger, 1, **times)
+    """A hedge says nothing of the queue."""
+    fill(ledger, 3, **times)
     assert ledger.tick() == pytest.approx(after_s)
     clock.advance(after_s)
     ledger.tick()
-    assert outcomes(ledger) == [outcome]
+    assert outcomes(ledger) == [outcome] * 3
     assert said.grant(ledger, "j0", "i", "w").refused is RefuseReason.CLOSED
+    assert ledger.claims.stalled is stalled
+
+
+def test_the_timer_is_woken_where_it_would_sleep_too_long(
+    ledger: Ledger, clock: FakeClock, woken: list[str]
+) -> None:
+    """The wait for a claim begins when the job is published. Long steps are no sign that nobody
+    claims."""
+    ledger.open(Entry("j", "r", (1,), 0, timeout_s=60.0, claim_timeout_s=10.0))
+    assert len(woken) == 1, "it slept without end"
+    clock.advance(11.0)
+    assert ledger.tick() == pytest.approx(49.0)
+    fill(ledger, 1, timeout_s=90.0, claim_timeout_s=60.0)
+    assert len(woken) == 1, "due after what it waits for"
+    ledger.set_digest("j", b"d")
+    assert len(woken) == 2, "due before"
+    ledger.set_digest("j", b"d")
+    assert ledger.tick() == pytest.approx(10.0), "it waits no longer for that"
+    clock.advance(10.0)
+    ledger.tick()
+    assert outcomes(ledger) == [Outcome.CLAIM_TIMEOUT]
+
+
+def test_the_timer_looks_at_no_job_before_the_first_is_due(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs at each claim, and thousands of jobs may be open."""
+    fill(ledger, 1)
+    monkeypatch.setattr(Entry, "due", property(lambda _: 1 / 0))
+    assert ledger.tick() == pytest.approx(30.0)
 
 
 def test_a_claim_ends_the_hedge(ledger: Ledger, clock: FakeClock) -> None:
@@ -746,42 +636,6 @@ def test_a_claim_ends_the_hedge(ledger: Ledger, clock: FakeClock) -> None:
     said.gave_up(ledger, "j0", 1, "i", "w")
     ledger.tick()
     assert outcomes(ledger) == [Outcome.HEDGED], "there is no time for another one"
-
-
-def test_a_job_that_is_published_later_waits_for_claims_only_then(
-    ledger: Ledger, clock: FakeClock, woken: list[str]
-) -> None:
-    """Long steps and slow loads of a prefix are no sign that nobody claims."""
-    fill(ledger, 1, claim_timeout_s=10.0, later=True)
-    assert ledger.tick() == pytest.approx(60.0)
-    clock.advance(11.0)
-    ledger.tick()
-    assert not outcomes(ledger)
-    woken.clear()
-    ledger.set_digest("j0", b"d")
-    assert woken, "or the timer would sleep until the old deadline"
-    assert ledger.tick() == pytest.approx(10.0)
-    ledger.set_digest("j0", b"d")
-    clock.advance(9.0)
-    ledger.tick()
-    assert not outcomes(ledger)
-    clock.advance(1.0)
-    ledger.tick()
-    assert outcomes(ledger) == [Outcome.CLAIM_TIMEOUT]
-
-
-@pytest.mark.parametrize("hedge_s", [math.inf, 5.0])
-@pytest.mark.parametrize("later", [True, False])
-def test_what_was_never_published_or_was_hedged_says_nothing_of_claims(
-    ledger: Ledger, clock: FakeClock, hedge_s: float, later: bool
-) -> None:
-    fill(ledger, 4, claim_timeout_s=1.0 if later else 10.0, hedge_s=hedge_s, later=later)
-    clock.advance(min(hedge_s, 60.0))
-    ledger.tick()
-    local = Outcome.TIMEOUT if later else Outcome.CLAIM_TIMEOUT
-    hedged = hedge_s < math.inf
-    assert outcomes(ledger)[0] is (Outcome.HEDGED if hedged else local)
-    assert ledger.claims.stalled is (not hedged and not later)
 
 
 # ------------------------------------------------------------------ no proof can be asked for

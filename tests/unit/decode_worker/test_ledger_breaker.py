@@ -38,15 +38,17 @@ class Decode:
     def prompt(self, *, later: bool = False) -> str:
         """Send a prompt that goes to the queue. Returns its job's id.
 
-        later: the job is published later, by `set_digest`."""
+        later: `set_digest` is not called yet, so the job is not published."""
         assert self.decide() == "long_prompt"
         job = f"j{next(self._jobs)}"
         self.ledger.open(
             Entry(
                 job, f"r-{job}", (1, 2), 0, timeout_s=3 * CLAIM_S, claim_timeout_s=CLAIM_S,
-                stall_s=3 * CLAIM_S, later=later,
+                stall_s=3 * CLAIM_S,
             )
         )  # fmt: skip
+        if not later:
+            self.ledger.set_digest(job, b"d")
         return job
 
     def claims(self, job: str) -> bool:
@@ -204,7 +206,7 @@ def test_a_trial_without_a_verdict_leaves_its_place_to_the_next(
 ) -> None:
     trial = half_open.prompt()
     if how == "cancelled":
-        half_open.ledger.cancel(f"r-{trial}")
+        half_open.ledger.give_up(trial, Outcome.CANCELLED)
     else:
         half_open.ledger.give_up(trial, Outcome.PUBLISH_FAILED)
     half_open.prompt()

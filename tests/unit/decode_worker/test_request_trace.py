@@ -30,13 +30,13 @@ def test_an_outage_is_asked_once_for_many_prompts_of_one_reason_and_again_for_an
     for name in "abcdef":
         traces.decided(name, Situation(100, 0), Decision(True, "long_prompt"))
     for name in "abc":
-        traces.settled(name, False, Outcome.CLAIM_TIMEOUT)
+        traces.settled(name, Outcome.CLAIM_TIMEOUT)
     said = "no prefill worker claims jobs"
     for name in "de":
-        traces.settled(name, False, Outcome.CLAIMS_STALLED)
+        traces.settled(name, Outcome.CLAIMS_STALLED)
     assert asked == 2
     clock.advance(1.0)
-    traces.settled("f", False, Outcome.CLAIM_TIMEOUT)
+    traces.settled("f", Outcome.CLAIM_TIMEOUT)
     told = [traces.finish(name) for name in "abcdef"]
     assert [one and one.outage for one in told] == [None] * 3 + [said] * 3
 
@@ -67,7 +67,7 @@ def test_a_client_that_leaves_during_a_remote_prefill_ends_its_span(spans: Any) 
     traces = decided(remote=True)
     traces.claimed("r", 1, "prefill-1", 0.1)
     traces.finish("r")
-    traces.settled("r", False, Outcome.CANCELLED)  # the ledger tells it only now
+    traces.settled("r", Outcome.CANCELLED)  # the ledger tells it only now
     wait, remote, request = spans
     assert [name for name, *_ in spans] == ["queue.wait", REMOTE, "decode.request"]
     assert wait[2] == remote[1], "no span names one that is not there"

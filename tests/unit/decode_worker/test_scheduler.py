@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -376,4 +377,6 @@ def test_a_hedged_prompt_waits_as_long_as_its_target_allows(hedge: bool) -> None
     rig.config = replace(rig.config, hedge=hedge)
     rig.told["costs"] = SimpleNamespace(hedge_s=0.25)
     rig.send(3 * BLOCK)
-    assert rig.ledger.tick() == pytest.approx(0.25 if hedge else rig.config.claim_timeout_s)
+    entry = rig.ledger.find(rig.published[0].job_id)
+    assert entry is not None
+    assert entry.hedge_s == (0.25 if hedge else math.inf)

@@ -59,7 +59,7 @@ def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(
     assert (job.read_from, job.blocks) == ((0, 1), (11, 12, 31, 13, 32, *targets))
     assert entry.first_target == 5
     assert (rig.pool.refs(31), rig.pool.refs(32)) == (1, 1)
-    rig.ledger.cancel("r")
+    rig.side.request_finished("r")
     rig.side.collect()
     assert (rig.pool.refs(31), rig.pool.refs(32)) == (0, 0)
 
