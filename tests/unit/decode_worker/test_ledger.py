@@ -5,7 +5,6 @@ What holds in any order of events is checked by `test_ledger_model.py`."""
 from __future__ import annotations
 
 import errno
-import os
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from pullfill.decode_worker.ledger import (
     Settle,
 )
 from pullfill.errors import Outcome
-from pullfill.transfer.shm.fence import ShmFences
 from pullfill.wire import FenceToken, KvMode, RefuseReason
 from tests.support import said
 from tests.support.fakes import FakeClock
@@ -518,32 +516,6 @@ def test_a_job_that_only_one_worker_gets_ends_with_it(ledger: Ledger) -> None:
     ledger.writer_lost("gone", others_alive=True)
     assert outcomes(ledger) == [Outcome.PREFILL_LOST]
     assert ledger.open_jobs == 0
-
-
-def test_a_grant_reads_no_block() -> None:
-    """The engine thread waits for the lock: with 65,536 blocks it waited 20 ms for their sets."""
-    read = list[str]()
-
-    class Blocks(tuple[int, ...]):
-        def __iter__(self) -> Any:
-            read.append("all")
-            return super().__iter__()
-
-        def __getitem__(self, at: Any) -> Any:
-            read.append("some")
-            return super().__getitem__(at)
-
-    fences = ShmFences(os.memfd_create("fence"), "i0")
-    ledger = Ledger(fences, incarnation="i0")
-    ledger.open(Entry("j", "r", Blocks((7, 1, 2)), first_target=1, timeout_s=5.0))
-    grant = said.grant(ledger, "j", "i0", "w").grant
-    assert grant is not None
-    assert not read
-    assert fences.granted(grant.fence, writes=False) == {7, 1, 2}
-    assert fences.granted(grant.fence, writes=True) == {1, 2}
-    assert said.commit(ledger, "j", 1, "i0", "w", 2) is None
-    assert fences.granted(grant.fence, writes=True) is None
-    fences.close()
 
 
 def test_another_attempt_has_everything_to_write_again(ledger: Ledger) -> None:
