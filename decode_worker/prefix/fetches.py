@@ -197,9 +197,6 @@ class PrefixFetches:
         self._rates: dict[str, Rate] = {}
         self._open: dict[str, Fetch] = {}
         self._by_key: dict[object, Fetch] = {}
-        # Prompts that wait until another prompt's prefix is fetched: the key of that prefix, and
-        # the longest hit with which it is worth waiting. vLLM asks about each of them in each step.
-        self._after: dict[str, tuple[object, int]] = {}
         self._events: deque[Fetch] = deque()
         self._running: dict[asyncio.Task[None], Fetch] = {}
 
@@ -218,9 +215,6 @@ class PrefixFetches:
         request: vLLM's Request. hit: tokens of the local prefix hit."""
         fetch = self._open.get(request.request_id)
         if fetch is None:
-            key, most = self._after.get(request.request_id, (None, -1))
-            if hit <= most and self._waits(key):
-                return None
             return self._first(request, hit)
         if fetch.turn is not FetchTurn.WAITING:
             return 0
@@ -247,14 +241,12 @@ class PrefixFetches:
 
     def explain(self, request_id: str) -> None:
         """Note why the prefix of an admitted request is not fetched, if a hint said who has it."""
-        self._after.pop(request_id, None)
         if (fetch := self._open.get(request_id)) is not None:
             self._drop(fetch)  # with pipeline parallelism it may still be asked for
             self._context.traces.not_fetched(request_id, fetch.at.instance_id, fetch.outcome)
 
     def finished(self, request_id: str) -> None:
         """The request is over in vLLM. If it is being fetched, `take` still returns it."""
-        self._after.pop(request_id, None)
         if (fetch := self._open.get(request_id)) is None:
             return
         self._drop(fetch)
@@ -280,7 +272,7 @@ class PrefixFetches:
         return taken
 
     def _first(self, request: Any, hit: int) -> int | None:
-        """Look at a request for the first time."""
+        """Look at a request whose prefix is not being fetched."""
         config, size = self._context.router_config(), self._block_size
         hint: PrefixHolder | None = (request.kv_transfer_params or {}).get(PREFIX_HOLDER)
         least = config.min_fetch_tokens
@@ -296,7 +288,6 @@ class PrefixFetches:
             return 0
         key = hash_at(self._pool, size, request, end // size - 1)
         if self._waits(key):
-            self._after[request.request_id] = key, end - least
             return None
         fetch = Fetch(
             request.request_id,

@@ -43,6 +43,8 @@ logger = log.get("decode_worker.holders")
 # connection and for the answer to `end`: no prompt waits longer for what computing would soon
 # have given.
 AGAIN_S = 2.0
+# A read that is too slow is interrupted once more after this time.
+_INTERRUPT_S = 0.25
 # When so many holders are remembered, those without a connection are forgotten.
 MOST = 1024
 
@@ -114,46 +116,37 @@ class Holder(PeerLink):
         target: Sequence[int],
         wanted: Callable[[], bool],
         within_s: float,
-        pause_s: float = 0.25,
     ) -> tuple[MoveResult, str]:
-        """Copy leased blocks into ours. See `KvReader.read`.
+        """Copy leased blocks into ours. See `KvReader.read`. It must not be cancelled.
 
         within_s: a copy that takes longer is interrupted. If it has not begun by then, it never
         begins. Then LeaseRefused is raised if other reads from this holder come first, and
-        NotInTime if the KV session is not open.
-        pause_s: before a read that is too slow is interrupted once more."""
-        loop, begun, late = asyncio.get_running_loop(), False, False
-        timer = loop.call_later(within_s, lambda: end_it())
+        NotInTime if the KV session is not open."""
+        begun = late = False
 
-        # `begin` runs in the lane, `end_it` here. Each sets its own flag before it reads the other
-        # one. So no copy begins unseen.
+        # It runs in the lane. It sets `begun` before it reads `late`, and we do the reverse. So no
+        # copy begins unseen.
         def begin() -> bool:
             nonlocal begun
             begun = self.reader.connected  # before that, nothing touches the target blocks
             return not late and wanted()
 
-        def end_it() -> None:
-            nonlocal late, timer
-            late = True
-            if not begun:
-                reading.cancel()
-                return
-            self.reader.interrupt()
-            timer = loop.call_later(pause_s, end_it)  # the copy may just not have begun
-
-        reading = loop.create_task(self.reader.read(lease.fence, source, target, begin))
+        reading = asyncio.create_task(self.reader.read(lease.fence, source, target, begin))
         self._reads += 1
         try:
-            return await reading
-        except asyncio.CancelledError as exc:
-            if not late:
-                raise
-            if not self.reader.connected:
-                raise NotInTime(f"the KV session to {self.name} is not open in time") from exc
-            raise LeaseRefused(f"{self.name}: other reads took long", reason="busy") from exc
+            await asyncio.wait([reading], timeout=within_s)
+            late = True
+            if not (begun or reading.done()):
+                reading.cancel()
+                if not self.reader.connected:
+                    raise NotInTime(f"the KV session to {self.name} is not open in time")
+                raise LeaseRefused(f"{self.name}: other reads took long", reason="busy")
+            while not reading.done():  # again and again: the copy may just not have begun
+                self.reader.interrupt()
+                await asyncio.wait([reading], timeout=_INTERRUPT_S)
+            return reading.result()
         finally:
             self._reads -= 1
-            timer.cancel()
 
     async def end_lease(self, lease: Lease) -> bool:
         """Give a lease back. Returns whether it was valid until now. Raises PeerUnavailable."""
