@@ -19,6 +19,7 @@ from pullfill import wire
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.curve_auth import CurveAuth
 from pullfill.decode_worker.intake import Intake, Preparation
+from pullfill.decode_worker.prefix.block_events import Send
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire, request_limits, requests, speculation
 from pullfill.engine.adapters import Adapters
@@ -52,7 +53,8 @@ class RequestServer:
     welcome: takes `draining`, and returns the message for a new frontend.
     models: names under which the model is served.
     adapters: the LoRA adapters of this worker.
-    key: the cluster key. A frontend that does not hold it is refused."""
+    key: the cluster key. A frontend that does not hold it is refused.
+    follow: see `BlockEvents.follow`."""
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class RequestServer:
         adapters: Adapters | None = None,
         clock: Clock = SYSTEM_CLOCK,
         key: ClusterKey | None = None,
+        follow: Callable[[bytes, PrefixFollow, Send], object] | None = None,
     ) -> None:
         self.host = host
         self._adapters = adapters or Adapters()
@@ -82,7 +85,7 @@ class RequestServer:
         self._key = key
         self._gate: CurveAuth | None = None
         self.intake = Intake(lambda work, wake: host.submit(work, wake=wake), lambda: host.stepping)
-        self.on_follow: Callable[[bytes, PrefixFollow], object] = lambda identity, message: None
+        self._follow = follow
         self._stats = HeldStats()
         self._owed: dict[int, Any] = {}
         self._first = self.draining = False
@@ -203,8 +206,10 @@ class RequestServer:
         elif kind == front_wire.UTIL:
             self._utility(frontend, payload)
         elif kind == front_wire.FOLW:
+            message = wire.decode(payload[0].bytes, PrefixFollow)
             frontend.follows = True
-            self.on_follow(identity, wire.decode(payload[0].bytes, PrefixFollow))
+            if self._follow is not None:
+                self._follow(identity, message, self._send_blocks)
         elif kind == front_wire.BYE:
             self._drop(frontend, "left")
         else:
@@ -373,11 +378,24 @@ class RequestServer:
         for made in map(requests.stats_outputs, held):
             self._send_out(frontend, made)
 
-    def tell(self, *parts: Any, to: Callable[[Frontend], bool] = lambda _: True) -> None:
-        """Send a message to all frontends, or to some of them. Never blocks."""
+    def tell(self, *parts: Any) -> None:
+        """Send a message to all frontends. Never blocks."""
         for frontend in list(self._frontends.values()):
-            if to(frontend):
-                self._send(frontend, *parts)
+            self._send(frontend, *parts)
+
+    def _send_blocks(
+        self, payload: bytes, to: bytes | None, sent: Callable[[], None] | None
+    ) -> None:
+        """See `Send`. Any thread."""
+
+        def send(_: object) -> None:
+            for frontend in list(self._frontends.values()):
+                if frontend.follows and to in (None, frontend.identity):
+                    self._send(frontend, front_wire.BLKS, payload)
+            if sent is not None:
+                sent()
+
+        self.host.submit(send)
 
     def check_silent(self) -> None:
         """Drop frontends that said nothing for too long; cheap, call often."""

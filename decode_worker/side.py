@@ -28,7 +28,7 @@ from pullfill.decode_worker.load import LoadReports, demand_of, jobs_of, load_of
 from pullfill.decode_worker.memory import NoFences, describe, open_memory
 from pullfill.decode_worker.outlook import Outlook, outage
 from pullfill.decode_worker.peers import Peers
-from pullfill.decode_worker.prefix.block_events import BlockEvents, publish_blocks
+from pullfill.decode_worker.prefix.block_events import BlockEvents
 from pullfill.decode_worker.prefix.fetches import fetches_for
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.request_server import RequestServer
@@ -142,6 +142,8 @@ async def build(
 
     # The frontends' socket.
     load = EngineLoad(core)
+    blocks = await on_engine(host, thread, lambda core: BlockEvents(loop, core, events))
+    parts.push_async_callback(blocks.close)
     server = RequestServer(
         host,
         traces,
@@ -149,10 +151,9 @@ async def build(
         models=[engine.served_name, options.model],
         adapters=told.adapters,
         key=key,
+        follow=blocks.follow,
     )
     reports = LoadReports(load, server, partial(_wake_after, loop, host))
-    blocks = await on_engine(host, thread, lambda _: publish_blocks(engine, server, loop, events))
-    parts.push_async_callback(blocks.close)
 
     # The prefill workers' connections, and what they say about jobs.
     meter = StepMeter(context, chunks, model)

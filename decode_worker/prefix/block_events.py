@@ -1,6 +1,6 @@
 """Publishes the blocks of this worker's prefix cache to the frontends that follow it.
 
-    engine thread      `take`: puts a step's changes into a queue
+    engine thread      `_take`: puts a step's changes into a queue
     asyncio thread     hashes, numbers and keeps them, at most every `flush_s`
     engine thread      the request server sends what is new to each frontend that follows
 
@@ -20,15 +20,12 @@ from dataclasses import replace
 from typing import Any
 
 from pullfill import wire
-from pullfill.decode_worker.request_server import RequestServer
-from pullfill.engine import front_wire
 from pullfill.engine.kv_events import Change, Cleared, KvEvents, Places, Removed, Stored, origin
 from pullfill.prefix import chain
 from pullfill.prefix.events import Ring
 from pullfill.runtime import failpoints, log
 from pullfill.wire import u32
 from pullfill.wire.prefix import Op, PrefixFollow
-from pullfill.worker.sides import Engine
 
 logger = log.get("decode_worker.kv_events")
 
@@ -109,22 +106,23 @@ class Held:
 
 
 class BlockEvents:
-    """See the module. `take` runs on the engine thread, all else on the asyncio thread.
+    """Publishes the events of an engine. Make it on the engine thread, before the first step.
 
-    send: hands a message to the engine thread.
+    core: vLLM's EngineCore.
     flush_s: new events are sent at most this often. After a pause they are sent at once."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        places: Places,
-        send: Send,
+        core: Any,
+        events: KvEvents,
         flush_s: float = 0.05,
     ) -> None:
         self._flush_s = flush_s
         self._loop = loop
-        self._send = send
-        self._held = Held(places)
+        self._send: Send | None = None  # nobody has followed yet
+        events.attach(core, self._take)
+        self._held = Held(events.places)
         self._ring = Ring(RING_EVENTS)
         self._queue: deque[list[Change]] = deque()
         self._armed = False
@@ -134,11 +132,16 @@ class BlockEvents:
         self._same = array("Q")
         self._told = 0
         self._answers: dict[bytes, asyncio.Task[None]] = {}
-        self._followed = False
 
     # ------------------------------------------------------------------ engine thread
 
-    def take(self, changes: list[Change]) -> None:
+    def follow(self, identity: bytes, message: PrefixFollow, send: Send) -> None:
+        """Send a frontend what it lacks, and all that follow what is new.
+
+        send: sends a message. It is called on the asyncio thread."""
+        self._loop.call_soon_threadsafe(self._follow, identity, message, send)
+
+    def _take(self, changes: list[Change]) -> None:
         """Queue the changes of a step."""
         if len(self._queue) > _MOST_STEPS:
             logger.error("the asyncio thread hangs: forgetting all cached blocks")
@@ -155,12 +158,12 @@ class BlockEvents:
         """For /status: cached blocks, and the number of the next event."""
         return {"blocks": len(self._held), "events": self._ring.next}
 
-    def follow(self, identity: bytes, message: PrefixFollow) -> None:
-        """Send a frontend what it lacks. An answer that is still being sent to it ends."""
-        self._followed = True
+    def _follow(self, identity: bytes, message: PrefixFollow, send: Send) -> None:
+        self._send = send
+        # An answer that is still being sent to it ends.
         if (before := self._answers.pop(identity, None)) is not None:
             before.cancel()
-        task = self._loop.create_task(self._answer(identity, message))
+        task = self._loop.create_task(self._answer(identity, message, send))
         self._answers[identity] = task
         task.add_done_callback(lambda _: self._answered(identity, task))
 
@@ -224,13 +227,13 @@ class BlockEvents:
         """Send the new events to all that follow."""
         ring, told = self._ring, self._told
         self._told = ring.next
-        if told == ring.next or not self._followed:
+        if told == ring.next or self._send is None:
             return
         # Where the ring no longer has all of them, frontends notice a gap and ask.
         for message in ring.since(ring.epoch, told) or ring.since(ring.epoch, ring.next) or ():
             self._send(wire.encode(message), None, None)
 
-    async def _answer(self, identity: bytes, message: PrefixFollow) -> None:
+    async def _answer(self, identity: bytes, message: PrefixFollow, send: Send) -> None:
         window = asyncio.Semaphore(_WINDOW)
 
         def sent() -> None:
@@ -238,7 +241,7 @@ class BlockEvents:
 
         for answer in self._ring.answer(message):
             await window.acquire()
-            self._send(wire.encode(answer), identity, sent)
+            send(wire.encode(answer), identity, sent)
             await asyncio.sleep(0)  # other callbacks of the loop get their turn
 
     def _answered(self, identity: bytes, task: asyncio.Task[None]) -> None:
@@ -246,34 +249,6 @@ class BlockEvents:
             del self._answers[identity]
         if not task.cancelled() and (exc := task.exception()) is not None:
             logger.error("a frontend could not be sent the cached blocks", exc_info=exc)
-
-
-def publish_blocks(
-    engine: Engine[Any],
-    server: RequestServer,
-    loop: asyncio.AbstractEventLoop,
-    events: KvEvents,
-) -> BlockEvents:
-    """Publish the events of an engine from now on. Engine thread, before the first step."""
-
-    def send(payload: bytes, to: bytes | None, sent: Callable[[], None] | None) -> None:
-        def tell(_: object) -> None:
-            if to is None:
-                server.tell(front_wire.BLKS, payload, to=lambda frontend: frontend.follows)
-            else:
-                server.tell(front_wire.BLKS, payload, to=lambda frontend: frontend.identity == to)
-            if sent is not None:
-                sent()
-
-        engine.host.submit(tell)
-
-    events.attach(engine.core)
-    blocks = BlockEvents(loop, events.places, send)
-    events.take = blocks.take
-    server.on_follow = lambda identity, message: loop.call_soon_threadsafe(
-        blocks.follow, identity, message
-    )
-    return blocks
 
 
 def pieces(change: Change, most: int) -> Iterator[Change]:

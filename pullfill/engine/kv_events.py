@@ -114,12 +114,10 @@ def origin(stored: Stored) -> tuple[str, int]:
 class KvEvents:
     """The events of one engine. `switch_on` before the engine is built, then `attach`.
 
-    take: called with the changes of each step, on the engine thread. It must not block or raise.
     block_size: tokens of a block. 0: there are no events.
     missing: why there are no events, though the engine has a prefix cache."""
 
     def __init__(self) -> None:
-        self.take: Callable[[list[Change]], None] = lambda changes: None
         self._ints = False
         self._scheduler: Any = None
         self.places = Places({}, 0)
@@ -142,8 +140,12 @@ class KvEvents:
         self._ints = bool(getattr(envs, _INTS, False))
         os.environ[_INTS] = "0"  # only a whole hash can be looked up in the prefix cache
 
-    def attach(self, core: Any) -> None:
-        """Get the events from now on. core: vLLM's EngineCore, before its first step."""
+    def attach(self, core: Any, take: Callable[[list[Change]], None]) -> None:
+        """Get the events from now on.
+
+        core: vLLM's EngineCore, before its first step.
+        take: called with the changes of each step, on the engine thread. It must not block or
+        raise."""
         from vllm.distributed.kv_events import BlockStored
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -160,7 +162,7 @@ class KvEvents:
             self.places = places_of(scheduler.kv_cache_config)
             self._scheduler = scheduler
             scheduler.kv_event_publisher = Publisher(
-                scheduler.kv_event_publisher, pool, self, ints=self._ints
+                scheduler.kv_event_publisher, pool, self.places, take, ints=self._ints
             )
 
     def look(self) -> None:
@@ -177,17 +179,25 @@ class Publisher:
 
     theirs: vLLM's publisher of the user's configuration. It gets every event.
     pool: vLLM's BlockPool.
-    events: whose `take` is called.
+    places, take: see `KvEvents`.
     ints: whether the user's publisher gets hashes as integers."""
 
-    def __init__(self, theirs: Any, pool: Any, events: KvEvents, *, ints: bool) -> None:
+    def __init__(
+        self,
+        theirs: Any,
+        pool: Any,
+        places: Places,
+        take: Callable[[list[Change]], None],
+        *,
+        ints: bool,
+    ) -> None:
         from vllm.distributed import kv_events
         from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
         self._theirs = None if isinstance(theirs, kv_events.NullEventPublisher) else theirs
         self._pool = pool
-        self._events = events
-        self._places = events.places
+        self._places = places
+        self._take = take
         self._ints = ints
         self._key = make_block_hash_with_group_id
         self._batch = kv_events.KVEventBatch
@@ -220,7 +230,7 @@ class Publisher:
             elif kind is self._cleared:
                 changes.append(Cleared())
         if changes:
-            self._events.take(changes)
+            self._take(changes)
         if self._theirs is not None:
             if self._ints:
                 batch.events = [_with_ints(event) for event in batch.events]

@@ -128,7 +128,7 @@ def test_hashes_that_were_read_as_integers_before_are_told() -> None:
     cache = Cache(20)
     os.environ[kv_events._INTS] = "1"
     events = KvEvents()
-    events.attach(SimpleNamespace(scheduler=cache.scheduler))
+    events.attach(SimpleNamespace(scheduler=cache.scheduler), lambda changes: None)
     assert (events.block_size, events.missing) == (
         0,
         f"{kv_events._INTS} was read before pullfill set it",
@@ -139,7 +139,7 @@ def test_an_engine_without_a_prefix_cache_has_no_events() -> None:
     cache = Cache(20)
     cache.manager.block_pool.enable_caching = False
     events = KvEvents()
-    events.attach(SimpleNamespace(scheduler=cache.scheduler))
+    events.attach(SimpleNamespace(scheduler=cache.scheduler), lambda changes: None)
     assert (events.block_size, events.missing) == (0, "")
 
 
@@ -166,11 +166,10 @@ def test_the_scheduler_of_a_worker_publishes_to_us(model_path: Path, theirs: boo
         config, Cache(20).config_of_groups, StructuredOutputManager(config), BLOCK, BLOCK
     )
     assert scheduler.kv_cache_manager.block_pool.enable_kv_cache_events
-    events.attach(SimpleNamespace(scheduler=scheduler))
+    taken: list[Any] = []
+    events.attach(SimpleNamespace(scheduler=scheduler), taken.extend)
     assert (events.missing, events.block_size) == ("", BLOCK)
     assert scheduler.get_kv_event_publisher_config() is None
-    taken: list[Any] = []
-    events.take = taken.extend
     assert scheduler.reset_prefix_cache()
     events.look()
     assert taken == [kv_events.Cleared()]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.prefix.block_events import publish_blocks
+from pullfill.decode_worker.prefix.block_events import BlockEvents
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import check, front_wire
@@ -35,11 +35,12 @@ def handle(tokens: Sequence[int]) -> bytes:
     return bytes(u32.pack(list(tokens)))
 
 
-class _Events(KvEvents):
-    """An engine that tells what the test says."""
+class FakeEvents(KvEvents):
+    """An engine that tells what the test says, through `take`."""
 
-    def attach(self, core: Any) -> None:
+    def attach(self, core: Any, take: Callable[[list[Change]], None]) -> None:
         self.places = Places({0: 1}, SIZE)
+        self.take = take
 
 
 class BlockServer:
@@ -61,19 +62,16 @@ class BlockServer:
             decode_instance=name, vllm_version=check.require_version(), max_model_len=1,
             num_gpu_blocks=1, block_size=SIZE, supported_tasks=[], prefix_block_size=SIZE,
         )  # fmt: skip
+        self.events = FakeEvents()
+        self.blocks = BlockEvents(asyncio.get_running_loop(), None, self.events)
         self.server = RequestServer(
-            host, RequestTraces(name), welcome=lambda _: welcome, models=["m"]
+            host,
+            RequestTraces(name),
+            welcome=lambda _: welcome,
+            models=["m"],
+            follow=self.blocks.follow,
         )
         self.server.bind("127.0.0.1")
-        config = SimpleNamespace(
-            cache_config=SimpleNamespace(num_gpu_blocks=100_000),
-            kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
-        )
-        engine: Any = SimpleNamespace(
-            host=host, core=None, config=config, context=SimpleNamespace(memories=())
-        )
-        self.events = _Events()
-        self.blocks = publish_blocks(engine, self.server, asyncio.get_running_loop(), self.events)
         self.record = WorkerRecord(
             instance_id=name, incarnation=new_incarnation(), role="decode",
             state=WorkerState.READY, model="m", host="127.0.0.1", host_id=host_id(), pid=1,

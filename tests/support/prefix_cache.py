@@ -62,11 +62,10 @@ class Cache:
             kv_cache_config=config,
             kv_event_publisher=theirs or NullEventPublisher(),
         )
-        self.events.attach(SimpleNamespace(scheduler=self.scheduler))
+        self.events.attach(SimpleNamespace(scheduler=self.scheduler), self.take)
         assert self.events.missing == ""
         self.held = Held(self.events.places)
         self.told: set[int] = set()
-        self.events.take = self.take
         self.names: dict[bytes, int] = {}
         self.full = windows
         self.number = 0

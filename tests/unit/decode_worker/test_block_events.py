@@ -20,6 +20,7 @@ from pullfill.prefix.events import Replica, State
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire import u32
 from pullfill.wire.prefix import PrefixEvents, PrefixPage
+from tests.support.block_server import FakeEvents
 
 SIZE = 4
 ONE = Places({0: 1}, SIZE)
@@ -125,20 +126,20 @@ def test_pieces_come_to_the_same(change: Stored, most: int) -> None:
 class Follower:
     """A frontend that follows, over a wire that delivers in order."""
 
-    def __init__(self, blocks: BlockEvents, name: bytes) -> None:
+    def __init__(self, rig: Rig, name: bytes) -> None:
         self.index = PrefixIndex(10_000)
         self.replica = Replica(self.index, 1, 0.0)
-        self.blocks, self.name = blocks, name
+        self.rig, self.name = rig, name
         self.messages: list[PrefixEvents | PrefixPage] = []
 
     def ask(self) -> None:
-        self.blocks.follow(self.name, self.replica.ask(0.0))
+        self.rig.blocks.follow(self.name, self.replica.ask(0.0), self.rig.send)
 
     def take(self, payload: bytes) -> None:
         message = msgspec.msgpack.decode(payload, type=PrefixEvents | PrefixPage)
         self.messages.append(message)
         if (question := self.replica.take(message, 0.0)) is not None:
-            self.blocks.follow(self.name, question)
+            self.rig.blocks.follow(self.name, question, self.rig.send)
 
     def holds(self, hashes: Collection[int]) -> bool:
         """Whether it knows exactly these blocks."""
@@ -154,7 +155,9 @@ class Rig:
         self.sent: list[bytes] = []
         self.waiting: list[Callable[[], None]] = []
         self.followers: dict[bytes, Follower] = {}
-        self.blocks = BlockEvents(asyncio.get_running_loop(), ONE, self.send, flush_s=0.01)
+        events = FakeEvents()
+        self.blocks = BlockEvents(asyncio.get_running_loop(), None, events, flush_s=0.01)
+        self.take = events.take
 
     def send(self, payload: bytes, to: bytes | None, sent: Callable[[], None] | None) -> None:
         def deliver() -> None:
@@ -170,7 +173,7 @@ class Rig:
             self.waiting.append(deliver)
 
     def follower(self, name: bytes = b"f") -> Follower:
-        self.followers[name] = Follower(self.blocks, name)
+        self.followers[name] = Follower(self, name)
         self.followers[name].ask()
         return self.followers[name]
 
@@ -189,7 +192,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 async def test_nothing_is_sent_while_nothing_changes_or_nobody_follows(rig: Rig) -> None:
-    rig.blocks.take([stored(A)])
+    rig.take([stored(A)])
     await until(lambda: rig.blocks.status()["events"] == 4)
     await asyncio.sleep(0.05)
     assert rig.sent == []
@@ -206,7 +209,7 @@ async def test_changes_of_many_steps_are_one_message(rig: Rig) -> None:
     follower.messages.clear()
     many = [random.Random(i).choices(range(999), k=SIZE) for i in range(50)]
     for prompt in many:
-        rig.blocks.take([stored(prompt)])
+        rig.take([stored(prompt)])
     await until(lambda: follower.index.blocks(1) == 50)
     assert len(follower.messages) == 1
 
@@ -224,7 +227,7 @@ async def test_the_loop_goes_on_while_many_blocks_are_hashed(
             asyncio.get_running_loop().call_soon(count)
 
     count()
-    rig.blocks.take([stored(long)])
+    rig.take([stored(long)])
     await until(lambda: rig.blocks.status()["blocks"] == 1000)
     assert len(set(turns)) > 50
 
@@ -258,7 +261,7 @@ async def test_an_asyncio_thread_that_hangs_costs_a_bounded_queue(
     follower = rig.follower()
     await until(lambda: follower.replica.state is State.WARM)
     for number in range(20):
-        rig.blocks.take([stored([number] * SIZE)])
+        rig.take([stored([number] * SIZE)])
         assert len(rig.blocks._queue) <= 6
     await until(lambda: rig.blocks.status()["blocks"] > 0)
     await until(lambda: follower.index.blocks(1) == rig.blocks.status()["blocks"])
@@ -286,7 +289,7 @@ async def test_followers_end_with_what_the_cache_holds(rig: Rig, seed: int) -> N
         if rng.random() < 0.01:
             cached.clear()
             changes.append(Cleared())
-        rig.blocks.take(changes)
+        rig.take(changes)
         if number == 150:
             rig.follower(b"second")
         if rng.random() < 0.1:
