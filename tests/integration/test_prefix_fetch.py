@@ -1,23 +1,23 @@
 """Two decode workers with real engines: prompts that move take their prefix along.
 
 The tokens of every answer are those of one plain engine, also when the holder of the prefix is
-killed, drains, or has to evict blocks in the middle of a read, and when the client goes away.
+killed or has to evict blocks in the middle of a read. Other ends of a read:
+tests/contract/test_prefix_fetch*.py.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.cluster import BLOCK, Cluster, Worker, until
+from tests.support.cluster import BLOCK, Cluster, until
 from tests.support.oracle import Oracle
 from tests.support.prefix_events import BlocksOf
-from tests.support.prompts import Answer, ask, going_away, random_prompt, truth
+from tests.support.prompts import Answer, ask, random_prompt, truth
 
 pytestmark = pytest.mark.engine
 
@@ -151,44 +151,6 @@ def test_leased_blocks_are_not_evicted(cluster: Cluster, oracle: Oracle) -> None
     assert talk.told["fetch"] == "fetched"
 
 
-def test_a_lease_that_ends_too_early_means_computing(cluster: Cluster, oracle: Oracle) -> None:
-    talk = Turns(cluster, oracle, seed=400)
-    talk.first()
-    thread = talk.held()
-    until(lambda: not cluster.load_of(talk.holder)["read_leases"], 15.0, "the lease ends")
-    talk.go(thread)
-    assert (talk.told["fetch"], talk.told["fetched_tokens"]) == ("expired", 0)
-    assert talk.told["kv_bytes"] == 0
-
-
-def test_a_client_that_goes_away_in_a_read(cluster: Cluster, oracle: Oracle) -> None:
-    talk = Turns(cluster, oracle, seed=500)
-    talk.first()
-    held = talk.arm()
-    with going_away(cluster, talk.prompt):
-        until(held, 20.0, "held")
-    time.sleep(0.5)
-    talk.asker.arm("")
-    cluster.assert_clean()
-    ask(cluster, random_prompt(5, seed=501), STEPS)  # the other worker's turn
-    talk.turn()
-
-
-@pytest.mark.long
-def test_a_holder_that_drains_lets_the_reader_finish(cluster: Cluster, oracle: Oracle) -> None:
-    talk = Turns(cluster, oracle, seed=600)
-    talk.first()
-    thread = talk.held()
-    stopping = threading.Thread(target=talk.holder.stop)
-    stopping.start()
-    time.sleep(0.5)
-    assert talk.holder.alive
-    talk.go(thread)
-    assert talk.told["fetch"] == "fetched"
-    stopping.join(30.0)
-    assert talk.holder.process.poll() == 0
-
-
 @pytest.mark.parametrize("point", [READ, "decode.before_lease", "decode.before_lease_end"])
 @pytest.mark.essential
 def test_a_holder_that_is_killed_in_the_middle(
@@ -206,19 +168,3 @@ def test_a_holder_that_is_killed_in_the_middle(
         assert not talk.holder.alive
     assert talk.told["fetched_tokens"] == 0
     assert talk.told["fetch"] in ("unreachable", "lost", "expired")
-
-
-@pytest.mark.long
-def test_a_holder_that_is_stopped_delays_little(cluster: Cluster, oracle: Oracle) -> None:
-    talk = Turns(cluster, oracle, seed=800)
-    talk.first()
-    _stop_at(talk.holder, "decode.before_lease")
-    began = time.monotonic()
-    talk.turn()
-    assert time.monotonic() - began < 10.0
-    assert talk.told["fetch"] == "unreachable"
-    talk.holder.kill()
-
-
-def _stop_at(worker: Worker, point: str) -> None:
-    worker.arm(f"{point}=stop@1")

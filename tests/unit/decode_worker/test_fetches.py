@@ -81,12 +81,8 @@ async def test_a_prefix_that_is_hardly_longer_is_computed(
     assert await look(worker, hint(worker, LEAST - 1)) == (0, False)
     assert await look(worker, None) == (0, False)
     assert await look(worker, hint(worker, 10 * BLOCK, "asker")) == (0, False), "that is us"
-    assert asked == []
-
-
-async def test_the_setting_turns_it_off(worker: FetchWorker, asked: list[Any]) -> None:
     worker.config = msgspec.structs.replace(worker.config, min_fetch_tokens=0)
-    assert await look(worker, hint(worker, 10 * BLOCK)) == (0, False)
+    assert await look(worker, hint(worker, 10 * BLOCK)) == (0, False), "it is switched off"
     assert asked == []
 
 
@@ -157,48 +153,6 @@ async def test_vllm_may_decline(worker: FetchWorker, asked: list[Any]) -> None:
     assert not fetch.wanted
     worker.side.request_finished(request.request_id)
     assert not worker.fetches._open
-
-
-async def test_prompts_that_wait_for_the_fetch_of_another_cost_a_step_little(
-    worker: FetchWorker, asked: list[Any]
-) -> None:
-    """vLLM asks about each of them in each step. Its situation is looked at once."""
-    holder = hint(worker, 10 * BLOCK)
-    first, second = (worker.request(TOKENS, holder) for _ in range(2))
-    second.request_id = "second"
-    assert worker.side.decide(first, 0) == (None, False)
-    looked = worker.looks
-    for _ in range(5):
-        assert worker.side.decide(second, 0) == (None, False)
-    assert worker.looks - looked == 1
-    least = worker.config.min_fetch_tokens
-    assert worker.side.decide(second, 10 * BLOCK - least + BLOCK) == (0, False), "it has come here"
-    worker.side.request_finished(first.request_id)
-    assert worker.side.decide(second, 0) == (None, False), "now this one fetches it"
-    worker.side.request_finished(second.request_id)
-    assert not worker.fetches._after
-
-
-async def test_a_prompt_that_is_computed_waits_for_no_later_fetch(
-    worker: FetchWorker, asked: list[Any]
-) -> None:
-    """After a preemption it is asked about again. Then it must go on."""
-    holder = hint(worker, 10 * BLOCK)
-    first, second, third = (worker.request(TOKENS, holder) for _ in range(3))
-    first.request_id, third.request_id = "first", "third"
-    assert worker.side.decide(first, 0) == (None, False)
-    assert worker.side.decide(second, 0) == (None, False)
-    worker.side.request_finished(first.request_id)
-    worker.fetches._by_key.clear()
-    worker.context.router_config = lambda: msgspec.structs.replace(
-        worker.config, min_fetch_tokens=0
-    )
-    assert worker.side.decide(second, 0) == (0, False)
-    worker.side.enqueue(second, [[]], 0)
-    worker.context.router_config = lambda: worker.config
-    assert worker.side.decide(third, 0) == (None, False)
-    second.num_preemptions = 1
-    assert worker.side.decide(second, 0) == (0, False)
 
 
 def named(worker: FetchWorker, holder: Any, name: str, tokens: list[int] = TOKENS) -> Any:
