@@ -51,7 +51,7 @@ class Keeper:
 
     def _bring_back(self, cluster: Cluster, prefill: int) -> None:
         cluster.etcd.resume()
-        cluster.nats.resume_if_paused()
+        cluster.nats.resume()
         assert cluster.nats.alive
         for role, keep in (("decode", 1), ("prefill", prefill)):
             good = [w for w in cluster.of(role) if not w.armed][:keep]

@@ -53,7 +53,7 @@ async def cluster(
     monkeypatch.setattr(ledger, "NO_PROOF_S", 20.0)
     async with Cluster(tmp_path, server=server, ack_wait_s=NEVER_S) as cluster:
         yield cluster
-        server.resume_if_paused()
+        server.resume()
 
 
 @pytest.fixture

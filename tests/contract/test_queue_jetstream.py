@@ -57,7 +57,7 @@ async def pair(server: NatsServer, config: QueueConfig) -> AsyncIterator[Pair]:
     """On a server of this test's own."""
     pair = await both(server, config)
     yield pair
-    server.resume_if_paused()
+    server.resume()
     await asyncio.gather(*(end.close() for end in pair))
 
 

@@ -43,7 +43,41 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
-class EtcdServer:
+class ServerProcess:
+    """A server of a test's own, and ways to hurt it. Its data stays over restarts."""
+
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL and reap, whatever state it is in. Idempotent."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def pause(self) -> None:
+        """SIGSTOP: connected, but silent."""
+        os.kill(self.pid, signal.SIGSTOP)
+        # The signal takes effect a little later; tests count on silence from here on.
+        stat = Path(f"/proc/{self.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
+
+    def resume(self) -> None:
+        if self.alive:
+            os.kill(self.pid, signal.SIGCONT)
+
+
+class EtcdServer(ServerProcess):
     """One etcd with a single member. `start` returns when it answers.
 
     tls: it shows `cert` to clients and wants theirs, signed by `ca`.
@@ -76,16 +110,10 @@ class EtcdServer:
                 "trusted-ca-file": str(tls.ca),
                 "client-cert-auth": "true",
             }
-        self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def data_dir(self) -> Path:
         return self.directory / "data"
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None
-        return self.process.pid
 
     def start(self, *, wait_s: float = 20.0) -> EtcdServer:
         """Start on the same ports and data as before."""
@@ -119,10 +147,9 @@ class EtcdServer:
             )
 
     def wait_healthy(self, wait_s: float = 20.0) -> EtcdServer:
-        assert self.process is not None
         give_up = time.monotonic() + wait_s
         while not self._healthy():
-            if self.process.poll() is not None or time.monotonic() > give_up:
+            if not self.alive or time.monotonic() > give_up:
                 self.stop()
                 raise RuntimeError((self.directory / "etcd.log").read_text()[-2000:])
             time.sleep(0.02)
@@ -147,39 +174,14 @@ class EtcdServer:
         except (OSError, urllib.error.URLError, ValueError):
             return {}
 
-    def _end(self, signum: int) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signum)
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-
-    def kill(self) -> None:
-        """Send SIGKILL. The data stays."""
-        self._end(signal.SIGKILL)
-
     def stop(self) -> None:
-        """Send SIGTERM, also if it is paused. The data stays. Idempotent."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-        self._end(signal.SIGTERM)
-
-    def pause(self) -> None:
-        """SIGSTOP: connected, but silent."""
-        self._signal(signal.SIGSTOP)
-        # The signal takes effect a little later; tests count on silence from here on.
-        stat = Path(f"/proc/{self.pid}/stat")
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.001)
-
-    def resume(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, signum: int) -> None:
-        assert self.process is not None
-        self.process.send_signal(signum)
+        """Send SIGTERM, also if it is paused. Idempotent."""
+        if self.process is not None and self.alive:
+            self.resume()
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+        self.kill()
 
     def restart(self, *, empty: bool = False) -> None:
         """SIGKILL if alive, then start again with the same data or with none."""
@@ -241,11 +243,6 @@ class EtcdCluster:
     def stop(self) -> None:
         for member in self.members:
             member.stop()
-
-    def ctl(self, *arguments: str) -> str:
-        """As of one server; asks whichever member is alive."""
-        alive = next(m for m in self.members if m.process is not None and m.process.poll() is None)
-        return alive.ctl(*arguments)
 
     def __enter__(self) -> EtcdCluster:
         return self.start()

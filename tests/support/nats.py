@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from pullfill.queue.contract import DeadLetter, QueueConfig
 from pullfill.queue.dead_letters import get_message
 from pullfill.queue.nats_connection import NatsConnection
 from pullfill.queue.streams import DELIVERIES, JOB_ID, REASON, Names
-from tests.support.etcd import free_ports
+from tests.support.etcd import ServerProcess, free_ports
 
 START_TIMEOUT_S = 20.0
 
@@ -55,7 +54,7 @@ def nats_binary() -> str:
     return found
 
 
-class NatsServer:
+class NatsServer(ServerProcess):
     """One server process. After the first start it keeps its port over restarts.
 
     Owns the process and everything under `directory`. `stop` must be called at the end.
@@ -81,16 +80,6 @@ class NatsServer:
         self._max_payload = max_payload
         self._extra = extra
         self._port = -1
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
 
     @property
     def port(self) -> int:
@@ -109,13 +98,13 @@ class NatsServer:
             f"max_payload: {self._max_payload}\n"
             f'jetstream {{ store_dir: "{self.directory / "store"}" }}\n{self._extra}\n'
         )
-        self._process = subprocess.Popen(  # noqa: ASYNC220 - milliseconds, and owned beyond the loop
+        self.process = subprocess.Popen(  # noqa: ASYNC220 - milliseconds, and owned beyond the loop
             [*self._before, nats_binary(), "-c", str(config), "-l", str(self.log)],
             stdin=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._listening():
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            if not self.alive or time.monotonic() > deadline:
                 raise RuntimeError(f"nats-server did not start: {self.log.read_text()[-2000:]}")
             await asyncio.sleep(0.01)
 
@@ -139,31 +128,7 @@ class NatsServer:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def kill(self) -> None:
-        """SIGKILL and reap."""
-        self._end(signal.SIGKILL)
-
-    def stop(self) -> None:
-        """End it whatever state it is in. Idempotent."""
-        self._end(signal.SIGKILL)
-
-    def pause(self) -> None:
-        """SIGSTOP: connected, but silent."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-        # The signal takes effect a little later; tests count on silence from here on.
-        stat = Path(f"/proc/{self.pid}/stat")
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.001)
-
-    def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
-    def resume_if_paused(self) -> None:
-        """For the end of a test that may have failed in between."""
-        if self._process is not None:
-            self.resume()
+    stop = ServerProcess.kill
 
     async def restart(self, *, empty: bool = False) -> None:
         """Send SIGKILL, then start on the same port. empty: without its data."""
@@ -171,12 +136,6 @@ class NatsServer:
         if empty:
             shutil.rmtree(self.directory / "store", ignore_errors=True)
         await self.start()
-
-    def _end(self, how: signal.Signals) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.send_signal(how)
-            process.wait()
 
 
 class NatsCluster:
@@ -214,11 +173,10 @@ class NatsCluster:
         finally:
             await client.close()
 
-    async def api(self, client: Client, operation: str, ask: object = None) -> dict[str, Any]:
+    async def api(self, client: Client, operation: str) -> dict[str, Any]:
         """One answer of JetStream, or {"error": …} if there is none within 1 s."""
-        body = b"" if ask is None else json.dumps(ask).encode()
         try:
-            answer = await client.request(f"$JS.API.{operation}", body, timeout=1.0)
+            answer = await client.request(f"$JS.API.{operation}", timeout=1.0)
         except nats.errors.Error as exc:
             return {"error": str(exc)}
         found: dict[str, Any] = json.loads(answer.data)
