@@ -16,7 +16,7 @@ from pullfill.transfer.nccl.nccl_backend import PEER, CudaGpus, NcclKind
 from tests.support.fake_nccl import World
 from tests.support.nccl_gpus import FakeGpus
 from tests.support.nccl_places import Make, Writing, places
-from tests.support.transfer_rigs import DENSE, assert_same, stream_rig
+from tests.support.transfer_rigs import DENSE, stream_rig
 from tests.support.waiting import eventually
 
 
@@ -40,22 +40,6 @@ def test_no_communicator_before_the_first_batch_and_one_for_all_later_ones(make:
     assert place.moved(range(40))
     session.close()
     eventually(lambda: not place.world.comms, "not given up with the connection")
-
-
-def test_two_peers_at_once_have_a_communicator_each(make: Make) -> None:
-    place = make()
-    token = place.token()
-    other = place.rig.local(DENSE, seed=9)
-    sessions = [place.connect(), place.rig.connect(other, place.region)]
-    halves = [range(20), range(20, 40)]
-    for _ in range(5):
-        writers = [Writing(s, token, half) for s, half in zip(sessions, halves, strict=True)]
-        assert [writer.end() for writer in writers] == [None, None]
-    assert place.moved(halves[0])
-    assert_same(place.region.pages[:, 20:], other.pages[:, 20:])
-    assert place.world.constructed == 4
-    for session in sessions:
-        session.close()
 
 
 @pytest.mark.parametrize(("layout", "staged"), [("dense", False), ("padded-heads", True)])

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pullfill.errors import Fenced, TransferFailed
-from pullfill.transfer.layout import dense_layout
 from tests.support.nccl_places import Make, Writing, hanging, places
 from tests.support.transfer_rigs import DENSE, assert_same
 from tests.support.waiting import eventually
@@ -151,25 +150,3 @@ def test_a_refused_batch_costs_no_communicator_and_keeps_the_one_there_is(make: 
     assert place.world.constructed == 2, "made again after a mere refusal"
     assert place.moved(range(40))
     session.close()
-
-
-def test_long_operations_are_refused_between_batches(make: Make, tmp_path: Path) -> None:
-    """A revoke in the middle of many batches: the peer hears of it, the connection stays."""
-    place = make()
-    layout = dense_layout(4, 40, 2, 64 << 10)
-    region, mine = place.rig.region(layout, instance_id="decode-2"), place.rig.local(layout)
-    session = place.rig.connect(mine, region)
-    token = region.owner.fences.open(range(40))
-    session.write_blocks(token, [0], [0])
-    made = place.world.constructed
-    writing = Writing(session, token, range(40))
-    while not region.owner.fences.try_revoke(token):
-        pass
-    error = writing.end()
-    assert error is None or isinstance(error, Fenced)
-    fresh = region.owner.fences.open(range(40))
-    session.write_blocks(fresh, range(40), range(40))
-    assert_same(region.pages, mine.pages)
-    assert place.world.constructed in (made, made + 2)
-    session.close()
-    region.owner.close()

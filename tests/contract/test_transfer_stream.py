@@ -8,7 +8,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ from pullfill.errors import (
     AuthFailed,
     BadMessage,
     Fenced,
-    IncompatibleError,
     PeerUnavailable,
     TransferFailed,
 )
 from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
-from pullfill.transfer.contract import Rect
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.stream import kv_protocol, stream_server
 from pullfill.transfer.stream.kv_protocol import Answer, Operation, Status
@@ -189,41 +186,6 @@ def test_a_prefix_hit_is_read_and_never_written(make: Make) -> None:
     for ours, theirs in ((7, 5), (1, 1), (2, 2)):
         assert_same(mine.pages[:, ours], region.pages[:, theirs])
     session.close()
-
-
-def test_a_part_of_the_heads_and_layers(make: Make) -> None:
-    rig = make()
-    region, mine = rig.region(dense_layout(4, 8, 4, 512)), rig.local(dense_layout(2, 8, 2, 512))
-    memory = replace(mine.memory, first_head=1, first_layer=1)
-    part = Rect(first_head=2, heads=1, first_layer=1, layers=2)
-    session = rig.transport.connect(memory, region.descriptor, part)
-    before = region.pages.copy()
-    token = region.owner.fences.open(range(8))
-    session.write_blocks(token, [3, 1], [5, 6])
-    before[1:3, [5, 6], 2] = mine.pages[:, [3, 1], 1]
-    assert_same(region.pages, before)
-    session.read_blocks(token, [5, 6], [0, 7])
-    assert_same(mine.pages[:, [0, 7], 1], mine.pages[:, [3, 1], 1])
-    session.close()
-    outside = Rect(first_head=3, heads=2, first_layer=0, layers=1)
-    memory = replace(mine.memory, first_head=3)
-    with pytest.raises(IncompatibleError):
-        rig.transport.connect(memory, region.descriptor, outside)
-
-
-def test_one_port_serves_every_rank(make: Make) -> None:
-    rig = make(ranks=2)
-    region, mine = rig.region(DENSE), rig.local(DENSE)
-    token = region.owner.fences.open(range(40))
-    session = rig.connect(mine, region, rank=1)
-    before = region.data.copy()
-    session.write_blocks(token, [1], [2])
-    session.read_blocks(token, [2], [3])
-    assert_same(region.data, before)
-    assert_same(mine.pages[:, 3], mine.pages[:, 1])
-    session.close()
-    with pytest.raises(IncompatibleError, match="no rank 2"):
-        rig.connect(mine, region, rank=2)
 
 
 # --------------------------------------------------------------------------- who is let in

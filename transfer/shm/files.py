@@ -16,7 +16,6 @@ import mmap
 import os
 import re
 import stat
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Self
@@ -148,22 +147,17 @@ class RegionFiles:
             ) from exc
         self._forget = at_leave(self.close)
 
-    def _create_locked(self, sweeper_s: float = 5.0) -> int:
-        # A sweeper may lock the file between our create and our lock, and unlink it then. Only who
-        # holds the lock may unlink, or the sweeper's unlink would hit the next file of this name:
-        # so we wait until it is gone, and make another. Unless stopped, it unlinks at once.
-        fd = os.open(self.fence_path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
-        give_up = time.monotonic() + sweeper_s
-        while not (lock.try_exclusive(fd, 0, 1) and os.fstat(fd).st_nlink):
+    def _create_locked(self) -> int:
+        # It is locked before it has its name, or a sweeper could take it for an orphan.
+        fd = os.open(self.directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            lock.try_exclusive(fd, 0, 1)
+            link = f"/proc/self/fd/{fd}"
+            # With a folder's descriptor, which is not used, Python makes the call that follows it.
+            os.link(link, self.fence_path, src_dir_fd=fd, follow_symlinks=True)
+        except BaseException:
             os.close(fd)
-            while True:
-                try:
-                    fd = os.open(self.fence_path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
-                    break
-                except FileExistsError:
-                    if time.monotonic() > give_up:
-                        raise
-                    time.sleep(0.001)
+            raise
         return fd
 
     def close(self) -> None:

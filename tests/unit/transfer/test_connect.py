@@ -3,7 +3,6 @@ roles, and failures."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import socket
@@ -28,7 +27,6 @@ from pullfill.transfer.gpu import cuda
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import agent, nixl_backend
 from pullfill.transfer.owners import MappedRank, Owner
-from pullfill.transfer.session import GroupSession, MappedSession
 from pullfill.transfer.shm.files import RegionFiles, create_kv
 from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.transfer.stream.stream_peer import StreamTransport
@@ -109,23 +107,6 @@ def test_blocks_reach_every_rank_and_come_back(
     decode.owner.close()
 
 
-def test_workers_that_are_alike_need_no_group(tmp_path: Path) -> None:
-    prefill, decode = RankedWorker(WHOLE, seed=1), own(tmp_path, WHOLE)
-    session = connect(prefill.memories, decode.descriptors, [ShmTransport()])
-    assert isinstance(session, MappedSession)
-    session.close()
-    decode.owner.close()
-
-
-def test_one_session_serves_both_verbs_where_it_can(tmp_path: Path) -> None:
-    prefill, decode = RankedWorker(WHOLE, seed=1), own(tmp_path, HALVES)
-    session = connect(prefill.memories, decode.descriptors, [ShmTransport()])
-    assert isinstance(session, GroupSession)
-    assert [(m.writes, m.reads) for m in session._members] == [(True, True)] * 2
-    session.close()
-    decode.owner.close()
-
-
 class BreaksAtRank1(ShmTransport):
     """The file is there when asked for and gone when it is mapped."""
 
@@ -150,14 +131,6 @@ def test_a_rank_out_of_reach_leaves_nothing_connected(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ reading blocks
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_blocks_read_alike_whatever_the_split(split: str) -> None:
-    whole, other = RankedWorker(WHOLE, seed=3), RankedWorker(SPLITS[split], seed=3)
-    expected = read_pages([whole.memories[0]], [4, 1, 6])
-    for copy in range(copies_of(other.memories)):
-        assert (read_pages(other.memories, [4, 1, 6], copy=copy) == expected).all()
 
 
 def test_every_replica_can_be_read() -> None:
@@ -266,34 +239,10 @@ def test_the_devices_of_an_address_and_every_rdma_card(
     assert agent.devices_for("a-name", tmp_path) is None
 
 
-def test_what_was_not_chosen_is_not_even_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def missing(module: str) -> None:
-        asked.append(module.split(".")[-1])
-        raise ImportError(module)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    absent = why_absent(["shm"], ON_CPU)
-    assert set(absent) == set(TRANSPORTS) - {"shm"}
-    assert asked == []
-    assert "not installed" in why_absent(None, ON_CPU)["tcp"]
-    assert asked == ["nccl_backend", "tcp_backend"]
-
-
 @pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
 def test_what_was_asked_for_by_name_and_does_not_work_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--transports {name}"):
         peer_transports([name], [ON_CPU], None)
-
-
-def test_every_transport_says_whether_it_works() -> None:
-    answers = survey(None)
-    assert set(answers) == set(TRANSPORTS)
-    assert answers["shm"] is None
-    assert answers["tcp"] is None
-    assert answers["nccl"]
-    assert "GPU" in (answers["cuda_ipc"] or "")
 
 
 def test_gpu_memory_is_mapped_only_where_deaths_can_be_proved(

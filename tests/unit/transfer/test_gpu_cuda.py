@@ -14,7 +14,7 @@ import pytest
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu import cuda
-from pullfill.transfer.gpu.cuda import CudaDriver, _CopyAttributes, _Handle, settle
+from pullfill.transfer.gpu.cuda import CudaDriver, _Handle, settle
 
 MEMORY = np.zeros(1 << 16, np.uint8)
 BASE = MEMORY.ctypes.data
@@ -239,17 +239,6 @@ def test_errors_carry_cudas_name(library: Library, name: str) -> None:
         copy()
 
 
-def test_a_waiting_thread_sleeps(library: Library) -> None:
-    """cuStreamSynchronize keeps a core busy unless the context was made otherwise."""
-    stream = CudaDriver().stream(0)
-    before = MEMORY.copy()
-    stream.copy_batch(*triples((0, 5000, 100)))
-    assert (MEMORY == before).all()
-    stream.synchronize()
-    assert (MEMORY[:100] == before[5000:5100]).all()
-    assert library.calls[-2:] == ["cuEventRecord", "cuEventSynchronize"]
-
-
 def test_a_stream_is_done_or_busy_or_failed(library: Library) -> None:
     """CUDA_ERROR_NOT_READY is 600; whatever else is no answer to wait on."""
     stream = CudaDriver().stream(0)
@@ -270,20 +259,6 @@ def test_the_whole_context_can_be_waited_for(library: Library) -> None:
     library.codes["cuCtxSynchronize"] = 700
     with pytest.raises(TransferFailed, match="cuCtxSynchronize: CUDA_ERROR_700"):
         driver.synchronize(0)
-
-
-def test_memory_of_another_gpu_has_an_extent(library: Library) -> None:
-    library.ordinal = 1
-    driver = CudaDriver()
-    with pytest.raises(TransferFailed, match="not memory of device 0"):
-        driver.allocation(0, BASE)
-    assert driver.extent(0, BASE + 5) == (BASE, len(MEMORY))
-
-
-def test_links_and_buffers(library: Library) -> None:
-    driver = CudaDriver()
-    assert (driver.fast_link(0, 1), driver.fast_link(1, 0)) == (True, False)
-    assert driver.stage(0, 4096) == (BASE, BASE + 4096)
 
 
 def test_mps(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -325,11 +300,6 @@ def test_settings_that_cannot_be_read(library: Library, monkeypatch: pytest.Monk
         driver.settings()
     monkeypatch.setattr(Path, "read_text", lambda _: "EnableMSI: 1")
     assert driver.settings() == "EnableMSI: 1"
-
-
-def test_structures_are_as_large_as_cudas() -> None:
-    assert ctypes.sizeof(_Handle) == 64
-    assert ctypes.sizeof(_CopyAttributes) == 24
 
 
 def test_no_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

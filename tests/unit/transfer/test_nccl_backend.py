@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.errors import AuthFailed, BadMessage, TransferFailed
+from pullfill.errors import BadMessage, TransferFailed
 from pullfill.transfer.nccl.gpu_turns import Laid, Turn
 from pullfill.transfer.nccl.nccl_backend import NcclStart, NcclUse
 from pullfill.transfer.runs import Runs
@@ -159,19 +159,6 @@ def test_an_interrupt_alone_ends_a_receive(sides: Sides) -> None:
     np.testing.assert_array_equal(sides.datas[0], before)
 
 
-def test_a_forged_frame_is_told_as_such(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as a GPU that failed: whoever was not let in is counted."""
-    sides.both("receive", "send")
-
-    def forged(limit: int = 0) -> bytes:
-        raise AuthFailed("a frame has a wrong seal")
-
-    monkeypatch.setattr(sides.links[0], "receive", forged)
-    with pytest.raises(AuthFailed):
-        sides.backends[0].receive(sides.runs[0])
-    assert sides.backends[0].resource is None  # type: ignore[attr-defined]
-
-
 def test_a_communicator_that_the_owner_does_not_have_is_named_as_such(sides: Sides) -> None:
     sides.say(1, NcclUse(generation=1, message_bytes=STEP))
     with pytest.raises(TransferFailed, match="given up here"):
@@ -204,40 +191,6 @@ def test_whatever_a_peer_says_nothing_but_its_connection_ends(frame: bytes, cut:
             sides.backends[0].receive(sides.runs[0])
     for sock in sides.socks:
         sock.close()
-
-
-def test_an_answer_in_place_of_the_id_is_handed_on(sides: Sides) -> None:
-    sides.refuse()
-    assert sides.world.constructed == 0
-    sides.both("receive", "send")
-
-
-def test_a_peer_does_not_discard(sides: Sides) -> None:
-    with pytest.raises(TransferFailed):
-        sides.backends[1].discard(1)
-
-
-def test_cuda_that_fails_while_copying_is_a_failed_transfer(
-    sides: Sides, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
-
-    sides.both("receive", "send")
-    monkeypatch.setattr(sides.kind.gpus.gpu, "copy", fail)
-    with pytest.raises(TransferFailed, match="LAUNCH_FAILED"):
-        sides.both("receive", "send")
-
-
-def test_device_memory_is_taken_once_and_never_given_back(sides: Sides) -> None:
-    """Giving it back means a call of cudaFree, which waits for the kernels of all workers that use
-    the GPU. So CudaGpu has no method for that."""
-    taken = dict(sides.world.memory)
-    assert len(taken) == 2
-    sides.both("receive", "send")
-    sides.both("send", "receive")
-    assert sides.kind.gpus.gpu.copies > 0
-    assert sides.world.memory.keys() == taken.keys()
 
 
 @pytest.mark.parametrize(("owner", "peer"), [("receive", "send"), ("send", "receive")])

@@ -13,7 +13,6 @@ import pytest
 from pullfill.errors import TransferFailed
 from pullfill.transfer.nccl import device as device_module
 from pullfill.transfer.nccl.device import Device, State
-from pullfill.transfer.nccl.library import Nccl
 from tests.support.fake_kernels import FakeStream
 from tests.support.fake_nccl import CUDA_ERROR, INVALID_USAGE, World
 from tests.support.nccl_comms import Here, Running, clean_world, data, impatient, patient
@@ -71,19 +70,6 @@ def test_several_peers_at_once_and_one_thread_calls_for_all(three: Here) -> None
     assert set(three.world._owners.values()) == callers
 
 
-def test_two_hundred_leave_nothing(world: World) -> None:
-    here = Here(world)
-    here.wait_ready()
-    here.close()
-    for _ in range(200):
-        here.begin()
-        here.wait_ready()
-        here.move()
-        here.close()
-    eventually(lambda: world.aborts == 402, "some are not freed")
-    assert world.revokes == 0
-
-
 # ---------------------------------------------------------------------- faults
 
 
@@ -138,40 +124,6 @@ def test_nothing_is_queued_after_an_error_that_came_while_idle(here: Here) -> No
     assert "remote process exited" in str(receiving.end())
 
 
-def test_giving_up_ends_what_runs_on_the_gpu(here: Here) -> None:
-    """The other side never sends. When `run` is back nothing is written, even if it sends then."""
-    here.move()
-    target = np.zeros(100, np.uint8)
-    receiving = Running(here.ours[0], False, target)
-    eventually(lambda: here.world.waiting("GPU-0") == 1, "no kernel begins")
-    assert "stopped" in str(receiving.give_up())
-    late = Running(here.theirs[0], True, data(1, 100))
-    assert late.give_up() is not None
-    assert not target.any()
-
-
-def test_a_group_that_never_gets_to_the_stream_is_given_up(here: Here) -> None:
-    """NCCL connects the two sides with the first group; the other side never has one."""
-    receiving = Running(here.ours[0], False, np.zeros(100, np.uint8))
-    receiving.join(0.05)
-    assert receiving.is_alive()
-    assert "stopped" in str(receiving.give_up())
-    assert here.world.aborts == 1
-    assert here.world.revokes == 0
-
-
-def test_run_is_not_back_before_the_gpu_is_known_to_be_quiet(here: Here) -> None:
-    here.world.set(hang=True)
-    receiving = here.receive_in_vain()
-    here.world.set(dumb_streams=10**9)
-    receiving.stop.set()
-    eventually(lambda: here.world.revokes > 0, "not revoked")
-    receiving.join(0.1)
-    assert receiving.is_alive()
-    here.world.set(dumb_streams=0)
-    assert receiving.give_up() is not None
-
-
 def test_a_stream_that_fails_is_a_failed_transfer_and_not_busy_for_ever(here: Here) -> None:
     here.world.set(hang=True)
     receiving = here.receive_in_vain()
@@ -180,17 +132,6 @@ def test_a_stream_that_fails_is_a_failed_transfer_and_not_busy_for_ever(here: He
     eventually(lambda: any(c is not None and not c.usable for c in ended), "reads as busy")
     eventually(lambda: here.world.revokes > 0, "not revoked")
     receiving.give_up()
-
-
-def test_a_peer_that_dies_in_a_transfer_is_only_noticed_by_the_watch(here: Here) -> None:
-    here.world.set(hang=True)
-    receiving = here.receive_in_vain()
-    here.world.kill("GPU-1")
-    here.world.set(hang=False)
-    receiving.join(0.05)
-    assert receiving.is_alive()
-    assert receiving.give_up() is not None
-    assert not receiving.arrays[0].any()
 
 
 def test_nccl_that_cannot_revoke_is_aborted(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,16 +209,6 @@ def test_the_dead_do_not_pile_up_on_a_busy_gpu(world: World) -> None:
 # ---------------------------------------------------------------------- how they begin and end
 
 
-def test_one_that_never_comes_up_is_given_up_at_once_and_freed(world: World) -> None:
-    world.set(hang_init=True)
-    here = Here(world)
-    for comm in (here.ours[0], here.theirs[0]):
-        with pytest.raises(TransferFailed, match="too late"):
-            comm.wait_ready(impatient())
-        assert not comm.usable
-    eventually(lambda: world.aborts == 2, "not freed")
-
-
 def test_one_that_cannot_be_made_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "ncclCommInitRankConfig", lambda *_: 1)
     here = Here(world)
@@ -287,46 +218,7 @@ def test_one_that_cannot_be_made_says_so(world: World, monkeypatch: pytest.Monke
         assert not comm.usable
 
 
-def test_an_owner_thread_begins_only_when_the_last_one_has_ended(world: World) -> None:
-    device = Device(FakeGpu(world, "GPU-0"))
-    go_on = threading.Event()
-    device._last = threading.Thread(target=go_on.wait)
-    device._last.start()
-    asking = threading.Thread(target=device.unique_id, args=(patient,))
-    asking.start()
-    asking.join(0.1)
-    assert asking.is_alive()
-    go_on.set()
-    asking.join(20)
-    assert not asking.is_alive()
-
-
-def test_closing_a_healthy_one_waits_for_nobody(here: Here) -> None:
-    here.ours[0].close()
-    eventually(lambda: here.world.aborts == 1, "not freed")
-    assert here.theirs[0].usable, "NCCL does not tell the other side"
-
-
 # ---------------------------------------------------------------------- the rules are kept by force
-
-
-def test_the_library_for_tests_notices_what_the_manual_forbids(world: World) -> None:
-    """Calls as the code made them before: from a second thread, and after the abort."""
-    here = Here(world)
-    here.wait_ready()
-    comm = here.ours[0].comm
-    assert comm is not None
-    world.activate("GPU-0")
-    Nccl(world).busy(comm)
-    assert any("which kv-nccl owns" in text for text in world.violations)
-    world.violations.clear()
-    here.close()
-    eventually(lambda: not world.comms, "not freed")
-    world.violations.clear()
-    with pytest.raises(TransferFailed):
-        Nccl(world).revoke(comm)
-    assert world.violations == ["ncclCommRevoke after the abort"]
-    world.violations.clear()
 
 
 def given_up(here: Here, *numbers: int) -> list[Running]:
@@ -391,13 +283,6 @@ def test_one_that_cannot_be_made_is_freed_when_nothing_else_runs(
     here.close()
 
 
-def test_an_id_that_cannot_be_made_says_so() -> None:
-    world = World()
-    world.ncclGetUniqueId = lambda *_: 1  # type: ignore[method-assign]
-    with pytest.raises(TransferFailed, match="unhandled cuda error"):
-        Device(FakeGpu(world, "GPU-0")).unique_id(patient)
-
-
 def test_an_id_that_nccl_does_not_make_is_given_up() -> None:
     world, go_on = World(), threading.Event()
     world.ncclGetUniqueId = lambda *_: go_on.wait(20) and 1  # type: ignore[method-assign]
@@ -421,12 +306,6 @@ def test_who_waits_for_a_dead_owner_thread_hears_of_it(caplog: pytest.LogCapture
     with pytest.raises(TransferFailed, match="restart this worker"):
         device.unique_id(impatient(20))
     assert "no more" in caplog.text
-
-
-def test_an_id_of_another_length_is_refused() -> None:
-    comm = Device(FakeGpu(World(), "GPU-0")).communicator(b"x", 1)
-    with pytest.raises(TransferFailed, match="128 bytes"):
-        comm.wait_ready(lambda: None)
 
 
 class Lasting(FakeGpu):

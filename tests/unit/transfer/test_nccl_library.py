@@ -54,23 +54,6 @@ class Loader:
         return self.files[name]
 
 
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The library of an nvidia-nccl package."""
-    path = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
-    path.parent.mkdir(parents=True)
-    path.touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    return str(path)
-
-
-def test_the_one_that_is_loaded_comes_first(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LD_PRELOAD or torch brought it: two of them in a process would not know each other."""
-    loader = Loader(monkeypatch, {"libnccl.so.2": Found(), package: Found()}, loaded=True)
-    library.load()
-    assert set(loader.asked) == {"libnccl.so.2"}
-
-
 def test_calls_that_wait_for_the_gpu_give_up_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, quick = Found(), Found()
     monkeypatch.setattr(ctypes, "CDLL", lambda *_: waiting)
@@ -79,12 +62,6 @@ def test_calls_that_wait_for_the_gpu_give_up_the_gil(monkeypatch: pytest.MonkeyP
     assert found.ncclGroupEnd is quick.ncclGroupEnd
     assert found.ncclGroupEndOfAborts is waiting.ncclGroupEnd
     assert found.ncclCommAbort is waiting.ncclCommAbort
-
-
-def test_then_the_packages(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = Loader(monkeypatch, {"libnccl.so.2": Found(), package: Found()})
-    library.load()
-    assert set(loader.asked) == {package}
 
 
 def test_none_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,14 +130,6 @@ def test_ranks_of_tensor_and_pipeline_parallel_engines_find_their_place(tmp_path
     assert os.listdir(tmp_path) == []
 
 
-def test_more_ranks_than_heads_hold_copies(tmp_path: Path) -> None:
-    told = {(0, tp): region(tmp_path, tp) for tp in range(4)}
-    mapped = owners.attach_ranks(told, kv_heads=2)
-    assert [r.memory.first_head for r in mapped] == [0, 0, 1, 1]
-    for rank in mapped:
-        rank.close()
-
-
 def test_one_rank_alone_has_all_there_is(tmp_path: Path) -> None:
     (rank,) = owners.attach_ranks({(0, 0): region(tmp_path, 0, heads=3)}, kv_heads=8)
     assert (rank.memory.first_head, rank.memory.layout.num_kv_heads) == (0, 3)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.errors import BadMessage, IncompatibleError
-from pullfill.transfer.contract import KvLayout, Rect
-from pullfill.transfer.layout import check_bounds, check_pair, crop, dense_layout
+from pullfill.errors import BadMessage
+from pullfill.transfer.contract import KvLayout
+from pullfill.transfer.layout import check_bounds, dense_layout
 from pullfill.transfer.runs import SINGLE, Batch, Rows, merge_pairs, plan
 from tests.support.transfer_rigs import extent
 
@@ -141,51 +141,11 @@ def test_merged_runs_are_maximal_and_complete(pairs: list[tuple[int, int]]) -> N
     assert all((s + n, t + n) not in starts for s, t, n in runs)
 
 
-def test_dense_blocks_of_a_layer_are_one_copy() -> None:
-    layout = dense_layout(4, 100, 8, 1024)
-    todo = plan(layout, layout, range(10, 60), range(20, 70))
-    assert (todo.nbytes, todo.rows.count) == ([50 * 8 * 1024], 4)
-
-
 def test_everything_dense_is_one_copy() -> None:
     # All layers of a block side by side, then the next block.
     layout = KvLayout(0, 3, 10, 2, 64, layer_stride=128, block_stride=384, head_stride=64)
     todo = plan(layout, layout, range(10), range(10))
     assert (len(todo.nbytes), todo.rows.count) == (1, 1)
-
-
-def test_heads_of_a_range_stay_apart_where_blocks_are_wider() -> None:
-    wide, narrow = dense_layout(2, 10, 8, 64), dense_layout(2, 10, 4, 64)
-    upper = crop(wide, Rect(4, 4, 0, 2))
-    check_pair(upper, narrow)
-    todo = plan(upper, narrow, [3, 4], [0, 1])
-    assert todo.total == 2 * 2 * 4 * 64
-    expected = {
-        at(narrow, layer, t, h) + i: at(wide, layer, s, h + 4) + i
-        for layer in range(2)
-        for s, t in ((3, 0), (4, 1))
-        for h in range(4)
-        for i in range(64)
-    }
-    assert planned_map(todo.batches()) == expected
-    with pytest.raises(IncompatibleError, match=r"5\.\.9 of 8"):
-        crop(wide, Rect(5, 4, 0, 2))
-
-
-def test_layers_of_a_range_go_where_the_other_side_counts_them() -> None:
-    half, whole = dense_layout(2, 6, 2, 64), dense_layout(4, 6, 2, 64)
-    later = crop(whole, Rect(0, 2, 2, 2))
-    check_pair(half, later)
-    todo = plan(half, later, [5], [1])
-    expected = {
-        at(whole, layer + 2, 1, h) + i: at(half, layer, 5, h) + i
-        for layer in range(2)
-        for h in range(2)
-        for i in range(64)
-    }
-    assert planned_map(todo.batches()) == expected
-    with pytest.raises(IncompatibleError, match="num_layers"):
-        crop(whole, Rect(0, 2, 3, 2))
 
 
 @pytest.mark.parametrize(

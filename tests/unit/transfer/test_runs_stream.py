@@ -76,12 +76,6 @@ def test_runs_are_merged_where_memory_is_contiguous(
     assert len(stream_of(memory, np.array(blocks)).iovec) == runs
 
 
-def test_nothing_is_nothing() -> None:
-    memory = LocalMemory(address=1 << 40, nbytes=1 << 30, layout=LAYOUTS["dense"])
-    empty = stream_of(memory, np.array([], np.int64))
-    assert (empty.total, list(pieces(empty.iovec, PAGE))) == (0, [])
-
-
 def test_a_part_is_counted_from_what_its_region_begins_with() -> None:
     part, region = Rect(5, 2, 7, 4), Rect(4, 4, 4, 8)
     assert part.within(region) == Rect(1, 2, 3, 4)

@@ -65,28 +65,6 @@ def test_a_grant_that_is_gone_is_told_before_anything_else(order: int) -> None:
         whole.write_blocks(TOKEN, [1], [2])
 
 
-class _Meets(_Scripted):
-    """Ends a move only when all of `party` are in one."""
-
-    def __init__(self, party: threading.Barrier) -> None:
-        super().__init__()
-        self._party = party
-
-    def move(
-        self, verb: Direction, fence: FenceToken, s: Sequence[int], t: Sequence[int]
-    ) -> MoveResult:
-        self._party.wait(10)
-        return super().move(verb, fence, s, t)
-
-
-@pytest.mark.parametrize("verb", ["write_blocks", "read_blocks"])
-def test_members_copy_side_by_side(verb: str) -> None:
-    party = threading.Barrier(8)
-    whole = GroupSession([Member(_Meets(party), True, True) for _ in range(8)])
-    for _ in range(3):
-        assert getattr(whole, verb)(TOKEN, [1, 2], [3, 4]).blocks == 2
-
-
 class _Slow(_Scripted):
     """Writes one byte after the other until it has written all, or is interrupted."""
 

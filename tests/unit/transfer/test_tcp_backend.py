@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 
 from pullfill.errors import AuthFailed, BadMessage, TransferFailed
-from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Runs
 from pullfill.transfer.stream.kv_protocol import SocketConnection
-from pullfill.transfer.stream.tcp_backend import TcpBackend, TcpKind
+from pullfill.transfer.stream.tcp_backend import TcpBackend
 from tests.support.transfer_rigs import random_bytes
 
 Pair = tuple[SocketConnection, SocketConnection]
@@ -35,12 +33,6 @@ def links() -> Iterator[Pair]:
     for link in made:
         link.close()
         link.close()
-
-
-def test_the_kernel_gives_up_a_host_that_is_gone(links: Pair) -> None:
-    """Also while bytes wait for their acknowledgement, when keep-alives rest."""
-    timeout = links[0]._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-    assert timeout == 15_000
 
 
 def backends(links: Pair) -> tuple[TcpBackend, TcpBackend]:
@@ -142,33 +134,7 @@ def test_what_is_thrown_away_is_exactly_one_batch(links: Pair) -> None:
     assert target[0] == source[600_000]
 
 
-def test_tcp_is_for_cpu_memory() -> None:
-    kind = TcpKind()
-    layout = dense_layout(1, 1, 1, 64)
-    assert kind.why_not() is None
-    assert kind.can_reach("") is None
-    assert kind.detail(LocalMemory(0, 64, layout)) == ""
-    assert kind.detail(LocalMemory(0, 64, layout, device=0)) is None
-
-
 # --------------------------------------------------------------------------- the link
-
-
-def test_frames_and_marks_in_order(links: Pair) -> None:
-    here, there = links
-    assert not here.input_waits()
-    there.send(b"one")
-    there.mark(b"B")
-    there.send(b"")
-    assert here.wait_for_input()
-    assert here.receive() == b"one"
-    assert here.take_mark() == b"B"
-    assert here.receive() == b""
-    there.close()
-    assert here.input_waits(), "an end is heard like a word"
-    assert here.wait_for_input() is False
-    with pytest.raises(TransferFailed):
-        here.take_mark()
 
 
 def test_a_frame_that_is_too_long_takes_no_memory(links: Pair) -> None:
