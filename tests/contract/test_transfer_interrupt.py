@@ -22,7 +22,7 @@ from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import FenceToken, KvMode
 from tests.support.fake_nccl import World
 from tests.support.fakes import prefill_task
-from tests.support.nccl_gpus import PairKind
+from tests.support.nccl_rig import PairKind
 from tests.support.proxy import Proxy
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, shm_rig, stream_rig
 from tests.support.waiting import eventually

@@ -1,23 +1,113 @@
 """The nccl transport from a session to its owner: when communicators come and go, what is staged,
-who can reach whom. NCCL and the GPUs are of plain memory. Faults: test_transfer_nccl_faults.py."""
+who can reach whom; and what ends when it goes wrong. NCCL and the GPUs are of plain memory."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from pullfill.errors import ConfigError, PeerUnavailable
+from pullfill.errors import ConfigError, Fenced, PeerUnavailable, TransferFailed
+from pullfill.transfer.contract import PeerSession
 from pullfill.transfer.nccl.gpu_turns import TURNS
 from pullfill.transfer.nccl.nccl_backend import PEER, CudaGpus, NcclKind
+from pullfill.wire import FenceToken
 from tests.support.fake_nccl import World
-from tests.support.nccl_gpus import FakeGpus
-from tests.support.nccl_places import Make, Writing, places
-from tests.support.transfer_rigs import DENSE, stream_rig
+from tests.support.nccl_rig import Calling, FakeGpus, PairKind
+from tests.support.stream_held import served
+from tests.support.transfer_rigs import DENSE, LAYOUTS, Local, Region, Rig, assert_same, stream_rig
 from tests.support.waiting import eventually
+
+HURRY_S = 0.5
+"""Longer than a thread stands still on a busy machine."""
+
+
+@dataclass
+class Place:
+    """A region, a peer's memory, and the world between them."""
+
+    world: World
+    kind: PairKind
+    rig: Rig
+    region: Region
+    mine: Local
+
+    def connect(self) -> PeerSession:
+        return self.rig.connect(self.mine, self.region)
+
+    def token(self) -> FenceToken:
+        return self.region.owner.fences.open(range(40))
+
+    def hurry(self, session: PeerSession) -> None:
+        """The session's connection waits for `HURRY_S` at most, on both sides. Later ones wait
+        longer again."""
+        session._connection.set_stall(HURRY_S)  # type: ignore[attr-defined]
+        eventually(lambda: len(served(self.region)) == 1, "not one connection")
+        (peer,) = served(self.region)
+        peer._connection.set_stall(HURRY_S)
+
+    def moved(self, blocks: range) -> bool:
+        return bool((self.region.pages[:, blocks] == self.mine.pages[:, blocks]).all())
+
+
+Make = Callable[..., Place]
+
+
+@contextmanager
+def places(directory: Path) -> Iterator[Make]:
+    """Makes places. At the end each closes, and no communicator, stream or thread is left."""
+    before = set(threading.enumerate())
+    made: list[Place] = []
+
+    def build(*, layout: str = "dense") -> Place:
+        world = World()
+        kind = PairKind(world, message_bytes=8 << 10, batch_bytes=64 << 10)
+        rig = stream_rig(directory, kind)
+        place = Place(world, kind, rig, rig.region(LAYOUTS[layout]), rig.local(DENSE))
+        made.append(place)
+        return place
+
+    yield build
+    for place in made:
+        place.world.set(hang_init=False, hang_issue=False, dumb_streams=0)
+        place.region.owner.close()
+        world = place.world
+        eventually(lambda w=world: not (w.comms or w.streams), "a comm or a stream is left")  # type: ignore[misc]
+        assert place.world.violations == []
+        assert place.world.streams == {}
+    eventually(lambda: set(threading.enumerate()) <= before, "a thread is left")
+
+
+class Writing(Calling):
+    """One `write_blocks`."""
+
+    def __init__(self, session: PeerSession, token: FenceToken, blocks: range) -> None:
+        super().__init__()
+        self.session, self.token, self.blocks = session, token, blocks
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.session.write_blocks(self.token, self.blocks, self.blocks)
+        except BaseException as exc:
+            self.error = exc
+
+
+def hanging(place: Place, session: PeerSession, token: FenceToken) -> Writing:
+    """A write whose kernels never end, both sides inside."""
+    session.write_blocks(token, range(1), range(1))
+    place.world.set(hang=True)
+    writing = Writing(session, token, range(1, 40))
+    eventually(
+        lambda: place.world.waiting("GPU-0") == place.world.waiting("GPU-1") == 1,
+        "the kernels do not start",
+    )
+    return writing
 
 
 @pytest.fixture
@@ -136,3 +226,138 @@ def test_memory_of_the_cpu_is_not_offered(make: Make) -> None:
     assert kind.detail(place.mine.memory) is None
     with pytest.raises(ConfigError, match="GPU memory"):
         kind.make(place.mine.memory, owner=True)
+
+
+# ---------------------------------------------------------------------- when it goes wrong
+
+
+def test_a_peer_killed_in_a_transfer_holds_up_no_other(make: Make) -> None:
+    """Its kernel waits on the owner's GPU until the revoke. Meanwhile the others go on, and one of
+    them closes its communicator, which frees memory of the GPU."""
+    place = make()
+    token, fences = place.token(), place.region.owner.fences
+    sessions = [place.rig.connect(place.rig.local(DENSE, seed=n), place.region) for n in (7, 8)]
+    for session in sessions:
+        session.write_blocks(token, [0], [0])
+    victim = hanging(place, sessions[0], fences.open(range(40)))
+    for comm in place.world.comms.values():
+        comm.dead = comm.dead or (comm.device == "GPU-1" and comm.pair.waiting != [])
+    place.world.set(hang=False)
+    sessions[1].close()
+    fresh = place.connect()
+    fresh.write_blocks(token, range(40), range(40))
+    assert place.moved(range(40))
+    assert victim.is_alive()
+    sessions[0].interrupt()
+    assert victim.end() is not None
+    fresh.close()
+
+
+@pytest.mark.essential
+def test_a_revoke_ends_a_transfer_that_hangs_and_nothing_lands_afterwards(make: Make) -> None:
+    place = make()
+    session, token = place.connect(), place.token()
+    writing = hanging(place, session, token)
+    fences = place.region.owner.fences
+    assert not fences.try_revoke(token)
+    eventually(lambda: fences.try_revoke(token), "never proved")
+    place.region.data[:] = 7
+    place.world.set(hang=False)
+    assert isinstance(writing.end(), Fenced)
+    assert bool((place.region.data == 7).all())
+    fresh = place.token()
+    session.write_blocks(fresh, range(40), range(40))
+    assert place.moved(range(40))
+    session.close()
+
+
+def test_no_proof_while_cuda_does_not_say_that_the_gpu_is_quiet(make: Make) -> None:
+    place = make()
+    session, token = place.connect(), place.token()
+    writing = hanging(place, session, token)
+    place.world.set(dumb_streams=10**9)
+    fences = place.region.owner.fences
+    while place.world.revokes == 0:
+        assert not fences.try_revoke(token)
+    for _ in range(50):
+        assert not fences.try_revoke(token)
+    place.world.set(dumb_streams=0)
+    eventually(lambda: fences.try_revoke(token), "never proved")
+    assert isinstance(writing.end(), Fenced)
+    session.close()
+
+
+def test_a_peer_that_dies_in_a_transfer_holds_nothing(make: Make) -> None:
+    place = make()
+    session, token = place.connect(), place.token()
+    writing = hanging(place, session, token)
+    session._connection.interrupt()  # type: ignore[attr-defined]
+    fences = place.region.owner.fences
+    eventually(lambda: fences.try_revoke(token), "never proved")
+    place.world.set(hang=False)
+    assert writing.end() is not None
+    session.close()
+
+
+def test_a_transfer_without_progress_ends_by_itself(make: Make) -> None:
+    place = make()
+    session, token = place.connect(), place.token()
+    session.write_blocks(token, [0], [0])
+    place.hurry(session)
+    writing = hanging(place, session, token)
+    assert isinstance(writing.end(), TransferFailed)
+    eventually(lambda: not place.world.comms, "a broken communicator is kept")
+    place.world.set(hang=False)
+    session.write_blocks(token, range(40), range(40))
+    assert place.moved(range(40))
+    session.close()
+
+
+def test_a_group_that_is_never_launched_is_ended_by_a_revoke_too(make: Make) -> None:
+    place = make()
+    session, token = place.connect(), place.token()
+    place.world.set(hang_issue=True)
+    writing = Writing(session, token, range(40))
+    eventually(
+        lambda: sum(comm.doing == "issue" for comm in place.world.comms.values()) == 2,
+        "the groups do not begin",
+    )
+    fences = place.region.owner.fences
+    eventually(lambda: fences.try_revoke(token), "never proved")
+    assert isinstance(writing.end(), Fenced)
+    session.close()
+
+
+def test_a_communicator_that_never_comes_up_ends_the_operation_only(make: Make) -> None:
+    place = make()
+    session, token = place.connect(), place.token()
+    place.hurry(session)
+    place.world.set(hang_init=True)
+    with pytest.raises(TransferFailed):
+        session.write_blocks(token, range(40), range(40))
+    # Nothing of ours was known to NCCL; the owner's thread has yet to see that the peer is gone.
+    eventually(lambda: place.region.owner.fences.try_revoke(token), "never proved")
+    place.world.set(hang_init=False)
+    session.write_blocks(place.token(), range(40), range(40))
+    assert place.moved(range(40))
+    session.close()
+
+
+def test_a_refused_batch_costs_no_communicator_and_keeps_the_one_there_is(make: Make) -> None:
+    place = make()
+    session, fences = place.connect(), place.region.owner.fences
+    dead = place.token()
+    assert fences.try_revoke(dead)
+    with pytest.raises(Fenced):
+        session.write_blocks(dead, range(40), range(40))
+    assert place.world.constructed == 0
+    token = place.token()
+    session.write_blocks(token, range(10), range(10))
+    before = place.region.data.copy()
+    with pytest.raises(Fenced):
+        session.write_blocks(dead, range(10, 40), range(10, 40))
+    assert_same(place.region.data, before)
+    session.write_blocks(token, range(10, 40), range(10, 40))
+    assert place.world.constructed == 2, "made again after a mere refusal"
+    assert place.moved(range(40))
+    session.close()

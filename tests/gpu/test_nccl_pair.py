@@ -1,13 +1,11 @@
 """The nccl transport between two processes: on two GPUs where there are two, else on one, which
 NCCL 2.30 and newer allow with NCCL_MULTI_RANK_GPU_ENABLE=1. The same with a fake of NCCL, and many
-more faults, in tests/contract/test_transfer_nccl_faults.py."""
+more faults, in tests/contract/test_transfer_nccl.py."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,8 +17,7 @@ from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nccl.nccl_backend import make_kind
 from pullfill.transfer.owners import MappedRank, Owner
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.wire import FenceToken
-from tests.support.gpu_programs import GpuMemory
+from tests.support.gpu_programs import GpuMemory, Program
 from tests.support.transfer_rigs import COMPAT
 from tests.support.waiting import eventually
 
@@ -28,33 +25,6 @@ pytestmark = pytest.mark.gpu
 
 LAYOUT = dense_layout(4, 64, 8, 16 << 10)  # 32 MiB; one block of a layer is 128 KiB
 FOREIGN = 0xEE
-
-
-class Peer:
-    def __init__(self, descriptor: Path, device: int) -> None:
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.support.nccl_peer"),
-                *map(str, (descriptor, device, FOREIGN)),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.line() == "ready"
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def send(self, verb: str, token: FenceToken) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{verb} {token.slot} {token.epoch}\n")
-        self.process.stdin.flush()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 class Place:
@@ -103,48 +73,50 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 @pytest.fixture
-def start(place: Place) -> Iterator[Callable[[], Peer]]:
-    peers: list[Peer] = []
+def start(place: Place) -> Iterator[Callable[[], Program]]:
+    peers: list[Program] = []
 
-    def begin() -> Peer:
-        peers.append(Peer(place.path, torch.cuda.device_count() - 1))
+    def begin() -> Program:
+        last = torch.cuda.device_count() - 1
+        peers.append(Program("writer", place.path, FOREIGN, last, "nccl"))
+        assert peers[-1].greeting == "ready"
         return peers[-1]
 
     yield begin
     for peer in peers:
-        peer.close()
+        peer.__exit__()
 
 
-def test_bytes_go_both_ways(place: Place, start: Callable[[], Peer]) -> None:
+def test_bytes_go_both_ways(place: Place, start: Callable[[], Program]) -> None:
     token, peer = place.owner.fences.open(range(64)), start()
-    peer.send("write", token)
-    assert peer.line() == "done"
+    peer.tell("write", token.slot, token.epoch)
+    assert peer.answer() == "done"
     assert place.foreign() == LAYOUT.num_layers * LAYOUT.layer_stride
     place.fill(0x37)
-    peer.send("read", token)
-    assert peer.line() == f"done {0x37}"
+    peer.tell("read", token.slot, token.epoch)
+    assert peer.answer() == f"done {0x37}"
     assert place.owner.fences.try_revoke(token)
-    peer.send("write", token)
-    assert peer.line() == "fenced"
+    peer.tell("write", token.slot, token.epoch)
+    assert peer.answer() == "fenced"
     assert place.foreign() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 def test_a_peer_stopped_or_killed_in_a_transfer_holds_nothing(
-    place: Place, start: Callable[[], Peer], number: signal.Signals
+    place: Place, start: Callable[[], Program], number: signal.Signals
 ) -> None:
     fences = place.owner.fences
     token, peer = fences.open(range(64)), start()
-    peer.send("loop", token)
+    peer.tell("loop", token.slot, token.epoch)
     eventually(lambda: place.foreign() > 0, "nothing arrives")
     os.kill(peer.process.pid, number)
     eventually(lambda: fences.try_revoke(token), "its blocks stay in quarantine")
     place.fill(0)
     if number is signal.SIGSTOP:
         os.kill(peer.process.pid, signal.SIGCONT)
-        assert peer.line() == "fenced"
+        assert peer.answer() == "fenced"
     assert place.foreign() == 0
     fresh, other = fences.open(range(64)), start()
-    other.send("write", fresh)
-    assert other.line() == "done"
+    other.tell("write", fresh.slot, fresh.epoch)
+    assert other.answer() == "done"
     assert place.foreign() == LAYOUT.num_layers * LAYOUT.layer_stride

@@ -11,11 +11,12 @@ prints its region's descriptor as a line of JSON, or `refused TEXT`, then answer
     others N            how many bytes are not N
     digest B,B,...      of these blocks, hexadecimal
 
-    python -m tests.support.gpu_programs writer DESCRIPTOR_FILE FILL
+    python -m tests.support.gpu_programs writer DESCRIPTOR_FILE FILL [DEVICE TRANSPORT]
 
-prints `ready`, then obeys `write SLOT EPOCH` and, until fenced, `loop SLOT EPOCH` and `beat SLOT
-EPOCH` (five times a second): writes all blocks from memory whose every byte is FILL; `done`,
-`fenced` or `failed TEXT`.
+prints `ready`, then obeys a line each, from memory whose every byte is FILL: `write SLOT EPOCH`
+(all blocks), `loop SLOT EPOCH` and `beat SLOT EPOCH` (the same until fenced; a beat five times a
+second), and `read SLOT EPOCH` (block 0 into its last one). Answers `done`, or `done N` (the first
+byte read), `fenced` or `failed TEXT`. Over `cuda_ipc`, or `nccl`.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ import msgspec
 import torch
 
 from pullfill.errors import Fenced, PullfillError
-from pullfill.transfer.contract import KvLayout, LocalMemory
+from pullfill.transfer.contract import KvLayout, LocalMemory, PeerSession, PeerTransport
 from pullfill.transfer.copying import read_pages
 from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport
 from pullfill.transfer.layout import dense_layout, layout_of
 from pullfill.transfer.nccl.gpu_turns import CudaGpu
 from pullfill.transfer.nccl.library import Nccl, NcclMove
+from pullfill.transfer.nccl.nccl_backend import make_kind
 from pullfill.transfer.owners import MappedRank, Owner, tell_gpu
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.kv_pool import describe
+from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.wire import FenceToken, RegionDescriptor
 from tests.support.transfer_rigs import COMPAT
 
@@ -183,27 +186,39 @@ def _obey(words: list[str], kv: GpuMemory, made: Owner) -> Any:
     return int((kv.buffer != int(rest[0])).sum())
 
 
-def writer(path: str, fill: str) -> None:
+def writer(path: str, fill: str, device: str = "0", transport: str = "cuda_ipc") -> None:
     descriptor = msgspec.json.decode(Path(path).read_bytes(), type=RegionDescriptor)
-    kv = GpuMemory(layout_of(descriptor))
-    kv.buffer.fill_(int(fill))
-    torch.cuda.synchronize()
-    session = CudaIpcTransport(kv.memory.device).connect(kv.memory, descriptor)
-    blocks = range(kv.memory.layout.num_blocks)
+    kv = GpuMemory(layout_of(descriptor), int(device))
+    kv.buffer.view(torch.uint8).fill_(int(fill))
+    torch.cuda.synchronize(kv.buffer.device)
+    over: PeerTransport = CudaIpcTransport(kv.memory.device)
+    if transport == "nccl":
+        over = StreamTransport(make_kind())
+    session = over.connect(kv.memory, descriptor)
     print("ready", flush=True)
     for line in sys.stdin:
         verb, slot, epoch = line.split()
         token = FenceToken(slot=int(slot), epoch=int(epoch))
         try:
-            session.write_blocks(token, blocks, blocks)
-            while verb in ("loop", "beat"):
-                time.sleep(0.2 if verb == "beat" else 0)
-                session.write_blocks(token, blocks, blocks)
-            print("done", flush=True)
+            print(_move(session, kv, verb, token), flush=True)
         except Fenced:
             print("fenced", flush=True)
         except PullfillError as exc:
             print(f"failed {exc}", flush=True)
+
+
+def _move(session: PeerSession, kv: GpuMemory, verb: str, token: FenceToken) -> str:
+    layout = kv.memory.layout
+    blocks = range(layout.num_blocks)
+    if verb == "read":
+        session.read_blocks(token, [0], [blocks[-1]])
+        torch.cuda.synchronize(kv.buffer.device)
+        return f"done {int(kv.buffer.view(torch.uint8)[blocks[-1] * layout.block_stride])}"
+    session.write_blocks(token, blocks, blocks)
+    while verb in ("loop", "beat"):
+        time.sleep(0.2 if verb == "beat" else 0)
+        session.write_blocks(token, blocks, blocks)
+    return "done"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from pullfill.wire import Compat, RegionDescriptor
 from tests.support.fake_gpu import FakeDriver
 from tests.support.fake_nccl import World
 from tests.support.loopback import LoopbackOwner, LoopbackTransport
-from tests.support.nccl_gpus import PairKind
+from tests.support.nccl_rig import PairKind
 
 Bytes = NDArray[np.uint8]
 

@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -17,11 +17,12 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+from numpy.typing import NDArray
 
 from pullfill.config import TRANSPORTS
 from pullfill.errors import BadMessage, ConfigError, Fenced, IncompatibleError, PeerUnavailable
 from pullfill.transfer.connect import backends, choose, connect, peer_transports, survey, why_absent
-from pullfill.transfer.contract import LocalMemory, PeerSession, PeerTransport, Rect
+from pullfill.transfer.contract import KvLayout, LocalMemory, PeerSession, PeerTransport, Rect
 from pullfill.transfer.copying import copies_of, read_pages
 from pullfill.transfer.gpu import cuda
 from pullfill.transfer.layout import dense_layout
@@ -33,8 +34,51 @@ from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import RegionDescriptor
 from tests.support.fake_gpu import FakeDriver
-from tests.support.ranked import BLOCKS, HALVES, PAGE, REPLICAS, STAGES, WHOLE, RankedWorker
-from tests.support.transfer_rigs import COMPAT, shm_rig
+from tests.support.transfer_rigs import COMPAT, memory_over, shm_rig
+
+PAGE, LAYERS, BLOCKS, HEADS = 64, 3, 8, 4
+
+WHOLE = [Rect(0, 4, 0, LAYERS)]
+HALVES = [Rect(0, 2, 0, LAYERS), Rect(2, 2, 0, LAYERS)]
+REPLICAS = [Rect(h, 1, 0, LAYERS) for h in (0, 0, 1, 1, 2, 2, 3, 3)]
+STAGES = [Rect(0, 4, 0, 1), Rect(0, 4, 1, LAYERS - 1)]
+"""Ways to split a model of HEADS KV heads and LAYERS layers over ranks."""
+
+
+class RankedWorker:
+    """The KV memories of the ranks of one worker, with the same content however it is split."""
+
+    def __init__(self, rects: Sequence[Rect], seed: int) -> None:
+        self.rects = list(rects)
+        self.data: list[NDArray[np.uint8]] = []
+        self.memories: list[LocalMemory] = []
+        random = np.random.default_rng(seed)
+        model = random.integers(0, 255, (LAYERS, BLOCKS, HEADS, PAGE), np.uint8)
+        for rect in rects:
+            layout = dense_layout(rect.layers, BLOCKS, rect.heads, PAGE)
+            # Ranks that share a head hold the same, as after a real prefill.
+            data = model[rect.first_layer : rect.end_layer, :, rect.first_head : rect.end_head]
+            self.data.append(np.ascontiguousarray(data).reshape(-1))
+            memory = memory_over(self.data[-1], layout)
+            self.memories.append(
+                replace(memory, first_head=rect.first_head, first_layer=rect.first_layer)
+            )
+
+    def page(self, rank: int, layer: int, block: int, head: int) -> bytes:
+        at: KvLayout = self.memories[rank].layout
+        first = layer * at.layer_stride + block * at.block_stride + head * at.head_stride
+        return self.data[rank][first : first + PAGE].tobytes()
+
+    def block(self, block: int) -> dict[tuple[int, int], set[bytes]]:
+        """(layer, head) of the model → what the ranks that have it hold there."""
+        found: dict[tuple[int, int], set[bytes]] = {}
+        for rank, rect in enumerate(self.rects):
+            for layer in range(rect.layers):
+                for head in range(rect.heads):
+                    where = (rect.first_layer + layer, rect.first_head + head)
+                    found.setdefault(where, set()).add(self.page(rank, layer, block, head))
+        return found
+
 
 SPLITS = {"whole": WHOLE, "halves": HALVES, "replicas": REPLICAS, "stages": STAGES}
 

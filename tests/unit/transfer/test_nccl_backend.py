@@ -20,7 +20,7 @@ from pullfill.transfer.runs import Runs
 from pullfill.transfer.stream.backends import Backend, Interjected
 from pullfill.wire.codec import Message, decode, encode
 from tests.support.fake_nccl import World
-from tests.support.nccl_gpus import PairKind
+from tests.support.nccl_rig import PairKind
 from tests.support.transfer_rigs import DENSE, memory_over, random_bytes
 from tests.support.waiting import eventually
 

@@ -13,10 +13,8 @@ import pytest
 from pullfill.errors import TransferFailed
 from pullfill.transfer.nccl import device as device_module
 from pullfill.transfer.nccl.device import Device, State
-from tests.support.fake_kernels import FakeStream
-from tests.support.fake_nccl import CUDA_ERROR, INVALID_USAGE, World
-from tests.support.nccl_comms import Here, Running, clean_world, data, impatient, patient
-from tests.support.nccl_gpus import FakeGpu
+from tests.support.fake_nccl import CUDA_ERROR, INVALID_USAGE, FakeStream, World
+from tests.support.nccl_rig import FakeGpu, Here, Running, clean_world, data, impatient, patient
 from tests.support.waiting import eventually
 
 

@@ -12,7 +12,7 @@ import pytest
 from pullfill.errors import TransferFailed
 from pullfill.transfer.nccl.device import Communicator
 from tests.support.fake_nccl import World
-from tests.support.nccl_comms import Here, Running, clean_world, data, impatient, patient
+from tests.support.nccl_rig import Here, Running, clean_world, data, impatient, patient
 
 PEERS = 4
 RARE = ("hang", "close", "kill", "fail")
