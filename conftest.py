@@ -9,11 +9,9 @@ import os
 import signal
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
-import typer.testing
 from hypothesis import HealthCheck, settings
 
 from pullfill.deploy.accelerator import gpu_count
@@ -39,9 +37,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ours")
-
-# CliRunner builds the whole command line, 50 ms, each time that it runs one command.
-setattr(typer.testing, "_get_command", cache(typer.main.get_command))  # noqa: B010 (mypy)
 
 # A run that is told to end still ends what it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -15,15 +15,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from difflib import get_close_matches
 from typing import Any
 
-import typer
+import click
 import yaml
 
 from pullfill.deploy import vllm_flags
 from pullfill.errors import ConfigError
+from pullfill.options import ClusterOptions, FrontendOptions, UpOptions, WorkerOptions, declared
 from pullfill.registry import live_settings
 
 VLLM_KEYS = ("vllm-args", "decode-args", "prefill-args")
@@ -33,16 +34,8 @@ NOT_IN_FILES = frozenset({"file", "help"})
 _KEY = re.compile(r"([\w.-]+)\s*:(?:\s|$)")
 
 
-def read(
-    path: str,
-    context: typer.Context,
-    own: Collection[str],
-    parsers: Mapping[str, Callable[[Any], Any]],
-) -> dict[str, Any]:
+def read(path: str, context: click.Context) -> dict[str, Any]:
     """Return the values of the file, by name of the parameter of the command in `context`.
-
-    own: flags of pullfill, which may not stand among vLLM's.
-    parsers: refuse values of some flags, e.g. `--transports`, with a ConfigError.
 
     Raises ConfigError."""
     root = _parsed(path)
@@ -52,10 +45,12 @@ def read(
         raise ConfigError(f"{_where(path, root)}: give `KEY: VALUE` lines, e.g. `decode: 2`")
     params = {
         name: param
-        for param in context.command.params
+        for param in context.command.get_params(context)
         for name in (flag.removeprefix("--") for flag in param.opts if flag.startswith("--"))
         if name not in NOT_IN_FILES
     }
+    kinds = (UpOptions, ClusterOptions, WorkerOptions, FrontendOptions)
+    parsers = {one.name: one.parse for kind in kinds for one in declared(kind)}
     values: dict[str, Any] = {}
     for key, node in _pairs(path, root):
         param, where = params.get(key), f"{_where(path, node)}: {key}"
@@ -63,7 +58,7 @@ def read(
             raise ConfigError(_unknown(_where(path, node), key, params))
         try:
             if key in VLLM_KEYS:
-                value: Any = shlex.join(_vllm(path, key, node, own))
+                value: Any = shlex.join(_vllm(path, key, node))
             elif key == SET:
                 value = _settings(path, node)
             else:
@@ -71,7 +66,7 @@ def read(
             checked = param.process_value(context, value)
             if parse := parsers.get(f"--{key}"):
                 _with_place(where, parse, checked)
-        except typer.BadParameter as exc:
+        except click.BadParameter as exc:
             raise ConfigError(f"{where}: {exc.message}") from None
         values[str(param.name)] = value
     return values
@@ -184,12 +179,12 @@ def _settings(path: str, node: yaml.Node) -> list[str]:
 # --------------------------------------------------------------------------- flags of vLLM
 
 
-def _vllm(path: str, key: str, node: yaml.Node, own: Collection[str]) -> list[str]:
+def _vllm(path: str, key: str, node: yaml.Node) -> list[str]:
     """Return vLLM flags. Each is checked with its line."""
 
     def checked(at: yaml.Node, text: str) -> list[str]:
         try:
-            return vllm_flags.of_role(key, text, own)
+            return vllm_flags.of_role(key, text)
         except ConfigError as exc:
             raise ConfigError(f"{_where(path, at)}: {exc}") from None
 

@@ -13,8 +13,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-
-import typer
+from typing import Annotated
 
 from pullfill.config import ClusterRef, ProcessEntry
 from pullfill.deploy.members import etcd_of, workers
@@ -22,6 +21,7 @@ from pullfill.deploy.state import Locked, StateDir, identity, is_alive, send, st
 from pullfill.deploy.view import ProcessView, SteadyConsole
 from pullfill.errors import ConfigError, PullfillError
 from pullfill.net.this_host import host_id, shm_dir
+from pullfill.options import Flag
 
 WORKERS = ("decode", "prefill")
 SERVERS = ("etcd", "nats")
@@ -30,16 +30,24 @@ GRACE_S = 3.0
 """How long a process may take to end after a second SIGTERM, and its kernel after a SIGKILL."""
 
 
-def down(state_dir: str | None, *, timeout_s: float | None) -> int:
+_LONGEST = (
+    "How long workers, and then frontends, may finish streams  [default: their --drain-timeout]"
+)
+
+
+def down(
+    state: StateDir,
+    timeout_s: Annotated[float | None, Flag(_LONGEST, metavar="S", least=0)] = None,
+) -> int:
     """Stop the cluster of a state directory, also when its `up` was killed. Return the exit code.
 
     timeout_s: as `drain_s` of `take_down`."""
-    return asyncio.run(_down(StateDir(state_dir), timeout_s))
+    return asyncio.run(_down(state, timeout_s))
 
 
 async def _down(state: StateDir, timeout_s: float | None) -> int:
     if not state.path.is_dir():
-        typer.echo(f"nothing runs from {state.path}")
+        print(f"nothing runs from {state.path}")
         return 0
     hurry = asyncio.Event()
     for sig in (signal.SIGINT, signal.SIGTERM):
@@ -47,7 +55,7 @@ async def _down(state: StateDir, timeout_s: float | None) -> int:
     async with _locked(state, timeout_s):
         entries = await _entries(state)
         if not entries and state.launch() is None:
-            typer.echo(f"nothing runs from {state.path}")
+            print(f"nothing runs from {state.path}")
             state.clear()
             return 0
         strangers = await _by_hand(state, entries)
@@ -58,11 +66,9 @@ async def _down(state: StateDir, timeout_s: float | None) -> int:
     text = f"stopped {len(live) - len(killed)} of {len(live)} processes in order"
     text += f", killed {', '.join(killed)}" if killed else ""
     text += f"; {gone} had ended before" if gone else ""
-    typer.echo(text)
+    print(text)
     for name, pid in strangers:
-        typer.echo(
-            f"{name} (pid {pid}) was started by hand and still runs: stop it with kill {pid}"
-        )
+        print(f"{name} (pid {pid}) was started by hand and still runs: stop it with kill {pid}")
     return 0 if not state.live() else 1
 
 
@@ -89,7 +95,7 @@ async def _locked(state: StateDir, timeout_s: float | None) -> AsyncIterator[Non
             # A supervisor that restarts a process holds the lock for less than half a second.
             if launch and not told and waited > 0.5 and not state.stopping():
                 pid = launch.supervisor_pid
-                typer.echo(f"stopping the `pullfill up` that is starting (pid {pid})")
+                print(f"stopping the `pullfill up` that is starting (pid {pid})")
                 told = send(launch.supervisor, signal.SIGTERM)
             await asyncio.sleep(0.1)
         yield
@@ -122,7 +128,7 @@ async def _entries(state: StateDir) -> list[ProcessEntry]:
     except ConfigError as exc:
         launch = state.launch()
         count = await _kill_stragglers(launch.cluster_id) if launch else 0
-        typer.echo(f"{exc}; killed {count} process(es) of it, found by their environment")
+        print(f"{exc}; killed {count} process(es) of it, found by their environment")
         return []
     return cluster.processes if cluster else []
 

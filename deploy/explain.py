@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from typing import Annotated
 from urllib.parse import quote
 
 import msgspec
@@ -13,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pullfill.config import ClusterRef
-from pullfill.deploy.members import ask_frontend, frontend_urls
+from pullfill.deploy.members import AsJson, ask_frontend, frontend_urls
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net import http_proof
+from pullfill.options import Flag
 from pullfill.snapshot import Explained
 from pullfill.wire import Expected, ExplainRecord, PredictedMs
 
@@ -27,8 +29,14 @@ _CERTIFICATE = (
 )
 
 
-def explain(ref: ClusterRef, request_id: str, as_json: bool) -> int:
+def explain(
+    ref: ClusterRef,
+    request_id: Annotated[str, Flag("", name="REQUEST_ID")],
+    as_json: AsJson = False,
+) -> int:
     """Print how a request was served.
+
+    request_id: the `id` of its answer, or its X-Request-Id.
 
     Raises ConfigError if no frontend knows it, UnavailableError if none answers."""
     answered = False

@@ -14,19 +14,27 @@ import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from http.client import HTTPException
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import unquote
 
 from pullfill.config import ClusterRef, read_cluster_file
 from pullfill.deploy.local_servers import reason_of
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.net import http_proof
+from pullfill.options import Flag
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import live_workers
 from pullfill.snapshot import Report, read_report
 from pullfill.wire import WorkerRecord
 
 T = TypeVar("T")
+
+# Flags of several commands.
+AsJson = Annotated[bool, Flag("Print JSON", name="--json")]
+OneUrl = Annotated[
+    str | None, Flag("Ask only the frontend at this URL", name="--url", metavar="URL")
+]
+LongestWait = Annotated[float, Flag("Longest --wait, in seconds", metavar="S", least=0)]
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

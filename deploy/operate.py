@@ -9,17 +9,25 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from pullfill.config import ClusterRef
-from pullfill.deploy.members import ask_etcd, ask_worker, etcd_of, http_get, workers
+from pullfill.deploy.members import (
+    AsJson,
+    LongestWait,
+    ask_etcd,
+    ask_worker,
+    etcd_of,
+    http_get,
+    workers,
+)
 from pullfill.deploy.state import ProcessId, identify, is_alive
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net.this_host import host_id
+from pullfill.options import Flag
 from pullfill.registry import self_checks, suspect_records
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import order_role, revoke_worker
@@ -27,11 +35,17 @@ from pullfill.registry.live_settings import UNSET, Settings, find, root_of, stor
 from pullfill.snapshot import Report
 from pullfill.wire import QueueSettings, RouterConfig, WorkerRecord, WorkerRole, WorkerState
 
+InstanceId = Annotated[str, Flag("", name="INSTANCE_ID")]
 
-def drain(ref: ClusterRef, instance_id: str, *, wait: bool, timeout_s: float) -> int:
-    """Revoke the worker's lease, so that it drains. Return the exit code.
 
-    wait: return when its process is gone, or 1 after `timeout_s`."""
+def drain(
+    ref: ClusterRef,
+    instance_id: InstanceId,
+    *,
+    wait: Annotated[bool, Flag("Return when it is gone")] = False,
+    timeout_s: LongestWait = 120.0,
+) -> int:
+    """Revoke the worker's lease, so that it drains. Return the exit code: 1 after `timeout_s`."""
     return asyncio.run(_drain(ref, instance_id, wait, timeout_s))
 
 
@@ -46,27 +60,27 @@ async def _drain(ref: ClusterRef, instance_id: str, wait: bool, timeout_s: float
         process = identify(worker.pid) if worker.host_id == host_id() else None
         report = await asyncio.to_thread(ask_worker, worker)
         if await revoke_worker(etcd, ref.namespace, instance_id) is None:
-            typer.echo(f"{instance_id} is already leaving")
+            print(f"{instance_id} is already leaving")
     if report is not None and report.pod:
-        typer.echo(
+        print(
             f"{instance_id} runs in the pod {report.pod}: its Deployment starts it again when it "
             f"has drained. For one {worker.role} fewer run `kubectl annotate pod {report.pod} "
             "controller.kubernetes.io/pod-deletion-cost=-1`, then scale the Deployment down by one "
             "(`kubectl scale`; with KEDA lower its max)"
         )
     if not wait:
-        typer.echo(f"{instance_id} drains: it takes no new work and exits when its work is done")
+        print(f"{instance_id} drains: it takes no new work and exits when its work is done")
         return 0
     took_s = await _until(
         f"{instance_id} drains", lambda: asyncio.to_thread(_gone, worker, process), timeout_s
     )
     if took_s is None:
-        typer.echo(
+        print(
             f"{instance_id} still drains after {timeout_s:.0f} s: wait longer with "
             f"--timeout S, or end it with kill -9 {worker.pid} on {worker.host}"
         )
         return 1
-    typer.echo(f"{instance_id} is gone after {took_s:.1f} s")
+    print(f"{instance_id} is gone after {took_s:.1f} s")
     return 0
 
 
@@ -95,7 +109,9 @@ def _gone(worker: WorkerRecord, process: ProcessId | None) -> bool:
     return False
 
 
-def config_get(ref: ClusterRef, key: str | None) -> int:
+def config_get(
+    ref: ClusterRef, key: Annotated[str | None, Flag("", name="[router.KEY|queue.KEY]")] = None
+) -> int:
     """Print one setting, or all as `KEY VALUE` lines."""
 
     async def all_of(etcd: EtcdClient, namespace: str) -> dict[str, object]:
@@ -109,13 +125,17 @@ def config_get(ref: ClusterRef, key: str | None) -> int:
     for name, value in ask_etcd(ref, all_of).items():
         shown = UNSET if value is None else value
         if key is None:
-            typer.echo(f"{name} {shown}")
+            print(f"{name} {shown}")
         elif name == key:
-            typer.echo(shown)
+            print(shown)
     return 0
 
 
-def config_set(ref: ClusterRef, key: str, value: str) -> int:
+def config_set(
+    ref: ClusterRef,
+    key: Annotated[str, Flag("", name="router.KEY|queue.KEY")],
+    value: Annotated[str, Flag("", name="VALUE")],
+) -> int:
     """Store one setting; workers that watch follow at once. Raises ConfigError for a bad one."""
     kind, name = find(key)
 
@@ -123,16 +143,16 @@ def config_set(ref: ClusterRef, key: str, value: str) -> int:
         return await store(etcd, namespace, key, value)
 
     new = ask_etcd(ref, change)
-    typer.echo(f"{root_of(kind)}.{name} = {UNSET if new is None else new}")
+    print(f"{root_of(kind)}.{name} = {UNSET if new is None else new}")
     return 0
 
 
 def recheck(ref: ClusterRef) -> int:
     """Remove all failed self-checks. Connected workers compare again at once."""
     if cleared := ask_etcd(ref, self_checks.clear):
-        typer.echo(f"forgot {len(cleared)} failed self-check(s); the workers compare again now")
+        print(f"forgot {len(cleared)} failed self-check(s); the workers compare again now")
     else:
-        typer.echo("no self-check has failed: nothing to do")
+        print("no self-check has failed: nothing to do")
     return 0
 
 
@@ -140,13 +160,16 @@ def recheck(ref: ClusterRef) -> int:
 
 
 def change_role(
-    ref: ClusterRef, instance_id: str, wanted: WorkerRole, *, wait_s: float | None, force: bool
+    ref: ClusterRef,
+    instance_id: InstanceId,
+    wanted: Annotated[WorkerRole, Flag("", name="prefill|decode|both")],
+    *,
+    wait: Annotated[bool, Flag("Return when the worker has the role")] = False,
+    timeout_s: LongestWait = 120.0,
+    force: Annotated[bool, Flag("Do so even if no decode worker is left")] = False,
 ) -> int:
-    """Order the role. Return the exit code.
-
-    wait_s: return when the worker has the role, or 1 after this time. None: do not wait.
-    force: also if the cluster is left without a decode worker."""
-    return asyncio.run(_change_role(ref, instance_id, wanted, wait_s, force))
+    """Order the role. Return the exit code: 1 after `timeout_s`."""
+    return asyncio.run(_change_role(ref, instance_id, wanted, timeout_s if wait else None, force))
 
 
 async def _change_role(
@@ -155,7 +178,7 @@ async def _change_role(
     async with etcd_of(ref) as etcd:
         await order(etcd, ref.namespace, instance_id, wanted, force=force)
         if wait_s is None:
-            typer.echo(f"{instance_id} is ordered to be {wanted}; `pullfill status` shows its role")
+            print(f"{instance_id} is ordered to be {wanted}; `pullfill status` shows its role")
             return 0
         took_s = await _until(
             f"{instance_id} becomes {wanted}",
@@ -163,12 +186,12 @@ async def _change_role(
             wait_s,
         )
     if took_s is None:
-        typer.echo(
+        print(
             f"{instance_id} is not {wanted} after {wait_s:.0f} s, but goes on trying: "
             "`pullfill status` shows what it does"
         )
         return 1
-    typer.echo(f"{instance_id} is {wanted} after {took_s:.1f} s")
+    print(f"{instance_id} is {wanted} after {took_s:.1f} s")
     return 0
 
 
@@ -225,13 +248,28 @@ async def _has_role(etcd: EtcdClient, namespace: str, instance_id: str, wanted: 
 # --------------------------------------------------------------------------- suspects
 
 
-def show_suspects(ref: ClusterRef, as_json: bool) -> None:
-    """Print the refused requests. Raises RegistryUnavailable."""
+def suspects(
+    ref: ClusterRef,
+    action: Annotated[str | None, Flag("", name="[clear]")] = None,
+    fingerprint: Annotated[str | None, Flag("", name="[FINGERPRINT]")] = None,
+    every: Annotated[bool, Flag("With clear: allow all refused requests", name="--all")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Print the refused requests, or allow some again. Raises RegistryUnavailable, ConfigError."""
+    if action is not None:
+        if action != "clear" or (fingerprint is None) != every:
+            raise ConfigError(
+                "to allow requests again: `pullfill suspects clear FINGERPRINT`, or `clear --all`. "
+                "`pullfill suspects` lists them"
+            )
+        clear_suspects(ref, fingerprint)
+        return 0
     rows = posted(ref)
     if as_json:
         print(json.dumps(rows))
     else:
         Console().print(suspects_table(rows) if rows else "no request is refused", soft_wrap=True)
+    return 0
 
 
 def posted(ref: ClusterRef) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from rich.console import Console, Group
@@ -26,9 +26,10 @@ from rich.text import Text
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import operate
-from pullfill.deploy.members import ask_etcd
+from pullfill.deploy.members import AsJson, ask_etcd
 from pullfill.deploy.status import ask
 from pullfill.errors import PullfillError, UnavailableError
+from pullfill.options import Flag, flag
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import last_move, note_move
 from pullfill.runtime.log import complain
@@ -53,19 +54,26 @@ class PlanSettings:
     band: share by which a move must make the worse role better. An autoscaler may remove a worker
     only if the others have this part of a worker to spare.
     settle_s: how long the same move must be right. So moves do not oscillate.
-    cool_down_s, reverse_s: pause before the next move, and before one in the other direction.
+    cool_down_s, reverse_s: pause before the next move, and before one in the other direction. The
+    second is never shorter.
     min_decode, min_prefill: least number of workers that stay."""
 
-    prefill_use: float = 0.7
-    decode_use: float = 0.8
+    prefill_use: float = flag(
+        0.7, "Share of time a prefill worker should work", metavar="SHARE", least=0.05, most=1
+    )
+    decode_use: float = flag(
+        0.8, "How full a decode worker should be; 1: full", metavar="SHARE", least=0.05, most=1
+    )
     backlog_s: float = 5.0
     drain_s: float = 30.0
     band: float = 0.15
     settle_s: float = 10.0
-    cool_down_s: float = 20.0
+    cool_down_s: float = flag(
+        20.0, "--apply waits at least S seconds after a change", metavar="S", least=0
+    )
     reverse_s: float = 120.0
-    min_decode: int = 1
-    min_prefill: int = 0
+    min_decode: int = flag(1, "--apply keeps at least N decode workers", metavar="N", least=1)
+    min_prefill: int = flag(0, "--apply keeps at least N prefill workers", metavar="N", least=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +305,9 @@ def _not_yet(seen: Observation, state: PlanState, settings: PlanSettings, to: st
     if seen.changing:
         names = ", ".join(seen.changing)
         return f"{short}; waiting for {names} to join, to drain or to change its role"
-    pause = settings.cool_down_s if state.moved_to in ("", to) else settings.reverse_s
+    pause = settings.cool_down_s
+    if state.moved_to not in ("", to):
+        pause = max(pause, settings.reverse_s)
     left = max(
         state.moved_at + pause - seen.at if state.moved_to else 0.0,
         state.since + settings.settle_s - seen.at,
@@ -312,14 +322,13 @@ def show(
     ref: ClusterRef,
     settings: PlanSettings,
     *,
-    as_json: bool = False,
-    watch_s: float = 0.0,
-    apply: bool = False,
+    as_json: AsJson = False,
+    watch_s: Annotated[float, Flag("Look again every S seconds", metavar="S", least=0)] = 0.0,
+    apply: Annotated[
+        bool, Flag("Change the roles of --elastic workers, one at a time, and watch")
+    ] = False,
 ) -> int:
-    """Print the show. Return the exit code.
-
-    watch_s: look again every so many seconds, until interrupted. 0: once.
-    apply: order what is planned, one change of role at a time. It implies a watch.
+    """Print the plan, once or until interrupted. Return the exit code.
 
     Raises PullfillError if the first look fails, e.g. because no decode worker tells its demand."""
     console, state, looked = Console(), PlanState(), False

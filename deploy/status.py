@@ -19,7 +19,15 @@ from rich.text import Text
 
 from pullfill.config import ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import operate
-from pullfill.deploy.members import ask_etcd, ask_frontend, ask_worker, frontend_urls, workers
+from pullfill.deploy.members import (
+    AsJson,
+    OneUrl,
+    ask_etcd,
+    ask_frontend,
+    ask_worker,
+    frontend_urls,
+    workers,
+)
 from pullfill.deploy.state import StateDir, full_disk, identity, is_alive
 from pullfill.deploy.top_view import percent
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
@@ -30,7 +38,7 @@ _IN_COLUMNS = ("kv_blocks", "kv_free_blocks", "running", "waiting", "jobs", "unc
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "lost": "red"}
 
 
-def status(ref: ClusterRef, url: str | None, as_json: bool) -> int:
+def status(ref: ClusterRef, url: OneUrl = None, as_json: AsJson = False) -> int:
     """Print the cluster's state. Raises UnavailableError when nobody can tell it.
 
     url: of the only frontend to ask. It may be of another cluster than the state directory. None:

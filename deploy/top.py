@@ -19,21 +19,22 @@ import time
 import tty
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from typing import Annotated
 
 import httpx
 import msgspec
-import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from pullfill.config import ClusterRef
-from pullfill.deploy.members import frontend_urls, local_urls
+from pullfill.deploy.members import AsJson, OneUrl, frontend_urls, local_urls
 from pullfill.deploy.top_view import Seen, check_worker, count, ms, screen, worker_screen
 from pullfill.deploy.view import plain
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net import http_proof
+from pullfill.options import Flag
 from pullfill.snapshot import Ended, LiveSnapshot
 
 PATH = "/pullfill/ui/events"
@@ -44,11 +45,15 @@ _NOBODY = "no frontend answers ({why}): try `pullfill doctor`"
 _WIDTH = 80
 
 
-def top(ref: ClusterRef, url: str | None, once: bool, worker: str | None = None) -> int:
+def top(
+    ref: ClusterRef,
+    url: OneUrl = None,
+    once: Annotated[bool, Flag("Print one screen")] = False,
+    worker: Annotated[str | None, Flag("", name="[INSTANCE_ID]")] = None,
+) -> int:
     """Show the cluster, or one worker, until the user ends it.
 
-    url: of a frontend. None: those of the cluster.
-    once: print one screen. worker: its instance id.
+    url: of a frontend. None: those of the cluster. worker: its instance id.
     Raises UnavailableError if no frontend answers, ConfigError if one refuses."""
     console = Console()
     snapshots = _snapshots(ref, url)
@@ -228,23 +233,27 @@ def _shown_to(ref: ClusterRef, url: str, given: bool) -> Iterator[dict[str, str]
 # --------------------------------------------------------------------------- pullfill requests
 
 
-def requests(ref: ClusterRef, url: str | None, most: int, as_json: bool) -> int:
+def requests(
+    ref: ClusterRef,
+    url: OneUrl = None,
+    most: Annotated[int, Flag("Show at most N requests", metavar="N", least=1)] = 25,
+    as_json: AsJson = False,
+) -> int:
     """Print requests of all frontends, the latest last.
 
-    url: of the only frontend to ask; None: ask all. most: how many requests to print at most.
     Raises UnavailableError if no frontend answers, ConfigError if each one that
     answers denies access."""
     rows = [row for snapshot in first_of_each(ref, url) for row in snapshot.ended]
     # A request without an end was cancelled. Nobody knows when, so it stands first.
     rows = sorted(rows, key=lambda row: row.at or 0.0)[-most:]
     if as_json:
-        typer.echo(msgspec.json.encode(rows).decode())
+        print(msgspec.json.encode(rows).decode())
     elif rows:
         Console().print(requests_table(rows), highlight=False)
-        typer.echo("✓ TTFT and ITL within router.ttft_ms and router.itl_ms (or its own), ✕ not")
-        typer.echo("`pullfill explain REQUEST` shows the stages of one")
+        print("✓ TTFT and ITL within router.ttft_ms and router.itl_ms (or its own), ✕ not")
+        print("`pullfill explain REQUEST` shows the stages of one")
     else:
-        typer.echo("no request has ended yet")
+        print("no request has ended yet")
     return 0
 
 

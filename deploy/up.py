@@ -13,14 +13,13 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from types import FrameType
-
-import typer
+from typing import Annotated
 
 from pullfill.deploy import members, plan, vllm_flags
 from pullfill.deploy.state import StateDir, exit_words
@@ -28,42 +27,58 @@ from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.view import ProcessView, SteadyConsole
 from pullfill.errors import UnavailableError
 from pullfill.net.security import load
-from pullfill.options import ClusterOptions, UpOptions
+from pullfill.options import ClusterOptions, Flag, FrontendOptions, UpOptions, WorkerOptions
 
 SUPERVISOR_LOG = "supervisor"
 _LOG_WIDTH = 200
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def completed(
+_SET = "A setting, as of `pullfill config set`. Stored before workers start. Repeatable"
+
+
+def command(
     options: UpOptions,
     cluster: ClusterOptions,
-    own: Collection[str],
-    given: Mapping[str, str | None],
+    workers: WorkerOptions,
+    frontend: FrontendOptions,
     vllm_args: Sequence[str],
-) -> UpOptions:
-    """Return the options with those of the cluster, and with all vLLM flags.
-
-    own: flags of pullfill, which may not stand among vLLM's.
-    given: the values of --vllm-args, --decode-args and --prefill-args. vllm_args: other flags.
-    Raises ConfigError."""
-    every, decode, prefill = [vllm_flags.of_role(*one, own) for one in given.items()]
-    return replace(
+    detach: Annotated[bool, Flag("Return once all is ready")] = False,
+    for_all: Annotated[
+        str | None,
+        Flag("vLLM flags of all processes, as one text", name="--vllm-args", metavar="FLAGS"),
+    ] = None,
+    decode_args: Annotated[
+        str | None, Flag('vLLM flags of decode workers only, e.g. "-tp 2"', metavar="FLAGS")
+    ] = None,
+    prefill_args: Annotated[
+        str | None, Flag("vLLM flags of prefill workers only", metavar="FLAGS")
+    ] = None,
+    settings: Annotated[list[str] | None, Flag(_SET, name="--set", metavar="KEY=VALUE")] = None,
+) -> int:
+    """Combine what the command line gives, and start a cluster. Raises ConfigError."""
+    decode = vllm_flags.of_role("--decode-args", decode_args)
+    prefill = vllm_flags.of_role("--prefill-args", prefill_args)
+    options = replace(
         options,
+        workers=workers,
+        frontend=frontend,
         namespace=cluster.namespace or "default",
         etcd_url=cluster.etcd,
         nats_url=cluster.nats,
         security=load(cluster.security),
-        vllm_args=[*every, *vllm_args],
+        settings=list(settings or ()),
+        vllm_args=[*vllm_flags.of_role("--vllm-args", for_all), *vllm_args],
         role_args={
             "decode": decode,
             "frontend": vllm_flags.for_frontend(decode),
             "prefill": prefill,
         },
     )
+    return up(options, StateDir(cluster.state_dir), detach=detach)
 
 
-def up(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
+def up(options: UpOptions, state: StateDir, *, detach: bool) -> int:
     """Start a cluster and restart processes that die, until it is stopped. Return the exit code.
 
     detach: return when the cluster is ready. A supervisor goes on in the background."""
@@ -73,7 +88,7 @@ def up(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
         if child := _fork(pipe):
             os.close(pipe)
             return _wait_for(child, reading)
-    return asyncio.run(_up(options, StateDir(state_dir), detach, pipe))
+    return asyncio.run(_up(options, state, detach, pipe))
 
 
 async def _up(options: UpOptions, state: StateDir, detach: bool, pipe: int | None) -> int:
@@ -102,20 +117,20 @@ def _say_ready(options: UpOptions, state: StateDir, detach: bool) -> None:
     if url := options.frontend_url:
         name = plan.served_name(options)
         body = json.dumps({"model": name, "prompt": "Hello", "max_tokens": 32})
-        typer.echo(
+        print(
             f"ready: {url}/v1 serves {name}\n"
             f"  curl {url}/v1/completions -H 'content-type: application/json' -d {quote(body)}"
         )
     else:
-        typer.echo("ready (no frontend)")
+        print("ready (no frontend)")
     if options.frontends and not options.decode:
         for why in members.why_not_ready(options.frontend_url, within_s=5.0):
-            typer.echo(f"  but not yet: {why}")
+            print(f"  but not yet: {why}")
     where = "" if state.path == StateDir().path else f" --state-dir {quote(str(state.path))}"
     by_key = "" if detach else "Ctrl-C, or "
     if options.frontend_url:
-        typer.echo(f"  watch: {options.frontend_url}/pullfill/ui, or pullfill top{where}")
-    typer.echo(f"  logs: {state.logs}\n  stop: {by_key}pullfill down{where}")
+        print(f"  watch: {options.frontend_url}/pullfill/ui, or pullfill top{where}")
+    print(f"  logs: {state.logs}\n  stop: {by_key}pullfill down{where}")
 
 
 # --------------------------------------------------------------------------- --detach

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 
 from pullfill.config import NO_DATA_PARALLEL
@@ -15,7 +15,7 @@ _DATA_PARALLEL = re.compile(r"data-parallel\b|dp[a-z]?\Z|dp-supervisor\b")
 _SIZE = ("data-parallel-size", "dp")
 _FEW = 4
 _OF_UP = frozenset(
-    ("--file", "--detach", "--vllm-args", "--decode-args", "--prefill-args", "--set")
+    ("--file", "--detach", "--vllm-args", "--decode-args", "--prefill-args", "--set", "--help")
 )
 """Flags that are no fields of an options class."""
 
@@ -176,19 +176,18 @@ def check_plain_http(arguments: Sequence[str]) -> None:
             )
 
 
-def of_role(option: str, text: str | None, own: Collection[str]) -> list[str]:
-    """Return the vLLM flags in the value of `--decode-args` or `--prefill-args`.
+def of_role(option: str, text: str | None) -> list[str]:
+    """Return the vLLM flags in the value of `--decode-args` or the like.
 
-    own: options of pullfill itself. They are refused here, and in the flags of one role those of
-    vLLM's API server, which workers do not have. Raises ConfigError, one line.
-    """
+    Options of pullfill are refused. So are, among the flags of one role, those of vLLM's API
+    server, which workers do not have. Raises ConfigError, one line."""
     try:
         arguments = shlex.split(text or "")
     except ValueError as exc:
         raise ConfigError(f"{option} {text!r} cannot be read ({exc}): check its quotes") from None
     for argument in arguments:
         name = argument.split("=", 1)[0]
-        if name in own:
+        if name in of_pullfill():
             raise ConfigError(
                 f"{name} in {option} is an option of pullfill: {option} takes vLLM flags only"
             )

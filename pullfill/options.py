@@ -54,7 +54,8 @@ class Dispatch(StrEnum):
 class Flag:
     """How a field is given on a command line. The flag's default is the field's.
 
-    name: `--lease-ttl` for the field `lease_ttl_s`, unless it is named here.
+    name: `--lease-ttl` for the field `lease_ttl_s`, unless it is named here. `INSTANCE_ID` and
+    `[NAME]` are arguments.
     metavar: the word for the value in `--help`.
     least, most: bounds of a number.
     role: the only role that has the flag. Empty: all that have the class.
@@ -66,7 +67,7 @@ class Flag:
     field, default, type: set by `declared`. type: of the value on the command line.
     """
 
-    help: str
+    help: str = field(kw_only=False)
     name: str = ""
     metavar: str | None = None
     least: float | None = None
@@ -191,7 +192,7 @@ def parse_numbers(flag: str, text: str | None) -> tuple[int, ...]:
 # --------------------------------------------------------------------------- options
 
 
-PORT: dict[str, Any] = {"least": 0, "most": 65535}
+PORT: dict[str, Any] = {"metavar": "N", "least": 0, "most": 65535}
 DIRECTORY = f"Directory of a local cluster  [default: .pullfill, or ${STATE_DIR_ENV}]"
 CREDENTIALS = f"File of credentials and keys (docs/operations.md), or ${SECURITY_ENV}"
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import typer
+import click
 
 from pullfill.deploy.cli import app
 
@@ -40,10 +40,9 @@ def python_files() -> Iterator[Path]:
 
 @cache
 def commands() -> dict[str, Any]:
-    """`up`, `config get`, … → the click command (typer may bring a click of its own)."""
-    root: Any = typer.main.get_command(app)
+    """`up`, `config get`, … → the click command."""
     found: dict[str, Any] = {}
-    for name, command in root.commands.items():
+    for name, command in app.commands.items():
         found[name] = command
         for sub, below in getattr(command, "commands", {}).items():
             found[f"{name} {sub}"] = below
@@ -51,5 +50,6 @@ def commands() -> dict[str, Any]:
 
 
 def flags(command: Any) -> set[str]:
-    options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
+    params = command.get_params(click.Context(command))
+    options = [p for p in params if p.param_type_name == "option" and not p.hidden]
     return {flag for o in options for flag in (*o.opts, *o.secondary_opts)} | {"--help"}

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import Any
-
-import typer
 
 from pullfill.deploy import vllm_flags
 from pullfill.deploy.cli import app
@@ -16,15 +13,10 @@ ENGINE_FLAGS = {"served-model-name", "enforce-eager", "kv-cache-memory-bytes", "
 """vLLM's, as far as they are used here: what our own command line does not know goes to vLLM."""
 
 
-@cache
-def command_line() -> Any:
-    return typer.main.get_command(app)
-
-
 def split(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     """(values of our options, what goes to vLLM), by the real parser."""
     role = arguments[0]
-    context = command_line().commands[role].make_context(role, arguments[1:])
+    context = app.commands[role].make_context(role, arguments[1:])
     return dict(context.params), list(context.args)
 
 

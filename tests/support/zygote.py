@@ -60,8 +60,6 @@ _PRELOADED = (
     "numpy.ma",
     "prometheus_client.core",
     "semantic_version",
-    "typer",
-    "typer.rich_utils",
     "zmq.utils.monitor",
 )
 _ENVIRONMENT = {  # what workers and frontends set for themselves before these imports

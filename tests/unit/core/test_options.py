@@ -6,11 +6,12 @@ import os
 from dataclasses import fields
 from typing import Any
 
+import click
 import pytest
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from pullfill.deploy import cli, run_role, up
+from pullfill.deploy import cli, run_role
+from pullfill.deploy import up as command_up
 from pullfill.errors import ConfigError
 from pullfill.options import (
     ClusterOptions,
@@ -126,7 +127,7 @@ def test_frontends_of_up_drain_longer_than_workers_unless_it_is_told(
     given: list[str], workers_s: float, frontends_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[UpOptions] = []
-    monkeypatch.setattr(up, "up", lambda options, *_, **__: told.append(options) or 0)
+    monkeypatch.setattr(command_up, "up", lambda options, *_, **__: told.append(options) or 0)
     assert CliRunner().invoke(cli.app, ["up", *given]).exit_code == 0
     (options,) = told
     assert options.drain_s("decode") == workers_s
@@ -134,8 +135,8 @@ def test_frontends_of_up_drain_longer_than_workers_unless_it_is_told(
 
 
 def test_flags_of_up_are_those_of_the_processes_it_starts() -> None:
-    commands: Any = typer.main.get_command(cli.app)
-    flags = {p.name: p for p in commands.commands["up"].params}
+    up = cli.app.commands["up"]
+    flags: dict[str, Any] = {p.name or "": p for p in up.get_params(click.Context(up))}
     handed_on = {
         one.name.partition("/")[0][2:].replace("-", "_"): one
         for kind in (WorkerOptions, FrontendOptions)

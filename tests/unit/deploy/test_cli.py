@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from pullfill.deploy import cli
+from pullfill.deploy.state import StateDir
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.runtime.log import DEBUG_ENV
 
@@ -25,7 +26,7 @@ def error(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
     """`down` fails with the error that a test puts here."""
     errors: list[Exception] = []
 
-    def fail(*_: object, **__: object) -> int:
+    def fail(state: StateDir) -> int:
         raise errors[-1]
 
     monkeypatch.setattr("pullfill.deploy.down.down", fail)

@@ -9,9 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from pullfill.deploy import cli
+from pullfill.deploy.state import StateDir
 from pullfill.errors import ConfigError
 from pullfill.options import UpOptions
 from pullfill.wire import KvMode
@@ -67,8 +68,8 @@ class Up:
 def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Up:
     it = Up(tmp_path)
 
-    def start(options: UpOptions, state_dir: str | None, *, detach: bool) -> int:
-        it.options, it.state_dir = options, state_dir
+    def start(options: UpOptions, state: StateDir, *, detach: bool) -> int:
+        it.options, it.state_dir = options, str(state.path)
         return 0
 
     monkeypatch.setattr("pullfill.deploy.up.up", start)

@@ -17,13 +17,13 @@ import pytest
 import yaml
 
 from pullfill.config import split_urls
-from pullfill.deploy import local_servers
+from pullfill.deploy import cli, local_servers
 from pullfill.deploy.planner import PlanSettings
 from pullfill.registry import live_settings
 from pullfill.runtime.lifecycle import EXIT_S
 from pullfill.wire import QueueSettings
 from tests.support.chart import CHART, of_kind, pods, render, the_container
-from tests.support.flags import command_line, expand, parse
+from tests.support.flags import expand, parse
 
 WORKERS = {"decode", "prefill"}
 ROLES = WORKERS | {"frontend"}
@@ -277,7 +277,7 @@ def test_the_servers_are_three_and_the_streams_have_as_many_replicas() -> None:
     (job,) = of_kind(render(**SECRET), "Job").values()
     container = the_container(job["spec"]["template"])
     assert container["args"][:2] == ["config", "set"]
-    command = command_line().commands["config"].commands["set"]
+    command = cli.config.commands["set"]
     told = command.make_context("set", container["args"][2:]).params
     assert live_settings.find(told["key"]) == (QueueSettings, "replicas")
     etcd: Any = AsyncMock()

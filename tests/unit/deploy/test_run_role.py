@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import cli, plan, run_role

@@ -87,7 +87,7 @@ def test_processes_of_another_host_or_container_are_left_alone(
         )
         (tmp_path / "lock").touch()
         before = {file: file.read_bytes() for file in tmp_path.iterdir()}
-        for command in (state.refuse_if_live, lambda: down.down(str(tmp_path), timeout_s=0)):
+        for command in (state.refuse_if_live, lambda: down.down(state, timeout_s=0)):
             with pytest.raises(ConfigError, match="run this command there") as told:
                 command()
             assert space.partition("/")[0] in str(told.value)
@@ -124,7 +124,7 @@ def test_down_does_not_wait_for_a_directory_that_is_not_ours(tmp_path: Path) -> 
     """Nobody's lock is held there: no time helps."""
     (tmp_path / "lock").mkdir()
     with pytest.raises(ConfigError, match="cannot write"):
-        down.down(str(tmp_path), timeout_s=60)
+        down.down(StateDir(tmp_path), timeout_s=60)
 
 
 def test_a_record_that_cannot_be_read_is_not_no_record(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import cli, top

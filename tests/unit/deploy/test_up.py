@@ -18,6 +18,7 @@ CODE = """
 import asyncio, os, signal, sys, time
 from pullfill.deploy import up
 from pullfill.options import UpOptions
+from pullfill.deploy.state import StateDir
 
 class Supervisor:
     def __init__(self, options, state, view):
@@ -38,7 +39,7 @@ def fork_with_a_slow_parent():
 
 fork, os.fork = os.fork, fork_with_a_slow_parent
 up.Supervisor = Supervisor
-sys.exit(up.up(UpOptions(frontends=0), sys.argv[1], detach=True))
+sys.exit(up.up(UpOptions(frontends=0), StateDir(sys.argv[1]), detach=True))
 """
 
 SIGNAL_THE_COMMAND = "os.kill(os.getppid(), signal.SIGTERM); signal.pause()"

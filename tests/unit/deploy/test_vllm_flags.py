@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import accelerator, cli, plan, vllm_flags
 from pullfill.errors import ConfigError
+from tests.support import docs
 
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
 runner = CliRunner()
@@ -47,10 +47,10 @@ class TestRefused:
             vllm_flags.check([flag])
 
     def test_all_flags_of_pullfill_are_known(self) -> None:
-        commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-        taking = [commands[name] for name in ("up", "decode", "prefill", "frontend")]
-        flags = {flag for command in taking for param in command.params for flag in param.opts}
-        assert {flag for flag in flags if flag.startswith("--")} == vllm_flags.of_pullfill()
+        taking = [cli.app.commands[name] for name in cli.FOR_VLLM]
+        flags = set[str]().union(*(docs.flags(command) for command in taking))
+        long = {flag for flag in flags if flag.startswith("--") and not flag.startswith("--no-")}
+        assert long | {"--instance-id"} == vllm_flags.of_pullfill()
 
     def test_all_ways_to_write_a_flag_of_vllm(self) -> None:
         for flag in ("--max_model_len=1", "--no-enable-prefix-caching", "-sc.method=ngram"):
