@@ -1,36 +1,26 @@
-"""`pullfill top`: the live page of a frontend, in a terminal. With an instance id: one worker.
+"""`pullfill top`: the live page of a frontend, in a terminal. `pullfill requests`: what has ended.
 
-Reads the same events as the page. If the frontend goes away, what was seen stays on the screen, and
-the next frontend that answers is shown. Ends with Ctrl-C or `q`.
-
-Where the output is no terminal, one screen is printed.
+Both read the events of the page. If the frontend of `top` goes away, what was seen stays on the
+screen, and the next frontend that answers is shown. `top` ends with Ctrl-C.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import signal
-import sys
-import termios
-import threading
 import time
-import tty
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, nullcontext, suppress
 from typing import Annotated
 
 import httpx
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from pullfill.config import ClusterRef
 from pullfill.deploy.members import AsJson, OneUrl, frontend_urls, local_urls
-from pullfill.deploy.top_view import Seen, check_worker, count, ms, screen, worker_screen
+from pullfill.deploy.top_view import Seen, count, ms, screen
 from pullfill.deploy.view import plain
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net import http_proof
@@ -49,45 +39,25 @@ def top(
     ref: ClusterRef,
     url: OneUrl = None,
     once: Annotated[bool, Flag("Print one screen")] = False,
-    worker: Annotated[str | None, Flag("", name="[INSTANCE_ID]")] = None,
 ) -> int:
-    """Show the cluster, or one worker, until the user ends it.
+    """Show the cluster until the user ends it. Without a terminal, print one screen.
 
-    url: of a frontend. None: those of the cluster. worker: its instance id.
     Raises UnavailableError if no frontend answers, ConfigError if one refuses."""
-    console = Console()
-    snapshots = _snapshots(ref, url)
-    if worker is not None:
-        snapshots = _checked(snapshots, worker)
-
-    def shown(seen: Seen, trouble: str, height: int) -> RenderableType:
-        if worker is not None:
-            return worker_screen(seen, worker, trouble)
-        return screen(seen, trouble, height)
-
-    if once or not console.is_terminal:
-        seen = Seen()
-        found = next(snapshots)
-        assert isinstance(found, LiveSnapshot)
-        seen.take(found)
-        snapshots.close()
-        width = console.width if console.is_terminal else _WIDTH
-        Console(width=width).print(shown(seen, "", 1000), highlight=False)
-        return 0
-    with suppress(KeyboardInterrupt):
-        _watch(console, snapshots, shown)
+    console, seen = Console(), Seen()
+    once |= not console.is_terminal
+    with suppress(KeyboardInterrupt), closing(_snapshots(ref, url)) as snapshots:
+        live = nullcontext() if once else Live(console=console, screen=True, auto_refresh=False)
+        with live as shown:
+            for found in snapshots:
+                if isinstance(found, LiveSnapshot):
+                    seen.take(found)
+                if shown is None:
+                    width = console.width if console.is_terminal else _WIDTH
+                    Console(width=width).print(screen(seen, height=1000), highlight=False)
+                    break
+                trouble = found if isinstance(found, str) else ""
+                shown.update(screen(seen, trouble, console.height), refresh=True)
     return 0
-
-
-def _checked(
-    snapshots: Generator[LiveSnapshot | str, None, None], worker: str
-) -> Generator[LiveSnapshot | str, None, None]:
-    """Yield the same. Raises ConfigError if the first snapshot does not know the worker."""
-    first = next(snapshots)
-    assert isinstance(first, LiveSnapshot)
-    check_worker(first, worker)
-    yield first
-    yield from snapshots
 
 
 def first_of_each(ref: ClusterRef, url: str | None) -> list[LiveSnapshot]:
@@ -98,7 +68,7 @@ def first_of_each(ref: ClusterRef, url: str | None) -> list[LiveSnapshot]:
     refused, why = list[ConfigError](), "no frontend is known"
     for where in [url] if url else frontend_urls(ref):
         try:
-            with contextlib.closing(_stream(ref, where.rstrip("/"), given=url is not None)) as told:
+            with closing(_stream(ref, where.rstrip("/"), given=url is not None)) as told:
                 snapshot = next(told)
                 found[snapshot.frontend, snapshot.since] = snapshot
         except ConfigError as exc:
@@ -110,55 +80,6 @@ def first_of_each(ref: ClusterRef, url: str | None) -> list[LiveSnapshot]:
     if not found:
         raise UnavailableError(_NOBODY.format(why=why))
     return list(found.values())
-
-
-def _watch(
-    console: Console,
-    snapshots: Iterator[LiveSnapshot | str],
-    shown: Callable[[Seen, str, int], RenderableType],
-) -> None:
-    """Show each snapshot. A text is a trouble."""
-    seen = Seen()
-    with _q_ends(), Live(console=console, screen=True, auto_refresh=False) as live:
-        for found in snapshots:
-            trouble = found if isinstance(found, str) else ""
-            if isinstance(found, LiveSnapshot):
-                seen.take(found)
-            live.update(shown(seen, trouble, console.height), refresh=True)
-
-
-@contextlib.contextmanager
-def _q_ends() -> Iterator[None]:
-    """While open, `q` does what Ctrl-C does."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    closed_r, closed_w = os.pipe()
-
-    def read() -> None:
-        while True:
-            ready, _, _ = select.select([descriptor, closed_r], [], [])
-            if closed_r in ready:
-                return
-            if os.read(descriptor, 1) in (b"q", b"Q", b""):
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-
-    # A shell that starts a command in the background lets it ignore SIGINT.
-    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
-    tty.setcbreak(descriptor)
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        yield
-    finally:
-        os.close(closed_w)
-        reader.join(1.0)
-        os.close(closed_r)
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-        signal.signal(signal.SIGINT, interrupt)
 
 
 # --------------------------------------------------------------------------- the stream

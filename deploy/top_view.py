@@ -1,18 +1,16 @@
-"""The screens of `pullfill top`, of the cluster and of one worker. They fit 80 columns."""
+"""The screen of `pullfill top`. It fits 80 columns."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from difflib import get_close_matches
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pullfill.deploy.view import plain
-from pullfill.errors import ConfigError
 from pullfill.snapshot import (
     HISTORY_S,
     STEP_S,
@@ -21,7 +19,6 @@ from pullfill.snapshot import (
     Mark,
     Point,
     Stage,
-    WorkerPoint,
     WorkerRow,
 )
 
@@ -30,8 +27,6 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 _SPARK = 45
 # Lines of a screen besides workers, requests and marks.
 _FIXED = 14
-# From so many lines on, two more histories are shown.
-_TALL = 34
 _MARKS = 3
 _STATES = {"ready": ("●", "green"), "draining": ("◆", "yellow"), "lost": ("✕", "bold red")}
 _LANES = {
@@ -75,23 +70,20 @@ def screen(seen: Seen, trouble: str = "", height: int = 40) -> Group:
         return Group(Text(trouble or "waiting for the first snapshot", style="yellow"))
     workers = list(snapshot.workers)
     marks = list(snapshot.marks)[-_MARKS:]
-    histories = _histories(seen.points, snapshot)
-    if height < _TALL:
-        histories = {name: history for name, history in histories.items() if name not in _MORE}
-    room = max(4, height - _FIXED - len(marks) - len(histories) + 4)
+    room = max(4, height - _FIXED - len(marks))
     rows = min(len(workers), max(2, room * 2 // 3))
     flows = _interesting(snapshot.flows)[: max(0, room - rows - 2)]
     parts: list[RenderableType] = [
-        head(snapshot, trouble),
+        _head(snapshot, trouble),
         *_figures(snapshot),
-        sparks(histories),
+        _sparks(seen.points, snapshot.at),
         _lanes(snapshot),
         _workers(workers[:rows], len(workers) - rows),
         *_decisions(seen.points),
     ]
     if flows:
         parts.append(_flows(flows))
-    parts += [event(mark) for mark in reversed(marks)]
+    parts += [_event(mark) for mark in reversed(marks)]
     return Group(*parts)
 
 
@@ -145,7 +137,7 @@ def spark(values: Sequence[float | None], columns: int = _SPARK) -> str:
 # --------------------------------------------------------------------------- parts
 
 
-def head(snapshot: LiveSnapshot, trouble: str) -> Text:
+def _head(snapshot: LiveSnapshot, trouble: str) -> Text:
     text = Text("pullfill ", style="bold")
     others = f" (1 of {snapshot.frontends} frontends)" if snapshot.frontends > 1 else ""
     text.append(f"{plain(snapshot.model)} at {plain(snapshot.frontend)}{others}", style="dim")
@@ -178,40 +170,19 @@ def _figures(snapshot: LiveSnapshot) -> Iterator[RenderableType]:
     yield table
 
 
-def history(points: Sequence[Point], now: float) -> list[Point | None]:
-    """Return the steps of the last 15 minutes, oldest first. None: nothing is known of one."""
-    steps = {round(point.at / STEP_S): point for point in points}
+def _sparks(points: Sequence[Point], now: float) -> Table:
+    """Return a row for each figure: its history of 15 minutes as blocks, and its highest value."""
+    known = {round(point.at / STEP_S): point for point in points}
     last = int(now // STEP_S)
-    return [steps.get(index) for index in range(last - int(HISTORY_S // STEP_S) + 1, last + 1)]
-
-
-# By name: the values, oldest first, and the function that formats one value.
-Histories = dict[str, tuple[list[float | None], Callable[[float | None], str]]]
-_MORE = ("ITL p95", "KV use")
-
-
-def _histories(points: Sequence[Point], snapshot: LiveSnapshot) -> Histories:
-    line = history(points, snapshot.at)
-    decode = {row.instance_id for row in snapshot.workers if row.role == "decode"}
-
-    def highest_kv(point: Point) -> float | None:
-        found = [one.kv for name, one in point.workers.items() if name in decode]
-        return max((kv for kv in found if kv is not None), default=None)
-
-    return {
-        "TTFT p95": ([p.ttft_ms[1] if p and p.ttft_ms else None for p in line], ms),
-        "ITL p95": ([p.itl_ms[1] if p and p.itl_ms else None for p in line], ms),
-        "tokens/s": ([p.tokens_per_s if p else None for p in line], count),
-        "in target/s": ([p.good / p.seconds if p else None for p in line], count),
-        "queue": ([p.backlog_s if p else None for p in line], seconds),
-        "KV use": ([highest_kv(p) if p else None for p in line], percent),
+    steps = [known.get(last - back) for back in reversed(range(int(HISTORY_S // STEP_S)))]
+    rows: dict[str, tuple[list[float | None], Callable[[float | None], str]]] = {
+        "TTFT p95": ([p.ttft_ms[1] if p and p.ttft_ms else None for p in steps], ms),
+        "tokens/s": ([p.tokens_per_s if p else None for p in steps], count),
+        "in target/s": ([p.good / p.seconds if p else None for p in steps], count),
+        "queue": ([p.backlog_s if p else None for p in steps], seconds),
     }
-
-
-def sparks(histories: Histories) -> Table:
-    """Return a row of blocks for each history, and its highest value."""
     table = Table.grid(padding=(0, 1, 0, 0))
-    for name, (values, written) in histories.items():
+    for name, (values, written) in rows.items():
         top = written(max((v for v in values if v is not None), default=None))
         table.add_row(f"{name:<11}", Text(f"{spark(values):<{_SPARK}}", style="cyan"), f"max {top}")
     return table
@@ -289,7 +260,7 @@ def _flows(flows: Sequence[Flow]) -> Table:
     return table
 
 
-def event(mark: Mark) -> Text:
+def _event(mark: Mark) -> Text:
     """Return what happened as one line."""
     at = time.strftime("%H:%M:%S", time.localtime(mark.at))
     lasts = (
@@ -303,71 +274,3 @@ def event(mark: Mark) -> Text:
     return Text(
         f"{at} {plain(mark.who)} {what}{lasts}{more}", style=bad, no_wrap=True, overflow="ellipsis"
     )
-
-
-# --------------------------------------------------------------------------- one worker
-
-
-def check_worker(snapshot: LiveSnapshot, instance_id: str) -> None:
-    """Raises ConfigError if no worker of this name is there, or was."""
-    known = {row.instance_id for row in snapshot.workers}
-    known |= {name for point in snapshot.points for name in point.workers}
-    if instance_id in known:
-        return
-    near = get_close_matches(instance_id, sorted(known), n=1)
-    there = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(known)) or '-'}"
-    raise ConfigError(f"no worker is called {instance_id!r}: {there}")
-
-
-def worker_screen(seen: Seen, instance_id: str, trouble: str = "") -> Group:
-    """Return what to show. trouble: why there is nothing new."""
-    snapshot = seen.snapshot
-    if snapshot is None:
-        return Group(Text(trouble or "waiting for the first snapshot", style="yellow"))
-    rows = [row for row in snapshot.workers if row.instance_id == instance_id]
-    parts: list[RenderableType] = [head(snapshot, trouble), Text(plain(instance_id), style="bold")]
-    parts += [_about(row) for row in rows] or [Text("this worker has left", style="yellow")]
-    line = [point and point.workers.get(instance_id) for point in history(seen.points, snapshot.at)]
-    known = [one or WorkerPoint() for one in line]
-    parts.append(
-        sparks(
-            {
-                "KV use": ([one.kv for one in known], percent),
-                "running": ([one.running for one in known], count),
-                "waiting": ([one.waiting for one in known], count),
-                "tokens/s": ([one.tokens_per_s for one in known], count),
-            }
-        )
-    )
-    parts += [event(mark) for mark in reversed(snapshot.marks) if mark.who == instance_id]
-    parts += [_load(row) for row in rows]
-    return Group(*parts)
-
-
-def _about(row: WorkerRow) -> Group:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="dim")
-    table.add_column(overflow="fold")
-    figures = f"KV {percent(row.kv)}, {count(row.running)} running, {count(row.waiting)} waiting"
-    facts: dict[str, str | Text | None] = {
-        "role": row.role,
-        "state": state(row.state),
-        "now": f"{figures}, {count(row.tokens_per_s)} tokens/s",
-        "model": row.model,
-        "host": f"{row.host}, pid {row.pid}, restarts: {row.restarts}",
-        "pressure": None if row.pressure is None else f"{percent(row.pressure)} full",
-        "its queue": None if row.backlog_s is None else f"{seconds(row.backlog_s)} of work",
-    }
-    for name, value in facts.items():
-        if value is not None:
-            table.add_row(name, value if isinstance(value, Text) else Text(plain(value)))
-    return Group(*(Text(plain(line), style="yellow") for line in row.troubles), table)
-
-
-def _load(row: WorkerRow) -> Text:
-    told = (
-        f"{name}={count(value) if isinstance(value, int | float) else value}"
-        for name, value in row.load.items()
-        if isinstance(value, int | float | str)
-    )
-    return Text(plain("load: " + " ".join(told)), style="dim")

@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import select
-import subprocess
-import sys
-import termios
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -26,7 +17,7 @@ from pullfill.errors import ConfigError, UnavailableError
 from pullfill.frontend.live.page import QUIET_S
 from pullfill.net.security import FrontendSecurity, Security
 from pullfill.snapshot import Ended, LiveSnapshot
-from tests.support.live_script import DECODE, DRAINING, serving
+from tests.support.live_script import DECODE, serving
 
 ADMIN = "admin-key-0123456789"
 NOWHERE = "http://127.0.0.1:1"
@@ -52,33 +43,10 @@ def test_one_screen_is_printed_where_there_is_no_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving() as url:
-        assert command.top(ref(tmp_path, url), None, once=False) == 0
+        assert command.top(ref(tmp_path, url)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.startswith(DECODE[0]) for line in lines)
-
-
-def test_one_worker_has_a_screen_with_its_history(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with serving() as url:
-        assert command.top(ref(tmp_path, url), None, False, DRAINING) == 0
-        with pytest.raises(ConfigError, match=f"did you mean {DRAINING}"):
-            command.top(ref(tmp_path, url), None, False, DRAINING + "x")
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80
-    for part in (
-        "◆ draining",
-        "KV use  ",
-        "running  ",
-        "waiting  ",
-        "tokens/s  ",
-        "█",
-        "kv_blocks=",
-    ):
-        assert part in text, part
-    assert f"{DRAINING} drains" in text
-    assert DECODE[0] not in text
 
 
 def test_the_latest_requests_of_all_frontends_are_listed(
@@ -105,7 +73,7 @@ def test_the_url_of_a_frontend_is_enough(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PULLFILL_STATE_DIR", raising=False)
     with serving() as url:
-        for words in (["top", DECODE[1]], ["requests"]):
+        for words in (["top"], ["requests"]):
             done = CliRunner().invoke(cli.app, [*words, "--url", url])
             assert done.exception is None, done.exception
         assert isinstance(CliRunner().invoke(cli.app, ["requests"]).exception, ConfigError)
@@ -163,49 +131,3 @@ def test_a_frontend_that_goes_away_is_looked_for_again(tmp_path: Path) -> None:
         again = next(found for found in snapshots if isinstance(found, LiveSnapshot))
         assert again.whole
         snapshots.close()
-
-
-def test_q_ends_it_in_a_terminal(tmp_path: Path) -> None:
-    """The terminal is left as it was, and the exit code is 0."""
-    ref(tmp_path)
-    with serving() as url, closing_pty() as (terminal, other), ExitStack() as ends:
-        before = termios.tcgetattr(other)
-        flags = ["top", "--url", url, "--state-dir", str(tmp_path)]
-        code = (  # SIGINT is ignored, as in a command that a shell starts in the background
-            "import signal, sys; from pullfill.deploy.cli import main; "
-            f"signal.signal(signal.SIGINT, signal.SIG_IGN); sys.argv[1:] = {flags}; main()"
-        )
-        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=other, stdout=other, stderr=subprocess.PIPE, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-        ends.enter_context(process)
-        ends.callback(process.kill)
-        said = b""
-        while DECODE[0].encode() not in said:
-            assert select.select([terminal], [], [], 60)[0], said
-            said += os.read(terminal, 65536)
-        os.write(terminal, b"q")
-        drained = threading.Thread(target=drain, args=(terminal,), daemon=True)
-        drained.start()
-        _, errors = process.communicate(timeout=60)
-        assert (process.returncode, errors) == (0, b"")
-        assert termios.tcgetattr(other) == before
-
-
-def drain(terminal: int) -> None:
-    with suppress(OSError):
-        while os.read(terminal, 65536):
-            pass
-
-
-@contextmanager
-def closing_pty() -> Iterator[tuple[int, int]]:
-    terminal, other = pty.openpty()
-    try:
-        yield terminal, other
-    finally:
-        os.close(other)
-        os.close(terminal)

@@ -37,8 +37,6 @@ def test_everything_fits_80_columns_and_the_height_of_the_terminal(whole: LiveSn
         lines = shown(whole, height=height).splitlines()
         assert max(map(len, lines)) <= 80
         assert len(lines) < height
-        more = [name for name in ("ITL p95", "KV use") if f"\n{name}" in "\n".join(lines)]
-        assert len(more) == (2 if height > 30 else 0), "where there is room"
     text = shown(whole)
     for part in (*DECODE, *PREFILL, "◆ draining", "TTFT", "goodput", "of work", "TTFT p95", "→"):
         assert part in text, part
