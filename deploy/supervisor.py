@@ -19,8 +19,8 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pullfill.backoff import Backoff
 from pullfill.config import RESTARTS_ENV, ClusterFile, ClusterRef, ProcessEntry
@@ -80,8 +80,8 @@ class Children:
         self.cluster = cluster
         self.state = state
         self.view = view
+        self.specs: dict[str, ProcessSpec] = {}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._specs: dict[str, ProcessSpec] = {}
         self._recorded = True
 
     def __getitem__(self, name: str) -> subprocess.Popen[bytes]:
@@ -91,27 +91,25 @@ class Children:
     def names(self) -> list[str]:
         return list(self._running)
 
-    def spec(self, name: str) -> ProcessSpec:
-        """Return how the process was last started."""
-        return self._specs[name]
-
     def entry(self, name: str) -> ProcessEntry:
         """Return the process's record in cluster.json."""
         return next(entry for entry in self.cluster.processes if entry.name == name)
 
-    def launch(self, spec: ProcessSpec, note: str = "", restarts: int = 0) -> ProcessEntry:
+    def launch(self, spec: ProcessSpec, note: str = "", restarts: int = 0) -> None:
         """Start a process, or start it again, and record it. Raises StartFailed."""
         log = self.state.log_of(spec.name)
+        env = {**spec.env, RESTARTS_ENV: str(restarts)}
+        if spec.instance_id:
+            env[LEAVING_ENV] = str(self.state.leaving_of(spec.instance_id))
         try:
-            env = {**spec.env, RESTARTS_ENV: str(restarts)}
-            if spec.instance_id:
-                env[LEAVING_ENV] = str(self.state.leaving_of(spec.instance_id))
             child = spawn(spec.argv, log=log, env=env)
         except OSError as exc:
             raise StartFailed(f"cannot start {spec.name} ({spec.argv[0]}): {exc.strerror}") from exc
         self._running[spec.name] = child
-        self._specs[spec.name] = spec
-        entry = ProcessEntry(
+        self.specs[spec.name] = spec
+        entries = {e.name: e for e in self.cluster.processes}
+        # A process that is started again keeps its place.
+        entries[spec.name] = ProcessEntry(
             name=spec.name,
             role=spec.role,
             instance_id=spec.instance_id,
@@ -123,13 +121,10 @@ class Children:
             restarts=restarts,
             drain_s=spec.drain_s,
         )
-        entries = {e.name: e for e in self.cluster.processes}
-        entries[spec.name] = entry  # keeps its place
         self.cluster.processes = list(entries.values())
         self.record()
         again = f"pid {child.pid}, restarts: {restarts}" if restarts else ""
         self.view.set(spec.name, "starting", again or note or spec.url or f"pid {child.pid}")
-        return entry
 
     def record(self) -> None:
         """Write cluster.json."""
@@ -176,25 +171,19 @@ async def wait_ready(
     children: Children,
     ref: ClusterRef,
     specs: Sequence[plan.ProcessSpec],
-    away_s: float = SERVER_S,
 ) -> None:
     """Wait until all are ready: workers and frontends are when etcd says so.
 
     Start the workers that had to wait for another on their GPU.
     The caller holds the lock of the state directory if one has to wait. Raises StartFailed, and
-    RegistryUnavailable if etcd does not answer for `away_s`."""
+    RegistryUnavailable if etcd does not answer at first."""
     waiting = {spec.name: spec for spec in specs}
-    answered = time.monotonic()
-    deadline = answered + options.ready_timeout_s
-    async with members.etcd_of(ref, wait_s=away_s) as etcd:
+    deadline = time.monotonic() + options.ready_timeout_s
+    async with members.etcd_of(ref, wait_s=SERVER_S) as etcd:
         while waiting:
-            try:
+            ready = dict[str, str]()
+            with suppress(RegistryUnavailable):  # it may be away for a while
                 ready = await _ready(etcd, ref.namespace)
-                answered = time.monotonic()
-            except RegistryUnavailable:
-                if time.monotonic() - answered > away_s:
-                    raise
-                ready = {}
             for name, spec in list(waiting.items()):
                 if spec.after in waiting:
                     continue
@@ -283,47 +272,13 @@ class Keeper:
         self._stop = stop
         self._cluster_id = cluster_id
         self._first_pause_s = first_pause_s
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ended = asyncio.Event()
-
-    @property
-    def watched(self) -> list[str]:
-        """The processes that run, or that are started again."""
-        return list(self._tasks)
-
-    def watch(self, *names: str) -> None:
-        """Keep these processes from now on."""
-        for name in names:
-            task = asyncio.create_task(self.keep(name))
-            self._tasks[name] = task
-            task.add_done_callback(partial(self._left, name))
-
-    def _left(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(name) is task:
-            del self._tasks[name]
-            if not self._tasks:
-                self._ended.set()
-
-    async def forget(self, *names: str) -> None:
-        """Let these processes end from now on: they are not started again."""
-        tasks = [task for name in names if (task := self._tasks.pop(name, None))]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def ended(self) -> None:
-        """Wait until the last process that was watched has ended by itself."""
-        await self._ended.wait()
 
     def stopped(self) -> bool:
-        """Whether the cluster is being stopped, by a signal or by `pullfill down`."""
-        return self._stop.is_set() or self.stopped_by_down()
-
-    def stopped_by_down(self) -> bool:
-        """Whether `pullfill down` runs, or has run and removed the record of this cluster."""
+        """Whether the cluster is being stopped: by a signal, or by a `pullfill down` that runs, or
+        has run and removed the record of this cluster."""
         launch = self._state.launch()
         gone = launch is None or launch.cluster_id != self._cluster_id
-        return gone or self._state.stopping()
+        return self._stop.is_set() or gone or self._state.stopping()
 
     async def keep(self, name: str) -> None:
         """Restart the process whenever it dies. Returns when it is not started again."""
@@ -376,7 +331,7 @@ class Keeper:
 
     def _start_again(self, name: str) -> None:
         old = self._children.entry(name)
-        spec = plan.renewed(self._children.spec(name))
+        spec = plan.renewed(self._children.specs[name])
         if old.instance_id:
             remove_shared_memory([old.instance_id])
         self._children.launch(spec, restarts=old.restarts + 1)
@@ -447,7 +402,7 @@ class DiskWatch:
         self._children = children
         self._restart = restart
         self._path = children.state.path
-        self._was_full = False
+        self._full = False
         self._nats_failed = False
         self._read = 0
 
@@ -461,35 +416,29 @@ class DiskWatch:
     def look(self) -> None:
         """Say when the disk has become full, and mend what that broke when it has room again."""
         say = self._children.view.say
-        self._nats_failed |= self._nats_complains() or self._was_full
-        if not self._was_full and (line := full_disk(self._path)):
-            self._was_full = True
+        # The disk may have been full for a moment between two looks.
+        self._nats_failed |= self._nats_complains()
+        if not self._full and (line := full_disk(self._path)):
+            self._full = self._nats_failed = True
             say(line, "bold red")
         if is_full(self._path, 2 * LOW_DISK):
             return
-        if self._was_full:
-            self._was_full = False
+        if self._full:
             say(f"the disk of {self._path} has room again")
             self._children.record()
-        if self._nats_failed:
-            self._nats_failed = False
-            if self._restart and "nats" in self._children.names:
-                say("nats starts again: it met a full disk, and stores nothing since then")
-                self._children["nats"].terminate()
+        if self._nats_failed and self._restart and "nats" in self._children.names:
+            say("nats starts again: it met a full disk, and stores nothing since then")
+            self._children["nats"].terminate()
+        self._full = self._nats_failed = False
 
     def _nats_complains(self) -> bool:
-        """Whether the log tells of a full disk since the last look. It may have been full for a
-        moment only."""
-        log = self._children.state.log_of("nats")
-        try:
-            if (size := log.stat().st_size) <= self._read:
-                return False
-            with log.open("rb") as file:
-                file.seek(self._read)
-                self._read = size
-                return _COMPLAINT in file.read(_MOST)
-        except OSError:
-            return False
+        """Whether the log of NATS tells of a full disk since the last look."""
+        with suppress(OSError), self._children.state.log_of("nats").open("rb") as file:
+            file.seek(self._read)
+            new = file.read(_MOST)
+            self._read = file.tell()
+            return _COMPLAINT in new
+        return False
 
 
 # --------------------------------------------------------------------------- one run of `up`
@@ -568,20 +517,24 @@ class Supervisor:
         up.
         """
         keeper = Keeper(self._options, self._children, self._stop, self._cluster_id)
-        keeper.watch(*self._children.names)
-        loop = asyncio.get_running_loop()
-        stop, ended = loop.create_task(self._stop.wait()), loop.create_task(keeper.ended())
-        disk = loop.create_task(DiskWatch(self._children, restart=self._options.restart).watch())
-        await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
+        kept: list[asyncio.Task[Any]] = [
+            asyncio.create_task(keeper.keep(name)) for name in self._children.names
+        ]
+        disk = asyncio.create_task(DiskWatch(self._children, restart=self._options.restart).watch())
+        stop = asyncio.create_task(self._stop.wait())
+        running = set(kept)
+        # Nothing was started if all servers are others' and there is no worker.
+        while not stop.done() and (running or not kept):
+            await asyncio.wait({stop, *running}, return_when=asyncio.FIRST_COMPLETED)
+            running = {task for task in running if not task.done()}
         if detached and any(entry.gave_up for entry in self._cluster.processes):
             await stop
         if self._stop.is_set() and not self._state.stopping():
             self._view.say("stopping: workers finish their streams (again to force)", "yellow")
         await self._stop_rest()
-        await keeper.forget(*keeper.watched)
-        for task in (stop, ended, disk):
+        for task in (*kept, stop, disk):
             task.cancel()
-        await asyncio.gather(stop, ended, disk, return_exceptions=True)
+        await asyncio.gather(*kept, stop, disk, return_exceptions=True)
         self._children.reap()
 
     def let_go(self) -> None:

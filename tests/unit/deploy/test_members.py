@@ -75,3 +75,12 @@ def test_a_frontend_is_shown_the_proof_of_an_api_key_when_it_asks_and_never_a_ke
     with serving(locked) as url:
         assert members.ask_frontend(ref, url, quote(path))[0] == told
     assert proofs == shown
+
+
+def test_why_a_frontend_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    no = (503, b'{"reasons": ["why"]}')
+    answers = [no, no, (200, b"{}"), (503, b"no JSON")]
+    monkeypatch.setattr(members, "http_get", lambda url, _: answers.pop(0))
+    assert members.why_not_ready("http://f", 0.0) == ["why"]
+    assert members.why_not_ready("http://f", 20.0) == []
+    assert len(members.why_not_ready("http://f", 0.0)) == 1

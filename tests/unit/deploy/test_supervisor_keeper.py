@@ -1,10 +1,10 @@
-"""How `up` restarts processes that end: real processes, shortened pauses."""
+"""How `up` restarts processes that end, also on a full disk: real processes, shortened pauses."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -13,12 +13,21 @@ from rich.console import Console
 
 from pullfill.config import RESTARTS_ENV, STATE_DIR_ENV, ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import doctor, plan, status
+from pullfill.deploy.down import SERVERS
 from pullfill.deploy.machine import OK
 from pullfill.deploy.state import Launch, StateDir
-from pullfill.deploy.supervisor import MAX_DEATHS, WINDOW_S, Children, Deaths, Keeper
+from pullfill.deploy.supervisor import (
+    MAX_DEATHS,
+    WINDOW_S,
+    Children,
+    Deaths,
+    DiskWatch,
+    Keeper,
+)
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError
 from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
+from tests.support.small_disk import full, small_disk
 from tests.support.waiting import eventually
 
 PATIENCE_S = 20.0
@@ -50,30 +59,32 @@ class Rig:
         self.state.logs.mkdir(parents=True)
         self.state.write_launch(Launch(cluster_id="id", model="m"))
         cluster = ClusterFile(namespace="n", nats_url="q", etcd_url="e", frontend_url="")
-        self.said = io.StringIO()
-        view = ProcessView(Console(file=self.said, width=200), "test")
+        self.output = io.StringIO()
+        view = ProcessView(Console(file=self.output, width=200), "test")
         self.stop = asyncio.Event()
         self.children = Children(cluster, self.state, view)
         self.options = plan.UpOptions()
         self.keeper = Keeper(self.options, self.children, self.stop, "id", first_pause_s=0.001)
+        self.disk = DiskWatch(self.children, restart=True)
 
     def launch(self, name: str, script: str) -> None:
-        role = name.split("-")[0]
-        worker = name not in ("nats", "etcd")
         spec = plan.ProcessSpec(
             name=name,
-            role=role,
+            role=name.split("-")[0],
             argv=["sh", "-c", script, "--instance-id", "old"],
             env={"PATH": "/usr/bin:/bin"},
-            instance_id="old" if worker else None,
+            instance_id=None if name in SERVERS else "old",
         )
         self.children.launch(spec)
 
-    def entry(self, name: str) -> ProcessEntry:
+    def said(self) -> str:
+        return " ".join(self.output.getvalue().split())
+
+    def recorded(self) -> dict[str, ProcessEntry]:
         """As other processes read it."""
         cluster = self.state.cluster()
         assert cluster is not None
-        return next(entry for entry in cluster.processes if entry.name == name)
+        return {entry.name: entry for entry in cluster.processes}
 
     @asynccontextmanager
     async def keeping(self, name: str) -> AsyncIterator[asyncio.Task[None]]:
@@ -82,15 +93,27 @@ class Rig:
             yield task
         finally:
             self.stop.set()
-            for child in self.children.names:
-                self.children[child].kill()
+            self.kill_all()
             await asyncio.wait_for(task, PATIENCE_S)
-            self.children.reap()
+
+    def kill_all(self) -> None:
+        for name in self.children.names:
+            self.children[name].kill()
+        self.children.reap()
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Rig]:
+    """Its state directory is on a real disk of 40 MiB."""
+    with small_disk(tmp_path / "disk", 40) as directory:
+        rig = Rig(directory)
+        yield rig
+        rig.kill_all()
 
 
 async def until(check: Callable[[], bool]) -> None:
@@ -101,15 +124,15 @@ async def test_a_worker_that_dies_while_it_drains_is_not_started_again(rig: Rig)
     rig.launch("decode-0", f'touch "${LEAVING_ENV}"; kill -9 $$')
     async with rig.keeping("decode-0") as task:
         await asyncio.wait_for(asyncio.shield(task), PATIENCE_S)
-    assert "finished (told to leave, then " in rig.said.getvalue()
+    assert "finished (told to leave, then " in rig.said()
 
 
 @pytest.mark.essential
 async def test_a_worker_whose_engine_fails_on_requests_is_not_given_up(rig: Rig) -> None:
     rig.launch("decode-0", f"exit {STEP_FAILED}")
     async with rig.keeping("decode-0"):
-        await until(lambda: rig.entry("decode-0").restarts > MAX_DEATHS)
-    assert "gave up" not in rig.said.getvalue()
+        await until(lambda: rig.recorded()["decode-0"].restarts > MAX_DEATHS)
+    assert "gave up" not in rig.said()
 
 
 async def test_who_leaves_on_purpose_stays_away(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +142,8 @@ async def test_who_leaves_on_purpose_stays_away(rig: Rig, monkeypatch: pytest.Mo
     async with rig.keeping("prefill-0") as task:
         await asyncio.wait_for(task, PATIENCE_S)
         await asyncio.wait_for(rig.keeper.keep("frontend-0"), PATIENCE_S)
-    assert rig.entry("prefill-0").restarts == 0
-    assert "prefill-0 finished (drained)" in rig.said.getvalue()
+    assert rig.recorded()["prefill-0"].restarts == 0
+    assert "prefill-0 finished (drained)" in rig.said()
     ref, where = ClusterRef("n", "e", "q", rig.state.path), f"--state-dir {rig.state.path}"
     told, same_port, *_ = status.process_lines(status.processes(ref))
     command = f"pullfill prefill {where}"
@@ -137,11 +160,11 @@ async def test_five_deaths_end_it_with_the_last_lines_of_the_log(rig: Rig) -> No
     rig.launch("nats", f"echo reason ${RESTARTS_ENV}; exit 3")
     async with rig.keeping("nats") as task:
         await asyncio.wait_for(task, PATIENCE_S)
-    entry = rig.entry("nats")
+    entry = rig.recorded()["nats"]
     assert entry.restarts == MAX_DEATHS - 1
     assert entry.gave_up.startswith("gave up after 5 deaths in 60 s")
     assert entry.gave_up.endswith("reason 4")
-    said = rig.said.getvalue()
+    said = rig.said()
     assert "gave up after 5 deaths" in said
     assert said.count("died (exit code 3)") == MAX_DEATHS
     here = status.processes(ClusterRef("n", "e", "q", rig.state.path))
@@ -165,7 +188,7 @@ async def test_a_lock_that_cannot_be_opened_costs_one_try(
     async with rig.keeping("decode-0"):
         rig.children["decode-0"].kill()
         await until(lambda: "restarts 1\n" in log.read_text())
-    assert "decode-0 was not started again: too many open files" in rig.said.getvalue()
+    assert "decode-0 was not started again: too many open files" in rig.said()
 
 
 async def test_no_restart(rig: Rig) -> None:
@@ -173,8 +196,8 @@ async def test_no_restart(rig: Rig) -> None:
     rig.launch("etcd", "exit 1")
     async with rig.keeping("etcd") as task:
         await asyncio.wait_for(task, PATIENCE_S)
-    assert rig.entry("etcd").restarts == 0
-    assert "without etcd no joining, leaving or change of settings" in rig.said.getvalue()
+    assert rig.recorded()["etcd"].restarts == 0
+    assert "without etcd no joining, leaving or change of settings" in rig.said()
 
 
 @pytest.mark.parametrize("how", ["down", "signal"])
@@ -184,7 +207,7 @@ async def test_nothing_is_started_while_the_cluster_stops(rig: Rig, how: str) ->
     async with rig.keeping("decode-0") as task:
         with rig.state.locked():
             rig.children["decode-0"].kill()
-            await until(lambda: "decode-0 died" in rig.said.getvalue())
+            await until(lambda: "decode-0 died" in rig.said())
             await asyncio.sleep(0.05)
             assert not task.done()
             if how == "down":
@@ -192,4 +215,61 @@ async def test_nothing_is_started_while_the_cluster_stops(rig: Rig, how: str) ->
             else:
                 rig.stop.set()
         await asyncio.wait_for(task, PATIENCE_S)
-    assert rig.entry("decode-0").restarts == 0
+    assert rig.recorded()["decode-0"].restarts == 0
+
+
+# ------------------------------------------------------------------ a full disk
+
+
+def test_it_is_told_once_and_what_it_broke_is_mended(small: Rig) -> None:
+    small.launch("nats", "echo no space left on device; exec sleep 60")
+    with full(small.state.path):
+        for name in ("etcd", "decode"):
+            small.launch(name, "sleep 60")
+        for _ in range(2):
+            small.disk.look()
+        assert list(small.recorded()) == ["nats"], "the old record is whole"
+        assert not list(small.state.path.glob(".*")), "no half of a file is left"
+        assert small.said().count("is full (0 MiB free): serving goes on") == 1
+        assert small.said().count("(No space left on device): other commands see an old list") == 1
+        assert all(small.children[name].poll() is None for name in small.children.names)
+    small.disk.look()
+    assert list(small.recorded()) == ["nats", "etcd", "decode"]
+    assert "has room again" in small.said()
+    assert small.said().count("nats starts again: it met a full disk") == 1
+    assert small.children["nats"].wait(10) == -15, "it would go on storing nothing"
+    assert small.children["etcd"].poll() is None
+    small.disk.look()
+    assert small.said().count("nats starts again") == 1
+
+
+def test_a_disk_that_was_full_for_a_moment(small: Rig) -> None:
+    """Between two looks. The log of NATS tells it."""
+    small.launch("nats", "echo '[ERR] write 1.blk: no space left on device'; exec sleep 60")
+    eventually(lambda: small.state.log_of("nats").stat().st_size > 0, "it tells")
+    small.disk.look()
+    assert small.children["nats"].wait(10) == -15
+    small.launch("nats", "sleep 60")
+    small.disk.look()
+    assert small.children["nats"].poll() is None, "that line is about the process before"
+
+
+async def test_a_server_that_a_full_disk_ends_comes_back_when_there_is_room(small: Rig) -> None:
+    """However often it dies meanwhile."""
+    small.launch("etcd", "sleep 60")
+    async with small.keeping("etcd"):
+        with full(small.state.path):
+            small.children["etcd"].kill()
+            await until(lambda: "etcd died" in small.said())
+            await asyncio.sleep(0.1)
+            assert small.children.entry("etcd").restarts == 0, "it would die again"
+        await until(lambda: small.recorded()["etcd"].restarts == 1)
+
+
+async def test_no_death_counts_while_the_disk_is_full(small: Rig) -> None:
+    """A worker is started again at once: it needs no disk."""
+    small.launch("decode", f"test ${RESTARTS_ENV} -gt {MAX_DEATHS + 1} && sleep 60; exit 1")
+    with full(small.state.path):
+        async with small.keeping("decode"):
+            await until(lambda: small.children.entry("decode").restarts == MAX_DEATHS + 2)
+    assert "gave up" not in small.said()
