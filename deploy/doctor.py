@@ -7,17 +7,17 @@ is 1 if anything failed.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from pullfill import redact
-from pullfill.config import ClusterRef, ProcessEntry, split_urls
+from pullfill.config import ClusterRef, split_urls
 from pullfill.deploy import local_servers, machine, members
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
 from pullfill.deploy.state import StateDir, full_disk, identity, is_alive
@@ -97,42 +97,38 @@ def processes(ref: ClusterRef) -> Iterator[Finding]:
         else:
             level = FAIL if entry.role in ("nats", "etcd") else WARN
             yield Finding(level, f"{entry.name} (pid {entry.pid}) is gone", f"its log: {entry.log}")
-    yield from _pinning(recorded.processes)
-
-
-def _pinning(entries: Iterable[ProcessEntry]) -> Iterator[Finding]:
-    """Check that decode and prefill workers do not sit on one core."""
-    homes: dict[int, list[ProcessEntry]] = {}
-    for entry in entries:
-        if entry.role in ("decode", "prefill") and is_alive(identity(entry)):
-            with suppress(OSError):
-                mask = os.sched_getaffinity(entry.pid)
-                if len(mask) == 1:
-                    homes.setdefault(min(mask), []).append(entry)
-    for core, tenants in homes.items():
-        if len({entry.role for entry in tenants}) > 1:
-            names = " and ".join(entry.name for entry in tenants)
-            yield Finding(
-                WARN,
-                f"{names} share core {core}: a long prefill slows decoding",
-                "fewer workers, or --cpu N for each",
-            )
 
 
 # --------------------------------------------------------------------------- the cluster
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the checks of a cluster look at.
+
+    no_nats: why NATS does not answer. None: it does.
+    statuses: what each frontend answers to /pullfill/status, by its id."""
+
+    ref: ClusterRef
+    workers: Sequence[WorkerRecord] = ()
+    no_nats: str | None = None
+    statuses: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+
+    def of(self, role: str) -> list[WorkerRecord]:
+        return [worker for worker in self.workers if worker.role == role]
+
+    @property
+    def stock(self) -> list[dict[str, Any]]:
+        """What frontends say of stock vLLM servers, a row for each."""
+        rows = [row for told in self.statuses.values() for row in told.get("stock", ())]
+        return list({(row["role"], row["url"]): row for row in rows}.values())
+
+
 def cluster(ref: ClusterRef) -> Iterator[Finding]:
     """Check that the servers answer, the workers fit together, and no job is dead-lettered."""
     no_nats = local_servers.nats_ready(ref.nats_url, 2.0)
-    for name, url, why in (
-        ("NATS", ref.nats_url, no_nats),
-        (
-            "etcd",
-            ref.etcd_url,
-            local_servers.etcd_ready(ref.etcd_url, 2.0, ref.security.etcd.tls()),
-        ),
-    ):
+    no_etcd = local_servers.etcd_ready(ref.etcd_url, 2.0, ref.security.etcd.tls())
+    for name, url, why in (("NATS", ref.nats_url, no_nats), ("etcd", ref.etcd_url, no_etcd)):
         if why is None:
             yield Finding(OK, f"{name} answers at {redact.url(url)}")
         else:
@@ -142,43 +138,32 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
     except PullfillError as exc:
         yield Finding(FAIL, f"the registry cannot be read: {exc}", "see etcd above")
         return
-    rows = stock_servers(ref, workers)
-    yield from fit(workers, by_stock=any(r["role"] == "decode" and _serves(r) for r in rows))
-    yield from stock(rows)
-    yield from lengths(workers)
-    yield from pairs(workers)
-    yield from prefixes(ref, workers)
-    yield from _compared(ref)
-    yield from _keys(ref, workers)
-    if not any(w.role == "frontend" for w in workers) and not any(members.frontend_urls(ref)):
-        yield Finding(WARN, "no frontend", "start one: pullfill frontend")
-    if no_nats is None:
-        yield from jobs(ref, workers)
+    seen = Seen(ref, workers, no_nats, statuses(ref, workers))
+    for check in (fit, stock, lengths, pairs, prefixes, compared, keys, frontends, jobs):
+        yield from check(seen)
 
 
-def stock_servers(ref: ClusterRef, workers: Sequence[WorkerRecord]) -> list[dict[str, Any]]:
-    """Return what frontends say of stock vLLM servers, a row for each."""
-    rows = dict[tuple[str, str], dict[str, Any]]()
+def statuses(ref: ClusterRef, workers: Iterable[WorkerRecord]) -> dict[str, dict[str, Any]]:
+    """Return what each frontend answers to /pullfill/status, by its id."""
+    found = {}
     for frontend in (w for w in workers if w.role == "frontend" and w.http):
-        try:
+        with suppress(UnavailableError):
             _, status = members.ask_frontend(ref, frontend.http, "/pullfill/status")
-        except UnavailableError:
-            continue
-        for row in status.get("stock", ()) if isinstance(status, dict) else ():
-            rows[row["role"], row["url"]] = row
-    return list(rows.values())
+            if isinstance(status, dict):
+                found[frontend.instance_id] = status
+    return found
 
 
 def _serves(row: dict[str, Any]) -> bool:
     return bool(row["state"] == "ready")
 
 
-def stock(rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+def stock(seen: Seen) -> Iterator[Finding]:
     """Tell which stock vLLM servers take requests, and why others do not."""
     for role in ("prefill", "decode"):
-        if count := sum(row["role"] == role and _serves(row) for row in rows):
+        if count := sum(row["role"] == role and _serves(row) for row in seen.stock):
             yield Finding(OK, f"{count} stock {role} server(s) ready")
-    for row in rows:
+    for row in seen.stock:
         who = f"stock {row['role']} server {row['url']} is {row['state']}"
         if row["state"] == "refused":
             what, _, advice = str(row["why"]).rpartition(": ")
@@ -187,11 +172,12 @@ def stock(rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
             yield Finding(WARN, f"{who}: {row['why']}", "look whether it runs, and at its log")
 
 
-def fit(workers: Sequence[WorkerRecord], *, by_stock: bool = False) -> Iterator[Finding]:
+def fit(seen: Seen) -> Iterator[Finding]:
     """Check that there are decode and prefill workers, and that they can exchange KV.
 
-    by_stock: stock vLLM servers serve, too, so there need be no workers."""
-    decode, prefill = ([w for w in workers if w.role == role] for role in ("decode", "prefill"))
+    Where stock vLLM servers decode, there need be no workers."""
+    by_stock = any(row["role"] == "decode" and _serves(row) for row in seen.stock)
+    decode, prefill = seen.of("decode"), seen.of("prefill")
     if decode:
         yield Finding(OK, f"{len(decode)} decode worker(s) registered")
     elif not by_stock:
@@ -205,18 +191,18 @@ def fit(workers: Sequence[WorkerRecord], *, by_stock: bool = False) -> Iterator[
     peers = [(w.instance_id, w.compat) for w in (*decode, *prefill) if w.compat is not None]
     for name, compat in peers[1:]:
         first, first_compat = peers[0]
-        for field, ours, theirs in first_compat.differs_from(compat)[:1]:
+        for what, ours, theirs in first_compat.differs_from(compat)[:1]:
             yield Finding(
                 FAIL,
-                f"{first} and {name} cannot exchange KV: {field} is {ours!r} and {theirs!r}",
-                f"start them with the same {field}, or in different namespaces",
+                f"{first} and {name} cannot exchange KV: {what} is {ours!r} and {theirs!r}",
+                f"start them with the same {what}, or in different namespaces",
             )
 
 
-def lengths(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
+def lengths(seen: Seen) -> Iterator[Finding]:
     """Tell which prefill workers take shorter prompts than some decode worker."""
-    longest = max((w.max_model_len for w in workers if w.role == "decode"), default=0)
-    for worker in (w for w in workers if w.role == "prefill"):
+    longest = max((w.max_model_len for w in seen.of("decode")), default=0)
+    for worker in seen.of("prefill"):
         if 0 < worker.max_model_len < longest:
             yield Finding(
                 WARN,
@@ -226,14 +212,13 @@ def lengths(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
             )
 
 
-def pairs(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
+def pairs(seen: Seen) -> Iterator[Finding]:
     """Tell for each pair of workers which transport it uses, and why no better one."""
-    decode, prefill = ([w for w in workers if w.role == role] for role in ("decode", "prefill"))
     shown = 0
-    for writer in prefill:
+    for writer in seen.of("prefill"):
         if not writer.http or (report := members.ask_worker(writer)) is None:
             continue
-        for reader in decode:
+        for reader in seen.of("decode"):
             shown += 1
             if shown > _PAIRS:
                 yield Finding(OK, "... and more pairs of workers")
@@ -248,30 +233,25 @@ def pairs(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
             yield Finding(OK, what, why)
 
 
-def prefixes(ref: ClusterRef, workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
+def prefixes(seen: Seen) -> Iterator[Finding]:
     """Tell which frontends do not know the cached blocks of which decode workers."""
     known = set[str]()
-    for frontend in (w for w in workers if w.role == "frontend" and w.http):
-        try:
-            _, status = members.ask_frontend(ref, frontend.http, "/pullfill/status")
-        except UnavailableError:
-            continue
-        rows = status.get("workers", ()) if isinstance(status, dict) else ()
-        for row in rows:
+    for frontend, status in seen.statuses.items():
+        for row in status.get("workers", ()):
             prefix = row.get("routing", {}).get("prefix", {})
             if prefix.get("state") == "warm":
                 known.add(row["instance_id"])
             if trouble := prefix.get("trouble"):
-                what = f"{frontend.instance_id} does not know what {row['instance_id']} has cached"
+                what = f"{frontend} does not know what {row['instance_id']} has cached"
                 yield Finding(WARN, what, trouble)
     if known:
         yield Finding(OK, f"frontends know the cached blocks of {len(known)} decode worker(s)")
 
 
-def _compared(ref: ClusterRef) -> Iterator[Finding]:
+def compared(seen: Seen) -> Iterator[Finding]:
     """Tell which self-checks have failed. If none has, say how many pairs have passed."""
     try:
-        results = members.ask_etcd(ref, self_checks.kept, wait_s=2.0).values()
+        results = members.ask_etcd(seen.ref, self_checks.kept, wait_s=2.0).values()
     except PullfillError as exc:
         yield Finding(WARN, f"self-checks cannot be read: {exc}", "see etcd above")
         return
@@ -283,12 +263,12 @@ def _compared(ref: ClusterRef) -> Iterator[Finding]:
         yield Finding(OK, f"self-check passed for {len(results)} kind(s) of worker pairs")
 
 
-def _keys(ref: ClusterRef, workers: Iterable[WorkerRecord]) -> Iterator[Finding]:
+def keys(seen: Seen) -> Iterator[Finding]:
     """Tell the cluster key, and which workers have refused somebody with another."""
-    key = ref.security.cluster.load()
+    key = seen.ref.security.cluster.load()
     if key is not None:
         yield Finding(OK, f"cluster key {key.fingerprint}")
-    for worker in (w for w in workers if w.http and w.role != "frontend"):
+    for worker in (w for w in seen.workers if w.http and w.role != "frontend"):
         with suppress(UnavailableError):
             text = members.http_get(f"{worker.http}/metrics", 2.0)[1].decode("utf-8", "replace")
             values = re.findall(r"^pullfill_auth_refused_total\{.*\} ([0-9.e+]+)$", text, re.M)
@@ -300,14 +280,22 @@ def _keys(ref: ClusterRef, workers: Iterable[WorkerRecord]) -> Iterator[Finding]
                 )
 
 
-def jobs(ref: ClusterRef, workers: Sequence[WorkerRecord] = ()) -> Iterator[Finding]:
+def frontends(seen: Seen) -> Iterator[Finding]:
+    """Check that clients can ask somebody."""
+    if not seen.of("frontend") and not members.local_urls(seen.ref):
+        yield Finding(WARN, "no frontend", "start one: pullfill frontend")
+
+
+def jobs(seen: Seen) -> Iterator[Finding]:
     """Check that NATS takes the jobs of long prompts. Count the jobs that nobody may try again."""
+    if seen.no_nats is not None:
+        return
     try:
-        max_payload, found = asyncio.run(ask_nats(ref))
+        max_payload, found = asyncio.run(ask_nats(seen.ref))
     except Exception as exc:
         yield Finding(WARN, f"dead letters cannot be counted: {exc}", "see NATS above")
         return
-    yield from payload(max_payload, workers)
+    yield from payload(max_payload, seen)
     for stream, count in found.items():
         if count:
             yield Finding(
@@ -319,11 +307,11 @@ def jobs(ref: ClusterRef, workers: Sequence[WorkerRecord] = ()) -> Iterator[Find
         yield Finding(OK, "no dead letters")
 
 
-def payload(max_payload: int, workers: Iterable[WorkerRecord]) -> Iterator[Finding]:
+def payload(max_payload: int, seen: Seen) -> Iterator[Finding]:
     """Check that a job of the longest prompt is no larger than NATS takes."""
     from pullfill.queue.nats_connection import RAISE_PAYLOAD
 
-    longest = max((w.max_model_len for w in workers if w.role == "decode"), default=0)
+    longest = max((w.max_model_len for w in seen.of("decode")), default=0)
     # 4 bytes for each token and for each block (of 16 tokens, as a rule), 12 KiB for the rest.
     most = (max_payload - (12 << 10)) * 4 // 17
     if most < longest:

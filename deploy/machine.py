@@ -8,10 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 from pullfill import releases
 from pullfill.deploy import accelerator, install, local_servers, plan
@@ -139,7 +137,8 @@ def compute() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Check that the directory of shared KV files has room, and holds no files of dead workers."""
+    """Check that the directory of shared KV files has room."""
+    # A worker that starts removes the files of dead ones.
     shm = shm_dir()
     if not shm.is_dir():
         advice = f"mount a tmpfs there, or name another with {SHM_DIR_ENV}: workers share KV in it"
@@ -154,40 +153,6 @@ def shared_memory() -> Iterator[Finding]:
         )
     else:
         yield Finding(OK, f"{shm} has {free >> 20} MiB free")
-    stale = [path.name for path in shm.glob("pullfill-*") if not _in_use(path)]
-    if stale:
-        yield Finding(
-            WARN,
-            f"{len(stale)} file(s) of dead workers in {shm}, e.g. {stale[0]}",
-            "rm " + " ".join(f"{shm}/{name}" for name in stale[:20]),
-        )
-
-
-def _in_use(path: Path) -> bool:
-    """Return whether a process has the file open or maps it. True, too, if we cannot find out."""
-    try:
-        found = path.stat()
-    except OSError:
-        return True
-    if os.geteuid() not in (0, found.st_uid):
-        return True  # only root may look at another user's processes
-    inode, real = f" {found.st_ino} ", path.resolve()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            lines = (entry / "maps").read_text().splitlines()
-            if any(inode in line and path.name in line for line in lines):
-                return True
-            # A worker maps the file only after it has loaded its model.
-            if any(_leads_to(fd, real) for fd in (entry / "fd").iterdir()):
-                return True
-    return False
-
-
-def _leads_to(link: Path, path: Path) -> bool:
-    try:
-        return link.readlink() == path
-    except OSError:  # closed since
-        return False
 
 
 def transports() -> Iterator[Finding]:

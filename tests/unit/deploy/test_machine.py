@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -62,35 +61,10 @@ def test_packages_that_cannot_work_are_refused_before_anything_starts(
     machine.refuse_wrong_packages()
 
 
-def test_left_over_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "pullfill-decode-1").touch()
-    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
-    levels = {f.level: f for f in machine.shared_memory()}
-    assert "pullfill-decode-1" in levels[WARN].what
-    assert levels[WARN].advice == f"rm {tmp_path}/pullfill-decode-1"
+def test_missing_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path / "none"))
     (missing,) = machine.shared_memory()
     assert missing.what == f"{tmp_path}/none is missing"
-
-
-def test_shared_memory_that_a_process_maps_is_not_left_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
-    path = tmp_path / "pullfill-decode-1"
-    path.write_bytes(b"x")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
-        assert "dead workers" not in "".join(f.what for f in machine.shared_memory())
-    assert "dead workers" in "".join(f.what for f in machine.shared_memory())
-
-
-def test_shared_memory_of_a_worker_that_loads_its_model_is_not_left_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The worker has the file open while it loads its model. It maps the file after that."""
-    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
-    with (tmp_path / "pullfill-decode-1.fence").open("w"):
-        assert "dead workers" not in "".join(f.what for f in machine.shared_memory())
 
 
 @pytest.mark.parametrize(
