@@ -6,16 +6,15 @@
     set: {router.policy: cost}
 
 The file has no options of its own: its values go through the command's parser, as texts, and count
-where a flag is not given.
-Every refusal is one line that names the file, the line and the key.
+where a flag is not given. A refusal is one line. It names the file, the line and the key where the
+file is wrong, and the flag where its value is.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from typing import Any
 
@@ -24,14 +23,12 @@ import yaml
 
 from pullfill.deploy import vllm_flags
 from pullfill.errors import ConfigError
-from pullfill.options import ClusterOptions, FrontendOptions, UpOptions, WorkerOptions, declared
 from pullfill.registry import live_settings
 
 VLLM_KEYS = ("vllm-args", "decode-args", "prefill-args")
 """Keys that hold flags for vLLM: a text, a list, or a mapping of flags and values."""
 SET = "set"
 NOT_IN_FILES = frozenset({"file", "help"})
-_KEY = re.compile(r"([\w.-]+)\s*:(?:\s|$)")
 
 
 def read(path: str, context: click.Context) -> dict[str, Any]:
@@ -49,8 +46,6 @@ def read(path: str, context: click.Context) -> dict[str, Any]:
         for name in (flag.removeprefix("--") for flag in param.opts if flag.startswith("--"))
         if name not in NOT_IN_FILES
     }
-    kinds = (UpOptions, ClusterOptions, WorkerOptions, FrontendOptions)
-    parsers = {one.name: one.parse for kind in kinds for one in declared(kind)}
     values: dict[str, Any] = {}
     for key, node in _pairs(path, root):
         param, where = params.get(key), f"{_where(path, node)}: {key}"
@@ -63,20 +58,11 @@ def read(path: str, context: click.Context) -> dict[str, Any]:
                 value = _settings(path, node)
             else:
                 value = _text(where, node)
-            checked = param.process_value(context, value)
-            if parse := parsers.get(f"--{key}"):
-                _with_place(where, parse, checked)
+            param.process_value(context, value)
         except click.BadParameter as exc:
             raise ConfigError(f"{where}: {exc.message}") from None
         values[str(param.name)] = value
     return values
-
-
-def _with_place(where: str, parse: Callable[[Any], Any], value: Any) -> None:
-    try:
-        parse(value)
-    except ConfigError as exc:
-        raise ConfigError(f"{where}: {exc}") from None
 
 
 def _where(path: str, node: yaml.Node) -> str:
@@ -92,41 +78,15 @@ def _unknown(where: str, key: str, known: Collection[str]) -> str:
 def _parsed(path: str) -> yaml.Node | None:
     """Return the nodes of the file, which know their lines. None: it is empty."""
     try:
-        with open(path, "rb") as file:
-            text = file.read().decode()
+        with open(path, encoding="utf-8") as file:
+            return yaml.compose(file, Loader=yaml.SafeLoader)
     except OSError as exc:
         raise ConfigError(f"cannot read {path} ({exc.strerror}): check --file") from None
-    except UnicodeDecodeError as exc:
-        before = exc.object[: exc.start].decode()
-        raise ConfigError(f"{_place(path, before)}not UTF-8 text: give a YAML file") from None
-    try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.reader.ReaderError as exc:
-        why = f"the character {chr(exc.character)!r} is not allowed in YAML"
-        raise ConfigError(f"{_place(path, text[: exc.position])}{why}") from None
-    except yaml.MarkedYAMLError as exc:
-        mark = exc.problem_mark or exc.context_mark
-        line = mark.line if mark else 0
-        begin = exc.context_mark.line if exc.context_mark else line
-        key = _key_above(text.splitlines(), min(begin, line))
-        raise ConfigError(f"{path}, line {line + 1}: {key}{exc.problem or exc.context}") from None
-    except (yaml.YAMLError, RecursionError) as exc:
-        why = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
-        raise ConfigError(f"{path} is not YAML: {why}") from None
-
-
-def _place(path: str, before: str) -> str:
-    """Return `PATH, line N: KEY: ` of what follows this text of the file."""
-    lines = before.split("\n")
-    return f"{path}, line {len(lines)}: {_key_above(lines, len(lines) - 1)}"
-
-
-def _key_above(lines: list[str], line: int) -> str:
-    """Return `KEY: `, the key that the broken part belongs to. Empty: there is none."""
-    for text in reversed(lines[: line + 1]):
-        if found := _KEY.match(text.strip()):
-            return f"{found[1]}: "
-    return ""
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
+        mark = getattr(exc, "problem_mark", None) or getattr(exc, "context_mark", None)
+        where = f"{path}, line {mark.line + 1}" if mark else path
+        why = getattr(exc, "problem", None) or next(iter(str(exc).splitlines()), "nested too deep")
+        raise ConfigError(f"{where}: not YAML: {why}") from None
 
 
 def _pairs(path: str, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:

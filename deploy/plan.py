@@ -100,7 +100,7 @@ def check(options: UpOptions) -> None:
     check_counts(options)
     check_namespace(options.namespace)
     _check_elastic(options)
-    options.vllm_args = vllm_flags.check(options.vllm_args)
+    vllm_flags.check(options.vllm_args)
     vllm_flags.check_plain_http(options.vllm_args)
     check_devices(options)
     _check_gpus(options)

@@ -162,7 +162,7 @@ def _prepare(
     """Return the cluster, the model's path, and the vLLM flags. Raises ConfigError."""
     if options.instance_id is not None and not is_name(options.instance_id):
         raise ConfigError(f"instance id {options.instance_id!r}: lower-case letters, digits, -, _")
-    vllm_args = vllm_flags.check(vllm_args)
+    vllm_flags.check(vllm_args)
     machine.refuse_wrong_packages()
     ref = cluster.find()
     launch = None

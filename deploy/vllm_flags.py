@@ -103,24 +103,19 @@ def for_frontend(arguments: Sequence[str]) -> list[str]:
     return [part for group in kept for part in group]
 
 
-def check(arguments: Sequence[str]) -> list[str]:
+def check(arguments: Sequence[str]) -> None:
     """Refuse stray words, flags that vLLM does not have, that pullfill sets itself, and flags that
-    workers or frontends do not support.
-
-    vLLM also takes the beginning of a flag's name. Returns the arguments with such names written
-    out, so nobody else has to know. Raises ConfigError."""
+    workers or frontends do not support. Raises ConfigError."""
     try:
         groups = group_flags(arguments)
     except ValueError as exc:
         raise ConfigError(
             f"unexpected argument {exc.args[0]!r}: vLLM flags are given as --flag value"
         ) from None
-    checked: list[str] = []
     for flag, *values in groups:
-        given, equals, joined = flag.partition("=")
-        whole = _whole_name(given)
-        name = flag_name(whole)
-        checked += [f"{whole}{equals}{joined}", *values]
+        given, _, joined = flag.partition("=")
+        _check_name(given)
+        name = flag_name(given)
         if name == "kv-transfer-config" and "OffloadingConnector" not in " ".join([flag, *values]):
             raise ConfigError(
                 f"{given} is pullfill's own to set: remove it, or name vLLM's OffloadingConnector"
@@ -130,7 +125,6 @@ def check(arguments: Sequence[str]) -> list[str]:
         alone = name in _SIZE and [joined or "", *values][-1] == "1"
         if _DATA_PARALLEL.match(name) and not alone:
             raise ConfigError(f"{given}: {NO_DATA_PARALLEL}")
-    return checked
 
 
 def of_pullfill() -> set[str]:
@@ -139,29 +133,16 @@ def of_pullfill() -> set[str]:
     return {one.name.partition("/")[0] for kind in kinds for one in declared(kind)} | _OF_UP
 
 
-def _whole_name(flag: str) -> str:
-    """Return a flag with its name written out: `--no-enable-pref` -> `--no-enable-prefix-caching`.
-
-    vLLM also takes `--config.key`, where `config` may be a beginning. A flag that vLLM does not
-    have is refused. So is a beginning that fits several flags, or one of pullfill."""
-    name = flag_name(flag).partition(".")[0]
-    ours, vllms = of_pullfill(), {f"--{known}" for known in LONG}
-    begun = sorted(one for one in ours if one.startswith(f"--{name}"))
-    if flag.startswith("--"):
-        short_for = sorted(known for known in vllms if known.startswith(f"--{name}"))
-        if f"--{name}" in vllms:
-            return flag
-        if len(short_for) == 1 and not begun:
-            negated = "--no-" if flag.startswith(("--no-", "--no_")) else "--"
-            _, dot, key = flag.partition(".")
-            return f"{negated}{short_for[0].removeprefix('--')}{dot}{key}"
-        if short_for:
-            several = ", ".join(dict.fromkeys([*begun, *short_for][:_FEW]))
-            raise ConfigError(f"{flag} may be short for {several}: write out the one you mean")
-    elif name in SHORT or name.startswith("O"):
-        return flag
-    near = begun or get_close_matches(flag.replace("_", "-"), sorted(vllms | ours), n=1)
-    hint = f"did you mean {near[0]}?" if near else "--help lists those of pullfill"
+def _check_name(flag: str) -> None:
+    """Refuse what is no whole name of a flag of vLLM. Raises ConfigError."""
+    # vLLM also takes the beginning of a name. Here all who look for a flag would have to know.
+    name = flag_name(flag).partition(".")[0]  # of --config.key
+    if name in (LONG if flag.startswith("--") else SHORT) or flag.startswith("-O"):
+        return
+    known = sorted(of_pullfill() | {f"--{long}" for long in LONG})
+    near = [long for long in known if long.startswith(f"--{name}")][:_FEW]
+    near = near or get_close_matches(flag.replace("_", "-"), known, n=1)
+    hint = f"did you mean {' or '.join(near)}?" if near else "--help lists those of pullfill"
     raise ConfigError(f"neither pullfill nor vLLM has a flag {flag}: {hint}")
 
 
@@ -192,17 +173,17 @@ def of_role(option: str, text: str | None) -> list[str]:
                 f"{name} in {option} is an option of pullfill: {option} takes vLLM flags only"
             )
     try:
-        checked = check(arguments)
+        check(arguments)
     except ConfigError as exc:
         raise ConfigError(f"{option}: {exc}") from None
     if option.endswith(_ROLE_ARGS):
-        for flag in (group[0] for group in group_flags(checked)):
+        for flag in (group[0] for group in group_flags(arguments)):
             if flag_name(flag) in FRONTEND_ONLY:
                 raise ConfigError(
                     f"{flag.partition('=')[0]} in {option} is a flag of frontends: give it to "
                     "`pullfill up` itself"
                 )
-    return checked
+    return arguments
 
 
 # --------------------------------------------------------------------------- vLLM's names

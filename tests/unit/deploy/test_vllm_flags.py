@@ -31,20 +31,14 @@ class TestRefused:
             ("--kv-mod3", "--kv-mode"),
             ("-tq", "--help"),
             ("--zzz", "--help"),
+            ("--decod", "--decode or --decode-args"),
+            ("--no-enable-pref", "--enable-prefix-caching"),
+            ("--max-num-s=1", "--max-num-scheduled-tokens or --max-num-seqs"),
         ],
     )
     def test_a_flag_that_nobody_has(self, flag: str, near: str) -> None:
         with pytest.raises(ConfigError, match=f"has a flag {flag.split('=')[0]}: .*{near}"):
             vllm_flags.check([flag, "1"] if "=" not in flag else [flag])
-
-    @pytest.mark.parametrize(
-        ("flag", "first"),
-        [("--decod", "--decode"), ("--max=4", "--max-inflight"), ("--max-num-s", "--max-num-s")],
-    )
-    def test_a_beginning_that_may_mean_several(self, flag: str, first: str) -> None:
-        """vLLM takes beginnings, so `up --decod 2` started workers that refused their flags."""
-        with pytest.raises(ConfigError, match=f"{flag.split('=')[0]} may be short for {first}"):
-            vllm_flags.check([flag])
 
     def test_all_flags_of_pullfill_are_known(self) -> None:
         taking = [cli.app.commands[name] for name in cli.FOR_VLLM]
@@ -54,22 +48,9 @@ class TestRefused:
 
     def test_all_ways_to_write_a_flag_of_vllm(self) -> None:
         for flag in ("--max_model_len=1", "--no-enable-prefix-caching", "-sc.method=ngram"):
-            assert vllm_flags.check([flag]) == [flag]
+            vllm_flags.check([flag])
         for flag in ("--speculative-config.method=ngram", "-O3", "-O.level=3"):
-            assert vllm_flags.check([flag]) == [flag]
-
-    @pytest.mark.parametrize(
-        ("given", "whole"),
-        [
-            ("--pipe 2", "--pipeline-parallel-size 2"),
-            ("--no-enable-pref", "--no-enable-prefix-caching"),
-            ("--compil.cudagraph_mode=NONE", "--compilation-config.cudagraph_mode=NONE"),
-            ("--seed 1 --api-k k", "--seed 1 --api-key k"),
-        ],
-    )
-    def test_a_beginning_is_written_out(self, given: str, whole: str) -> None:
-        """A worker of `--pipe 2` got one GPU, and workers were given the API key of `--api-k`."""
-        assert vllm_flags.check(given.split()) == whole.split()
+            vllm_flags.check([flag])
 
     @pytest.mark.parametrize(
         ("given", "instead"),
@@ -158,7 +139,7 @@ class TestOneRole:
             ("-dp 2", "-dp: workers do not run data-parallel engines"),
             ("--kv-transfer-config {}", "own to set"),
             ("--api-key k", "--api-key in --decode-args is a flag of frontends"),
-            ("--seed 1 --ssl_keyf=k", "--ssl-keyfile in --decode-args is a flag of frontends"),
+            ("--seed 1 --ssl_keyfile=k", "--ssl_keyfile in --decode-args is a flag of frontends"),
         ],
     )
     def test_what_is_wrong_in_them(
