@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import pullfill
@@ -155,7 +156,7 @@ def _check_gpus(options: UpOptions) -> None:
         raise ConfigError(why)
     ranks = ranks_by_role(options)
     for pool in pools(options):
-        needed = [ranks[role] for role in pool.roles for _ in range(getattr(options, role))]
+        needed = _ranks_in(pool, options, ranks)
         here = len(pool.gpus)
         if here and max(needed, default=1) > 1 and sum(needed) > here:
             each = " + ".join(map(str, needed))
@@ -284,16 +285,20 @@ def role_command(role: str, cluster: ClusterRef, model: str, options: RoleOption
 
 def placements(options: UpOptions) -> list[Place]:
     """Return where each worker runs: first the decode workers, then the prefill workers."""
-    ranks, small = ranks_by_role(options), options.model == DEMO
-    return [
-        place
-        for pool in pools(options)
-        for place in pool.place(
-            [ranks[role] for role in pool.roles for _ in range(getattr(options, role))],
-            pin=options.workers.pin,
-            small=small,
+    found, ranks = [], ranks_by_role(options)
+    for pool in pools(options):
+        # Cores that flags have chosen are all used, also without --pin.
+        pin = pool.given or (options.workers.pin and len(pool.cores) > 1)
+        cores, one_core = pool.cores * pin, options.model == DEMO and not pool.given
+        found += place(
+            _ranks_in(pool, options, ranks), cores=cores, gpus=pool.gpus, one_core=one_core
         )
-    ]
+    return found
+
+
+def _ranks_in(pool: Pool, options: UpOptions, ranks: Mapping[str, int]) -> list[int]:
+    """Return TP x PP of each worker of the pool. ranks: by role."""
+    return [ranks[role] for role in pool.roles for _ in range(getattr(options, role))]
 
 
 def other_cores(options: UpOptions) -> tuple[int, ...]:
@@ -443,22 +448,6 @@ class Pool:
     gpus: tuple[int, ...]
     given: bool = False
 
-    def place(self, ranks: Sequence[int], *, pin: bool, small: bool) -> list[Place]:
-        """Return a placement for each worker of the pool.
-
-        ranks: TP x PP of each worker. pin, small: as `pin` and `one_core` of `place`.
-        Cores that flags have chosen are all used, also without `pin`."""
-        if self.given and not self.gpus and len(self.cores) == 1:
-            return [Place(cores=self.cores, ranks=count) for count in ranks]
-        places = place(
-            ranks,
-            cores=self.cores,
-            gpus=len(self.gpus),
-            pin=pin or self.given,
-            one_core=small and not self.given,
-        )
-        return [replace(p, gpus=tuple(self.gpus[index] for index in p.gpus)) for p in places]
-
 
 def pools(options: UpOptions) -> list[Pool]:
     """Return the pools, that of decode workers first."""
@@ -526,26 +515,26 @@ class Place:
 
 
 def place(
-    ranks: Sequence[int], *, cores: Sequence[int], gpus: int, pin: bool, one_core: bool
+    ranks: Sequence[int], *, cores: Sequence[int], gpus: Sequence[int], one_core: bool
 ) -> list[Place]:
     """Return a placement for each worker.
 
     On GPUs each rank gets a GPU of its own. Workers of one rank share GPUs if there are too few.
     On CPU each worker gets cores of its own.
 
-    ranks: TP x PP of each worker.
+    ranks: TP x PP of each worker. cores: to pin workers to. Empty: workers are not pinned.
     one_core: give each rank one core only, for a small model.
     """
     if gpus:
-        firsts = [sum(ranks[:index]) for index in range(len(ranks))]
+        ends = list(accumulate(ranks))
         return [
-            Place(gpus=tuple(index % gpus for index in range(first, first + count)), ranks=count)
-            for first, count in zip(firsts, ranks, strict=True)
+            Place(gpus=tuple(gpus[i % len(gpus)] for i in range(end - count, end)), ranks=count)
+            for count, end in zip(ranks, ends, strict=True)
         ]
-    if not pin or len(cores) < 2 or not ranks:
+    if not cores:
         return [Place(ranks=count) for count in ranks]
     # To share cores with another worker costs more than more threads bring.
-    share = 1 if one_core else max(1, len(cores) // sum(ranks))
+    share = 1 if one_core else max(1, len(cores) // max(1, sum(ranks)))
     places: list[Place] = []
     start = 0
     for count in ranks:

@@ -6,6 +6,7 @@ import os
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,48 +58,52 @@ class TestFlags:
 
 
 class TestPlacement:
-    def test_more_workers_than_cores_go_round(self) -> None:
-        places = plan.place([1] * 3, cores=[4, 6], gpus=0, pin=True, one_core=False)
-        assert [p.cores for p in places] == [(4,), (6,), (4,)]
-
-    @pytest.mark.parametrize(("cores", "pin"), [([0], True), ([0, 1], False)])
-    def test_no_pinning(self, cores: list[int], pin: bool) -> None:
-        places = plan.place([1] * 2, cores=cores, gpus=0, pin=pin, one_core=True)
-        assert places == [plan.Place()] * 2
+    @pytest.mark.parametrize(
+        ("ranks", "cores", "one_core", "expected"),
+        [
+            ([1, 1, 1], [4, 6], False, [(4,), (6,), (4,)]),
+            ([2, 1], range(4), True, [(0, 1), (2,)]),
+            ([1, 2], range(6), False, [(0, 1), (2, 3, 4, 5)]),
+            ([2, 2], range(2), True, [(0, 1), (0, 1)]),
+            ([1, 1], [], True, [(), ()]),
+        ],
+    )
+    def test_ranks_get_cores(
+        self, ranks: list[int], cores: list[int], one_core: bool, expected: list[tuple[int, ...]]
+    ) -> None:
+        found = plan.place(ranks, cores=cores, gpus=(), one_core=one_core)
+        assert [place.cores for place in found] == expected
 
     def test_frontends_get_free_cores_or_those_that_decode(self) -> None:
         def others(decode: int, prefill: int, cores: list[int], one_core: bool) -> tuple[int, ...]:
-            places = plan.place(
-                [1] * (decode + prefill), cores=cores, gpus=0, pin=True, one_core=one_core
-            )
-            return plan.cores_left(places, decode, cores)
+            found = plan.place([1] * (decode + prefill), cores=cores, gpus=(), one_core=one_core)
+            return plan.cores_left(found, decode, cores)
 
         assert others(1, 1, [0, 1], True) == (0,)
         assert others(1, 2, [4, 5, 6, 7], True) == (7,)
         assert others(1, 1, [0, 1, 2, 3], False) == (0, 1)
-        assert others(2, 1, [0, 1, 2], True) == (0, 1)
         assert others(3, 1, [0, 1], True) == (0, 1)
         assert others(0, 2, [0, 1], True) == ()
-        assert others(1, 1, [5], True) == ()
         assert plan.cores_left([plan.Place(gpus=(0,))], 1, [0, 1]) == ()
 
-    def test_gpus_go_round(self) -> None:
-        places = plan.place([1] * 3, cores=[0, 1], gpus=2, pin=True, one_core=True)
-        assert [p.gpus for p in places] == [(0,), (1,), (0,)]
-        assert not any(p.cores for p in places)
-        assert plan.starts_after(places) == [None, None, 0]
-
     @pytest.mark.parametrize(
-        ("gpus", "before"),
+        ("ranks", "gpus", "expected", "after"),
         [
-            ([(0,), (0,), (0,)], [None, 0, 1]),
-            ([(0, 1), (2, 3)], [None, None]),
+            ([1, 1, 1], [0, 1], [(0,), (1,), (0,)], [None, None, 0]),
+            ([1, 1, 1], [5], [(5,), (5,), (5,)], [None, 0, 1]),
+            ([2, 2], range(4), [(0, 1), (2, 3)], [None, None]),
         ],
     )
-    def test_workers_on_one_gpu_start_in_turn(
-        self, gpus: list[tuple[int, ...]], before: list[int | None]
+    def test_ranks_get_gpus_and_workers_on_one_start_in_turn(
+        self,
+        ranks: list[int],
+        gpus: list[int],
+        expected: list[tuple[int, ...]],
+        after: list[int | None],
     ) -> None:
-        assert plan.starts_after([plan.Place(gpus=g) for g in gpus]) == before
+        found = plan.place(ranks, cores=[0, 1], gpus=gpus, one_core=True)
+        assert [(place.gpus, place.cores) for place in found] == [(own, ()) for own in expected]
+        assert plan.starts_after(found) == after
 
     def test_environment(self) -> None:
         pinned = plan.Place(cores=(3,))
@@ -225,3 +230,136 @@ class TestSpecs:
         for spec in plan.worker_specs(plan.UpOptions(restart=restart), REF, "id"):
             waits = "--restart-wait" in spec.argv
             assert waits == (restart and spec.role == "frontend")
+
+
+# ------------------------------------------------------------------ devices
+
+
+def here(monkeypatch: pytest.MonkeyPatch, *, gpus: int, cores: int = 8) -> None:
+    monkeypatch.setattr(accelerator, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(accelerator, "why_not_mig", lambda: None)
+    monkeypatch.setattr(plan, "usable_cores", lambda: list(range(cores)))
+
+
+def places(**given: Any) -> list[tuple[int, ...]]:
+    found = plan.placements(plan.UpOptions(**{"model": "org/m", **given}))
+    return [place.gpus or place.cores for place in found]
+
+
+def test_without_flags_all_workers_share_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(monkeypatch, gpus=2)
+    assert places(decode=2, prefill=1) == [(0,), (1,), (0,)]
+    here(monkeypatch, gpus=0)
+    assert places() == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_each_role_keeps_to_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(monkeypatch, gpus=4)
+    two = {"decode_devices": (3,), "prefill_devices": (0, 2)}
+    assert places(decode=1, prefill=2, **two) == [(3,), (0,), (2,)]
+    pair = {"prefill": ["-tp", "2"]}
+    assert places(role_args=pair, **two) == [(3,), (0, 2)]
+    assert places(decode_devices=(3,), prefill=3) == [(3,), (0,), (1,), (2,)], "what is left"
+    assert places(decode_devices=(0, 1, 2, 3)) == [(0,), (1,)], "nothing is left: they share all"
+
+
+def test_each_role_keeps_to_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(monkeypatch, gpus=0, cores=4)
+    assert places(decode=2, decode_devices=(0,)) == [(0,), (0,), (1, 2, 3)]
+    assert places(model="demo", prefill_devices=(1, 2)) == [(0, 3), (1, 2)]
+
+
+def test_the_memory_of_a_gpu_is_shared_by_its_own_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def share(**given: Any) -> str:
+        (flag,) = plan.engine_arguments(plan.UpOptions(model="org/m", **given))
+        return flag.partition("=")[2]
+
+    here(monkeypatch, gpus=4)
+    assert share(decode=2, prefill=2) == "0.880"
+    assert share(decode=2, prefill=2, prefill_devices=(0,)) == "0.440"
+    assert share(decode=2, prefill=3, prefill_devices=(0, 1, 2, 3)) == "0.440"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "why"),
+    [
+        (2, {"decode_devices": (2,)}, "--decode-devices: there is no GPU 2 here: there are 0, 1"),
+        (0, {"prefill_devices": (1, 9)}, "--prefill-devices: there is no core 9 here"),
+        (2, {"decode_devices": (0, 1), "prefill_devices": (1,)}, "GPU 1 is in --decode-devices"),
+        (
+            4,
+            {"prefill_devices": (0, 1), "prefill": 2, "role_args": {"prefill": ["-tp", "2"]}},
+            "the workers need 4 GPUs .TP x PP: 2 . 2., but there are 2",
+        ),
+    ],
+)
+def test_devices_that_are_refused(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, given: dict[str, Any], why: str
+) -> None:
+    here(monkeypatch, gpus=gpus)
+    with pytest.raises(ConfigError, match=why):
+        plan.check(plan.UpOptions(frontends=0, model="org/m", **given))
+
+
+class TestRanks:
+    def devices(self, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+        monkeypatch.delenv(accelerator.DEVICE_ENV, raising=False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    def mixed(self, **more: Any) -> plan.UpOptions:
+        """Two decode workers of TP 2, one prefill worker of TP 4 x PP 2: 12 ranks."""
+        roles = {"decode": ["--tensor-parallel-size=2"], "prefill": ["-tp", "4", "-pp", "2"]}
+        return plan.UpOptions(
+            model="org/m", decode=2, vllm_args=["-tp", "8"], role_args=roles, frontends=0, **more
+        )
+
+    def test_each_rank_has_a_gpu_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.devices(monkeypatch, ",".join(map(str, range(20, 33))))
+        options = self.mixed()
+        plan.check(options)
+        specs = plan.worker_specs(options, REF, "id")
+        found = {s.name: s.env["CUDA_VISIBLE_DEVICES"] for s in specs}
+        assert found == {
+            "decode-0": "20,21",
+            "decode-1": "22,23",
+            "prefill-0": "24,25,26,27,28,29,30,31",
+        }
+        assert all("--gpu-memory-utilization=0.880" in s.argv for s in specs)
+
+    def test_too_few_gpus_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.devices(monkeypatch, ",".join(map(str, range(11))))
+        with pytest.raises(ConfigError) as caught:
+            plan.check(self.mixed())
+        assert "need 12 GPUs (TP x PP: 2 + 2 + 8), but there are 11" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_a_gpu_named_twice_is_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.devices(monkeypatch, "GPU-a, GPU-b,GPU-a,-1")
+        options = plan.UpOptions(model="org/m", prefill=0, frontends=0, vllm_args=["-tp", "2"])
+        plan.check(options)
+        (spec,) = plan.worker_specs(options, REF, "id")
+        assert spec.env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+        options.vllm_args = ["-tp", "3"]
+        with pytest.raises(ConfigError, match="there are 2"):
+            plan.check(options)
+
+    @pytest.mark.parametrize(
+        ("everyone", "prefill", "after"),
+        [
+            ([], [], ["", "decode-0"]),
+            (["--kv-cache-memory-bytes", "9"], [], ["", ""]),
+            ([], ["--kv_cache_memory_bytes=9"], ["", "decode-0"]),
+        ],
+    )
+    def test_they_start_in_turn_unless_all_were_told_their_bytes(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        everyone: list[str],
+        prefill: list[str],
+        after: list[str],
+    ) -> None:
+        self.devices(monkeypatch, "5")
+        options = plan.UpOptions(
+            model="org/m", frontends=0, vllm_args=everyone, role_args={"prefill": prefill}
+        )
+        assert [spec.after for spec in plan.worker_specs(options, REF, "id")] == after
