@@ -339,7 +339,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     at: when they began. seconds: how many are over.
     done: requests that ended. good: those of them within their targets.
-    tokens_per_s: tokens of answers.
+    tokens_per_s: tokens of answers. None: nobody looked.
     ttft_ms, itl_ms: median and 95th percentile of the requests that ended.
     decisions: how often each `path reason` was decided, of those.
     backlog_s: seconds of work in the queue. None: nobody looked."""
@@ -348,7 +348,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seconds: float = STEP_S
     done: int = 0
     good: int = 0
-    tokens_per_s: float = 0.0
+    tokens_per_s: float | None = None
     ttft_ms: tuple[float, float] | None = None
     itl_ms: tuple[float, float] | None = None
     decisions: dict[str, int] = {}

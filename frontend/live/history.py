@@ -3,9 +3,8 @@ for what has happened to servers and workers.
 
 Requests that ended come from the request log, which has them anyway. So their part of the history
 is there as soon as somebody looks, and changes in the registry are noted always: they are rare.
-Figures of workers and of the queue, and who does not answer, are noted while somebody looks.
-
-`Series` is pure: the caller brings the times.
+Tokens, figures of workers and of the queue, and who does not answer, are noted while somebody
+looks. `Series` is pure: the caller brings the times.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from pullfill.snapshot import (
     FAILED,
@@ -34,6 +33,8 @@ from pullfill.wire import WorkerRecord, WorkerState
 MAX_MARKS = 200
 # Of this many requests in a step the percentiles are taken, at most.
 MAX_VALUES = 512
+# Steps of the figures of the last minute.
+_MINUTE = int(60.0 // STEP_S)
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float] | None:
@@ -47,20 +48,17 @@ def percentiles(values: Sequence[float]) -> tuple[float, float] | None:
 
 @dataclass(slots=True)
 class _Step:
-    """What is known of one step. looked: seconds of it in which tokens were counted as they came.
-
-    Tokens of other times are spread over the time in which an answer was generated."""
+    """What is known of one step. looked: seconds in which `tokens` of answers came."""
 
     done: int = 0
     good: int = 0
-    counted: float = 0.0
+    tokens: float = 0.0
     looked: float = 0.0
-    spread: float = 0.0
     ttft: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
     decisions: Counter[str] = field(default_factory=Counter)
     backlog_s: float | None = None
-    workers: dict[str, WorkerPoint] = field(default_factory=dict)
+    workers: Mapping[str, WorkerPoint] = field(default_factory=dict)
 
 
 class TokenMeter:
@@ -103,7 +101,6 @@ class Series:
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
-        self._recent: deque[Ended] = deque(maxlen=4 * MAX_VALUES)
 
     def ended(self, row: Ended) -> None:
         """Count a request that has an answer. They may come in any order."""
@@ -117,19 +114,6 @@ class Series:
             step.ttft.append(row.ttft_ms)
         if row.itl_ms is not None and len(step.itl) < MAX_VALUES:
             step.itl.append(row.itl_ms)
-        self._spread(row)
-
-    def recent(self, rows: Iterable[Ended]) -> None:
-        """Remember requests for the figures of the last minute, oldest first."""
-        self._recent.extend(r for r in rows if r.at is not None and r.path != FAILED)
-
-    def _spread(self, row: Ended) -> None:
-        assert row.at is not None
-        seconds = max(0.0, (row.total_ms or 0.0) - (row.ttft_ms or 0.0)) / 1e3
-        first, last = int((row.at - seconds) // STEP_S), int(row.at // STEP_S)
-        first = max(first, last - int(HISTORY_S // STEP_S))
-        for index in range(first, last + 1):
-            self._steps.setdefault(index, _Step()).spread += row.made / (last - first + 1)
 
     def sampled(
         self,
@@ -140,15 +124,10 @@ class Series:
         workers: Mapping[str, WorkerPoint],
     ) -> None:
         """Note what was seen in the `seconds` before `at`. tokens: of answers."""
-        step, before = self._step(at), self._step(at - STEP_S)
-        part = min(seconds, at % STEP_S)
-        step.counted += tokens * part / seconds
-        step.looked += part
-        rest = min(seconds - part, STEP_S)  # with many workers the looks are many steps apart
-        before.counted += tokens * rest / seconds
-        before.looked += rest
-        step.backlog_s = backlog_s
-        step.workers = dict(workers)
+        step = self._step(at)
+        step.tokens += tokens
+        step.looked += seconds
+        step.backlog_s, step.workers = backlog_s, workers
 
     def points(self, now: float, steps: int | None = None) -> tuple[Point, ...]:
         """Return the last `steps` points, oldest first. None: all. Forget what is too old."""
@@ -165,53 +144,37 @@ class Series:
 
     def now(self, now: float, tokens_per_s: float) -> Now:
         """Return the figures of the last minute. tokens_per_s: measured by the caller."""
-        while self._recent and (self._recent[0].at or 0.0) < now - 60.0:
-            self._recent.popleft()
-        rows = self._recent
-        seconds = 60.0
-        if len(rows) == rows.maxlen:  # the minute had more of them than are remembered
-            seconds = max(0.1, now - (rows[0].at or 0.0))
+        last = int(now // STEP_S)
+        steps = [s for i in range(last - _MINUTE, last + 1) if (s := self._steps.get(i))]
+        seconds = now - (last - _MINUTE) * STEP_S
         return Now(
-            ttft_ms=percentiles([row.ttft_ms for row in rows if row.ttft_ms is not None]),
-            itl_ms=percentiles([row.itl_ms for row in rows if row.itl_ms is not None]),
+            ttft_ms=percentiles([value for step in steps for value in step.ttft]),
+            itl_ms=percentiles([value for step in steps for value in step.itl]),
             tokens_per_s=tokens_per_s,
-            done_per_s=len(rows) / seconds,
-            good_per_s=sum(bool(row.good) for row in rows) / seconds,
+            done_per_s=sum(step.done for step in steps) / seconds,
+            good_per_s=sum(step.good for step in steps) / seconds,
         )
-
-    # ---------------------------------------------------------------- inside
 
     def _step(self, at: float) -> _Step:
         return self._steps.setdefault(int(at // STEP_S), _Step())
 
     def _point(self, index: int, now: float) -> Point:
         step = self._steps.get(index) or _Step()
-        seconds = max(0.5, min(STEP_S, now - index * STEP_S))
-        looked = step.looked >= 0.5
         return Point(
             at=index * STEP_S,
-            seconds=seconds,
+            seconds=max(0.5, min(STEP_S, now - index * STEP_S)),
             done=step.done,
             good=step.good,
-            tokens_per_s=step.counted / step.looked if looked else step.spread / seconds,
+            tokens_per_s=step.tokens / step.looked if step.looked else None,
             ttft_ms=percentiles(step.ttft),
             itl_ms=percentiles(step.itl),
             decisions=dict(step.decisions),
             backlog_s=step.backlog_s,
-            workers=step.workers,
+            workers=dict(step.workers),
         )
 
 
 # --------------------------------------------------------------------------- marks
-
-
-@dataclass(slots=True)
-class _Event:
-    at: float
-    kind: str
-    who: str
-    text: str = ""
-    until: float | None = None
 
 
 class Marks:
@@ -219,8 +182,8 @@ class Marks:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._events: list[_Event] = []
-        self._open: dict[tuple[str, str], _Event] = {}
+        self._over: deque[Mark] = deque(maxlen=MAX_MARKS)
+        self._open: dict[tuple[str, str], Mark] = {}
 
     def on_change(self, old: WorkerRecord | None, new: WorkerRecord | None) -> None:
         """Note a change in the registry (`Directory.subscribe`)."""
@@ -229,12 +192,12 @@ class Marks:
             assert old is not None
             self._end("drain", old.instance_id, now)
             self._end("lost", old.instance_id, now)
-            self._add(_Event(now, "left", old.instance_id))
+            self._over.append(Mark(at=now, kind="left", who=old.instance_id))
             return
         if old is None:
-            self._add(_Event(now, "joined", new.instance_id, new.role))
+            self._over.append(Mark(at=now, kind="joined", who=new.instance_id, text=new.role))
         elif new.restarts > old.restarts or new.pid != old.pid:
-            self._add(_Event(now, "restarted", new.instance_id))
+            self._over.append(Mark(at=now, kind="restarted", who=new.instance_id))
         if new.state is WorkerState.DRAINING:
             self._begin("drain", new.instance_id, now)
         elif old is not None and old.state is WorkerState.DRAINING:
@@ -257,26 +220,14 @@ class Marks:
                 self._begin("outage", name, now - status.since_s, status.error or "")
 
     def marks(self) -> tuple[Mark, ...]:
-        """Return the marks of the history, oldest first. Forget older ones."""
-        oldest, lasting = self._clock() - HISTORY_S, {id(each) for each in self._open.values()}
-        self._events = [
-            event
-            for event in self._events
-            if id(event) in lasting or (event.until or event.at) >= oldest
-        ]
-        ordered = sorted(self._events, key=lambda event: event.at)
-        return tuple(msgspec.convert(event, Mark, from_attributes=True) for event in ordered)
-
-    # ---------------------------------------------------------------- inside
+        """Return the marks of the history, oldest first."""
+        oldest = self._clock() - HISTORY_S
+        over = [mark for mark in self._over if (mark.until or mark.at) >= oldest]
+        return tuple(sorted([*over, *self._open.values()], key=lambda mark: mark.at))
 
     def _begin(self, kind: str, who: str, at: float, text: str = "") -> None:
-        if (kind, who) not in self._open:
-            self._open[kind, who] = event = _Event(at, kind, who, text)
-            self._add(event)
+        self._open.setdefault((kind, who), Mark(at=at, kind=kind, who=who, text=text))
 
     def _end(self, kind: str, who: str, at: float) -> None:
-        if (event := self._open.pop((kind, who), None)) is not None:
-            event.until = at
-
-    def _add(self, event: _Event) -> None:
-        self._events = [*self._events, event][-MAX_MARKS:]
+        if (mark := self._open.pop((kind, who), None)) is not None:
+            self._over.append(replace(mark, until=at))

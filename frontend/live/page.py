@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,9 +23,15 @@ from pathlib import Path
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Send
 
 from pullfill.errors import OverloadedError
 from pullfill.frontend import counters
@@ -131,7 +137,7 @@ class LiveView:
     def viewers(self) -> int:
         return len(self._viewers)
 
-    def watch(self) -> AsyncIterator[bytes]:
+    def watch(self) -> AsyncGenerator[bytes, None]:
         """Return snapshots as JSON until `close`. The first one is whole.
 
         If there is no snapshot for `quiet_s`, empty bytes are sent to show that the connection is
@@ -141,7 +147,7 @@ class LiveView:
             raise OverloadedError(f"{MAX_VIEWERS} viewers look already: close another page")
         return self._watch()
 
-    async def _watch(self) -> AsyncIterator[bytes]:
+    async def _watch(self) -> AsyncGenerator[bytes, None]:
         viewer = _Viewer()
         self._viewers.add(viewer)
         if self._task is None and not self._closed:
@@ -252,21 +258,16 @@ class LiveView:
         targets, oldest = self._targets_ms(), time.time() - HISTORY_S
         found, rows = list(self._requests.since(self._serial)), list[Ended]()
         # Before the first pause: a request that goes on elsewhere gets a new serial.
-        newest = found[0].serial if found else self._serial
+        self._serial = found[0].serial if found else self._serial
         for number, record in enumerate(found, 1):
             row = ended_of(record, targets)
             if row.at is not None and row.at < oldest:
                 break
+            self._series.ended(row)
             rows.append(row)
             if number % _SLICE == 0:
                 await asyncio.sleep(0)  # streams go on
-        self._serial = newest
         rows.reverse()
-        for number, row in enumerate(rows, 1):
-            self._series.ended(row)
-            if number % _SLICE == 0:
-                await asyncio.sleep(0)
-        self._series.recent(rows)
         self._ended.extend(rows)
         return rows
 
@@ -276,58 +277,38 @@ class LiveView:
 
 # sse-starlette, once used, looks twice a second for ever whether the server ends, and replaces a
 # method of uvicorn's server. Here nothing may run when nobody looks.
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events, one for each body of JSON in one line. Ends with its source.
 
     An empty body becomes a comment, which viewers ignore: the connection is alive.
     It ends at once when the client disconnects, or takes nothing for `send_s` seconds."""
 
-    def __init__(self, source: AsyncIterator[bytes], send_s: float = 10.0) -> None:
-        super().__init__(
-            media_type="text/event-stream",
-            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
-        )
-        del self.headers["content-length"]
+    def __init__(self, source: AsyncGenerator[bytes, None], send_s: float = 10.0) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(_events(source), headers=headers, media_type="text/event-stream")
         self._source = source
         self._send_s = send_s
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        if scope["method"] == "HEAD":
-            await send({"type": "http.response.body", "body": b""})
-            return
-        tasks = [asyncio.create_task(self._events(send)), asyncio.create_task(_gone(receive))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def stream_response(self, send: Send) -> None:
+        async def in_time(message: Message) -> None:
+            async with asyncio.timeout(self._send_s):
+                await send(message)
 
-    async def _events(self, send: Send) -> None:
         try:
-            # A browser connects again so many ms after the frontend has gone.
-            await self._send(send, b"retry: 1000\n\n")
-            async for body in self._source:
-                await self._send(send, b"data: %b\n\n" % body if body else b": \n\n")
-            await send({"type": "http.response.body", "body": b""})
+            await super().stream_response(in_time)
         except TimeoutError:
             _log.warning("disconnected a viewer that read nothing for %g s", self._send_s)
         except OSError:
             pass  # it has gone
         finally:
-            await self._source.aclose()  # type: ignore[attr-defined]
-
-    async def _send(self, send: Send, body: bytes) -> None:
-        async with asyncio.timeout(self._send_s):
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await self._source.aclose()
 
 
-async def _gone(receive: Receive) -> None:
-    """Return when the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _events(source: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    # A browser connects again so many ms after the frontend has gone.
+    yield b"retry: 1000\n\n"
+    async for body in source:
+        yield b"data: %b\n\n" % body if body else b": \n\n"
 
 
 def routes(live: LiveView, request: Callable[[Request], Awaitable[Response]]) -> list[Route]:
@@ -346,7 +327,9 @@ def routes(live: LiveView, request: Callable[[Request], Awaitable[Response]]) ->
             return JSONResponse({"error": f"the page has no file {name!r}"}, status_code=404)
         return FileResponse(path, media_type=_TYPES[path.suffix], headers=HEADERS)
 
-    async def events(_: Request) -> Response:
+    async def events(asked: Request) -> Response:
+        if asked.method == "HEAD":
+            return Response(media_type="text/event-stream")
         try:
             return EventStream(live.watch())
         except OverloadedError as exc:

@@ -51,7 +51,7 @@ class Page {
     return [
       new Chart({ title: "Time to first token", format: ms, lines: pair((point) => point.ttft_ms, "blue"), target: target(0) }),
       new Chart({ title: "Time between tokens", format: ms, lines: pair((point) => point.itl_ms, "purple"), target: target(1), note: "Mean of each answer" }),
-      new Chart({ title: "Tokens/s", format: count, top: 1, lines: [{ name: "answers", pick: (point) => point.tokens_per_s ?? 0, colour: "green", area: true }] }),
+      new Chart({ title: "Tokens/s", format: count, top: 1, lines: [{ name: "answers", pick: (point) => point.tokens_per_s ?? null, colour: "green", area: true }] }),
       new Chart({ title: "Requests/s", format: count, top: 1, note: "Goodput: within the targets for TTFT and ITL", lines: [
         { name: "ended", pick: (point) => rate(point, point.done ?? 0), colour: "grey", dash: true },
         { name: "in target", pick: (point) => rate(point, point.good ?? 0), colour: "green" }] }),

@@ -146,7 +146,6 @@ class ScriptedLive:
 
     def _end(self, row: Ended) -> None:
         self._series.ended(row)
-        self._series.recent([row])
         self._ended = [*self._ended, row][-RECENT:]
 
     def _flows(self, now: float, busy: float) -> list[Flow]:
@@ -193,7 +192,7 @@ class ScriptedLive:
             self._worker(name, points[-1].workers[name]) for name in (*DECODE, *PREFILL)
         )
         backlog = points[-1].backlog_s
-        figures = self._series.now(now, points[-1].tokens_per_s)
+        figures = self._series.now(now, points[-1].tokens_per_s or 0.0)
         began = self._began
         return LiveSnapshot(
             at=now,

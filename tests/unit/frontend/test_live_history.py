@@ -37,19 +37,11 @@ def test_requests_count_in_the_step_in_which_they_ended() -> None:
     assert before.decisions == {"remote long": 1, "local short": 1}
     assert (before.ttft_ms, before.itl_ms) == ((10.0, 30.0), (2.0, 2.0))
     assert (before.seconds, now.seconds) == (STEP_S, 1.0)
-    assert before.backlog_s is None, "nobody looked"
+    assert (before.backlog_s, before.tokens_per_s) == (None, None), "nobody looked"
 
 
-def test_tokens_of_the_past_are_spread_over_the_time_of_their_answer() -> None:
+def test_what_was_seen_is_in_its_step() -> None:
     series = Series()
-    series.ended(ended(NOW + 1, made=300, ttft_ms=0.0, total_ms=2 * STEP_S * 1e3))
-    rates = [point.tokens_per_s for point in series.points(NOW + STEP_S - 0.001, 3)]
-    assert rates == pytest.approx([20.0, 20.0, 20.0], rel=1e-3)
-
-
-def test_samples_count_more_than_what_was_spread() -> None:
-    series = Series()
-    series.ended(ended(NOW + 4, made=1000))
     for second in range(1, 5):
         series.sampled(NOW + second, 1.0, 7.0, 0.5, {"d": WorkerPoint(0.25, 3, 1, 7.0)})
     (point,) = series.points(NOW + 4, 1)
@@ -68,12 +60,12 @@ def test_what_is_older_than_the_history_is_forgotten() -> None:
 
 def test_the_figures_are_of_the_last_minute() -> None:
     series = Series()
-    rows = [ended(NOW - 61, ttft_ms=9e9), ended(NOW - 30, ttft_ms=5.0, good=True), ended(None)]
-    series.recent(rows)
+    for row in (ended(NOW - 61, ttft_ms=9e9), ended(NOW - 30, ttft_ms=5.0, good=True)):
+        series.ended(row)
     now = series.now(NOW, 12.0)
     assert now.ttft_ms == (5.0, 5.0)
     assert now.itl_ms is None
-    assert (now.done_per_s, now.good_per_s) == (1 / 60, 1 / 60)
+    assert now.done_per_s == now.good_per_s == 1 / 60
     assert now.tokens_per_s == 12.0
 
 
@@ -194,6 +186,6 @@ def test_marks_are_bounded_and_what_lasts_is_kept() -> None:
     assert [kind for kind, *_ in told(marks)] == ["outage"]
     for _ in range(2 * MAX_MARKS):
         marks.on_change(None, READY)
-    assert len(marks.marks()) == MAX_MARKS
+    assert len(marks.marks()) == MAX_MARKS + 1
     clock.now += HISTORY_S + 1
-    assert told(marks) == []
+    assert [kind for kind, *_ in told(marks)] == ["outage"]

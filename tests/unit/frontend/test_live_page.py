@@ -130,7 +130,7 @@ async def test_a_viewer_that_disconnects_ends_its_source() -> None:
     live, peer = Live(), Peer()
     live.bodies.put_nowait(b"{}")
     running = asyncio.ensure_future(
-        EventStream(live.watch())({"method": "GET"}, peer.receive, peer.send)
+        EventStream(live.watch())({"type": "http"}, peer.receive, peer.send)
     )
     while len(peer.sent) < 3:  # noqa: ASYNC110 - the stream has no event to wait for
         await asyncio.sleep(0)
@@ -143,4 +143,4 @@ async def test_a_viewer_that_disconnects_ends_its_source() -> None:
 async def test_a_viewer_that_reads_nothing_is_disconnected() -> None:
     peer = Peer(deaf=True)
     stream = EventStream(Live().watch(), send_s=0.02)
-    await asyncio.wait_for(stream({"method": "GET"}, peer.receive, peer.send), 5)
+    await asyncio.wait_for(stream({"type": "http"}, peer.receive, peer.send), 5)

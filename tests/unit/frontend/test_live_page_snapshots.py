@@ -99,7 +99,7 @@ async def test_the_first_snapshot_is_whole_and_later_ones_have_what_is_new(view:
     assert first.whole
     assert [row.id for row in first.ended] == ["r0", "r1", "r2"]
     assert sum(point.done for point in first.points) == 3
-    assert first.now.done_per_s == 3 / 60
+    assert first.now.done_per_s == pytest.approx(3 / 60, rel=0.1)
     assert [row.instance_id for row in first.workers] == ["d"]
     finish(requests, "r3")
     seen: list[str] = []

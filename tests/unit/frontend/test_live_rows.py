@@ -70,7 +70,6 @@ def test_a_failed_request_says_why_and_counts_for_no_figure() -> None:
     assert (row.at, row.path, row.reason, row.good) == (9.0, FAILED, "no worker", False)
     series = Series()
     series.ended(row)
-    series.recent([row])
     assert not series.points(10.0)
     assert series.now(10.0, 0.0).done_per_s == 0
 
