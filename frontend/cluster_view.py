@@ -76,9 +76,9 @@ class ClusterView:
         self._fresh_s, self._most_asked = fresh_s, most_asked
         self._session: aiohttp.ClientSession | None = None
         self._looking: asyncio.Task[dict[str, Report | None]] | None = None
-        self._last: dict[str, Report] = {}
+        # The last report of each worker that was asked. None: it has never answered.
+        self._last: dict[str, Report | None] = {}
         self._asked_at = -math.inf
-        self._asked = set[str]()
 
     async def close(self) -> None:
         if self._looking is not None:
@@ -118,9 +118,11 @@ class ClusterView:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._ready_s):
                     await asyncio.shield(self._look())
-        asked = [record for record in self.records() if record.instance_id in self._asked]
-        told = [(record, self._last.get(record.instance_id)) for record in asked]
         old_s = self._fresh_s + pause_s - self._again_s
+        # Who has joined since is left out: it is not lost.
+        told = [
+            (r, self._last[r.instance_id]) for r in self.records() if r.instance_id in self._last
+        ]
         fresh = [(r, s if s is not None and s.age_s < old_s else None) for r, s in told]
         return cluster_of(fresh, self.etcd.status()).reasons()
 
@@ -186,7 +188,6 @@ class ClusterView:
         self._asked_at = SYSTEM_CLOCK.monotonic()
         records = {record.instance_id: record for record in self.records()}
         self._last = {i: last for i, last in self._last.items() if i in records}
-        self._asked &= records.keys()
         found = await asyncio.gather(*(self._ask(record) for record in records.values()))
         return dict(zip(records, found, strict=True))
 
@@ -194,9 +195,7 @@ class ClusterView:
         path = "/status?jobs" if self.with_jobs else "/status"
         body = await self._fetch(record.http + path) if record.http else None
         report = read_report(body or b"")
-        self._asked.add(record.instance_id)
-        if report is not None:
-            self._last[record.instance_id] = report
+        self._last[record.instance_id] = report or self._last.get(record.instance_id)
         return report
 
     async def _fetch(self, url: str, headers: Mapping[str, str] | None = None) -> bytes | None:

@@ -148,6 +148,9 @@ class RequestRecord:
     def explained(self) -> Explained:
         """Combine what its worker and this frontend know."""
         record = self.explain_record()
+        # A request that waits for another worker has left the last one too.
+        waits = self.over_at is None and bool(self.sent) and self.sent[-1].left_at > 0
+        left = self.sent if waits else self.sent[:-1]
         told = msgspec.structs.asdict(record)
         told["timings_ms"] = msgspec.structs.replace(
             record.timings_ms, route=self.route_ms, first_token=self.first_token_ms
@@ -155,7 +158,7 @@ class RequestRecord:
         return Explained(**told | {
             "request_id": self.key,
             "error": self.error or None,
-            "migrated_from": tuple(sent.worker for sent in self.sent[:-1]),
+            "migrated_from": tuple(sent.worker for sent in left),
             "migrated_tokens": self.migrated_tokens,
             "decode_choice": self.decode_choice,
         })  # fmt: skip
