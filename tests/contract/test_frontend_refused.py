@@ -71,7 +71,7 @@ async def test_what_one_frontend_refuses_the_other_refuses_until_it_is_cleared(
         (row,) = board_2.listed()
         assert (row["fingerprint"], row["deaths"], row["prompt_tokens"]) == (name, 2, 1)
         await until(lambda: float(str(board_2.listed()[0]["left_s"])) > 590)
-        await asyncio.to_thread(operate.show_suspects, ref, True)
+        await asyncio.to_thread(operate.suspects, ref, as_json=True)
         (told,) = json.loads(capsys.readouterr().out)
         assert told["fingerprint"] == name
         assert 590 < told["left_s"] <= 600, "what etcd says of the lease"
@@ -87,7 +87,7 @@ async def test_what_one_frontend_refuses_the_other_refuses_until_it_is_cleared(
         two.dispatcher.submit(request("y", [FATAL]))
         await until(lambda: "y" in two.sink.finished)
     await asyncio.to_thread(operate.clear_suspects, ref, None)
-    await asyncio.to_thread(operate.show_suspects, ref, False)
+    await asyncio.to_thread(operate.suspects, ref)
     assert "no request is refused" in capsys.readouterr().out
 
 
