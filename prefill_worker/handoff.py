@@ -86,7 +86,6 @@ class Handoff:
     job: PrefillJob
     link: DecodeLink
     grant: Grant
-    _pace: Pace
     _done: asyncio.Future[None]
 
     def __init__(self, puller: Puller, delivery: Delivery, *, trial: bool = False) -> None:
@@ -209,8 +208,8 @@ class Handoff:
         the blocks that are whole to the transfer worker (`PrefillScheduler.step_done`).
         Raises what ends the attempt before that, for example TimeoutError at its deadline."""
         link, engine = self.link, self._puller.engine
-        self._pace = Pace(link, self.grant, self.job.timeout_s)
-        transfer_worker = link.transfer.current or await self._reach_memory()
+        until = asyncio.get_running_loop().time() + self.grant.deadline_s
+        transfer_worker = link.transfer.current or await self._reach_memory(until)
         self._check_alive()
         if self.grant.incarnation != link.record.incarnation:
             # The decode worker has registered again since this connection was made: only a new
@@ -223,15 +222,14 @@ class Handoff:
             self.job, self.grant, self._token_ids, engine.block_size, transfer_worker,
             self._on_done, self._on_computed,
         )  # fmt: skip
-        self._pace.watch(task, self._done)
         engine.submit(task)
-        await self._done
+        await self._until_written(task, until)
         return task
 
-    async def _reach_memory(self) -> TransferWorker:
+    async def _reach_memory(self, until: float) -> TransferWorker:
         """Connect to the decode worker's KV memory, until the attempt ends or its deadline."""
         loop = asyncio.get_running_loop()
-        limit = asyncio.timeout(self._pace.left_s)
+        limit = asyncio.timeout_at(until)
 
         def over(_: asyncio.Future[None]) -> None:
             if not limit.expired():
@@ -246,6 +244,40 @@ class Handoff:
             raise
         finally:
             self._done.remove_done_callback(over)
+
+    async def _until_written(self, task: PrefillTask, until: float, every_s: float = 1.0) -> None:
+        """Wait until all KV is written. Raises what ends the task, or TimeoutError.
+
+        until: the deadline. It moves while the attempt makes progress, which the decode worker is
+        told.
+        every_s: longest pause between two looks."""
+        # The deadline of a grant is an estimate: the link may not be measured yet, or may have
+        # become slower. An attempt that makes progress must not lose its work to a wrong estimate.
+        loop, deadline_s = asyncio.get_running_loop(), self.grant.deadline_s
+        computed = moved = blocks = 0
+        write_s = 0.0
+        while True:
+            pause_s = min(every_s, deadline_s / 4, until - loop.time())
+            await asyncio.wait([self._done], timeout=max(0.0, pause_s))
+            if self._done.done():
+                return self._done.result()
+            last_computed, computed = computed, task.scheduled
+            last_moved, moved = moved, task.transfer_worker.moved_bytes
+            # Copies for other jobs count, too, while this one waits behind them.
+            if computed > last_computed or (task.submitted > 0 and moved > last_moved):
+                last_blocks, blocks = blocks, task.written_blocks
+                last_s, write_s = write_s, task.write_s
+                progress = Progress(
+                    job_id=self.job_id,
+                    attempt=task.attempt,
+                    incarnation=self.grant.incarnation,
+                    blocks=max(0, blocks - last_blocks),  # a preempted prompt is written again
+                    write_s=max(0.0, write_s - last_s),
+                )
+                self.link.send(progress)
+                until = loop.time() + max(deadline_s, self.job.timeout_s)
+            elif loop.time() >= until:
+                raise TimeoutError
 
     # ------------------------------------------------------------------ step 8: commit
 
@@ -341,7 +373,6 @@ class Handoff:
         task, self.task = self.task, None
         if task is None:
             return
-        self._pace.stop()
         task.cancel()
         self._puller.engine.end(task)
         if task.mode is KvMode.PULL:
@@ -532,85 +563,3 @@ def patience(
         return AGAIN_S
     share = 4 ** (max_deliver - 1 - delivery)
     return max(soonest_s, timeout_s / float(share))
-
-
-class Pace:
-    """The deadline of one attempt, which is extended while the attempt makes progress.
-
-    The deadline of a grant is an estimate: the link may not be measured yet, or may have become
-    slower. An attempt that makes progress must not lose its work to a wrong estimate. So it is
-    looked at several times before its deadline. If it has made progress, the decode worker is told,
-    and both give it more time, counted from that moment. An attempt without progress ends.
-
-    Its time begins when this object is made.
-
-    timeout_s: how long the attempt may go on without progress after it has made some.
-    every_s: longest pause between two looks."""
-
-    def __init__(
-        self, link: DecodeLink, grant: Grant, timeout_s: float, every_s: float = 1.0
-    ) -> None:
-        self._link, self._grant = link, grant
-        self._still_s = max(grant.deadline_s, timeout_s)
-        self._every_s = min(every_s, grant.deadline_s / 4)
-        self._loop = asyncio.get_running_loop()
-        self._until = self._loop.time() + grant.deadline_s
-        self._timer: asyncio.TimerHandle | None = None
-        self._computed = self._moved = self._written = 0
-        self._write_s = 0.0
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until the deadline."""
-        return max(0.0, self._until - self._loop.time())
-
-    def watch(self, task: PrefillTask, done: asyncio.Future[None]) -> None:
-        """Look at the task until `stop`. After its deadline `done` raises TimeoutError."""
-        self._task, self._done = task, done
-        self._look_again(self._loop.time())
-
-    def stop(self) -> None:
-        """Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def look(self) -> None:
-        """Look now."""
-        self.stop()
-        if self._done.done():
-            return
-        now = self._loop.time()
-        if self._has_moved(self._task):
-            self._tell(self._task)
-            self._until = now + self._still_s
-        if now < self._until:
-            self._look_again(now)
-        else:
-            self._done.set_exception(TimeoutError())
-
-    def _look_again(self, now: float) -> None:
-        self._timer = self._loop.call_at(min(now + self._every_s, self._until), self.look)
-
-    def _has_moved(self, task: PrefillTask) -> bool:
-        """Whether the task has made progress since the last look.
-
-        It has if more was computed, or if the link has copied while the task waits for the link.
-        Copies for other jobs count, too, because they are in front of it."""
-        computed, moved = task.scheduled, task.transfer_worker.moved_bytes
-        more = computed > self._computed or (task.submitted > 0 and moved > self._moved)
-        self._computed, self._moved = computed, moved
-        return more
-
-    def _tell(self, task: PrefillTask) -> None:
-        blocks, seconds = task.written_blocks, task.write_s
-        self._link.send(
-            Progress(
-                job_id=task.job_id,
-                attempt=task.attempt,
-                incarnation=self._grant.incarnation,
-                blocks=max(0, blocks - self._written),  # a preempted prompt is written again
-                write_s=max(0.0, seconds - self._write_s),
-            )
-        )
-        self._written, self._write_s = blocks, seconds

@@ -20,7 +20,7 @@ from pullfill.ids import job_digest
 from pullfill.net.peer_link import ConnectionLost
 from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.engine import NoAdapter
-from pullfill.prefill_worker.handoff import Handoff, Pace, patience
+from pullfill.prefill_worker.handoff import Handoff, patience
 from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.prefill_worker.read_grants import ReadGrants
@@ -146,7 +146,9 @@ class Worker:
 
 
 async def some_transfer_worker() -> Any:
-    return SimpleNamespace(transport="fake", why_not_better=(), let_go=lambda _: None)
+    return SimpleNamespace(
+        transport="fake", why_not_better=(), let_go=lambda _: None, moved_bytes=0
+    )
 
 
 def raising(error: Exception) -> Reach:
@@ -413,45 +415,15 @@ def test_deliveries_last_until_the_decode_worker_gives_up(
 
 # ------------------------------------------------------------------ its pace
 
-DEADLINE_S = 0.2
-
-
-class Attempt:
-    """One attempt, and what its decode worker was told."""
-
-    def __init__(self, still_s: float = 0.0) -> None:
-        self.told: list[Progress] = []
-        link: Any = SimpleNamespace(send=self.told.append)
-        grant = Grant(
-            rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=DEADLINE_S,
-            job_digest=b"d", fence=FenceToken(slot=0, epoch=0),
-        )  # fmt: skip
-        self.task: Any = SimpleNamespace(
-            job_id="j", attempt=1, scheduled=0, submitted=0, written_blocks=0, write_s=0.0,
-            transfer_worker=SimpleNamespace(moved_bytes=0),
-        )  # fmt: skip
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.pace = Pace(link, grant, still_s)
-        self.pace.watch(self.task, self.done)
-
 
 async def test_after_a_preemption_no_negative_number_of_blocks_is_told() -> None:
     """The decode worker would close the connection."""
-    attempt = Attempt(still_s=60.0)
-    for scheduled, written in ((5, 3), (7, 1), (9, 4)):
-        attempt.task.scheduled, attempt.task.written_blocks = scheduled, written
-        attempt.pace.look()
-    attempt.pace.stop()
-    assert [decode(encode(told), Progress).blocks for told in attempt.told] == [3, 0, 3]
-
-
-async def test_what_is_over_is_not_looked_at() -> None:
-    stopped, over = Attempt(), Attempt()
-    for _ in range(2):
-        stopped.pace.stop()
-    over.done.set_result(None)
-    for attempt in (stopped, over):
-        attempt.task.scheduled = 2
-    await asyncio.sleep(1.5 * DEADLINE_S)
-    assert not stopped.done.done()
-    assert stopped.told == over.told == []
+    worker = Worker(some_transfer_worker, deadline_s=0.05)
+    worker.puller.begin(Delivered())  # type: ignore[arg-type]
+    task = await worker.computing()
+    for told, (scheduled, written) in enumerate(((5, 3), (7, 1), (9, 4))):
+        task.scheduled, task.written_blocks = scheduled, written
+        await eventually(lambda told=told: len(worker.sent) > told)  # type: ignore[misc]
+    await worker.puller.abandon()
+    blocks = [decode(encode(said), Progress).blocks for said in worker.sent[:3]]
+    assert blocks == [3, 0, 3]
