@@ -44,7 +44,7 @@ from pullfill.queue.streams import (
 )
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
-from pullfill.wire import QueueSettings, QueueStatus
+from pullfill.wire import QueueSettings
 
 logger = log.get("queue")
 
@@ -82,6 +82,7 @@ class JetStreamProducer:
         self.health = self.connection.health
         self._names = streams.names
         self._depth = DepthCache()
+        self.depth = self._depth.status
         self._answering = False
         self._holds, self._held_until = Backoff(BUSY_REFRESH_S, longest_s=30.0), -math.inf
         self._holes = 0
@@ -123,9 +124,6 @@ class JetStreamProducer:
     def max_body(self) -> int:
         """Bytes of the largest job that the server takes. 0: not known now. Any thread."""
         return self.connection.max_body
-
-    def depth(self) -> QueueStatus:
-        return self._depth.status()
 
     def look_again(self) -> None:
         if not self._kick.is_set():

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from pullfill.errors import Outcome
 from pullfill.queue.contract import Urgency
-from pullfill.runtime import metrics
 from pullfill.wire import WIRE_VERSION, PrefillJob, decode, encode, u32
 from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import Cluster, hold, prompt, settled, stuck_in_a_write, until
@@ -132,48 +131,6 @@ async def test_a_worker_that_dies_in_a_write_loses_its_job_to_another(tmp_path: 
         assert decode.right(served)
         await cluster.check_clean()
         assert second.budget.completed == 1
-
-
-async def test_the_only_worker_dies(tmp_path: Path) -> None:
-    async with Cluster(tmp_path) as cluster:
-        decode, only = await cluster.decode(), await cluster.prefill(chunk=5)
-        faults = hold(decode)
-        served = [decode.send(prompt(30, seed=n)) for n in range(3)]
-        await stuck_in_a_write(decode)
-        await only.puller.stop()
-        await only.links.close()
-        await settled(*served)
-        assert [s.loaded for s in served] == [False] * 3, "at once, not at the deadline"
-        await asyncio.to_thread(faults.kill)
-        await cluster.check_clean()
-
-
-async def test_duplicate_deliveries_leave_the_job_with_its_writer(tmp_path: Path) -> None:
-    """No heartbeat reaches the queue, so it delivers the job to the other worker again and again.
-    Its claims are refused, and it does not settle the message. Only the last delivery is acked:
-    otherwise the job would become a dead letter."""
-    clock = FakeClock()
-    async with Cluster(tmp_path, clock=clock, ack_wait_s=1.0) as cluster:
-        decode, first = await cluster.decode(), await cluster.prefill(chunk=5)
-        faults = hold(decode)
-        served = decode.send(prompt(30))
-        await stuck_in_a_write(decode)
-        await first.puller.stop()
-        second, claims = await cluster.prefill(), metrics.CLAIM.labels("in_progress")
-        before = claims._value.get()
-        for delivery in range(2, cluster.config.max_deliver + 1):
-            clock.advance(1.1)
-            told = before + 2 * (delivery - 1)  # counted at both ends
-            await until(lambda told=told: claims._value.get() == told)  # type: ignore[misc]
-            assert decode.ledger.counts()["granted"] == 1  # type: ignore[index]
-        clock.advance(1.1)
-        faults.resume()
-        await settled(served)
-        assert decode.right(served)
-        await cluster.check_clean()
-        assert (first.budget.completed, second.budget.completed) == (1, 0)
-        assert second.engine.computed_tokens == 0
-        assert not cluster.queue.dead
 
 
 async def test_a_stopped_writer_keeps_its_blocks_and_nothing_else(tmp_path: Path) -> None:
@@ -324,24 +281,6 @@ async def test_a_prompt_longer_than_the_worker_takes_is_local_and_no_poison(tmp_
 # ------------------------------------------------------------------ decode workers that leave
 
 
-async def test_a_decode_worker_leaves_while_its_prompt_is_computed(tmp_path: Path) -> None:
-    """The step's writes come after the transfer worker was closed; the engine gets its blocks
-    back."""
-    async with Cluster(tmp_path) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        prefill.engine.gate.clear()
-        served = decode.send(prompt(30))
-        await until(lambda: prefill.tasks)
-        cluster.directory.remove("decode-1")
-        await decode.control.stop()
-        await until(lambda: not prefill.links.connected)
-        await settled(served)
-        assert served.loaded is False
-        prefill.engine.gate.set()
-        await until(lambda: cluster.queue.status().depth_jobs == 0)
-        await cluster.check_clean()
-
-
 async def test_a_draining_decode_worker_gets_what_was_granted(tmp_path: Path) -> None:
     """Its lease is revoked, so it leaves the directory at once; its requests go on."""
     async with Cluster(tmp_path) as cluster:
@@ -360,27 +299,6 @@ async def test_a_draining_decode_worker_gets_what_was_granted(tmp_path: Path) ->
         await until(lambda: not prefill.links.links)
 
 
-async def test_a_draining_prefill_worker_is_waited_for_only_with_what_it_was_granted(
-    tmp_path: Path,
-) -> None:
-    async with Cluster(tmp_path) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        prefill.engine.gate.clear()
-        granted = decode.send(prompt(30))
-        await until(lambda: prefill.tasks)
-        await prefill.puller.stop()
-        queued = decode.send(prompt(20))
-        prefill.links.leave()
-        await settled(queued)
-        assert queued.loaded is False
-        assert granted.loaded is None
-        assert len(decode.control.peers.pulling) == 0
-        prefill.engine.gate.set()
-        await settled(granted)
-        assert decode.right(granted)
-        await cluster.check_clean()
-
-
 async def test_a_decode_worker_that_comes_back_to_the_directory_stays(tmp_path: Path) -> None:
     async with Cluster(tmp_path) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill()
@@ -394,27 +312,4 @@ async def test_a_decode_worker_that_comes_back_to_the_directory_stays(tmp_path: 
         served = decode.send(prompt(20))
         await settled(served)
         assert decode.right(served)
-        await cluster.check_clean()
-
-
-async def test_a_new_incarnation_voids_what_was_granted(tmp_path: Path) -> None:
-    async with Cluster(tmp_path) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        faults = hold(decode)
-        served = decode.send(prompt(30))
-        await stuck_in_a_write(decode)
-        decode.ledger.new_incarnation("decode-1-i1")
-        decode.region.owner.renew("decode-1-i1")
-        decode.region.descriptor = msgspec.structs.replace(
-            decode.region.descriptor, incarnation="decode-1-i1"
-        )
-        record = cluster.directory.members["decode-1"]
-        cluster.directory.put(msgspec.structs.replace(record, incarnation="decode-1-i1"))
-        await settled(served)
-        assert served.loaded is False
-        faults.resume()
-        await until(lambda: prefill.links.connected)
-        again = decode.send(prompt(30))
-        await settled(again)
-        assert decode.right(again)
         await cluster.check_clean()

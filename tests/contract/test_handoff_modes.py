@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from pullfill.decode_worker.peers import Peer
 from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.handoff import Handoff
 from pullfill.prefill_worker.side import PrefillService
-from pullfill.runtime import failpoints, metrics
+from pullfill.runtime import metrics
 from pullfill.runtime.health import ServerHealth
 from pullfill.transfer.contract import PeerSession
 from pullfill.wire import KvMode
@@ -177,30 +176,6 @@ async def test_pull_that_fails_is_computed_here_and_its_session_made_anew(tmp_pa
         await cluster.check_clean()
 
 
-async def test_pull_from_a_worker_whose_port_is_out_of_reach(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A firewall, say: the first job shows it, the others are written and computed once."""
-    async with Cluster(tmp_path, "tcp", kv_mode=PULL) as cluster:
-        decode = await cluster.decode()
-
-        def nobody() -> Any:
-            raise PeerUnavailable("the KV port does not answer")
-
-        decode.control._reach = lambda _: nobody
-        prefill = await cluster.prefill(chunk=5)
-        first = decode.send(prompt(30))
-        await settled(first)
-        assert first.loaded is False
-        again = [decode.send(prompt(30, seed=n)) for n in (2, 3)]
-        await settled(*again)
-        assert all(decode.right(s) for s in again)
-        assert all(s.loaded for s in again)
-        assert caplog.text.count("writes from now on") == 1
-        await cluster.check_clean()
-        assert prefill.budget.completed == 2
-
-
 async def test_pull_by_a_decode_worker_that_is_gone(tmp_path: Path) -> None:
     """Blocks stay until its read is proved over, and no longer; others are served meanwhile."""
     async with Cluster(tmp_path, kv_mode=PULL) as cluster:
@@ -287,23 +262,6 @@ async def test_nothing_is_pulled_beyond_the_credits(tmp_path: Path) -> None:
         faults.resume()
         await settled(first, *rest)
         assert all(decode.right(s) for s in (first, *rest))
-        await cluster.check_clean()
-
-
-async def test_an_error_after_the_read_frees_its_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with Cluster(tmp_path, kv_mode=PULL) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill()
-        monkeypatch.setattr(failpoints, "_active", failpoints.parse("decode.before_commit=error:x"))
-        served = decode.send(prompt(30))
-        await settled(served)
-        monkeypatch.setattr(failpoints, "_active", {})
-        assert not decode.right(served)
-        again = decode.send(prompt(30, seed=2))
-        await settled(again)
-        assert decode.right(again)
-        await until(lambda: prefill.budget.completed == 1)
         await cluster.check_clean()
 
 
@@ -436,53 +394,6 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         await asyncio.wait_for(drain, 5)
         await settled(served)
         await cluster.check_clean()
-
-
-async def test_looking_again_never_ends_the_thread(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken() -> PeerSession:
-        raise PeerUnavailable("no") if not caplog.records else RuntimeError("a bug")
-
-    clock = FakeClock()
-    reader = KvReader("prefill-1", broken, clock)
-    with pytest.raises(PeerUnavailable):
-        reader._connect()
-    clock.advance(readers.IDLE_S)
-    assert not reader.within_reach()
-    await until(lambda: "a bug" in caplog.text)
-    assert reader._thread.submit(lambda: 1).result(10) == 1
-    clock.advance(readers.IDLE_S)
-    reader._closing = True  # nothing is begun any more
-    said = len(caplog.records)
-    assert not reader.within_reach()
-    reader.close()
-    assert len(caplog.records) == said
-
-
-async def test_without_a_thread_it_looks_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control connection asks, and would end with an exception."""
-
-    def unreachable() -> PeerSession:
-        raise PeerUnavailable("no")
-
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    clock = FakeClock()
-    reader = KvReader("prefill-1", unreachable, clock)
-    with pytest.raises(PeerUnavailable):
-        reader._connect()
-    clock.advance(readers.IDLE_S)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        assert not reader.within_reach()
-    tried = reader._tried_at
-    clock.advance(readers.IDLE_S)
-    assert not reader.within_reach()
-    assert reader._thread.wait(10)
-    assert reader._tried_at > tried
-    reader.close()
 
 
 async def test_a_link_that_is_lost_after_the_close_is_left_all_the_same() -> None:

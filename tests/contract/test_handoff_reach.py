@@ -18,7 +18,7 @@ from pullfill.net.channel import split_address
 from pullfill.prefill_worker import handoff
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.jetstream import JetStreamConsumer
-from pullfill.wire import KvMode, PrefillJob, WorkerRecord, encode, u32
+from pullfill.wire import WorkerRecord
 from tests.support.control_rig import FakeDirectory, Raw
 from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import (
@@ -199,35 +199,6 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
         assert prefill.budget.completed == 1
 
 
-async def test_a_job_past_its_time_that_nobody_removes_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nowhere: str
-) -> None:
-    """Its decode worker cannot delete it either (cut off from the queue as well)."""
-    clock = FakeClock()
-    async with Cluster(tmp_path, clock=clock) as cluster:
-        await cluster.decode()
-        await cut_off(cluster, monkeypatch, nowhere)
-        job = PrefillJob(
-            job_id="j",
-            incarnation="decode-1-i0",
-            decode_instance="decode-1",
-            request_id="r",
-            compat=COMPATIBLE.hash(),
-            token_ids=u32.pack([1, 2, 3]),
-            hit_tokens=0,
-            block_ids=u32.pack([1]),
-            timeout_s=20.0,
-        )
-        await cluster.queue.producer().publish("j", encode(job), 3)
-        for _ in range(500):  # the waits are 0.05, 0.5, 2.5 and 20 s, and each may begin late
-            if cluster.queue.status().depth_jobs == 0:
-                break
-            clock.advance(0.5)
-            await asyncio.sleep(0.02)
-        assert cluster.queue.status().depth_jobs == 0
-        assert not cluster.queue.dead
-
-
 # ------------------------------------------------------------------ sessions that no job uses
 
 
@@ -288,21 +259,3 @@ async def test_no_job_fails_though_sessions_are_closed_all_the_time(tmp_path: Pa
         await cluster.check_clean()
         assert (prefill.budget.completed, prefill.budget.failed) == (40, 0)
         assert opened > 5
-
-
-async def test_a_reader_closes_an_idle_session_and_opens_it_again(tmp_path: Path) -> None:
-    async with Cluster(tmp_path, "tcp", kv_mode=KvMode.PULL) as cluster:
-        decode = await cluster.decode()
-        prefill = await cluster.prefill(chunk=5)
-        (peer,) = decode.control.peers.values()
-        assert peer.reader is not None
-        peer.reader._idle._after_s = 0.02
-        owner: Any = prefill.local.owner
-        for seed in (1, 2):
-            await serve(decode, seed)
-            trace = decode.traces.finish(f"r{seed - 1}")
-            assert trace is not None
-            assert trace.transport == "tcp"
-            await until(lambda: owner.connections == 0)
-        assert prefill.budget.failed == 0
-        await cluster.check_clean()

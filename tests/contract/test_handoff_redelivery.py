@@ -351,27 +351,6 @@ async def test_the_backlog_of_a_decode_worker_that_is_gone_costs_nothing(
     assert sum(prefill.budget.completed for prefill in prefills) == 4
 
 
-async def test_no_worker_takes_two_prompts_of_a_burst_while_its_first_claim_is_under_way(
-    cluster: Cluster,
-) -> None:
-    """Each prompt fills the budget. If only grants counted, each worker would take two."""
-    cluster.budget["claim_s"] = 10.0  # a busy machine answers claims late
-    decode = await cluster.decode()
-    prefills = [await cluster.prefill(pull=False) for _ in range(2)]
-    faults = hold(decode)
-    served = [decode.send(prompt(80, seed=n)) for n in range(4)]
-    for prefill in prefills:
-        prefill.budget.limit = 70
-        prefill.puller.start()
-    await until(lambda: all(prefill.tasks for prefill in prefills))
-    await asyncio.sleep(0.3)
-    assert [prefill.puller.in_flight for prefill in prefills] == [1, 1]
-    faults.resume()
-    await settled(*served)
-    assert all(decode.right(request) for request in served)
-    await cluster.check_clean()
-
-
 async def test_deliveries_that_wait_are_bounded_by_their_number(cluster: Cluster) -> None:
     """A decode worker answers no claim. Its jobs use no budget, but no worker pulls all of them."""
     live = await cluster.decode()

@@ -114,15 +114,6 @@ async def test_who_stops_waiting_does_not_end_the_attempt_of_others(port: Port) 
     assert port.attempts == 1
 
 
-async def test_what_is_dropped_is_closed_and_made_anew(port: Port) -> None:
-    first = await port.shared.get()
-    port.shared.drop()
-    port.shared.drop()
-    assert (port.shared.current, port.closed) == (None, 1)
-    assert await port.shared.get() is not first
-    assert port.attempts == 2
-
-
 async def test_an_attempt_that_outlives_the_link_leaves_nothing_open(port: Port) -> None:
     port.go.clear()
     (asked,) = await port.ask(1)
