@@ -1,7 +1,7 @@
 """One NATS connection, which is up or being dialled.
 
-Life: `start` dials until the first success, for at most `wait_s`. Then one task redials after each
-loss, until `close`.
+Life: `start` dials until the first success, for at most `wait_s`. Then a task dials again after
+each loss, until `close`.
 
 A connection whose server answers no PING is given up, and so is one on which the client reads no
 more.
@@ -104,10 +104,7 @@ class NatsConnection:
         self._changed = asyncio.Event()
         self._cause = "not connected yet"
         self._said = ""
-        self._fatal: ConfigError | None = None
-        self._full = False
         self._seldom = log.Seldom(60.0)
-        self._started = False
         self._task: asyncio.Task[None] | None = None
         self._burials: set[asyncio.Task[None]] = set()
 
@@ -122,24 +119,29 @@ class NatsConnection:
         setup: makes streams and subscriptions. Runs on each new connection before it counts as up.
         on_down: called when a connection that was up is lost."""
         self._setup, self._on_down = setup, on_down
+        backoff, why = Backoff(0.05, 1.0), None
+        try:
+            async with asyncio.timeout(wait_s):
+                while (why := await self._dialled()) is not None:
+                    if isinstance(why, ConfigError):
+                        raise why
+                    await asyncio.sleep(backoff.next())
+        except TimeoutError:
+            full = isinstance(why, ApiError) and why.full
+            raise QueueUnavailable(
+                f"NATS at {self.shown_url} was not usable within {wait_s:g} s ({self._cause}): "
+                + (_MORE_ROOM if full else _IS_IT_THERE)
+            ) from None
+        finally:
+            if not self.up:
+                await self.close()
         self._task = asyncio.create_task(self._run(), name=f"nats-connection-{self._name}")
-        up = await self.wait_up(wait_s)
-        self._started = True
-        if up:
-            return
-        await self.close()
-        if self._fatal is not None:
-            raise self._fatal
-        raise QueueUnavailable(
-            f"NATS at {self.shown_url} was not usable within {wait_s:g} s ({self._cause}): "
-            + (_MORE_ROOM if self._full else _IS_IT_THERE)
-        )
 
     async def wait_up(self, wait_s: float) -> bool:
         """Whether the connection is up, now or within `wait_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not self.up and (self._started or self._fatal is None):
+                while not self.up:
                     self._changed.clear()
                     await self._changed.wait()
         return self.up
@@ -147,6 +149,7 @@ class NatsConnection:
     async def close(self) -> None:
         """Stop dialling and close the socket. Takes about a second at most. Idempotent."""
         await end(self._task, again_s=0.5)
+        self._drop()
         await asyncio.gather(*self._burials, return_exceptions=True)
 
     @property
@@ -216,32 +219,34 @@ class NatsConnection:
     # ------------------------------------------------------------------ the dialling task
 
     async def _run(self) -> None:
-        backoff, down_since, quiet = Backoff(0.05, 1.0), time.monotonic(), True
-        try:
-            while True:
-                try:
-                    await self._dial()
-                except ConfigError as exc:
-                    self._fatal = exc
-                    self._report(str(exc))
-                except Exception as exc:  # whatever it was, the next try may work
-                    self._full = isinstance(exc, ApiError) and exc.full
-                    self._report(_say(exc))
-                else:
-                    if not quiet:
-                        seconds = time.monotonic() - down_since
-                        logger.info("NATS at %s is back after %.1f s", self.shown_url, seconds)
-                    backoff.reset()
-                    quiet, self._fatal = False, None
-                    await self._until_ended()
-                    down_since, self._said = time.monotonic(), self._cause
-                    logger.warning(
-                        "lost NATS at %s (%s); reconnecting", self.shown_url, self._cause
-                    )
-                self._drop()
-                await asyncio.sleep(backoff.next())
-        finally:
+        """Dial again after each loss."""
+        while True:
+            await self._until_ended()
+            down_since, self._said = time.monotonic(), self._cause
+            logger.warning("lost NATS at %s (%s); reconnecting", self.shown_url, self._cause)
             self._drop()
+            backoff = Backoff(0.05, 1.0)
+            while True:
+                await asyncio.sleep(backoff.next())
+                if await self._dialled() is None:
+                    break
+            seconds = time.monotonic() - down_since
+            logger.info("NATS at %s is back after %.1f s", self.shown_url, seconds)
+
+    async def _dialled(self) -> Exception | None:
+        """Dial once. Returns what went wrong, and logs it if it is new."""
+        try:
+            await self._dial()
+        except Exception as exc:  # whatever it was, the next try may work
+            self._drop()
+            self._cause = cause = _say(exc)
+            self.health.failed(cause)
+            if cause != self._said:
+                self._said = cause
+                waiting = "" if self._task else "waiting for "
+                logger.warning("%sNATS at %s: %s", waiting, self.shown_url, cause)
+            return exc
+        return None
 
     async def _dial(self) -> None:
         self._ended.clear()
@@ -350,16 +355,6 @@ class NatsConnection:
             task = asyncio.create_task(_bury(client))
             self._burials.add(task)
             task.add_done_callback(self._burials.discard)
-
-    def _report(self, cause: str) -> None:
-        """Log each new cause."""
-        self._cause = cause
-        self.health.failed(cause)
-        self._changed.set()
-        if cause != self._said:
-            self._said = cause
-            waiting = "" if self._started else "waiting for "
-            logger.warning("%sNATS at %s: %s", waiting, self.shown_url, cause)
 
 
 def read_reply(reply: Msg) -> dict[str, Any]:
