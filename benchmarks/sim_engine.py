@@ -21,7 +21,7 @@ from pullfill.decode_worker.cost import CostModel, Targets
 from pullfill.decode_worker.forecast import Queue
 from pullfill.decode_worker.request_trace import Measured
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, decide
-from pullfill.engine.chunks import PrefillChunks
+from pullfill.engine.view import PrefillChunks
 from pullfill.wire import RouterConfig, RouterPolicy, StageTimings
 
 MAX_RUNNING = 32

@@ -21,7 +21,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Any
 
 from pullfill.runtime import log
 
@@ -43,14 +42,11 @@ Preparation = Generator[None, None, Callable[[], None] | None]
 class Intake:
     """A queue of preparations and the thread that runs them one after another.
 
-    submit: takes a function, which the engine thread runs before its next step, and whether to wake
-    that thread.
+    submit: `EngineThread.submit` (worker/ports.py).
     busy: returns whether the engine takes steps now.
     """
 
-    def __init__(
-        self, submit: Callable[[Callable[[Any], None], bool], None], busy: Callable[[], bool]
-    ) -> None:
+    def __init__(self, submit: Callable[..., None], busy: Callable[[], bool]) -> None:
         self._submit = submit
         self._busy = busy
         self._waiting: queue.SimpleQueue[tuple[Preparation, int] | None] = queue.SimpleQueue()
@@ -111,7 +107,7 @@ class Intake:
                     self._pause()
         except StopIteration as end:
             if (work := end.value) is not None:
-                self._submit(lambda _core: work(), not here)
+                self._submit(work, wake=not here)
         except Exception:
             logger.exception("a frontend's message failed; it is ignored")
         if not here:

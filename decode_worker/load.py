@@ -12,11 +12,11 @@ from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.self_check import Checks
 from pullfill.decode_worker.step_meter import StepMeter
-from pullfill.engine import front_wire, kv
+from pullfill.engine import front_wire
 from pullfill.engine.front_wire import LOAD_S, LoadReport
-from pullfill.engine.load import EngineLoad
 from pullfill.runtime import metrics
 from pullfill.snapshot import FLOWS, Demand, OpenJob
+from pullfill.worker.ports import View
 from pullfill.worker.sides import Engine
 
 _REMOTE = (JobState.QUEUED, *UNDER_WAY)
@@ -25,12 +25,12 @@ _REMOTE = (JobState.QUEUED, *UNDER_WAY)
 class LoadReports:
     """Tells frontends this worker's load when it changes, at most every LOAD_S. Engine thread.
 
-    wake_after: has the engine's loop take a turn after so many seconds."""
+    view: of the engine. wake_after: has the engine's loop take a turn after so many seconds."""
 
     def __init__(
-        self, load: EngineLoad, server: RequestServer, wake_after: Callable[[float], object]
+        self, view: View, server: RequestServer, wake_after: Callable[[float], object]
     ) -> None:
-        self._load = load
+        self._view = view
         self._server = server
         self._wake_after = wake_after
         self._told: LoadReport | None = None
@@ -40,13 +40,13 @@ class LoadReports:
 
     def current(self) -> LoadReport:
         """Return the load as it is now, for a new frontend."""
-        return self._load.read(self._server.draining)
+        return self._view.load(self._server.draining)
 
     def look(self, now: float) -> None:
         """Send the load if it has changed. Cheap; called in each turn of the engine's loop.
 
         now: seconds of a monotonic clock."""
-        mark = (*self._load.mark(), self._server.draining)
+        mark = (*self._view.mark(), self._server.draining)
         if now < self._due:
             if mark != self._mark and not self._woken:
                 # The loop may sleep for a second before its next turn.
@@ -67,25 +67,27 @@ class LoadReports:
 def load_of(
     engine: Engine[Any],
     ledger: Ledger,
-    server: RequestServer,
+    requests: int,
     peers: Peers,
     leases: ReadLeases,
     checks: Checks | None,
 ) -> dict[str, Any]:
-    """Return the load, for JSON. asyncio thread only."""
+    """Return the load, for JSON. asyncio thread only.
+
+    requests: number of clients' requests that are not finished."""
     counts = ledger.counts()
-    running, waiting = engine.core.scheduler.get_request_counts()
+    running, waiting = engine.view.counts()
     return {
         "running": running,
         "waiting": waiting,
-        "requests": server.active_requests,
+        "requests": requests,
         "remote_prefills": sum(counts.get(state, 0) for state in _REMOTE),
         "kv_reads": counts.get(JobState.READING, 0),
         "quarantined_blocks": ledger.quarantined_blocks,
         "open_jobs": ledger.open_jobs,
         "read_leases": leases.open,
-        "kv_free_blocks": kv.free_blocks(engine.core),
-        "kv_blocks": kv.usable_blocks(engine.core),
+        "kv_free_blocks": engine.view.free_blocks,
+        "kv_blocks": engine.view.usable_blocks,
         "prefill_workers": peers.instances,
         "prefill_workers_pulling": len(peers.pulling),
         "claims_stalled": ledger.claims.stalled,
@@ -117,8 +119,8 @@ def demand_of(engine: Engine[Any], ledger: Ledger, peers: Peers, meter: StepMete
     """Return what this worker tells the planner. asyncio thread only."""
     counts = ledger.counts()
     remote = sum(counts.get(state, 0) for state in _REMOTE)
-    running, waiting = engine.core.scheduler.get_request_counts()
-    blocks = kv.usable_blocks(engine.core)
+    running, waiting = engine.view.counts()
+    blocks = engine.view.usable_blocks
     pulling = peers.pulling
     rates = [peer.load.tokens_per_s for peer in pulling]
     return meter.demand.figures(
@@ -126,9 +128,10 @@ def demand_of(engine: Engine[Any], ledger: Ledger, peers: Peers, meter: StepMete
         rates=[rate for rate in rates if rate > 0],
         pool=peers.pool if pulling else 0,
         own_rate=meter.own_rate,
-        kv=1.0 - kv.free_blocks(engine.core) / blocks if blocks else 0.0,
+        kv=1.0 - engine.view.free_blocks / blocks if blocks else 0.0,
         # vLLM counts requests whose prompts are away as waiting. They take no seat yet.
-        seats=(running + max(0, waiting - remote)) / engine.config.scheduler_config.max_num_seqs,
+        seats=(running + max(0, waiting - remote))
+        / engine.view.config.scheduler_config.max_num_seqs,
     )
 
 

@@ -22,7 +22,6 @@ from pullfill.decode_worker.intake import Intake, Preparation
 from pullfill.decode_worker.prefix.block_events import Send
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire, request_limits, requests, speculation
-from pullfill.engine.adapters import Adapters
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.errors import BadMessage, NotNow
 from pullfill.net.security import ClusterKey
@@ -30,7 +29,7 @@ from pullfill.runtime import failpoints, log
 from pullfill.wire.prefix import PrefixFollow
 
 if TYPE_CHECKING:
-    from pullfill.engine.host import EngineHost
+    from pullfill.worker.own_loop import OwnLoop
 
 logger = log.get("decode_worker.request_server")
 _WITHOUT_PAYLOAD = (front_wire.PING, front_wire.BYE)
@@ -52,24 +51,22 @@ class RequestServer:
     Engine thread only, except for preparations (intake thread) and reads of `draining` (any).
     welcome: takes `draining`, and returns the message for a new frontend.
     models: names under which the model is served.
-    adapters: the LoRA adapters of this worker.
+    loop: our own loop. Only it polls our socket between steps.
     key: the cluster key. A frontend that does not hold it is refused.
     follow: see `BlockEvents.follow`."""
 
     def __init__(
         self,
-        host: EngineHost,
+        loop: OwnLoop,
         traces: RequestTraces,
         *,
         welcome: Callable[[bool], front_wire.DecodeWelcome],
         models: Iterable[str],
-        adapters: Adapters | None = None,
         clock: Clock = SYSTEM_CLOCK,
         key: ClusterKey | None = None,
         follow: Callable[[bytes, PrefixFollow, Send], object] | None = None,
     ) -> None:
-        self.host = host
-        self._adapters = adapters or Adapters()
+        self._loop = loop
         self._traces = traces
         self._welcome = welcome
         self._models = list(models)
@@ -84,7 +81,7 @@ class RequestServer:
         self._socket: Any = None
         self._key = key
         self._gate: CurveAuth | None = None
-        self.intake = Intake(lambda work, wake: host.submit(work, wake=wake), lambda: host.stepping)
+        self.intake = Intake(loop.submit, lambda: loop.stepping)
         self._follow = follow
         self._stats = HeldStats()
         self._owed: dict[int, Any] = {}
@@ -105,9 +102,9 @@ class RequestServer:
         except zmq.ZMQError as exc:
             raise NotNow(f"cannot listen for frontends on {host}:{port}: {exc}") from exc
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.host.register(self._socket, self.receive)
+        self._loop.register(self._socket, self.receive)
         for socket in self._gate.sockets:
-            self.host.register(socket, self._gate.look)
+            self._loop.register(socket, self._gate.look)
         self.intake.start()
 
     def close(self) -> None:
@@ -259,15 +256,15 @@ class RequestServer:
         try:
             if not taken.wanted:
                 return None
-            _check_fits(request, len(tokens) // 4, self._max_model_len, self.host.core)
+            _check_fits(request, len(tokens) // 4, self._max_model_len, self._loop.config)
             request.client_index = taken.frontend.index
             # The frontend's clock may differ. vLLM orders requests of one priority by this time.
             request.arrival_time = arrived
             request_limits.strip_transfer_params(request, front_wire.holder_of(payload))
             if request.lora_request is not None:
-                request.lora_request = self._adapters.named(request.lora_request)
+                request.lora_request = self._loop.adapters.named(request.lora_request)
             failpoints.hit("decode.intake")
-            made = yield from requests.prepare(self.host.core, request, tokens)
+            made = yield from self._loop.prepare(request, tokens)
         except Exception as exc:
             failure = exc  # Python deletes `exc` at the end of this block
             return lambda: self._enter(taken, None, failure)
@@ -278,14 +275,11 @@ class RequestServer:
         if not taken.wanted:
             return
         taken.coming = False
-        core: Any = self.host.core
         try:
             if failure is not None:
                 raise failure
-            self._adapters.admit(core, request)
-            if requests.bound_grammar(request, core):
+            if self._loop.enter(request):
                 self._grammars[taken.id] = request
-            core.add_request(request)
         except Exception as exc:
             self._forget(taken.id)
             self._refuse(taken.frontend, taken.id, exc)
@@ -301,9 +295,8 @@ class RequestServer:
 
     def _abort(self, frontend: Frontend, request_ids: Iterable[str]) -> None:
         mine = [r for r in request_ids if r in frontend.requests]
-        core: Any = self.host.core
-        if core is not None and (inside := [r for r in mine if not self._taken[r].coming]):
-            core.abort_requests(inside)
+        if inside := [r for r in mine if not self._taken[r].coming]:
+            self._loop.drop(inside)
         for request_id in mine:
             self._forget(request_id)
         if records := [r for r in map(self._traces.finish, mine) if r is not None]:
@@ -323,10 +316,10 @@ class RequestServer:
         yield
 
         def reply(answer: Any) -> None:
-            self.host.submit(lambda _: self._send_out(frontend, answer))
+            self._loop.submit(lambda: self._send_out(frontend, answer))
 
-        run = _utility(self._adapters, method, args)
-        return lambda: _call(self.host.core, call_id, run, reply)
+        run = _utility(self._loop, method, args)
+        return lambda: _call(call_id, run, reply)
 
     # ------------------------------------------------------------------ out
 
@@ -388,14 +381,14 @@ class RequestServer:
     ) -> None:
         """See `Send`. Any thread."""
 
-        def send(_: object) -> None:
+        def send() -> None:
             for frontend in list(self._frontends.values()):
                 if frontend.follows and to in (None, frontend.identity):
                     self._send(frontend, front_wire.BLKS, payload)
             if sent is not None:
                 sent()
 
-        self.host.submit(send)
+        self._loop.submit(send)
 
     def check_silent(self) -> None:
         """Drop frontends that said nothing for too long; cheap, call often."""
@@ -495,7 +488,7 @@ def _refusal(request_id: str, why: Exception, instance_id: str) -> Any:
     return requests.error_outputs(request_id, text, fault)
 
 
-def _check_fits(request: Any, prompt_tokens: int, max_model_len: int, core: Any) -> None:
+def _check_fits(request: Any, prompt_tokens: int, max_model_len: int, config: Any) -> None:
     """Refuse a request that would make vLLM's engine fail, or that it would serve only in part.
 
     A failure would end this worker. vLLM makes these checks only in the frontend, with the
@@ -505,7 +498,7 @@ def _check_fits(request: Any, prompt_tokens: int, max_model_len: int, core: Any)
         raise BadMessage("streaming input is not supported")
     if prompt_tokens >= max_model_len:
         raise BadMessage(f"{prompt_tokens} prompt tokens, at most {max_model_len - 1}")
-    speculation.check_params(core.vllm_config, request.sampling_params)
+    speculation.check_params(config, request.sampling_params)
 
 
 class HeldStats:
@@ -558,27 +551,25 @@ class HeldStats:
         return told
 
 
-def _utility(adapters: Adapters, method: str, args: list[Any]) -> Callable[[Any], Any]:
+def _utility(loop: OwnLoop, method: str, args: list[Any]) -> Callable[[], Any]:
     """Return a function that calls a method of the engine core. Intake thread.
 
     It reads the files of an adapter that is to be loaded. The engine thread does not wait for
     them."""
     if method == "add_lora":
-        return adapters.adding(args[0] if args else None)
+        return loop.adding(args[0] if args else None)
 
-    def run(core: Any) -> Any:
+    def run() -> Any:
         if method not in UTILITIES:
             raise PermissionError(f"{method} cannot be called from a frontend")
-        return getattr(core, method)(*args)
+        return loop.utility(method, args)
 
     return run
 
 
-def _call(
-    core: Any, call_id: int, run: Callable[[Any], Any], then: Callable[[Any], object]
-) -> None:
-    """Call `run` with the engine core. `then` gets the EngineCoreOutputs with what came of it, now
-    or later, on any thread."""
+def _call(call_id: int, run: Callable[[], Any], then: Callable[[Any], object]) -> None:
+    """Call `run`. `then` gets the EngineCoreOutputs with what came of it, now or later, on any
+    thread."""
 
     def answer(future: Future[Any]) -> None:
         exc = future.exception()
@@ -587,7 +578,7 @@ def _call(
 
     future: Future[Any] = Future()
     try:
-        result = run(core)
+        result = run()
         if isinstance(result, Future):
             future = result
         else:

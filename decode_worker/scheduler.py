@@ -34,7 +34,7 @@ from pullfill.decode_worker.rules import (
 from pullfill.engine import groups, request_limits, speculation
 from pullfill.engine.groups import BlockOrder, cached_block
 from pullfill.engine.requests import count_as_computed
-from pullfill.engine.seats import Seats
+from pullfill.engine.view import Seats
 from pullfill.errors import Outcome
 from pullfill.ids import new_job_id
 from pullfill.queue.contract import urgency_of
@@ -43,10 +43,10 @@ from pullfill.worker.context import (
     ByPosition,
     KeptFrom,
     SchedulerHalf,
-    StepReports,
     Tables,
     WorkerContext,
 )
+from pullfill.worker.ports import StepReport
 
 if TYPE_CHECKING:
     from pullfill.decode_worker.context import ConnectorParts
@@ -389,6 +389,8 @@ class DecodeScheduler:
         """Publish the jobs that waited for steps to end.
 
         running: number of scheduled steps that have not run yet."""
+        if self._meter is not None:
+            self._meter.after_step(running)
         jobs: list[OpenedJob] = []
         while len(self._scheduled) > running:
             jobs += self._scheduled.popleft()
@@ -400,12 +402,19 @@ class DecodeScheduler:
 
     # ------------------------------------------------------------------ step 9: finish
 
+    def before_step(self) -> list[str]:
+        """Return the requests whose KV is there, so that they run in the next step already.
+
+        Requests that failed are reported by `collect`."""
+        loaded = self.finish() if self.has_events else []
+        if self._meter is not None:
+            self._meter.before_step()
+        return loaded
+
     def finish(self) -> list[str]:
         """Act on how remote prefills have ended. Returns the requests whose KV is there.
 
-        vLLM computes the last prompt tokens of those, and samples. `DecodeHooks` calls this before
-        a step is scheduled, so that they run in that step and not in the one after. Requests that
-        failed are reported by `collect`."""
+        vLLM computes the last prompt tokens of those, and samples."""
         loaded: list[str] = []
         # A hold comes before the report that makes vLLM free the same blocks. So no block in
         # quarantine reaches the free list.
@@ -503,10 +512,16 @@ class DecodeHalf(SchedulerHalf):
     def loaded(self, output: Any) -> None:
         self._parts.scheduler.tier_loaded(output)
 
-    def scheduled(self, output: Any, reports: StepReports) -> None:
+    def before_step(self) -> StepReport:
+        return StepReport(set(self._parts.scheduler.before_step() if self._parts.begun else ()))
+
+    def scheduled(self, output: Any) -> StepReport:
         loaded, failed = self._parts.scheduler.collect(output)
-        reports.arrived.update(loaded)
-        reports.failed.update(failed)
+        return StepReport(set(loaded), set(failed))
+
+    def step_done(self, running: int) -> None:
+        if self._parts.begun:
+            self._parts.scheduler.step_done(running)
 
     def finished(self, request_id: str, tables: Tables) -> bool:
         self._parts.scheduler.request_finished(request_id, tables)

@@ -31,7 +31,6 @@ from pullfill.decode_worker.rules import Decision
 from pullfill.engine import requests
 from pullfill.engine.compat import dtype_of_kv, logprobs_are_cheap, rounding_digest
 from pullfill.engine.groups import Groups
-from pullfill.engine.host import EngineHost
 from pullfill.errors import HandoffError, PullfillError
 from pullfill.ids import new_job_id
 from pullfill.registry.client import EtcdClient
@@ -41,7 +40,6 @@ from pullfill.runtime import log, metrics
 from pullfill.runtime.lifecycle import end
 from pullfill.transfer.copying import copies_of, read_pages
 from pullfill.wire import Compat, SelfCheck, WorkerState
-from pullfill.worker.own_loop import OwnRequests
 
 if TYPE_CHECKING:
     from pullfill.decode_worker.context import DecodeContext
@@ -58,8 +56,6 @@ exceed. Most of a comparison's time is the computation of these tokens."""
 LONGEST_S = 30.0
 """A comparison that takes longer is repeated. A decode worker waits for no more than this time to
 be compared: then it serves, and prefills every prompt itself."""
-CLIENT = -1
-"""The client index of these requests. No frontend has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,15 +357,14 @@ class Trials:
             trial.settled, trial.loaded = True, loaded
 
         self._traces.apart[name] = settled
-        request = requests.trial_request(
-            name, tokens, cache_salt=salt, client=CLIENT, logprobs=self._logprobs
-        )
+        request = requests.trial_request(name, tokens, cache_salt=salt, logprobs=self._logprobs)
         began = time.monotonic()
         try:
-            output = await self._submit.run(request, lambda: self._open.pop(name, None))
+            output = await asyncio.wrap_future(self._submit.add(request))
         except HandoffError as exc:
             raise Incomplete(str(exc)) from exc
         finally:
+            self._submit.abort(name, lambda: self._open.pop(name, None))
             # The job of an aborted request is settled later. Until then its trace stays apart.
             loop = asyncio.get_running_loop()
             loop.call_later(2 * LONGEST_S, self._traces.apart.pop, name, None)
@@ -435,22 +430,23 @@ def logprobs_to_ask(kv_dtype: str, best: int = 5) -> int | None:
 
 
 def checks_for(
-    context: DecodeContext, config: Any, compat: Compat, host: EngineHost, kept: SelfChecks
+    context: DecodeContext, config: Any, compat: Compat, submit: Submit | None, kept: SelfChecks
 ) -> tuple[Trials, Checks] | None:
     """Make the self-check of this worker, or return None if nothing can be compared.
 
-    That is so if no transport reaches the KV memory, if there is no model or it generates no text,
-    or if no prompt of whole blocks may be prefilled remotely."""
+    That is so if the engine takes no requests of ours, if no transport reaches the KV memory, if
+    there is no model or it generates no text, or if no prompt of whole blocks may be prefilled
+    remotely."""
     block_size = config.cache_config.block_size
     fits = context.blocks.longest_kept(wanted_blocks(block_size) * block_size)
     blocks = min(fits, config.model_config.max_model_len - 2) // block_size
     computes = rounding_digest(config)
     generates = config.model_config.runner_type == "generate"
-    if not context.memories or not computes or not generates or blocks < 1:
+    if submit is None or not context.memories or not computes or not generates or blocks < 1:
         return None
     kv_dtype = dtype_of_kv(config)
     trials = Trials(
-        OwnRequests(host, CLIENT), context.traces, context.memories, context.groups,
+        submit, context.traces, context.memories, context.groups,
         logprobs_to_ask(kv_dtype),
     )  # fmt: skip
     ours = Ours(

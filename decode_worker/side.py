@@ -1,26 +1,24 @@
 """The decode side of a worker.
 
-`build` makes its parts, in reading order, once the engine is there. `DecodeHooks` is what the
-engine's loop calls. `DecodeSide` is all of it, as worker/process.py sees it. `DecodeRole` is how a
-process becomes a decode worker.
+`build` makes its parts, in reading order, once the engine is there. `DecodeSide` is all of it, as
+worker/process.py sees it. `DecodeRole` is how a process becomes a decode worker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from pullfill.config import ClusterRef
-from pullfill.decode_worker import leave
 from pullfill.decode_worker.context import ConnectorParts, DecodeContext
 from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.frontends import Frontends
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import JobState, Ledger
@@ -37,15 +35,10 @@ from pullfill.decode_worker.rules import SELF_CHECK_PENDING
 from pullfill.decode_worker.scheduler import DecodeHalf, DecodeScheduler
 from pullfill.decode_worker.self_check import Checks, checks_for
 from pullfill.decode_worker.step_meter import StepMeter, model_of
-from pullfill.engine import front_wire, kv
-from pullfill.engine.chunks import PrefillChunks
+from pullfill.engine import front_wire
 from pullfill.engine.compat import rounding_digest
-from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.kv_events import KvEvents
-from pullfill.engine.load import EngineLoad
-from pullfill.engine.seats import Seats
-from pullfill.engine.thread import EngineThread
-from pullfill.errors import BadMessage, ClaimRefused, NotNow, Outcome
+from pullfill.errors import BadMessage, ClaimRefused, Outcome
 from pullfill.ids import new_incarnation
 from pullfill.options import WorkerOptions
 from pullfill.queue.contract import QueueConfig
@@ -72,12 +65,10 @@ from pullfill.worker.context import SchedulerHalf
 from pullfill.worker.sides import Engine, Role, Service, Slack
 
 logger = log.get("decode_worker")
-T = TypeVar("T")
 
 
 async def build(
     engine: Engine[ConnectorParts],
-    thread: EngineThread[Any],
     etcd: EtcdClient,
     cluster: ClusterRef,
     options: WorkerOptions,
@@ -90,12 +81,16 @@ async def build(
 ) -> DecodeSide:
     """Make all parts of a decode side. asyncio thread. What it opens, it pushes onto `parts`.
 
+    What the engine's adapter lacks switches parts off (worker/ports.py): without our own loop there
+    are no `Frontends` and no read leases, without `Submit` there is no self-check.
+
     The engine takes no request before `DecodeSide.begin`.
 
     kept: results of self-checks. events: of the engine's prefix cache."""
-    host, core, config, told = engine.host, engine.core, engine.config, engine.context
+    view, thread, own_loop, told = engine.view, engine.thread, engine.own_loop, engine.context
+    config, wake_engine = view.config, thread.wake if thread is not None else lambda: None
     loop, key = asyncio.get_running_loop(), cluster.security.cluster.load()
-    copies.when_broken(thread.fail)
+    copies.when_broken(engine.fail)
 
     # The job queue of this model.
     producer = await JetStreamProducer.connect(
@@ -116,11 +111,10 @@ async def build(
         told.owner.fences if told.owner is not None else NoFences(),
         incarnation=incarnation,
         kv_mode=options.kv_mode,
-        on_event=host.wake,
+        on_event=wake_engine,
         on_action=partial(loop.call_soon_threadsafe, wake.set),
     )
-    peers, chunks = Peers(), PrefillChunks(core)
-    model = model_of(chunks)
+    peers, model = Peers(), model_of(view.chunks)
     traces = RequestTraces(
         told.instance_id,
         outage=partial(outage, producer.health, etcd.health, peers, ledger),
@@ -141,23 +135,22 @@ async def build(
     )
 
     # The frontends' socket.
-    load = EngineLoad(core)
-    blocks = await on_engine(host, thread, lambda core: BlockEvents(loop, core, events))
-    parts.push_async_callback(blocks.close)
-    server = RequestServer(
-        host,
-        traces,
-        welcome=partial(_welcome, engine, load, events),
-        models=[engine.served_name, options.model],
-        adapters=told.adapters,
-        key=key,
-        follow=blocks.follow,
-    )
-    reports = LoadReports(load, server, partial(_wake_after, loop, host))
+    server = blocks = None
+    if own_loop is not None:
+        blocks = await own_loop.call(partial(BlockEvents, loop, view, events))
+        parts.push_async_callback(blocks.close)
+        server = RequestServer(
+            own_loop,
+            traces,
+            welcome=partial(_welcome, engine, events, own_loop.tasks),
+            models=[engine.served_name, options.model],
+            key=key,
+            follow=blocks.follow,
+        )
 
     # The prefill workers' connections, and what they say about jobs.
-    meter = StepMeter(context, chunks, model)
-    trials, checks = checks_for(context, config, engine.compat, host, kept) or (None, None)
+    meter = StepMeter(context, view.chunks, model)
+    trials, checks = checks_for(context, config, engine.compat, engine.submit, kept) or (None, None)
     if checks is not None:
         parts.push_async_callback(checks.close)
     handoff = Handoff(
@@ -172,9 +165,14 @@ async def build(
     )
     computes = rounding_digest(config)
     leases = ReadLeases(
-        context, host, server.intake, compat=engine.compat, computes=computes,
-        block_size=told.blocks.block_size, pool=told.blocks.pool,
+        context, thread, server.intake if server is not None else None, view,
+        compat=engine.compat, computes=computes, block_size=told.blocks.block_size,
+        pool=told.blocks.pool,
     )  # fmt: skip
+    frontends = None
+    if own_loop is not None and server is not None and blocks is not None:
+        reports = LoadReports(view, server, partial(_wake_after, loop, wake_engine))
+        frontends = Frontends(own_loop, server, reports, blocks, events, ledger, leases)
     pull = options.kv_mode is KvMode.PULL
     control = ControlServer(
         handoff,
@@ -207,11 +205,10 @@ async def build(
         decode_instance=told.instance_id, compat=engine.compat.hash(), computes=computes
     )
     fetches = fetches_for(
-        context, hello, outlook.situation, meter.prefill_s, host.wake, options, key
+        context, hello, outlook.situation, meter.prefill_s, wake_engine, options, key
     )
     if fetches is not None:
         parts.push_async_callback(fetches.close)
-    tier = kv.tier_of(core)
     scheduler = DecodeScheduler(
         told.blocks,
         ledger,
@@ -221,81 +218,29 @@ async def build(
         queue_full=producer.look_again,
         meter=meter,
         fetching=fetches,
-        tier=tier,
-        seats=Seats(core if options.reserve_seats else None),
-        in_flight=core.scheduler._inflight_prefills,
+        tier=view.tier,
+        seats=view.seats(options.reserve_seats),
+        in_flight=view.in_flight,
         trials=trials,
     )
-    hooks = DecodeHooks(host, scheduler, ledger, server, reports, meter, events, leases, tier)
     return DecodeSide(
-        engine, context, thread, hooks, scheduler, server, blocks, control, leases, outlook, checks,
-        meter, options, partial(_join, checks, etcd, cluster.namespace),
+        engine, context, scheduler, frontends, control, leases, outlook, checks, meter, options,
+        partial(_join, checks, etcd, cluster.namespace),
     )  # fmt: skip
 
 
-class DecodeHooks(EngineHooks):
-    """What runs on the engine thread."""
-
-    def __init__(
-        self,
-        host: EngineHost,
-        scheduler: DecodeScheduler,
-        ledger: Ledger,
-        server: RequestServer,
-        reports: LoadReports,
-        meter: StepMeter,
-        events: KvEvents,
-        leases: ReadLeases,
-        tier: Any,
-    ) -> None:
-        self._host = host
-        self._scheduler = scheduler
-        self._ledger = ledger
-        self._server = server
-        self._reports = reports
-        self._meter = meter
-        self._events = events
-        self._leases = leases
-        self._tier = tier
-        self._look_at = 0.0
-
-    def before_step(self) -> bool:
-        if (now := time.monotonic()) >= self._look_at:
-            self._look_at = now + 0.05  # nothing that is looked at needs a faster reaction
-            leave.look(self._server, self._ledger, self._leases.unproved_blocks)
-            self._events.look()
-        self._reports.look(now)
-        if self._scheduler.has_events and (loaded := self._scheduler.finish()):
-            self._host.received(loaded)
-        self._meter.before_step()
-        return self._scheduler.has_work or self.copies_run()
-
-    def copies_run(self) -> bool:
-        return self._tier is not None and self._tier.busy
-
-    def after_step(self, running: int) -> None:
-        self._meter.after_step(running)
-        self._scheduler.step_done(running)
-
-    def on_outputs(self, outputs: dict[int, Any]) -> None:
-        self._server.send_outputs(outputs)
-
-    def on_failed_step(self, untouched: set[str]) -> None:
-        leave.last_words(self._server, untouched)
-
-
 class DecodeSide(Service):
-    """See Service. join: begins the self-checks with the workers in the registry."""
+    """See Service.
+
+    frontends: None if another loop than ours steps the engine. Clients then come to vLLM's server.
+    join: begins the self-checks with the workers in the registry."""
 
     def __init__(
         self,
         engine: Engine[ConnectorParts],
         context: DecodeContext,
-        thread: EngineThread[Any],
-        hooks: DecodeHooks,
         scheduler: DecodeScheduler,
-        server: RequestServer,
-        blocks: BlockEvents,
+        frontends: Frontends | None,
         control: ControlServer,
         leases: ReadLeases,
         outlook: Outlook,
@@ -304,13 +249,10 @@ class DecodeSide(Service):
         options: WorkerOptions,
         join: Callable[[Callable[[], None]], None],
     ) -> None:
-        self.hooks = hooks
         self.context = context
-        self.server = server
         self._engine = engine
-        self._thread = thread
         self._scheduler = scheduler
-        self._blocks = blocks
+        self._frontends = frontends
         self._control = control
         self._leases = leases
         self._outlook = outlook
@@ -322,14 +264,15 @@ class DecodeSide(Service):
         self._drains = self._rests = False
 
     async def begin(self) -> None:
-        """Listen for frontends. From now on this side answers the engine."""
+        """From now on this side answers the engine. Listen for frontends. Raises NotNow."""
+        self._engine.context.scheduler = self._scheduler
+        if self._frontends is not None:
+            await self._frontends.begin(self._options.host, self._options.data_port)
 
-        def on_engine_thread(_: object) -> None:
-            self._engine.context.scheduler = self._scheduler
-            self._engine.host.use(self.hooks)
-            self.server.bind(self._options.host, self._options.data_port)
-
-        await on_engine(self._engine.host, self._thread, on_engine_thread)
+    @property
+    def requests(self) -> int:
+        """Number of clients' requests that are not finished, as far as this side is told."""
+        return self._frontends.requests if self._frontends is not None else 0
 
     def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         incarnation, told = record.incarnation, self._engine.context
@@ -339,7 +282,7 @@ class DecodeSide(Service):
         described = describe(told.owner, incarnation, self._engine.compat)
         record = msgspec.structs.replace(
             record,
-            data=self.server.address,
+            data=self._frontends.address if self._frontends is not None else "",
             control=self._options.advertise_control or self._control.address,
             computes=self._checks.computes if self._checks else "",
         )
@@ -373,8 +316,8 @@ class DecodeSide(Service):
                 await self._dismiss(draining=True)
 
     async def _dismiss(self, draining: bool) -> None:
-        work = partial(self.server.dismiss, draining)
-        await self._engine.host.call(lambda _: work(), until=self._thread.dead)
+        if self._frontends is not None:
+            await self._frontends.dismiss(draining)
 
     def reasons(self) -> list[str]:
         return self._outlook.reasons()
@@ -386,12 +329,13 @@ class DecodeSide(Service):
         load = load_of(
             self._engine,
             self._ledger,
-            self.server,
+            self.requests,
             self._control.peers,
             self._leases,
             self._checks,
         )
-        load["prefix"] = self._blocks.status()
+        if self._frontends is not None:
+            load["prefix"] = self._frontends.status()
         load["demand"] = msgspec.to_builtins(self._demand())
         return {"load": load, **self._outlook.servers()}
 
@@ -412,19 +356,21 @@ class DecodeSide(Service):
 
     async def stop_taking(self) -> None:
         self._drains = self._outlook.draining = True
-        self._engine.host.submit(lambda _: self.server.start_drain())
+        if self._frontends is not None:
+            self._frontends.start_drain()
 
     async def finished(self) -> None:
-        await leave.idle(self._thread, self.server, self._ledger)
+        if self._frontends is not None:
+            await self._frontends.idle(self._engine.dead)
         await self._leases.drain()
 
     async def give_up(self) -> None:
-        logger.warning("migrating %d unfinished requests", self.server.active_requests)
-        await leave.migrate_unfinished(self._engine.host, self.server)
+        if self._frontends is not None:
+            await self._frontends.migrate()
 
-    async def engine_gone(self) -> None:
-        if not self._thread.hangs:
-            self.server.close()  # its thread is over; so frontends notice now
+    async def engine_gone(self, hangs: bool) -> None:
+        if self._frontends is not None and not hangs:
+            self._frontends.close()
 
 
 class DecodeRole(Role[ConnectorParts]):
@@ -436,9 +382,7 @@ class DecodeRole(Role[ConnectorParts]):
         self._cluster = cluster
         self._options = options
         self._events = KvEvents()
-        self._slack = Slack(
-            lambda: self._side.server.active_requests, lambda: self._router.current.itl_ms / 1e3
-        )
+        self._slack = Slack(lambda: self._side.requests, lambda: self._router.current.itl_ms / 1e3)
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
         self._etcd, namespace = etcd, self._cluster.namespace
@@ -450,7 +394,7 @@ class DecodeRole(Role[ConnectorParts]):
     def adjust(self, config: Any) -> None:
         self._events.switch_on(config)
 
-    def make_context(self, host: EngineHost, files: RegionFiles) -> ConnectorParts:
+    def make_context(self, wake: Callable[[], None], files: RegionFiles) -> ConnectorParts:
         return ConnectorParts(str(self._options.instance_id), files)
 
     def make_half(self, context: ConnectorParts) -> SchedulerHalf:
@@ -459,14 +403,13 @@ class DecodeRole(Role[ConnectorParts]):
     async def build(
         self,
         engine: Engine[ConnectorParts],
-        thread: EngineThread[Any],
         queue: Settings[QueueSettings],
         parts: AsyncExitStack,
     ) -> None:
         """The side lives as long as the engine. While it rests no peer is connected to it, but its
         ledger goes on, because blocks may still be in quarantine."""
         self._side = await build(
-            engine, thread, self._etcd, self._cluster, self._options, router=self._router,
+            engine, self._etcd, self._cluster, self._options, router=self._router,
             queue=queue, kept=self._kept, events=self._events, parts=parts,
         )  # fmt: skip
         await self._side.begin()
@@ -503,36 +446,9 @@ def take_back(body: bytes, instance_id: str, ledger: Ledger) -> bool:
     return True
 
 
-async def on_engine(host: EngineHost, thread: EngineThread[Any], work: Callable[[Any], T]) -> T:
-    """Run `work(core)` on the engine thread, between steps. Returns or raises what it does.
-
-    Raises NotNow if the engine has ended."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def run(core: Any) -> None:
-        try:
-            result = work(core)
-        except Exception as exc:
-            loop.call_soon_threadsafe(done.set_exception, exc)
-        else:
-            loop.call_soon_threadsafe(done.set_result, result)
-
-    host.submit(run)
-    dead: asyncio.Future[Any] = loop.create_task(thread.dead.wait())
-    ends: list[asyncio.Future[Any]] = [done, dead]
-    try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        dead.cancel()
-    if not done.done():  # the engine, or the process of a rank, ended while we began
-        raise NotNow(f"the engine has ended while this worker began: {thread.failure!r}")
-    return done.result()
-
-
-def _wake_after(loop: asyncio.AbstractEventLoop, host: EngineHost, delay_s: float) -> None:
+def _wake_after(loop: asyncio.AbstractEventLoop, wake: Callable[[], None], delay_s: float) -> None:
     """Have the engine's loop take a turn after so many seconds. Engine thread."""
-    loop.call_soon_threadsafe(loop.call_later, delay_s, host.wake)
+    loop.call_soon_threadsafe(loop.call_later, delay_s, wake)
 
 
 def _join(
@@ -543,17 +459,17 @@ def _join(
 
 
 def _welcome(
-    engine: Engine[ConnectorParts], load: EngineLoad, events: KvEvents, draining: bool
+    engine: Engine[ConnectorParts], events: KvEvents, tasks: list[str], draining: bool
 ) -> front_wire.DecodeWelcome:
-    config = engine.config
+    config = engine.view.config
     return front_wire.DecodeWelcome(
         decode_instance=engine.context.instance_id,
         vllm_version=engine.compat.vllm,
         max_model_len=config.model_config.max_model_len,
         num_gpu_blocks=config.cache_config.num_gpu_blocks or 0,
         block_size=config.cache_config.block_size,
-        supported_tasks=list(engine.core.get_supported_tasks()),
-        load=load.read(draining),
+        supported_tasks=tasks,
+        load=engine.view.load(draining),
         prefix_block_size=events.block_size,
         no_prefix_events=events.missing,
     )

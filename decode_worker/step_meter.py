@@ -17,7 +17,7 @@ from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.forecast import Queue, span
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import request_limits
-from pullfill.engine.chunks import PrefillChunks
+from pullfill.engine.view import PrefillChunks
 from pullfill.errors import Outcome
 from pullfill.wire import RouterConfig, RouterPolicy
 

@@ -10,17 +10,20 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from pullfill.engine import requests
-from pullfill.engine.adapters import AdapterFiles, lora_request
-from pullfill.engine.host import EngineHost
-from pullfill.errors import BadMessage, HandoffError
+from pullfill.engine import adapters
+from pullfill.engine import requests as engine_requests
+from pullfill.engine.adapters import AdapterFiles
+from pullfill.errors import BadMessage
 from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.prefill_worker.scheduler import PrefillContext
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
 from pullfill.wire import Adapter
+from pullfill.worker.ports import Submit
 
 logger = log.get("prefill_worker.engine")
 
@@ -45,14 +48,14 @@ class PrefillEngine:
 
     def __init__(
         self,
-        host: EngineHost,
+        requests: Submit,
         context: PrefillContext,
         *,
         block_size: int,
         compat_hash: str,
         limit: Callable[[str], int],
     ) -> None:
-        self._host = host
+        self._requests = requests
         self._tasks = context.scheduler.tasks
         self._adapters = context.adapters
         self.block_size = block_size
@@ -64,7 +67,24 @@ class PrefillEngine:
     def submit(self, task: PrefillTask) -> None:
         """Start computing. The task ends through its `on_done`."""
         self._tasks[task.request_id] = task
-        self._host.submit(lambda core: self._add(core, task))
+        try:
+            lora_request = None
+            if task.job.adapter is not None:
+                lora_request = self._adapters.named(adapters.lora_request(task.job.adapter))
+            self._check_features(task)
+        except OutOfReach as exc:
+            task.end(exc)
+            return
+        request = engine_requests.prefill_request(
+            task.request_id,
+            task.token_ids,
+            cache_salt=task.job.cache_salt,
+            priority=task.job.priority,
+            arrival_time=time.time(),
+            lora_request=lora_request,
+            mm_features=task.features,
+        )
+        self._requests.add(request).add_done_callback(partial(_ended, task))
 
     async def check_adapter(self, adapter: Adapter) -> None:
         """Check that this machine has the adapter's files, as they are for the decode worker.
@@ -84,43 +104,8 @@ class PrefillEngine:
     def end(self, task: PrefillTask) -> None:
         """Forget the task, and abort its request if it still runs.
 
-        The engine keeps its blocks until no copy reads them. A task that ended well is forgotten
-        when the engine next does anything, at most a second later."""
-        self._host.submit(lambda core: self._remove(core, task), wake=not task.well)
-
-    # ------------------------------------------------------------------ engine thread
-
-    def _add(self, core: Any, task: PrefillTask) -> None:
-        if task.ended:
-            return
-        try:
-            lora_request = self._load(core, task.job.adapter)
-            self._check_features(task)
-            request = requests.prefill_request(
-                task.request_id,
-                task.token_ids,
-                cache_salt=task.job.cache_salt,
-                priority=task.job.priority,
-                arrival_time=time.time(),
-                lora_request=lora_request,
-                mm_features=task.features,
-            )
-            core.add_request(*core.preprocess_add_request(request))
-        except OutOfReach as exc:
-            task.end(exc)
-        except Exception as exc:
-            about = log.ids(job_id=task.job_id, attempt=task.attempt)
-            logger.exception("the engine refused job %s", task.job_id, extra=about)
-            task.end(HandoffError(f"the engine refused the job: {exc}"))
-
-    def _load(self, core: Any, adapter: Adapter | None) -> Any:
-        """Have the engine load the job's LoRA adapter. Raises NoAdapter."""
-        if adapter is None:
-            return None
-        try:
-            return self._adapters.load(core, self._adapters.named(lora_request(adapter)))
-        except BadMessage as exc:
-            raise NoAdapter(str(exc)) from exc
+        The engine keeps its blocks until no copy reads them."""
+        self._requests.abort(task.request_id, lambda: self._tasks.pop(task.request_id, None))
 
     def _check_features(self, task: PrefillTask) -> None:
         """Check that the engine takes so many inputs. Else its scheduler would wait for ever.
@@ -133,16 +118,15 @@ class PrefillEngine:
                     f"{most} (--limit-mm-per-prompt)"
                 )
 
-    def _remove(self, core: Any, task: PrefillTask) -> None:
-        if task.request_id in core.scheduler.requests:
-            core.abort_requests([task.request_id])
-        self._tasks.pop(task.request_id, None)
 
-    def on_outputs(self, outputs: dict[int, Any]) -> None:
-        """End the tasks of requests that the engine failed. The connector handles all others."""
-        for batch in outputs.values():
-            for output in batch.outputs:
-                if requests.is_error(output):
-                    task = self._tasks.get(output.request_id)
-                    if task is not None:
-                        task.end(HandoffError("the engine failed the request"))
+def _ended(task: PrefillTask, outcome: Future[Any]) -> None:
+    """End a task that the engine refused or failed. The connector ends others. Engine thread."""
+    failure = outcome.exception()
+    if failure is None:
+        return
+    if isinstance(failure, BadMessage):
+        failure = NoAdapter(str(failure))
+    else:
+        about = log.ids(job_id=task.job_id, attempt=task.attempt)
+        logger.error("job %s: %s", task.job_id, failure, exc_info=failure, extra=about)
+    task.end(failure)

@@ -30,9 +30,9 @@ from pullfill.worker.context import (
     ByPosition,
     KeptFrom,
     SchedulerHalf,
-    StepReports,
     WorkerContext,
 )
+from pullfill.worker.ports import StepReport, View
 
 if TYPE_CHECKING:
     from pullfill.engine.tier import Tier
@@ -61,7 +61,7 @@ class StepPlan:
 
     writes: list[Write] = field(default_factory=list)
     reads: list[Write] = field(default_factory=list)
-    reports: StepReports = field(default_factory=StepReports)
+    report: StepReport = field(default_factory=StepReport)
     tokens: int = 0
     planned: float = field(default_factory=time.monotonic, compare=False)
 
@@ -90,7 +90,7 @@ class PrefillScheduler(SchedulerHalf):
         self._manager: Any
         self._kept_from: Callable[[int], tuple[int, ...]]
         self._by_position: Callable[[Tables], Tables]
-        self.tier: Tier | None = None
+        self.tier: Tier | None = None  # once the engine is built
 
     def attached(self, context: WorkerContext, first: RankRegion) -> None:
         if not context.ranks:
@@ -108,6 +108,11 @@ class PrefillScheduler(SchedulerHalf):
     ) -> None:
         self._manager, self._kept_from, self._by_position = manager, kept_from, by_position
 
+    def built(self, view: View) -> None:
+        self.tier = view.tier
+        if self.concurrency and view.chunks.able:
+            view.chunks.leave_one()
+
     def owns(self, request_id: str) -> bool:
         # The task is there before vLLM gets the request, and stays until vLLM has dropped it.
         return request_id in self.tasks
@@ -117,14 +122,14 @@ class PrefillScheduler(SchedulerHalf):
         """Whether reports wait for a step."""
         return bool(self._reads_failed or self._sends_done) or self._turns.has_reads
 
-    def take_in(self) -> tuple[set[str], set[str]]:
-        """Return requests whose prefix was read, and finished ones whose blocks nobody reads.
+    def before_step(self) -> StepReport:
+        """Report requests whose prefix was read, and finished ones whose blocks nobody reads.
 
-        Called between steps, so that vLLM is told without a step. Failed reads wait for `plan`."""
-        reads, sent = set[str](), set[str]()
+        vLLM is told between steps, so without a step. Failed reads wait for `plan`."""
+        report = StepReport()
         for reader, failure in self._turns.reads():
             if failure is None:
-                reads.add(reader.request_id)
+                report.loaded.add(reader.request_id)
                 continue
             self._reads_failed.append(reader)
             if not reader.cancelled:
@@ -134,8 +139,8 @@ class PrefillScheduler(SchedulerHalf):
                     extra=log.ids(job_id=reader.job_id, attempt=reader.attempt),
                 )  # fmt: skip
         while self._sends_done:
-            sent.add(self._sends_done.popleft())
-        return reads, sent
+            report.sent.add(self._sends_done.popleft())
+        return report
 
     def matched(self, request: Any, hit_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens to read from the decode worker, and whether there are any.
@@ -215,11 +220,8 @@ class PrefillScheduler(SchedulerHalf):
 
     # ------------------------------------------------------------------ step 7: step_done
 
-    def scheduled(self, output: Any, reports: StepReports) -> None:
-        found = self.plan(output).reports
-        reports.arrived |= found.arrived
-        reports.failed |= found.failed
-        reports.sent |= found.sent
+    def scheduled(self, output: Any) -> StepReport:
+        return self.plan(output).report
 
     def plan(self, scheduler_output: Any) -> StepPlan:
         """Find what will be whole after the step that vLLM has just scheduled.
@@ -237,9 +239,9 @@ class PrefillScheduler(SchedulerHalf):
                 self._plan_write(plan, task, count)
                 plan.tokens += count
         if self.has_work:  # also what got a turn by this step
-            plan.reports.arrived, plan.reports.sent = self.take_in()
+            plan.report = self.before_step()
             failed, self._reads_failed = self._reads_failed, []
-            plan.reports.failed |= {task.request_id for task in failed}
+            plan.report.failed.update(task.request_id for task in failed)
         self._scheduled.append(plan)
         return plan
 
@@ -312,7 +314,7 @@ class PrefillScheduler(SchedulerHalf):
     def finished(self, request_id: str, tables: Any = ()) -> bool:
         """Note that vLLM is done with the request.
 
-        Returns True if vLLM must keep its blocks until `StepReports.sent` names it."""
+        Returns True if vLLM must keep its blocks until `StepReport.sent` names it."""
         self._turns.give_back(request_id)
         task = self.tasks.get(request_id)
         if task is None:

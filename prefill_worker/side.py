@@ -18,12 +18,9 @@ from typing import Any
 import msgspec
 
 from pullfill.config import ClusterRef
-from pullfill.engine import features, kv, release
-from pullfill.engine.chunks import PrefillChunks
+from pullfill.engine import features, release
 from pullfill.engine.compat import rounding_digest
-from pullfill.engine.host import EngineHooks, EngineHost, taken
-from pullfill.engine.requests import PREFILL_CLIENT
-from pullfill.engine.thread import EngineThread
+from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.engine import PrefillEngine
@@ -50,42 +47,6 @@ from pullfill.worker.context import SchedulerHalf
 from pullfill.worker.sides import Engine, Neighbour, Role, Service
 
 logger = log.get("prefill_worker")
-
-
-class PrefillHooks(EngineHooks):
-    """What runs on the engine thread."""
-
-    def __init__(self, engine: Engine[PrefillContext]) -> None:
-        self._host = engine.host
-        self._scheduler = engine.context.scheduler
-        self._scheduler.tier = self._tier = kv.tier_of(engine.core)
-        if self._scheduler.concurrency and (chunks := PrefillChunks(engine.core)).able:
-            chunks.leave_one()
-        self.engine = PrefillEngine(
-            engine.host,
-            engine.context,
-            block_size=engine.compat.block_size,
-            compat_hash=engine.compat.hash(),
-            limit=features.limits(engine.config.model_config),
-        )
-
-    def before_step(self) -> bool:
-        if not self._scheduler.has_work:
-            return self.copies_run()
-        reads, sent = self._scheduler.take_in()
-        if reads or sent:
-            self._host.copied(reads, sent)
-        return self._scheduler.has_work or self.copies_run()
-
-    def copies_run(self) -> bool:
-        return self._tier is not None and self._tier.busy
-
-    def after_step(self, running: int) -> None:
-        self._scheduler.step_done(running)
-
-    def on_outputs(self, outputs: dict[int, Any]) -> None:
-        if (jobs := taken(outputs, PREFILL_CLIENT)) is not None:
-            self.engine.on_outputs({PREFILL_CLIENT: jobs})
 
 
 class PrefillRole(Role[PrefillContext]):
@@ -122,32 +83,36 @@ class PrefillRole(Role[PrefillContext]):
         self._kept = await SelfChecks.started(etcd, self._cluster.namespace)
         parts.push_async_callback(self._kept.close)
 
-    def make_context(self, host: EngineHost, files: RegionFiles) -> PrefillContext:
-        scheduler = PrefillScheduler(host.wake, self._options.concurrency or 0)
+    def make_context(self, wake: Callable[[], None], files: RegionFiles) -> PrefillContext:
+        scheduler = PrefillScheduler(wake, self._options.concurrency or 0)
         return PrefillContext(self.instance_id, files, scheduler=scheduler)
 
     def make_half(self, context: PrefillContext) -> SchedulerHalf:
         return context.scheduler
 
-    def make_hooks(self, engine: Engine[PrefillContext]) -> PrefillHooks:
-        self._hooks = PrefillHooks(engine)
-        return self._hooks
-
     async def build(
         self,
         engine: Engine[PrefillContext],
-        thread: EngineThread[Any],
         queue: Settings[QueueSettings],
         parts: AsyncExitStack,
     ) -> None:
         """Only the KV memory lives as long as the engine. The rest is made by each `open`."""
-        copies.when_broken(thread.fail)
+        copies.when_broken(engine.fail)
         self._hello = self.open_memory(engine)
-        self._engine, self._thread, self._queue = engine, thread, queue
+        self._engine, self._queue = engine, queue
+        if engine.submit is None:
+            raise ConfigError("this engine takes no requests of ours, so it computes no jobs")
+        self._tasks = PrefillEngine(
+            engine.submit,
+            engine.context,
+            block_size=engine.compat.block_size,
+            compat_hash=engine.compat.hash(),
+            limit=features.limits(engine.view.config.model_config),
+        )
 
     async def open(self, parts: AsyncExitStack) -> Service:
         service = await self.open_side(
-            self._engine, self._hooks, self._thread, self._queue, self._hello, parts, self._own
+            self._engine, self._tasks, self._queue, self._hello, parts, self._own
         )
         if self._beside is not None:
             looks = asyncio.create_task(self._yield(self._beside, service.puller), name="slack")
@@ -159,7 +124,7 @@ class PrefillRole(Role[PrefillContext]):
 
     async def _yield(self, beside: Neighbour, puller: Puller) -> None:
         """Pull only while the decode side leaves time."""
-        step_tokens = self._engine.config.scheduler_config.max_num_batched_tokens
+        step_tokens = self._engine.view.config.scheduler_config.max_num_batched_tokens
         while True:
             rate = self._engine.context.scheduler.load().tokens_per_s
             puller.pause("busy", beside.busy(step_tokens / rate if rate else None))
@@ -167,7 +132,7 @@ class PrefillRole(Role[PrefillContext]):
 
     def open_memory(self, engine: Engine[PrefillContext]) -> Hello:
         """Open our KV memory to decode workers that read it. Once. Returns what to say of us."""
-        options, config = self._options, engine.config
+        options, config = self._options, engine.view.config
         regions = open_region(
             engine.context, engine.compat, host=options.host, port=options.kv_port,
             advertise=options.advertise_kv, transports=options.transports, key=self._key,
@@ -187,8 +152,7 @@ class PrefillRole(Role[PrefillContext]):
     async def open_side(
         self,
         engine: Engine[PrefillContext],
-        hooks: PrefillHooks,
-        thread: EngineThread[Any],
+        tasks: PrefillEngine,
         queue: Settings[QueueSettings],
         hello: Hello,
         parts: AsyncExitStack,
@@ -197,7 +161,7 @@ class PrefillRole(Role[PrefillContext]):
         """Build what pulls and runs jobs. Closing `parts` ends it, and the memory stays open.
 
         take_back: see Puller."""
-        options, config, context = self._options, engine.config, engine.context
+        options, config, context = self._options, engine.view.config, engine.context
         consumer = await JetStreamConsumer.connect(
             self._cluster.nats_url,
             QueueConfig(namespace=self._cluster.namespace, compat_hash=engine.compat.hash()),
@@ -232,12 +196,12 @@ class PrefillRole(Role[PrefillContext]):
 
         read_grants = ReadGrants(context.owner.fences if context.owner else None)
         puller = Puller(
-            consumer, links, hooks.engine, budget, credits, read_grants, consumer.health,
+            consumer, links, tasks, budget, credits, read_grants, consumer.health,
             max_prompt_tokens=hello.max_prompt_tokens, take_back=take_back,
         )  # fmt: skip
         parts.push_async_callback(puller.close)
         healths = [consumer.health, self._etcd.health]
-        return PrefillService(engine, thread, links, puller, budget, credits, healths, hello)
+        return PrefillService(engine, links, puller, budget, credits, healths, hello)
 
 
 class PrefillService(Service):
@@ -253,7 +217,6 @@ class PrefillService(Service):
     def __init__(
         self,
         engine: Engine[PrefillContext],
-        thread: EngineThread[Any],
         links: DecodeLinks,
         puller: Puller,
         budget: Budget,
@@ -263,7 +226,6 @@ class PrefillService(Service):
         kept_s: float = 1.0,
     ) -> None:
         self._engine = engine
-        self._thread = thread
         self._links = links
         self.puller = puller
         self._budget = budget
@@ -310,8 +272,8 @@ class PrefillService(Service):
                 "completed": budget.completed,
                 "failed": budget.failed,
                 "decode_workers": self._links.connected,
-                "kv_free_blocks": kv.free_blocks(self._engine.core),
-                "kv_blocks": kv.usable_blocks(self._engine.core),
+                "kv_free_blocks": self._engine.view.free_blocks,
+                "kv_blocks": self._engine.view.usable_blocks,
                 "kv_credits": self._credits.describe(),
             },
         }
@@ -330,7 +292,7 @@ class PrefillService(Service):
         self._links.leave()  # decode workers stop counting on us; granted jobs go on
 
     async def finished(self) -> None:
-        dead = self._thread.dead
+        dead = self._engine.dead
         await until(self.puller.no_jobs, dead)
         frees = any(memory.freed_at_exit for memory in self._engine.context.memories)
         with contextlib.suppress(TimeoutError):
@@ -341,5 +303,5 @@ class PrefillService(Service):
         logger.warning("giving up %d jobs", self.puller.in_flight)
         await self.puller.abandon()
 
-    async def engine_gone(self) -> None:
+    async def engine_gone(self, hangs: bool) -> None:
         await self.puller.abandon()

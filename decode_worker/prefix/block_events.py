@@ -17,7 +17,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from pullfill import wire
 from pullfill.engine.kv_events import Change, Cleared, KvEvents, Places, Removed, Stored, origin
@@ -26,6 +25,7 @@ from pullfill.prefix.events import Ring
 from pullfill.runtime import failpoints, log
 from pullfill.wire import u32
 from pullfill.wire.prefix import Op, PrefixFollow
+from pullfill.worker.ports import View
 
 logger = log.get("decode_worker.kv_events")
 
@@ -108,20 +108,20 @@ class Held:
 class BlockEvents:
     """Publishes the events of an engine. Make it on the engine thread, before the first step.
 
-    core: vLLM's EngineCore.
+    view: of the engine.
     flush_s: new events are sent at most this often. After a pause they are sent at once."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        core: Any,
+        view: View,
         events: KvEvents,
         flush_s: float = 0.05,
     ) -> None:
         self._flush_s = flush_s
         self._loop = loop
         self._send: Send | None = None  # nobody has followed yet
-        events.attach(core, self._take)
+        view.tell_blocks(events, self._take)
         self._held = Held(events.places)
         self._ring = Ring(RING_EVENTS)
         self._queue: deque[list[Change]] = deque()

@@ -44,7 +44,7 @@ from pullfill.wire import (
 
 if TYPE_CHECKING:
     from pullfill.decode_worker.intake import Intake
-    from pullfill.engine.host import EngineHost
+    from pullfill.worker.ports import EngineThread, View
 
 logger = log.get("decode_worker.leases")
 
@@ -86,15 +86,17 @@ class _Asker:
 class ReadLeases:
     """Gives leases to all askers, and ends them.
 
-    intake: prepares requests for the engine. block_size: tokens of a block.
+    thread, intake: run work between steps, and prepare prompts meanwhile. None: nothing is leased.
+    block_size: tokens of a block.
     computes: see `LeaseHello`. pool: vLLM's BlockPool.
     why_not: why nothing can be leased. Empty: something can."""
 
     def __init__(
         self,
         context: DecodeContext,
-        host: EngineHost,
-        intake: Intake,
+        thread: EngineThread | None,
+        intake: Intake | None,
+        view: View,
         *,
         compat: Compat,
         computes: str,
@@ -102,8 +104,9 @@ class ReadLeases:
         pool: Any,
     ) -> None:
         self._context = context
-        self._host = host
+        self._thread = thread
         self._intake = intake
+        self._view = view
         self._compat = compat
         self._computes = computes
         self._block_size = block_size
@@ -119,7 +122,9 @@ class ReadLeases:
         process may."""
         self._closed = False
         self.why_not = ""
-        if context.owner is None:
+        if thread is None or intake is None:
+            self.why_not = "its engine does no work for us between steps"
+        elif context.owner is None:
             self.why_not = "no transport reaches its KV memory"
         elif not keeps_all(context.groups):
             self.why_not = "its model does not keep the KV of all tokens in one group"
@@ -197,7 +202,7 @@ class ReadLeases:
             self._refuse(asker, ask, BUSY)
             return
         self._open += 1
-        self._host.submit(lambda core: self._put(core, asker, ask))
+        self._submit(lambda: self._put(asker, ask))
 
     def _refuse(self, asker: _Asker, ask: LeaseAsk, reason: str) -> None:
         metrics.PREFIX_LEASE.labels(reason).inc()
@@ -212,12 +217,17 @@ class ReadLeases:
         """Have `call` run on the asyncio thread. Any thread."""
         self._loop.call_soon_threadsafe(call)
 
-    def _put(self, core: Any, asker: _Asker, ask: LeaseAsk) -> None:
+    def _submit(self, work: Callable[[], None], *, wake: bool = True) -> None:
+        assert self._thread is not None, "else nobody may ask"
+        self._thread.submit(work, wake=wake)
+
+    def _put(self, asker: _Asker, ask: LeaseAsk) -> None:
         """Engine thread."""
-        if not self._intake.put(self._prepare(core, asker, ask), len(ask.token_ids)):
+        assert self._intake is not None
+        if not self._intake.put(self._prepare(asker, ask), len(ask.token_ids)):
             self._tell(partial(self._unfilled, asker, ask, BUSY))
 
-    def _prepare(self, core: Any, asker: _Asker, ask: LeaseAsk) -> Preparation:
+    def _prepare(self, asker: _Asker, ask: LeaseAsk) -> Preparation:
         """Compute vLLM's block hashes of the prompt. Intake thread."""
         lora = None
         if (adapter := ask.adapter) is not None:
@@ -227,22 +237,22 @@ class ReadLeases:
                 "read-lease", (), cache_salt=ask.cache_salt, priority=0,
                 arrival_time=time.time(), lora_request=lora,
             )  # fmt: skip
-            made = yield from requests.prepare(core, request, memoryview(ask.token_ids))
+            made = yield from self._view.prepare(request, memoryview(ask.token_ids))
         except Exception:
             logger.exception("cannot hash a prompt of %s", asker.name)
             return lambda: self._tell(partial(self._unfilled, asker, ask, BUSY))
-        return lambda: self._find(core, asker, ask, made)
+        return lambda: self._find(asker, ask, made)
 
-    def _find(self, core: Any, asker: _Asker, ask: LeaseAsk, made: Any) -> None:
+    def _find(self, asker: _Asker, ask: LeaseAsk, made: Any) -> None:
         """Pin the cached blocks and open a fence over them. Engine thread, between steps."""
         size = self._block_size
         stop = min(made.num_prompt_tokens // size, len(made.block_hashes))
-        room = core.vllm_config.cache_config.num_gpu_blocks // SHARE - self._pinned
+        room = self._view.config.cache_config.num_gpu_blocks // SHARE - self._pinned
         reason, blocks = BUSY, list[Any]()
         # Only finished blocks are leased. Between two steps each cached block is computed, but with
         # pipeline parallelism a step may still run. Blocks that a prefill worker still writes, or
         # that are still copied, are not cached yet.
-        if not core.batch_queue and room > 0 and not asker.gone:
+        if not self._view.mid_step and room > 0 and not asker.gone:
             reason = NOT_HELD
             blocks = cached_run(self._pool, size, made, ask.start // size, stop)[:room]
         if not blocks:
@@ -314,7 +324,7 @@ class ReadLeases:
             lease.unproved = not proved
         if proved:
             # Not before: so each read that the fence let pass has read what the block's hash says.
-            self._host.submit(lambda _core: self._unpin(lease), wake=False)
+            self._submit(lambda: self._unpin(lease), wake=False)
         else:
             # A copy takes milliseconds, and its reader lets go at the end.
             self._loop.call_later(0.02, self._let_go, lease)

@@ -11,7 +11,6 @@ KV. This one sleeps until the ledger or a deadline wakes it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import threading
@@ -21,19 +20,22 @@ from collections import deque
 from collections.abc import Callable, Collection
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
 
 from pullfill.engine import environment, speculation
 from pullfill.engine.requests import levels_of
+from pullfill.engine.view import tier_of
 from pullfill.engine.watchdog import Pulse
-from pullfill.runtime import failpoints, lifecycle, log
+from pullfill.runtime import failpoints, log
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core import EngineCore
+
+    from pullfill.engine.tier import Tier
 
 logger = log.get("engine.host")
 
@@ -47,7 +49,7 @@ def _vllm() -> Any:
     return SimpleNamespace(Report=KVConnectorOutput, Status=RequestStatus)
 
 
-class EngineHooks:
+class EngineHooks(Protocol):
     """What the host calls, all on the engine thread. These do nothing."""
 
     def before_step(self) -> bool:
@@ -55,23 +57,22 @@ class EngineHooks:
         nothing is scheduled, because the connector has work."""
         return False
 
-    def copies_run(self) -> bool:
-        """Called between steps. Returns True if vLLM must take steps to learn of a copy's end."""
-        return False
-
     def after_step(self, running: int) -> None:
         """Called after each step.
 
         running: number of scheduled steps that still run. That is 0 without pipeline parallelism.
         All earlier steps have run, on every rank."""
+        return None
 
     def on_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Called after each step with {client index: outputs}. Take out what is yours (`taken`)."""
+        return None
 
     def on_failed_step(self, untouched: set[str]) -> None:
         """Called when a step has raised and the loop is about to end.
 
         untouched: IDs of the requests that the step did not touch."""
+        return None
 
 
 def taken(outputs: dict[int, Any], client: int) -> Any:
@@ -110,7 +111,7 @@ class EngineHost:
         self._config = config
         self._log_stats = log_stats
         self._hooks: list[EngineHooks] = []
-        self._todo: deque[Callable[[EngineCore], None]] = deque()
+        self._todo: deque[Callable[[], object]] = deque()
         self._wakefd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._fd_handlers: dict[Any, Callable[[], None]] = {}
@@ -119,6 +120,7 @@ class EngineHost:
         self.ready = threading.Event()
         self.failure: BaseException | None = None
         self.core: EngineCore | None = None
+        self._tier: Tier | None = None
         self._beat = 0
         self._doing = ""
         self._blocked_at: float | None = None
@@ -128,30 +130,13 @@ class EngineHost:
 
     # ------------------------------------------------------------------ any thread
 
-    def submit(self, work: Callable[[EngineCore], None], *, wake: bool = True) -> None:
-        """Run `work(core)` on the engine thread, before its next step.
+    def submit(self, work: Callable[[], object], *, wake: bool = True) -> None:
+        """Run `work()` on the engine thread, before its next step.
 
         wake: wake an idle engine for it. Otherwise the work may wait for up to a second."""
         self._todo.append(work)
         if wake:
             self.wake()
-
-    async def call(
-        self, work: Callable[[EngineCore], object], until: asyncio.Event | None = None
-    ) -> None:
-        """Run `work(core)` on the engine thread, and wait until that is done.
-
-        until: return when it is set, too: the engine is dead."""
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-
-        def run(core: EngineCore) -> None:
-            try:
-                work(core)
-            finally:
-                loop.call_soon_threadsafe(done.set)
-
-        self.submit(run)
-        await lifecycle.until(done, *([until] if until is not None else []))
 
     def wake(self) -> None:
         """Make the loop look around. From any thread, also after the end."""
@@ -190,6 +175,7 @@ class EngineHost:
         environment.end_imports()
         self.core = EngineCore(config, Executor.get_class(config), log_stats=self._log_stats)
         speculation.compile_drafter(self.core)
+        self._tier = tier_of(self.core)
         return self.core
 
     def run(self, on_built: Callable[[EngineCore], None] = lambda _core: None) -> None:
@@ -219,7 +205,7 @@ class EngineHost:
     def _loop(self, core: EngineCore) -> None:
         timeout = 0
         while not self._stopping:
-            came = self._take_in(core, timeout)
+            came = self._take_in(timeout)
             quiet = timeout == self._idle_ms and not came
             # A step that would only tell the model runner which requests have finished is skipped:
             # the next step that has requests tells it as well. If nothing has come for long, the
@@ -227,6 +213,7 @@ class EngineHost:
             scheduler: Any = core.scheduler
             if not (
                 any([hooks.before_step() for hooks in self._hooks])
+                or self._copies_run()
                 or core.batch_queue
                 or (scheduler.has_requests() if quiet else scheduler.requests)
             ):
@@ -239,11 +226,7 @@ class EngineHost:
             try:
                 outputs, executed = core.step_fn()
             except Exception as exc:
-                try:
-                    for hooks in self._hooks:
-                        hooks.on_failed_step(untouched(core.scheduler, exc))
-                except Exception:
-                    logger.exception("could not migrate the requests that the step did not touch")
+                self._tell_failed(core, exc)
                 raise
             for hooks in self._hooks:
                 hooks.after_step(len(core.batch_queue or ()))
@@ -259,18 +242,21 @@ class EngineHost:
             elif timeout == self._blocked_ms and self._blocked_at is None:
                 self._blocked_at = time.monotonic()
 
-    def received(self, request_ids: Collection[str]) -> None:
-        """Tell vLLM that the remote KV of these waiting requests has arrived.
+    def _tell_failed(self, core: EngineCore, failure: Exception) -> None:
+        """Tell all hooks that a step has raised. One that fails keeps none from hearing it."""
+        for hooks in self._hooks:
+            try:
+                hooks.on_failed_step(untouched(core.scheduler, failure))
+            except Exception:
+                logger.exception("could not migrate the requests that the step did not touch")
 
-        The next step runs them and makes their first tokens. Engine thread, between steps."""
-        self.copied(received=request_ids)
-
-    def copied(self, received: Collection[str] = (), sent: Collection[str] = ()) -> None:
+    def copied(self, received: Collection[str], sent: Collection[str]) -> None:
         """Tell vLLM which copies of KV are done. Engine thread, between steps.
 
         This calls vLLM's scheduler directly. A connector's report, vLLM's own way, takes a step.
 
-        received: waiting requests whose KV has arrived. The next step runs them.
+        received: waiting requests whose KV has arrived. The next step runs them, and makes their
+        first tokens.
         sent: finished requests whose blocks nobody reads any more. vLLM frees the blocks."""
         assert self.core is not None
         scheduler: Any = self.core.scheduler
@@ -290,7 +276,11 @@ class EngineHost:
         requests: Any = self.core.scheduler.requests
         return {r.request_id for r in requests.values() if r.status in waiting}
 
-    def _take_in(self, core: EngineCore, timeout_ms: int) -> bool:
+    def _copies_run(self) -> bool:
+        """Whether vLLM's KV offloading copies. vLLM learns of the end in a step."""
+        return self._tier is not None and self._tier.busy
+
+    def _take_in(self, timeout_ms: int) -> bool:
         """Wait for work, and run what was submitted. Returns False if nothing came."""
         self._doing = ""
         events = self._poller.poll(timeout_ms)
@@ -306,7 +296,7 @@ class EngineHost:
                 self._fd_handlers[socket]()
         came = bool(events or self._todo)
         while self._todo:
-            self._todo.popleft()(core)
+            self._todo.popleft()()
         return came
 
     def _pause(self, core: EngineCore, executed: bool) -> int:
@@ -322,7 +312,7 @@ class EngineHost:
             return 0
         if scheduler.finished_recving_kv_req_ids:
             return 0  # the next step schedules them
-        if any(hooks.copies_run() for hooks in self._hooks):
+        if self._copies_run():
             return self._blocked_ms
         status = _vllm().Status
         for request in scheduler.requests.values():

@@ -12,14 +12,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.errors import IncompatibleError
-
-if TYPE_CHECKING:
-    from pullfill.engine.tier import Tier
-
 
 NO_ATTENTION = "none"
 UNSCALED = "1"
@@ -161,28 +157,3 @@ def device_of(vllm_config: Any) -> str:
     if wanted != "auto":
         return str(wanted)
     return str(current_platform.device_type)
-
-
-def tier_of(core: Any) -> Tier | None:
-    """Return vLLM's own KV offloading beside our connector. None: this EngineCore has none."""
-    if not hasattr(core.scheduler.connector, "sub_connectors"):
-        return None
-    from pullfill.engine.tier import Tier
-
-    return Tier.of(core)
-
-
-def free_blocks(core: Any) -> int:
-    """Return the number of blocks that no request holds, cached ones included. 0: no engine."""
-    if core is None:
-        return 0
-    return int(core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
-
-
-def usable_blocks(core: Any) -> int:
-    """Return the number of blocks that requests can hold, which are free when none runs. 0: no
-    engine."""
-    if core is None:
-        return 0
-    # One is vLLM's null block.
-    return max(0, int(core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks) - 1)

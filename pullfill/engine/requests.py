@@ -27,8 +27,8 @@ _SLICE = 1024
 TRACKED = 256
 
 
-# The client index of the outputs of a `prefill_request`. Frontends have other ones.
-PREFILL_CLIENT = -2
+# The client index of requests that a worker sends its own engine. Frontends have other ones.
+OWN_CLIENT = -1
 
 
 def prefill_request(
@@ -45,19 +45,18 @@ def prefill_request(
     nobody reads. Sampling parameters of the user never come here."""
     return _request(
         request_id, token_ids, arrival_time, cache_salt=cache_salt, priority=priority,
-        lora_request=lora_request, mm_features=mm_features, client_index=PREFILL_CLIENT,
+        lora_request=lora_request, mm_features=mm_features, client_index=OWN_CLIENT,
     )  # fmt: skip
 
 
 def trial_request(
-    request_id: str, token_ids: Sequence[int], *, cache_salt: str, client: int, logprobs: int | None
+    request_id: str, token_ids: Sequence[int], *, cache_salt: str, logprobs: int | None
 ) -> Any:
     """Return an EngineCoreRequest for the self-check. It samples one token.
 
-    client: the client index of its outputs.
     logprobs: how many of the most likely tokens get a log probability."""
     return _request(
-        request_id, token_ids, time.time(), logprobs, cache_salt=cache_salt, client_index=client
+        request_id, token_ids, time.time(), logprobs, cache_salt=cache_salt, client_index=OWN_CLIENT
     )
 
 

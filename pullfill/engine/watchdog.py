@@ -22,7 +22,7 @@ from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.runtime import log
 
 if TYPE_CHECKING:
-    from pullfill.engine.thread import EngineThread
+    from pullfill.engine.life import EngineLife
 
 logger = log.get("engine.watchdog")
 
@@ -54,7 +54,7 @@ class EngineWatchdog:
 
     def __init__(
         self,
-        engine: EngineThread[Any],
+        engine: EngineLife[Any],
         stall_s: float,
         on_stuck: Callable[[bool], None],
         clock: Clock = SYSTEM_CLOCK,

@@ -31,7 +31,8 @@ from pullfill.runtime import pages
 from pullfill.transfer.owners import RankRegion
 from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
 from pullfill.worker import memory
-from pullfill.worker.context import SchedulerHalf, StepReports, installed
+from pullfill.worker.context import SchedulerHalf, sides_for
+from pullfill.worker.ports import StepReport
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,7 @@ class RankTold(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """What the worker half must report in this step. It is sent to every rank."""
 
-    reports: StepReports
+    report: StepReport
 
 
 class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -69,8 +70,9 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._pool: SharedKvPool | None = None
         self._told: RankTold | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._contexts = [context for context, _ in installed()]
-            self._halves = [half for _, half in installed()]
+            sides = sides_for(vllm_config)
+            self._contexts = [context for context, _ in sides]
+            self._halves = [half for _, half in sides]
             for half in self._halves:
                 half.constructed(vllm_config, kv_cache_config)
             return
@@ -142,10 +144,14 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         # All are told of every step, even while only one side serves. Each pairs the plan of a
         # step with its end.
-        reports = StepReports()
-        for half in self._halves:
-            half.scheduled(scheduler_output, reports)
-        return StepMetadata(reports)
+        told = [half.scheduled(scheduler_output) for half in self._halves]
+        return StepMetadata(
+            StepReport(
+                loaded=set().union(*(report.loaded for report in told)),
+                failed=set().union(*(report.failed for report in told)),
+                sent=set().union(*(report.sent for report in told)),
+            )
+        )
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -182,11 +188,11 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self.has_connector_metadata():
             return KVConnectorTransferResults()
         meta: StepMetadata = self._get_connector_metadata()
-        reports = meta.reports
+        report = meta.report
         return KVConnectorTransferResults(
-            finished_sending=set(reports.sent),
-            finished_recving=reports.arrived | reports.failed,
-            failed_recving=set(reports.failed),
+            finished_sending=set(report.sent),
+            finished_recving=report.loaded | report.failed,
+            failed_recving=set(report.failed),
         )
 
     # All copies are made by the main process, between steps. So the model runner waits for none.

@@ -5,7 +5,7 @@ There is one engine in a process: `install` puts what its sides answer where the
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pullfill.engine.adapters import Adapters
 from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.errors import ConfigError
+from pullfill.worker.ports import Steps, View
 
 if TYPE_CHECKING:
     from pullfill.engine.kv import Geometry
@@ -56,32 +57,23 @@ class WorkerContext:
         return self.geometry.attention.groups if self.geometry else ONE_GROUP
 
 
-@dataclass
-class StepReports:
-    """What vLLM must learn in one step. It crosses processes, so it holds plain types only.
-
-    arrived: requests whose KV has come. failed: those whose KV will not come, so vLLM computes it.
-    sent: finished requests whose blocks nobody reads any more."""
-
-    arrived: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    sent: set[str] = field(default_factory=set)
-
-
-class SchedulerHalf(ABC):
+class SchedulerHalf(Steps):
     """What one side answers vLLM's scheduler, through the connector. Engine thread.
 
     request: vLLM's Request. tables: its block ids, for each KV cache group."""
 
-    def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:  # noqa: B027
+    def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
         """vLLM has constructed the connector."""
 
-    def attached(self, context: WorkerContext, first: RankRegion) -> None:  # noqa: B027
+    def attached(self, context: WorkerContext, first: RankRegion) -> None:
         """The side's context has the memory. first: what the first rank has told of its part."""
 
     @abstractmethod
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
         """Take vLLM's KVCacheManager, and functions of `engine.groups`."""
+
+    def built(self, view: View) -> None:
+        """The engine is built. It has taken no step yet."""
 
     def owns(self, request_id: str) -> bool:
         """Whether the request is of this side. What nobody else owns is of the first side."""
@@ -95,21 +87,12 @@ class SchedulerHalf(ABC):
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
         """vLLM's `update_state_after_alloc`."""
 
-    def loaded(self, output: Any) -> None:  # noqa: B027
+    def loaded(self, output: Any) -> None:
         """vLLM's `update_connector_output`."""
-
-    @abstractmethod
-    def scheduled(self, output: Any, reports: StepReports) -> None:
-        """A step is scheduled. Add what it must report."""
 
     @abstractmethod
     def finished(self, request_id: str, tables: Tables) -> bool:
         """vLLM is done with a request. Returns True if it must keep the blocks until `sent`."""
-
-    @property
-    @abstractmethod
-    def has_work(self) -> bool:
-        """Whether there is something to report. Then the engine must take a step."""
 
 
 _sides: list[tuple[WorkerContext, SchedulerHalf]] = []
@@ -120,8 +103,12 @@ def install(*sides: tuple[WorkerContext, SchedulerHalf]) -> None:
     _sides[:] = sides
 
 
-def installed() -> list[tuple[WorkerContext, SchedulerHalf]]:
-    """Return them. Raises ConfigError when vLLM was started without pullfill."""
+def sides_for(vllm_config: Any) -> list[tuple[WorkerContext, SchedulerHalf]]:
+    """Return the sides of the connector that vLLM constructs. Raises ConfigError if there are none.
+
+    Whoever starts the engine has installed them: `pullfill decode` and `pullfill prefill` do. Stock
+    `vllm serve` has not: its sides are to be built here, from
+    `vllm_config.kv_transfer_config.kv_connector_extra_config`."""
     if not _sides:
         raise ConfigError(
             "the pullfill connector works inside `pullfill decode` and `pullfill prefill` only: "

@@ -13,10 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from pullfill.engine.kv import NO_MODEL, Attention, Geometry
-from pullfill.engine.thread import EngineThread
+from pullfill.engine.life import EngineLife
 from pullfill.runtime import log
 from pullfill.transfer.owners import RankRegion, attach_ranks, total_layers
 from pullfill.worker.context import WorkerContext
+from pullfill.worker.ports import MemoryLifetime
 
 logger = log.get("worker.memory")
 
@@ -42,27 +43,24 @@ class Copier(Protocol):
         """Wait for the last copy. Returns False if it still runs."""
 
 
-async def end(
-    engine: EngineThread[Any],
-    contexts: Sequence[WorkerContext],
-    copiers: Sequence[Collection[Copier]] = (),
-    copies_s: float = 3.0,
-) -> None:
-    """Stop everything that uses the KV memory, then free it. Nothing new may begin.
+class KvMemory:
+    """The KV memory of one engine (ports.py: `MemoryLifetime`).
 
-    contexts: of all sides. copiers: all there are, closed.
-    copies_s: how long to wait for the last copies, all together."""
-    await engine.halt()  # first: a running engine asks the fences for proofs
-    if not await asyncio.to_thread(_join, copiers, copies_s):
-        logger.warning("exiting while a KV copy still runs")
-    for context in contexts:
-        await asyncio.to_thread(close, context)
-    await engine.stop()  # last: this frees the memory
+    contexts: of all sides. copiers: all there are. They are closed before `quiet`."""
 
+    def __init__(
+        self, contexts: Sequence[WorkerContext], copiers: Sequence[Collection[Copier]] = ()
+    ) -> None:
+        self._contexts = contexts
+        self._copiers = copiers
 
-def _join(copiers: Sequence[Collection[Copier]], copies_s: float) -> bool:
-    until, all_ = time.monotonic() + copies_s, [one for some in copiers for one in some]
-    return all([copier.join(max(0.0, until - time.monotonic())) for copier in all_])
+    def quiet(self, within_s: float) -> bool:
+        until = time.monotonic() + within_s
+        copiers = [copier for some in self._copiers for copier in some]
+        quiet = all([copier.join(max(0.0, until - time.monotonic())) for copier in copiers])
+        for context in self._contexts:
+            close(context)
+        return quiet
 
 
 def close(context: WorkerContext) -> None:
@@ -72,3 +70,13 @@ def close(context: WorkerContext) -> None:
         context.owner.close()
     if context.files is not None:
         context.files.close()
+
+
+async def end(engine: EngineLife[Any], memory: MemoryLifetime, copies_s: float = 3.0) -> None:
+    """Stop everything that uses the KV memory, then free it. Nothing new may begin.
+
+    copies_s: how long to wait for the last copies, all together."""
+    await engine.halt()  # first: a running engine asks the fences for proofs
+    if not await asyncio.to_thread(memory.quiet, copies_s):
+        logger.warning("exiting while a KV copy still runs")
+    await engine.stop()  # last: this frees the memory

@@ -1,66 +1,173 @@
-"""The ports of a side (ports.py) over our own loop (engine/host.py)."""
+"""The ports (ports.py) over our own loop (engine/host.py)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from pullfill.engine import requests
+from pullfill.engine.adapters import Adapters
 from pullfill.engine.host import EngineHooks, EngineHost, taken
-from pullfill.errors import HandoffError
+from pullfill.engine.life import EngineLife
+from pullfill.errors import BadMessage, HandoffError, NotNow
+from pullfill.worker.ports import Steps
+
+T = TypeVar("T")
 
 
-class OwnRequests(EngineHooks):
-    """See `Submit`. It takes the outputs of its requests out of each step.
+class OwnLoop(EngineHooks):
+    """Drives the sides of one worker, and is `EngineThread` and `Submit` for them.
 
-    client: the client index of these requests. Nobody else has it."""
+    The request server, which only our own loop can carry, gets it whole.
 
-    def __init__(self, host: EngineHost, client: int) -> None:
-        self._loop = asyncio.get_running_loop()
+    core: vLLM's EngineCore. adapters: its LoRA adapters.
+    sides: those that are told of steps."""
+
+    def __init__(
+        self,
+        host: EngineHost,
+        core: Any,
+        life: EngineLife[Any],
+        adapters: Adapters,
+        sides: Sequence[Steps] = (),
+    ) -> None:
         self._host = host
-        self._client = client
-        self._waiting: dict[str, asyncio.Future[Any]] = {}
-        host.submit(lambda _core: host.use(self))
+        self._core = core
+        self._life = life
+        self._sides = sides
+        self._outcomes: dict[str, Future[Any]] = {}
+        self.adapters = adapters
+        self.config = core.vllm_config
+        self.submit, self.wake = host.submit, host.wake
+        self.use, self.register = host.use, host.register
 
-    async def run(self, request: Any, forgotten: Callable[[], object]) -> Any:
-        name = request.request_id
-        waiting = self._waiting[name] = self._loop.create_future()
+    # ------------------------------------------------------------------ EngineThread
 
-        def add(core: Any) -> None:
+    async def call(self, work: Callable[[], T]) -> T:
+        loop, dead = asyncio.get_running_loop(), self._life.dead
+        done: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
             try:
-                core.add_request(*core.preprocess_add_request(request))
+                result = work()
             except Exception as exc:
-                self._end(name, HandoffError(f"the engine refused the prompt: {exc}"))
+                loop.call_soon_threadsafe(done.set_exception, exc)
+            else:
+                loop.call_soon_threadsafe(done.set_result, result)
 
-        def forget(core: Any) -> None:
-            core.abort_requests([name])
+        self.submit(run)
+        ended: asyncio.Future[Any] = loop.create_task(dead.wait())
+        try:
+            await asyncio.wait([done, ended], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+        if not done.done():  # the engine, or the process of a rank, has ended meanwhile
+            raise NotNow(f"the engine has ended: {self._life.failure!r}")
+        return done.result()
+
+    # ------------------------------------------------------------------ Submit
+
+    def add(self, request: Any) -> Future[Any]:
+        name, outcome = request.request_id, Future[Any]()
+        outcome.set_running_or_notify_cancel()  # who waits no more must not cancel it
+        self._outcomes[name] = outcome
+
+        def put() -> None:
+            if name not in self._outcomes:
+                return  # it was aborted before
+            try:
+                if request.lora_request is not None:
+                    request.lora_request = self.adapters.load(self._core, request.lora_request)
+                self._core.add_request(*self._core.preprocess_add_request(request))
+            except BadMessage as exc:
+                self._end(name, exc)
+            except Exception as exc:
+                refused = HandoffError(f"the engine refused the prompt: {exc}")
+                refused.__cause__ = exc
+                self._end(name, refused)
+
+        self.submit(put)
+        return outcome
+
+    def abort(self, request_id: str, forgotten: Callable[[], object]) -> None:
+        runs = self._outcomes.pop(request_id, None) is not None
+
+        def forget() -> None:
+            self._core.abort_requests([request_id])
             forgotten()
 
-        self._host.submit(add)
-        try:
-            return await waiting
-        finally:
-            del self._waiting[name]
-            self._host.submit(forget)
+        # One that has ended holds nothing that anybody waits for.
+        self.submit(forget, wake=runs)
+
+    def _end(self, name: str, outcome: Any) -> None:
+        if (future := self._outcomes.pop(name, None)) is None:
+            return
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    # ------------------------------------------------------------------ called by the loop
+
+    def before_step(self) -> bool:
+        for side in self._sides:
+            report = side.before_step()
+            if report.loaded or report.sent:
+                self._host.copied(report.loaded, report.sent)
+        return any(side.has_work for side in self._sides)
+
+    def after_step(self, running: int) -> None:
+        for side in self._sides:
+            side.step_done(running)
 
     def on_outputs(self, outputs: dict[int, Any]) -> None:
-        for output in getattr(taken(outputs, self._client), "outputs", ()):
+        for output in getattr(taken(outputs, requests.OWN_CLIENT), "outputs", ()):
             if requests.is_error(output):
                 self._end(output.request_id, HandoffError("the engine failed the request"))
             elif output.finish_reason is not None:
                 self._end(output.request_id, output)
 
-    def _end(self, name: str, outcome: Any) -> None:
-        """End the wait for a request. outcome: its output, or an error. Any thread."""
+    # ------------------------------------------------------------------ for the request server
+    # Engine thread, except `stepping`, `prepare` and `adding`.
 
-        def tell() -> None:
-            waiting = self._waiting.get(name)
-            if waiting is None or waiting.done():
-                return
-            if isinstance(outcome, Exception):
-                waiting.set_exception(outcome)
-            else:
-                waiting.set_result(outcome)
+    @property
+    def stepping(self) -> bool:
+        """Whether the last turn of the loop took a step."""
+        return self._host.stepping
 
-        self._loop.call_soon_threadsafe(tell)
+    def prepare(self, request: Any, tokens: memoryview) -> Generator[None, None, Any]:
+        """See `engine.requests.prepare`."""
+        return requests.prepare(self._core, request, tokens)
+
+    def enter(self, request: Any) -> bool:
+        """Give the engine a prepared Request of a frontend. Returns whether it has a grammar.
+
+        Raises BadMessage if its adapter cannot be loaded, and what vLLM raises."""
+        self.adapters.admit(self._core, request)
+        bound = requests.bound_grammar(request, self._core)
+        self._core.add_request(request)
+        return bound
+
+    def drop(self, request_ids: Sequence[str]) -> None:
+        """Abort requests that `enter` has taken."""
+        self._core.abort_requests(request_ids)
+
+    @property
+    def tasks(self) -> list[str]:
+        """What the model can be asked for, in vLLM's words."""
+        return list(self._core.get_supported_tasks())
+
+    def utility(self, method: str, args: Sequence[Any]) -> Any:
+        """Call a method of vLLM's EngineCore."""
+        return getattr(self._core, method)(*args)
+
+    def adding(self, fields: Any) -> Callable[[], str]:
+        """Read the files of an adapter. Returns a function that loads it: `Adapters.adding`."""
+        load = self.adapters.adding(fields)
+        return lambda: load(self._core)
+
+    def waiting_for_blocks(self, longer_than_s: float) -> Collection[str]:
+        """See EngineHost."""
+        return self._host.waiting_for_blocks(longer_than_s)

@@ -1,22 +1,160 @@
-"""What a side needs of vLLM. Our own loop (own_loop.py) is one way to give it.
+"""The five ports by which a side knows vLLM. It knows vLLM by nothing else.
 
-A side must not know who steps the engine. It still does in some places: what stands here has
-replaced such a place.
+    vLLM ─▶ connector ─▶ side ─▶ ports ◀─ adapter
+
+An adapter gives the ports: own_loop.py over our own loop. What an adapter lacks is None in
+`sides.Engine`, and what needs it switches off by name. tests/contract/test_ports.py judges all
+adapters alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pullfill.engine.front_wire import LoadReport
+from pullfill.engine.kv_events import Change, KvEvents
+
+if TYPE_CHECKING:
+    from pullfill.engine.tier import Tier
+    from pullfill.engine.view import PrefillChunks, Seats
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What vLLM must be told of requests. It crosses processes, so it holds plain types only.
+
+    loaded: their KV has come. failed: their KV will not come, so vLLM computes it.
+    sent: they are finished, and nobody reads their blocks any more, so vLLM frees these."""
+
+    loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+
+
+class Steps(ABC):
+    """What a side is told of the engine's steps, and what it reports. A side implements it.
+
+    Engine thread. Nothing here may block. What raises ends the engine."""
+
+    @abstractmethod
+    def before_step(self) -> StepReport:
+        """Called between two steps, and before the loop sleeps. Returns what vLLM must be told now.
+
+        Nothing of it may be `failed`: vLLM takes that only with a step."""
+
+    @abstractmethod
+    def scheduled(self, output: Any) -> StepReport:
+        """vLLM has scheduled a step. Returns what this step must tell vLLM.
+
+        output: vLLM's SchedulerOutput."""
+
+    @abstractmethod
+    def step_done(self, running: int) -> None:
+        """A step has run, on every rank.
+
+        running: number of scheduled steps that have not run yet. They are the last ones."""
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether there is something to report. Then the engine must take a step."""
+
+
+class EngineThread(Protocol):
+    """The thread that steps the engine. It runs our work between two steps. Any thread may call.
+
+    An adapter may lack it: then no peer reads our prefix cache, and no frontend follows it."""
+
+    def submit(self, work: Callable[[], object], *, wake: bool = True) -> None:
+        """Run `work()` before the next step. Work that was submitted first runs first.
+
+        wake: wake an idle engine for it. Otherwise the work may wait for up to a second."""
+
+    def wake(self) -> None:
+        """Have an idle engine look around: it calls `Steps.before_step`."""
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run `work()` as `submit` does. Returns or raises what it does. asyncio thread.
+
+        Raises NotNow if the engine has ended."""
 
 
 class Submit(Protocol):
-    """Sends requests of our own to the engine. asyncio thread."""
+    """Requests of our own in the engine. Any thread may call.
 
-    async def run(self, request: Any, forgotten: Callable[[], object]) -> Any:
-        """Have the engine compute a request. Return its last EngineCoreOutput.
+    An adapter may lack it: then there is no self-check, and no prefill side."""
 
-        Raises HandoffError if the engine refuses or fails it. If cancelled, it is aborted.
+    def add(self, request: Any) -> Future[Any]:
+        """Have the engine compute a request. Returns its outcome: the last EngineCoreOutput.
 
-        request: vLLM's EngineCoreRequest.
-        forgotten: called on the engine thread once the engine has no such request any more."""
+        The outcome is set on the engine thread. It is BadMessage if the request's adapter cannot be
+        loaded, and HandoffError if the engine refuses or fails the request. It stays open if the
+        request is aborted.
+
+        request: vLLM's EngineCoreRequest. An adapter is named as `Adapters.named` returns it."""
+
+    def abort(self, request_id: str, forgotten: Callable[[], object]) -> None:
+        """Abort a request if it still runs.
+
+        forgotten: called on the engine thread once the engine runs no such request any more."""
+
+
+class View(Protocol):
+    """What a side sees of the engine, and the limits that it may set. Engine thread, but
+    `counts`, the blocks, `config` and `prepare` from any thread.
+
+    config: vLLM's VllmConfig. Not to be changed.
+    tier: vLLM's own KV offloading. None: there is none.
+    chunks: how many tokens a step may compute.
+    in_flight: vLLM's set of requests for which it reserves blocks."""
+
+    config: Any
+    tier: Tier | None
+    chunks: PrefillChunks
+    in_flight: set[Any]
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Number of blocks that no request holds, cached ones included."""
+
+    @property
+    def usable_blocks(self) -> int:
+        """Number of blocks that requests can hold."""
+
+    @property
+    def mid_step(self) -> bool:
+        """Whether a scheduled step has not run yet."""
+
+    def mark(self) -> tuple[int, ...]:
+        """Return numbers that change with the load, nearly always."""
+
+    def load(self, draining: bool) -> LoadReport:
+        """Return the load. Takes time in proportion to the number of requests."""
+
+    def seats(self, reserve: bool) -> Seats:
+        """Return the seats of requests that run or will run."""
+
+    def prepare(self, request: Any, tokens: memoryview) -> Generator[None, None, Any]:
+        """Make vLLM's Request with its block hashes, slice by slice. The generator returns it."""
+
+    def tell_blocks(self, events: KvEvents, take: Callable[[list[Change]], None]) -> None:
+        """Have `events` call `take` with the changes of each step. Before the first step."""
+
+
+class MemoryLifetime(Protocol):
+    """The KV memory, for whoever ends the engine."""
+
+    def quiet(self, within_s: float) -> bool:
+        """Let nobody reach the memory any more, and wait for copies. Any thread. Blocks.
+
+        Call it once the engine takes no more steps, and before its memory is freed. Idempotent.
+        Returns False if a copy still runs after `within_s`."""

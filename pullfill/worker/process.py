@@ -22,7 +22,8 @@ from typing import Any
 from pullfill.config import ClusterRef, pod_name, restarts_so_far
 from pullfill.engine import args, compat, environment, kv_offloading
 from pullfill.engine.host import EngineHost
-from pullfill.engine.thread import EngineThread
+from pullfill.engine.life import EngineLife
+from pullfill.engine.view import EngineView
 from pullfill.engine.watchdog import EngineWatchdog
 from pullfill.errors import BadMessage, ConfigError
 from pullfill.net.this_host import host_id
@@ -47,6 +48,7 @@ from pullfill.wire import (
 )
 from pullfill.worker import context as contexts
 from pullfill.worker import memory
+from pullfill.worker.own_loop import OwnLoop
 from pullfill.worker.sides import Engine, Role, Service
 from pullfill.worker.switch import Side, Switch
 
@@ -86,8 +88,8 @@ class WorkerProcess:
         """Build everything, serve, leave. Returns the exit code."""
         self._stop.starting = True  # a model may take minutes to load
         self._stop.install()
-        thread = EngineThread(self._load, self._built)
-        thread.start()
+        self._life = life = EngineLife(self._load, self._built)
+        life.start()
         options, namespace = self._options, self._cluster.namespace
         async with AsyncExitStack() as parts:
             etcd = await EtcdClient.connect(
@@ -101,12 +103,12 @@ class WorkerProcess:
                 await role.watch(etcd, parts)
             queue = await Settings(etcd, namespace, QueueSettings).start()
             parts.push_async_callback(queue.close)
-            self._engine: Engine[Any] = await thread.ready
-            copiers = [role.copiers for role in self._roles]
-            parts.push_async_callback(memory.end, thread, self._contexts, copiers)
+            self._engine: Engine[Any] = await life.ready
+            kv = memory.KvMemory(self._contexts, [role.copiers for role in self._roles])
+            parts.push_async_callback(memory.end, life, kv)
             for role, context in zip(self._roles, self._contexts, strict=True):
-                await role.build(self._engine.of(context), thread, queue, parts)
-            self._guard = EngineWatchdog(thread, options.engine_stall_s, self._on_stuck)
+                await role.build(self._engine.of(context), queue, parts)
+            self._guard = EngineWatchdog(life, options.engine_stall_s, self._on_stuck)
             as_role = partial(self._as_role, etcd)
             sides = [Side(role, as_role) for role in self._roles]
             self._switch = Switch(sides, self._first.name, options.drain_timeout_s)
@@ -126,29 +128,29 @@ class WorkerProcess:
             name, model = self._instance_id, self._engine.served_name
             elastic = " (elastic)" if self._elastic else ""
             self._log.info("%s %s%s (%s)", name, self._first.serving, elastic, model)
-            await until(self._stop.drain, self._switch.revoked, thread.dead)
+            await until(self._stop.drain, self._switch.revoked, life.dead)
             await orders.aclose()
-            code = await self._leave(thread)
+            code = await self._leave(life)
             exit_within(EXIT_S, code)
         return code
 
-    async def _leave(self, thread: EngineThread[Any]) -> int:
+    async def _leave(self, life: EngineLife[Any]) -> int:
         """Finish the work, or let others do the rest. Returns the exit code."""
         if self._switch.revoked.is_set():
             self._stop.ask("lease revoked")
         services = self._switch.services
-        if not thread.dead.is_set():
+        if not life.dead.is_set():
             self._state = WorkerState.DRAINING
             await self._switch.stop_taking()
             finished = await self._stop.race(
                 _all(service.finished() for service in services), self._options.drain_timeout_s
             )
-            if not finished and not thread.dead.is_set():
+            if not finished and not life.dead.is_set():
                 await _all(service.give_up() for service in services)
-        if thread.dead.is_set():
-            self._log.error("the engine has ended (%r): exiting", thread.failure)
-            await _all(service.engine_gone() for service in services)
-            return 1 if thread.hangs else STEP_FAILED
+        if life.dead.is_set():
+            self._log.error("the engine has ended (%r): exiting", life.failure)
+            await _all(service.engine_gone(life.hangs) for service in services)
+            return 1 if life.hangs else STEP_FAILED
         self._log.info("drained")
         return 0
 
@@ -207,10 +209,12 @@ class WorkerProcess:
             one.adjust(self._config)
         host = EngineHost(self._config, log_stats=any(one.log_stats for one in self._roles))
         self._contexts = [
-            one.make_context(host, of_it) for one, of_it in zip(self._roles, files, strict=True)
+            one.make_context(host.wake, of_it)
+            for one, of_it in zip(self._roles, files, strict=True)
         ]
         sides = zip(self._contexts, self._roles, strict=True)
-        contexts.install(*((context, one.make_half(context)) for context, one in sides))
+        self._halves = [one.make_half(context) for context, one in sides]
+        contexts.install(*zip(self._contexts, self._halves, strict=True))
         return host
 
     def _built(self, host: EngineHost, core: Any) -> Engine[Any]:
@@ -220,11 +224,15 @@ class WorkerProcess:
         described = compat.describe(
             self._config, self._served_name, self._fingerprint, first.geometry
         )
-        engine = Engine(host, core, self._config, self._served_name, described, first)
-        for role, context in zip(self._roles, self._contexts, strict=True):
-            if (hooks := role.make_hooks(engine.of(context))) is not None:
-                host.use(hooks)
-        return engine
+        view = EngineView(core)
+        for half in self._halves:
+            half.built(view)
+        loop = OwnLoop(host, core, self._life, first.adapters, self._halves)
+        host.use(loop)
+        return Engine(
+            view, loop, loop, loop, self._served_name, described, first, self._life.dead,
+            self._life.fail,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ what others are told
 
@@ -256,7 +264,7 @@ class WorkerProcess:
                 pid=os.getpid(),
                 started_at=self._started_at,
                 http=self._http,
-                max_model_len=engine.config.model_config.max_model_len,
+                max_model_len=engine.view.config.model_config.max_model_len,
                 restarts=restarts_so_far(),
             )
         )

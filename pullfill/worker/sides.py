@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
@@ -9,28 +10,37 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.engine.host import EngineHooks, EngineHost
-from pullfill.engine.thread import EngineThread
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Compat, QueueSettings, RegionDescriptor, WorkerRecord
 from pullfill.worker.context import SchedulerHalf, WorkerContext
 from pullfill.worker.memory import Copier
+from pullfill.worker.own_loop import OwnLoop
+from pullfill.worker.ports import EngineThread, Submit, View
 
 C = TypeVar("C", bound=WorkerContext)
 
 
 @dataclass(frozen=True, slots=True)
 class Engine(Generic[C]):
-    """An engine that is built, with its KV cache in memory that the context of a side describes."""
+    """An engine that is built, as one side sees it: the ports, and what the engine is.
 
-    host: EngineHost
-    core: Any
-    config: Any
+    thread, submit: None if the adapter lacks them.
+    own_loop: our own loop, for the request server. None: another one steps the engine.
+    context: of the side. It describes the KV cache in memory.
+    dead: set once the engine takes no more steps. asyncio thread.
+    fail: ends the worker, for this reason. Any thread."""
+
+    view: View
+    thread: EngineThread | None
+    submit: Submit | None
+    own_loop: OwnLoop | None
     served_name: str
     compat: Compat
     context: C
+    dead: asyncio.Event
+    fail: Callable[[str], None]
 
     def of(self, context: Any) -> Engine[Any]:
         """Return the same engine with the context of another side."""
@@ -80,14 +90,16 @@ class Service(Protocol):
     async def give_up(self) -> None:
         """Let other workers do the work that is not done: migrate requests, nak jobs."""
 
-    async def engine_gone(self) -> None:
-        """As `give_up`, as far as possible without the engine, which is dead."""
+    async def engine_gone(self, hangs: bool) -> None:
+        """As `give_up`, as far as possible without the engine, which is dead.
+
+        hangs: its thread may still run."""
 
 
 class Role(ABC, Generic[C]):
     """How one side of a worker is made.
 
-        watch ─▶ make_context ─▶ make_hooks ─▶ build ─▶ open ─▶ close (─▶ open …)
+        watch ─▶ make_context ─▶ make_half ─▶ build ─▶ open ─▶ close (─▶ open …)
 
     name: `decode` or `prefill`.
     log_stats: as of EngineHost.
@@ -104,15 +116,14 @@ class Role(ABC, Generic[C]):
         """Change vLLM's config, from which the engine is built next. Engine thread."""
 
     @abstractmethod
-    def make_context(self, host: EngineHost, files: RegionFiles) -> C:
-        """What this side shares with the connector. Engine thread."""
+    def make_context(self, wake: Callable[[], None], files: RegionFiles) -> C:
+        """What this side shares with the connector. Engine thread.
+
+        wake: see `EngineThread`."""
 
     @abstractmethod
     def make_half(self, context: C) -> SchedulerHalf:
         """What answers vLLM's scheduler. Engine thread."""
-
-    def make_hooks(self, engine: Engine[C]) -> EngineHooks | None:
-        """What the engine's loop calls from its first step on. Engine thread."""
 
     @abstractmethod
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
@@ -120,11 +131,7 @@ class Role(ABC, Generic[C]):
 
     @abstractmethod
     async def build(
-        self,
-        engine: Engine[C],
-        thread: EngineThread[Any],
-        queue: Settings[QueueSettings],
-        parts: AsyncExitStack,
+        self, engine: Engine[C], queue: Settings[QueueSettings], parts: AsyncExitStack
     ) -> None:
         """Make what lives as long as the engine. What it opens, it pushes onto `parts`."""
 

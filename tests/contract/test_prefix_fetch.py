@@ -268,7 +268,7 @@ async def test_no_lease_while_a_step_runs(pair: Pair) -> None:
     """With pipeline parallelism the blocks of a step that still runs are cached already."""
     tokens = prompt(PREFIX + 1)
     pair.holder.cache(tokens)
-    pair.holder.host.core.batch_queue = [object()]
+    pair.holder.view.mid_step = True
     _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
     assert told.fetch == "busy"
 

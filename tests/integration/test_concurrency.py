@@ -13,17 +13,17 @@ import pytest
 
 from pullfill.engine.args import build_config
 from pullfill.engine.host import EngineHost
-from pullfill.engine.seats import Seats
+from pullfill.engine.view import EngineView, Seats
+from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
-from pullfill.prefill_worker.side import PrefillHooks
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.worker import context as contexts
-from pullfill.worker.sides import Engine
+from pullfill.worker.own_loop import OwnLoop
+from pullfill.worker.ports import StepReport
 from tests.support.cluster import BLOCK, FLAGS
 from tests.support.fakes import prefill_task
 from tests.support.prompts import random_prompt
-from tests.support.workers import compat
 
 pytestmark = pytest.mark.engine
 
@@ -73,7 +73,7 @@ class Prefills:
 
     host: EngineHost
     context: PrefillContext
-    hooks: PrefillHooks
+    engine: PrefillEngine
     steps: list[dict[str, int]] = field(default_factory=list)
     reads: dict[str, int] = field(default_factory=dict)
     seats: list[tuple[int, int]] = field(default_factory=list)
@@ -98,12 +98,12 @@ class Prefills:
     def keep_seats(self, core: Any) -> None:
         """Keep seats for prefix reads, as a decode worker does for KV that it gets."""
         seats, side = Seats(core), self.context.scheduler
-        told, read = side.take_in, side.read_prefix
+        told, read = side.before_step, side.read_prefix
 
-        def take_in() -> tuple[set[str], set[str]]:
-            reads, sent = told()
-            seats.leave(reads)
-            return reads, sent
+        def before_step() -> StepReport:
+            report = told()
+            seats.leave(report.loaded)
+            return report
 
         def began(task: PrefillTask, *rest: Any) -> None:
             seats.take(task.request_id)
@@ -111,17 +111,14 @@ class Prefills:
             running = len(core.scheduler.running)
             self.seats.append((running, len(seats._taken)))
 
-        side.take_in, side.read_prefix = take_in, began  # type: ignore[method-assign]
+        side.before_step, side.read_prefix = before_step, began  # type: ignore[method-assign]
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """Every prompt that is submitted meanwhile arrives before the engine's next step."""
         gate = threading.Event()
 
-        def hold(core: Any) -> None:
-            gate.wait(60)
-
-        self.host.submit(hold)
+        self.host.submit(lambda: gate.wait(60))
         try:
             yield
         finally:
@@ -131,7 +128,7 @@ class Prefills:
 
         def done(failure: BaseException | None) -> None:
             assert failure is None, failure
-            self.hooks.engine.end(task)
+            self.engine.end(task)
             self.left.release()
 
         task = prefill_task(
@@ -139,7 +136,7 @@ class Prefills:
             block=BLOCK, hit=hit,
         )  # fmt: skip
         task.request_id = name
-        self.hooks.engine.submit(task)
+        self.engine.submit(task)
 
     def wait(self, count: int) -> None:
         for _ in range(count):
@@ -164,9 +161,12 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
     made: list[Prefills] = []
 
     def built(core: Any) -> None:
-        engine = Engine(host, core, config, "m", compat(block_size=BLOCK), context)
-        host.use(hooks := PrefillHooks(engine))
-        made.append(Prefills(host, context, hooks))
+        life: Any = None
+        context.scheduler.built(EngineView(core))
+        loop = OwnLoop(host, core, life, context.adapters, [context.scheduler])
+        host.use(loop)
+        engine = PrefillEngine(loop, context, block_size=BLOCK, compat_hash="c", limit=lambda _: 0)
+        made.append(Prefills(host, context, engine))
         made[0].watch()
         if flags:
             made[0].keep_seats(core)

@@ -9,7 +9,8 @@ import pytest
 
 from pullfill.worker import memory
 from pullfill.worker.connector import WorkerConnector
-from pullfill.worker.context import StepReports, WorkerContext
+from pullfill.worker.context import WorkerContext
+from pullfill.worker.ports import StepReport
 
 pytestmark = pytest.mark.engine
 
@@ -40,10 +41,9 @@ class Half:
         self.requests.append(("finished", request_id))
         return self.name == "prefill"
 
-    def scheduled(self, output: Any, reports: StepReports) -> None:
-        reports.arrived.add(f"{self.name} {output}")
-        reports.failed.add(f"{self.name} failed")
-        reports.sent.add(f"{self.name} sent")
+    def scheduled(self, output: Any) -> StepReport:
+        name = self.name
+        return StepReport({f"{name} {output}"}, {f"{name} failed"}, {f"{name} sent"})
 
 
 @pytest.fixture

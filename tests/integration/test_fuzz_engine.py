@@ -24,6 +24,7 @@ from pullfill.engine import check, front_wire
 from pullfill.engine.requests import prefill_request
 from pullfill.errors import BadMessage
 from tests.support.fuzz import EXAMPLES, explore, little_memory, mutated
+from tests.support.request_server_rig import own_loop
 
 KINDS = [value for value in vars(front_wire).values() if isinstance(value, bytes)]
 HELLO = wire.encode(
@@ -135,13 +136,13 @@ class _Sent:
 def request_server(
     codecs: tuple[front_wire.WorkerCodec, front_wire.FrontendCodec],
 ) -> RequestServer:
-    host: Any = SimpleNamespace(core=_Core(), submit=lambda work, **_: work(None), stepping=False)
+    loop = own_loop(_Core(), lambda work, **_: work())
     welcome = front_wire.DecodeWelcome(
         decode_instance="decode-1", vllm_version=check.require_version(),
         max_model_len=100, num_gpu_blocks=1, block_size=1, supported_tasks=[],
     )  # fmt: skip
     request_server = RequestServer(
-        host, RequestTraces("decode-1"), welcome=lambda _: welcome, models=["m"]
+        loop, RequestTraces("decode-1"), welcome=lambda _: welcome, models=["m"]
     )
     request_server._socket = _Sent()
     return request_server

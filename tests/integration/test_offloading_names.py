@@ -12,7 +12,7 @@ import pytest
 
 from pullfill.engine import release
 from pullfill.engine.args import build_config
-from pullfill.engine.kv import tier_of
+from pullfill.engine.view import tier_of
 from tests.support.cluster import BLOCK, FLAGS
 from tests.support.late import Late
 

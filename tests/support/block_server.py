@@ -20,6 +20,7 @@ from pullfill.ids import new_incarnation
 from pullfill.net.this_host import host_id
 from pullfill.prefix import chain
 from pullfill.wire import WorkerRecord, WorkerState, u32
+from tests.support.request_server_rig import own_loop
 
 SIZE = 4
 
@@ -43,6 +44,9 @@ class FakeEvents(KvEvents):
         self.take = take
 
 
+VIEW: Any = SimpleNamespace(tell_blocks=lambda events, take: events.attach(None, take))
+
+
 class BlockServer:
     """One decode worker. Its engine thread serves frontends; `tell` gives it events.
 
@@ -52,20 +56,19 @@ class BlockServer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str = "decode-1") -> None:
         monkeypatch.setattr(front_wire, "WorkerCodec", lambda: None)
         self.step_s = 0.0
-        self._todo: queue.SimpleQueue[Callable[[Any], None]] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stop = threading.Event()
-        host: Any = SimpleNamespace(
-            core=None, stepping=False, register=lambda *_: None,
-            submit=lambda work, wake=True: self._todo.put(work),
-        )  # fmt: skip
+        loop = own_loop(
+            SimpleNamespace(vllm_config=None), lambda work, wake=True: self._todo.put(work)
+        )
         welcome = front_wire.DecodeWelcome(
             decode_instance=name, vllm_version=check.require_version(), max_model_len=1,
             num_gpu_blocks=1, block_size=SIZE, supported_tasks=[], prefix_block_size=SIZE,
         )  # fmt: skip
         self.events = FakeEvents()
-        self.blocks = BlockEvents(asyncio.get_running_loop(), None, self.events)
+        self.blocks = BlockEvents(asyncio.get_running_loop(), VIEW, self.events)
         self.server = RequestServer(
-            host,
+            loop,
             RequestTraces(name),
             welcome=lambda _: welcome,
             models=["m"],
@@ -85,11 +88,11 @@ class BlockServer:
             if self.server._socket.poll(2):
                 self.server.receive()
             while not self._todo.empty():
-                self._todo.get()(None)
+                self._todo.get()()
 
     def tell(self, *changes: Change) -> None:
         """Let a step of the engine end with these changes."""
-        self._todo.put(lambda _: self.events.take(list(changes)))
+        self._todo.put(lambda: self.events.take(list(changes)))
 
     def store(self, tokens: Sequence[int]) -> None:
         """Store the blocks of a prompt."""

@@ -80,20 +80,16 @@ class FakeHost:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        cache = SimpleNamespace(num_gpu_blocks=NUM_BLOCKS)
-        self.core = SimpleNamespace(
-            batch_queue=None, vllm_config=SimpleNamespace(cache_config=cache)
-        )
         self.held = False
-        self._todo: list[Callable[[Any], None]] = []
+        self._todo: list[Callable[[], object]] = []
 
-    def submit(self, work: Callable[[Any], None], *, wake: bool = True) -> None:
+    def submit(self, work: Callable[[], object], *, wake: bool = True) -> None:
         self._todo.append(work)
         self._loop.call_soon_threadsafe(self.run)
 
     def run(self) -> None:
         while self._todo and not self.held:
-            self._todo.pop(0)(self.core)
+            self._todo.pop(0)()
 
 
 class FakeIntake:
@@ -104,6 +100,13 @@ class FakeIntake:
         except StopIteration as end:
             end.value()
         return True
+
+
+def prepare(request: Any, data: memoryview) -> Any:
+    """See `View.prepare`."""
+    yield
+    tokens = u32.unpack(data)
+    return FakeRequest("lease", tokens, block_hashes=hashes_of(tokens, request.cache_salt))
 
 
 class FetchWorker:
@@ -120,6 +123,10 @@ class FetchWorker:
         self.config = RouterConfig(policy=RouterPolicy.ALWAYS_LOCAL, min_fetch_tokens=LEAST)
         self.traces = RequestTraces(name)
         self.host = FakeHost()
+        cache = SimpleNamespace(num_gpu_blocks=NUM_BLOCKS)
+        self.view: Any = SimpleNamespace(
+            mid_step=False, config=SimpleNamespace(cache_config=cache), prepare=prepare
+        )
         self.prefill_s = 4.0
         self.told: dict[str, Any] = {"prefill_workers": 0}
         self.looks = 0
@@ -140,7 +147,7 @@ class FetchWorker:
             ranks=[SimpleNamespace(memory=self.region.memory)],  # type: ignore[list-item]
         )
         self.leases = ReadLeases(
-            self.context, self.host, FakeIntake(), compat=COMPATIBLE, computes=computes,  # type: ignore[arg-type]
+            self.context, self.host, FakeIntake(), self.view, compat=COMPATIBLE, computes=computes,  # type: ignore[arg-type]
             block_size=BLOCK, pool=self.pool,
         )  # fmt: skip
         queue: Any = None  # nobody uses it
@@ -299,10 +306,5 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     def prefill_request(name: str, tokens: Sequence[int], **fields: Any) -> Any:
         return SimpleNamespace(**fields)
 
-    def prepare(core: Any, request: Any, data: memoryview) -> Any:
-        yield
-        tokens = u32.unpack(data)
-        return FakeRequest("lease", tokens, block_hashes=hashes_of(tokens, request.cache_salt))
-
-    requests = SimpleNamespace(prefill_request=prefill_request, prepare=prepare)
+    requests = SimpleNamespace(prefill_request=prefill_request)
     monkeypatch.setattr(read_leases, "requests", requests)

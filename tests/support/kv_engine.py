@@ -181,9 +181,9 @@ class KvEngine:
             at = run.request.num_computed_tokens
             compute(self.pages, run.table, run.task.token_ids, at, at + count)
             self.computed_tokens += count
-        for rid in plan.reports.arrived | plan.reports.failed:
-            self._received(self._runs[rid], ok=rid in plan.reports.arrived)
-        for rid in plan.reports.sent:
+        for rid in plan.report.loaded | plan.report.failed:
+            self._received(self._runs[rid], ok=rid in plan.report.loaded)
+        for rid in plan.report.sent:
             self._free(self._runs[rid])
         for rid, count in scheduled.items():
             run = running[rid]

@@ -18,7 +18,9 @@ from pullfill.decode_worker import request_server as request_servers
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire
+from pullfill.engine.adapters import Adapters
 from pullfill.errors import BadMessage
+from pullfill.worker.own_loop import OwnLoop
 from tests.support.fakes import FakeClock, wait_for
 
 LIMIT = 100
@@ -86,6 +88,15 @@ class _Core:
         self.aborted += request_ids
 
 
+def own_loop(core: Any, submit: Callable[..., object], register: Any = lambda *_: None) -> OwnLoop:
+    """Our own loop around a core that records. submit: of its engine thread."""
+    host: Any = SimpleNamespace(
+        submit=submit, register=register, wake=lambda: None, use=None, stepping=False
+    )
+    life: Any = None  # it never ends
+    return OwnLoop(host, core, life, Adapters())
+
+
 class Rig:
     """A request server and one frontend connected to it. Its engine loop turns in `tell` and
     `settle`."""
@@ -93,17 +104,14 @@ class Rig:
     def __init__(self, receive_limit: int = 0) -> None:
         self.core = _Core()
         self.clock = FakeClock()
-        self.todo: queue.SimpleQueue[Callable[[Any], None]] = queue.SimpleQueue()
-        host: Any = SimpleNamespace(
-            core=self.core, register=lambda *_: None, stepping=False,
-            submit=lambda work, wake: self.todo.put(work),
-        )  # fmt: skip
+        self.todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self.loop = own_loop(self.core, lambda work, wake=True: self.todo.put(work))
         welcome = front_wire.DecodeWelcome(
             decode_instance="decode-1", vllm_version="0.32.0",
             max_model_len=LIMIT, num_gpu_blocks=1, block_size=1, supported_tasks=[],
         )  # fmt: skip
         self.request_server = RequestServer(
-            host, RequestTraces("decode-1"), welcome=lambda _: welcome,
+            self.loop, RequestTraces("decode-1"), welcome=lambda _: welcome,
             models=["m"], clock=self.clock,
         )  # fmt: skip
         self.request_server.bind("127.0.0.1")
@@ -135,7 +143,7 @@ class Rig:
         intake = self.request_server.intake
         intake.put(barrier(), 0)
         while not last:
-            self.todo.get(timeout=5)(self.core)
+            self.todo.get(timeout=5)()
         # Its thread notes a moment later that it is idle.
         wait_for(lambda: intake._given == intake._taken)
 

@@ -45,6 +45,10 @@ ENTRY_POINTS = {
 COMMAND = ("__main__.py", "pullfill.deploy.cli")
 """`python -m pullfill` is in the core folder, and runs deploy's command line."""
 
+SIDES = ("decode_worker", "prefill_worker")
+LOOPS = ("pullfill.engine.host", "pullfill.engine.life")
+"""Our own loop. A side stands on ports (pullfill/worker/ports.py), and not on who steps vLLM."""
+
 HEAVY = {"vllm", "torch", "cupy", "transformers", "safetensors"}
 
 
@@ -115,7 +119,10 @@ def violations(root: Path) -> list[str]:
         package = "pullfill" if room == CORE else f"pullfill.{room}"
         for file in files_of(root, room):
             where = file.relative_to(root)
-            for line, module in imports(ast.parse(file.read_text()), package):
+            tree = ast.parse(file.read_text())
+            if room in SIDES:
+                found += [f"{where}:{line} {what}" for line, what in not_by_ports(tree, package)]
+            for line, module in imports(tree, package):
                 top, other = module.split(".")[0], room_of(module)
                 if top in HEAVY and not may_use(room, file, top):
                     found.append(f"{where}:{line} {room} must not import {top}")
@@ -132,6 +139,16 @@ def violations(root: Path) -> list[str]:
     if (root / "queue" / "__init__.py").exists():
         found.append("queue/__init__.py hides the standard library's queue and breaks torch")
     return found
+
+
+def not_by_ports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+    """Where a side reaches past its ports: to our own loop, or to vLLM's engine core."""
+    for line, module in imports(tree, package):
+        if module.startswith(LOOPS):
+            yield line, f"a side must not import {module}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "core":
+            yield node.lineno, "a side must not use vLLM's core"
 
 
 def test_rooms_import_only_what_they_may() -> None:
@@ -201,6 +218,8 @@ def test_links_are_relative_and_lead_to_the_rooms() -> None:
         ("deploy/a.py", "from transfer.contract import Owner", "write pullfill.transfer"),
         ("pullfill/demo/a.py", "import vllm", "demo must not import vllm"),
         ("deploy/a.py", "from pullfill.demo import llama", "deploy must not import demo"),
+        ("decode_worker/a.py", "from pullfill.engine import host", "a side must not import"),
+        ("prefill_worker/a.py", "def f(engine): engine.core.step()", "must not use vLLM's core"),
         ("queue/types.py", "", "named like a standard module"),
         ("queue/__init__.py", "", "breaks torch"),
     ],

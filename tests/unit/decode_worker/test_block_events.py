@@ -20,7 +20,7 @@ from pullfill.prefix.events import Replica, State
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire import u32
 from pullfill.wire.prefix import PrefixEvents, PrefixPage
-from tests.support.block_server import FakeEvents
+from tests.support.block_server import VIEW, FakeEvents
 
 SIZE = 4
 ONE = Places({0: 1}, SIZE)
@@ -156,7 +156,7 @@ class Rig:
         self.waiting: list[Callable[[], None]] = []
         self.followers: dict[bytes, Follower] = {}
         events = FakeEvents()
-        self.blocks = BlockEvents(asyncio.get_running_loop(), None, events, flush_s=0.01)
+        self.blocks = BlockEvents(asyncio.get_running_loop(), VIEW, events, flush_s=0.01)
         self.take = events.take
 
     def send(self, payload: bytes, to: bytes | None, sent: Callable[[], None] | None) -> None:

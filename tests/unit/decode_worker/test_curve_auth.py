@@ -22,6 +22,7 @@ from pullfill.net import curve
 from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
+from tests.support.request_server_rig import own_loop
 
 KEY = ClusterKey(b"k" * 32)
 OTHER = ClusterKey(b"o" * 32)
@@ -37,13 +38,15 @@ class _Decode:
 
     def __init__(self, key: ClusterKey | None) -> None:
         self.handlers: dict[Any, Any] = {}
-        host: Any = SimpleNamespace(core=None, register=self.handlers.__setitem__, submit=None)
+        loop = own_loop(
+            SimpleNamespace(vllm_config=None), lambda *_: None, self.handlers.__setitem__
+        )
         welcome = front_wire.DecodeWelcome(
             decode_instance="decode-1", vllm_version=check.require_version(),
             max_model_len=1, num_gpu_blocks=1, block_size=1, supported_tasks=[],
         )  # fmt: skip
         self.request_server = RequestServer(
-            host, RequestTraces("decode-1"), welcome=lambda _: welcome, models=["m"], key=key
+            loop, RequestTraces("decode-1"), welcome=lambda _: welcome, models=["m"], key=key
         )
         self.request_server.bind("127.0.0.1")
         self._task = asyncio.create_task(self._loop())

@@ -37,7 +37,7 @@ class Rig:
     def mark(self) -> tuple[int, ...]:
         return (self.loaded.running, self.loaded.waiting, self.loaded.free_blocks)
 
-    def read(self, draining: bool) -> LoadReport:
+    def load(self, draining: bool) -> LoadReport:
         self.reads += 1
         return msgspec.structs.replace(self.loaded, draining=draining)
 

@@ -17,6 +17,7 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import front_wire
 from pullfill.errors import NotNow
+from pullfill.worker.own_loop import OwnLoop
 from tests.support.fake_vllm import STOP, Output, Outputs
 from tests.support.request_server_rig import Rig, rigged
 
@@ -31,7 +32,7 @@ def test_the_port_asked_for(rig: Rig) -> None:
     host, _, port = rig.request_server.address.rpartition(":")
     assert host == "tcp://127.0.0.1"
     other = RequestServer(
-        rig.request_server.host, RequestTraces("d"), welcome=lambda _: None, models=[]  # type: ignore[arg-type,return-value]
+        rig.loop, RequestTraces("d"), welcome=lambda _: None, models=[]  # type: ignore[arg-type,return-value]
     )  # fmt: skip
     with pytest.raises(NotNow, match="cannot listen for frontends on"):
         other.bind("127.0.0.1", int(port))
@@ -91,7 +92,7 @@ def test_an_adapter_has_its_identity_before_vllm_hashes_the_prompt(
         admit=lambda core, request: seen.append(f"admitted {request.lora_request}"),
     )
     hashed = rig.core.preprocess_add_request
-    monkeypatch.setattr(rig.request_server, "_adapters", adapters)
+    monkeypatch.setattr(rig.loop, "adapters", adapters)
     monkeypatch.setattr(rig.request_server._codec, "lora_request", "red")
     monkeypatch.setattr(
         rig.core, "preprocess_add_request", lambda r: [seen.append(r.lora_request), hashed(r)][1]
@@ -325,7 +326,9 @@ def test_one_small_message_of_a_turn_is_prepared_at_once(rig: Rig) -> None:
     assert rig.core.added == ["a", "b", "c"]
 
 
-def test_a_large_message_is_never_prepared_on_the_engine_thread(rig: Rig) -> None:
+def test_a_large_message_is_never_prepared_on_the_engine_thread(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     thread: list[str] = []
     rig.core.preprocess_add_request = MethodType(  # type: ignore[method-assign]
         lambda _, request: (thread.append(threading.current_thread().name) or request, 0), rig.core
@@ -333,7 +336,7 @@ def test_a_large_message_is_never_prepared_on_the_engine_thread(rig: Rig) -> Non
     rig.request_server._max_model_len = 1 << 20
     rig.add("small", 100)
     rig.add("large", 10_000)
-    rig.request_server.host.stepping = True
+    monkeypatch.setattr(OwnLoop, "stepping", True)
     rig.add("at work", 2_000)
     assert thread == ["MainThread", "intake", "intake"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -209,19 +210,20 @@ async def test_kv_that_cannot_be_read_harms_no_step(
 ) -> None:
     memory = memory_over(random_bytes(extent(DENSE), seed=1), DENSE)
 
-    async def run(request: Any, forgotten: Callable[[], None]) -> Any:
+    def add(request: Any) -> Future[Any]:
         # vLLM is done with the request, whose blocks are these.
         with monkeypatch.context() as patch:
             patch.setattr(self_check, "read_pages", fails)
             trials.finished(request.request_id, [[4, 5]])
         assert "no memory is left on the GPU" in caplog.text
         trials.finished(request.request_id, [[4, 5]])
-        forgotten()
-        return SimpleNamespace(new_logprobs=None)
+        outcome = Future[Any]()
+        outcome.set_result(SimpleNamespace(new_logprobs=None))
+        return outcome
 
     def fails(*_: object, **__: object) -> None:
         raise TransferFailed("no memory is left on the GPU")
 
-    submit: Any = SimpleNamespace(run=run)
+    submit: Any = SimpleNamespace(add=add, abort=lambda _, forgotten: forgotten())
     trials = Trials(submit, RequestTraces("d", FakeClock()), [memory], ONE_GROUP, logprobs=None)
     assert len((await trials.run([1, 2, 3], salt="s", blocks=2)).pages) == 1

@@ -9,27 +9,33 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker.ledger import JobState
-from pullfill.decode_worker.side import DecodeSide, on_engine, take_back
-from pullfill.errors import ClaimRefused, NotNow, Outcome
+from pullfill.decode_worker.side import DecodeSide, take_back
+from pullfill.errors import ClaimRefused, Outcome
 from pullfill.options import WorkerOptions
 from pullfill.wire import PrefillJob, RefuseReason, encode
 from tests.support import said as says
 from tests.support.handoff_model import HandoffModel
 
 
+def decode_side(part: Any, outlook: Any, frontends: Any) -> DecodeSide:
+    """A side whose parts do nothing."""
+    unused: Any = None
+    return DecodeSide(
+        part, part, part, frontends, part, part, outlook, None, unused, WorkerOptions(model="m"),
+        lambda _: None,
+    )  # fmt: skip
+
+
 async def test_a_stuck_engine_that_goes_on_does_not_end_a_drain() -> None:
-    async def call(work: Any, until: Any) -> None:
+    async def dismiss(draining: bool) -> None:
         pass
 
     outlook = SimpleNamespace(draining=False)
-    # Every part does nothing.
     part: Any = SimpleNamespace(
-        host=SimpleNamespace(submit=lambda _: None, call=call), dead=None, dismiss=bool,
-        reopen=lambda: None, ledger=SimpleNamespace(give_up_all=lambda *_, **__: None),
+        dismiss=dismiss, reopen=bool, start_drain=bool,
+        ledger=SimpleNamespace(give_up_all=lambda *_, **__: None),
     )  # fmt: skip
-    side = DecodeSide(
-        *[part] * 9, outlook, None, part, WorkerOptions(model="m"), lambda _: None  # type: ignore[arg-type]
-    )  # fmt: skip
+    side = decode_side(part, outlook, part)
     said = []
     for stuck in (True, False):
         side.engine_stuck(stuck)
@@ -45,26 +51,13 @@ async def test_a_stuck_engine_that_goes_on_does_not_end_a_drain() -> None:
 
 
 async def test_a_stuck_engine_keeps_no_process_from_leaving() -> None:
-    async def call(work: Any, until: Any) -> None:
+    async def dismiss(draining: bool) -> None:
         await asyncio.Event().wait()
 
-    part: Any = SimpleNamespace(
-        host=SimpleNamespace(call=call), dead=None, dismiss=bool, renew=bool, ledger=None
-    )
-    side = DecodeSide(
-        *[part] * 10, None, part, WorkerOptions(model="m"), lambda _: None  # type: ignore[arg-type]
-    )  # fmt: skip
+    part: Any = SimpleNamespace(dismiss=bool, renew=bool, ledger=None)
+    side = decode_side(part, part, SimpleNamespace(dismiss=dismiss))
     async with asyncio.timeout(5):
         await side.rest(within_s=0.01)
-
-
-async def test_a_worker_whose_engine_ends_while_it_begins_says_so() -> None:
-    host: Any = SimpleNamespace(submit=lambda _: None)  # nobody takes the work
-    thread: Any = SimpleNamespace(dead=asyncio.Event(), failure=RuntimeError("a rank ended"))
-    asyncio.get_running_loop().call_soon(thread.dead.set)
-    async with asyncio.timeout(5):
-        with pytest.raises(NotNow, match="a rank ended"):
-            await on_engine(host, thread, lambda _: None)
 
 
 # ------------------------------------------------------------------ jobs of its own
@@ -110,5 +103,5 @@ def test_a_job_that_another_worker_has_is_not_taken_back() -> None:
     model.ledger.tick()
     assert entry.state is JobState.QUEUED
     assert take_back(body(name), "me", model.ledger)
-    assert model.outcomes == [(name, Outcome.OWN_JOB)]
+    assert [outcome for _, outcome in model.ledger.outcomes] == [Outcome.OWN_JOB]
     assert take_back(body(name), "me", model.ledger), "nobody waits for it"

@@ -17,7 +17,7 @@ import pytest
 
 from pullfill.config import ranks_of
 from pullfill.engine import environment
-from pullfill.engine.thread import EngineThread
+from pullfill.engine.life import EngineLife
 from pullfill.errors import EngineStuck
 from tests.support.engine_host import engine_threads
 from tests.support.waiting import eventually
@@ -160,7 +160,7 @@ async def test_an_engine_whose_rank_dies_is_dead_at_once(
             asyncio.run_coroutine_threadsafe(stopping.wait(), loop).result()
 
     loop = asyncio.get_running_loop()
-    engine = EngineThread(Host, lambda host, core: None)  # type: ignore[arg-type]
+    engine = EngineLife(Host, lambda host, core: None)  # type: ignore[arg-type]
     engine.start()
     await engine.ready
     sleeper.kill()

@@ -161,11 +161,11 @@ def test_no_step_is_taken_to_tell_only_what_has_finished(
 ) -> None:
     """The model runner hears of it in the next step."""
     host, core = engine
-    host.submit(lambda _: core.run("a", 2))
+    host.submit(lambda: core.run("a", 2))
     eventually(lambda: len(core.told) >= 2, "no steps")
     time.sleep(0.02)
     assert core.told == [[], []], "and no more"
-    host.submit(lambda _: core.run("b", 1))
+    host.submit(lambda: core.run("b", 1))
     eventually(lambda: len(core.told) >= 3, "no step")
     time.sleep(0.02)
     assert core.told == [[], [], ["a"]]
@@ -174,7 +174,7 @@ def test_no_step_is_taken_to_tell_only_what_has_finished(
 @pytest.mark.parametrize("engine", [30], indirect=True)
 def test_what_has_finished_is_told_in_the_end(engine: tuple[EngineHost, Scheduler]) -> None:
     host, core = engine
-    host.submit(lambda _: core.run("a", 1))
+    host.submit(lambda: core.run("a", 1))
     eventually(lambda: core.told == [[], ["a"]], "not told")
     time.sleep(0.1)
     assert core.told == [[], ["a"]], "told again and again"
@@ -185,7 +185,7 @@ def test_after_the_last_running_request_those_without_kv_take_no_step(
 ) -> None:
     host, core = engine
 
-    def begin(_: Any) -> None:
+    def begin() -> None:
         core.requests["far"] = SimpleNamespace(status=REMOTE)
         core.run("a", 2)
 
@@ -201,7 +201,7 @@ def test_a_request_that_was_left_out_of_a_step_gets_the_next_one(
     """The blocks of the one that ended may be all that it waits for."""
     host, core = engine
 
-    def begin(_: Any) -> None:
+    def begin() -> None:
         core.requests["next"] = SimpleNamespace(status=WAITING)
         core.run("a", 1)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker import leave
 from pullfill.engine.host import EngineHooks, untouched
 from tests.support.engine_host import HostOf
 
@@ -82,7 +81,7 @@ def test_an_empty_queue() -> None:
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_engine_tells_it_before_its_loop_ends(broken: bool) -> None:
-    """And ends with the failure of the step in any case."""
+    """It tells all, and ends with the failure of the step in any case."""
     scheduler: Any = Scheduler("a", "b", fails=True)
     scheduler.has_requests, scheduler.requests = lambda: True, {"a": 1, "b": 2}
     told: list[set[str]] = []
@@ -95,18 +94,7 @@ def test_the_engine_tells_it_before_its_loop_ends(broken: bool) -> None:
 
     host = HostOf(SimpleNamespace(scheduler=scheduler, batch_queue=None, step_fn=scheduler.run))
     host.use(Hooks())
+    host.use(Hooks())
     with pytest.raises(ValueError, match="while scheduling"):
         host.run()
-    assert told == [{"b"}]
-
-
-def test_a_worker_that_ends_hands_them_back_after_it_takes_no_more() -> None:
-    said: list[Any] = []
-    request_server: Any = SimpleNamespace(
-        start_drain=lambda: said.append("drain"),
-        receive=lambda: said.append("receive"),
-        migrate=lambda ids: said.append(ids),
-        coming=lambda: {"not yet in the engine"},
-    )
-    leave.last_words(request_server, {"a"})
-    assert said == ["drain", "receive", {"a", "not yet in the engine"}]
+    assert told == [{"b"}, {"b"}]

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from pullfill.engine.host import EngineHost
-from pullfill.engine.thread import EngineThread
+from pullfill.engine.life import EngineLife
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.transfer.contract import LocalMemory, MoveResult
 from pullfill.transfer.layout import dense_layout
@@ -87,8 +87,8 @@ class Host(EngineHost):
 
 
 @asynccontextmanager
-async def running(host: Host) -> AsyncIterator[EngineThread[None]]:
-    engine = EngineThread(lambda: host, lambda host, core: None)
+async def running(host: Host) -> AsyncIterator[EngineLife[None]]:
+    engine = EngineLife(lambda: host, lambda host, core: None)
     engine.start()
     await engine.ready
     yield engine
@@ -129,7 +129,7 @@ async def test_a_halted_engine_calls_nobody_and_keeps_its_memory() -> None:
 async def test_an_engine_that_was_given_up_frees_nothing() -> None:
     go_on = threading.Event()
     host = Host(go_on.wait)  # type: ignore[arg-type]
-    engine = EngineThread(lambda: host, lambda host, core: None)
+    engine = EngineLife(lambda: host, lambda host, core: None)
     engine.start()
     await engine.ready
     engine.give_up("it hangs")
@@ -146,7 +146,7 @@ async def test_an_engine_that_was_given_up_frees_nothing() -> None:
 class Owner:
     """Closes, unless the engine still runs and may ask it, or has freed what it receives into."""
 
-    def __init__(self, engine: EngineThread[None], host: Host) -> None:
+    def __init__(self, engine: EngineLife[None], host: Host) -> None:
         self._engine, self._host = engine, host
         self.closed = False
 
@@ -161,7 +161,7 @@ async def test_a_decode_worker_closes_its_port_between_the_last_step_and_the_mem
     host = Host()
     async with running(host) as engine:
         owner = Owner(engine, host)
-        await memory.end(engine, [WorkerContext("decode-1", owner=owner)])  # type: ignore[arg-type]
+        await memory.end(engine, memory.KvMemory([WorkerContext("decode-1", owner=owner)]))  # type: ignore[arg-type]
         assert owner.closed
         assert host.freed.is_set()
 
@@ -200,7 +200,9 @@ async def test_a_prefill_worker_waits_for_its_last_copy_before_the_memory_goes()
         await asyncio.to_thread(session.inside.wait, PATIENCE_S)
         transfer_worker.close()
         context = WorkerContext("prefill-1", owner=owner)  # type: ignore[arg-type]
-        ending = asyncio.create_task(memory.end(engine, [context], [[transfer_worker]]))
+        ending = asyncio.create_task(
+            memory.end(engine, memory.KvMemory([context], [[transfer_worker]]))
+        )
         await asyncio.wait_for(engine.dead.wait(), PATIENCE_S)
         assert not (await asyncio.wait([ending], timeout=0.05))[0]
         assert not host.freed.is_set()
@@ -220,8 +222,7 @@ async def test_a_copy_without_end_does_not_hold_a_worker_that_leaves(
         stuck = SimpleNamespace(join=lambda timeout_s: timeout_s > 1.0)
         await memory.end(
             engine,
-            [WorkerContext("prefill-1")],
-            [[stuck]],  # type: ignore[list-item]
+            memory.KvMemory([WorkerContext("prefill-1")], [[stuck]]),  # type: ignore[list-item]
             copies_s=0.02,
         )
         assert "exiting while a KV copy still runs" in caplog.text

@@ -9,6 +9,7 @@ import pytest
 from pullfill.engine.groups import EMPTY, BlockOrder
 from pullfill.errors import Fenced, HandoffError, TransferFailed
 from pullfill.prefill_worker.scheduler import PrefillScheduler, StepPlan
+from pullfill.worker.ports import StepReport
 from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, prefill_task, step
 from tests.unit.decode_worker.test_scheduler_tier import FakeTier
 
@@ -100,7 +101,7 @@ def test_the_missing_part_of_the_hit_is_read(local_hit: int) -> None:
     assert engine.wakes == 1
     assert engine.side.has_work
     plan = engine.run(0)
-    assert (plan.reports.arrived, plan.reports.failed) == ({"j.1"}, set())
+    assert (plan.report.loaded, plan.report.failed) == ({"j.1"}, set())
     assert not engine.side.has_work
     engine.request.num_computed_tokens = 2 * BLOCK
     engine.run(2 * BLOCK)
@@ -113,7 +114,7 @@ def test_a_failed_read_is_reported_and_the_prefix_computed_here() -> None:
     engine = Engine(4 * BLOCK, hit=2 * BLOCK)
     engine.admit()
     engine.transfer_worker.finish(TransferFailed("no"))
-    assert engine.run(0).reports.failed == {"j.1"}
+    assert engine.run(0).report.failed == {"j.1"}
     assert engine.ends == [], "the job goes on"
     assert engine.side.matched(engine.request, 0) == (0, False)
     engine.run(4 * BLOCK)
@@ -167,8 +168,8 @@ def test_finished_with_writes_under_way_keeps_the_blocks_until_the_last() -> Non
     assert engine.side.has_work
     assert engine.ends == [None]
     assert engine.wakes == 0, "nobody waits for them: it is told in the next step there is"
-    assert engine.run(0).reports.sent == {"j.1"}
-    assert engine.run(0).reports.sent == set()
+    assert engine.run(0).report.sent == {"j.1"}
+    assert engine.run(0).report.sent == set()
 
 
 def test_what_ended_between_two_steps_is_told_between_them() -> None:
@@ -176,15 +177,15 @@ def test_what_ended_between_two_steps_is_told_between_them() -> None:
     engine = Engine(4 * BLOCK, hit=2 * BLOCK)
     engine.admit()
     engine.transfer_worker.finish()
-    assert engine.side.take_in() == ({"j.1"}, set())
+    assert engine.side.before_step() == StepReport({"j.1"})
     assert not engine.side.has_work
-    assert engine.run(4 * BLOCK).reports.arrived == set()
+    assert engine.run(4 * BLOCK).report.loaded == set()
     assert engine.side.finished("j.1") is True
     engine.transfer_worker.flush()
-    assert engine.side.take_in() == (set(), {"j.1"})
-    assert engine.side.take_in() == (set(), set())
+    assert engine.side.before_step() == StepReport(sent={"j.1"})
+    assert engine.side.before_step() == StepReport()
     assert not engine.side.has_work
-    assert engine.run(0).reports.sent == set()
+    assert engine.run(0).report.sent == set()
 
 
 def test_the_last_copy_ending_as_the_request_does() -> None:
@@ -196,7 +197,7 @@ def test_the_last_copy_ending_as_the_request_does() -> None:
     copy.task.outstanding -= 1
     assert engine.side.finished("j.1") is False
     copy.done(copy.task, None)
-    assert engine.run(0).reports.sent == set(), "freed already"
+    assert engine.run(0).report.sent == set(), "freed already"
 
 
 def test_abort_while_reading() -> None:
@@ -209,7 +210,7 @@ def test_abort_while_reading() -> None:
     engine.side.tasks.pop("j.1")
     engine.transfer_worker.finish(Fenced("revoked"))
     plan = engine.run(0)
-    assert (plan.reports.failed, plan.reports.sent) == ({"j.1"}, set())
+    assert (plan.report.failed, plan.report.sent) == ({"j.1"}, set())
     assert engine.run(0) == StepPlan()
 
 
@@ -220,9 +221,9 @@ def test_abort_while_writing() -> None:
     engine.task.cancel()
     assert engine.side.finished("j.1") is True
     engine.side.tasks.pop("j.1")
-    assert engine.run(0).reports.sent == set()
+    assert engine.run(0).report.sent == set()
     engine.transfer_worker.finish(Fenced("revoked"))
-    assert engine.run(0).reports.sent == {"j.1"}
+    assert engine.run(0).report.sent == {"j.1"}
     assert len(engine.ends) == 1
 
 
@@ -234,7 +235,7 @@ def test_the_last_copy_ending_while_the_engine_ends_the_request() -> None:
     engine.run(2 * BLOCK)
     engine.task.on_done = lambda _: engine.transfer_worker.finish()
     assert engine.side.finished("j.1") is True
-    assert engine.run(0).reports.sent == {"j.1"}
+    assert engine.run(0).report.sent == {"j.1"}
 
 
 def test_the_engine_ending_early_ends_the_task() -> None:
@@ -293,7 +294,7 @@ def test_a_prefix_is_read_only_after_the_steps_that_may_still_write_into_its_blo
     assert (copy.local, copy.remote) == ([LOCAL, LOCAL + 1], [REMOTE, REMOTE + 1])
     assert engine.task.outstanding == 1
     engine.transfer_worker.finish()
-    assert engine.run(0).reports.arrived == {"j.1"}
+    assert engine.run(0).report.loaded == {"j.1"}
 
 
 def test_a_request_aborted_before_its_read_began_is_reported_once() -> None:
@@ -304,9 +305,9 @@ def test_a_request_aborted_before_its_read_began_is_reported_once() -> None:
     assert engine.side.finished("j.1") is False, "freed when the read is reported"
     engine.side.step_done()
     engine.transfer_worker.finish(Fenced("cancelled"))
-    reports = engine.run(0).reports
+    reports = engine.run(0).report
     assert (reports.failed, reports.sent) == ({"j.1"}, set())
-    assert engine.run(0).reports.sent == set()
+    assert engine.run(0).report.sent == set()
 
 
 def test_a_request_that_ends_before_its_last_write_begins_keeps_its_blocks() -> None:
@@ -319,7 +320,7 @@ def test_a_request_that_ends_before_its_last_write_begins_keeps_its_blocks() -> 
     assert not engine.side.has_work, "the write has only begun"
     engine.transfer_worker.finish()
     assert engine.ends == [None]
-    assert engine.run(0).reports.sent == {"j.1"}
+    assert engine.run(0).report.sent == {"j.1"}
 
 
 def test_a_preempted_request_loses_writes_of_steps_that_still_run() -> None:

@@ -45,7 +45,8 @@ class Engine:
 
     def step(self) -> StepPlan:
         """One step of vLLM: running prompts first, then those that wait, in order."""
-        self._told(*self.side.take_in())
+        report = self.side.before_step()
+        self._told(report.loaded, report.sent)
         budget, scheduled = STEP, dict[str, int]()
         for name in self.running:
             budget -= self._schedule(name, budget, scheduled)
@@ -77,9 +78,9 @@ class Engine:
                 self.running.remove(name)
                 self.side.finished(name)
         self.steps.append(scheduled)
-        for name in plan.reports.failed:
+        for name in plan.report.failed:
             self.requests[name].num_computed_tokens = 0
-        self._told(plan.reports.arrived | plan.reports.failed, set())
+        self._told(plan.report.loaded | plan.report.failed, set())
         return plan
 
     def _schedule(self, name: str, budget: int, scheduled: dict[str, int]) -> int:

@@ -138,7 +138,7 @@ class Handoff:
             self.prefill.end()
         self.link.flush()
         if self.prefill.tables[0]:
-            assert self.side.take_in()[1] == {task.request_id}
+            assert self.side.before_step().sent == {task.request_id}
             self.prefill.end()
         assert task.written_blocks == len(self.named)
 
@@ -163,7 +163,7 @@ class Handoff:
         if external:
             self._step(0, 0)
             self.link.flush()
-            self.side.take_in()
+            self.side.before_step()
             self.prefill.cache(hit + external)
 
     def _step(self, computed: int, count: int, preempted: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pullfill.engine.host import EngineHost
-from pullfill.engine.thread import EngineThread
+from pullfill.engine.life import EngineLife
 from pullfill.errors import ConfigError, NotNow
 from pullfill.runtime import log
 from pullfill.worker import main
@@ -37,7 +37,7 @@ async def test_memory_that_a_dying_process_still_holds_is_no_mistake() -> None:
     def make() -> EngineHost:
         raise ValueError("Free memory on device cuda:0 (3/80 GiB) is less than desired\nmore")
 
-    thread = EngineThread(make, lambda host, core: None)
+    thread = EngineLife(make, lambda host, core: None)
     thread.start()
     with pytest.raises(NotNow, match=r"^the engine did not start: Free memory .* desired$"):
         await thread.ready

@@ -1,32 +1,30 @@
-"""Requests that a worker sends its own engine."""
+"""Our own loop as ports, around an engine core that is told what to do."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pullfill.errors import HandoffError
-from pullfill.worker.own_loop import OwnRequests
+from pullfill.engine.adapters import Adapters
+from pullfill.errors import HandoffError, NotNow
+from pullfill.worker.own_loop import OwnLoop
+from tests.support.engine_host import HostOf, looping
+from tests.support.waiting import eventually
 
 
-class Host:
-    """Runs what is submitted at once. refuses: the engine takes no request."""
+class Core:
+    """As much of an engine core as an idle loop asks for. refuses: it takes no request."""
 
     def __init__(self) -> None:
         self.refuses = False
         self.aborted: list[str] = []
-        self.hooks: list[Any] = []
+        self.batch_queue = self.vllm_config = None
+        self.scheduler = SimpleNamespace(has_requests=lambda: False, requests={})
         self.preprocess_add_request = lambda request: (request, 0)
-
-    def submit(self, work: Callable[[Any], None]) -> None:
-        work(self)
-
-    def use(self, hooks: Any) -> None:
-        self.hooks.append(hooks)
 
     def add_request(self, request: Any, wave: int) -> None:
         if self.refuses:
@@ -36,32 +34,81 @@ class Host:
         self.aborted += names
 
 
-def output(reason: str | None) -> Any:
-    return SimpleNamespace(request_id="r", finish_reason=reason)
+class Host(HostOf):
+    """Counts how often it was woken."""
+
+    wakes = 0
+
+    def wake(self) -> None:
+        self.wakes += 1
+        super().wake()
 
 
-async def test_a_request_ends_with_its_last_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def made(core: Any, life: Any = None, **options: Any) -> tuple[Host, OwnLoop]:
+    host = Host(core, **options)
+    return host, OwnLoop(host, core, life, Adapters())
+
+
+REQUEST = SimpleNamespace(request_id="r", lora_request=None)
+
+
+def output(reason: str) -> Any:
+    ours = SimpleNamespace(request_id="r", finish_reason=reason)
+    return {-1: SimpleNamespace(outputs=[ours], scheduler_stats=None)}
+
+
+@pytest.fixture(autouse=True)
+def errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without vLLM's enum, whose import takes seconds."""
     monkeypatch.setattr("pullfill.engine.requests.is_error", lambda o: o.finish_reason == "error")
-    host: Any = Host()
-    requests, forgotten = OwnRequests(host, -1), list[bool]()
 
-    async def ends(*outputs: Any) -> Any:
-        running = asyncio.create_task(
-            requests.run(SimpleNamespace(request_id="r"), lambda: forgotten.append(True))
-        )
-        await asyncio.sleep(0)
-        ours = SimpleNamespace(outputs=list(outputs), scheduler_stats=None)
-        step = {-1: ours, 0: SimpleNamespace(scheduler_stats=None)}
-        (hooks,) = host.hooks
-        hooks.on_outputs(step)
-        assert list(step) == [0]
-        return await running
 
-    assert (await ends(output(None), output("stop"))).finish_reason == "stop"
-    with pytest.raises(HandoffError, match="failed"):
-        await ends(output("error"))
-    host.refuses = True
-    with pytest.raises(HandoffError, match="too long"):
-        await ends()
-    assert host.aborted == ["r"] * 3
-    assert forgotten == [True] * 3
+def test_a_request_that_has_ended_is_forgotten_without_a_wake_up() -> None:
+    """It holds nothing that anybody waits for. One that still runs holds blocks."""
+    for reason, wakes in (("stop", 0), ("", 1)):
+        core = Core()
+        host, loop = made(core)
+        outcome, forgotten = loop.add(REQUEST), list[bool]()
+        if reason:
+            loop.on_outputs(output(reason))
+        assert outcome.done() == bool(reason)
+        before = host.wakes
+        loop.abort("r", lambda said=forgotten: said.append(True))  # type: ignore[misc]
+        assert host.wakes - before == wakes
+        with looping(host):
+            eventually(lambda said=forgotten: said == [True], "never told")  # type: ignore[misc]
+        assert core.aborted == ["r"]
+
+
+def test_what_the_engine_refuses_or_fails_has_an_error_as_its_outcome() -> None:
+    core = Core()
+    host, loop = made(core)
+    failed: Future[Any] = loop.add(REQUEST)
+    loop.on_outputs(output("error"))
+    with pytest.raises(HandoffError, match="the engine failed"):
+        failed.result()
+    core.refuses = True
+    refused = loop.add(REQUEST)
+    with looping(host), pytest.raises(HandoffError, match="too long"):
+        refused.result(5)
+
+
+def test_work_without_a_wake_up_is_done_all_the_same() -> None:
+    """With the next thing that wakes the engine, in order; or when it looks around by itself."""
+    done = list[str]()
+    host, loop = made(Core(), idle_ms=30)
+    loop.submit(lambda: done.append("a"), wake=False)
+    loop.submit(lambda: done.append("b"))
+    with looping(host):
+        eventually(lambda: done == ["a", "b"], "not done")
+        loop.submit(lambda: done.append("c"), wake=False)
+        eventually(lambda: done == ["a", "b", "c"], "forgotten")
+
+
+async def test_a_worker_whose_engine_ends_while_it_begins_says_so() -> None:
+    life = SimpleNamespace(dead=asyncio.Event(), failure=RuntimeError("a rank ended"))
+    _, loop = made(Core(), life)  # nobody takes the work
+    asyncio.get_running_loop().call_soon(life.dead.set)
+    async with asyncio.timeout(5):
+        with pytest.raises(NotNow, match="a rank ended"):
+            await loop.call(lambda: None)

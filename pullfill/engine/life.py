@@ -1,4 +1,4 @@
-"""The engine thread as the asyncio side sees it: becomes ready, may die, is stopped.
+"""The life of an engine, as the asyncio side sees it: becomes ready, may die, is stopped.
 
     start ──▶ ready ──▶ dead: no more steps ──▶ stop: its memory may go ──▶ thread over
 
@@ -20,13 +20,13 @@ from pullfill.engine.watchdog import Pulse
 from pullfill.errors import EngineStuck, NotNow, PullfillError
 from pullfill.runtime import log
 
-logger = log.get("engine.thread")
+logger = log.get("engine.life")
 
 
 T = TypeVar("T")
 
 
-class EngineThread(Generic[T]):
+class EngineLife(Generic[T]):
     """Runs `make` (which imports vLLM and returns a host) and the host's loop on one thread.
 
     on_built: called on the engine thread once the engine exists. `ready` resolves to its result.

@@ -1,4 +1,4 @@
-"""What a decode worker that drains waits for, and which requests migrate for lack of room."""
+"""What a decode worker that drains waits for, and which requests it hands back to frontends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker import leave
+from pullfill.decode_worker.frontends import Frontends
 from tests.support.handoff_model import HandoffModel
+
+
+def frontends(server: Any, ledger: Any, waiting: Any = None, leased: int = 0) -> Frontends:
+    loop: Any = SimpleNamespace(waiting_for_blocks=waiting)
+    leases: Any = SimpleNamespace(unproved_blocks=leased)
+    unused: Any = None
+    return Frontends(loop, server, unused, unused, unused, ledger, leases)
 
 
 async def test_a_drain_waits_for_requests_and_not_for_quarantine() -> None:
@@ -19,9 +26,8 @@ async def test_a_drain_waits_for_requests_and_not_for_quarantine() -> None:
     assert job is not None
     assert model.claim(job, "a").grant is not None
     assert model.begin_batch(model.grants[-1])
-    engine: Any = SimpleNamespace(dead=asyncio.Event())
     request_server: Any = SimpleNamespace(active_requests=1)
-    drained = asyncio.create_task(leave.idle(engine, request_server, model.ledger))
+    drained = asyncio.create_task(frontends(request_server, model.ledger).idle(asyncio.Event()))
     await asyncio.sleep(0.2)
     assert not drained.done(), "a request is answered"
     request_server.active_requests = 0
@@ -46,12 +52,23 @@ def test_requests_without_room_migrate_because_of_held_blocks_alone(
     waited_s: float, quarantined: int, leased: int, returned: set[str]
 ) -> None:
     migrated = set[str]()
-    server: Any = SimpleNamespace(
-        host=SimpleNamespace(
-            waiting_for_blocks=lambda longer: {"a", "b"} if waited_s >= longer else set()
-        ),
-        migrate=migrated.update,
-    )
-    ledger: Any = SimpleNamespace(quarantined_blocks=quarantined)
-    leave.make_way(server, ledger, leased)
+    ledger = SimpleNamespace(quarantined_blocks=quarantined)
+    frontends(
+        SimpleNamespace(migrate=migrated.update),
+        ledger,
+        lambda longer: {"a", "b"} if waited_s >= longer else set(),
+        leased,
+    ).make_way()
     assert migrated == returned
+
+
+def test_a_worker_that_ends_hands_them_back_after_it_takes_no_more() -> None:
+    said: list[Any] = []
+    server = SimpleNamespace(
+        start_drain=lambda: said.append("drain"),
+        receive=lambda: said.append("receive"),
+        migrate=lambda ids: said.append(ids),
+        coming=lambda: {"not yet in the engine"},
+    )
+    frontends(server, None).on_failed_step({"a"})
+    assert said == ["drain", "receive", {"a", "not yet in the engine"}]

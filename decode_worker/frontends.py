@@ -1,0 +1,165 @@
+"""What a decode side does for frontends, beside the path of a prompt.
+
+It sends them outputs, load and cached blocks, and hands unfinished requests back to them: when this
+worker shuts down, when its engine fails, and when requests find no free blocks (`make_way`). The
+frontends then use other decode workers.
+
+Only our own loop can carry it. Where another one steps the engine, clients come to vLLM's own
+server, and a side has no `Frontends`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.load import LoadReports
+from pullfill.decode_worker.prefix.block_events import BlockEvents
+from pullfill.decode_worker.prefix.read_leases import ReadLeases
+from pullfill.decode_worker.request_server import RequestServer
+from pullfill.engine.kv_events import KvEvents
+from pullfill.errors import NotNow
+from pullfill.runtime import log
+from pullfill.worker.own_loop import OwnLoop
+
+logger = log.get("decode_worker.frontends")
+
+# Pause between the last messages to frontends and the end of the socket.
+_FLUSH_S = 0.1
+
+
+class Frontends:
+    """See the module. The loop of the engine calls `before_step` to `on_failed_step` (`EngineHooks`
+    of engine/host.py) on its thread. All else is called on the asyncio thread."""
+
+    def __init__(
+        self,
+        loop: OwnLoop,
+        server: RequestServer,
+        reports: LoadReports,
+        blocks: BlockEvents,
+        events: KvEvents,
+        ledger: Ledger,
+        leases: ReadLeases,
+    ) -> None:
+        self._loop = loop
+        self._server = server
+        self._reports = reports
+        self._blocks = blocks
+        self._events = events
+        self._ledger = ledger
+        self._leases = leases
+        self._look_at = 0.0
+
+    # ------------------------------------------------------------------ engine thread
+
+    def before_step(self) -> bool:
+        if (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + 0.05  # nothing that is looked at needs a faster reaction
+            self._server.check_silent()
+            # The asyncio thread does that, unless it hangs.
+            self._ledger.tick_overdue()
+            self.make_way()
+            self._events.look()
+        self._reports.look(now)
+        return False
+
+    def after_step(self, running: int) -> None:
+        """Outputs come to `on_outputs`."""
+
+    def on_outputs(self, outputs: dict[int, Any]) -> None:
+        self._server.send_outputs(outputs)
+
+    def on_failed_step(self, untouched: set[str]) -> None:
+        """Migrate the requests that cannot have caused the failure of this engine step.
+
+        The step has raised, so this worker ends. The frontends suspect the requests that were in
+        the step, once they notice that this process has ended.
+
+        untouched: IDs of the requests that wait in vLLM's queue and were not in the step."""
+        self._server.start_drain()
+        self._server.receive()  # what has arrived, but was not read yet, migrates, too
+        self._server.migrate(untouched | self._server.coming())
+        time.sleep(_FLUSH_S)
+
+    def make_way(self, no_room_s: float = 5.0) -> None:
+        """Migrate requests that wait for blocks while blocks are in quarantine.
+
+        The writer or reader of these blocks may be stopped for ever, and vLLM would wait as long.
+
+        no_room_s: how long requests may wait for free blocks while no request runs."""
+        ids = self._loop.waiting_for_blocks(no_room_s)
+        if ids and (blocks := self._ledger.quarantined_blocks + self._leases.unproved_blocks):
+            logger.warning(
+                "migrating %d requests: no room for them while %d blocks are in quarantine; "
+                "continue or end the worker that is stopped",
+                len(ids),
+                blocks,
+            )
+            self._server.migrate(ids)
+
+    # ------------------------------------------------------------------ asyncio thread
+
+    async def begin(self, host: str, port: int) -> None:
+        """Listen for frontends. Raises NotNow."""
+
+        def listen() -> None:
+            self._loop.use(self)
+            self._server.bind(host, port)
+
+        await self._loop.call(listen)
+
+    @property
+    def address(self) -> str:
+        """Where frontends connect."""
+        return self._server.address
+
+    @property
+    def requests(self) -> int:
+        """Number of requests that are not finished."""
+        return self._server.active_requests
+
+    def status(self) -> dict[str, int]:
+        """For /status: the cached blocks that frontends are told of."""
+        return self._blocks.status()
+
+    async def dismiss(self, draining: bool) -> None:
+        """End the connections. Frontends connect anew while this worker is in the registry."""
+        with contextlib.suppress(NotNow):  # the engine has ended, and so this process does
+            await self._loop.call(lambda: self._server.dismiss(draining))
+
+    def start_drain(self) -> None:
+        """Take no more requests."""
+        self._loop.submit(self._server.start_drain)
+
+    async def idle(self, dead: asyncio.Event) -> None:
+        """Wait until two checks in a row find no request, here or in a job.
+
+        By the second check all outputs are sent. Blocks in quarantine do not matter: this process
+        ends, and their memory is never reused. A writer that wakes up later writes into its own
+        mapping of an unlinked file.
+
+        dead: set when the engine has ended."""
+        quiet = 0
+        while quiet < 2 and not dead.is_set():
+            busy = self._server.active_requests or self._ledger.waiting_requests
+            quiet = 0 if busy else quiet + 1
+            await asyncio.sleep(0.05)
+
+    async def migrate(self, within_s: float = 1.0) -> None:
+        """Migrate all requests.
+
+        within_s: a stuck engine thread cannot do it. After this time this gives up, and the
+        frontends notice when this process has ended."""
+        logger.warning("migrating %d unfinished requests", self._server.active_requests)
+        with contextlib.suppress(TimeoutError, NotNow):
+            async with asyncio.timeout(within_s):
+                await self._loop.call(self._server.migrate)
+                await asyncio.sleep(_FLUSH_S)
+
+    def close(self) -> None:
+        """End the socket. The engine's thread is over: so frontends notice now."""
+        self._server.close()

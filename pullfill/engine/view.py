@@ -1,0 +1,231 @@
+"""What a side sees of an engine, and what it may set there: load, blocks, chunks and seats.
+
+Engine thread, except where a method says otherwise. vLLM's scheduler owns all of it: here it is
+read, and two of its limits are changed between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from typing import TYPE_CHECKING, Any
+
+from pullfill.engine import release, requests
+from pullfill.engine.front_wire import LoadReport
+from pullfill.engine.kv_events import Change, KvEvents, places_of
+
+if TYPE_CHECKING:
+    from pullfill.engine.tier import Tier
+
+
+class EngineView:
+    """One engine, as its sides see it (pullfill/worker/ports.py: `View`).
+
+    core: vLLM's EngineCore.
+    tier: vLLM's own KV offloading beside our connector. None: there is none.
+    in_flight: vLLM's set of requests for which it reserves blocks."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._scheduler = core.scheduler
+        self._pool = core.scheduler.kv_cache_manager.block_pool
+        self._places = places_of(core.scheduler.kv_cache_config)
+        self._cached: dict[str, int] = {}
+        self.config = core.vllm_config
+        self.tier = tier_of(core)
+        self.chunks = PrefillChunks(core)
+        self.in_flight: set[Any] = core.scheduler._inflight_prefills
+
+    # ------------------------------------------------------------------ load
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait. Any thread."""
+        running, waiting = self._scheduler.get_request_counts()
+        return int(running), int(waiting)
+
+    @property
+    def free_blocks(self) -> int:
+        """Number of blocks that no request holds, cached ones included. Any thread."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def usable_blocks(self) -> int:
+        """Number of blocks that requests can hold. They are free when none runs. Any thread."""
+        return max(0, int(self._pool.num_gpu_blocks) - 1)  # one is vLLM's null block
+
+    @property
+    def mid_step(self) -> bool:
+        """Whether a scheduled step has not run yet. Between steps only pipelines have such."""
+        return bool(self._core.batch_queue)
+
+    def mark(self) -> tuple[int, ...]:
+        """Return numbers that change with the load, nearly always. Cheap enough for each step."""
+        return (*self._scheduler.get_request_counts(), self._pool.get_num_free_blocks())
+
+    def load(self, draining: bool) -> LoadReport:
+        """Return the load. Takes time in proportion to the number of requests."""
+        running, waiting = self.counts()
+        cached, self._cached = self._cached, {}
+        queued = 0
+        for request_id, request in self._scheduler.requests.items():
+            computed = request.num_computed_tokens
+            if not computed:
+                hit = cached.get(request_id)
+                computed = self.hit(request) if hit is None else hit
+                self._cached[request_id] = computed
+            # A request that generates has one more token to compute in each step.
+            if (rest := request.num_tokens - computed) > 1:
+                queued += rest
+        return LoadReport(
+            running=running,
+            waiting=waiting,
+            uncached_tokens_queued=queued,
+            active_blocks=max(0, self.usable_blocks - self.free_blocks),
+            free_blocks=self.free_blocks,
+            draining=draining,
+        )
+
+    def hit(self, request: Any) -> int:
+        """Return how many leading tokens of a new request are in the prefix cache.
+
+        A binary search: vLLM evicts the end of a prompt before its beginning. So this takes
+        microseconds for a long prompt too, and is only an estimate."""
+        if not self._pool.enable_caching or request.skip_reading_prefix_cache:
+            return 0
+        size, groups = self._places.block_size, list(self._places.bits)
+        per_block = size // self._pool.hash_block_size
+        hashes = request.block_hashes
+        least, most = 0, min((request.num_tokens - 1) // size, len(hashes) // per_block)
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self._pool.get_cached_block(hashes[middle * per_block - 1], groups):
+                least = middle
+            else:
+                most = middle - 1
+        return least * size
+
+    # ------------------------------------------------------------------ for parts of a side
+
+    def seats(self, reserve: bool) -> Seats:
+        """Return the seats of this engine. reserve: whether they count (`--reserve-seats`)."""
+        return Seats(self._core if reserve else None)
+
+    def prepare(self, request: Any, tokens: memoryview) -> Generator[None, None, Any]:
+        """Make vLLM's Request. See `engine.requests.prepare`. Any thread."""
+        return requests.prepare(self._core, request, tokens)
+
+    def tell_blocks(self, events: KvEvents, take: Callable[[list[Change]], None]) -> None:
+        """Have `events` call `take` with the changes of each step. Before the first step."""
+        events.attach(self._core, take)
+
+
+def tier_of(core: Any) -> Tier | None:
+    """Return vLLM's own KV offloading beside our connector. None: this EngineCore has none."""
+    if not hasattr(core.scheduler.connector, "sub_connectors"):
+        return None
+    from pullfill.engine.tier import Tier  # imports vLLM's offloading: seconds
+
+    return Tier.of(core)
+
+
+# --------------------------------------------------------------------------- tokens of a step
+
+LOOK = 64
+"""Tokens of a step that no single prompt gets. While a step has tokens left, vLLM looks at waiting
+prompts, so those that can go to a prefill worker need not wait for a long one here."""
+_LEAST = 4 * LOOK
+
+
+class PrefillChunks:
+    """How many prompt tokens the next step of vLLM's scheduler may compute. Between steps.
+
+    vLLM reads two numbers when it schedules a step, and both may change between steps: the most
+    tokens of one prompt (`--long-prefill-token-threshold`), and the most tokens of the step.
+
+    core: vLLM's EngineCore.
+    able: whether prompts may be computed in chunks at all.
+    step_tokens: most tokens in a step. each: of one stream, that is one and drafts."""
+
+    def __init__(self, core: Any) -> None:
+        scheduler = core.scheduler
+        self._scheduler = scheduler
+        self._config = scheduler.scheduler_config
+        self._threshold = int(self._config.long_prefill_token_threshold)
+        self.step_tokens = int(scheduler.max_num_scheduled_tokens)
+        self.able = bool(self._config.enable_chunked_prefill)
+        self.each = 1 + int(scheduler.num_spec_tokens)
+
+    def limit(self, tokens: int, prompts: int) -> None:
+        """Let the next step compute at most `tokens` tokens of prompts. 0: no such limit.
+
+        prompts: how many prompts are computed now. They share the tokens."""
+        if not self.able:
+            return
+        if tokens <= 0 or tokens >= self.step_tokens - LOOK:
+            most = self.step_tokens - LOOK if self.step_tokens >= _LEAST else 0
+            self._set(most, self.step_tokens)
+            return
+        # Running requests come first, in any order. So their prompts must leave a token for each
+        # stream among them, and some for prompts that begin.
+        running = len(self._scheduler.running) * self.each
+        begin = tokens // 5 if prompts else 0
+        self._set(
+            max(1, (tokens - begin) // max(1, prompts)),
+            min(self.step_tokens, running + max(self.each, tokens)),
+        )
+
+    def leave_one(self) -> None:
+        """Let no single prompt have the last token of a step, from now on. See LOOK."""
+        self._threshold = min(self._threshold or self.step_tokens, self.step_tokens - 1)
+        self.release()
+
+    def release(self) -> None:
+        """Set both numbers as they were before `limit`."""
+        self._scheduler.max_num_scheduled_tokens = self.step_tokens
+        self._config.long_prefill_token_threshold = self._threshold
+
+    def _set(self, each: int, total: int) -> None:
+        if self._threshold:
+            each = min(each, self._threshold) if each else self._threshold
+        self._config.long_prefill_token_threshold = each
+        self._scheduler.max_num_scheduled_tokens = total
+
+
+# --------------------------------------------------------------------------- seats
+
+
+class Seats:
+    """Keeps a seat in vLLM's scheduler for each request whose KV is on its way.
+
+    vLLM counts only requests that run against `--max-num-seqs`. So more KV may arrive than requests
+    can run, and it fills blocks while it waits. Here a request takes its seat when its KV is asked
+    for:
+
+        running + arriving <= --max-num-seqs
+
+    Other requests wait without blocks, and without a job. No step ever waits for KV: requests that
+    run go on, and those whose KV has arrived come before all that wait. What vLLM's KV offloading
+    alone loads is not counted.
+
+    core: vLLM's EngineCore. None: no seat is kept for anybody."""
+
+    def __init__(self, core: Any = None) -> None:
+        self._scheduler = core.scheduler if core is not None else None
+        self._limit = release.this.seats
+        self._most = getattr(self._scheduler, self._limit) if self._scheduler is not None else 0
+        self._taken: set[str] = set()
+
+    def take(self, request_id: str) -> None:
+        """Keep a seat for a request whose KV is on its way."""
+        self._taken.add(request_id)
+        self._tell()
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """Keep no seats for these any more: they run next, or have ended. Harmless if repeated."""
+        if not self._taken.isdisjoint(request_ids := list(request_ids)):
+            self._taken.difference_update(request_ids)
+            self._tell()
+
+    def _tell(self) -> None:
+        # vLLM reads its limit anew for each request that it admits, so a change counts at once.
+        if self._scheduler is not None:
+            setattr(self._scheduler, self._limit, self._most - len(self._taken))

@@ -1,0 +1,316 @@
+"""The ports that a side stands on (pullfill/worker/ports.py), for each adapter that gives them.
+
+vLLM's engine core and scheduler are real, and compute no model. An engine that nobody wakes sleeps
+for a minute, which fails a test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pullfill.config import ClusterRef
+from pullfill.decode_worker.side import DecodeRole
+from pullfill.engine.adapters import lora_request
+from pullfill.engine.args import build_config
+from pullfill.engine.host import EngineHost
+from pullfill.engine.life import EngineLife
+from pullfill.engine.requests import prefill_request
+from pullfill.engine.view import EngineView
+from pullfill.errors import BadMessage, NotNow
+from pullfill.options import WorkerOptions
+from pullfill.registry.client import EtcdClient
+from pullfill.registry.live_settings import Settings
+from pullfill.transfer.shm.files import RegionFiles
+from pullfill.wire import Adapter, QueueSettings, WorkerRecord, WorkerState
+from pullfill.worker import context as contexts
+from pullfill.worker import memory
+from pullfill.worker.context import SchedulerHalf, WorkerContext
+from pullfill.worker.own_loop import OwnLoop
+from pullfill.worker.ports import EngineThread, StepReport, Submit
+from pullfill.worker.sides import Engine
+from tests.support.cluster import BLOCK, FLAGS
+from tests.support.etcd import EtcdServer
+from tests.support.nats import NatsServer
+from tests.support.prompts import random_prompt
+from tests.support.waiting import eventually
+from tests.support.workers import compat
+
+pytestmark = pytest.mark.engine
+
+MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
+PROMPT, BROUGHT = 5 * BLOCK, 4 * BLOCK
+Sides = Callable[[Callable[[], None], RegionFiles], tuple[Any, SchedulerHalf]]
+
+
+class Probe(SchedulerHalf):
+    """A side that does what a test says, and notes what it is told.
+
+    brings: for each request, how many tokens of its prompt will come. keeps: requests whose blocks
+    are still read when they finish. now, with_step: what to report next."""
+
+    def __init__(self) -> None:
+        self.brings: dict[str, int] = {}
+        self.keeps: set[str] = set()
+        self.now, self.with_step = StepReport(), StepReport()
+        self.turns = 0
+        self.steps: list[dict[str, int]] = []
+        self.running: deque[int] = deque()
+
+    def bind(self, manager: Any, kept_from: Any, by_position: Any) -> None: ...
+
+    def matched(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
+        tokens = self.brings.pop(request.request_id, 0)
+        return tokens, tokens > 0
+
+    def allocated(self, request: Any, tables: Any, external_tokens: int) -> None: ...
+
+    def finished(self, request_id: str, tables: Any) -> bool:
+        return request_id in self.keeps
+
+    def before_step(self) -> StepReport:
+        self.turns += 1
+        report, self.now = self.now, StepReport()
+        return report
+
+    def scheduled(self, output: Any) -> StepReport:
+        self.steps.append(dict(output.num_scheduled_tokens))
+        report, self.with_step = self.with_step, StepReport()
+        return report
+
+    def step_done(self, running: int) -> None:
+        self.running.append(running)
+
+    @property
+    def has_work(self) -> bool:
+        return self.with_step != StepReport()
+
+
+class Memory:
+    """The KV memory. It notes when it was asked to be quiet, and when it was freed."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._kv = memory.KvMemory([context])
+        self.order: list[str] = []
+        self.dead: asyncio.Event | None = None
+
+    def quiet(self, within_s: float) -> bool:
+        assert self.dead is not None
+        assert self.dead.is_set(), "the engine may still take steps"
+        self.order.append("quiet")
+        return self._kv.quiet(within_s)
+
+
+@dataclass
+class Made:
+    """An engine by its ports. end: ends it, as whoever owns its end does."""
+
+    engine: Engine[Any]
+    memory: Memory
+    thread: EngineThread
+    submit: Submit
+
+
+@asynccontextmanager
+async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
+    """Our own loop (worker/own_loop.py)."""
+    name = "ports-1"
+    files = RegionFiles(name)
+    kept: list[Memory] = []
+
+    def load() -> EngineHost:
+        config, _ = build_config(
+            str(model), [*FLAGS, *MOCK], kv_role="kv_both", engine_id=name,
+            extra={"instance_id": name, "directory": str(files.directory)},
+        )  # fmt: skip
+        host = EngineHost(config, idle_ms=60_000)
+        contexts.install(sides(host.wake, files))
+        return host
+
+    def built(host: EngineHost, core: Any) -> Engine[Any]:
+        ((context, half),) = contexts.sides_for(None)
+        kept.append(Memory(context))
+        shutdown = core.shutdown
+        core.shutdown = lambda: [kept[0].order.append("freed"), shutdown()]
+        view = EngineView(core)
+        half.built(view)
+        loop = OwnLoop(host, core, life, context.adapters, [half])
+        host.use(loop)
+        return Engine(
+            view, loop, loop, loop, "m", compat(block_size=BLOCK), context, life.dead, life.fail
+        )
+
+    life = EngineLife(load, built)
+    life.start()
+    engine = await life.ready
+    kept[0].dead = life.dead
+    assert engine.thread is not None
+    assert engine.submit is not None
+    try:
+        yield Made(engine, kept[0], engine.thread, engine.submit)
+    finally:
+        await memory.end(life, kept[0])
+
+
+ADAPTERS = [pytest.param(own_loop, id="own_loop")]
+adapters = pytest.mark.parametrize("adapter", ADAPTERS)
+
+
+@asynccontextmanager
+async def probed(adapter: Any, model: Path) -> AsyncIterator[tuple[Made, Probe]]:
+    """An engine with a `Probe` as its side. Each step must be told as done in the end."""
+    probe = Probe()
+    async with adapter(model, lambda _, files: (WorkerContext("ports-1", files), probe)) as made:
+        yield made, probe
+    assert len(probe.running) == len(probe.steps)
+    assert not any(probe.running)
+
+
+def request(name: str, tokens: int = PROMPT, **fields: Any) -> Any:
+    prompt = random_prompt(tokens, seed=sum(name.encode()))
+    return prefill_request(name, prompt, cache_salt=None, priority=0, arrival_time=0.0, **fields)
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    await asyncio.to_thread(eventually, holds, what)
+
+
+@adapters
+async def test_work_runs_on_the_engine_thread_in_order(adapter: Any, model_path: Path) -> None:
+    done: list[str] = []
+    async with probed(adapter, model_path) as (made, probe):
+        thread = made.thread
+        assert await thread.call(threading.get_ident) != threading.get_ident()
+        with pytest.raises(ZeroDivisionError):
+            await thread.call(lambda: 1 // 0)
+        thread.submit(lambda: done.append("a"), wake=False)
+        thread.submit(lambda: done.append("b"))
+        await until(lambda: done == ["a", "b"], "the engine sleeps")
+        turns = probe.turns
+        thread.wake()
+        await until(lambda: probe.turns > turns, "the side is not asked")
+    with pytest.raises(NotNow, match="has ended"):
+        await thread.call(lambda: None)
+
+
+@adapters
+async def test_a_request_has_one_outcome(adapter: Any, model_path: Path) -> None:
+    async with probed(adapter, model_path) as (made, probe):
+        output = await asyncio.wrap_future(made.submit.add(request("a")))
+        assert output.finish_reason is not None
+        assert len(output.new_token_ids) == 1
+        named = lora_request(Adapter(name="red", path="/red", content="0" * 32))
+        refused = made.submit.add(request("b", lora_request=named))
+        with pytest.raises(BadMessage, match="--enable-lora"):
+            await asyncio.wrap_future(refused)
+        # One that is aborted has none. vLLM keeps its blocks until it is told that nobody writes.
+        probe.brings["c"] = BROUGHT
+        aborted, forgotten = made.submit.add(request("c")), list[bool]()
+        await until(lambda: made.engine.view.counts() == (0, 1), "it does not wait")
+        made.submit.abort("c", lambda: forgotten.append(True))
+        await until(lambda: forgotten == [True], "never told")
+        assert not aborted.done()
+        probe.now = StepReport({"c"})
+        made.thread.wake()
+        view = made.engine.view
+        await until(lambda: view.free_blocks == view.usable_blocks, "its blocks are held")
+
+
+@adapters
+async def test_what_a_side_reports_reaches_vllm(adapter: Any, model_path: Path) -> None:
+    async with probed(adapter, model_path) as (made, probe):
+        view = made.engine.view
+        for name, computed in (("loaded", PROMPT - BROUGHT), ("failed", PROMPT)):
+            probe.brings[name] = BROUGHT
+            outcome = made.submit.add(request(name))
+            await until(lambda: view.counts() == (0, 1), "it does not wait")
+            if name == "loaded":
+                probe.now = StepReport({name})
+            else:
+                probe.with_step = StepReport(failed={name})
+            made.thread.wake()
+            await asyncio.wrap_future(outcome)
+            assert sum(step.get(name, 0) for step in probe.steps) == computed
+        probe.keeps = {"sent"}
+        await asyncio.wrap_future(made.submit.add(request("sent")))
+        assert view.free_blocks == view.usable_blocks - PROMPT // BLOCK
+        probe.now = StepReport(sent={"sent"})
+        made.thread.wake()
+        await until(lambda: view.free_blocks == view.usable_blocks, "its blocks are held")
+
+
+@adapters
+async def test_a_side_sees_load_blocks_and_limits(adapter: Any, model_path: Path) -> None:
+    async with probed(adapter, model_path) as (made, probe):
+        view = made.engine.view
+        mark, idle = view.mark(), view.load(draining=False)
+        assert view.counts() == (idle.running, idle.waiting) == (0, 0)
+        assert (idle.active_blocks, idle.free_blocks) == (0, view.usable_blocks)
+        assert (view.tier, view.mid_step) == (None, False)
+        assert view.chunks.step_tokens == view.config.scheduler_config.max_num_batched_tokens
+        probe.brings["a"] = BROUGHT
+        outcome = made.submit.add(request("a"))
+        await until(lambda: view.counts() == (0, 1), "it does not wait")
+        busy = await made.thread.call(lambda: view.load(draining=True))
+        assert view.mark() != mark
+        assert (busy.waiting, busy.active_blocks, busy.draining) == (1, BROUGHT // BLOCK, True)
+        probe.now = StepReport({"a"})
+        made.thread.wake()
+        await asyncio.wrap_future(outcome)
+
+
+@adapters
+async def test_the_memory_is_quiet_before_it_is_freed(adapter: Any, model_path: Path) -> None:
+    async with probed(adapter, model_path) as (made, probe):
+        await asyncio.wrap_future(made.submit.add(request("a")))
+        assert made.memory.order == []
+    assert made.memory.order == ["quiet", "freed"]
+    turns = probe.turns
+    made.thread.wake()
+    assert probe.turns == turns
+
+
+@adapters
+async def test_a_decode_side_starts_without_what_an_adapter_may_lack(
+    adapter: Any, model_path: Path, etcd: EtcdServer, nats: NatsServer, client: EtcdClient, ns: str
+) -> None:
+    """No thread, no requests of its own, no request server: clients come another way."""
+    options = WorkerOptions(model=str(model_path), instance_id="ports-1")
+    role = DecodeRole(ClusterRef(ns, etcd.url, nats.url), options)
+
+    def sides(wake: Callable[[], None], files: RegionFiles) -> tuple[Any, SchedulerHalf]:
+        context = role.make_context(wake, files)
+        return context, role.make_half(context)
+
+    async with AsyncExitStack() as parts:
+        await role.watch(client, parts)
+        queue = await Settings(client, ns, QueueSettings).start()
+        parts.push_async_callback(queue.close)
+        made = await parts.enter_async_context(adapter(model_path, sides))
+        engine = replace(made.engine, thread=None, submit=None, own_loop=None)
+        await role.build(engine, queue, parts)
+        service = await role.open(parts)
+        output = await asyncio.wrap_future(made.submit.add(request("a")))
+        assert len(output.new_token_ids) == 1
+        record, descriptors = service.describe(
+            WorkerRecord(
+                instance_id="ports-1", incarnation="i1", role="decode", state=WorkerState.READY,
+                model="m", host="127.0.0.1", host_id="h", pid=1, started_at=0.0,
+            )
+        )  # fmt: skip
+        assert (record.data, record.computes) == ("", "")
+        assert record.control
+        assert descriptors
+        load = service.status()["load"]
+        assert (load["requests"], load["open_jobs"]) == (0, 0)
+        await service.stop_taking()
+        await service.finished()
+        await role.close()
