@@ -180,12 +180,11 @@ def prefix_end(prefix: bytes) -> bytes:
 
 
 class EtcdConnector(aiohttp.TCPConnector):
-    """As many connections as are asked for, and none left at the end. Its session closes it.
+    """As many connections as are asked for, and none left at the end. Its session closes it."""
 
-    When aiohttp closes an encrypted connection, it tells the server and waits for the answer, up to
-    half a minute. It forgets such a connection, so closing the session does not end it. So this
-    connector remembers every socket that it made.
-    """
+    # When aiohttp closes an encrypted connection, it tells the server and waits for the answer, up
+    # to half a minute. It forgets such a connection, so closing the session does not end it. So
+    # this connector remembers every socket that it made.
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         super().__init__(limit=0, socket_factory=self._make, ssl=True if tls is None else tls)

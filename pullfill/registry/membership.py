@@ -53,25 +53,15 @@ class LeaseFate(enum.StrEnum):
 class LeaseJudge:
     """Tells a lease that somebody has revoked from one that an outage of etcd has cost. No I/O.
 
-    A lease that is gone was REVOKED only if all of this holds since the last answered keep-alive:
-
-    - That keep-alive was *sent* less than a TTL ago, so the lease cannot have expired by itself.
-      The clock is CLOCK_BOOTTIME, which goes on while this process is stopped or the machine
-      sleeps.
-    - etcd's own clock (the `Date` of its answers) went on by less than a TTL. In a paused virtual
-      machine all other clocks stand still.
-    - No keep-alive failed and no watch broke. The owner watches its own key, so it sees when etcd
-      restarts between two keep-alives (`interrupted`).
-    - The same store answers: same cluster id and raft term, and a revision that did not go back.
-
-    Everything else is an OUTAGE. A worker that registers again for no reason loses nothing. One
-    that drains for no reason does. Times are clock seconds.
+    It was REVOKED only if nothing else can have ended it since the last answered keep-alive.
+    Everything else is an OUTAGE. Times are clock seconds.
 
     last_ok: when the last answered keep-alive was sent.
     header: of its answer.
     broken_at: when the conversation with etcd last broke. None: not since `last_ok`.
     """
 
+    # A worker that registers again for no reason loses nothing. One that drains for no reason does.
     ttl_s: float
     last_ok: float
     header: Header
@@ -94,10 +84,16 @@ class LeaseJudge:
         """etcd says that the lease does not exist."""
         before = self.header
         continuous = (
+            # No keep-alive failed and no watch broke. The owner watches its own key, so it sees
+            # when etcd restarts between two keep-alives (`interrupted`).
             self.broken_at is None
+            # The keep-alive was *sent* less than a TTL ago, so the lease cannot have expired by
+            # itself. CLOCK_BOOTTIME goes on while this process is stopped or the machine sleeps.
             and not self.expired(now)
-            # If etcd's clock was set back, the difference says nothing about the time that passed.
+            # In a paused virtual machine all clocks stand still, but etcd's does not. If it was
+            # set back, the difference says nothing about the time that passed.
             and 0 <= header.date - before.date < self.ttl_s
+            # The same store answers.
             and header.cluster_id == before.cluster_id
             and header.raft_term == before.raft_term
             and header.revision >= before.revision

@@ -71,8 +71,10 @@ def setup(role: str, level: str | None = None, *, as_json: bool = False) -> None
 
 
 class _OneLine(logging.Formatter):
-    """Escapes what is not printable. Clients choose the ids of their requests, and must neither
-    write lines of their own nor move the cursor of a reader. Tracebacks keep their lines."""
+    """Escapes what is not printable. Tracebacks keep their lines."""
+
+    # Clients choose the ids of their requests, and must neither write lines of their own nor move
+    # the cursor of a reader.
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return _escaped(super().formatMessage(record))
@@ -137,10 +139,10 @@ def complain(error: BaseException, text: str = "") -> None:
 
 
 class _Logger(logging.Logger):
-    """A logger that `logging.disable` does not silence.
+    """A logger that `logging.disable` does not silence."""
 
-    vLLM calls it on the engine thread while it reads its flags. It is for the whole process, so
-    lines of other threads were lost."""
+    # vLLM calls it on the engine thread while it reads its flags. It is for the whole process, so
+    # lines of other threads were lost.
 
     def isEnabledFor(self, level: int) -> bool:
         return not self.disabled and level >= self.getEffectiveLevel()

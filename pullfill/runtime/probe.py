@@ -33,12 +33,9 @@ def wants_openmetrics(accept: str) -> bool:
 def page(accept: str) -> tuple[bytes, str]:
     """Return all metrics of this process in the format that the scraper asks for, and its type.
 
-    OpenMetrics 1.0 for whoever names it in `Accept`, as Prometheus does. Only this format has
-    exemplars: the trace ids of single requests beside the buckets that they fell into. Prometheus
-    text 0.0.4 for everybody else, such as curl.
-
     accept: the header of the request. Empty: plain text."""
     if wants_openmetrics(accept):
+        # Only this format has exemplars: trace ids of single requests beside their buckets.
         # The default escaping makes `vllm_x` of `vllm:x` here, though not in plain text.
         generate: Any = openmetrics.generate_latest
         body: bytes = generate(REGISTRY, escaping=openmetrics.ALLOWUTF8)

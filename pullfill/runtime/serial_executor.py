@@ -1,11 +1,8 @@
 """A thread for work that may wait for a peer: calls run one at a time, in their order.
 
-There is a thread only while there is work, and for `linger_s` after it. So a peer that hangs delays
-nobody else, and an idle pair of workers keeps no thread. The standard library's executors keep
-theirs, and make the interpreter wait at its end for a thread that hangs.
-
-This module sets no limit for the number of threads. The callers do: a prefill worker by the number
-of its jobs with a grant, a decode worker by the number of its open jobs.
+There is a thread only while there is work, and for `linger_s` after it. This module sets no limit
+for the number of threads. The callers do: a prefill worker by its jobs with a grant, a decode
+worker by its open jobs.
 """
 
 from __future__ import annotations
@@ -29,6 +26,10 @@ class SerialExecutor(Executor):
     """Thread-safe. Its thread is a daemon. After a fork only one of the two processes may use it.
 
     busy: whether a call runs or waits."""
+
+    # A peer that hangs delays nobody else, and an idle pair of workers keeps no thread. The
+    # standard library's executors keep theirs, and make the interpreter wait at its end for a
+    # thread that hangs.
 
     def __init__(self, linger_s: float = 1.0) -> None:
         self._linger_s = linger_s

@@ -1,7 +1,6 @@
 """A cluster for other people's tests, and stand-ins for parts of one. No product room imports them.
 
 - `local_cluster.py`: `cluster()`, which runs a whole cluster on this machine.
-- `guard.py`: ends it when its user has ended.
 - `mock_executor.py`, `mock_model.py`: vLLM's executor without a model.
 """
 

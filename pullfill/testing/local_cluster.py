@@ -7,7 +7,7 @@
 
 `cluster` runs `pullfill up` in a state directory of its own. The operating system picks all ports.
 The caller waits until requests can be sent. At the end of `with` the cluster drains, and its
-directory is removed. If the caller is killed, the guard (guard.py) ends the cluster.
+directory is removed. If the caller is killed, a process beside it (`guard`) ends the cluster.
 
 Everything runs in other processes, so this needs neither vLLM nor an event loop in the caller.
 """
@@ -16,21 +16,23 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pullfill.config import ClusterFile, read_cluster_file
 from pullfill.errors import UnavailableError
 
 COMMAND = (sys.executable, "-P", "-m", "pullfill")
-GUARD = (sys.executable, "-P", "-m", "pullfill.testing.guard")
+GUARD = (sys.executable, "-P", "-c", f"from {__name__} import guard; guard()")
 MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
 """vLLM's flags for engines without a model: every token is the same, and computed in no time."""
 _READY = "ready"
@@ -178,3 +180,27 @@ def _stop(guard: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         guard.kill()
         guard.wait()
+
+
+# --------------------------------------------------------------------------- the guard
+
+
+def guard() -> NoReturn:
+    """Run the command that `sys.argv` names, until it ends or standard input is closed.
+
+    Belongs in a session of its own, so that Ctrl-C reaches only the caller."""
+    with subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL) as child:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda given, _: child.send_signal(given))
+        ended = os.pidfd_open(child.pid)
+        # The kernel closes standard input however the caller ends.
+        while ended not in (ready := select.select([0, ended], [], [])[0]):
+            if ready and not os.read(0, 4096):
+                break
+        # The first SIGTERM asks the command to drain. The second one means: at once.
+        for patience_s in (30.0, 15.0):
+            child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                sys.exit(child.wait(patience_s))
+        child.kill()
+        sys.exit(child.wait())

@@ -24,7 +24,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from pullfill.engine.kv import device_of
@@ -79,10 +79,7 @@ class MockExecutor(Executor):  # type: ignore[misc]
             "head_size": size.head_size,
             "dtype": torch.bfloat16,
         }
-        full = FullAttentionSpec(**shape)
-        window = SlidingWindowSpec(**shape, sliding_window=size.window)
-        first = size.layers - size.windows
-        return [{f"mock.{at}": full if at < first else window for at in range(size.layers)}]
+        return [{f"mock.{at}": FullAttentionSpec(**shape) for at in range(size.layers)}]
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
         return [[_LAYOUT]]

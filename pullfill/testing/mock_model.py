@@ -3,57 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from pullfill.errors import ConfigError
 
 KEY = "mock"
+_Number = Annotated[float, Meta(ge=0)]
+_Count = Annotated[int, Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class MockSettings:
+class MockSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the mock model.
 
     prefill_tokens_per_s: how fast prompts are computed. 0: in no time.
     step_s: seconds that each step takes besides, also if it only decodes.
     token: the token that is always sampled.
     layers, kv_heads, head_size: the shape of the KV cache.
-    windows: how many of the layers, the last ones, have a sliding window.
-    window: the tokens that it lets a layer see.
-    device: where the KV cache is: `cpu`, `cuda`, or `auto` for where vLLM would put it here."""
+    device: where the KV cache is. `auto`: where vLLM would put it here."""
 
-    prefill_tokens_per_s: float = 0.0
-    step_s: float = 0.0
-    token: int = 75
-    layers: int = 2
-    kv_heads: int = 1
-    head_size: int = 8
-    windows: int = 0
-    window: int = 1024
-    device: str = "auto"
-
-
-_DEVICES = ("auto", "cpu", "cuda")
+    prefill_tokens_per_s: _Number = 0.0
+    step_s: _Number = 0.0
+    token: _Count = 75
+    layers: _Count = 2
+    kv_heads: _Count = 1
+    head_size: _Count = 8
+    device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 def settings_of(additional_config: Any) -> MockSettings:
     """From vLLM's `--additional-config`, key `mock`. Raises ConfigError."""
     given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-    if given is None:
-        return MockSettings()
-    kinds: dict[str, type[Any]] = {f.name: type(f.default) for f in fields(MockSettings)}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"additional config {KEY!r} must be a table of settings")
-    for name, value in given.items():
-        if name not in kinds:
-            raise ConfigError(f"the mock backend has no setting {name!r}: use {', '.join(kinds)}")
-        if kinds[name] is str:
-            if value not in _DEVICES:
-                raise ConfigError(f"mock setting {name} must be one of {', '.join(_DEVICES)}")
-        elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise ConfigError(f"mock setting {name} must be a number of at least 0, not {value!r}")
-    return MockSettings(**{name: kinds[name](value) for name, value in given.items()})
+    try:
+        return MockSettings() if given is None else msgspec.convert(given, MockSettings)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"additional config {KEY!r}: {exc}") from None
 
 
 class MockModel:

@@ -211,7 +211,7 @@ def test_links_are_relative_and_lead_to_the_rooms() -> None:
         ("pullfill/a.py", "from pullfill.registry import keys", "core must not import registry"),
         ("pullfill/a.py", "from pullfill.deploy.cli import main", "core must not import deploy"),
         ("pullfill/engine/a.py", "import pullfill.registry", "engine must not import registry"),
-        ("transfer/a.py", "from pullfill.testing.guard import x", "must not import testing"),
+        ("transfer/a.py", "from pullfill.testing.mock_model import x", "must not import testing"),
         ("pullfill/engine/a.py", "from pullfill import testing", "must not import testing"),
         ("pullfill/testing/a.py", "import pullfill.decode_worker", "must not import decode_worker"),
         ("deploy/a.py", "from pullfill.decode_worker.ledger import Ledger", "import decode_worker"),
