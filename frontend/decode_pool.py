@@ -127,11 +127,6 @@ class WorkerPool:
         }
         return [f"{name}: {reason}" for name, reason in sorted(reasons.items())]
 
-    def state_of(self, instance_id: str) -> ConnectionState | None:
-        """The connection's state; None if there is none."""
-        connection = self._connections.get(instance_id)
-        return connection.state if connection is not None else None
-
     def load_of(self, instance_id: str) -> tuple[front_wire.LoadReport | None, float]:
         """Return `load` and `load_at` of the worker's connection. None: it has told nothing."""
         connection = self._connections.get(instance_id)

@@ -300,7 +300,9 @@ class _Frontend:
         board.start(dispatcher.on_refused)
         adapters = AdapterBoard(etcd, cluster.namespace)
         stack.push_async_callback(adapters.close)
-        front = await front_app.FrontApp.build(prepared, dispatcher, adapters)
+        front = await front_app.FrontApp.build(
+            prepared, dispatcher, adapters, view.response_elsewhere
+        )
         stack.push_async_callback(front.close)
         dispatcher.bind(front.client)
         if prepared.args.enable_lora:
@@ -322,7 +324,6 @@ class _Frontend:
         stock = await stack.enter_async_context(
             layer.forwarding(options, prepared.names, lambda: settings.current, stock_key)
         )
-        front.share_responses(view.response_elsewhere)
         admin = Admin(
             front.app, pool, view, requests, board.listed, front.stored_response, live, stock
         )

@@ -88,11 +88,6 @@ class Prefixes:
         followed = self._followed.get(instance_id)
         return str(followed.replica.state) if followed is not None else "none"
 
-    def block_size(self, instance_id: str) -> int:
-        """Return the number of tokens of a block of this worker. 0: it is not followed."""
-        followed = self._followed.get(instance_id)
-        return followed.block_size if followed is not None else 0
-
     def status(self, instance_id: str, now: float) -> dict[str, Any]:
         """Return what is known of a worker, for JSON. now: seconds of the loop's clock."""
         followed = self._followed.get(instance_id)

@@ -119,8 +119,6 @@ class FrontAdapters:
         name = request.lora_request.lora_name
         if name in self._unread:
             await self._read_unread(name)
-        if name in self._unread:
-            return  # decode workers of an older build know the name only
         if (record := self._known.get(name)) is None:
             raise BadMessage(f"LoRA adapter {name} was unloaded")
         request.lora_request = _as_sent(record)
@@ -149,15 +147,11 @@ class FrontAdapters:
         if max(len(name), len(path)) > MAX_TEXT:
             raise BadMessage(f"an adapter's name and path have {MAX_TEXT} characters at most")
         answers = await self._workers.call("add_lora", (asked,), self._timeout_s)
-        contents = {answer for answer in answers if isinstance(answer, str)}
-        if len(contents) > 1:
+        if len(contents := set(answers)) > 1:
             raise PeerUnavailable(
                 f"the decode workers have different files of LoRA adapter {name} at {path}: give "
                 "all of them the same files, and load it again"
             )
-        if not contents:  # workers of an older build return True
-            self._unread[name] = asked
-            return
         record = AdapterRecord(
             name=name, path=path, content=contents.pop(), layout_3d=asked.is_3d_lora_weight
         )

@@ -156,9 +156,12 @@ class FrontApp:
     _watch: asyncio.Task[None]
 
     @staticmethod
-    async def build(prepared: Prepared, port: DecodePort, board: Board) -> FrontApp:
-        """Make AsyncLLM and the app on the running loop. `port` must not deliver outputs before
-        this returns. board: the LoRA adapters of the cluster."""
+    async def build(prepared: Prepared, port: DecodePort, board: Board, ask: Ask) -> FrontApp:
+        """Make AsyncLLM and the app on the running loop.
+
+        port: must not deliver outputs before this returns.
+        board: the LoRA adapters of the cluster.
+        ask: asks other frontends for a stored response that this one does not have."""
         from vllm import envs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -182,6 +185,7 @@ class FrontApp:
         await init_app_state(engine, app.state, args, tasks)
         front_patches.settle_errors(app.state)
         front_patches.tell_failures(app.state, engine)
+        front_patches.share(app.state.openai_serving_responses, ask)
         client.adapters.follow(app.state.openai_serving_models)
         app.state.server = _NoServer()
         # As in an engine: vLLM asks for environment variables at each token.
@@ -194,12 +198,6 @@ class FrontApp:
         from pullfill.engine import front_patches
 
         return front_patches.stored(self.app.state.openai_serving_responses, response_id)
-
-    def share_responses(self, ask: Ask) -> None:
-        """Ask other frontends for the previous responses that this one does not have."""
-        from pullfill.engine import front_patches
-
-        front_patches.share(self.app.state.openai_serving_responses, ask)
 
     async def close(self) -> None:
         """Stop AsyncLLM. Requests still open end with an error."""

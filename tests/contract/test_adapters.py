@@ -189,24 +189,6 @@ async def test_adapters_of_flags_are_read_when_there_is_a_worker(
     assert await one.weights("x") == await other.weights("x") == b"B"
 
 
-async def test_decode_workers_of_an_older_build_get_the_name(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, path = await cluster.frontend(), an_adapter(tmp_path / "a", b"A")
-
-    async def old(*_: Any) -> list[bool]:
-        return [True]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cluster.fleet, "call", old)
-        await one.load("x", path)
-        request = SimpleNamespace(lora_request=asked("x", path), mm_features=None)
-        await one.adapters.identify(request)
-        assert (request.lora_request.lora_name, list(one.served)) == ("x", ["x"])
-    assert await one.weights("x") == b"A", "read by the first one of this build"
-    assert list(one.adapters._known) == ["x"]
-
-
 async def test_features_are_computed_with_one_adapter(cluster: Cluster, tmp_path: Path) -> None:
     """vLLM keeps them by a name that begins with the adapter's."""
     one, path = await cluster.frontend(), an_adapter(tmp_path / "a", b"A")

@@ -71,7 +71,6 @@ async def test_a_worker_is_cold_until_it_has_told_its_blocks(rig: Rig) -> None:
     rig.answer(worker)
     assert rig.state(worker) == "warm"
     assert rig.prefixes.matched(BLOCKS).blocks == {"a": 5}
-    assert rig.prefixes.block_size("a") == 32
     assert rig.prefixes.status("a", rig.now) == {
         "state": "warm", "blocks": 5, "refused": 0, "since_s": 0.0
     }  # fmt: skip
