@@ -142,17 +142,24 @@ class Exchange:
             if name.lower() not in _NOT_BACK
         ]
 
-    async def rest(self, silence_s: float) -> AsyncGenerator[bytes, None]:
-        """Yield what comes after `first`. Raises StageFailed if it breaks off."""
+    async def blocks(self, silence_s: float) -> AsyncGenerator[bytes, None]:
+        """Yield a stream as it comes, in blocks of whole events. Raises StageFailed if it breaks
+        off. What came of an event is dropped then."""
+        held = self.first
         self.server.streams += 1
         try:
             while True:
+                if (end := held.rfind(_END) + len(_END)) >= len(_END):
+                    yield held[:end]
+                    held = held[end:]
                 # Not around `yield`: there the caller waits for its client.
                 async with self.server.watched():
                     chunk = await self._response.content.readany()
                 if not chunk:
-                    return
-                yield chunk
+                    break
+                held += chunk
+            if held:
+                yield held
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
             raise failure(self.server, exc, silence_s) from exc
         finally:
@@ -242,28 +249,20 @@ async def relay(
         await send(head)
         await send({"type": "http.response.body", "body": exchange.first})
         return 1, None
-    begun, events, held = False, 0, b""
+    events = 0
     try:
-        async with aclosing(exchange.rest(silence_s)) as rest:
-            chunk: bytes | None = exchange.first
-            while chunk is not None:
-                held = held + chunk if held else chunk
-                if (end := held.rfind(_END) + len(_END)) >= len(_END):
-                    if not begun:
-                        begun = True
-                        await send(head)
-                    out, held = held[:end], held[end:]
-                    events += out.count(_END)
-                    await send({"type": "http.response.body", "body": out, "more_body": True})
-                chunk = await anext(rest, None)
+        async with aclosing(exchange.blocks(silence_s)) as blocks:
+            async for block in blocks:
+                if not events:
+                    await send(head)
+                events += block.count(_END) or 1
+                await send({"type": "http.response.body", "body": block, "more_body": True})
     except StageFailed as exc:
-        if not begun:
+        if not events:
             raise
         await send({"type": "http.response.body", "body": broken(exc, path)})
         return events, exc
-    if not begun:
-        await send(head)
-    await send({"type": "http.response.body", "body": held})
+    await send({"type": "http.response.body", "body": b""})
     return events, None
 
 
