@@ -38,8 +38,11 @@ async def test_a_stop_string_ends_an_answer_and_is_no_cancel(served: Served) -> 
         assert len(fake.aborted) == 1
         async with http.stream("GET", "/pullfill/ui/events") as events:
             told = (json.loads(s[6:]) async for s in events.aiter_lines() if s.startswith("data: "))
-            ended = {row["id"]: row["at"] for row in (await anext(told))["ended"]}
-        assert ended[cut.id] is not None
+            ended = dict[str, Any]()
+            async with asyncio.timeout(PATIENCE_S):
+                while f"{cut.id}-0" not in ended:
+                    ended |= {row["id"]: row["at"] for row in (await anext(told))["ended"]}
+        assert ended[f"{cut.id}-0"] is not None
 
 
 async def test_a_request_is_explained_by_the_ids_that_its_client_knows(served: Served) -> None:
