@@ -271,41 +271,6 @@ async def test_a_server_that_is_lost_while_the_client_is_slow_ends_the_stream_wi
     assert bodies[3].endswith(b"data: [DONE]\n\n")
 
 
-async def test_the_stage_that_breaks_is_the_one_that_is_noted() -> None:
-    """With parallel dispatch the prefill may end after the decode server has begun to answer."""
-    async with forwarding("batch", "mooncake", "parallel") as rig:
-        begun, known = asyncio.Event(), asyncio.Event()
-        prefill, decode = rig.prefill[0], rig.decode[0]
-        connect = prefill._connect
-
-        async def prefills(request_id: str, params: dict[str, Any]) -> Any:
-            found = await connect(request_id, params)
-            await begun.wait()
-            return found
-
-        async def breaks(request: web.Request, request_id: str, body: Any) -> Any:
-            answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
-            await answer.prepare(request)
-            await answer.write(b"data: 1\n\n")
-            begun.set()
-            await known.wait()
-            assert request.transport is not None
-            request.transport.abort()
-            await asyncio.sleep(60)
-
-        prefill._connect, decode._answer = prefills, breaks  # type: ignore[method-assign]
-        asking = asyncio.create_task(rig.ask(stream=True, headers=[(b"x-request-id", b"r1")]))
-        await until(lambda: prefill.requests and not prefill.open)
-        await asyncio.sleep(0.1)  # the frontend reads the prefill server's answer
-        known.set()
-        await asking
-        record = rig.requests.get("cmpl-r1")
-        assert record is not None
-        told = {stage.stage: stage.result for stage in record.stages}
-        assert told["prefill"] == "ok"
-        assert "broke off" in told["decode"]
-
-
 def test_the_load_is_read_from_metrics() -> None:
     load = load_of(METRICS)
     assert (load.running, load.waiting, load.kv_used) == (3.0, 4.0, 0.5)
@@ -346,12 +311,11 @@ async def test_a_server_without_a_connector_is_refused_until_it_is_started_with_
         assert (await rig.ask()).status == 200
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 500])
-async def test_a_server_whose_metrics_nobody_may_read_serves(status: int) -> None:
+async def test_a_server_whose_metrics_nobody_may_read_serves() -> None:
     """A gateway in front of the server may not let anybody read them."""
     async with forwarding(wait=False) as rig:
         for server in rig.all:
-            server.metrics_status = status
+            server.metrics_status = 401
         await rig.states(ready=2)
         assert (await rig.ask()).status == 200
         await asyncio.sleep(0.1)

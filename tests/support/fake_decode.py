@@ -58,8 +58,6 @@ class FakeDecode:
     fatal_token: it dies of a prompt with this token.
     fatal_length: it dies once prompt and answer are so long. 0: when the prompt comes.
     killed_by: the prompt that it died of.
-    slots: number of requests that it works on at a time. 0: any. The others wait in its queue, and
-    it does not die of those.
     load: what its welcome says of its load.
     prefix_block_size: as its welcome says. It never tells a block.
     adapter: digest of the files of all LoRA adapters.
@@ -75,7 +73,6 @@ class FakeDecode:
     ahead_s: float = 0.0
     fatal_token: int = 0
     fatal_length: int = 0
-    slots: int = 0
     load: front_wire.LoadReport | None = None
     prefix_block_size: int = 0
     adapter: str = "0" * 32
@@ -84,7 +81,6 @@ class FakeDecode:
     added: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     utilities: list[tuple[str, list[Any]]] = field(default_factory=list)
-    pings: int = 0
     byes: int = 0
     killed_by: list[int] = field(default_factory=list)
     record: WorkerRecord = field(init=False)
@@ -119,7 +115,7 @@ class FakeDecode:
     @property
     def active(self) -> list[_Active]:
         """Requests that are being answered now."""
-        return list(self._active.values())[: self.slots or None]
+        return list(self._active.values())
 
     def die(self) -> None:
         """As SIGKILL looks from outside: the connection breaks, nothing is said."""
@@ -154,15 +150,6 @@ class FakeDecode:
         def order() -> None:
             for peer in self._peers:
                 self._send(peer, *frames)
-
-        self._orders.put(order)
-
-    def finish_all(self, reason: int) -> None:
-        """End every request now with `reason`."""
-
-        def order() -> None:
-            for active in list(self._active.values()):
-                self._finish(active, [], reason)
 
         self._orders.put(order)
 
@@ -206,8 +193,7 @@ class FakeDecode:
                 prompt = found.prompt_token_ids or []
                 active = _Active(identity, found, len(prompt), sum(prompt))
                 self._active[found.request_id] = active
-                if active in self.active:
-                    self._fatal(active)
+                self._fatal(active)
         elif kind == front_wire.ABRT:
             for request_id in front_wire.decode_ids(payload[0]):
                 self.aborted.append(request_id)
@@ -215,7 +201,6 @@ class FakeDecode:
                     told = front_wire.encode_explain([self._record(gone)])
                     self._send(gone.identity, front_wire.EXPL, told)
         elif kind == front_wire.PING:
-            self.pings += 1
             self._send(identity, front_wire.PONG)
         elif kind == front_wire.UTIL:
             call_id, method, args = msgspec.msgpack.decode(payload[0])
