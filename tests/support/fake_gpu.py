@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu.copies import Lane
-from pullfill.transfer.gpu.cuda import HANDLE_BYTES, Addresses, Allocation
+from pullfill.transfer.gpu.cuda import HANDLE_BYTES, Addresses
 
 SETTINGS = 'EnableMSI: 1\nRegistryDwords: ""\n'
 _handles = itertools.count(1)
@@ -193,14 +193,14 @@ class FakeDriver:
             raise TransferFailed("the NVIDIA driver's settings cannot be read: no such file")
         return self.module
 
-    def allocation(self, device: int, address: int) -> Allocation:
+    def allocation(self, device: int, address: int) -> tuple[int, int, bool]:
         base, nbytes = self.extent(device, address)
         if base in self._mine:
             mine = self._mine[base]
             if mine.device == device:
-                return Allocation(base, nbytes, mine.exportable)
+                return base, nbytes, mine.exportable
         elif self._opened[base].handle.split()[2].decode() == self.devices[device]:
-            return Allocation(base, nbytes, False)
+            return base, nbytes, False
         raise TransferFailed(f"the address is not memory of device {device}")
 
     def extent(self, device: int, address: int) -> tuple[int, int]:

@@ -31,9 +31,9 @@ from pullfill.net.this_host import host_id
 from pullfill.runtime import failpoints, log
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
 from pullfill.transfer.cuda_ipc.writers import (
-    Process,
     WriterRecord,
     pid_namespace,
+    readable,
     why_no_proof,
 )
 from pullfill.transfer.gpu.copies import GpuCopier, Lane, lane_of, link_to, visible
@@ -75,18 +75,18 @@ def export(memory: LocalMemory, driver: CudaDriver | None = None) -> Exported:
     driver = driver or load()
     if memory.device is None:
         raise ConfigError("memory of the CPU has no CUDA handle")
-    whole = driver.allocation(memory.device, memory.address)
-    if not whole.exportable:
+    base, size, exportable = driver.allocation(memory.device, memory.address)
+    if not exportable:
         raise ConfigError(
             "CUDA IPC cannot share the KV cache: it is made of mapped physical pages (VMM) or is "
             "from a memory pool. Remove expandable_segments and cudaMallocAsync from "
             "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, and do not use --enable-sleep-mode"
         )
-    offset = memory.address - whole.base
-    if offset + memory.nbytes > whole.nbytes:
+    offset = memory.address - base
+    if offset + memory.nbytes > size:
         raise ConfigError("the KV cache is not one allocation of CUDA")
     return Exported(
-        handle=driver.export(memory.device, whole.base),
+        handle=driver.export(memory.device, base),
         offset=offset,
         nbytes=memory.nbytes,
         device=driver.uuid(memory.device),
@@ -147,8 +147,11 @@ class IpcHold(ShmHold):
         self._settled = settled
         with ExitStack() as undo:
             undo.callback(super().close)
-            self._owner = Process(pid)
-            undo.callback(self._owner.close)
+            try:
+                self._owner = os.pidfd_open(pid)
+            except OSError as exc:
+                raise PeerUnavailable(f"process {pid}, which owns the GPU memory: {exc}") from exc
+            undo.callback(os.close, self._owner)
             self._record = WriterRecord(fd)
             undo.pop_all()
 
@@ -160,7 +163,7 @@ class IpcHold(ShmHold):
         # The end of the owner frees its GPU memory. To use it after that through a mapping is
         # undefined (CUDA Driver API, cuIpcOpenMemHandle), and may be a GPU error, which ends our
         # engine too. A batch under way when the owner dies is not covered.
-        if self._owner.ended:
+        if readable(self._owner):
             raise TransferFailed("the process that owned the GPU memory has ended")
         super().enter(token)
         self._record.begin(token.slot)
@@ -171,7 +174,7 @@ class IpcHold(ShmHold):
             super().leave(token)
 
     def close(self) -> None:
-        self._owner.close()
+        os.close(self._owner)
         if self._settled():  # else the descriptor, and so the lock, stays until the process ends
             self._record.close()
             super().close()
@@ -255,9 +258,16 @@ class CudaIpcTransport:
             self._lane(device), link, queued=lambda: failpoints.hit("cuda_ipc.queued")
         )
         with ExitStack() as undo:
-            hold = _open_hold(endpoint, descriptor, copier)
-            undo.callback(hold.close)
-            base = _map(driver, device, endpoint, descriptor)
+            try:
+                fd = open_same(endpoint.fence, endpoint.fence_inode)
+                pid = endpoint.memory.pid
+                hold = IpcHold(fd, descriptor.incarnation, lambda: copier.settled, pid)
+                undo.callback(hold.close)
+                base = driver.open(device, endpoint.memory.handle)
+            except (OSError, TransferFailed) as exc:
+                raise PeerUnavailable(
+                    f"the GPU memory of {descriptor.instance_id} cannot be mapped: {exc}"
+                ) from exc
 
             def give_back() -> None:
                 if copier.settled:
@@ -282,27 +292,6 @@ class CudaIpcTransport:
             )
             undo.pop_all()
             return session
-
-
-def _open_hold(endpoint: IpcEndpoint, descriptor: RegionDescriptor, copier: GpuCopier) -> IpcHold:
-    try:
-        fd = open_same(endpoint.fence, endpoint.fence_inode)
-    except OSError as exc:
-        raise PeerUnavailable(
-            f"the fence of {descriptor.instance_id} cannot be opened: {exc}"
-        ) from exc
-    return IpcHold(fd, descriptor.incarnation, lambda: copier.settled, endpoint.memory.pid)
-
-
-def _map(
-    driver: CudaDriver, device: int, endpoint: IpcEndpoint, descriptor: RegionDescriptor
-) -> int:
-    try:
-        return driver.open(device, endpoint.memory.handle)
-    except TransferFailed as exc:
-        raise PeerUnavailable(
-            f"the GPU memory of {descriptor.instance_id} cannot be mapped: {exc}"
-        ) from exc
 
 
 def _why_not_here(endpoint: IpcEndpoint, driver: CudaDriver, device: int) -> str | None:

@@ -117,31 +117,7 @@ class WriterRecord:
         self._map.close()
 
 
-# A pidfd is readable when all threads of its process have ended and all its files are released. Its
-# parent may not have waited for it yet.
-
 _PID_BITS = 22  # the kernel's limit of pid_max
-
-
-class Process:
-    """Another process of this host."""
-
-    def __init__(self, pid: int) -> None:
-        """Raises PeerUnavailable when there is none."""
-        try:
-            self._fd = os.pidfd_open(pid)
-        except OSError as exc:
-            raise PeerUnavailable(f"process {pid}, which owns the GPU memory: {exc}") from exc
-
-    @property
-    def ended(self) -> bool:
-        return _readable(self._fd)
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 def process_word(pid: int) -> int:
@@ -160,11 +136,11 @@ def has_ended(word: int) -> bool:
     except OSError:
         return False
     try:
-        if _readable(fd):
+        if readable(fd):
             return True  # and so has whoever had the number before
         return _started(pid) != word >> _PID_BITS  # somebody else has the number now
     except OSError:  # it ended just now, or /proc hides it from us (hidepid)
-        return _readable(fd)
+        return readable(fd)
     finally:
         os.close(fd)
 
@@ -177,7 +153,9 @@ def pid_namespace() -> str:
         return ""
 
 
-def _readable(pidfd: int) -> bool:
+def readable(pidfd: int) -> bool:
+    """Whether all threads of its process have ended, and all its files are released. Its parent may
+    not have waited for it yet."""
     asked = select.poll()
     asked.register(pidfd, select.POLLIN)
     return bool(asked.poll(0))

@@ -16,7 +16,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,19 +64,6 @@ class _CopyAttributes(ctypes.Structure):
         ("target_hint", _Location),
         ("flags", ctypes.c_uint),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """One allocation of device memory.
-
-    exportable: whether the driver gives it an IPC handle. Memory made of mapped physical pages
-    (VMM: expandable segments, sleep mode) has none.
-    """
-
-    base: int
-    nbytes: int
-    exportable: bool
 
 
 @cache
@@ -216,8 +202,10 @@ class CudaDriver:
         except OSError as exc:
             raise TransferFailed(f"the NVIDIA driver's settings cannot be read: {exc}") from exc
 
-    def allocation(self, device: int, address: int) -> Allocation:
-        """The allocation around an address. Raises TransferFailed when it is not of `device`."""
+    def allocation(self, device: int, address: int) -> tuple[int, int, bool]:
+        """Base and bytes of the allocation around an address, and whether the driver gives it an
+        IPC handle. Raises TransferFailed when it is not of `device`."""
+        # Memory made of mapped physical pages (VMM: expandable segments, sleep mode) has none.
         self.enter(device)
         pointer = ctypes.c_uint64(address)
         kind, where, capable = ctypes.c_uint(), ctypes.c_int(), ctypes.c_int()
@@ -227,8 +215,7 @@ class CudaDriver:
             self.call("cuPointerGetAttribute", ctypes.byref(into), attribute, pointer)
         if kind.value != _DEVICE_MEMORY or where.value != device:
             raise TransferFailed(f"the address is not memory of device {device}")
-        base, size = self.extent(device, address)
-        return Allocation(base, size, bool(capable.value))
+        return *self.extent(device, address), bool(capable.value)
 
     def extent(self, device: int, address: int) -> tuple[int, int]:
         """Base and bytes of the allocation around an address that `device` can use, whichever
