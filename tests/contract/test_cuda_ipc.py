@@ -15,16 +15,12 @@ import pytest
 
 from pullfill.errors import BadMessage, ConfigError, IncompatibleError, PeerUnavailable
 from pullfill.transfer import owners
-from pullfill.transfer.cuda_ipc import ipc_transport
 from pullfill.transfer.cuda_ipc.ipc_transport import (
     CudaIpcTransport,
     GpuMapping,
-    IpcEndpoint,
     export,
 )
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.owners import MappedRank, Owner
-from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import FenceToken, encode
 from tests.support.fake_gpu import FakeDriver
 from tests.support.transfer_rigs import (
@@ -227,14 +223,6 @@ def test_out_of_reach_of_other_hosts_and_of_cpu_memory(gpu_rig: Rig, gpu_region:
         on_cpu.connect(replace(gpu_rig.local(DENSE).memory, device=None), gpu_region.descriptor)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"v":1}', "\x00", '{"v":1,"memory":{}}'])
-def test_garbage_for_an_endpoint(gpu_rig: Rig, gpu_region: Region, text: str) -> None:
-    descriptor = msgspec.structs.replace(gpu_region.descriptor, endpoints={"cuda_ipc": text})
-    assert gpu_rig.transport.can_reach(descriptor) is not None
-    with pytest.raises(BadMessage):
-        gpu_rig.transport.connect(gpu_rig.local(DENSE).memory, descriptor)
-
-
 def test_mapped_physical_pages_are_refused_with_what_to_do() -> None:
     driver = FakeDriver()
     pages = driver.allocate(extent(DENSE), exportable=False)
@@ -248,26 +236,6 @@ def test_mapped_physical_pages_are_refused_with_what_to_do() -> None:
     pages.exportable = True
     with pytest.raises(ConfigError, match="one allocation"):
         export(beyond, driver)
-
-
-def test_one_owner_for_all_ranks(tmp_path: Path) -> None:
-    """Ranks of other processes; one of them has memory without a handle."""
-    driver, layout = FakeDriver(), dense_layout(1, 4, 1, 64)
-    blocks = [driver.allocate(extent(layout), device) for device in (0, 1)]
-    memories = [replace(memory_over(b.data, layout), device=b.device) for b in blocks]
-    handles = [export(memory, driver) for memory in memories]
-    files = RegionFiles("decode-1", tmp_path)
-    ranks = [MappedRank(m, exported=e) for m, e in zip(memories, handles, strict=True)]
-    ranks.append(MappedRank(memories[1]))
-    owner = Owner(files, ranks, "i1", instance_id="decode-1", slots=4)
-    devices = [
-        IpcEndpoint.decode(owner.endpoints(rank)["cuda_ipc"]).memory.device for rank in (0, 1)
-    ]
-    assert devices == ["gpu-a", "gpu-b"]
-    assert owner.endpoints(2) == {}
-    owner.close()
-    owner.close()
-    assert os.listdir(tmp_path) == []
 
 
 def test_the_main_process_maps_what_a_rank_exported() -> None:
@@ -290,31 +258,6 @@ def test_the_main_process_maps_what_a_rank_exported() -> None:
     block.free()
     with pytest.raises(PeerUnavailable, match="cannot be mapped"):
         GpuMapping(handle, theirs, driver)
-
-
-def test_ranks_tell_their_gpu_memory_and_the_main_process_offers_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver, layout = FakeDriver(), dense_layout(2, 4, 1, 64)
-    monkeypatch.setattr(ipc_transport, "load", lambda: driver)
-    blocks = [driver.allocate(extent(layout), device) for device in (0, 1)]
-    memories = [replace(memory_over(b.data, layout), device=b.device) for b in blocks]
-    told = {(0, tp): owners.tell_gpu(memory) for tp, memory in enumerate(memories)}
-    # Rank 0 lives in the main process, rank 1 in one of its own.
-    told[0, 1] = replace(told[0, 1], pid=1)
-    mapped = owners.attach_ranks(told, kv_heads=2)
-    assert mapped[0].memory.address == memories[0].address
-    assert mapped[1].memory.address != memories[1].address
-    assert [rank.memory.first_head for rank in mapped] == [0, 1]
-    owner = Owner(RegionFiles("decode-1", tmp_path), mapped, "i1", instance_id="decode-1")
-    for rank, block in enumerate(blocks):
-        endpoint = IpcEndpoint.decode(owner.endpoints(rank)["cuda_ipc"])
-        assert endpoint.memory.handle == driver.export(rank, block.base)
-    owner.close()
-    for rank in mapped:
-        rank.close()
-        rank.close()
-    assert sum(driver.openings.values()) == 0
 
 
 def test_a_rank_whose_memory_has_no_handle(

@@ -16,7 +16,6 @@ from pullfill.transfer import copying
 from pullfill.transfer.copying import read_pages
 from pullfill.transfer.cuda_ipc.ipc_transport import IpcEndpoint, export
 from pullfill.transfer.gpu.copies import NVLINK, PCIE, SAME, Interconnect, link_to
-from pullfill.transfer.layout import dense_layout
 from tests.support.fake_gpu import FakeDriver
 from tests.support.transfer_rigs import (
     DENSE,
@@ -88,20 +87,6 @@ def test_blocks_of_gpu_memory_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.to_host[1:] == [DENSE.block_bytes]
     read_pages(on_gpu, range(20))
     assert len(driver._locked) == 1, "one page-locked buffer, also when more is asked for later"
-
-
-def test_blocks_of_several_ranks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, layout = FakeDriver(), dense_layout(3, 40, 1, 512)
-    monkeypatch.setattr(copying, "lane_of", driver.lane)
-    data = [driver.allocate(extent(layout), device).data for device in (0, 1)]
-    memories = []
-    for rank, bytes_ in enumerate(data):
-        bytes_[:] = random_bytes(len(bytes_), rank)
-        memories.append(replace(memory_over(bytes_, layout), first_head=rank))
-    on_gpu = [replace(memory, device=rank) for rank, memory in enumerate(memories)]
-    read = read_pages(on_gpu, [3, 1])
-    assert (read == read_pages(memories, [3, 1])).all()
-    assert len(driver.to_host) == 2, "one copy for each rank"
 
 
 def test_memory_of_another_gpu(gpu_rig: Rig, gpu_region: Region) -> None:

@@ -116,17 +116,6 @@ def test_a_connection_being_made(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> N
     region.owner.close()
 
 
-def test_mapped_memory_needs_no_owner(tmp_path: Path) -> None:
-    rig = shm_rig(tmp_path)
-    region, mine = rig.region(DENSE), rig.local(DENSE)
-    session, token = rig.connect(mine, region), region.owner.fences.open([1])
-    session.interrupt()
-    session.write_blocks(token, [1], [1])
-    assert (region.pages[:, 1] == mine.pages[:, 1]).all()
-    session.close()
-    region.owner.close()
-
-
 def test_a_transfer_worker_that_is_closed_lets_its_engine_go_on(
     rig: Rig, pair: tuple[Region, Local], stuck: Stuck
 ) -> None:

@@ -6,16 +6,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from pullfill.errors import ConfigError, Fenced, PeerUnavailable, TransferFailed
 from pullfill.transfer.contract import PeerSession
-from pullfill.transfer.nccl.gpu_turns import TURNS
+from pullfill.transfer.nccl.gpu_turns import TURNS, Laid, Turn
 from pullfill.transfer.nccl.nccl_backend import PEER, CudaGpus, NcclKind
+from pullfill.transfer.runs import stream_of
 from pullfill.wire import FenceToken
 from tests.support.fake_nccl import World
 from tests.support.nccl_rig import Calling, FakeGpus, PairKind
@@ -64,11 +68,11 @@ def places(directory: Path) -> Iterator[Make]:
     before = set(threading.enumerate())
     made: list[Place] = []
 
-    def build(*, layout: str = "dense") -> Place:
+    def build(*, layout: str = "dense", local: str = "dense") -> Place:
         world = World()
         kind = PairKind(world, message_bytes=8 << 10, batch_bytes=64 << 10)
         rig = stream_rig(directory, kind)
-        place = Place(world, kind, rig, rig.region(LAYOUTS[layout]), rig.local(DENSE))
+        place = Place(world, kind, rig, rig.region(LAYOUTS[layout]), rig.local(LAYOUTS[local]))
         made.append(place)
         return place
 
@@ -361,3 +365,59 @@ def test_a_refused_batch_costs_no_communicator_and_keeps_the_one_there_is(make: 
     assert place.world.constructed == 2, "made again after a mere refusal"
     assert place.moved(range(40))
     session.close()
+
+
+@pytest.mark.parametrize("verb", ["write_blocks", "read_blocks"])
+def test_no_kernel_waits_while_the_sender_still_gathers(make: Make, verb: str) -> None:
+    place = make(layout="padded-heads", local="padded-heads")
+    session, token = place.connect(), place.token()
+    session.write_blocks(token, range(1), range(1))
+    sender = (place.kind.theirs if verb == "write_blocks" else place.kind.gpus).gpu
+    before = sender.copies
+    sender.hold.clear()
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(getattr(session, verb), token, range(10), range(10))
+        eventually(lambda: sender.copies > before, "it does not gather")
+        time.sleep(0.1)
+        waiting = [place.world.waiting(gpu) for gpu in ("GPU-0", "GPU-1")]
+        sender.hold.set()
+        moving.result(20)
+    assert waiting == [0, 0]
+    session.close()
+
+
+def test_a_communicator_that_the_owner_does_not_have_is_made_anew(make: Make) -> None:
+    place = make()
+    session, token = place.connect(), place.token()
+    session.write_blocks(token, range(10), range(10))
+    backend: Any = session._backend  # type: ignore[attr-defined]
+    backend._generation += 1  # another one than the owner knows
+    with pytest.raises(TransferFailed):
+        session.write_blocks(token, range(10, 20), range(10, 20))
+    session.write_blocks(token, range(10, 20), range(10, 20))
+    assert place.moved(range(20))
+    session.close()
+
+
+def test_a_gpu_without_room_for_turns_offers_no_nccl(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, kind = make(), PairKind(World())
+
+    def refuse(_: int) -> int:
+        raise TransferFailed("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr(kind.gpus.gpu, "allocate", refuse)
+    assert kind.detail(place.mine.memory) is None
+    with pytest.raises(TransferFailed, match=r"no 128 MiB .* --gpu-memory-utilization"):
+        kind.make(place.mine.memory, owner=True)
+    monkeypatch.undo()
+    assert kind.detail(place.mine.memory) is not None
+
+
+def test_a_batch_that_cannot_be_staged_is_refused(make: Make) -> None:
+    """Another worker may ask for larger batches than we do."""
+    place = make(layout="padded-heads")
+    runs = stream_of(place.region.memory, np.arange(40))
+    with pytest.raises(TransferFailed, match="can be staged"):
+        Laid(runs, 8 << 10, Turn(0, runs.total - 1, place.kind.gpus.gpu))

@@ -13,7 +13,6 @@ import pytest
 from pullfill.errors import TransferFailed
 from pullfill.transfer.nccl import library
 from pullfill.transfer.nccl.library import nonblocking
-from pullfill.transfer.nccl.nccl_backend import CudaGpus
 
 
 class Found:
@@ -113,29 +112,6 @@ def test_they_are_refused_too_where_a_file_of_nccl_forces_them(
     assert f"NCCL_COMM_BLOCKING=1 in {places / place}" in str(library.blocking_forced())
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
     assert library.blocking_forced() is None, "the environment comes first"
-
-
-def test_the_first_file_that_says_it_counts(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (places / "home" / ".nccl.conf").write_text("NCCL_COMM_BLOCKING=0\n")
-    (places / "etc").write_text("NCCL_COMM_BLOCKING=1\n")
-    assert library.blocking_forced() is None
-    monkeypatch.setenv("NCCL_CONF_FILE", str(places))  # a folder: NCCL goes on with /etc
-    assert "etc" in str(library.blocking_forced())
-
-
-class Gpus(CudaGpus):
-    """With an NCCL of that version."""
-
-    def __init__(self, version: int) -> None:
-        super().__init__()
-        self.version = lambda: version  # type: ignore[method-assign]
-
-
-def test_sharing_a_gpu_may_be_allowed_by_a_file(places: Path) -> None:
-    assert not Gpus(23007).shared()
-    (places / "etc").write_text("NCCL_MULTI_RANK_GPU_ENABLE=1\n")
-    assert Gpus(23007).shared()
-    assert not Gpus(22907).shared(), "older ones never allow it"
 
 
 def test_the_config_is_one_that_nccl_takes() -> None:

@@ -130,12 +130,6 @@ def test_ranks_of_tensor_and_pipeline_parallel_engines_find_their_place(tmp_path
     assert os.listdir(tmp_path) == []
 
 
-def test_one_rank_alone_has_all_there_is(tmp_path: Path) -> None:
-    (rank,) = owners.attach_ranks({(0, 0): region(tmp_path, 0, heads=3)}, kv_heads=8)
-    assert (rank.memory.first_head, rank.memory.layout.num_kv_heads) == (0, 3)
-    rank.close()
-
-
 def test_one_rank_in_this_process_is_not_mapped_twice(tmp_path: Path) -> None:
     told = replace(region(tmp_path, 0), pid=os.getpid())
     (rank,) = owners.attach_ranks({(0, 0): told}, kv_heads=1)

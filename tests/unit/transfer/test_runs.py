@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Iterable
 
@@ -11,10 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pullfill.errors import BadMessage
-from pullfill.transfer.contract import KvLayout
-from pullfill.transfer.layout import check_bounds, dense_layout
-from pullfill.transfer.runs import SINGLE, Batch, Rows, merge_pairs, plan
-from tests.support.transfer_rigs import extent
+from pullfill.transfer.contract import KvLayout, LocalMemory, Rect
+from pullfill.transfer.layout import check_bounds, crop, dense_layout, part_of
+from pullfill.transfer.runs import (
+    SINGLE,
+    Batch,
+    Iovec,
+    Rows,
+    Runs,
+    merge_pairs,
+    pairs,
+    pieces,
+    plan,
+    stream_of,
+)
+from tests.support.transfer_rigs import LAYOUTS, PAGE, extent, memory_over, pages, random_bytes
 
 
 @st.composite
@@ -106,17 +118,6 @@ def test_plan_moves_exactly_the_oracles_bytes(
         assert nbytes.sum() == batch.total <= max_bytes
 
 
-def test_a_block_stays_together_over_its_layers() -> None:
-    layout = dense_layout(4, 100, 2, 1024)
-    (batch,) = plan(layout, layout, [7, 3], [9, 5]).batches()
-    assert (len(batch), batch.rows.counts, batch.total) == (2, (4,), 2 * 4 * 2048)
-    assert batch.target == [5 * 2048, 9 * 2048]
-    halves = list(plan(layout, layout, [7, 3], [9, 5]).batches(max_bytes=8192))
-    assert [(len(b), b.rows.counts) for b in halves] == [(1, (4,)), (1, (4,))]
-    layers = list(plan(layout, layout, [7, 3], [9, 5]).batches(max_bytes=4096))
-    assert [(len(b), b.rows.counts) for b in layers] == [(1, (2,))] * 4
-
-
 def test_rows_are_split_within_the_outermost_dimension_that_is_too_long() -> None:
     rows = Rows((2, 5), (1000, 10), (2000, 20))
     pieces = list(rows.split(2))
@@ -139,13 +140,6 @@ def test_merged_runs_are_maximal_and_complete(pairs: list[tuple[int, int]]) -> N
     assert sorted(expanded) == sorted(pairs)
     starts = {(s, t) for s, t, _ in runs}
     assert all((s + n, t + n) not in starts for s, t, n in runs)
-
-
-def test_everything_dense_is_one_copy() -> None:
-    # All layers of a block side by side, then the next block.
-    layout = KvLayout(0, 3, 10, 2, 64, layer_stride=128, block_stride=384, head_stride=64)
-    todo = plan(layout, layout, range(10), range(10))
-    assert (len(todo.nbytes), todo.rows.count) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -182,3 +176,134 @@ def test_overlapping_or_empty_layouts_are_refused() -> None:
             check_bounds(bad, 1 << 20)
     with pytest.raises(BadMessage):
         check_bounds(good, extent(good) - 1)
+
+
+# --------------------------------------------------------------------------- streams
+
+
+def content(iovec: Iovec) -> bytes:
+    return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in iovec.tolist())
+
+
+def gather(runs: Runs) -> bytes:
+    assert (runs.iovec.dtype, runs.iovec.flags.c_contiguous) == (np.uint64, True)
+    found = content(runs.iovec)
+    assert len(found) == runs.total
+    return found
+
+
+def expected(data: np.ndarray, layout: KvLayout, part: Rect, blocks: list[int]) -> bytes:
+    """Layer, block, head, page: the definition."""
+    view = pages(data, layout)
+    heads = slice(part.first_head, part.end_head)
+    return b"".join(
+        view[layer, block, heads].tobytes()
+        for layer in range(part.first_layer, part.end_layer)
+        for block in blocks
+    )
+
+
+@settings(max_examples=80, derandomize=True, deadline=None)
+@given(
+    name=st.sampled_from(sorted(LAYOUTS)),
+    blocks=st.lists(st.integers(0, 39), min_size=1, max_size=40, unique=True),
+    head=st.sampled_from([(0, 1), (1, 1), (0, 2)]),
+    layer=st.sampled_from([(0, 1), (2, 1), (1, 2), (0, 3)]),
+    batch=st.integers(1, 4 * PAGE),
+)
+def test_batches_are_the_stream_cut_at_fixed_places(
+    name: str, blocks: list[int], head: tuple[int, int], layer: tuple[int, int], batch: int
+) -> None:
+    layout = LAYOUTS[name]
+    data = random_bytes(extent(layout), 1)
+    part = Rect(*head, *layer)
+    stream = stream_of(part_of(memory_over(data, layout), part), np.array(blocks))
+    made = list(pieces(stream.iovec, batch))
+    want = expected(data, layout, part, blocks)
+    assert stream.total == len(want)
+    assert b"".join(gather(runs) for runs in made) == want
+    assert all(runs.total == batch for runs in made[:-1])
+    assert 0 < made[-1].total <= batch
+
+
+@pytest.mark.parametrize(
+    ("layout", "blocks", "runs"),
+    [
+        (dense_layout(3, 40, 2, PAGE), range(10, 30), 3),
+        (dense_layout(3, 40, 2, PAGE), [4, 5, 9], 6),
+        (LAYOUTS["padded-heads"], [4, 5], 12),
+        (LAYOUTS["head-outermost"], [4, 5], 12),
+    ],
+)
+def test_runs_are_merged_where_memory_is_contiguous(
+    layout: KvLayout, blocks: list[int], runs: int
+) -> None:
+    memory = LocalMemory(address=1 << 40, nbytes=1 << 30, layout=layout)
+    assert len(stream_of(memory, np.array(blocks)).iovec) == runs
+
+
+def test_a_part_is_counted_from_what_its_region_begins_with() -> None:
+    part, region = Rect(5, 2, 7, 4), Rect(4, 4, 4, 8)
+    assert part.within(region) == Rect(1, 2, 3, 4)
+    layout = dense_layout(8, 40, 4, PAGE)
+    memory = LocalMemory(1 << 40, 1 << 30, layout, first_head=4, first_layer=4)
+    assert memory.rect == region
+    moved = part_of(memory, part)
+    assert moved.rect == part
+    assert moved.layout == crop(layout, Rect(1, 2, 3, 4))
+    assert moved.layout.base_offset == 3 * layout.layer_stride + PAGE
+
+
+lengths = st.lists(st.integers(1, 50), min_size=1, max_size=20)
+
+
+def laid(data: np.ndarray, sizes: list[int], seed: int) -> Iovec:
+    """Runs of `sizes` at places of `data` (each of its bytes once), in an order of their own."""
+    starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    iovec = np.empty((len(sizes), 2), np.uint64)
+    iovec[:, 0] = data.ctypes.data + starts[order]
+    iovec[:, 1] = np.array(sizes)[order]
+    return iovec
+
+
+def fitting(sizes: list[int], total: int) -> list[int]:
+    """`sizes` made to sum up to `total`."""
+    ends = sorted({min(end, total) for end in np.cumsum(sizes).tolist()} | {total})
+    return np.diff([0, *ends]).tolist()
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(a=lengths, b=lengths, seed=st.integers(0, 99))
+def test_pairs_have_equal_lengths_and_lose_nothing(a: list[int], b: list[int], seed: int) -> None:
+    data = np.random.default_rng(seed).integers(0, 256, sum(a), dtype=np.uint8)
+    other = np.random.default_rng(seed + 1).integers(0, 256, sum(a), dtype=np.uint8)
+    ours, theirs = laid(data, a, seed), laid(other, fitting(b, sum(a)), seed)
+    left, right = pairs(ours, theirs)
+    assert left[:, 1].tolist() == right[:, 1].tolist()
+    assert int(left[:, 1].min()) > 0
+    assert content(left) == content(ours)
+    assert content(right) == content(theirs)
+    assert len(left) < len(ours) + len(theirs), "cut no more often than the two lists are"
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(sizes=lengths, step=st.integers(1, 200), seed=st.integers(0, 99))
+def test_pieces_are_cut_at_the_same_places_whatever_the_runs(
+    sizes: list[int], step: int, seed: int
+) -> None:
+    data = np.random.default_rng(seed).integers(0, 256, sum(sizes), dtype=np.uint8)
+    iovec = laid(data, sizes, seed)
+    made = list(pieces(iovec, step))
+    assert b"".join(content(piece.iovec) for piece in made) == content(iovec)
+    totals = [int(piece.iovec[:, 1].sum()) for piece in made]
+    assert totals == [piece.total for piece in made]
+    assert all(total == step for total in totals[:-1])
+    assert 0 < totals[-1] <= step
+    assert all(int(piece.iovec[:, 1].min()) > 0 for piece in made)
+
+
+def test_a_contiguous_piece_is_one_run() -> None:
+    iovec = np.array([[1000, 30], [5000, 10]], np.uint64)
+    assert [len(piece.iovec) for piece in pieces(iovec, 10)] == [1, 1, 1, 1]
+    assert [len(piece.iovec) for piece in pieces(iovec, 40)] == [2]

@@ -208,12 +208,3 @@ def test_damaged_fence_files_are_refused(rig: Rig, damage: bytes, tmp_path: Path
     if not damage:
         os.truncate(fence, 4096 + 64 * 64)
     region.owner.close()
-
-
-def test_other_hosts_are_out_of_reach(rig: Rig) -> None:
-    layout = dense_layout(1, 4, 1, 64)
-    region, mine = rig.region(layout), rig.local(layout)
-    assert rig.transport.can_reach(region.descriptor) is None
-    with pytest.raises(PeerUnavailable, match="host"):
-        rig.connect(mine, region, host_id="elsewhere")
-    region.owner.close()
