@@ -43,11 +43,6 @@ COMMANDS = {
         "Watch workers, requests and latencies in the terminal, until Ctrl-C.\n\n"
         "Shows what a frontend shows at /pullfill/ui, to administrators only.",
     ),
-    "requests": (
-        "top.requests",
-        "List the latest requests that have ended. `pullfill explain` shows one.\n\n"
-        "Shows what frontends show at /pullfill/ui, to administrators only.",
-    ),
     "plan": (
         "planner.show",
         "Say how many prefill and decode workers are right, and why.\n\n"

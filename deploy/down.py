@@ -94,7 +94,7 @@ async def _locked(state: StateDir, timeout_s: float | None) -> AsyncIterator[Non
             launch = state.launch()
             # A supervisor that restarts a process holds the lock for less than half a second.
             if launch and not told and waited > 0.5 and not state.stopping():
-                pid = launch.supervisor_pid
+                pid = launch.supervisor.pid
                 print(f"stopping the `pullfill up` that is starting (pid {pid})")
                 told = send(launch.supervisor, signal.SIGTERM)
             await asyncio.sleep(0.1)
@@ -155,7 +155,7 @@ async def take_down(
     # The supervisor sees the mark, and leaves the other processes to this function.
     state.mark_stopping()
     launch = state.launch()
-    other = launch.supervisor if launch and launch.supervisor_pid != os.getpid() else None
+    other = launch.supervisor if launch and launch.supervisor.pid != os.getpid() else None
     if other is not None:
         send(other, signal.SIGTERM)
     killed = await stop_in_order(entries, view, drain_s, force)

@@ -186,21 +186,15 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     """How `up` started the cluster.
 
     cluster_id: is in the environment of every child.
-    engine_args, role_args: vLLM flags of every process, and those of one role besides."""
+    engine_args, role_args: vLLM flags of every process, and those of one role besides.
+    supervisor: the `up` that restarts processes. It may have ended."""
 
     cluster_id: str
     model: str
     engine_args: list[str] = []
     role_args: dict[str, list[str]] = {}
-    supervisor_pid: int = 0
-    supervisor_started: int = 0
-    supervisor_space: str = ""
+    supervisor: ProcessId = ProcessId(0, 0, "")
     restart: bool = True
-
-    @property
-    def supervisor(self) -> ProcessId:
-        """The `up` that restarts processes. It may have ended."""
-        return ProcessId(self.supervisor_pid, self.supervisor_started, self.supervisor_space)
 
 
 def identity(entry: ProcessEntry) -> ProcessId:
@@ -294,7 +288,7 @@ class StateDir:
         with suppress(ConfigError):  # damaged
             cluster = self.cluster()
             spaces = [entry.space for entry in cluster.processes] if cluster else []
-        for space in [launch.supervisor_space if launch else "", *spaces]:
+        for space in [launch.supervisor.space if launch else "", *spaces]:
             if not is_own_space(space):
                 raise ConfigError(
                     f"the cluster of {self.path} was started on host {space.partition('/')[0]}, "
@@ -310,7 +304,7 @@ class StateDir:
         running = [f"{entry.name} (pid {entry.pid})" for entry in self.live()]
         launch = self.launch()
         if not running and launch is not None and is_alive(launch.supervisor):
-            running = [f"its supervisor (pid {launch.supervisor_pid})"]
+            running = [f"its supervisor (pid {launch.supervisor.pid})"]
         if running:
             where = quote(str(self.path))
             raise ConfigError(
@@ -367,29 +361,19 @@ LOW_DISK = 16 << 20
 """Bytes. The disk counts as full when less than this is free, until twice as much is."""
 
 
-def free(path: Path) -> int:
-    """Return how many bytes a user may still write there. Raises OSError."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
-
-
 def is_full(path: Path, least: int = LOW_DISK) -> bool:
     """Whether fewer than `least` bytes are free. False: that cannot be told."""
-    try:
-        return free(path) < least
-    except OSError:
-        return False
+    with suppress(OSError):
+        return shutil.disk_usage(path).free < least
+    return False
 
 
 def full_disk(path: Path) -> str | None:
     """Return a line about a full disk. None: it has room, or there is no such directory."""
-    try:
-        room = free(path)
-    except OSError:
-        return None
-    if room >= LOW_DISK:
-        return None
-    return (
-        f"the disk of {path} is full ({room >> 20} MiB free): serving goes on, but NATS "
-        "stores no jobs, etcd may end, and logs lose lines. Free some space"
-    )
+    with suppress(OSError):
+        if (room := shutil.disk_usage(path).free) < LOW_DISK:
+            return (
+                f"the disk of {path} is full ({room >> 20} MiB free): serving goes on, but NATS "
+                "stores no jobs, etcd may end, and logs lose lines. Free some space"
+            )
+    return None

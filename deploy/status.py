@@ -29,7 +29,6 @@ from pullfill.deploy.members import (
     workers,
 )
 from pullfill.deploy.state import StateDir, full_disk, identity, is_alive
-from pullfill.deploy.top_view import percent
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.snapshot import Cluster, WorkerRow, cluster_of
 from pullfill.wire import ServerStatus
@@ -119,7 +118,7 @@ def workers_table(rows: Sequence[WorkerRow]) -> Group:
     table.add_column("pid", justify="right", no_wrap=True)
     for row in rows:
         state = Text(row.state, style=_STATE_STYLES.get(row.state, ""))
-        kv = "" if row.kv is None else percent(row.kv)
+        kv = "" if row.kv is None else f"{100 * row.kv:.0f} %"
         work = ("" if jobs is None else str(jobs) for jobs in (row.running, row.waiting))
         table.add_row(row.instance_id, row.role, state, kv, *work, row.host, str(row.pid))
         more = [
@@ -203,7 +202,7 @@ def processes(ref: ClusterRef) -> dict[str, Any]:
         }
         for entry in cluster.processes
     ]
-    pid = launch.supervisor_pid
+    pid = launch.supervisor.pid
     supervisor = {"pid": pid, "alive": is_alive(launch.supervisor), "restart": launch.restart}
     return {"processes": rows, "supervisor": supervisor}
 

@@ -36,6 +36,7 @@ from pullfill.deploy.state import (
     confine,
     exit_words,
     full_disk,
+    identify,
     identity,
     is_alive,
     is_full,
@@ -150,11 +151,6 @@ class Children:
         log = self.state.log_of(name)
         lines = "".join(f"\n    {line}" for line in tail(log))
         return f"{name} {what}; its log ends with:{lines}\n  whole log: {log}"
-
-    def let_go(self) -> None:
-        """Let the processes outlive this one."""
-        for child in self._running.values():
-            child.returncode = child.poll() or 0  # or Popen would warn that it still runs
 
     def reap(self) -> None:
         """Reap the children that have ended."""
@@ -449,7 +445,7 @@ class Interrupted(Exception):
 
 
 class Supervisor:
-    """One run of `up` over one state directory. Owns its children until they are let go.
+    """One run of `up` over one state directory. Owns its children.
 
     self_checks_s: longest wait for the self-checks, once all processes are ready."""
 
@@ -487,16 +483,15 @@ class Supervisor:
             plan.check(self._options)
             self._cluster.frontend_url = self._options.frontend_url  # --port 0 is chosen by now
             self._state.prepare()
-            own, model = os.getpid(), self._options.model
+            model, own = self._options.model, identify(os.getpid())
+            assert own is not None
             self._state.write_launch(
                 Launch(
                     cluster_id=self._cluster_id,
                     model=model if model == plan.DEMO else plan.resolve_model(model),
                     engine_args=plan.engine_arguments(self._options),
                     role_args=self._options.role_args,
-                    supervisor_pid=own,
-                    supervisor_started=start_time(own) or 0,
-                    supervisor_space=pid_space(),
+                    supervisor=own,
                     restart=self._options.restart,
                 )
             )
@@ -536,10 +531,6 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*kept, stop, disk, return_exceptions=True)
         self._children.reap()
-
-    def let_go(self) -> None:
-        """Let the children outlive this process."""
-        self._children.let_go()
 
     async def _stop_rest(self) -> None:
         """Stop what runs and remove the record, unless `pullfill down` is doing that."""

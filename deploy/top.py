@@ -1,31 +1,40 @@
-"""`pullfill top`: the live page of a frontend, in a terminal. `pullfill requests`: what has ended.
+"""`pullfill top`: the live page of a frontend, in a terminal. It reads the events of the page.
 
-Both read the events of the page. If the frontend of `top` goes away, what was seen stays on the
-screen, and the next frontend that answers is shown. `top` ends with Ctrl-C.
+If the frontend goes away, what was seen stays on the screen, and the next frontend that answers is
+shown.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from typing import Annotated
 
 import httpx
 import msgspec
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from pullfill.config import ClusterRef
-from pullfill.deploy.members import AsJson, OneUrl, frontend_urls, local_urls
-from pullfill.deploy.top_view import Seen, count, ms, screen
+from pullfill.deploy.members import OneUrl, frontend_urls, local_urls
 from pullfill.deploy.view import plain
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net import http_proof
 from pullfill.options import Flag
-from pullfill.snapshot import Ended, LiveSnapshot
+from pullfill.snapshot import (
+    HISTORY_S,
+    STEP_S,
+    Flow,
+    LiveSnapshot,
+    Mark,
+    Point,
+    Stage,
+    WorkerRow,
+)
 
 PATH = "/pullfill/ui/events"
 # A frontend sends something every 5 s: with many workers, comments between the snapshots.
@@ -33,6 +42,24 @@ _TIMEOUT = httpx.Timeout(5.0, read=10.0)
 _NOBODY = "no frontend answers ({why}): try `pullfill doctor`"
 # Columns where the output is no terminal.
 _WIDTH = 80
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+# Columns of a history. Each covers 20 s.
+_SPARK = 45
+# Lines of a screen besides workers, requests and marks.
+_FIXED = 14
+_MARKS = 3
+_STATES = {"ready": ("●", "green"), "draining": ("◆", "yellow"), "lost": ("✕", "bold red")}
+_LANES = {
+    "decode worker": (Stage.ROUTE, Stage.PROMPT),
+    "queue": (Stage.QUEUE,),
+    "prefill": (Stage.PREFILL,),
+    "KV": (Stage.KV,),
+    "answer": (Stage.DECODE,),
+}
+_NAMES = {stage: lane for lane, stages in _LANES.items() for stage in stages}
+_STYLES = {"queue": "yellow", "prefill": "blue", "KV": "cyan", "answer": "green"}
+_SAID = {"outage": "does not answer", "lost": "is lost", "drain": "drains", "left": "left",
+         "joined": "joined", "restarted": "was restarted"}  # fmt: skip
 
 
 def top(
@@ -58,31 +85,6 @@ def top(
                 trouble = found if isinstance(found, str) else ""
                 shown.update(screen(seen, trouble, console.height), refresh=True)
     return 0
-
-
-def first_of_each(ref: ClusterRef, url: str | None) -> list[LiveSnapshot]:
-    """Return the first, whole snapshot of each frontend that answers, one for each frontend.
-
-    Raises UnavailableError if none answers, ConfigError if each that answers denies access."""
-    found = dict[tuple[str, float], LiveSnapshot]()
-    refused, why = list[ConfigError](), "no frontend is known"
-    for where in [url] if url else frontend_urls(ref):
-        try:
-            with closing(_stream(ref, where.rstrip("/"), given=url is not None)) as told:
-                snapshot = next(told)
-                found[snapshot.frontend, snapshot.since] = snapshot
-        except ConfigError as exc:
-            refused.append(exc)
-        except (httpx.HTTPError, msgspec.DecodeError, StopIteration) as exc:
-            why = f"{where}: {exc or type(exc).__name__}"
-    if refused and not found:
-        raise refused[0]
-    if not found:
-        raise UnavailableError(_NOBODY.format(why=why))
-    return list(found.values())
-
-
-# --------------------------------------------------------------------------- the stream
 
 
 def _snapshots(
@@ -151,50 +153,238 @@ def _shown_to(ref: ClusterRef, url: str, given: bool) -> Iterator[dict[str, str]
             yield {http_proof.HEADER: http_proof.proof(key.encode(), PATH, time.time())}
 
 
-# --------------------------------------------------------------------------- pullfill requests
+# --------------------------------------------------------------------------- the screen
 
 
-def requests(
-    ref: ClusterRef,
-    url: OneUrl = None,
-    most: Annotated[int, Flag("Show at most N requests", metavar="N", least=1)] = 25,
-    as_json: AsJson = False,
-) -> int:
-    """Print requests of all frontends, the latest last.
+class Seen:
+    """What was seen of a cluster: the last snapshot and the history. `take` each snapshot."""
 
-    Raises UnavailableError if no frontend answers, ConfigError if each one that
-    answers denies access."""
-    rows = [row for snapshot in first_of_each(ref, url) for row in snapshot.ended]
-    # A request without an end was cancelled. Nobody knows when, so it stands first.
-    rows = sorted(rows, key=lambda row: row.at or 0.0)[-most:]
-    if as_json:
-        print(msgspec.json.encode(rows).decode())
-    elif rows:
-        Console().print(requests_table(rows), highlight=False)
-        print("✓ TTFT and ITL within router.ttft_ms and router.itl_ms (or its own), ✕ not")
-        print("`pullfill explain REQUEST` shows the stages of one")
-    else:
-        print("no request has ended yet")
-    return 0
+    def __init__(self) -> None:
+        self.snapshot: LiveSnapshot | None = None
+        self._points: dict[float, Point] = {}
+
+    def take(self, snapshot: LiveSnapshot) -> None:
+        self.snapshot = snapshot
+        self._points |= {point.at: point for point in snapshot.points}
+        for at in [at for at in self._points if at < snapshot.at - HISTORY_S - STEP_S]:
+            del self._points[at]
+
+    @property
+    def points(self) -> list[Point]:
+        """The points of the history, oldest first."""
+        return [self._points[at] for at in sorted(self._points)]
 
 
-def requests_table(rows: Sequence[Ended]) -> Table:
-    """Return a row for each request. Fits 80 columns. Ids are never shortened.
+def screen(seen: Seen, trouble: str = "", height: int = 40) -> Group:
+    """Return what to show.
 
-    The sign before the time says whether it was within its targets."""
-    found = Table(box=None, padding=(0, 1, 0, 0))
-    found.add_column("ended", no_wrap=True)
-    found.add_column("request", overflow="fold", min_width=25)
-    found.add_column("path", no_wrap=True)
-    found.add_column("reason", overflow="fold")
-    for name in ("in", "out", "TTFT", "ITL"):
-        found.add_column(name, justify="right", no_wrap=True)
-    signs = {True: Text("✓ ", style="green"), False: Text("✕ ", style="red"), None: Text("  ")}
+    trouble: why there is nothing new. height: lines of the terminal."""
+    snapshot = seen.snapshot
+    if snapshot is None:
+        return Group(Text(trouble or "waiting for the first snapshot", style="yellow"))
+    workers = list(snapshot.workers)
+    marks = list(snapshot.marks)[-_MARKS:]
+    room = max(4, height - _FIXED - len(marks))
+    rows = min(len(workers), max(2, room * 2 // 3))
+    flows = _interesting(snapshot.flows)[: max(0, room - rows - 2)]
+    parts: list[RenderableType] = [
+        _head(snapshot, trouble),
+        *_figures(snapshot),
+        _sparks(seen.points, snapshot.at),
+        _lanes(snapshot),
+        _workers(workers[:rows], len(workers) - rows),
+        *_decisions(seen.points),
+    ]
+    if flows:
+        parts.append(_flows(flows))
+    parts += [_event(mark) for mark in reversed(marks)]
+    return Group(*parts)
+
+
+def _name(text: str) -> Text:
+    """Return a table's cell with a name that others gave. As a `str`, rich would read `[...]`."""
+    return Text(plain(text))
+
+
+def ms(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if value < 10:
+        return f"{value:.1f} ms"
+    return f"{value:.0f} ms" if value < 1000 else seconds(value / 1e3)
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if value < 10:
+        return f"{value:.1f} s"
+    return f"{value:.0f} s" if value < 90 else f"{value / 60:.0f} min"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def count(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if value < 10_000:
+        return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+    return f"{value / 1e3:.1f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
+
+
+def spark(values: Sequence[float | None], columns: int = _SPARK) -> str:
+    """Return the values as blocks, the highest of each column. None: a gap."""
+    per = max(1, -(-len(values) // columns))
+    groups = [values[i : i + per] for i in range(0, len(values), per)]
+    tops = [max((v for v in group if v is not None), default=None) for group in groups]
+    highest = max((v for v in tops if v is not None), default=0.0)
+    last = len(_BLOCKS) - 1
+    return "".join(
+        " " if v is None else _BLOCKS[min(last, 1 + int((last - 1) * v / highest))] if highest
+        else _BLOCKS[1]
+        for v in tops
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------- parts
+
+
+def _head(snapshot: LiveSnapshot, trouble: str) -> Text:
+    text = Text("pullfill ", style="bold")
+    others = f" (1 of {snapshot.frontends} frontends)" if snapshot.frontends > 1 else ""
+    text.append(f"{plain(snapshot.model)} at {plain(snapshot.frontend)}{others}", style="dim")
+    text.append(time.strftime("  %H:%M:%S", time.localtime(snapshot.at)), style="dim")
+    if trouble:
+        text.append(f"\n{trouble}", style="bold yellow")
+    for why in snapshot.outages():
+        text.append(f"\n▲ {plain(why)}", style="bold red")
+    return text
+
+
+def _figures(snapshot: LiveSnapshot) -> Iterator[RenderableType]:
+    now, (ttft, itl) = snapshot.now, snapshot.targets_ms
+
+    def pair(values: tuple[float, float] | None) -> str:
+        return "–" if values is None else f"{ms(values[0])} / {ms(values[1])}"
+
+    good = f"{100 * now.good_per_s / now.done_per_s:.0f} %" if now.done_per_s else "–"
+    queue = "unknown"
+    if snapshot.queue is not None:
+        jobs, tokens = snapshot.queue.depth_jobs, count(snapshot.queue.depth_tokens)
+        queue = f"{seconds(now.backlog_s)} of work ({jobs} jobs, {tokens} tokens)"
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_row("TTFT", f"{pair(now.ttft_ms)}", "tokens/s", count(now.tokens_per_s))
+    table.add_row("ITL", f"{pair(now.itl_ms)}", "requests/s", count(now.done_per_s))
+    table.add_row(
+        "goodput", f"{good} (TTFT {ms(ttft)}, ITL {ms(itl)})", "under way", str(now.in_flight)
+    )
+    table.add_row("queue", queue, "failed", str(now.failed))
+    yield table
+
+
+def _sparks(points: Sequence[Point], now: float) -> Table:
+    """Return a row for each figure: its history of 15 minutes as blocks, and its highest value."""
+    known = {round(point.at / STEP_S): point for point in points}
+    last = int(now // STEP_S)
+    steps = [known.get(last - back) for back in reversed(range(int(HISTORY_S // STEP_S)))]
+    rows: dict[str, tuple[list[float | None], Callable[[float | None], str]]] = {
+        "TTFT p95": ([p.ttft_ms[1] if p and p.ttft_ms else None for p in steps], ms),
+        "tokens/s": ([p.tokens_per_s if p else None for p in steps], count),
+        "in target/s": ([p.good / p.seconds if p else None for p in steps], count),
+        "queue": ([p.backlog_s if p else None for p in steps], seconds),
+    }
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for name, (values, written) in rows.items():
+        top = written(max((v for v in values if v is not None), default=None))
+        table.add_row(f"{name:<11}", Text(f"{spark(values):<{_SPARK}}", style="cyan"), f"max {top}")
+    return table
+
+
+def _lanes(snapshot: LiveSnapshot) -> Text:
+    text = Text("")
+    for number, (lane, stages) in enumerate(_LANES.items()):
+        flows = [flow for flow in snapshot.flows if flow.stage in stages]
+        longest = max((flow.stage_s or 0.0 for flow in flows), default=None)
+        text.append(" → " if number else "", style="dim")
+        text.append(f"{lane} ", style=_STYLES.get(lane, ""))
+        text.append(str(len(flows)), style="bold")
+        text.append(f" {seconds(longest)}" if longest is not None else "", style="dim")
+    return text
+
+
+def state(name: str) -> Text:
+    """Return the state of a worker, with its sign."""
+    sign, style = _STATES.get(name, ("•", ""))
+    return Text(f"{sign} {plain(name)}", style=style)
+
+
+def _workers(rows: Sequence[WorkerRow], hidden: int) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=26)
+    for name in ("role", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("KV", "run", "wait", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        ended = time.strftime("%H:%M:%S", time.localtime(row.at)) if row.at else "cancel"
-        found.add_row(
-            signs[row.good] + ended, Text(plain(row.id)), plain(row.path),
-            Text(plain(row.fallback or row.reason)),
-            count(row.prompt), count(row.made), ms(row.ttft_ms), ms(row.itl_ms),
+        high = "red" if row.kv is not None and row.kv > 0.9 else ""
+        table.add_row(
+            _name(row.instance_id), row.role, state(row.state),
+            Text(percent(row.kv), style=high),
+            count(row.running), count(row.waiting), count(row.tokens_per_s),
         )  # fmt: skip
-    return found
+    if hidden > 0:
+        table.add_row(Text(f"and {hidden} more", style="dim"))
+    if not rows:
+        return Text("no worker is known", style="yellow")
+    return table
+
+
+def _decisions(points: Iterable[Point]) -> Iterator[Text]:
+    counts: Counter[str] = Counter()
+    for point in points:
+        counts.update(point.decisions)
+    if total := counts.total():
+        said = [f"{plain(name)} {100 * n / total:.0f} %" for name, n in counts.most_common(5)]
+        yield Text("prefilled: " + ", ".join(said), style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _interesting(flows: Iterable[Flow]) -> list[Flow]:
+    """Requests on their way to a prefill worker and back first, then the oldest."""
+    return sorted(flows, key=lambda f: (f.stage is Stage.DECODE, -f.age_s))
+
+
+def _flows(flows: Sequence[Flow]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("request", no_wrap=True, overflow="ellipsis", max_width=24)
+    table.add_column("stage", no_wrap=True)
+    for name in ("for", "done", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=18)
+    for flow in flows:
+        lane = _NAMES[flow.stage]
+        done = "" if flow.done is None else f"{100 * flow.done:.0f} %"
+        tokens = flow.made if flow.stage is Stage.DECODE else flow.tokens
+        style = _STYLES.get(lane, "")
+        table.add_row(
+            _name(flow.id[-24:]), Text(lane, style=style), seconds(flow.stage_s), done,
+            count(tokens), _name(flow.prefill or flow.decode),
+        )  # fmt: skip
+    return table
+
+
+def _event(mark: Mark) -> Text:
+    """Return what happened as one line."""
+    at = time.strftime("%H:%M:%S", time.localtime(mark.at))
+    lasts = (
+        ""
+        if mark.until is None or mark.until == mark.at
+        else f" ({seconds(mark.until - mark.at)}, over)"
+    )
+    what = "answers again" if mark.until == mark.at else _SAID.get(mark.kind, mark.kind)
+    more = f": {plain(mark.text)}" if mark.text and mark.until != mark.at else ""
+    bad = "red" if mark.kind in ("outage", "lost") else "dim"
+    return Text(
+        f"{at} {plain(mark.who)} {what}{lasts}{more}", style=bad, no_wrap=True, overflow="ellipsis"
+    )

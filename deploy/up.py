@@ -83,7 +83,7 @@ def up(options: UpOptions, state: StateDir, *, detach: bool) -> int:
 
     detach: return when the cluster is ready. A supervisor goes on in the background."""
     pipe: int | None = None
-    if detach and options.restart:
+    if detach:
         reading, pipe = os.pipe()
         if child := _fork(pipe):
             os.close(pipe)
@@ -105,9 +105,6 @@ async def _up(options: UpOptions, state: StateDir, detach: bool, pipe: int | Non
     if pipe is not None:
         _leave_terminal(state.log_of(SUPERVISOR_LOG), pipe)
         view.console = SteadyConsole(width=_LOG_WIDTH)
-    elif detach:
-        supervisor.let_go()
-        return 0
     await supervisor.watch(detached=detach)
     view.say("stopped")
     return 0

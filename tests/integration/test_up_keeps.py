@@ -165,7 +165,7 @@ def test_servers_come_back_with_their_stores(state: Path) -> None:
         assert asyncio.run(read()) == (1, b"key", 60)
         told = json.loads(run(state, "status", "--json").stdout)
         assert {row["name"]: row["restarts"] for row in told["processes"]} == {"nats": 1, "etcd": 1}
-        assert told["supervisor"] == {"pid": launch.supervisor_pid, "alive": True, "restart": True}
+        assert told["supervisor"] == {"pid": launch.supervisor.pid, "alive": True, "restart": True}
         assert re.search(r"nats \(pid \d+\) runs, restarts: 1", run(state, "status").stdout)
 
 
@@ -194,22 +194,16 @@ def test_a_supervisor_only_waits_and_the_cluster_outlives_it(state: Path) -> Non
         wait_for(lambda: (state / "logs" / "supervisor.log").exists(), "it waits")
 
         def rests() -> bool:
-            before = switches(launch.supervisor_pid)
+            before = switches(launch.supervisor.pid)
             time.sleep(0.5)
-            return switches(launch.supervisor_pid) == before
+            return switches(launch.supervisor.pid) == before
 
         wait_for(rests, "it only looks at its disk, every 5 s")
-        os.kill(launch.supervisor_pid, signal.SIGKILL)
+        os.kill(launch.supervisor.pid, signal.SIGKILL)
         wait_for(lambda: not is_alive(launch.supervisor), "it is gone")
         assert servers_answer(state)
-        gone = f"the supervisor (pid {launch.supervisor_pid}) is gone"
+        gone = f"the supervisor (pid {launch.supervisor.pid}) is gone"
         assert gone in run(state, "status").stdout
-
-
-def test_no_restart_leaves_nobody_behind(state: Path) -> None:
-    with detached(state, "--no-restart", *SERVERS_ONLY) as launch:
-        assert not is_alive(launch.supervisor)
-        assert "not started again (--no-restart)" in run(state, "status").stdout
 
 
 def test_foreground_starts_again_until_it_is_stopped(state: Path) -> None:
@@ -235,7 +229,7 @@ def test_an_interrupted_start_in_the_background_leaves_nothing(state: Path, tmp_
     read_until(up, "decode-0")
     launch = StateDir(state).launch()
     assert launch is not None
-    assert launch.supervisor_pid != up.pid
+    assert launch.supervisor.pid != up.pid
     up.send_signal(signal.SIGINT)
     output, _ = up.communicate(timeout=30)
     assert up.returncode == 130, output

@@ -54,7 +54,9 @@ async def test_a_straggler_that_dies_slowly_is_waited_for(
     state = StateDir(tmp_path / "state")
     view = ProcessView(Console(file=io.StringIO()), "stopping")
     with state.locked():
-        state.write_launch(Launch(cluster_id=cluster_id, model="m", supervisor_pid=os.getpid()))
+        state.write_launch(
+            Launch(cluster_id=cluster_id, model="m", supervisor=ProcessId(os.getpid(), 0))
+        )
         assert [process.pid for process in tagged(cluster_id)] == [straggler.pid]
         assert await down.take_down(state, [], view, drain_s=1.0, force=lambda: False) == []
         assert tagged(cluster_id) == []

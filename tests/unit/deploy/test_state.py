@@ -80,9 +80,7 @@ def test_processes_of_another_host_or_container_are_left_alone(
             Launch(
                 cluster_id=new_cluster_id(),
                 model="m",
-                supervisor_pid=child.pid,
-                supervisor_started=entry.started,
-                supervisor_space=space,
+                supervisor=identity(entry),
             )
         )
         (tmp_path / "lock").touch()

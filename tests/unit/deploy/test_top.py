@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import cli, top
+from pullfill.deploy import cli
 from pullfill.deploy import top as command
+from pullfill.deploy.top import Seen, screen, spark
+from pullfill.deploy.view import plain
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.frontend.live.page import QUIET_S
 from pullfill.net.security import FrontendSecurity, Security
-from pullfill.snapshot import Ended, LiveSnapshot
-from tests.support.live_script import DECODE, serving
+from pullfill.snapshot import HISTORY_S, Flow, LiveSnapshot, Mark, Point, Stage, WorkerRow
+from pullfill.wire import ServerStatus
+from tests.support.live_script import DECODE, DRAINING, PREFILL, ScriptedLive, serving
 
 ADMIN = "admin-key-0123456789"
 NOWHERE = "http://127.0.0.1:1"
@@ -49,41 +53,13 @@ def test_one_screen_is_printed_where_there_is_no_terminal(
     assert any(line.startswith(DECODE[0]) for line in lines)
 
 
-def test_the_latest_requests_of_all_frontends_are_listed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving() as one, serving() as other:
-        monkeypatch.setattr(command, "frontend_urls", lambda _: [one, NOWHERE, other, one])
-        assert top.requests(ref(tmp_path), None, 1000, as_json=True) == 0
-        rows = msgspec.json.decode(capsys.readouterr().out, type=list[Ended])
-        assert [row.at for row in rows] == sorted(row.at or 0.0 for row in rows)
-        assert len(rows) > 50
-        assert max(Counter(row.id for row in rows).values()) == 2, "each frontend once"
-        assert top.requests(ref(tmp_path), other, 30, as_json=False) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    (line,) = (line for line in lines if rows[-1].id in line)
-    assert ("✓" if rows[-1].good else "✕") in line
-    assert f" {rows[-1].path} " in line
-    assert "✓ TTFT and ITL within router.ttft_ms" in lines[-2]
-    assert "explain" in lines[-1]
-
-
 def test_the_url_of_a_frontend_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PULLFILL_STATE_DIR", raising=False)
     with serving() as url:
-        for words in (["top"], ["requests"]):
-            done = CliRunner().invoke(cli.app, [*words, "--url", url])
-            assert done.exception is None, done.exception
-        assert isinstance(CliRunner().invoke(cli.app, ["requests"]).exception, ConfigError)
-
-
-def test_no_frontend_tells_of_requests(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match="no frontend answers"):
-        top.requests(ref(tmp_path), NOWHERE, 1, as_json=False)
-    with serving(admin=(ADMIN,)) as url, pytest.raises(ConfigError, match="administrators only"):
-        top.requests(ref(tmp_path), url, 1, as_json=False)
+        done = CliRunner().invoke(cli.app, ["top", "--url", url])
+        assert done.exception is None, done.exception
+        assert isinstance(CliRunner().invoke(cli.app, ["top"]).exception, ConfigError)
 
 
 def test_the_administrators_key_goes_to_frontends_that_the_user_knows_only(tmp_path: Path) -> None:
@@ -131,3 +107,90 @@ def test_a_frontend_that_goes_away_is_looked_for_again(tmp_path: Path) -> None:
         again = next(found for found in snapshots if isinstance(found, LiveSnapshot))
         assert again.whole
         snapshots.close()
+
+
+# ------------------------------------------------------------------ the screen
+
+
+@pytest.fixture(scope="module")
+def whole() -> LiveSnapshot:
+    return ScriptedLive().snapshot(True)
+
+
+def shown(
+    snapshot: LiveSnapshot | None, width: int = 80, height: int = 60, trouble: str = ""
+) -> str:
+    seen = Seen()
+    if snapshot is not None:
+        seen.take(snapshot)
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, height=height)
+    console.print(screen(seen, trouble, height), highlight=False)
+    return stream.getvalue()
+
+
+def test_everything_fits_80_columns_and_the_height_of_the_terminal(whole: LiveSnapshot) -> None:
+    for height in (24, 30, 50):
+        lines = shown(whole, height=height).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert len(lines) < height
+    text = shown(whole)
+    for part in (*DECODE, *PREFILL, "◆ draining", "TTFT", "goodput", "of work", "TTFT p95", "→"):
+        assert part in text, part
+    assert f"{DRAINING} drains" in text
+    assert "nats does not answer (29 s, over)" in text
+    assert "prefilled: remote long_prompt" in text
+    assert "prefill" in next(line for line in text.splitlines() if line.startswith("decode worker"))
+
+
+def test_long_names_are_cut_and_nothing_is_sent_to_the_terminal(whole: LiveSnapshot) -> None:
+    odd = "x\x1b]0;owned\x07\x9b" + "y" * 90
+    worker = WorkerRow(instance_id=odd, role="decode", state="lost")
+    flow = Flow(id=odd, stage=Stage.QUEUE, decode=odd)
+    mark = Mark(at=whole.at, kind="lost", who=odd, text=odd)
+    changes = {"workers": (worker,), "flows": (flow,), "marks": (mark,), "model": odd}
+    text = shown(msgspec.structs.replace(whole, **changes))
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "\x9b" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert plain(odd).startswith("x?]0;owned??y")
+
+
+def test_names_are_text_and_no_markup(whole: LiveSnapshot) -> None:
+    odd = "[/red] :boom:"
+    worker = WorkerRow(instance_id=odd, role="decode", state="lost")
+    flow = Flow(id=odd, stage=Stage.QUEUE, decode=odd)
+    text = shown(msgspec.structs.replace(whole, workers=(worker,), flows=(flow,)))
+    assert text.count(odd) == 3
+
+
+def test_a_server_that_is_away_and_a_lost_frontend_are_said(whole: LiveSnapshot) -> None:
+    nats = ServerStatus(up=False, since_s=3.0, error="h:1: refused")
+    away = msgspec.structs.replace(whole, servers={"nats": nats})
+    assert "▲ NATS unreachable for 3 s" in shown(away)
+    assert "connecting again" in shown(away, trouble="connecting again: http://h:2")
+    assert "waiting for the first snapshot" in shown(None)
+
+
+def test_the_history_grows_with_each_snapshot_and_forgets_the_oldest() -> None:
+    seen = Seen()
+    first = LiveSnapshot(at=1000.0, frontend="f", model="m", since=1.0, points=(Point(at=995.0),))
+    seen.take(first)
+    seen.take(msgspec.structs.replace(first, at=1004.0, points=(Point(at=995.0, done=2),)))
+    assert [(point.at, point.done) for point in seen.points] == [(995.0, 2)]
+    seen.take(msgspec.structs.replace(first, at=1000.0 + HISTORY_S + 1, points=()))
+    assert seen.points == []
+
+
+@pytest.mark.parametrize(
+    ("values", "columns", "expected"),
+    [
+        ([], 4, ""), ([None, None], 4, "  "), ([0.0, 0.0], 4, "▁▁"),
+        ([1.0, 2.0, None, 4.0], 4, "▂▄ █"), ([1.0, 4.0, 2.0, None], 2, "█▄"),
+    ],
+)  # fmt: skip
+def test_a_spark_shows_the_highest_of_each_column(
+    values: list[float | None], columns: int, expected: str
+) -> None:
+    assert spark(values, columns) == expected
