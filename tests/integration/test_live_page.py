@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.support.browser import chromium, look
@@ -89,16 +88,3 @@ def test_a_job_is_seen_on_its_way_and_the_page_survives_its_frontend(pair: Clust
         third = ask(pair, 3)
         page.locator("#ended tr", has_text=third[-10:]).wait_for()
         assert page.locator("#ended tr", has_text=ids[0][-10:]).count() == 1, "it remembers"
-
-
-def test_the_events_tell_of_the_whole_cluster(pair: Cluster) -> None:
-    with httpx.stream("GET", f"{pair.frontend_url}/pullfill/ui/events", timeout=10) as stream:
-        events = (line for line in stream.iter_lines() if line.startswith("data: "))
-        first, second = json.loads(next(events)[6:]), json.loads(next(events)[6:])
-        rows = first["workers"]
-        while any(row["state"] == "lost" for row in rows):  # one was late with its answer
-            rows = json.loads(next(events)[6:]).get("workers", rows)
-    assert first["whole"]
-    assert "whole" not in second
-    assert {row["role"] for row in rows} == {"decode", "prefill"}
-    assert all(0 <= row["kv"] <= 1 for row in rows)

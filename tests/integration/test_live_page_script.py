@@ -5,7 +5,6 @@ test_live_page.py looks at a real one."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -96,53 +95,6 @@ def test_charts_are_read_with_the_keyboard(browser: Browser, url: str) -> None:
         assert page.locator("#link").inner_text() == "paused"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
-def test_it_fits_and_can_be_read(browser: Browser, url: str, scheme: Any, width: int) -> None:
-    """Nothing is wider than the screen, and text stands out from what is behind it (WCAG AA)."""
-    options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
-    with look(browser, url, **options) as found:
-        page = found.page
-        page.wait_for_selector("#ended tbody tr")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.evaluate(WIDER_THAN_THEIR_CARD) == []
-        assert page.evaluate(LEAST_CONTRAST) >= 4.5
-        page.locator("#ended button").first.click()
-        page.locator("dialog svg.fall").wait_for()
-        assert page.evaluate(SIZE_OF_LETTERS) >= 11
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-SIZE_OF_LETTERS = """() => {
-  const fall = document.querySelector("svg.fall");
-  const scale = fall.getScreenCTM().a;
-  return scale * parseFloat(getComputedStyle(fall.querySelector("text")).fontSize);
-}"""
-WIDER_THAN_THEIR_CARD = """() => {
-  const all = [...document.querySelectorAll(".figure b")];
-  all[0].textContent = "999 ms / 999 ms";
-  return all.filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.textContent);
-}"""
-LEAST_CONTRAST = """() => {
-  const channel = (c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
-  const behind = (e) => {
-    for (; e; e = e.parentElement) {
-      const c = parse(getComputedStyle(e).backgroundColor);
-      if (c.length < 4 || c[3] > 0) return c;
-    }
-  };
-  let least = 99;
-  for (const e of document.querySelectorAll("h1,h2,h3,p,td,th,b,span,button")) {
-    if (!e.textContent.trim() || !e.checkVisibility()) continue;
-    const [a, b] = [light(parse(getComputedStyle(e).color)), light(behind(e))];
-    least = Math.min(least, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05));
-  }
-  return least;
-}"""
-
-
 def test_the_data_path_of_each_chart(browser: Browser, url: str) -> None:
     with look(browser, url) as found:
         page = found.page
@@ -209,25 +161,3 @@ def test_memory_keeps_what_a_new_frontend_does_not_know(browser: Browser, url: s
           return [before, after, ids, memory.own.length, memory.points().length];
         }""")
     assert told == [[4, 3], [[4, None], [3, 2], [1, None]], ["a", "b", "c"], 0, 0]
-
-
-def test_the_page_connects_again_when_its_frontend_restarts(browser: Browser) -> None:
-    with ExitStack() as first, ExitStack() as second:
-        url = first.enter_context(serving())
-        found = second.enter_context(look(browser, url + PAGE))
-        found.expected = ("ERR_CONNECTION", "ERR_INCOMPLETE", "ERR_EMPTY", "/ui/events failed")
-        page = found.page
-        page.wait_for_selector("#ended tbody tr")
-        since, ended = page.evaluate(KNOWN)
-        first.close()
-        page.locator("#link", has_text="connecting again").wait_for()
-        assert page.locator("#workers tbody tr").count() == 8, "what is known stays"
-        second.enter_context(serving(int(url.rpartition(":")[2])))
-        page.locator("#link", has_text="live").wait_for()
-        again, more = page.evaluate(KNOWN)
-        assert again > since
-        assert more >= ended
-        assert "was restarted" in page.locator("#marks").inner_text()
-
-
-KNOWN = "() => [window.pullfill.memory.snapshot.since, window.pullfill.memory.ended.length]"

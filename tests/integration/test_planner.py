@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.cluster import MODEL, Cluster, command, pullfill, until
+from tests.support.cluster import MODEL, Cluster, pullfill, until
 from tests.support.prompts import random_prompt
 
 pytestmark = pytest.mark.engine
@@ -85,58 +83,3 @@ def test_streams_are_pressure(alone: Cluster) -> None:
     )  # fmt: skip
     assert alone.counter("pullfill_decode_pressure", role="decode") > before
     assert alone.load_of(alone.of("decode")[0])["demand"]["streams"] > 0
-
-
-@pytest.fixture
-def elastic(tmp_path: Path, model_path: Path) -> Iterator[Cluster]:
-    """Two decode workers that can change their role."""
-    cluster = Cluster(tmp_path, model_path)
-    try:
-        cluster.start_servers()
-        for role, *flags in (("decode", "--elastic"), ("decode", "--elastic"), ("frontend",)):
-            cluster.launch(role, *flags)
-        cluster.wait_ready(*cluster.workers)
-        yield cluster
-    finally:
-        cluster.stop()
-
-
-@contextmanager
-def planning(cluster: Cluster) -> Iterator[Path]:
-    """`pullfill plan --apply`, which looks twice a second. Yields what it prints."""
-    log = cluster.directory / "plan.jsonl"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command(cluster, "plan", "--json", "--apply", "--watch", "0.5"), stdout=out
-        )
-        try:
-            yield log
-            assert process.poll() is None, "it goes on until it is told to end"
-        finally:
-            process.kill()
-            process.wait()
-
-
-@pytest.mark.long
-def test_the_planner_makes_a_decode_worker_a_prefill_worker_and_leaves_it_at_that(
-    elastic: Cluster,
-) -> None:
-    elastic.set_router(max_local_prefill_length=256)
-    with planning(elastic) as log:
-        seeds = iter(range(100, 10_000))
-        asked = ask(elastic, next(seeds), tokens=3500)
-        assert elastic.explain(asked)["reason"] == "no_prefill_worker"
-
-        def remote() -> bool:
-            told = elastic.explain(ask(elastic, next(seeds), tokens=3500))
-            assert told["fallback"] is None
-            return bool(told["path"] == "remote")
-
-        until(remote, 120, "a worker changed its role, and prompts are prefilled there")
-        for _ in range(10):
-            assert remote()
-    looks = [json.loads(line) for line in log.read_text().splitlines()]
-    moves = [move for one in looks for move in one["moves"]]
-    assert [(move["from"], move["to"]) for move in moves] == [("decode", "prefill")]
-    assert len(elastic.records("decode")) == len(elastic.records("prefill")) == 1
-    elastic.assert_clean()

@@ -6,27 +6,19 @@ import asyncio
 import json
 import os
 import re
-import shlex
 import signal
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import nats
 import pytest
 
-from pullfill.config import STATE_DIR_ENV
-from pullfill.deploy import local_servers, status
-from pullfill.deploy.state import StateDir, identity, is_alive, tagged
+from pullfill.deploy import local_servers
+from pullfill.deploy.state import StateDir, identity, is_alive
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from pullfill.runtime import failpoints
-from pullfill.testing.mock_model import MockSettings
 from pullfill.wire import WorkerRecord, decode
 from tests.support import web
 from tests.support.cluster import FLAGS, MODEL
@@ -34,17 +26,12 @@ from tests.support.command_line import (
     SERVERS_ONLY,
     cluster,
     detached,
-    end_started,
     entry,
-    read_until,
     run,
-    start,
     wait_for,
 )
-from tests.support.deadly import DIES, FATAL, MOCK, SLOW, ask, ask_again
+from tests.support.deadly import MOCK, SLOW
 from tests.support.prompts import random_prompt
-
-LENGTH = 60
 
 
 def file_of(directory: Path, model_path: Path, **more: int) -> str:
@@ -54,51 +41,6 @@ def file_of(directory: Path, model_path: Path, **more: int) -> str:
     path = directory / "cluster.yaml"
     path.write_text(json.dumps(told | {"set": {"router.max_local_prefill_length": 64}}, indent=1))
     return str(path)
-
-
-@contextmanager
-def clients(url: str, count: int) -> Iterator[list[int]]:
-    """So many clients ask one request after the other. Gives the status codes so far."""
-    codes: list[int] = []
-    wrong: list[object] = []
-    stop = threading.Event()
-
-    def client(number: int) -> None:
-        seed = 1000 * number
-        while not stop.is_set():
-            seed += 1
-            try:
-                code, body = ask(url, random_prompt(30 if seed % 3 else 300, seed=seed), LENGTH)
-            except httpx.HTTPError as exc:
-                wrong.append(exc)
-                return
-            codes.append(code)
-            if code != 200 or body["choices"][0]["token_ids"] != [MockSettings().token] * LENGTH:
-                wrong.append((code, body))
-
-    threads = [threading.Thread(target=client, args=(n,)) for n in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield codes
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert wrong == []
-
-
-def ready(state: Path) -> dict[str, int]:
-    """The number of ready workers by role."""
-    rows = web.get(f"{cluster(state)['frontend_url']}/pullfill/status").json()["workers"]
-    roles = [row["role"] for row in rows if row["state"] == "ready"]
-    return {role: roles.count(role) for role in roles}
-
-
-def alive(state: Path) -> set[str]:
-    file = StateDir(state).cluster()
-    assert file is not None
-    return {e.name for e in file.processes if is_alive(identity(e))}
 
 
 def kill(state: Path, *names: str) -> None:
@@ -206,38 +148,6 @@ def test_a_supervisor_only_waits_and_the_cluster_outlives_it(state: Path) -> Non
         assert gone in run(state, "status").stdout
 
 
-def test_foreground_starts_again_until_it_is_stopped(state: Path) -> None:
-    up = start(state, "up", *SERVERS_ONLY)
-    read_until(up, "ready (no frontend)")
-    kill(state, "etcd")
-    read_until(up, "etcd died")
-    read_until(up, "restarts: 1")
-    wait_for(lambda: servers_answer(state), "etcd answers")
-    up.terminate()
-    output, _ = up.communicate(timeout=30)
-    assert up.returncode == 0, output
-    assert "died" not in output
-
-
-def test_an_interrupted_start_in_the_background_leaves_nothing(state: Path, tmp_path: Path) -> None:
-    """vLLM takes seconds to load, so the start is caught in the middle."""
-    model = tmp_path / "m"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    flags = ("--model", str(model), "--prefill", "0", "--frontends", "0")
-    up = start(state, "up", "--detach", *flags)
-    read_until(up, "decode-0")
-    launch = StateDir(state).launch()
-    assert launch is not None
-    assert launch.supervisor.pid != up.pid
-    up.send_signal(signal.SIGINT)
-    output, _ = up.communicate(timeout=30)
-    assert up.returncode == 130, output
-    assert "interrupted" in output
-    assert tagged(launch.cluster_id) == []
-    assert not (state / "cluster.json").exists()
-
-
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Path]:
     """The state directory of a cluster with a worker of each role."""
@@ -312,84 +222,3 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) 
     assert answer(), "prompts are prefilled locally"
     assert rows(patience_s=5.0) == {"decode": kept}
     assert asyncio.run(incarnations()) == held, "its lease is kept"
-
-
-@pytest.mark.engine
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_each_process_is_replaced_unnoticed(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/operations.md says: its successor is launched, then the old one drains. `status` says
-    of an old one how to launch another."""
-    state, port = running, str(local_servers.free_port())
-    monkeypatch.setenv(STATE_DIR_ENV, str(state))  # so commands come without --state-dir
-    file = StateDir(state).cluster()
-    assert file is not None
-
-    def serves() -> bool:
-        with suppress(httpx.HTTPError):
-            return web.get(f"http://127.0.0.1:{port}/ready").status_code == 200
-        return False
-
-    def replace(role: str) -> None:
-        old, before = entry(state, f"{role}-0"), ready(state).get(role, 0)
-        (recorded,) = (e for e in file.processes if e.role == role)
-        command = status.start_another(StateDir(state), file, recorded)
-        start(state, *shlex.split(command.replace("--own-port 0", f"--own-port {port}"))[1:])
-        if role == "frontend":
-            wait_for(serves, "another frontend serves", 120)
-            os.kill(old["pid"], signal.SIGTERM)
-        else:
-            wait_for(lambda: ready(state).get(role, 0) > before, f"another {role} is ready", 120)
-            if f"{role}-0" in alive(state):
-                assert run(state, "drain", old["instance_id"], "--wait").returncode == 0
-        wait_for(lambda: f"{role}-0" not in alive(state), f"{role}-0 is gone", 90)
-        told = f"{role}-0 was drained. To start another: `{command}`"
-        wait_for(lambda: told in run(state, "status").stdout, told)
-        asked = len(codes)
-        wait_for(lambda: len(codes) > asked + 8, "clients are served without it", 60)
-
-    try:
-        with clients(cluster(running)["frontend_url"], 4) as codes:
-            for role in ("prefill", "decode", "frontend"):
-                replace(role)
-    finally:
-        end_started()
-
-
-@pytest.mark.long
-@pytest.mark.engine
-@pytest.mark.timeout(420)
-def test_no_worker_is_given_up_for_deadly_prompts(
-    state: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forty streams, more than the workers have places for, and ten deadly prompts at once. Each
-    prompt ends two workers at most. `up` starts all of them again, and every request ends. A stream
-    may be at the deaths of several workers, and be refused for that."""
-    monkeypatch.setenv(failpoints.ENV, DIES)
-    small = "--kv-cache-memory-bytes=67108864"
-    flags = ("--model", str(model_path), "--port", "0", "--decode", "3", "--prefill", "0")
-    with detached(state, *flags, *MOCK, *SLOW, *FLAGS, small):
-        url = cluster(state)["frontend_url"]
-        with ThreadPoolExecutor(40 + len(FATAL)) as pool:
-            streams = [pool.submit(ask, url, [30 + i, i + 11], 400) for i in range(40)]
-            status = f"{url}/pullfill/status"
-            wait_for(
-                lambda: all(w["load"]["running"] for w in web.get(status).json()["workers"]),
-                "every worker has streams",
-            )
-            killers = [pool.submit(ask_again, url, [token, 20]) for token in FATAL]
-            refused = [call.result() for call in killers]
-            answers = [call.result() for call in streams]
-        for code, body in answers:
-            assert code in (200, 400, 503), body
-            if code == 200:
-                assert body["choices"][0]["token_ids"] == [MockSettings().token] * 400
-        assert {code for code, _ in refused} == {400}, refused
-        names = [f"decode-{i}" for i in range(3)]
-        logs = [(state / "logs" / f"{name}.log").read_text() for name in names]
-        deaths = Counter(
-            t for log in logs for t in re.findall(r"Error: killed by (\d+)$", log, re.M)
-        )
-        assert 0 < max(deaths.values()) <= 2, deaths
-        wait_for(lambda: web.get(f"{url}/ready").json()["decode"] == 3, "all are back", 90)
-        assert not any(entry(state, name)["gave_up"] for name in names), said(state)

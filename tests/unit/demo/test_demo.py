@@ -88,18 +88,6 @@ def test_foreign_directory_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("safetensors.torch.save_file", broken)
-        with pytest.raises(OSError, match="disk full"):
-            demo.ensure_demo_model(tmp_path / "m", SMALL)
-    assert [p.name for p in tmp_path.iterdir()] == [".m.lock"]
-    assert demo.ensure_demo_model(tmp_path / "m", SMALL).is_dir()
-
-
 def _race(where: Path, log: Path, gate: object) -> None:
     from safetensors import torch as files
 

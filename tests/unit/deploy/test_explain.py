@@ -63,7 +63,6 @@ SAME = msgspec.structs.replace(REMOTE, state="failed", status=500, error="broken
             ["= 32 cached + 1920 fetched + 0 prefilled remotely + 48 locally",
              "prefix held by decode-2: fetched"],
         ),
-        ({"offloaded_tokens": 256}, ["512 cached (256 offloaded) + 1487 prefilled remotely"]),
         (
             {"expected_s": wire.Expected(queue=0.5, prefill=2.0, timeout=30.0)},
             ["expected: 0.50 s in the queue, 2.00 s to compute, ? s to write the KV; given up "
@@ -98,7 +97,6 @@ SAME = msgspec.structs.replace(REMOTE, state="failed", status=500, error="broken
             NOWHERE | {"state": "failed", "status": 429, "error": "9 are being served"},
             ["failed (HTTP 429): 9 are being served\n  sent to no decode worker\n"],
         ),
-        ({"state": "running"}, ["still running"]),
         ({"state": "cancelled"}, ["its client left"]),
         (
             {"parts": (PART,), "more_parts": 3, "same_id": (SAME,)},

@@ -6,9 +6,6 @@ No Kubernetes here. Helm itself renders the chart; test_kubernetes_schema.py val
 from __future__ import annotations
 
 import asyncio
-import re
-import subprocess
-from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 from urllib.parse import urlsplit
@@ -17,7 +14,7 @@ import pytest
 import yaml
 
 from pullfill.config import split_urls
-from pullfill.deploy import cli, local_servers
+from pullfill.deploy import cli
 from pullfill.deploy.planner import PlanSettings
 from pullfill.registry import live_settings
 from pullfill.runtime.lifecycle import EXIT_S
@@ -54,11 +51,6 @@ def hosts(urls: str, port: int) -> set[str]:
 
 def bytes_of(quantity: str) -> int:
     return int(quantity.removesuffix("Gi")) << 30
-
-
-def test_all_roles_and_both_servers_are_there() -> None:
-    assert set(pods(render())) == OURS | SERVERS
-    assert all("namespace" not in d["metadata"] for d in render())
 
 
 @pytest.mark.parametrize("role", sorted(ROLES))
@@ -230,40 +222,6 @@ def test_what_selects_pods_finds_them() -> None:
 
 
 # ------------------------------------------------------------------ servers
-
-
-def test_the_real_nats_server_takes_its_configuration(tmp_path: Path) -> None:
-    text = of_kind(render(), "ConfigMap")["pullfill-nats"]["data"]["nats.conf"]
-    assert 'store_dir: "/data"' in text
-    config = tmp_path / "nats.conf"
-    config.write_text(text.replace("/data", str(tmp_path / "data")))
-    done = subprocess.run(
-        [str(local_servers.nats_binary()), "-t", "-c", str(config)],
-        capture_output=True,
-        check=False,
-        env={"POD_NAME": "pullfill-nats-1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert set(re.findall(r"nats-route://([\w.-]+):6222", text)) == members("pullfill-nats")
-    assert "server_name: $POD_NAME" in text
-    (env,) = the_container(pods(render())["pullfill-nats"])["env"]
-    assert env["name"] == "POD_NAME"
-
-
-def test_the_real_etcd_knows_the_flags() -> None:
-    done = subprocess.run(
-        [str(local_servers.etcd_binary()), "--help"], capture_output=True, text=True, check=False
-    )
-    known = set(re.findall(r"--[a-z-]+", done.stdout + done.stderr))
-    container = the_container(pods(render())["pullfill-etcd"])
-    assert {a.split("=")[0] for a in container["args"]} <= known
-    flags = dict(a.removeprefix("--").split("=", 1) for a in container["args"])
-    found = dict(one.split("=") for one in flags["initial-cluster"].split(","))
-    assert hosts(",".join(found.values()), 2380) == members("pullfill-etcd")
-    for name, url in found.items():
-        assert flags["name"] == "$(POD_NAME)"
-        assert flags["initial-advertise-peer-urls"].replace("$(POD_NAME)", name) == url
-        assert urlsplit(url).hostname == f"{name}.pullfill-etcd"
 
 
 def test_the_servers_are_three_and_the_streams_have_as_many_replicas() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pullfill.deploy import local_servers
 from pullfill.deploy.members import http_get
-from pullfill.errors import ConfigError, UnavailableError
+from pullfill.errors import UnavailableError
 from tests.support.waiting import eventually
 
 _HEALTHY = b'HTTP/1.0 200 OK\r\n\r\n{"health":"true"}'
@@ -51,28 +51,6 @@ class TestServers:
                 http_get(url)
             assert str(caught.value) == f"{url}: INFO {{}}"
             thread.join()
-
-    def test_a_port_that_cannot_be_had_says_what_to_change(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            with pytest.raises(ConfigError, match=f"{port} .*another with --http-port"):
-                local_servers.check_port("--http-port", "127.0.0.1", port)
-            with pytest.raises(ConfigError, match="give --host an address of this machine"):
-                local_servers.check_port("--http-port", "203.0.113.1", port)
-        local_servers.check_port("--port", "127.0.0.1", port)
-
-    @pytest.mark.parametrize(
-        ("url", "expected"),
-        [
-            ("nats://h:1", ("h", 1)),
-            ("nats://user:pw@h:1", ("h", 1)),
-            ("h", ("h", 9)),
-            ("nats://[::1]:5", ("::1", 5)),
-            ("http://h:2/path", ("h", 2)),
-        ],
-    )
-    def test_split_url(self, url: str, expected: tuple[str, int]) -> None:
-        assert local_servers.split_url(url, 9) == expected
 
     def test_what_is_said_of_a_server_keeps_its_login(self) -> None:
         nobody = f"127.0.0.1:{local_servers.free_port()}"

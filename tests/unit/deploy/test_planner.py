@@ -1,30 +1,191 @@
-"""What `pullfill plan` prints."""
+"""The planner: what is right, which worker changes its role, how seldom, and what it prints."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import planner
 from pullfill.deploy.planner import (
     DECODE,
     PREFILL,
+    Move,
     Observation,
     PlanMember,
     PlanSettings,
     PlanState,
+    observe,
+    plan,
 )
 from pullfill.errors import UnavailableError
 from pullfill.registry.client import KeyValue
+from pullfill.snapshot import Demand
 from pullfill.wire import RoleMove, WorkerRole, decode
+
+NOW = PlanSettings(settle_s=0.0)
+ENOUGH = "each role has enough workers"
+NONE_TO_SPARE = "more {} workers are needed, but no other one can be spared"
+
+
+def seen(
+    prefills: int,
+    decodes: int,
+    *,
+    long: float = 0.0,
+    streams: float = 0.0,
+    backlog_s: float = 0.0,
+    at: float = 0.0,
+    changing: tuple[str, ...] = (),
+) -> Observation:
+    """long: prefill workers that prompts keep busy. streams: the sum of all pressures."""
+    members = [PlanMember(f"p{n}", PREFILL, 10 - n) for n in range(prefills)]
+    members += [PlanMember(f"d{n}", DECODE, 10 - n) for n in range(decodes)]
+    each = Demand(
+        prefill_demand=long / decodes,
+        pressure=streams / decodes,
+        streams=streams / decodes,
+        backlog_s=backlog_s / decodes,
+    )
+    demands = {f"d{n}": each for n in range(decodes)}
+    return Observation(at, tuple(members), demands, changing)
+
+
+@pytest.mark.parametrize(
+    ("prefills", "long", "right"),
+    [
+        (0, 0.0, 0),
+        (0, 0.001, 1),
+        (0, 0.1, 1),
+        (1, 0.0, 0),
+        (1, 0.001, 1),
+        (1, 0.69, 1),
+        (1, 0.71, 2),
+        (1, 2.9, 5),
+        (2, 0.69, 2),  # one would do, with nothing to spare
+        (2, 0.5, 1),
+        (5, 0.5, 1),
+    ],
+)
+def test_prefill_workers_for_an_autoscaler(prefills: int, long: float, right: int) -> None:
+    assert plan(seen(prefills, 1, long=long), PlanState(), NOW).prefill.right == right
+
+
+def test_a_backlog_asks_for_more_until_it_is_gone() -> None:
+    assert plan(seen(1, 1, long=0.6, backlog_s=5.0), PlanState(), NOW).prefill.right == 1
+    assert plan(seen(1, 1, long=0.6, backlog_s=35.0), PlanState(), NOW).prefill.right == 2
+
+
+@pytest.mark.parametrize(("decodes", "streams", "right"), [(1, 0.0, 1), (2, 2.0, 3), (3, 0.5, 1)])
+def test_decode_workers_for_an_autoscaler(decodes: int, streams: float, right: int) -> None:
+    found = plan(seen(1, decodes, streams=streams), PlanState(), NOW)
+    assert found.decode.right == right
+
+
+def test_the_idlest_worker_changes_to_the_role_that_is_short() -> None:
+    found = plan(seen(1, 3, long=1.2, streams=1.0), PlanState(), NOW)
+    assert found.moves == (Move("d2", DECODE, PREFILL),)
+    assert found.reasons == ("d2 to prefill: 1.7 prefill workers are needed, there: 1",)
+    found = plan(seen(3, 1, long=0.3, streams=1.4), PlanState(), NOW)
+    assert found.moves == (Move("p2", PREFILL, DECODE),)
+
+
+@pytest.mark.parametrize(
+    ("observation", "why"),
+    [
+        (seen(1, 3, long=0.3, streams=1.0), ENOUGH),
+        (seen(1, 1, long=3.0), NONE_TO_SPARE.format("prefill")),
+        (seen(1, 2, long=1.0, streams=2.0), NONE_TO_SPARE.format("prefill and decode")),
+        (seen(1, 2, long=0.8, streams=1.0), NONE_TO_SPARE.format("prefill")),
+        (seen(0, 2, long=0.1, streams=1.5), NONE_TO_SPARE.format("prefill")),
+    ],
+)
+def test_no_move_without_a_gain(observation: Observation, why: str) -> None:
+    found = plan(observation, PlanState(), NOW)
+    assert (found.moves, found.reasons) == ((), (why,))
+
+
+def test_long_prompts_get_a_first_prefill_worker_if_one_can_be_spared() -> None:
+    assert plan(seen(0, 2, long=0.1, streams=0.5), PlanState(), NOW).moves
+    assert not plan(seen(0, 2, streams=0.5), PlanState(), NOW).moves
+    assert not plan(seen(0, 2, long=0.005, streams=0.5), PlanState(), NOW).moves, "hardly any"
+
+
+def test_the_last_prefill_worker_goes_when_nothing_is_for_it() -> None:
+    observation = seen(1, 2, streams=2.5)
+    assert plan(observation, PlanState(), NOW).moves == (Move("p0", PREFILL, DECODE),)
+    assert not plan(observation, PlanState(), replace(NOW, min_prefill=1)).moves
+
+
+def test_only_elastic_workers_change_their_role() -> None:
+    observation = seen(1, 3, long=1.2, streams=1.0)
+    fixed = tuple(replace(m, elastic=m.instance_id == "d0") for m in observation.members)
+    found = plan(replace(observation, members=fixed), PlanState(), NOW)
+    assert found.moves == (Move("d0", DECODE, PREFILL),)
+    fixed = tuple(replace(member, elastic=False) for member in fixed)
+    found = plan(replace(observation, members=fixed), PlanState(), NOW)
+    assert not found.moves
+    assert "--elastic" in found.reasons[0]
+
+
+def test_a_shortage_must_last() -> None:
+    settings = PlanSettings(settle_s=10.0)
+    first = plan(seen(1, 3, long=1.2, at=100.0), PlanState(), settings)
+    assert not first.moves
+    assert first.reasons == (
+        "more prefill workers are needed; if that stays so, a worker changes in 10 s",
+    )
+    calm = plan(seen(1, 3, long=0.2, at=105.0), first.state, settings)
+    again = plan(seen(1, 3, long=1.2, at=106.0), calm.state, settings)
+    assert not plan(seen(1, 3, long=1.2, at=115.0), again.state, settings).moves
+    assert plan(seen(1, 3, long=1.2, at=116.0), again.state, settings).moves
+
+
+def test_pauses_after_a_move_are_longer_before_one_back() -> None:
+    settings = PlanSettings(settle_s=0.0, cool_down_s=60.0, reverse_s=120.0)
+    moved = plan(seen(1, 4, long=2.0, at=0.0), PlanState(), settings).state
+    assert moved.moved_to == PREFILL
+    assert not plan(seen(2, 3, long=2.0, at=59.0), moved, settings).moves
+    assert plan(seen(2, 3, long=2.0, at=60.0), moved, settings).moves
+    back = seen(2, 3, streams=4.0, at=119.0)
+    assert not plan(back, moved, settings).moves
+    assert plan(replace(back, at=120.0), moved, settings).moves
+
+
+def test_the_observation_is_read_from_the_status() -> None:
+    def row(name: str, role: str, state: str, **load: object) -> dict[str, object]:
+        return {"instance_id": name, "role": role, "state": state, "load": load}
+
+    told = observe(
+        {
+            "workers": [
+                row("d1", "decode", "ready", requests=3, demand={"pressure": 0.5, "later": 1}),
+                row("d2", "decode", "lost"),
+                row("d3", "decode", "draining", demand={"pressure": 9.0}),
+                row("d4", "decode", "checking", demand={}),  # is one soon: nobody must replace it
+                row("p2", "prefill", "checking"),  # maybe for ever
+                row("p1", "prefill", "ready", jobs=2, elastic="prefill"),
+                row("b1", "decode", "ready", requests=1, elastic="both", demand={}),
+                row("b1", "prefill", "ready", requests=1, elastic="both", demand={}),
+                row("s1", "prefill", "ready", elastic="prefill", switch="drains"),
+            ]
+        },
+        7.0,
+    )
+    assert told.members == (
+        PlanMember("d1", DECODE, 3, elastic=False),
+        PlanMember("p1", PREFILL, 2),
+        PlanMember("b1", DECODE, 1),
+        PlanMember("s1", PREFILL),
+    )
+    assert told.demands == {"d1": Demand(pressure=0.5), "b1": Demand()}
+    assert (told.at, told.changing) == (7.0, ("d3", "d4", "s1"))
+
 
 REF = ClusterRef("default", "http://h:1", "nats://h:1")
 
@@ -62,44 +223,10 @@ def test_json(found: planner.Plan) -> None:
     assert told["moves"] == [{"instance_id": "decode-2", "from": "decode", "to": "prefill"}]
 
 
-def test_a_line_for_each_role_and_what_to_do(found: planner.Plan) -> None:
-    stream = io.StringIO()
-    Console(file=stream, width=200).print(planner.shown(found))
-    head, prefill, decode, move = stream.getvalue().splitlines()
-    assert head.split() == ["role", "now", "needed", "right", "why"]
-    assert prefill.split()[:4] == ["prefill", "0", "0.71", "1"]
-    assert decode.split()[:4] == ["decode", "2", "0.75", "1"]
-    assert move.startswith("change of role: decode-2 to prefill: 0.71 prefill workers are needed")
-
-
 def test_without_a_report_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "ask", lambda _: {"workers": []})
     with pytest.raises(UnavailableError, match="pullfill status"):
         planner.show(REF, PlanSettings())
-
-
-def test_a_watch_settles_and_does_not_take_a_move_for_made(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = iter(range(0, 100, 5))
-    monkeypatch.setattr(planner.time, "monotonic", lambda: float(next(now)))
-    monkeypatch.setattr(planner, "ask", lambda _: cluster(prefill_demand=0.5))
-
-    def sleep(seconds: float) -> None:
-        assert seconds == 5.0
-        if len(looks()) == 5:
-            raise KeyboardInterrupt
-
-    printed: list[str] = []
-
-    def looks() -> list[dict[str, Any]]:
-        printed.extend(capsys.readouterr().out.splitlines())
-        return [json.loads(line) for line in printed]
-
-    monkeypatch.setattr(planner.time, "sleep", sleep)
-    with pytest.raises(KeyboardInterrupt):
-        planner.show(REF, PlanSettings(settle_s=10.0), as_json=True, watch_s=5.0)
-    assert [len(one["moves"]) for one in looks()] == [0, 0, 1, 1, 1]
 
 
 # ------------------------------------------------------------------ --apply
@@ -202,23 +329,3 @@ def test_a_worker_that_died_on_its_way_is_not_waited_for_for_ever() -> None:
     assert (ahead.changing, state.moved_at) == (("x",), 500.0)
     later = replace(seen, at=520.0)
     assert planner.remembered(gone, 8, -50.0, later, state)[1].moved_at == 520.0, "another order"
-
-
-def test_a_look_that_fails_does_not_end_a_watch(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pauses = iter([lambda: rig.told.update(workers=[]), lambda: rig.told.update(cluster())])
-
-    def sleep(seconds: float) -> None:
-        assert seconds == 5.0
-        pause = next(pauses, None)
-        if pause is None:
-            raise KeyboardInterrupt
-        pause()
-
-    monkeypatch.setattr(planner.time, "sleep", sleep)
-    with pytest.raises(KeyboardInterrupt):
-        planner.show(REF, PlanSettings(), as_json=True, apply=True)
-    said = capsys.readouterr()
-    assert len(said.out.splitlines()) == 2
-    assert "pullfill status" in said.err

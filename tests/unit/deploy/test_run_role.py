@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
-from pullfill.deploy import cli, plan, run_role
+from pullfill.deploy import cli, run_role
 from pullfill.deploy.state import Launch, StateDir, start_time
 from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
@@ -73,21 +73,6 @@ class TestRoles:
         assert runner.invoke(cli.app, ["decode", "--seed", "1"]).exit_code == 7
         assert ran[1][3] == ["--dtype=float32", "-tp", "2", "--seed", "1"], "and those of its role"
 
-    @pytest.mark.parametrize("spelling", ["m/", "./m", "~/m"])
-    def test_however_the_path_of_the_clusters_model_is_written(
-        self,
-        ran: list[Any],
-        state_dir: Path,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        spelling: str,
-    ) -> None:
-        self._cluster(state_dir, tmp_path / "m")
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("HOME", str(tmp_path))
-        assert runner.invoke(cli.app, ["decode", "--model", spelling]).exit_code == 7
-        assert ran[0][3] == ["--dtype=float32", "-tp", "2"]
-
     @pytest.fixture
     def taken(self) -> Iterator[str]:
         with socket.socket() as listener:
@@ -136,14 +121,6 @@ class TestRoles:
         assert "--host 10.0.0.5" in str(result.exception) or "this machine" in str(result.exception)
         assert ran == []
 
-    def test_a_name_becomes_its_address(
-        self, ran: list[Any], state_dir: Path, tmp_path: Path
-    ) -> None:
-        """The socket of frontends binds no name."""
-        self._cluster(state_dir, tmp_path / "m")
-        assert runner.invoke(cli.app, ["decode", "--host", "localhost"]).exit_code == 7
-        assert ran[0][2].host == "127.0.0.1"
-
     @pytest.mark.parametrize(
         ("etcd", "warned"),
         [("http://127.0.0.1:1", False), ("http://10.0.0.9:1", True), ("h:1,localhost:2", False)],
@@ -158,12 +135,6 @@ class TestRoles:
         assert (
             "which only this machine reaches, but etcd is at 10.0.0.9" in result.output
         ) is warned
-
-    def test_by_url_the_model_must_be_named(self, ran: list[Any]) -> None:
-        result = runner.invoke(cli.app, ["decode", "--etcd", "http://h:1", "--nats", "nats://h:2"])
-        assert isinstance(result.exception, ConfigError)
-        assert "--model" in str(result.exception)
-        assert ran == []
 
     def test_a_worker_by_hand_goes_where_the_least_is(
         self, state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -190,30 +161,3 @@ class TestRoles:
             assert run_role.cores_of(WorkerOptions(), ref, small=True) == (1,)
             assert run_role.cores_of(WorkerOptions(), ref, small=False) == ()
             assert run_role.cores_of(WorkerOptions(pin=False), ref, small=True) == ()
-
-    @pytest.mark.parametrize("demo", [False, True])
-    def test_only_the_demo_model_gets_one_core(
-        self,
-        ran: list[Any],
-        state_dir: Path,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        demo: bool,
-    ) -> None:
-        """It took one core of any cluster that it joined without --model."""
-        monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-        if demo:
-            monkeypatch.setattr(plan, "demo_directory", lambda: tmp_path / "m")
-        self._cluster(state_dir, tmp_path / "m")
-        assert runner.invoke(cli.app, ["decode"]).exit_code == 7
-        assert len(ran[0][2].cores) == demo
-
-    @pytest.mark.parametrize("cpu", ["x", "9999"])
-    def test_a_core_that_is_not_there(
-        self, ran: list[Any], state_dir: Path, tmp_path: Path, cpu: str
-    ) -> None:
-        self._cluster(state_dir, tmp_path / "m")
-        result = runner.invoke(cli.app, ["decode", "--cpu", cpu])
-        assert isinstance(result.exception, ConfigError)
-        assert "--cpu" in str(result.exception)

@@ -1,10 +1,13 @@
-"""The state directory: atomic files, one owner, and no cluster started over a live one."""
+"""The state directory, and its processes: one owner, and nobody else's process is signalled."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,14 +15,18 @@ import pytest
 from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import down
 from pullfill.deploy.state import (
-    LAUNCH_FILE,
+    CLUSTER_ENV,
     Launch,
     Locked,
+    ProcessId,
     StateDir,
+    identify,
     identity,
+    is_alive,
     new_cluster_id,
     send,
     start_time,
+    tagged,
 )
 from pullfill.errors import ConfigError
 from pullfill.net.this_host import SHM_DIR_ENV, pid_space
@@ -35,19 +42,6 @@ def _cluster(*entries: ProcessEntry) -> ClusterFile:
     return ClusterFile(
         namespace="n", nats_url="a", etcd_url="b", frontend_url="c", processes=list(entries)
     )
-
-
-def test_files_come_back_as_written_and_leave_no_traces(tmp_path: Path) -> None:
-    state = StateDir(tmp_path)
-    launch = Launch(cluster_id=new_cluster_id(), model="demo", engine_args=["--a", "1"])
-    with state.locked():
-        state.write_cluster(_cluster(_entry(1, 2)))
-        state.write_launch(launch)
-    assert state.cluster() == _cluster(_entry(1, 2))
-    assert state.launch() == launch
-    assert {p.name for p in tmp_path.iterdir()} == {CLUSTER_FILE, LAUNCH_FILE, "lock"}
-    state.clear()
-    assert state.cluster() is None
 
 
 def test_a_live_cluster_is_refused_by_name_and_pid(tmp_path: Path) -> None:
@@ -107,16 +101,6 @@ def test_only_one_works_on_it(tmp_path: Path) -> None:
         pass
 
 
-def test_an_impossible_directory_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(ConfigError, match="--state-dir") as caught,
-        StateDir(tmp_path / "file/x").locked(),
-    ):
-        pass
-    assert not isinstance(caught.value, Locked)
-
-
 @pytest.mark.timeout(30)
 def test_down_does_not_wait_for_a_directory_that_is_not_ours(tmp_path: Path) -> None:
     """Nobody's lock is held there: no time helps."""
@@ -147,3 +131,65 @@ def test_prepare_keeps_old_logs_and_drops_old_servers(tmp_path: Path) -> None:
     assert (tmp_path / "logs/x.log.1").read_text() == "old"
     assert not (tmp_path / "logs/x.log").exists()
     assert not state.stopping()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"], env={**os.environ, CLUSTER_ENV: "abc"})
+    yield process
+    process.kill()
+    process.wait()
+
+
+def _wait(condition: object, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_another_start_time_is_another_process(child: subprocess.Popen[bytes]) -> None:
+    real = identify(child.pid)
+    assert real is not None
+    reused = ProcessId(child.pid, real.started - 1)
+    assert not is_alive(reused)
+    assert not send(reused, signal.SIGKILL)
+    assert child.poll() is None
+    assert send(real, signal.SIGKILL)
+    assert child.wait(10) == -signal.SIGKILL
+
+
+def test_a_zombie_is_dead(child: subprocess.Popen[bytes]) -> None:
+    identity = identify(child.pid)
+    assert identity is not None
+    child.kill()
+    # Not reaped: the entry in /proc stays, with state Z.
+    assert _wait(lambda: not is_alive(identity))
+    assert Path(f"/proc/{child.pid}").exists()
+    assert not send(identity, signal.SIGTERM)
+
+
+def test_a_name_with_spaces_and_brackets_is_parsed() -> None:
+    code = (
+        "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) S (b', 0, 0, 0); "
+        "print('up', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            boot = start_time(os.getpid())
+            started = start_time(process.pid)
+            assert started is not None
+            assert boot is not None
+            assert started >= boot
+        finally:
+            process.kill()
+
+
+def test_tagged_finds_exactly_ours(child: subprocess.Popen[bytes]) -> None:
+    # The environment shows once the child has become `sleep`.
+    assert _wait(lambda: [p.pid for p in tagged("abc")] == [child.pid])
+    assert tagged("ab") == []

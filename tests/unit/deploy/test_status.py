@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pullfill.deploy.status import state_lines, status, stock_table, workers_table
+from pullfill.deploy.status import state_lines, status, workers_table
 from pullfill.errors import UnavailableError
 from pullfill.options import ClusterOptions
 from pullfill.snapshot import Cluster, WorkerRow
@@ -90,19 +90,4 @@ def test_status_fits_80_columns_and_shortens_no_instance_id() -> None:
     assert lines[5:] == [
         "decode-40f1a16d: restarts=2 quarantined_blocks=12 steps_s=0.123",
         "prefill-41f1a16d: tokens=4096",
-    ]
-
-
-def test_status_shows_stock_servers_and_what_named_them() -> None:
-    ready = {"role": "decode", "url": "http://h:2", "state": "ready", "why": "", "running": 2.0,
-             "waiting": 0.0, "sources": ["--servers", "--servers-file"]}  # fmt: skip
-    bad = {"role": "prefill", "url": "http://h:1", "state": "refused", "why": "other model",
-           "sources": ["--servers-file"]}  # fmt: skip
-    stream = io.StringIO()
-    Console(file=stream, width=80).print(stock_table([ready, bad]))
-    lines = [line.split() for line in stream.getvalue().splitlines()]
-    assert lines[1:] == [
-        ["http://h:2", "decode", "ready", "2", "0", "--servers,", "--servers-file"],
-        ["http://h:1", "prefill", "refused", "--servers-file"],
-        ["http://h:1:", "other", "model"],
     ]

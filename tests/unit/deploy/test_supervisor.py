@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -22,11 +22,9 @@ from rich.console import Console
 
 from pullfill import wire
 from pullfill.deploy import local_servers, plan
-from pullfill.deploy.state import ProcessId, StateDir, identity, is_alive, tagged
+from pullfill.deploy.state import StateDir, identity, is_alive, tagged
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.view import ProcessView
-from pullfill.errors import RegistryUnavailable
-from pullfill.net.security import Security, ServerSecurity
 from pullfill.registry.client import EtcdClient, KeyValue
 from tests.support.http_stub import serving
 from tests.support.waiting import eventually
@@ -40,22 +38,16 @@ class _Registry:
     """Stands for etcd.
 
     ready_at: at which look a process that runs is ready.
-    login: what a client must show.
     http: where workers answer /status.
-    away: whether etcd is away once all are ready."""
+    """
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
         self._looks: Counter[str] = Counter()
-        self.login = ServerSecurity()
         self.http = ""
-        self.away = False
         self.ready_at = 2
 
-    async def connect(self, *_: object, security: ServerSecurity, **__: object) -> Self:
-        assert security == self.login
-        if self.away and self._looks and min(self._looks.values()) >= self.ready_at:
-            raise RegistryUnavailable("etcd is away")
+    async def connect(self, *_: object, **__: object) -> Self:
         return self
 
     async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
@@ -90,9 +82,8 @@ class Rig:
         )
 
     def supervisor(self, **options: Any) -> Supervisor:
-        security = Security(etcd=self.registry.login)
         servers = {"nats_url": "nats://h", "etcd_url": "http://h"}
-        given = plan.UpOptions(**({"model": "org/m", "security": security} | servers | options))
+        given = plan.UpOptions(**({"model": "org/m"} | servers | options))
         return Supervisor(
             given,
             self.state,
@@ -138,13 +129,6 @@ async def test_a_worker_starts_when_the_one_before_it_on_its_gpu_is_ready(rig: R
             "decode-0 starting", "decode-1 starting", "prefill-0 waiting",
             "decode-0 ready", "decode-1 ready", "prefill-0 starting", "prefill-0 ready",
         ]  # fmt: skip
-
-
-async def test_up_shows_the_login_of_the_security_file_to_etcd(rig: Rig) -> None:
-    rig.registry.login = ServerSecurity(user="u", password_file="p")
-    rig.add("decode-0")
-    async with rig.up(frontends=0) as printed:
-        assert "ready" in printed[-1]
 
 
 async def test_a_server_whose_port_is_taken_gets_another(
@@ -198,60 +182,46 @@ async def test_an_interrupted_start_leaves_nothing(
     assert (rig.state.live(), rig.state.launch()) == ([], None)
 
 
-class TestTheEnd:
-    """What `up` stops when it is told to, whatever happened to its record."""
-
-    @pytest.fixture(autouse=True)
-    def _one_worker(self, rig: Rig) -> None:
-        rig.add("decode-0")
-
-    async def _pid_after(self, rig: Rig, change: Callable[[], None]) -> ProcessId:
-        async with asyncio.timeout(60.0), rig.up(frontends=0):
-            (entry,) = rig.state.live()
-            change()
-        return identity(entry)
-
-    async def test_a_deleted_state_directory_leaves_nothing_running(self, rig: Rig) -> None:
-        worker = await self._pid_after(rig, lambda: shutil.rmtree(rig.state.path))
-        assert not is_alive(worker)
+async def test_a_deleted_state_directory_leaves_nothing_running(rig: Rig) -> None:
+    rig.add("decode-0")
+    async with asyncio.timeout(60.0), rig.up(frontends=0):
+        (entry,) = rig.state.live()
+        shutil.rmtree(rig.state.path)
+    assert not is_alive(identity(entry))
 
 
-class TestSelfChecks:
+@pytest.mark.parametrize(
+    ("results", "pulling", "reason"),
+    [([PASSED, PENDING], 1, "passed"), ([], 0, "passed")],
+    ids=["of another kind pending", "nobody is connected"],
+)
+async def test_up_waits_for_the_self_checks(
+    rig: Rig, results: list[dict[str, str]], pulling: int, reason: str
+) -> None:
     """Until they are over, prompts stay on the decode worker."""
+    rig.add("decode-0")
+    rig.add("prefill-0")
+    rig.self_check(*results, pulling=pulling, reason=reason)
 
-    @pytest.fixture(autouse=True)
-    def _workers(self, rig: Rig) -> None:
-        rig.add("decode-0")
-        rig.add("prefill-0")
-
-    @pytest.mark.parametrize(
-        ("results", "pulling", "reason"),
-        [([PENDING], 0, "self_check_pending"), ([PASSED, PENDING], 1, "passed"), ([], 0, "passed")],
-        ids=["pending", "of another kind pending", "nobody is connected"],
-    )
-    async def test_up_waits_for_them(
-        self, rig: Rig, results: list[dict[str, str]], pulling: int, reason: str
-    ) -> None:
-        rig.self_check(*results, pulling=pulling, reason=reason)
-
-        async def ready() -> list[str]:
-            async with rig.up(frontends=0) as printed:
-                return printed
-
-        starting = asyncio.create_task(ready())
-        await asyncio.to_thread(
-            eventually, lambda: "prefill-0    ready" in rig.printed.getvalue(), "all are ready"
-        )
-        await asyncio.sleep(0.3)
-        assert not starting.done()
-        rig.self_check(PASSED, pulling=1)
-        assert "self-check" not in "".join(await starting)
-
-    @pytest.mark.parametrize("etcd_away", [False, True])
-    async def test_one_line_says_that_they_take_too_long(self, rig: Rig, etcd_away: bool) -> None:
-        rig.self_check(PENDING, pulling=0, reason="self_check_pending")
-        rig.self_checks_s = 0.3
-        rig.registry.away = etcd_away
+    async def ready() -> list[str]:
         async with rig.up(frontends=0) as printed:
-            (line,) = [line for line in printed if "self-checks" in line]
-        assert line.startswith("decode-0: the self-checks are not over yet")
+            return printed
+
+    starting = asyncio.create_task(ready())
+    await asyncio.to_thread(
+        eventually, lambda: "prefill-0    ready" in rig.printed.getvalue(), "all are ready"
+    )
+    await asyncio.sleep(0.3)
+    assert not starting.done()
+    rig.self_check(PASSED, pulling=1)
+    assert "self-check" not in "".join(await starting)
+
+
+async def test_one_line_says_that_self_checks_take_too_long(rig: Rig) -> None:
+    rig.add("decode-0")
+    rig.add("prefill-0")
+    rig.self_check(PENDING, pulling=0, reason="self_check_pending")
+    rig.self_checks_s = 0.3
+    async with rig.up(frontends=0) as printed:
+        (line,) = [line for line in printed if "self-checks" in line]
+    assert line.startswith("decode-0: the self-checks are not over yet")

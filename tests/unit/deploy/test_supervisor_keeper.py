@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,6 @@ from pullfill.deploy.supervisor import (
     Keeper,
 )
 from pullfill.deploy.view import ProcessView
-from pullfill.errors import ConfigError
 from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
 from tests.support.small_disk import full, small_disk
 from tests.support.waiting import eventually
@@ -174,23 +173,6 @@ async def test_five_deaths_end_it_with_the_last_lines_of_the_log(rig: Rig) -> No
     assert "the supervisor (pid 0) is gone" in told
 
 
-async def test_a_lock_that_cannot_be_opened_costs_one_try(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig.launch("decode-0", f"echo restarts ${RESTARTS_ENV}; sleep 60")
-    log, opened = rig.state.log_of("decode-0"), rig.state.locked
-
-    def locked() -> AbstractContextManager[None]:
-        monkeypatch.setattr(rig.state, "locked", opened)
-        raise ConfigError("too many open files")
-
-    monkeypatch.setattr(rig.state, "locked", locked)
-    async with rig.keeping("decode-0"):
-        rig.children["decode-0"].kill()
-        await until(lambda: "restarts 1\n" in log.read_text())
-    assert "decode-0 was not started again: too many open files" in rig.said()
-
-
 async def test_no_restart(rig: Rig) -> None:
     rig.options.restart = False
     rig.launch("etcd", "exit 1")
@@ -264,12 +246,3 @@ async def test_a_server_that_a_full_disk_ends_comes_back_when_there_is_room(smal
             await asyncio.sleep(0.1)
             assert small.children.entry("etcd").restarts == 0, "it would die again"
         await until(lambda: small.recorded()["etcd"].restarts == 1)
-
-
-async def test_no_death_counts_while_the_disk_is_full(small: Rig) -> None:
-    """A worker is started again at once: it needs no disk."""
-    small.launch("decode", f"test ${RESTARTS_ENV} -gt {MAX_DEATHS + 1} && sleep 60; exit 1")
-    with full(small.state.path):
-        async with small.keeping("decode"):
-            await until(lambda: small.children.entry("decode").restarts == MAX_DEATHS + 2)
-    assert "gave up" not in small.said()

@@ -16,8 +16,7 @@ from pullfill.deploy import cli
 from pullfill.deploy import top as command
 from pullfill.deploy.top import Seen, screen, spark
 from pullfill.deploy.view import plain
-from pullfill.errors import ConfigError, UnavailableError
-from pullfill.frontend.live.page import QUIET_S
+from pullfill.errors import ConfigError
 from pullfill.net.security import FrontendSecurity, Security
 from pullfill.snapshot import HISTORY_S, Flow, LiveSnapshot, Mark, Point, Stage, WorkerRow
 from pullfill.wire import ServerStatus
@@ -80,19 +79,6 @@ def test_a_frontend_with_keys_wants_one(tmp_path: Path) -> None:
             next(command._snapshots(ref(tmp_path, url), None))
         with pytest.raises(ConfigError, match=f"administrators only.* --url {url}"):
             next(command._snapshots(ref(tmp_path), url))
-
-
-def test_nobody_answers(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match="no frontend answers"):
-        next(command._snapshots(ref(tmp_path, NOWHERE), None))
-
-
-def test_comments_between_snapshots_keep_the_stream_alive(tmp_path: Path) -> None:
-    assert (command._TIMEOUT.read or 0.0) >= 2 * QUIET_S
-    with serving() as url:
-        snapshots = command._snapshots(ref(tmp_path, url), None)
-        assert all(isinstance(next(snapshots), LiveSnapshot) for _ in range(2))
-        snapshots.close()
 
 
 def test_a_frontend_that_goes_away_is_looked_for_again(tmp_path: Path) -> None:
