@@ -103,5 +103,6 @@ def test_a_job_that_another_worker_has_is_not_taken_back() -> None:
     model.ledger.tick()
     assert entry.state is JobState.QUEUED
     assert take_back(body(name), "me", model.ledger)
+    model.ledger.take_events()
     assert [outcome for _, outcome in model.ledger.outcomes] == [Outcome.OWN_JOB]
     assert take_back(body(name), "me", model.ledger), "nobody waits for it"
