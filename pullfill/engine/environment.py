@@ -2,8 +2,8 @@
 
 `prepare` sets up a worker process before torch and vLLM are imported. `Heap` keeps its memory
 small. With tensor or pipeline parallelism vLLM runs each rank in a process of its own: if one dies,
-all end. `bind_to_parent` runs in each of them, `RankWatch` in the main process. With one rank both
-do nothing.
+all end. `bind_to_parent` runs in each of them. The main process watches their `sentinels_of`
+(life.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
-import multiprocessing.connection
 import os
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -223,35 +221,3 @@ def sentinels_of(core: Any) -> dict[int, int]:
     """Rank by the descriptor that becomes readable when the rank's process ends."""
     workers: Sequence[Any] = getattr(core.model_executor, "workers", None) or ()
     return {handle.proc.sentinel: handle.rank for handle in workers}
-
-
-class RankWatch:
-    """Calls `on_death(text)` once, when a rank's process ends before `stop`.
-
-    Owns a thread while there are ranks. vLLM notices as well, but up to ten seconds later.
-    """
-
-    def __init__(self, sentinels: dict[int, int], on_death: Callable[[str], None]) -> None:
-        self._sentinels = sentinels
-        self._on_death = on_death
-        self._stopped = False
-        self._wake, self._end = multiprocessing.Pipe(duplex=False)
-        self._thread: threading.Thread | None = None
-        if sentinels:
-            self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Call it before the ranks are ended. Idempotent."""
-        if not self._stopped:
-            self._stopped = True
-            self._end.close()
-            if self._thread is not None and self._thread is not threading.current_thread():
-                self._thread.join()
-            self._wake.close()
-
-    def _run(self) -> None:
-        ready = multiprocessing.connection.wait([self._wake, *self._sentinels])
-        dead = [self._sentinels[s] for s in ready if isinstance(s, int)]
-        if dead and not self._stopped:
-            self._on_death(f"the process of rank {dead[0]} ended")

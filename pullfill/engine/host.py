@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +28,6 @@ import zmq
 from pullfill.engine import environment, speculation
 from pullfill.engine.requests import levels_of
 from pullfill.engine.view import tier_of
-from pullfill.engine.watchdog import Pulse
 from pullfill.runtime import failpoints, log
 
 if TYPE_CHECKING:
@@ -88,6 +88,18 @@ def taken(outputs: dict[int, Any], client: int) -> Any:
             outputs[0], stats = type(batch)(), levels_of(stats)
         next(iter(outputs.values())).scheduler_stats = stats
     return batch
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What the engine thread does now.
+
+    busy: what it does. "" while it has no work and sleeps.
+    requests: number of requests in the engine, or on the way to it."""
+
+    beat: int
+    busy: str
+    requests: int
 
 
 class EngineHost:

@@ -1,4 +1,4 @@
-"""The life of an engine, as the asyncio side sees it: becomes ready, may die, is stopped.
+"""The life of an engine, as the asyncio side sees it: becomes ready, may get stuck, dies, is freed.
 
     start ──▶ ready ──▶ dead: no more steps ──▶ stop: its memory may go ──▶ thread over
 
@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from pullfill.engine.environment import RankWatch, sentinels_of
-from pullfill.engine.host import EngineHost
-from pullfill.engine.watchdog import Pulse
+from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.engine.environment import sentinels_of
+from pullfill.engine.host import EngineHost, Pulse
 from pullfill.errors import EngineStuck, NotNow, PullfillError
 from pullfill.runtime import log
+from pullfill.runtime.lifecycle import end
 
 logger = log.get("engine.life")
 
@@ -30,10 +32,10 @@ class EngineLife(Generic[T]):
     """Runs `make` (which imports vLLM and returns a host) and the host's loop on one thread.
 
     on_built: called on the engine thread once the engine exists. `ready` resolves to its result.
-    dead: set once the engine loop has ended (normally, by error, or given up by the watchdog).
+    dead: set once the engine loop has ended (normally, by error, or given up).
     failure: why it ended, unless it was asked to.
-    hangs: the watchdog gave it up. The thread may still run, so do not wait for it, and do not
-    touch the memory that it uses.
+    hangs: it was given up. The thread may still run, so do not wait for it, and do not touch the
+    memory that it uses.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class EngineLife(Generic[T]):
         self.failure: BaseException | None = None
         self.host: EngineHost | None = None
         self.hangs = False
-        self._ranks: RankWatch | None = None
+        self._ranks: dict[int, int] = {}
         self._unused = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -70,8 +72,7 @@ class EngineLife(Generic[T]):
         Nothing may copy from or to that memory any more. Does nothing if the engine hangs."""
         if self.hangs:
             return
-        if self._ranks is not None:
-            self._ranks.stop()
+        self._watch({})  # the ranks end now
         if self.host is not None:
             self.host.stop()
         self._unused.set()
@@ -94,6 +95,20 @@ class EngineLife(Generic[T]):
         """`give_up`, from any thread."""
         self._call(self.give_up, why)
 
+    def _watch(self, ranks: dict[int, int]) -> None:
+        """Give the engine up when the process of a rank ends. vLLM notices up to 10 s later.
+
+        ranks: as `sentinels_of` returns them."""
+        for descriptor in self._ranks:
+            self._loop.remove_reader(descriptor)
+        self._ranks = ranks
+        for descriptor, rank in ranks.items():
+            self._loop.add_reader(descriptor, self._rank_ended, rank)
+
+    def _rank_ended(self, rank: int) -> None:
+        self._watch({})
+        self.give_up(f"the process of rank {rank} ended")
+
     def _run(self) -> None:
         try:
             host = self._make()
@@ -112,15 +127,14 @@ class EngineLife(Generic[T]):
                 self.host.shutdown()
 
     def _built(self, host: EngineHost, core: Any) -> None:
-        built = self._on_built(host, core)
-        self._ranks = RankWatch(sentinels_of(core), self.fail)
-        self._call(self._succeed, built)
+        self._call(self._succeed, self._on_built(host, core), sentinels_of(core))
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
 
-    def _succeed(self, built: T) -> None:
+    def _succeed(self, built: T, ranks: dict[int, int]) -> None:
+        self._watch(ranks)
         if not self.ready.done():
             self.ready.set_result(built)
 
@@ -132,3 +146,89 @@ class EngineLife(Generic[T]):
             # Memory that another process still holds, a hub that does not answer: it may pass.
             exc = NotNow(f"the engine did not start: {text.splitlines()[0]}")
         self.ready.set_exception(exc)
+
+
+class Health(enum.StrEnum):
+    WELL = "well"
+    STUCK = "stuck"
+    LOST = "lost"
+
+
+class EngineWatchdog:
+    """Finds out whether an engine is stuck. Gives it up if it is lost. asyncio thread.
+
+    Loading and warm-up are not watched.
+
+        WELL ──no beat for stall_s while busy──▶ STUCK ──as long again──▶ LOST (for good)
+          ◀──────────────── a beat ──────────────┘
+
+    The engine loop beats at each round: at least once a second when idle, else after each step. So
+    a step may take up to stall_s, for example with a long prompt.
+
+    on_stuck: called with True when the engine is stuck, with False when it has recovered.
+    health: as of the last look."""
+
+    def __init__(
+        self,
+        engine: EngineLife[Any],
+        stall_s: float,
+        on_stuck: Callable[[bool], None],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.health = Health.WELL
+        self._engine = engine
+        self._stall_s = stall_s
+        self._on_stuck = on_stuck
+        self._clock = clock
+        self._interval_s = min(1.0, stall_s / 8)
+        self._looked = clock.monotonic()
+        self._beat = -1
+        self._still_s = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks.append(asyncio.create_task(self._run(), name="engine-watchdog"))
+
+    async def stop(self) -> None:
+        await end(*self._tasks)
+
+    def detail(self) -> dict[str, Any]:
+        """For /ready. Empty while the engine is well."""
+        return {} if self.health is Health.WELL else {"reason": self._complaint()}
+
+    def _complaint(self) -> str:
+        pulse = self._engine.pulse()
+        return (
+            f"the engine is stuck in {pulse.busy or 'nothing'} for {self._still_s:.0f} s "
+            f"with {pulse.requests} requests"
+        )
+
+    def look(self) -> None:
+        """Look at the engine once, and act on a change. Call it about every `stall_s` / 8."""
+        if self.health is Health.LOST:
+            return
+        now, pulse, was = self._clock.monotonic(), self._engine.pulse(), self.health
+        # Bounded: a process that was stopped or starved must not find its engine stuck afterwards.
+        passed = min(now - self._looked, 2 * self._interval_s)
+        moved = pulse.beat != self._beat
+        self._looked, self._beat = now, pulse.beat
+        self._still_s = 0.0 if moved or not pulse.busy else self._still_s + passed
+        if self._still_s >= 2 * self._stall_s:
+            self.health = Health.LOST
+            self._engine.give_up(self._complaint())
+        elif self._still_s >= self._stall_s:
+            self.health = Health.STUCK
+            if was is Health.WELL:
+                logger.error(
+                    "%s: taking no work; leaving if it takes as long again", self._complaint()
+                )
+                self._on_stuck(True)
+        elif was is Health.STUCK:
+            self.health = Health.WELL
+            logger.warning("the engine takes steps again")
+            self._on_stuck(False)
+
+    async def _run(self) -> None:
+        while self.health is not Health.LOST:
+            await asyncio.sleep(self._interval_s)
+            self.look()

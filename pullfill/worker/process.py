@@ -22,9 +22,8 @@ from typing import Any
 from pullfill.config import ClusterRef, pod_name, restarts_so_far
 from pullfill.engine import args, compat, environment, kv_offloading
 from pullfill.engine.host import EngineHost
-from pullfill.engine.life import EngineLife
+from pullfill.engine.life import EngineLife, EngineWatchdog
 from pullfill.engine.view import EngineView
-from pullfill.engine.watchdog import EngineWatchdog
 from pullfill.errors import BadMessage, ConfigError
 from pullfill.net.this_host import host_id
 from pullfill.options import WorkerOptions

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from pullfill.config import ranks_of
 from pullfill.engine import environment
-from pullfill.engine.life import EngineLife
-from pullfill.errors import EngineStuck
-from tests.support.engine_host import engine_threads
-from tests.support.waiting import eventually
 
 REPO = Path(__file__).resolve().parents[3]
 PATIENCE_S = 20.0
@@ -91,87 +83,6 @@ def test_the_main_process_binds_itself_to_nobody() -> None:
     before = signal.getsignal(signal.SIGTERM)
     environment.bind_to_parent()
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def core_with(*processes: subprocess.Popen[bytes]) -> SimpleNamespace:
-    """An engine core whose executor has ranks; a pidfd stands for multiprocessing's sentinel."""
-    workers = [
-        SimpleNamespace(rank=rank, proc=SimpleNamespace(sentinel=os.pidfd_open(child.pid)))
-        for rank, child in enumerate(processes)
-    ]
-    return SimpleNamespace(model_executor=SimpleNamespace(workers=workers))
-
-
-@pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "600"]) as child:
-        yield child
-        child.kill()
-
-
-def test_a_dead_rank_is_told_once_and_others_are_not() -> None:
-    sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
-    told: list[str] = []
-    heard = multiprocessing.Event()
-    sentinels = environment.sentinels_of(core_with(*sleepers))
-    watch = environment.RankWatch(sentinels, lambda why: (told.append(why), heard.set())[0])
-    sleepers[1].kill()
-    assert heard.wait(PATIENCE_S)
-    assert told == ["the process of rank 1 ended"]
-    sleepers[0].kill()
-    watch.stop()
-    watch.stop()
-    assert len(told) == 1
-    for sleeper, sentinel in zip(sleepers, sentinels, strict=True):
-        sleeper.wait()
-        os.close(sentinel)
-
-
-def test_ranks_that_are_ended_on_purpose_are_no_news(sleeper: subprocess.Popen[bytes]) -> None:
-    told: list[str] = []
-    sentinels = environment.sentinels_of(core_with(sleeper))
-    watch = environment.RankWatch(sentinels, told.append)
-    watch.stop()
-    sleeper.kill()
-    sleeper.wait()
-    assert told == []
-    for sentinel in sentinels:
-        os.close(sentinel)
-
-
-def test_one_rank_in_the_main_process_needs_no_thread() -> None:
-    assert environment.sentinels_of(SimpleNamespace(model_executor=object())) == {}
-    watch = environment.RankWatch({}, pytest.fail)
-    assert watch._thread is None
-    watch.stop()
-
-
-async def test_an_engine_whose_rank_dies_is_dead_at_once(
-    sleeper: subprocess.Popen[bytes],
-) -> None:
-    core = core_with(sleeper)
-    stopping = asyncio.Event()
-
-    class Host:
-        """Hangs in its step, as vLLM does when a rank is gone."""
-
-        def run(self, on_built: object) -> None:
-            on_built(core)  # type: ignore[operator]
-            asyncio.run_coroutine_threadsafe(stopping.wait(), loop).result()
-
-    loop = asyncio.get_running_loop()
-    engine = EngineLife(Host, lambda host, core: None)  # type: ignore[arg-type]
-    engine.start()
-    await engine.ready
-    sleeper.kill()
-    await asyncio.wait_for(engine.dead.wait(), PATIENCE_S)
-    assert isinstance(engine.failure, EngineStuck)
-    assert "rank 0" in str(engine.failure)
-    assert engine.hangs, "nobody may wait for its thread"
-    stopping.set()
-    await asyncio.to_thread(eventually, lambda: not engine_threads(), "it goes on")
-    sleeper.wait()
-    os.close(core.model_executor.workers[0].proc.sentinel)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The KV memory outlives whoever copies from it and to it, by address, on threads of ours.
+"""An engine becomes ready, gets stuck, dies, and keeps its memory for whoever copies by address.
 
 vLLM frees its KV cache when its engine ends, also after a step that failed; what another allocation
 puts there would be written, digested and committed as KV (tests/integration/test_memory_end.py has
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,16 +19,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pullfill.engine.host import EngineHost
-from pullfill.engine.life import EngineLife
+from pullfill.engine.host import EngineHost, Pulse
+from pullfill.engine.life import EngineLife, EngineWatchdog, Health
+from pullfill.errors import EngineStuck, NotNow
 from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.transfer.contract import LocalMemory, MoveResult
 from pullfill.transfer.layout import dense_layout
 from pullfill.worker import memory
 from pullfill.worker.context import WorkerContext
 from tests.support.engine_host import engine_threads
-from tests.support.fakes import prefill_task
+from tests.support.fakes import FakeClock, prefill_task
 from tests.support.late import Late
 from tests.support.waiting import eventually
 
@@ -70,15 +74,18 @@ def mapped() -> list[tuple[int, int]]:
 
 
 class Host(EngineHost):
-    """The real thing around a core that runs `step` and frees its memory in `shutdown`."""
+    """The real thing around a core that runs `step` and frees its memory in `shutdown`.
 
-    def __init__(self, step: Callable[[], None] = lambda: None) -> None:
+    workers: the processes of its ranks, as vLLM has them."""
+
+    def __init__(self, step: Callable[[], object] = lambda: None, workers: Any = ()) -> None:
         super().__init__(None)  # type: ignore[arg-type]
         self.freed = threading.Event()
         self._step = step
+        self._executor = SimpleNamespace(workers=workers)
 
     def build(self) -> SimpleNamespace:  # type: ignore[override]
-        self.core = SimpleNamespace(shutdown=self.freed.set, model_executor=None)  # type: ignore[assignment]
+        self.core = SimpleNamespace(shutdown=self.freed.set, model_executor=self._executor)  # type: ignore[assignment]
         return self.core  # type: ignore[return-value]
 
     def _loop(self, core: object) -> None:
@@ -93,7 +100,8 @@ async def running(host: Host) -> AsyncIterator[EngineLife[None]]:
     await engine.ready
     yield engine
     await engine.stop()
-    assert not engine_threads()
+    host.stop()
+    await asyncio.to_thread(eventually, lambda: not engine_threads(), "it goes on")
 
 
 async def test_an_engine_that_died_is_known_as_such_and_keeps_its_memory() -> None:
@@ -113,31 +121,136 @@ async def test_an_engine_that_died_is_known_as_such_and_keeps_its_memory() -> No
     assert host.freed.is_set()
 
 
-async def test_a_halted_engine_calls_nobody_and_keeps_its_memory() -> None:
-    steps: list[int] = []
-    host = Host(lambda: steps.append(1))
-    async with running(host) as engine:
-        await engine.halt()
-        count = len(steps)
-        assert engine.dead.is_set()
-        assert engine.failure is None
-        assert not host.freed.wait(0.05)
-        assert len(steps) == count
-    assert host.freed.is_set()
+def rank_of(number: int) -> tuple[Any, int]:
+    """A rank as vLLM has it, and the descriptor whose closing is the end of its process."""
+    sentinel, alive = os.pipe()
+    return SimpleNamespace(rank=number, proc=SimpleNamespace(sentinel=sentinel)), alive
 
 
-async def test_an_engine_that_was_given_up_frees_nothing() -> None:
+async def test_an_engine_whose_rank_dies_is_given_up_and_frees_nothing() -> None:
+    """Its thread hangs in a step, as vLLM does when a rank is gone. Nobody may wait for it."""
     go_on = threading.Event()
-    host = Host(go_on.wait)  # type: ignore[arg-type]
-    engine = EngineLife(lambda: host, lambda host, core: None)
-    engine.start()
-    await engine.ready
-    engine.give_up("it hangs")
-    await engine.stop()
-    host.stop()
-    go_on.set()
-    await asyncio.to_thread(eventually, lambda: not engine_threads(), "it goes on")
+    rank, alive = rank_of(3)
+    host = Host(go_on.wait, [rank])
+    async with running(host) as engine:
+        os.close(alive)
+        await asyncio.wait_for(engine.dead.wait(), PATIENCE_S)
+        assert isinstance(engine.failure, EngineStuck)
+        assert str(engine.failure) == "the process of rank 3 ended"
+        await engine.stop()
+        assert engine_threads(), "it waited"
+        go_on.set()
+        host.stop()
     assert not host.freed.is_set()
+    os.close(rank.proc.sentinel)
+
+
+async def test_ranks_that_are_ended_on_purpose_are_no_news() -> None:
+    rank, alive = rank_of(0)
+    async with running(Host(workers=[rank])) as engine:
+        await engine.stop()
+        os.close(alive)
+        await asyncio.sleep(0.01)
+    assert engine.failure is None
+    os.close(rank.proc.sentinel)
+
+
+async def test_memory_that_a_dying_process_still_holds_is_no_mistake() -> None:
+    def make() -> EngineHost:
+        raise ValueError("Free memory on device cuda:0 (3/80 GiB) is less than desired\nmore")
+
+    engine = EngineLife(make, lambda host, core: None)
+    engine.start()
+    with pytest.raises(NotNow, match=r"^the engine did not start: Free memory .* desired$"):
+        await engine.ready
+    await engine.stop()
+
+
+# --------------------------------------------------------------------------- the watchdog
+
+STALL_S = 8.0
+
+
+class Watched:
+    """An engine that beats when told to, and its watchdog."""
+
+    def __init__(self) -> None:
+        self.beat, self.busy, self.given_up = 1, "a step", list[str]()
+        self.clock = FakeClock()
+        self.told: list[bool] = []
+        me: Any = self
+        self.guard = EngineWatchdog(me, STALL_S, self.told.append, self.clock)
+        self.guard.look()
+
+    def pulse(self) -> Pulse:
+        return Pulse(self.beat, self.busy, 3)
+
+    def give_up(self, why: str) -> None:
+        self.given_up.append(why)
+
+    def wait(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.clock.advance(1.0)
+            self.guard.look()
+
+
+def test_a_step_that_takes_too_long_is_told_and_then_given_up() -> None:
+    rig = Watched()
+    rig.wait(STALL_S - 1)
+    assert (rig.told, rig.guard.detail()) == ([], {})
+    rig.wait(1)
+    assert rig.told == [True]
+    said = "the engine is stuck in a step for 8 s with 3 requests"
+    assert rig.guard.detail() == {"reason": said}
+    rig.wait(STALL_S - 1)
+    assert not rig.given_up
+    rig.wait(1)
+    rig.beat += 1
+    rig.wait(3)
+    assert rig.given_up == ["the engine is stuck in a step for 16 s with 3 requests"]
+    assert rig.told == [True], "given up is given up"
+
+
+def test_a_step_in_between_makes_it_well_again_and_the_time_starts_anew() -> None:
+    rig = Watched()
+    rig.wait(STALL_S + 2)
+    rig.beat += 1
+    rig.wait(1)
+    assert (rig.told, rig.guard.detail()) == ([True, False], {})
+    rig.wait(STALL_S - 1)
+    assert rig.told == [True, False]
+    rig.wait(1)
+    assert rig.told == [True, False, True]
+
+
+def test_a_process_that_was_stopped_does_not_blame_its_engine() -> None:
+    rig = Watched()
+    rig.clock.advance(3600.0)
+    rig.guard.look()
+    assert rig.told == []
+    rig.wait(STALL_S - 3)
+    assert rig.told == [], "the hour counts for two looks"
+    rig.wait(3)
+    assert rig.told == [True]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.floats(0.0, 3.0)), max_size=60))
+def test_stuck_only_after_the_whole_time_without_a_beat(
+    looks: list[tuple[bool, bool, float]],
+) -> None:
+    rig, still = Watched(), 0.0
+    for beats, busy, seconds in looks:
+        rig.clock.advance(seconds)
+        rig.beat += beats
+        rig.busy = "a step" if busy else ""
+        before = rig.guard.health
+        rig.guard.look()
+        still = 0.0 if beats or not busy else still + seconds
+        if before is Health.LOST:
+            assert rig.guard.health is Health.LOST
+        else:
+            most = {Health.WELL: 0.0, Health.STUCK: STALL_S, Health.LOST: 2 * STALL_S}
+            assert still >= most[rig.guard.health]
 
 
 # --------------------------------------------------------------------------- the workers
