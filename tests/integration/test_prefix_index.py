@@ -6,19 +6,13 @@ xored. A replica that differs leaves the state `warm`. So equal counts and `warm
 
 from __future__ import annotations
 
-import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
 
-from pullfill.engine import release
 from tests.support.cluster import BLOCK, Cluster, Worker, until
-from tests.support.etcd import free_ports
 from tests.support.prompts import ask_all, forget_decode_prefixes, random_prompt
 
 pytestmark = pytest.mark.engine
@@ -28,26 +22,11 @@ DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # to empty a prefix cache
 
 
 @pytest.fixture(scope="module")
-def subscriber() -> Iterator[tuple[int, Any]]:
-    """What a user's own consumer of vLLM's events receives. (port, socket)."""
-    (port,) = free_ports(1)
-    socket = zmq.Context.instance().socket(zmq.SUB)
-    socket.setsockopt(zmq.SUBSCRIBE, b"")
-    socket.connect(f"tcp://127.0.0.1:{port}")
-    yield port, socket
-    socket.close(0)
-
-
-@pytest.fixture(scope="module")
-def cluster(
-    model_path: Path, tmp_path_factory: pytest.TempPathFactory, subscriber: tuple[int, Any]
-) -> Iterator[Cluster]:
+def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("prefix"), model_path, kv_mib=8)
-    theirs = {"enable_kv_cache_events": True, "publisher": "zmq"}
-    theirs["endpoint"] = f"tcp://*:{subscriber[0]}"
     try:
         cluster.start_servers()
-        cluster.launch("decode", "--kv-events-config", json.dumps(theirs))
+        cluster.launch("decode")
         cluster.launch("prefill")
         cluster.launch("frontend", env=DEVELOPMENT)
         cluster.wait_ready(*cluster.workers)
@@ -132,49 +111,3 @@ def test_the_load_is_told_while_requests_run_and_after(cluster: Cluster) -> None
     load = row(cluster, decode)["routing"]["load"]
     assert (load["waiting"], load["uncached_tokens_queued"], load["active_blocks"]) == (0, 0, 0)
     assert load["free_blocks"] == row(cluster, decode)["load"]["kv_blocks"]
-
-
-@pytest.mark.long
-def test_the_users_own_consumer_gets_the_events_of_vllm(
-    cluster: Cluster, subscriber: tuple[int, Any]
-) -> None:
-    _, socket = subscriber
-    kinds: set[str] = set()
-    while socket.poll(100):
-        _, _, payload = socket.recv_multipart()
-        for event in msgspec.msgpack.decode(payload)[1]:
-            kinds.add(event["type"])
-            hashes = event.get("block_hashes", ())
-            assert all(isinstance(one, int) for one in hashes), "vLLM's default"
-    assert kinds == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
-
-
-@pytest.mark.long
-def test_a_worker_without_a_prefix_cache_is_no_trouble_and_a_dead_one_is_forgotten(
-    cluster: Cluster,
-) -> None:
-    (decode,) = cluster.of("decode")
-    assert agreed(cluster, decode) > 0
-    plain = cluster.launch("decode", "--no-enable-prefix-caching")
-    cluster.wait_ready(plain)
-    told = row(cluster, plain)
-    assert told["routing"]["prefix"] == {"state": "none"}
-    assert [t for t in told["troubles"] if "cached" in t] == []
-    decode.signal(signal.SIGKILL)
-    until(lambda: cluster.counter("pullfill_prefix_index_blocks") == 0, 20, "forgotten")
-    assert cluster.counter("pullfill_prefix_missing_workers") == 0
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not release.this.offloads_kv, reason="refused at start with vLLM 0.30")
-def test_blocks_that_are_offloaded_still_count(cluster: Cluster) -> None:
-    before = cluster.of("decode")
-    decode = cluster.launch("decode", "--kv-offloading-size=0.05")
-    cluster.wait_ready(decode)
-    for worker in before:
-        worker.kill()
-    room = row(cluster, decode)["load"]["kv_blocks"]
-    prompts = [random_prompt(500, seed=80 + i) for i in range(2 * room * BLOCK // 500)]
-    until(lambda: len(cluster.status()["workers"]) == 2, 20, "the dead workers are gone")
-    ask_all(cluster, prompts, STEPS, at_once=3)
-    assert agreed(cluster, decode) > 1.5 * room

@@ -71,17 +71,6 @@ def test_a_gap_is_resent_and_a_large_one_brings_a_snapshot() -> None:
         assert (pair.replica.healing.gaps, pair.replica.healing.snapshots) == (1, snapshots)
 
 
-def test_what_was_lost_is_asked_for_again(pair: Pair) -> None:
-    pair.heal(pair.replica.ask(0))
-    pair.ring.append(Op.STORE, [1])
-    pair.news()
-    (beat,) = pair.news()
-    assert pair.replica.take(beat, 1.0) is not None
-    assert pair.replica.take(beat, 1.0 + RETRY_S / 2) is None
-    pair.heal(pair.replica.take(beat, 1.0 + RETRY_S))
-    assert pair.equal()
-
-
 def test_a_snapshot_read_over_time_is_good_when_its_events_have_come() -> None:
     pair = Pair(max_events=10)
     pair.ring.append(Op.STORE, range(1, 31))
@@ -139,20 +128,6 @@ def test_refused_blocks_are_fetched_once_there_is_room(pair: Pair) -> None:
     pair.heal(pair.replica.take(beat, pair.now))
     assert pair.equal()
     assert pair.replica.refused == 0
-
-
-def test_a_snapshot_without_one_page_is_not_adopted() -> None:
-    pair = Pair(max_events=1)
-    pair.ring.append(Op.STORE, [1, 2])
-    (page,) = (m for m in pair.ring.answer(pair.replica.ask(0)) if isinstance(m, PrefixPage))
-    half = {"epoch": page.epoch, "at": page.at, "upto": page.upto}
-    pages = [
-        PrefixPage(**half, page=0, last=False, hashes=raw(1)),
-        PrefixPage(**half, page=2, last=True, hashes=raw(2)),
-    ]
-    assert [pair.replica.take(one, 0.1) for one in pages] == [None, None]
-    assert pair.replica.state is State.COLD
-    assert pair.index.match([1, 2]) == {}
 
 
 def test_events_that_no_ring_sends_are_refused(pair: Pair) -> None:

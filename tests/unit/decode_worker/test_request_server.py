@@ -72,17 +72,6 @@ def test_what_does_not_fit_ends_with_an_error_and_never_reaches_the_engine(
     assert rig.request_server.active_requests == 0
 
 
-def test_what_an_engine_that_speculates_would_ignore_is_refused(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = SimpleNamespace(min_p=0.1, logit_bias=None, trace_decode_token_ids=None)
-    monkeypatch.setattr(rig.request_server._codec, "params", params)
-    rig.add("a")
-    rig.core.vllm_config.speculative_config = object()
-    assert rig.ask(front_wire.ADD, b"b", bytes(40), b"")[1] == b"error b request"
-    assert rig.core.added == ["a"]
-
-
 def test_an_adapter_has_its_identity_before_vllm_hashes_the_prompt(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,16 +125,6 @@ def test_a_frontend_dropped_as_silent_is_told_when_it_speaks_again(rig: Rig) -> 
     assert rig.core.added == ["a", "c"]
 
 
-def test_a_frontend_without_requests_may_miss_as_many_pings(rig: Rig) -> None:
-    """It says every other one: in the same stall as before it is dropped no sooner."""
-    rig.clock.advance(front_wire.SILENCE_S + 0.9 * front_wire.PING_INTERVAL_S)
-    rig.request_server.check_silent()
-    assert rig.ask(front_wire.PING) == [front_wire.PONG]
-    rig.clock.advance(front_wire.SILENCE_S + 1.1 * front_wire.PING_INTERVAL_S)
-    rig.request_server.check_silent()
-    assert rig.ask(front_wire.PING) == [front_wire.GONE]
-
-
 @pytest.mark.parametrize(
     "frames",
     [
@@ -187,15 +166,6 @@ def test_draining_hands_requests_back(rig: Rig) -> None:
     assert rig.peer.recv_multipart() == [front_wire.DRAIN]
     kind, ids = rig.ask(front_wire.ADD, b"late", b"", b"")
     assert (kind, front_wire.decode_ids(ids)) == (front_wire.BACK, ["late"])
-
-
-def test_what_is_prepared_when_a_drain_begins_is_finished_here(rig: Rig) -> None:
-    go = rig.hold_intake()
-    rig.tell(front_wire.ADD, b"a", bytes(40), b"", settle=False)
-    rig.request_server.start_drain()
-    go.set()
-    rig.settle()
-    assert rig.core.added == ["a"]
 
 
 def test_a_full_intake_hands_a_request_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,21 +259,6 @@ def test_a_request_that_is_aborted_in_the_intake_never_reaches_the_engine(rig: R
     rig.settle()
     assert rig.core.prepared == ["c", "a"]
     assert (rig.core.added, rig.core.aborted) == (["c", "a"], [])
-
-
-def test_requests_in_the_intake_are_handed_back_and_leave_with_their_frontend(rig: Rig) -> None:
-    go = rig.hold_intake()
-    rig.add("a", settle=False)
-    rig.request_server.start_drain()
-    rig.request_server.migrate()
-    assert rig.peer.recv_multipart() == [front_wire.DRAIN]
-    assert rig.peer.recv_multipart() == [front_wire.BACK, front_wire.encode_ids(["a"])]
-    rig.request_server.draining = False
-    rig.add("b", settle=False)
-    rig.tell(front_wire.BYE, settle=False)
-    go.set()
-    rig.settle()
-    assert (rig.core.added, rig.core.aborted, rig.request_server.active_requests) == ([], [], 0)
 
 
 def test_one_small_message_of_a_turn_is_prepared_at_once(rig: Rig) -> None:
