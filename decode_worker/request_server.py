@@ -17,13 +17,13 @@ import zmq
 
 from pullfill import wire
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.curve_auth import CurveAuth
 from pullfill.decode_worker.intake import Intake, Preparation
 from pullfill.decode_worker.prefix.block_events import Send
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire, request_limits, requests, speculation
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.errors import BadMessage, NotNow
+from pullfill.net.curve import CurveAuth
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints, log
 from pullfill.wire.prefix import PrefixFollow

@@ -13,13 +13,13 @@ import pytest
 import zmq
 
 from pullfill import wire
-from pullfill.decode_worker.curve_auth import CurveAuth
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import check, front_wire
 from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
 from pullfill.net import curve
 from pullfill.net.channel import split_address
+from pullfill.net.curve import CurveAuth
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
 from tests.support.request_server_rig import own_loop
@@ -134,7 +134,7 @@ async def test_unequal_keys_do_not_and_both_ends_say_which_to_check(
     turned: list[logging.LogRecord] = []
 
     def heard() -> list[logging.LogRecord]:
-        turned[:] = [r for r in caplog.records if r.name == "pullfill.decode_worker.curve_auth"]
+        turned[:] = [r for r in caplog.records if r.name == "pullfill.net.curve"]
         return turned
 
     state, trouble, refused = await _meet(decode_key, frontend_key, heard)
