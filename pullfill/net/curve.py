@@ -20,8 +20,8 @@ logger = log.get("net.curve")
 
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _DOMAIN = b"pullfill"
-_NO_DETAIL = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-_HANDSHAKE_FAILED = int(
+NO_DETAIL = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+HANDSHAKE_FAILED = int(
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -71,7 +71,7 @@ class CurveAuth:
             self._zap.setsockopt(zmq.LINGER, 0)
             self._zap.bind(_ZAP_ADDRESS)
         self._socket = socket
-        self._monitor = socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        self._monitor = socket.get_monitor_socket(HANDSHAKE_FAILED)
 
     @property
     def sockets(self) -> list[Any]:
@@ -91,7 +91,7 @@ class CurveAuth:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            if event["event"] & _HANDSHAKE_FAILED:
+            if event["event"] & HANDSHAKE_FAILED:
                 self._turned_away(event["event"])
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
@@ -113,7 +113,7 @@ class CurveAuth:
 
         event: NO_DETAIL if the peer left during the handshake. That is a port scan, or a frontend
         that saw first that only one side has a key. Any other event is a wrong or missing key."""
-        certain = event != _NO_DETAIL
+        certain = event != NO_DETAIL
         if certain:
             metrics.AUTH_REFUSED.labels("frontend").inc()
         if (more := self._seldom.due(str(certain))) is None:
