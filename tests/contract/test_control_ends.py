@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker.kv_reader import KvReader
-from pullfill.errors import PeerUnavailable
 from pullfill.net.channel import split_address
-from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.runtime.serial_executor import SerialExecutor
-from pullfill.wire import Claim, Grant, Hello, Welcome
-from tests.support import framing
-from tests.support.control_rig import Decode, Prefill, Raw, hello, until
-from tests.support.listening import listening
+from pullfill.wire import Claim, Grant, Welcome
+from tests.support.control_rig import Decode, Raw, hello, until
 
 
 async def test_a_worker_is_forgotten_though_no_thread_can_close_its_session(
@@ -45,36 +41,6 @@ async def test_a_worker_is_forgotten_though_no_thread_can_close_its_session(
     assert not decode.server._readers
 
 
-async def test_a_link_comes_back_after_its_connection_broke(decode: Decode, connect: Any) -> None:
-    prefill = await connect()
-    decode.open()
-    await prefill.claim()
-    for peer in list(decode.server.peers.values()):
-        peer.channel.close()
-    await until(lambda: prefill.lost == 1)
-    await prefill.link.wait_up(10)
-    decode.open("k")
-    assert (await prefill.commit(await prefill.claim("k"))).ok
-
-
-async def test_an_unanswered_claim_fails_when_the_connection_breaks(decode: Decode) -> None:
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await framing.read(reader, Hello)
-        framing.write(writer, Welcome(decode_instance="decode-1"))
-        await reader.readexactly(4)
-        writer.close()
-
-    prefill = Prefill(decode)
-    async with listening(silent) as (host, port):
-        prefill.link = prefill.move(decode.record(f"tcp://{host}:{port}"))
-        await prefill.link.wait_up(10)
-        with pytest.raises(PeerUnavailable, match="lost"):
-            await asyncio.wait_for(prefill.claim(), 10)
-        await prefill.link.close()
-    with pytest.raises(PeerUnavailable):
-        await prefill.claim()
-
-
 async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any) -> None:
     """The caller of `claim` was cancelled. The job must not be held until its deadline."""
     prefill = await connect()
@@ -88,26 +54,6 @@ async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any) -> None
     await until(lambda: decode.ledger.find("j").attempt == 1)  # type: ignore[union-attr]
     await until(lambda: decode.fences.in_use == 0)
     assert (await other.claim()).attempt == 2
-
-
-async def test_a_grant_that_comes_with_the_cancellation_is_handed_back(
-    decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dispatch = DecodeLink._on_message
-    asking: list[asyncio.Future[Grant]] = []
-
-    def dispatch_and_cancel(link: DecodeLink, message: Any) -> None:
-        dispatch(link, message)
-        asking[0].cancel()
-
-    monkeypatch.setattr(DecodeLink, "_on_message", dispatch_and_cancel)
-    prefill = await connect()
-    decode.open()
-    asking.append(asyncio.ensure_future(prefill.claim()))
-    with pytest.raises(asyncio.CancelledError):
-        await asking[0]
-    await until(lambda: decode.ledger.find("j").attempt == 1)  # type: ignore[union-attr]
-    await until(lambda: decode.fences.in_use == 0)
 
 
 async def test_stop_does_not_miss_its_own_cancellation(decode: Decode) -> None:

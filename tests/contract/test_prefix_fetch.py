@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker.kv_reader import KvReader
-from pullfill.decode_worker.prefix import holders, read_leases
+from pullfill.decode_worker.prefix import fetches, holders, read_leases
+from pullfill.decode_worker.prefix.holders import Holders
+from pullfill.errors import PeerUnavailable, TransferFailed
+from pullfill.transfer.shm.fence import ShmHold
+from pullfill.wire import FenceToken, Lease, u32
 from tests.support.fetch_rig import LEAST, FetchWorker, without_vllm
 from tests.support.handoff_rig import Served
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS
@@ -79,19 +84,27 @@ async def until(what: Any) -> None:
 
 
 class Gate:
-    """Stops the reads of all workers at their beginning, or fails them."""
+    """Stops each read until `open` is set, or until it is interrupted, as over TCP."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached = threading.Event()
-        self.open = threading.Event()
+        self.reached, self.open = threading.Event(), threading.Event()
+        interrupted = threading.Event()
         real = KvReader._fetch
 
-        def fetch(reader: KvReader, *args: Any) -> Any:
+        def fetch(reader: KvReader, fence: Any, source: Any, target: Any, wanted: Any) -> Any:
             self.reached.set()
-            assert self.open.wait(20.0)
-            return real(reader, *args)
+            if not reader.connected:
+                reader._connect()
+            if not wanted():
+                return real(reader, fence, source, target, lambda: False)
+            while not self.open.wait(0.005):
+                if interrupted.is_set():
+                    interrupted.clear()
+                    raise TransferFailed("interrupted")
+            return real(reader, fence, source, target, lambda: True)
 
         monkeypatch.setattr(KvReader, "_fetch", fetch)
+        monkeypatch.setattr(KvReader, "interrupt", lambda _: interrupted.set())
 
 
 @pytest.fixture
@@ -317,6 +330,18 @@ async def test_a_holder_that_drains_waits_for_its_readers(pair: Pair, gate: Gate
     assert (await pair.asker.ask(other, pair.holder.holds(PREFIX)))[1].fetch == "fetched"
 
 
+async def test_prompts_that_come_at_once_share_a_connection(pair: Pair) -> None:
+    at, known = pair.holder.holds(PREFIX), pair.asker.holders
+    first, second = await asyncio.gather(known.use(at), known.use(at))
+    assert first is second
+    known.failed("holder")
+    assert first.over
+    with pytest.raises(PeerUnavailable, match="just now"):
+        await known.use(at)
+    known.worked("holder")
+    assert await known.use(at) is not first
+
+
 async def test_an_address_where_nobody_answers(pair: Pair) -> None:
     tokens = prompt(PREFIX + 1)
     hint = pair.holder.holds(PREFIX)
@@ -365,3 +390,202 @@ async def test_whatever_happens_what_is_loaded_is_right(
 
     await asyncio.gather(*(client() for _ in range(3)))
     assert seen.get("fetched", 0) > (0 if seed % 2 else 3), seen
+
+
+# ------------------------------------------------------------------ late, broken, or about to end
+
+
+async def test_a_read_in_the_queue_does_not_interrupt_the_one_before_it(
+    pair: Pair, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = prompt(PREFIX + 1), prompt(PREFIX + 1, seed=2)
+    pool = pair.holder.pool
+    cached = pair.holder.cache(first)
+    pool.touch([pool.blocks[b] for b in cached])
+    pair.holder.cache(second)
+    pool.release(cached)
+    one = await pair.asker.admit(pair.asker.request(first, pair.holder.holds(PREFIX)))
+    await until(gate.reached.is_set)
+    # Long enough that the read begins in time on a busy machine: one that does not is `busy`.
+    monkeypatch.setattr(fetches, "_COPY_S", (0.5, 0.5))
+    two = await pair.asker.admit(pair.asker.request(second, pair.holder.holds(PREFIX)))
+    await until(lambda: two.loaded is not None or one.loaded is not None)
+    assert one.loaded is None
+    assert two.loaded is False, "it is computed, and need not wait for the lane"
+    gate.open.set()
+    assert (await pair.asker.end(one)).fetch == "fetched"
+    assert (await pair.asker.end(two)).fetch == "busy"
+
+
+async def test_a_read_that_is_too_slow_is_interrupted(
+    pair: Pair, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Long enough that the read begins in time on a busy machine: one that does not is `busy`.
+    monkeypatch.setattr(fetches, "_COPY_S", (0.5, 0.5))
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    assert (await pair.asker.end(served)).fetch == "lost"
+
+
+async def test_no_prompt_waits_for_a_session_that_does_not_open(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder answers, but its KV port does not. What opens too late copies nothing."""
+    go, real = threading.Event(), pair.asker.holders._reach
+
+    def reach(regions: Any) -> Any:
+        def open_session() -> Any:
+            assert go.wait(20.0)
+            return real(regions)()
+
+        return open_session
+
+    monkeypatch.setattr(pair.asker.holders, "_reach", reach)
+    monkeypatch.setattr(fetches, "_COPY_S", (0.2, 0.2))
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    (reader,) = pair.asker.holders._readers
+    try:
+        async with asyncio.timeout(3.0):
+            await until(lambda: served.loaded is not None)
+    finally:
+        go.set()
+    assert await asyncio.to_thread(reader._thread.wait, 10.0)
+    assert (pair.asker.pages[:, served.table] == 0xAA).all()
+    assert (await pair.asker.end(served)).fetch == "lost"
+    assert pair.asker.holders.away("holder"), "or the next prompt would wait as long"
+
+
+async def test_a_lease_is_given_back_when_its_prompt_goes_another_way(pair: Pair) -> None:
+    """With pipeline parallelism a step may run when vLLM asks again. Then nothing is fetched."""
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    side, request = pair.asker.side, pair.asker.request(tokens, pair.holder.holds(PREFIX))
+    assert side.decide(request, 0) == (None, False)
+    await until(lambda: pair.holder.leases.open)
+    side._scheduled.append([])
+    assert side.decide(request, 0) == (0, False)
+    side.enqueue(request, [[]], 0)
+    side._scheduled.clear()
+    async with asyncio.timeout(2.0):
+        await until(lambda: not pair.holder.leases.open)
+    assert not pair.asker.fetches._by_key, "other prompts would wait until this request is over"
+    side.request_finished(request.request_id)
+
+
+async def test_blocks_that_come_as_the_worker_leaves(pair: Pair) -> None:
+    request = await pair.leased()
+    served = pair.allocate(request)
+    fetch = pair.asker.fetches._open.get(request.request_id)
+    assert fetch is not None
+    pair.asker.fetches._stop(fetch)  # what `close` does
+    pair.asker.side.enqueue(request, [served.table], PREFIX)
+    await until(lambda: served.loaded is not None)
+    told = await pair.asker.end(served)
+    assert (served.loaded, told.fetched_tokens) == (False, 0)
+
+
+async def test_a_connection_that_is_made_while_the_worker_leaves(pair: Pair) -> None:
+    using = asyncio.create_task(pair.asker.holders.use(pair.holder.holds(PREFIX)))
+    await asyncio.sleep(0)
+    await pair.asker.holders.close()
+    with pytest.raises(PeerUnavailable):
+        await using
+    await until(lambda: not pair.holder.leases._askers)
+
+
+@pytest.mark.parametrize("wrong", ["beyond", "odd", "many", "late"])
+async def test_a_holder_that_answers_nonsense(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    real = read_leases.ReadLeases._given
+
+    def given(self: Any, asker: Any, ask: Any, lease: Any) -> None:
+        write = asker.channel.write
+
+        def other(message: Any) -> None:
+            if isinstance(message, Lease):
+                ids = u32.unpack(message.block_ids)
+                blocks, within_s = {
+                    "beyond": (u32.pack([NUM_BLOCKS + 9, *ids[1:]]), 10.0),
+                    "odd": (message.block_ids[:-1], 10.0),
+                    "many": (u32.pack([*ids, *ids, 1 << 31]), 10.0),
+                    "late": (message.block_ids, -1.0),
+                }[wrong]
+                message = Lease(
+                    rid=message.rid, lease=message.lease, block_ids=blocks, fence=message.fence,
+                    within_s=within_s,
+                )  # fmt: skip
+            write(message)
+
+        monkeypatch.setattr(asker.channel, "write", other, raising=False)
+        real(self, asker, ask, lease)
+
+    monkeypatch.setattr(read_leases.ReadLeases, "_given", given)
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    told = await pair.asker.end(served)
+    assert served.loaded is (wrong == "many"), told
+
+
+async def test_blocks_of_an_asker_that_is_stopped_stay_pinned_and_are_counted(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go = threading.Event(), threading.Event()
+
+    def stopped(hold: ShmHold, token: FenceToken, enter: Any = ShmHold.enter) -> None:
+        enter(hold, token)
+        reached.set()
+        assert go.wait(20.0)
+
+    monkeypatch.setattr(ShmHold, "enter", stopped)
+    tokens = prompt(PREFIX + 1)
+    leased = set(pair.holder.cache(tokens))
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    await until(reached.is_set)
+    pair.holder.expire()
+    assert pair.holder.leases.unproved_blocks == len(leased)
+    assert not leased & pair.holder.pool.free
+    async with asyncio.timeout(read_leases.LEASE_S / 2):
+        await pair.holder.leases.drain()  # does not wait for it
+    pair.holder.leases.reopen()
+    go.set()
+    assert (await pair.asker.end(served)).fetch == "expired"
+    await until(lambda: not pair.holder.leases.open)
+    assert pair.holder.leases.unproved_blocks == 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_reads_that_are_cut_off_at_any_moment(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Each loaded block is what computing gives, and no copy goes on after its prompt was told."""
+    rng = random.Random(seed)
+    real = KvReader._fetch
+
+    def fetch(reader: KvReader, *args: Any) -> Any:
+        time.sleep(rng.random() * 0.004)
+        return real(reader, *args)
+
+    monkeypatch.setattr(KvReader, "_fetch", fetch)
+    monkeypatch.setattr(fetches, "_COPY_S", (0.0, 0.004))
+    monkeypatch.setattr(Holders, "failed", lambda *_: None)  # else the first one ends them all
+    talks = [prompt(PREFIX, seed=number) for number in range(3)]
+    seen = set()
+
+    async def client(number: int) -> None:
+        for turn in range(8):
+            talk = rng.choice(talks)
+            if rng.random() < 0.8:
+                pair.holder.cache(talk)
+            pair.asker.pool.cached.clear()
+            tokens = [*talk[: rng.randrange(4, 10) * BLOCK], number, turn]
+            served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+            seen.add((await pair.asker.end(served)).fetch)
+
+    pair.asker.prefill_s = 0.0005
+    await asyncio.gather(*map(client, range(3)))
+    assert seen - {"not_held"}

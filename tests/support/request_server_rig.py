@@ -104,6 +104,7 @@ class Rig:
     def __init__(self, receive_limit: int = 0) -> None:
         self.core = _Core()
         self.clock = FakeClock()
+        self.follow: Callable[..., object] = lambda *told: None
         self.todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.loop = own_loop(self.core, lambda work, wake=True: self.todo.put(work))
         welcome = front_wire.DecodeWelcome(
@@ -112,7 +113,7 @@ class Rig:
         )  # fmt: skip
         self.request_server = RequestServer(
             self.loop, RequestTraces("decode-1"), welcome=lambda _: welcome,
-            models=["m"], clock=self.clock,
+            models=["m"], clock=self.clock, follow=lambda *told: self.follow(*told),
         )  # fmt: skip
         self.request_server.bind("127.0.0.1")
         self.peer = zmq.Context.instance().socket(zmq.DEALER)

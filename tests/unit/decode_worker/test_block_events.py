@@ -8,19 +8,19 @@ import hashlib
 import operator
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from typing import Any
 
 import msgspec
 import pytest
 
 from pullfill.decode_worker.prefix import block_events
 from pullfill.decode_worker.prefix.block_events import BlockEvents, Held, pieces
-from pullfill.engine.kv_events import Change, Cleared, Places, Removed, Stored
+from pullfill.engine.kv_events import Change, Cleared, KvEvents, Places, Removed, Stored
 from pullfill.prefix import chain
 from pullfill.prefix.events import Replica, State
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire import u32
 from pullfill.wire.prefix import PrefixEvents, PrefixPage
-from tests.support.block_server import VIEW, FakeEvents
 
 SIZE = 4
 ONE = Places({0: 1}, SIZE)
@@ -122,6 +122,14 @@ def test_pieces_come_to_the_same(change: Stored) -> None:
     assert len(parts) == -(-len(change.handles) // 3)
 
 
+class FakeView:
+    """An engine that tells what the test says, through `take`."""
+
+    def tell_blocks(self, events: KvEvents, take: Callable[[list[Change]], None]) -> None:
+        events.places = ONE
+        self.take = take
+
+
 class Follower:
     """A frontend that follows, over a wire that delivers in order."""
 
@@ -154,9 +162,9 @@ class Rig:
         self.sent: list[bytes] = []
         self.waiting: list[Callable[[], None]] = []
         self.followers: dict[bytes, Follower] = {}
-        events = FakeEvents()
-        self.blocks = BlockEvents(asyncio.get_running_loop(), VIEW, events, flush_s=0.01)
-        self.take = events.take
+        view: Any = FakeView()
+        self.blocks = BlockEvents(asyncio.get_running_loop(), view, KvEvents(), flush_s=0.01)
+        self.take = view.take
 
     def send(self, payload: bytes, to: bytes | None, sent: Callable[[], None] | None) -> None:
         def deliver() -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from pullfill import wire
 from pullfill.decode_worker import request_server
 from pullfill.decode_worker.request_server import Frontend, RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import front_wire
 from pullfill.errors import NotNow
+from pullfill.wire.prefix import PrefixFollow
 from pullfill.worker.own_loop import OwnLoop
 from tests.support.fake_vllm import STOP, Output, Outputs
 from tests.support.request_server_rig import Rig, rigged
@@ -133,6 +135,7 @@ def test_a_frontend_dropped_as_silent_is_told_when_it_speaks_again(rig: Rig) -> 
         (front_wire.ABRT,),
         (front_wire.ADD, b"nonsense", b"", b""),
         (front_wire.UTIL, b""),
+        (front_wire.FOLW, b"nonsense"),
         (b"",),
         (b"WHAT",),
     ],
@@ -294,6 +297,21 @@ def test_a_large_message_is_never_prepared_on_the_engine_thread(
     monkeypatch.setattr(OwnLoop, "stepping", True)
     rig.add("at work", 2_000)
     assert thread == ["MainThread", "intake", "intake"]
+
+
+def test_who_follows_is_sent_block_events(rig: Rig) -> None:
+    asked: list[Any] = []
+    rig.follow = lambda *told: asked.append(told)
+    follow = PrefixFollow(epoch=1, next=2)
+    rig.tell(front_wire.FOLW, wire.encode(follow))
+    ((identity, message, send),) = asked
+    assert message == follow
+    done: list[int] = []
+    for number, to in enumerate((None, b"another", identity)):
+        send(b"%d" % number, to, lambda: done.append(1))
+    rig.settle()
+    assert [rig.peer.recv_multipart() for _ in range(2)] == [[b"BLKS", b"0"], [b"BLKS", b"2"]]
+    assert len(done) == 3
 
 
 def test_the_end_of_a_request_brings_its_trace_in_the_same_message(rig: Rig) -> None:
