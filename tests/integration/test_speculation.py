@@ -183,21 +183,6 @@ def test_what_vllm_would_answer_wrong_is_refused(cluster: Cluster) -> None:
         assert "speculative decoding" in heard.error
 
 
-@pytest.mark.long
-def test_an_answer_whose_worker_dies_goes_on_at_another(cluster: Cluster, oracle: Oracle) -> None:
-    victim = cluster.launch("decode", *FLAGS, failpoints="engine.step=sleep:0.02")
-    cluster.wait_ready(victim)
-    asked = [(p, ask(cluster, p, 150)) for p in (random_prompt(n, seed=5) for n in (200, 400))]
-    until(lambda: all(len(heard.tokens) > 12 for _, heard in asked), 60, "both are under way")
-    assert cluster.load_of(victim)["requests"] == 1
-    victim.kill()
-    for prompt, heard in asked:
-        check(oracle, prompt, heard, 150)
-    migrated = [cluster.explain(heard.request_id)["migrated_from"] for _, heard in asked]
-    assert sorted(migrated) == [[], [victim.instance_id]]
-    cluster.assert_clean()
-
-
 def eagle(directory: Path, model: Path) -> dict[str, object]:
     return {"method": "eagle", "model": str(eagle_head(directory / "eagle", model))}
 

@@ -68,19 +68,6 @@ async def ask(rig: ForwardRig, number: int, **fields: Any) -> Got:
     return Got(status=answer.status, body=answer.body)
 
 
-async def test_a_prefill_server_without_the_connector(pair: Peers, bare: StockVllm) -> None:
-    (decode,) = pair.of("decode")
-    async with over(bare, decode) as rig:
-        await rig.states(ready=2)
-        first, second = await ask(rig, 1), await ask(rig, 2, stream=True)
-    assert first.status == 500
-    what = "start it with --kv-transfer-config and a kv_connector for the protocol nixl"
-    assert f"prefill server {bare.url} returned no kv_transfer_params: {what}" in first.error
-    assert second.status == 503
-    assert f"no stock prefill server is ready: {bare.url} is refused" in second.error
-    await pair.idle()
-
-
 async def test_a_decode_server_without_the_connector(
     pair: Peers, bare: StockVllm, oracle: Oracle
 ) -> None:
@@ -150,28 +137,6 @@ async def test_kv_of_a_server_that_hangs(stream: bool, pair: Peers, oracle: Orac
     assert f"decode server {decode.url} waits for KV, and prefill server" in results[0]
     assert results[1:] == ["ok"]
     await pair.freed()
-
-
-async def test_parameters_of_the_client_and_errors_of_the_server_pass_by(pair: Peers) -> None:
-    """A decode server of vLLM 0.32 ends at these parameters."""
-    (prefill,), (decode,) = pair.of("prefill"), pair.of("decode")
-    async with over(prefill, decode) as rig:
-        await rig.states(ready=2)
-        fine = await ask(rig, 8, kv_transfer_params={"do_remote_prefill": True})
-        long = await ask(rig, 9, prompt=prompt(9, 2100))
-    assert (fine.status, len(fine.tokens)) == (200, 8)
-    assert long.status == 400
-    assert "maximum context length" in long.error
-    await pair.idle()
-
-
-async def test_servers_of_another_protocol_are_refused(pair: Peers) -> None:
-    (prefill,), (decode,) = pair.of("prefill"), pair.of("decode")
-    async with over(prefill, decode, protocol_of("mooncake"), name="batch") as rig:
-        await rig.states(ready=1, refused=1)
-        got = await ask(rig, 10)
-    assert got.status == 503
-    assert f"{prefill.url} is refused: nobody answers at its KV address" in got.error
 
 
 async def test_parameters_that_end_the_decode_server(pair: Peers) -> None:

@@ -13,7 +13,6 @@ from tests.support.oracle import Oracle
 from tests.support.stock_peers import (
     FORWARDERS,
     LONG,
-    Got,
     Peers,
     killed,
     prompt,
@@ -57,45 +56,6 @@ async def test_a_pair_answers_as_one_engine(how: str, pair: Peers, oracle: Oracl
     assert [got.tokens for got in chat] == right(oracle, [asked_for]) * 2
     assert await pair.counter(READ, decode) - before > 800, "the KV has been read, not computed"
     await pair.idle()
-
-
-_SAID = [
-    {"role": "user", "content": "What is said in a chat is long enough for a few blocks of KV."}
-]
-
-
-@pytest.mark.long
-async def test_more_requests_than_the_servers_take_at_once(pair: Peers, oracle: Oracle) -> None:
-    prompts = [prompt(100 + n, 90 + n) for n in range(6 * SEQS)]
-    ways = list(FORWARDERS)
-    asked = await asyncio.gather(
-        *(pair.ask(ways[n % 2], ids, stream=n % 4 < 2) for n, ids in enumerate(prompts))
-    )
-    assert [got.tokens for got in asked] == right(oracle, prompts)
-    await pair.idle()
-
-
-@pytest.mark.long
-async def test_nothing_runs_on_for_clients_that_leave(pair: Peers) -> None:
-    ways = [(how, stream, early) for how in FORWARDERS for stream in (0, 1) for early in (0, 1)]
-    for number, (how, stream, early) in enumerate(ways):
-        answers = [Got() for _ in range(3)]
-        asking = [
-            asyncio.create_task(
-                pair.ask(how, prompt(number + n, 900), got, stream=bool(stream), max_tokens=1000)
-            )
-            for n, got in enumerate(answers, 50)
-        ]
-        if stream and not early:
-            await answers[0].first.wait()
-        else:
-            await asyncio.sleep(0.1 if early else 0.5)
-        assert not any(task.done() for task in asking)
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
-        await pair.idle()
-    await pair.freed()
 
 
 async def _comes_back(pair: Peers, server: StockVllm, oracle: Oracle, first: int) -> None:
