@@ -120,22 +120,33 @@ class ClientCall:
     path: without the root path.
     body: the whole body. json: its object, or None if it is something else.
     request_id: id for both stages, without dashes. The client's `X-Request-Id`, if it sent one.
+    prompt: what the policies need of it.
+    whole: why it has no prefill stage. Empty: it has one.
     response_id: the `id` of the answer. Empty: unknown.
     reason: why the stages are as they are, for `explain`. stages: what was done.
     prompt_tokens: length of the prompt. 0: unknown.
-    arrived: `time.monotonic` when it came."""
+    arrived: `time.monotonic` when it came.
+    bad: servers that failed it. risky: how often, by whether they answered (RISKY).
+    picks: what counts in the load of servers until it has ended. tails: stages that go on beside
+    the answer."""
 
     scope: Scope
     path: str
     body: bytes
     json: dict[str, Any] | None
     request_id: str
+    prompt: Prompt
+    whole: str
     response_id: str = ""
     reason: str = ""
     stages: list[ForwardStage] = field(default_factory=list)
     prompt_tokens: int = 0
     arrived: float = field(default_factory=time.monotonic)
     first_byte_ms: float | None = None
+    bad: set[Server] = field(default_factory=set)
+    picks: list[Pick] = field(default_factory=list)
+    tails: list[asyncio.Task[bool]] = field(default_factory=list)
+    risky: Counter[bool] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, scope: Scope, path: str, body: bytes) -> ClientCall:
@@ -147,7 +158,9 @@ class ClientCall:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             found, body = None, _without_kv(body)
         read = found if isinstance(found, dict) else None
-        return cls(scope, path, body, read, asked if good else uuid.uuid4().hex)
+        request_id = asked if good else uuid.uuid4().hex
+        whole = whole_because(path, read)
+        return cls(scope, path, body, read, request_id, prompt_of(read), whole)
 
     @property
     def stream(self) -> bool:
@@ -157,6 +170,45 @@ class ClientCall:
     def ms(self) -> float:
         """Return the milliseconds since it came."""
         return round((time.monotonic() - self.arrived) * 1000.0, 3)
+
+    async def end(self) -> None:
+        """End what belongs to one attempt."""
+        for pick in self.picks:
+            pick.share.end()
+        for task in self.tails:
+            task.cancel()
+        await asyncio.gather(*self.tails, return_exceptions=True)
+        self.picks.clear()
+        self.tails.clear()
+
+    @contextlib.contextmanager
+    def noted(self, stage: str, pick: Pick) -> Iterator[None]:
+        """Note in `stages` what becomes of a stage."""
+        begin, result = self.ms(), "ok"
+        try:
+            yield
+        except StageFailed as exc:
+            result = exc.why
+            raise
+        except asyncio.CancelledError:
+            result = "cancelled"
+            raise
+        finally:
+            self.note(stage, pick, result, begin)
+
+    def note(self, stage: str, pick: Pick, result: str, begin_ms: float) -> None:
+        """Note that a stage ends now."""
+        self.stages.append(
+            ForwardStage(
+                stage=stage,
+                server=pick.server.url,
+                result=result,
+                begin_ms=begin_ms,
+                end_ms=self.ms(),
+                choice=pick.choice,
+                source=", ".join(pick.server.sources),
+            )
+        )
 
 
 def _without_kv(body: bytes) -> bytes:
@@ -171,64 +223,6 @@ def _without_kv(body: bytes) -> bytes:
         return body
     del found["kv_transfer_params"]
     return json.dumps(found).encode()
-
-
-@dataclass(slots=True)
-class Run:
-    """One request on its way: which servers it counts at, and what became of it.
-
-    whole: why the request has no prefill stage, or empty.
-
-    bad: servers that failed it. risky: how often, by whether they answered (RISKY).
-    picks: what counts in the load of servers until it has ended. tails: stages that go on beside
-    the answer."""
-
-    call: ClientCall
-    prompt: Prompt
-    whole: str
-    bad: set[Server] = field(default_factory=set)
-    picks: list[Pick] = field(default_factory=list)
-    tails: list[asyncio.Task[bool]] = field(default_factory=list)
-    risky: Counter[bool] = field(default_factory=Counter)
-
-    async def end(self) -> None:
-        """End what belongs to one attempt."""
-        for pick in self.picks:
-            pick.share.end()
-        for task in self.tails:
-            task.cancel()
-        await asyncio.gather(*self.tails, return_exceptions=True)
-        self.picks.clear()
-        self.tails.clear()
-
-    @contextlib.contextmanager
-    def noted(self, stage: str, pick: Pick) -> Iterator[None]:
-        """Note in `call.stages` what becomes of a stage."""
-        begin, result = self.call.ms(), "ok"
-        try:
-            yield
-        except StageFailed as exc:
-            result = exc.why
-            raise
-        except asyncio.CancelledError:
-            result = "cancelled"
-            raise
-        finally:
-            self.note(stage, pick, result, begin)
-
-    def note(self, stage: str, pick: Pick, result: str, begin_ms: float) -> None:
-        """Note that a stage ends now."""
-        self.call.stages.append(
-            ForwardStage(
-                stage=stage,
-                server=pick.server.url,
-                result=result,
-                begin_ms=begin_ms,
-                end_ms=self.call.ms(),
-                choice=pick.choice,
-                source=", ".join(pick.server.sources),
-            )
-        )
 
 
 class Stock:
@@ -276,7 +270,7 @@ class Stock:
 
     def suits(self, call: ClientCall) -> bool:
         """Return whether the decode servers can serve it: see `KvProtocol.alone`."""
-        return self._protocol.alone or not whole_because(call.path, call.json)
+        return self._protocol.alone or not call.whole
 
     async def forward(self, call: ClientCall, receive: Receive, send: Send) -> None:
         """Answer the request. receive: what comes after the body, so it tells of a disconnect."""
@@ -298,74 +292,75 @@ class Stock:
     # ---------------------------------------------------------------- attempts
 
     async def _serve(self, call: ClientCall, send: Send) -> None:
-        run = Run(call, prompt_of(call.json), whole_because(call.path, call.json))
-        call.reason = run.whole or str(self._dispatch)
+        call.reason = call.whole or str(self._dispatch)
         failed: StageFailed | None = None
         for _ in range(ATTEMPTS):
             exchange: Exchange | None = None
             try:
-                exchange = await self._attempt(run)
-                await self._answer(run, exchange, send)
+                exchange = await self._attempt(call)
+                await self._answer(call, exchange, send)
                 return
             except StageFailed as exc:
                 # That no server is left, or that one is lost after its error, tells less.
                 known = exc.server is None or (failed and exc.lost and exc.server is failed.server)
                 if failed is None or not known:
                     failed = exc
-                self._failed(run, exc)
-                risky = max(run.risky.values(), default=0) >= RISKY
+                self._failed(call, exc)
+                risky = max(call.risky.values(), default=0) >= RISKY
                 if not exc.again or risky or not self.servers.ready("decode"):
                     break
             finally:
                 if exchange is not None:
                     exchange.close()
-                await run.end()
+                await call.end()
         assert failed is not None
         counters.FORWARDED.labels(self.name, "failed").inc()
         await refuse(failed, send)
 
-    async def _attempt(self, run: Run) -> Exchange:
+    async def _attempt(self, call: ClientCall) -> Exchange:
         """Go through the stages once. Returns the begun answer. Raises StageFailed."""
         # These have no prefill stage and go to a decode server as they came: those that one prefill
         # cannot stand for (`whole_because`); those that a prefill server refuses as wrong (4xx), so
         # that the client gets the decode server's words; and all while every prefill server is
         # down. One that is only wrongly set up is no reason: then the error says what to change.
-        if not run.whole and not self.servers.ready("prefill") and self._may_skip():
-            run.whole = run.call.reason = "no_prefill"
-        if run.whole and not self._protocol.alone:
-            raise StageFailed(None, NEEDS_PREFILL.format(run.whole), again=False, status=400)
-        if run.whole:
-            return await self._decode(run, None, self._pick(run, "decode"))
-        prefill = self._pick(run, "prefill")
-        decode = self._pick(run, "decode") if self._early else None
+        if not call.whole and not self.servers.ready("prefill") and self._may_skip():
+            call.whole = call.reason = "no_prefill"
+        if call.whole and not self._protocol.alone:
+            raise StageFailed(None, NEEDS_PREFILL.format(call.whole), again=False, status=400)
+        if call.whole:
+            return await self._decode(call, None, self._pick(call, "decode"))
+        prefill = self._pick(call, "prefill")
+        decode = self._pick(call, "decode") if self._early else None
         stages = Stages(uuid.uuid4().hex, prefill.server, decode.server if decode else None)
         if self._dispatch is Dispatch.SINGLE:
             assert decode is not None
-            run.note("prefill", prefill, NAMED, run.call.ms())
-            return await self._decode(run, stages, decode)
+            call.note("prefill", prefill, NAMED, call.ms())
+            return await self._decode(call, stages, decode)
         if self._dispatch is Dispatch.PARALLEL:
             assert decode is not None
-            return await self._both(run, stages, prefill, decode)
-        if not await self._prefill(run, stages, prefill):
-            return await self._decode(run, None, decode or self._pick(run, "decode"))
+            return await self._both(call, stages, prefill, decode)
+        if not await self._prefill(call, stages, prefill):
+            return await self._decode(call, None, decode or self._pick(call, "decode"))
         while True:
-            decode = decode or self._pick(run, "decode")
+            decode = decode or self._pick(call, "decode")
             stages.decode = decode.server
             try:
-                return await self._decode(run, stages, decode)
+                return await self._decode(call, stages, decode)
             except StageFailed as exc:
                 others = [s for s in self.servers.ready("decode") if s is not exc.server]
                 if not exc.unsent or self._protocol.pairs or not others:
                     raise
-                self._failed(run, exc)
+                self._failed(call, exc)
                 decode = None
 
-    async def _both(self, run: Run, stages: Stages, prefill: Pick, decode: Pick) -> Exchange:
+    async def _both(
+        self, call: ClientCall, stages: Stages, prefill: Pick, decode: Pick
+    ) -> Exchange:
         """Ask both at once. The first one that fails ends the other one."""
-        first = asyncio.create_task(self._prefill(run, stages, prefill))
-        second = asyncio.create_task(self._decode(run, stages, decode))
+        first = asyncio.create_task(self._prefill(call, stages, prefill))
+        second = asyncio.create_task(self._decode(call, stages, decode))
         # A prefill server may say that it is done after the decode server has begun to answer.
-        run.tails.append(first)
+        call.tails.append(first)
         try:
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
             if not first.done() or first.result():
@@ -374,17 +369,17 @@ class Stock:
             await drop(second)
             raise
         await drop(second)
-        return await self._decode(run, None, decode)
+        return await self._decode(call, None, decode)
 
     # ---------------------------------------------------------------- stages
 
-    async def _prefill(self, run: Run, stages: Stages, pick: Pick) -> bool:
+    async def _prefill(self, call: ClientCall, stages: Stages, pick: Pick) -> bool:
         """Run the prefill stage. False: there is no KV, or the server calls the request wrong."""
-        call, server = run.call, pick.server
+        server = pick.server
         assert call.json is not None
         body = prefill_body(call.json, self._protocol.prefill(stages))
         request_id = self._protocol.request_id(stages, call.request_id)
-        with run.noted("prefill", pick):
+        with call.noted("prefill", pick):
             exchange = await self._begin(call, server, request_id, body)
             exchange.close()
             pick.share.end()
@@ -396,7 +391,7 @@ class Stock:
                     status, told = exchange.status, exchange.first
                     text = f"{server.role} server {server.url} answers {status}"
                     raise StageFailed(None, text, again=False, status=status, body=told)
-                run.whole = call.reason = "prefill_refused"
+                call.whole = call.reason = "prefill_refused"
                 return False
             try:
                 answer = json.loads(exchange.first)
@@ -407,12 +402,11 @@ class Stock:
             if lack := self._protocol.lacks(stages):
                 raise self._lacks(server, lack)
         if self._protocol.empty(stages):
-            run.whole = call.reason = "no_kv"
-        return not run.whole
+            call.whole = call.reason = "no_kv"
+        return not call.whole
 
-    async def _decode(self, run: Run, stages: Stages | None, pick: Pick) -> Exchange:
+    async def _decode(self, call: ClientCall, stages: Stages | None, pick: Pick) -> Exchange:
         """Begin the decode stage. stages: None: it has no prefill stage."""
-        call = run.call
         request_id, body = call.request_id, call.body
         if stages is not None:
             stages.decode = pick.server
@@ -424,12 +418,12 @@ class Stock:
         if prefix := _PREFIXES.get(call.path):
             call.response_id = prefix + request_id
         try:
-            with run.noted("decode", pick):
+            with call.noted("decode", pick):
                 async with reading(pick.server, stages.prefill if stages else None):
                     return await self._begin(call, pick.server, request_id, body, stages)
         except StageFailed as exc:
             if stages is not None and exc.status == 500:
-                run.bad.add(stages.prefill)  # perhaps its KV cannot be read
+                call.bad.add(stages.prefill)  # perhaps its KV cannot be read
             if stages is not None and exc.status == 504 and not exc.body:
                 where = f"{stages.prefill.url} at {self._protocol.kv_address(stages)}"
                 exc.why += (
@@ -468,15 +462,15 @@ class Stock:
             raise StageFailed(server, why, status=status, body=told)
         return exchange
 
-    async def _answer(self, run: Run, exchange: Exchange, send: Send) -> None:
-        call, pick = run.call, run.picks[-1]
+    async def _answer(self, call: ClientCall, exchange: Exchange, send: Send) -> None:
+        pick = call.picks[-1]
         pick.share.first()
         call.first_byte_ms = call.ms()
         made, broken = await relay(exchange, send, self._silence_s, call.path)
         pick.share.end(made)
         result = "broken" if broken else "ok" if exchange.status == 200 else "refused"
         if broken:
-            self._failed(run, broken)
+            self._failed(call, broken)
             # A prefill stage of parallel dispatch may have ended after this one began.
             last = max(n for n, stage in enumerate(call.stages) if stage.stage == "decode")
             call.stages[last] = msgspec.structs.replace(
@@ -486,22 +480,22 @@ class Stock:
 
     # ---------------------------------------------------------------- inside
 
-    def _pick(self, run: Run, role: str) -> Pick:
-        if (pick := self.servers.pick(role, run.prompt, run.bad)) is None:
+    def _pick(self, call: ClientCall, role: str) -> Pick:
+        if (pick := self.servers.pick(role, call.prompt, call.bad)) is None:
             raise StageFailed(None, self.servers.none_ready(role), again=False, status=503)
-        run.picks.append(pick)
+        call.picks.append(pick)
         return pick
 
-    def _failed(self, run: Run, exc: StageFailed) -> None:
+    def _failed(self, call: ClientCall, exc: StageFailed) -> None:
         """Take note of a failure, for the next choice."""
         if exc.server is None:
             return
         counters.FORWARD_FAILED.labels(exc.server.role).inc()
-        run.bad.add(exc.server)
+        call.bad.add(exc.server)
         if exc.lost:
             self.servers.failed(exc.server, exc.why)
         if not exc.unsent and exc.status not in _BUSY:
-            run.risky[exc.status > 0] += 1
+            call.risky[exc.status > 0] += 1
 
     def _lacks(self, server: Server, what: str) -> StageFailed:
         """A prefill server is not set up for the protocol."""
