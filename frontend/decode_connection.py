@@ -61,6 +61,7 @@ class DecodeConnection:
 
     pool: is told what happens, on the loop, but never from inside `send`.
     flights: requests that this worker has now, by the ID they have at the worker.
+    calls: engine utilities that it has been asked for and has not answered.
     listed: whether the registry still lists the worker.
     key: the cluster key. The worker must hold the same one.
     trouble: why the connection is still connecting, in words for people.
@@ -85,6 +86,7 @@ class DecodeConnection:
         self.state = ConnectionState.CONNECTING
         self.welcome: front_wire.DecodeWelcome | None = None
         self.flights: dict[str, Flight] = {}
+        self.calls: dict[int, asyncio.Future[Any]] = {}
         self.listed = True
         self.load: front_wire.LoadReport | None = None
         self.load_at = 0.0

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -114,66 +115,6 @@ def patience_s(flight: Flight, waits: Waits, heard_at: float, lost: bool, now: f
     return max(waits.least, min(waits.most, flight.stalled_at + waits.stalled - now))
 
 
-class Calls:
-    """Engine utilities (reset_prefix_cache, profile, …), called on every decode worker at once.
-
-    A call ends when each worker has answered, at its deadline, or when a worker is lost."""
-
-    def __init__(self, codec: Any) -> None:
-        self._codec = codec
-        self._loop = asyncio.get_running_loop()
-        self._open: dict[int, tuple[DecodeConnection, asyncio.Future[Any]]] = {}
-        self._next_id = 1
-
-    async def call(
-        self,
-        connections: Sequence[DecodeConnection],
-        method: str,
-        args: Sequence[Any],
-        timeout_s: float,
-    ) -> list[Any]:
-        """Return one result per connection, in no order.
-
-        Raises PeerUnavailable: no answer in time, a worker was lost, or it reported a failure."""
-        futures: list[asyncio.Future[Any]] = []
-        ids: list[int] = []
-        for connection in connections:
-            call_id, self._next_id = self._next_id, self._next_id + 1
-            future = self._loop.create_future()
-            self._open[call_id] = (connection, future)
-            connection.send(front_wire.UTIL, *self._codec.encode((call_id, method, tuple(args))))
-            futures.append(future)
-            ids.append(call_id)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return list(await asyncio.gather(*futures))
-        except TimeoutError:
-            raise PeerUnavailable(f"{method}: no answer within {timeout_s:g} s") from None
-        finally:
-            for call_id in ids:
-                self._open.pop(call_id, None)
-
-    def on_lost(self, connection: DecodeConnection, reason: str) -> None:
-        """Fail the calls of a connection that is gone."""
-        for other, future in list(self._open.values()):
-            if other is connection and not future.done():
-                future.set_exception(
-                    PeerUnavailable(f"decode worker {connection.instance_id}: {reason}")
-                )
-
-    def on_result(self, connection: DecodeConnection, result: Any) -> None:
-        """Take vLLM's UtilityOutput from a worker. An answer for another worker is ignored."""
-        owner, future = self._open.get(result.call_id, (None, None))
-        if future is None or owner is not connection or future.done():
-            return
-        if result.failure_message is not None:
-            future.set_exception(
-                PeerUnavailable(f"decode worker {connection.instance_id}: {result.failure_message}")
-            )
-        else:
-            future.set_result(None if result.result is None else result.result.result)
-
-
 class Dispatcher:
     """Implements `engine.front_client.DecodePort`.
 
@@ -207,7 +148,7 @@ class Dispatcher:
             waits.turn,
         )
         self._waits = waits
-        self._calls = Calls(codec)
+        self._calls = itertools.count(1)
         self.balancer = balancer
         self._tasks: tuple[str, ...] | None = None
         self._leaving = ""
@@ -279,7 +220,19 @@ class Dispatcher:
     async def call(self, method: str, args: Sequence[Any], timeout_s: float) -> list[Any]:
         if not (workers := list(self._candidates())):
             raise PeerUnavailable(NO_WORKER)
-        return await self._calls.call(workers, method, args, timeout_s)
+        call_id = next(self._calls)
+        frames = self._codec.encode((call_id, method, tuple(args)))
+        for worker in workers:
+            worker.calls[call_id] = self._loop.create_future()
+            worker.send(front_wire.UTIL, *frames)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return list(await asyncio.gather(*(worker.calls[call_id] for worker in workers)))
+        except TimeoutError:
+            raise PeerUnavailable(f"{method}: no answer within {timeout_s:g} s") from None
+        finally:
+            for worker in workers:
+                worker.calls.pop(call_id, None)
 
     def supported_tasks(self) -> tuple[str, ...] | None:
         return self._tasks
@@ -299,7 +252,9 @@ class Dispatcher:
         flights, worker.flights = list(worker.flights.values()), {}
         self.balancer.lost(worker)
         self._sink.left(worker.instance_id)
-        self._calls.on_lost(worker, reason)
+        for call in worker.calls.values():
+            if not call.done():
+                call.set_exception(PeerUnavailable(f"decode worker {worker.instance_id}: {reason}"))
         if died:
             self.suspects.on_death(worker, flights)
         for flight in sorted(flights, key=likely):  # the innocent first
@@ -330,7 +285,7 @@ class Dispatcher:
         """Handle the outputs of one engine step of one worker."""
         outputs = self._codec.outputs(frames)
         if outputs.utility_output is not None:
-            self._calls.on_result(worker, outputs.utility_output)
+            self._on_result(worker, outputs.utility_output)
             return
         if worker.far:
             worker.to_own_clock(outputs)
@@ -362,6 +317,16 @@ class Dispatcher:
             self._sink.outputs(worker.instance_id, outputs)
 
     # ---------------------------------------------------------------- inside
+
+    def _on_result(self, worker: DecodeConnection, result: Any) -> None:
+        """Take vLLM's UtilityOutput, which answers a call."""
+        call = worker.calls.get(result.call_id)
+        if call is None or call.done():
+            return
+        if (why := result.failure_message) is not None:
+            call.set_exception(PeerUnavailable(f"decode worker {worker.instance_id}: {why}"))
+        else:
+            call.set_result(None if result.result is None else result.result.result)
 
     def _finish(self, worker: DecodeConnection, flight: Flight, out: Any) -> bool:
         """Forget a finished request. Returns False if its answer is not complete.

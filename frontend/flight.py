@@ -19,31 +19,29 @@ _log = log.get("frontend.flight")
 
 @dataclass(frozen=True)
 class Waits:
-    """How long requests wait for a decode worker, in seconds.
+    """How long requests wait for a decode worker, in seconds."""
 
-    first: a new request waits so long for a first worker.
-    least, most: a request whose worker was lost waits at least and at most so long for another. A
-    worker whose connection broke may be connected again by then.
-    stalled: between these bounds the wait ends this long after the worker's last sign of life. So
-    an error comes within 5 s, although it takes time to notice the loss. If several workers are
-    lost without a token in between, the first one's sign counts.
-    restart: a request whose worker was lost waits at least so long for one that is being started.
-    sure: a death counts after this time (`suspects`).
-    apart: a request that was at a death waits so long for a worker where it ends nobody else. It
-    looks every `look`.
-    turn: so long requests are placed before other callbacks of the event loop run."""
-
+    # A new request waits so long for a first worker.
     first: float = 2.0
+    # A request whose worker was lost waits at least and at most so long for another. A worker whose
+    # connection broke may be connected again by then.
     least: float = 0.8
     most: float = 2.5
+    # Between these bounds the wait ends this long after the worker's last sign of life. So an error
+    # comes within 5 s, although it takes time to notice the loss. If several workers are lost
+    # without a token in between, the first one's sign counts.
     stalled: float = 4.5
+    # A request whose worker was lost waits at least so long for one that is being started.
     restart: float = 0.0
-    # A process whose connection broke connects again after 0.5 s, or ZMQ's longest retry (2 s).
+    # A death counts after this time (`suspects`). A process whose connection broke connects again
+    # after 0.5 s, or ZMQ's longest retry (2 s).
     sure: float = 3.0
-    # Long enough for the first outputs of requests that were just sent. Not a turn for each: of an
-    # innocent crash with 100 waiting prompts all go on after it.
+    # A request that was at a death waits so long for a worker where it ends nobody else, and looks
+    # every `look`. Long enough for the first outputs of requests that were just sent. Not a turn
+    # for each: of an innocent crash with 100 waiting prompts all go on after it.
     apart: float = 1.0
     look: float = 0.05
+    # So long requests are placed before other callbacks of the event loop run.
     turn: float = 0.005
 
 

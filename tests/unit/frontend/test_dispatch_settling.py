@@ -27,6 +27,7 @@ class Worker:
     def __init__(self, instance_id: str) -> None:
         self.instance_id = instance_id
         self.flights: dict[str, Flight] = {}
+        self.calls: dict[int, Any] = {}
         self.welcome = None
         self.usable = True
         self.far = False
@@ -116,6 +117,15 @@ async def test_a_request_that_cannot_be_judged_harms_no_other(
     desk.lose(second)
     await until(lambda: set(second.flights) == {"b~1"})
     assert list(desk.sink.failures) == ["a"]
+
+
+async def test_a_request_that_has_found_a_worker_has_no_deadline_any_more() -> None:
+    desk = Desk(request("a"), waits=Waits(least=0.05, most=0.05))
+    second = Worker("B")
+    desk.lose(second)
+    await until(lambda: set(second.flights) == {"a~1"})
+    await asyncio.sleep(0.1)
+    assert not desk.sink.failures
 
 
 async def test_one_loss_after_another_is_waited_for_once() -> None:
