@@ -352,18 +352,13 @@ class DecodeLinks:
         link = self.links.get(instance_id)
         return instance_id in self._records if link is None else link.connected
 
-    async def find(self, instance_id: str) -> DecodeLink:
-        """As `find_unchecked`. Raises PeerUnavailable also if the self-check has not passed."""
-        link = await self.find_unchecked(instance_id)
-        if why := self._unchecked(link.record):
-            raise PeerUnavailable(why)
-        return link
-
-    async def find_unchecked(self, instance_id: str) -> DecodeLink:
+    async def find(self, instance_id: str, *, trial: bool = False) -> DecodeLink:
         """Return the connected link to a decode worker. Makes it if there is none.
 
         Waits for a decode worker that the directory does not list yet, but not for one that has
-        left it. Raises PeerUnavailable."""
+        left it. Raises PeerUnavailable, also if the self-check has not passed.
+
+        trial: for the self-check itself."""
         until = asyncio.get_running_loop().time() + self._unknown_s
         while (link := self._link_to(instance_id)) is None:
             if instance_id in self._gone:
@@ -375,6 +370,8 @@ class DecodeLinks:
             except TimeoutError:
                 raise PeerUnavailable(f"decode worker {instance_id} is not known") from None
         await link.wait_up(self._appear_s)
+        if not trial and (why := self._unchecked(link.record)):
+            raise PeerUnavailable(why)
         return link
 
     def _link_to(self, instance_id: str) -> DecodeLink | None:
@@ -457,12 +454,10 @@ class DecodeLinks:
 
     def _left(self, name: str, remembered: int = 10_000) -> None:
         """A decode worker drains or is dead. Jobs that it has granted to us go on."""
-        record, link = self._records.pop(name, None), self.links.get(name)
-        self._gone[name] = record if link is None else None
+        record = self._records.pop(name, None)
+        self._gone[name] = record if name not in self.links else None
         while len(self._gone) > remembered:
             del self._gone[next(iter(self._gone))]
-        if link is not None and not link.connected:
-            link.end()
 
     def _came(self, new: WorkerRecord) -> None:
         """A decode worker is new, or its record has changed."""

@@ -189,9 +189,7 @@ class Handoff:
             tracing.record("prefill.claim", span.child(), span, asked, granted, {}, kind="CLIENT")
 
     async def _find_link(self) -> None:
-        links = self._puller.links
-        find = links.find_unchecked if self.trial else links.find
-        link = await find(self.job.decode_instance)
+        link = await self._puller.links.find(self.job.decode_instance, trial=self.trial)
         self._leave_link()
         self.link, link.jobs[self.job_id] = link, self
 

@@ -322,7 +322,6 @@ class Credits:
         self._on_room = on_room
         self._lock = threading.Lock()
         self._accounts: list[Account] = []
-        self._full: set[Account] = set()
 
     def open(self, peer: str) -> Account:
         """Open an account. A peer that has reconnected has two until the old one is closed."""
@@ -337,7 +336,7 @@ class Credits:
         # While there is one, the puller pulls no jobs at all: it cannot choose for which decode
         # worker a job is. Jobs that were pulled before are computed all the same.
         with self._lock:
-            return sorted({account.peer for account in self._full})
+            return sorted({one.peer for one in self._accounts if one.used >= self.limit})
 
     @property
     def used(self) -> dict[str, int]:
@@ -365,11 +364,10 @@ class Credits:
         with self._lock:
             if account not in self._accounts:
                 return
+            was_full = account.used >= self.limit
+            account.used = 0 if last else account.used + nbytes
             if last:
                 self._accounts.remove(account)
-            account.used = 0 if last else account.used + nbytes
-            was_full = bool(self._full)
-            (self._full.add if account.used >= self.limit else self._full.discard)(account)
-            room = was_full and not self._full
+            room = was_full and all(one.used < self.limit for one in self._accounts)
         if room:
             self._on_room()

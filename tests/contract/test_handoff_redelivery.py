@@ -359,10 +359,10 @@ async def test_deliveries_that_wait_are_bounded_by_their_number(cluster: Cluster
     for prefill in prefills:
         find = prefill.links.find
 
-        async def late(instance_id: str, find: Any = find) -> Any:
+        async def late(instance_id: str, find: Any = find, **how: bool) -> Any:
             if instance_id == GONE:
                 await answer.wait()
-            return await find(instance_id)
+            return await find(instance_id, **how)
 
         prefill.links.find = late  # type: ignore[method-assign]
         prefill.puller.start()

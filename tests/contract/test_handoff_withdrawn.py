@@ -89,9 +89,9 @@ async def test_it_is_not_computed(tmp_path: Path, server: NatsServer, when: str,
         prefill = await cluster.prefill(pull=False)
         find = prefill.links.find
 
-        async def late(instance_id: str) -> Any:
+        async def late(instance_id: str, **how: bool) -> Any:
             await claims.wait()
-            return await find(instance_id)
+            return await find(instance_id, **how)
 
         computed: list[int] = []
         submit = prefill.engine.submit

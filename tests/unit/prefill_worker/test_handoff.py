@@ -117,7 +117,7 @@ class Worker:
     async def _check_adapter(self, adapter: Adapter) -> None:
         raise NoAdapter(f"LoRA adapter {adapter.name} is not at {adapter.path} here")
 
-    async def _find(self, instance_id: str) -> Any:
+    async def _find(self, instance_id: str, **_: bool) -> Any:
         if not self.known:
             raise PeerUnavailable(f"decode worker {instance_id} is gone")
         return self.link

@@ -62,7 +62,7 @@ class Worker:
             self.waits.append(wait_s)
         return await self._consumer.pull(wait_s, urgent_only=urgent_only)
 
-    async def _find(self, name: str) -> Any:
+    async def _find(self, name: str, **_: bool) -> Any:
         self.started.append(name)
         await self._ends.setdefault(name, asyncio.Event()).wait()
         raise ClaimRefused(f"{name} is over", reason=RefuseReason.CLOSED)
@@ -213,7 +213,6 @@ async def test_jobs_are_left_to_workers_that_wait_and_taken_if_none_does() -> No
 async def test_the_job_of_a_self_check_runs_while_nothing_is_pulled() -> None:
     worker = Worker()
     worker.puller.pause("check", "it was not compared")
-    worker.puller.links.find_unchecked = worker.puller.links.find  # type: ignore[method-assign]
     worker.puller.start()
     for body in (b"nonsense", job_of("trial")):
         worker.puller.links.trials.put_nowait(SimpleNamespace(job=body))  # type: ignore[arg-type]
