@@ -176,23 +176,6 @@ async def test_pull_that_fails_is_computed_here_and_its_session_made_anew(tmp_pa
         await cluster.check_clean()
 
 
-async def test_pull_by_a_decode_worker_that_is_gone(tmp_path: Path) -> None:
-    """Blocks stay until its read is proved over, and no longer; others are served meanwhile."""
-    async with Cluster(tmp_path, kv_mode=PULL) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        _, faults = await reading(decode, prefill)
-        kept = {b for run in prefill.engine._runs.values() for b in run.table}
-        for peer in list(decode.control.peers.values()):
-            peer.channel.abort()
-        await until(lambda: prefill.budget.tokens == 0)
-        assert not prefill.puller.idle.is_set(), "a read may still go on"
-        assert not kept & prefill.engine.pool.free
-        faults.resume()
-        await asyncio.wait_for(prefill.puller.idle.wait(), 10)
-        await until(lambda: kept <= prefill.engine.pool.free)
-        await cluster.check_clean()
-
-
 async def test_a_ready_of_nobody_we_read_from_ends_the_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,15 +377,3 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         await asyncio.wait_for(drain, 5)
         await settled(served)
         await cluster.check_clean()
-
-
-async def test_a_link_that_is_lost_after_the_close_is_left_all_the_same() -> None:
-    """While a worker stops, its readers are closed before the loop hears that their links ended."""
-    gone: list[str] = []
-    before, after = (KvReader(name, lambda: pytest.fail("nothing is read")) for name in "ab")
-    before.leave(lambda: gone.append("before"))
-    before.close()
-    after.close()
-    after.leave(lambda: gone.append("after"))
-    after.leave(lambda: gone.append("twice"))
-    assert gone == ["before", "after", "twice"]

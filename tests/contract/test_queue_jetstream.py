@@ -140,19 +140,6 @@ async def test_nobody_there_ends_with_advice(
     assert "secret" not in line + str(caught.value)
 
 
-async def test_connect_waits_for_a_server_that_comes(tmp_path: Path, config: QueueConfig) -> None:
-    server = NatsServer(tmp_path)
-    await server.start()
-    server.kill()
-    connect = asyncio.create_task(JetStreamConsumer.connect(server.url, config, wait_s=HANG_S))
-    await asyncio.sleep(0.2)
-    try:
-        await server.start()
-        await (await connect).close()
-    finally:
-        server.stop()
-
-
 @pytest.mark.parametrize("how", ["pause", "kill"])
 async def test_both_ends_say_that_nats_is_away_and_since_when(
     server: NatsServer, config: QueueConfig, hasty: None, how: str, caplog: pytest.LogCaptureFixture
