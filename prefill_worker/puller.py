@@ -77,8 +77,7 @@ class Budget:
     are computed. KV that still travels counts only against the KV credits.
 
     limit: tokens, or prompts.
-    room: set when something counts no more. The puller clears it.
-    tokens: sum over the deliveries that count."""
+    room: set when something counts no more. The puller clears it."""
 
     def __init__(self, tokens: int, concurrency: int = 0, *, claim_s: float = 0.05) -> None:
         self.by_prompt = concurrency > 0
@@ -87,19 +86,21 @@ class Budget:
         self._claim_s = claim_s
         self._charges: dict[str, _Charge] = {}
         self.room = asyncio.Event()
-        self.tokens = 0
         self.completed = 0
         self.failed = 0
 
     @property
     def free(self) -> int:
         """How much is left. Negative: more is under way."""
-        return self.limit - (self.uncomputed if self.by_prompt else self.tokens)
+        if not self.by_prompt:
+            return self.limit - self.tokens
+        charges = self._charges.values()
+        return self.limit - sum(charge.counted and not charge.computed for charge in charges)
 
     @property
-    def uncomputed(self) -> int:
-        """Number of deliveries that count and whose prompt is not computed."""
-        return sum(charge.counted and not charge.computed for charge in self._charges.values())
+    def tokens(self) -> int:
+        """Sum over the deliveries that count."""
+        return sum(charge.tokens for charge in self._charges.values() if charge.counted)
 
     @property
     def waiting(self) -> int:
@@ -118,13 +119,13 @@ class Budget:
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._claim_s, self.waits, job_id)
         self._charges[job_id] = _Charge(tokens, timer)
-        self.tokens += tokens
 
     def waits(self, job_id: str) -> None:
         """Stop counting a delivery whose claim has no answer, or that cannot be claimed yet."""
         charge = self._charges[job_id]
         if not charge.granted:
-            self._discount(charge)
+            charge.counted = False
+            self.room.set()
 
     def granted(self, job_id: str) -> None:
         self._charges[job_id].granted = True
@@ -135,9 +136,7 @@ class Budget:
         """Note that the job is granted, or will be without another claim."""
         charge = self._charges[job_id]
         charge.timer.cancel()
-        if not charge.counted:
-            charge.counted = True
-            self.tokens += charge.tokens
+        charge.counted = True
 
     def computed(self, job_id: str) -> None:
         """Note that the prompt is computed. Its KV may not be delivered yet."""
@@ -147,18 +146,11 @@ class Budget:
 
     def over(self, job_id: str, succeeded: bool | None) -> None:
         """Charge the job no more. succeeded: None: others do the rest."""
-        charge = self._charges.pop(job_id)
-        charge.timer.cancel()
-        self._discount(charge)
+        self._charges.pop(job_id).timer.cancel()
+        self.room.set()
         if succeeded is not None:
             self.completed += succeeded
             self.failed += not succeeded
-
-    def _discount(self, charge: _Charge) -> None:
-        if charge.counted:
-            charge.counted = False
-            self.tokens -= charge.tokens
-        self.room.set()
 
 
 class Puller:

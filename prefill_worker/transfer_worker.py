@@ -104,21 +104,11 @@ class TransferWorker:
 
         last: with these blocks the task has ended well."""
         operation = _Operation(task, "write", local, remote, last, done)
-        match task.mode:
-            case KvMode.PULL:
-                self._keep(operation)
-            case KvMode.PUSH:
-                over = threading.Event()
-
-                def tell(task: PrefillTask, failure: BaseException | None) -> None:
-                    done(task, failure)
-                    over.set()
-
-                self._submit(replace(operation, done=tell))
-                if not over.wait(_PUSH_S):
-                    logger.warning("a write took more than %.0f s; the engine goes on", _PUSH_S)
-            case _:
-                self._submit(operation)
+        if task.mode is KvMode.PULL:
+            return self._keep(operation)
+        self._submit(operation)
+        if task.mode is KvMode.PUSH and not task.wait_quiet(_PUSH_S):
+            logger.warning("a write took more than %.0f s; the engine goes on", _PUSH_S)
 
     def let_go(self, task: PrefillTask) -> None:
         """Pull mode: give the blocks of a task back to the engine. Any thread.
