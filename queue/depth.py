@@ -96,28 +96,24 @@ class DepthCache:
         """The stream that is counted. Empty: none so far."""
         self._last_seq, self._oldest_at = 0, 0.0
         self._own: dict[int, _Own] = {}
-        # Jobs, tokens, jobs in flight. `_others` is of the last snapshot.
-        self._others = self._ours = (0, 0, 0)
+        # Jobs, tokens and jobs in flight of others, as of the last snapshot.
+        self._others = (0, 0, 0)
 
     def published(self, seq: int, tokens: int) -> None:
         """Our job `seq` is stored."""
-        if seq in self._own:
-            return
-        own = self._own[seq] = _Own(round_up_tokens(tokens), self._clock.monotonic())
-        self._ours = _plus(self._ours, (1, own.tokens, 0))
-        if seq <= self._last_seq:  # the snapshot came before the answer to our publish
-            self._others = _plus(self._others, (-1, -own.tokens, 0))
+        if seq not in self._own:
+            own = self._own[seq] = _Own(round_up_tokens(tokens), self._clock.monotonic())
+            if seq <= self._last_seq:  # the snapshot came before the answer to our publish
+                self._exclude(own)
 
     def claimed(self, seq: int) -> None:
         """A prefill worker has our job `seq`."""
-        if (own := self._own.get(seq)) is not None and not own.claimed:
+        if (own := self._own.get(seq)) is not None:
             own.claimed = True
-            self._ours = _plus(self._ours, (0, 0, 1))
 
     def ended(self, seq: int) -> None:
         """Stop counting our job `seq`. Its message is removed, or will be soon."""
-        if (own := self._own.pop(seq, None)) is not None:
-            self._ours = _plus(self._ours, (-1, -own.tokens, -own.claimed))
+        self._own.pop(seq, None)
 
     def store(self, snapshot: Snapshot, asked_at: float) -> None:
         """Take a snapshot that was asked for at `asked_at` (this cache's clock)."""
@@ -130,29 +126,25 @@ class DepthCache:
         self._others = snapshot.jobs, snapshot.tokens, snapshot.in_flight
         for seq, own in self._own.items():
             if seq <= snapshot.last_seq:
-                self._others = _plus(self._others, (-1, -own.tokens, -own.claimed))
+                self._exclude(own)
+
+    def _exclude(self, own: _Own) -> None:
+        """The last snapshot counts this job of ours."""
+        jobs, tokens, in_flight = self._others
+        self._others = (
+            max(0, jobs - 1), max(0, tokens - own.tokens), max(0, in_flight - own.claimed),
+        )  # fmt: skip
 
     def status(self) -> QueueStatus:
         """Never negative, never blocks."""
-        now, others, ours = self._clock.monotonic(), self._others, self._ours
-        oldest_at = self._oldest_at
-        if not others[0]:
-            try:
-                oldest_at = next(iter(self._own.values())).at
-            except (StopIteration, RuntimeError):  # the loop changed the dict meanwhile
-                oldest_at = now
-        depth = others[0] + ours[0]
+        now, own = self._clock.monotonic(), list(self._own.values())
+        jobs, tokens, in_flight = self._others
+        oldest_at = self._oldest_at if jobs else min((one.at for one in own), default=now)
+        depth = jobs + len(own)
         return QueueStatus(
             depth_jobs=depth,
-            depth_tokens=ours[1] + (others[1] if others[0] else 0),
-            in_flight=min(depth, others[2] + ours[2]),
+            depth_tokens=sum(one.tokens for one in own) + (tokens if jobs else 0),
+            in_flight=min(depth, in_flight + sum(one.claimed for one in own)),
             oldest_age_s=max(0.0, now - oldest_at) if depth else 0.0,
             age_s=max(0.0, now - self._taken),
         )
-
-
-_Counts = tuple[int, int, int]
-
-
-def _plus(has: _Counts, more: _Counts) -> _Counts:
-    return max(0, has[0] + more[0]), max(0, has[1] + more[1]), max(0, has[2] + more[2])
