@@ -83,7 +83,16 @@ def root(headers: Mapping[str, str] | None) -> tuple[Context, Context | None] | 
     """Return (a new span, the client's span above it). None: the request is not traced.
 
     headers: `traceparent` and `tracestate` of the client, if it sent them."""
-    return None if _exporting is None else _exporting.root(headers or {})
+    if (sdk := _exporting) is None:
+        return None
+    above = sdk.propagator.extract(headers or {})
+    client = sdk.api.get_current_span(above).get_span_context()
+    trace_id = client.trace_id or random.getrandbits(128) or 1
+    decision = sdk.sampler.should_sample(above, trace_id, "frontend.request").decision
+    if not decision.is_sampled():
+        return None
+    parent = Context(trace_id, client.span_id) if client.is_valid else None
+    return Context(trace_id, random.getrandbits(64) or 1), parent
 
 
 def record(
@@ -102,9 +111,25 @@ def record(
 
     above: the span above it. began, ended: by `time.monotonic`. attributes: without those that are
     None. error: why it failed. kind: a name of OpenTelemetry's SpanKind."""
-    if _exporting is not None:
-        values = {key: value for key, value in attributes.items() if value is not None}
-        _exporting.record(name, context, above, (began, ended), values, links, error, kind)
+    if (sdk := _exporting) is None:
+        return
+    offset = sdk.offset()
+    code = sdk.api.StatusCode.ERROR if error else sdk.api.StatusCode.UNSET
+    sdk.processor.on_end(
+        sdk.span(
+            name,
+            context=sdk.named(context),
+            parent=None if above is None else sdk.named(above, remote=True),
+            resource=sdk.resource,
+            attributes={key: value for key, value in attributes.items() if value is not None},
+            links=[sdk.api.Link(sdk.named(one, remote=True)) for one in links],
+            kind=sdk.api.SpanKind[kind],
+            status=sdk.api.Status(code, error or None),
+            start_time=int(began * 1e9) + offset,
+            end_time=int(max(began, ended) * 1e9) + offset,
+            instrumentation_scope=sdk.scope,
+        )
+    )
 
 
 # Without the flag OpenTelemetry is not imported, and each context is None. Protocol, sampler and
@@ -145,62 +170,23 @@ class _Exporting:
         # The exporters log each try. `_Watched` says once what matters.
         for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self._api: Any = trace
-        self._span: Any = ReadableSpan
-        self._scope: Any = InstrumentationScope("pullfill")
-        self._propagator: Any = TraceContextTextMapPropagator()
-        self._resource: Any = Resource.create(
+        self.api: Any = trace
+        self.span: Any = ReadableSpan
+        self.scope: Any = InstrumentationScope("pullfill")
+        self.propagator: Any = TraceContextTextMapPropagator()
+        self.resource: Any = Resource.create(
             {
                 "service.name": os.environ.get("OTEL_SERVICE_NAME") or "pullfill",
                 "service.instance.id": instance_id,
                 "pullfill.role": role,
             }
         )
-        self._sampler: Any = TracerProvider(resource=self._resource).sampler
-        self._processor: Any = BatchSpanProcessor(_watched(_exporter(endpoint), endpoint))
-        self._flags: Any = trace.TraceFlags(_SAMPLED)
+        self.sampler: Any = TracerProvider(resource=self.resource).sampler
+        self.processor: Any = BatchSpanProcessor(_watched(_exporter(endpoint), endpoint))
+        self.flags: Any = trace.TraceFlags(_SAMPLED)
         self._measured, self._measured_until = 0, 0.0
 
-    def root(self, headers: Mapping[str, str]) -> tuple[Context, Context | None] | None:
-        above = self._propagator.extract(headers)
-        client = self._api.get_current_span(above).get_span_context()
-        trace_id = client.trace_id or random.getrandbits(128) or 1
-        decision = self._sampler.should_sample(above, trace_id, "frontend.request").decision
-        if not decision.is_sampled():
-            return None
-        parent = Context(trace_id, client.span_id) if client.is_valid else None
-        return Context(trace_id, random.getrandbits(64) or 1), parent
-
-    def record(
-        self,
-        name: str,
-        context: Context,
-        above: Context | None,
-        times: tuple[float, float],
-        attributes: Mapping[str, Value],
-        links: Sequence[Context],
-        error: str,
-        kind: str,
-    ) -> None:
-        api, offset = self._api, self._offset()
-        code = api.StatusCode.ERROR if error else api.StatusCode.UNSET
-        self._processor.on_end(
-            self._span(
-                name,
-                context=self._named(context),
-                parent=None if above is None else self._named(above, remote=True),
-                resource=self._resource,
-                attributes=attributes,
-                links=[api.Link(self._named(one, remote=True)) for one in links],
-                kind=api.SpanKind[kind],
-                status=api.Status(code, error or None),
-                start_time=int(times[0] * 1e9) + offset,
-                end_time=int(max(times) * 1e9) + offset,
-                instrumentation_scope=self._scope,
-            )
-        )
-
-    def _offset(self) -> int:
+    def offset(self) -> int:
         """Return what to add to `time.monotonic`, in ns. It stays for a minute: spans of one
         request must not move against each other."""
         now = time.monotonic()
@@ -210,13 +196,13 @@ class _Exporting:
             self._measured = max(time.time_ns() - time.monotonic_ns() for _ in range(5))
         return self._measured
 
-    def _named(self, context: Context, remote: bool = False) -> Any:
-        return self._api.SpanContext(context.trace_id, context.span_id, remote, self._flags)
+    def named(self, context: Context, remote: bool = False) -> Any:
+        return self.api.SpanContext(context.trace_id, context.span_id, remote, self.flags)
 
     def close(self, within_s: float) -> None:
         # In threads, because their own limits are not kept while an exporter waits for an answer.
-        vllms = getattr(self._api.get_tracer_provider(), "shutdown", None)
-        ends = [end for end in (self._processor.shutdown, vllms) if end is not None]
+        vllms = getattr(self.api.get_tracer_provider(), "shutdown", None)
+        ends = [end for end in (self.processor.shutdown, vllms) if end is not None]
         threads = [threading.Thread(target=end, daemon=True) for end in ends]
         until = time.monotonic() + within_s
         for thread in threads:
