@@ -7,6 +7,8 @@ ARGS ?=
 PYTEST_ARGS ?=
 # Benchmark tests need no engine, but `make test-fast` is to take a minute at most.
 ENGINE_TESTS := $(wildcard benchmarks/tests tests/integration tests/chaos tests/netns tests/gpu)
+# Processes that run engine tests. They wait for a third of the time, so more than cores.
+WORKERS ?= 3
 # How often `make flaky` runs its tests.
 N ?= 10
 # Without bytecode on disk, every process of a run would compile all it imports again.
@@ -42,7 +44,7 @@ lint: install ## ruff and mypy --strict
 	$(BIN)/mypy
 
 test: lint test-fast ## Lint, then all tests but the long ones, quick ones first
-	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(ENGINE_TESTS) $(PYTEST_ARGS)
+	$(BIN)/pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" $(ENGINE_TESTS) $(PYTEST_ARGS)
 
 # vLLM keeps what it learns about a model, in 10 s of CPU, and each release overwrites the others'.
 test-vllm: ## make test on another release of vLLM, in a venv of its own: make test-vllm VLLM=0.31.0

@@ -125,7 +125,7 @@ class Compat(Message, frozen=True, kw_only=True):
     kv_groups: str
 
     def hash(self, version: int = WIRE_VERSION) -> str:
-        """The wire version and 16 hex digits over all fields: `v10-…`.
+        """The wire version and 16 hex digits over all fields: `v11-…`.
 
         It names the job stream. So only workers that fit, and can read each other, share one."""
         import hashlib

@@ -20,13 +20,10 @@ from tests.support.frontend_http import Served, serve
 
 @pytest.fixture(scope="session")
 def shared_cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"), model_path, forked=False)
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"), model_path)
     try:
         cluster.start_servers()
-        # Started as a user does: its imports are its own, and its hash seed is not that of the
-        # others. `pullfill up` starts all kinds of processes so in test_tour.py.
         cluster.launch("decode")
-        cluster.forked = True
         cluster.launch("prefill")
         # Development routes: a test empties the decode worker's prefix cache through them.
         cluster.launch("frontend", env={"VLLM_SERVER_DEV_MODE": "1"})

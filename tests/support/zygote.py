@@ -8,8 +8,8 @@ before the fork; pullfill itself reads its environment when it is imported, in t
 What was imported is frozen: vLLM collects garbage four times while an engine starts, and would look
 at all objects of all modules each time, which takes half of the rest.
 
-What this leaves out: that the imports work, and hash seeds that differ between processes. So
-`Cluster(forked=False)` starts workers as a user does, and some tests use it.
+What this leaves out: that the imports work, and hash seeds that differ between processes.
+tests/integration/test_tour.py starts all processes as a user does.
 """
 
 from __future__ import annotations

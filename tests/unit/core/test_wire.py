@@ -62,7 +62,7 @@ def test_every_field_of_compat_counts() -> None:
         assert other.hash() != COMPAT.hash(), name
         assert COMPAT.differs_from(other) == [(name, value, getattr(other, name))]
     assert COMPAT.differs_from(COMPAT) == []
-    assert len(COMPAT.hash()) == len("v10-") + 16
+    assert len(COMPAT.hash()) == len("v11-") + 16
 
 
 @pytest.mark.essential
