@@ -12,6 +12,7 @@ _STAGE_BUCKETS = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
 )  # fmt: skip
 
+RESTARTS = Gauge("pullfill_restarts", "How often `pullfill up` has started this worker again")
 DECISION = Counter(
     "pullfill_decision", "Requests by where their prompt was prefilled and why", ["path", "reason"]
 )

@@ -32,7 +32,7 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
 from pullfill.registry.membership import Membership
 from pullfill.registry.watch import Delete, Follower, Put
-from pullfill.runtime import log, tracing
+from pullfill.runtime import log, metrics, tracing
 from pullfill.runtime.health import UP
 from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, end, exit_within, until
 from pullfill.runtime.probe import ProbeServer
@@ -309,6 +309,7 @@ class WorkerProcess:
         return {key: told for one in self._switch.services for key, told in one.jobs().items()}
 
     def _refresh_metrics(self) -> None:
+        metrics.RESTARTS.set(restarts_so_far())
         # These gauges belong to the process. A side that rests has closed its connection to NATS,
         # and that has set the gauge to 0.
         for name, server in self._status().get("servers", {}).items() if self._elastic else ():
