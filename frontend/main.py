@@ -280,7 +280,7 @@ class _Frontend:
             Prefixes(options.prefix_index_blocks),
         )
         pool.refuse_if_incompatible(cluster.namespace)
-        board = SuspectBoard(etcd, cluster.namespace)
+        board = SuspectBoard(etcd, cluster.namespace, lambda: settings.current.refuse_s)
         stack.push_async_callback(board.close)
         requests = RequestLog()
         dispatcher = Dispatcher(

@@ -4,7 +4,7 @@ A worker has died if its connection is lost and its process does not connect aga
 drains gives back what it does not finish, so nothing is in flight when it ends. A request counts
 the deaths at which it was in flight. A request that its user sends again goes on counting. From its
 first death on, it goes to the worker with the fewest other such requests (`around`). At two deaths
-it ends with an error, and for REFUSE_S all frontends refuse its fingerprint
+it ends with an error, and for `router.refuse_s` all frontends refuse its fingerprint
 (`registry.suspect_records`). The requests like it that wait for a worker end too.
 
 Each frontend counts its own requests. Single event loop. Costs one call per request at its end.
@@ -32,8 +32,6 @@ _log = log.get("frontend.suspects")
 # request would end.
 # How much a death counts, without and with tokens of the request, and when it is refused.
 SILENT, STARTED, MOST = 3, 1, 6
-# Long enough to tell people, short enough that a repaired cluster does not refuse for hours.
-REFUSE_S = 600.0
 # A lost worker may leave thousands, and each of them looks at each worker.
 # More than so many other such requests at a worker count as so many.
 CROWD = 16
@@ -81,7 +79,7 @@ class Suspects:
                 f"clear {name}"
             )
         deaths, at = self._unanswered.get(name, ({}, 0.0))
-        if at + REFUSE_S > self._loop.time():
+        if at + self._board.refuse_s > self._loop.time():
             flight.deaths = dict(deaths)
         if not guilty(flight):
             return ""
@@ -168,7 +166,7 @@ class Suspects:
         return (
             f"{len(flight.deaths)} decode workers died while this request was in flight "
             f"({workers}), so it is not sent again. Requests with its fingerprint {name} are "
-            f"refused for {REFUSE_S / 60:.0f} minutes; to allow it before: pullfill suspects clear "
+            f"refused for {self._board.refuse_s:.0f} s; to allow it before: pullfill suspects clear "
             f"{name}"
         )
 
@@ -186,7 +184,7 @@ class Suspects:
         tokens = len(flight.request.prompt_token_ids or ())
         _log.error("requests with this fingerprint are refused now: %s", self.sentence(flight))
         self._unanswered.pop(name_of(flight), None)
-        self._board.post(name_of(flight), len(flight.deaths), tokens, REFUSE_S)
+        self._board.post(name_of(flight), len(flight.deaths), tokens)
 
     def _excuse(self, processes: Sequence[str]) -> None:
         """These deaths count for nobody."""

@@ -38,9 +38,12 @@ class _Entry:
 
 
 class SuspectBoard:
-    """See the module."""
+    """See the module. refuse_s: returns how long a request is refused."""
 
-    def __init__(self, client: EtcdClient, namespace: str) -> None:
+    def __init__(
+        self, client: EtcdClient, namespace: str, refuse_s: Callable[[], float] = lambda: 600.0
+    ) -> None:
+        self._refuse_s = refuse_s
         self._namespace = namespace
         self._client = client
         self._entries: dict[str, _Entry] = {}
@@ -77,10 +80,15 @@ class SuspectBoard:
             return 0.0
         return max(1.0, left_s)
 
-    def post(self, fingerprint: str, deaths: int, prompt_tokens: int, ttl_s: float) -> None:
-        """Refuse the fingerprint: here at once, and at every frontend, for `ttl_s`.
+    @property
+    def refuse_s(self) -> float:
+        return self._refuse_s()
+
+    def post(self, fingerprint: str, deaths: int, prompt_tokens: int) -> None:
+        """Refuse the fingerprint: here at once, and at every frontend, for `refuse_s`.
 
         While etcd does not answer, the write is tried again."""
+        ttl_s = self.refuse_s
         record = SuspectRecord(fingerprint=fingerprint, deaths=deaths, prompt_tokens=prompt_tokens)
         full = len(self._entries) >= MAX_POSTED
         self._entries[fingerprint] = _Entry(record, self._loop.time() + ttl_s, stored=False)

@@ -51,6 +51,7 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     tight_ttft_ms: jobs whose target for the first token is at most this come first in the queue.
     loose_ttft_ms: jobs whose target for the first token is at least this come last in the queue.
     stock_share: share of the requests that a frontend's stock vLLM servers get, if it has any.
+    refuse_s: how long frontends refuse a request at which decode workers died.
     """
 
     policy: RouterPolicy = RouterPolicy.CONDITIONAL
@@ -68,6 +69,8 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     tight_ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 500.0
     loose_ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 5000.0
     stock_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    # Long enough to tell people, short enough that a repaired cluster does not refuse for hours.
+    refuse_s: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
 
 
 class QueueSettings(Message, frozen=True, kw_only=True):

@@ -43,7 +43,9 @@ class Alone:
     def left_s(self, fingerprint: str) -> float:
         return 600.0 if fingerprint in self.refused else 0.0
 
-    def post(self, fingerprint: str, deaths: int, prompt_tokens: int, ttl_s: float) -> None:
+    refuse_s = 600.0
+
+    def post(self, fingerprint: str, deaths: int, prompt_tokens: int) -> None:
         self.refused[fingerprint] = deaths
         self._on_refused(fingerprint)
 
