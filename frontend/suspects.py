@@ -166,8 +166,8 @@ class Suspects:
         return (
             f"{len(flight.deaths)} decode workers died while this request was in flight "
             f"({workers}), so it is not sent again. Requests with its fingerprint {name} are "
-            f"refused for {self._board.refuse_s:.0f} s; to allow it before: pullfill suspects clear "
-            f"{name}"
+            f"refused for {self._board.refuse_s:.0f} s; to allow it before: pullfill suspects "
+            f"clear {name}"
         )
 
     def refused(self, flight: Flight) -> bool:
