@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from pullfill.decode_worker.cost import CostModel, Targets
-from pullfill.decode_worker.forecast import Queue
-from pullfill.decode_worker.request_trace import Measured
+from pullfill.decode_worker.forecast import Measured, Queue
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, decide
 from pullfill.engine.view import PrefillChunks
 from pullfill.wire import RouterConfig, RouterPolicy, StageTimings
@@ -166,7 +165,7 @@ class Pool:
             stages = StageTimings(
                 claim_ms=0.5, prefill_ms=seconds * 1e3, kv_write_ms=write * 1e3, tail_ms=tail * 1e3
             )
-            done(Measured(request.name, worker.name, "shm", stages, tokens * 4096, world.now))
+            done(Measured(request.name, worker.name, stages, world.now))
             self._pull()
 
         world.at(worker.free_at + tail + WAY_S, commit)
@@ -322,9 +321,8 @@ class DecodeEngine:
 
     def _committed(self, request: Request, done: Measured) -> None:
         request.computed = request.prompt - 1
-        self.model.workers.wrote(
-            done.instance, max(1, done.kv_bytes // (16 * 4096)), done.stages.kv_write_ms / 1e3
-        )
+        blocks = max(1, (request.prompt - request.hit - 1) // 16)
+        self.model.workers.wrote(done.instance, blocks, done.stages.kv_write_ms / 1e3)
         self.model.committed(done)
         self.model.settled(request.name, True)
         self._loaded.append(request)

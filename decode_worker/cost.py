@@ -17,18 +17,14 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.forecast import PrefillWorkers, Queue, Span, span
+from pullfill.decode_worker.forecast import Measured, PrefillWorkers, Queue, Span, span
 from pullfill.rate import Rate
 from pullfill.runtime import metrics
 from pullfill.wire import PredictedMs
-
-if TYPE_CHECKING:
-    from pullfill.decode_worker.request_trace import Measured
 
 # A shorter prompt says little about a prefill worker's speed.
 PROBE_TOKENS = 64

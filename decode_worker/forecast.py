@@ -14,16 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.rate import FORGET_S, Rate
-from pullfill.wire import Load, RouterConfig
-
-if TYPE_CHECKING:
-    from pullfill.decode_worker.request_trace import Measured
+from pullfill.wire import Load, RouterConfig, StageTimings
 
 # No remote prefill may take longer, whatever is expected.
 MAX_TIMEOUT_S = 3600.0
@@ -106,6 +102,15 @@ class Queue(msgspec.Struct, frozen=True):
         others = max(0, self.tokens - our_tokens) / 256.0
         attend = others * like[1] / like[0] if like[0] else 0.0
         return (ours[0] + others) / workers, (ours[1] + attend) / workers
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """A remote prefill that was committed. at: when, in seconds of a monotonic clock."""
+
+    request_id: str
+    instance: str
+    stages: StageTimings
+    at: float
 
 
 class _Worker:

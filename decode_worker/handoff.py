@@ -20,7 +20,8 @@ from typing import Any
 
 import msgspec
 
-from pullfill.decode_worker.forecast import PrefillWorkers
+from pullfill.decode_worker.cost import CostModel
+from pullfill.decode_worker.forecast import Measured
 from pullfill.decode_worker.ledger import (
     CancelMessage,
     Entry,
@@ -55,6 +56,7 @@ from pullfill.wire import (
     Refused,
     RefuseReason,
     Revoke,
+    StageTimings,
     Trial,
     encode,
     u32,
@@ -100,7 +102,7 @@ class Handoff:
     asyncio thread only, but `publish`.
 
     peers: the connected prefill workers. The control server adds and removes them.
-    forecaster: is told how long the writing of KV took.
+    model: is told what prefill workers have measured.
     wake: set when the ledger has actions, or another deadline."""
 
     def __init__(
@@ -110,7 +112,7 @@ class Handoff:
         traces: RequestTraces,
         *,
         peers: Peers,
-        forecaster: PrefillWorkers,
+        model: CostModel,
         wake: asyncio.Event,
         instance_id: str,
         compat_hash: str,
@@ -120,7 +122,7 @@ class Handoff:
         self.wake = wake
         self._queue = queue
         self._traces = traces
-        self._forecaster = forecaster
+        self._model = model
         self._instance_id = instance_id
         self._compat_hash = compat_hash
         self._loop = asyncio.get_running_loop()
@@ -274,7 +276,7 @@ class Handoff:
 
     def progress(self, peer: Peer, progress: Progress) -> None:
         """Note what has been written since the last report."""
-        self._forecaster.wrote(peer.instance_id, progress.blocks, progress.write_s)
+        self._model.workers.wrote(peer.instance_id, progress.blocks, progress.write_s)
         self.ledger.progress(progress, peer.name)
 
     # ------------------------------------------------------------------ step 8: commit
@@ -285,16 +287,29 @@ class Handoff:
         entry = self.ledger.find(commit.job_id)
         if entry is not None and (entry.attempt, entry.writer) == (commit.attempt, peer.name):
             # Before the commit: after it the engine thread may finish the request at any moment.
-            self._traces.committed(
-                entry.request_id,
-                commit.timings,
-                commit.kv_bytes,
-                commit.transport,
+            self._arrived(
+                peer, entry, commit.timings, commit.kv_bytes, commit.transport,
                 commit.why_not_better,
+            )  # fmt: skip
+            self._model.workers.wrote(
+                peer.instance_id, commit.blocks, commit.timings.kv_write_ms / 1e3
             )
-            write_s = commit.timings.kv_write_ms / 1e3
-            self._forecaster.wrote(peer.instance_id, commit.blocks, write_s)
         self._answer(peer, commit, self.ledger.commit(commit, peer.name), entry)
+
+    def _arrived(
+        self,
+        peer: Peer,
+        entry: Entry,
+        timings: StageTimings,
+        kv_bytes: int,
+        transport: str,
+        why_not_better: tuple[str, ...] = (),
+    ) -> None:
+        """The KV is there, or so the prefill worker says."""
+        self._traces.committed(entry.request_id, timings, kv_bytes, transport, why_not_better)
+        self._model.committed(
+            Measured(entry.request_id, peer.instance_id, timings, time.monotonic())
+        )
 
     def ready(self, peer: Peer, ready: Ready) -> None:
         """Read the KV that this prefill worker has computed, then commit it (--kv-mode pull).
@@ -326,8 +341,8 @@ class Handoff:
                 tail_ms=ready.timings.tail_ms + took_ms,
             )
             failpoints.hit("decode.before_commit")
-            self._traces.committed(entry.request_id, timings, moved.nbytes, transport)
-            self._forecaster.wrote(peer.instance_id, len(blocks), moved.seconds)
+            self._arrived(peer, entry, timings, moved.nbytes, transport)
+            self._model.workers.wrote(peer.instance_id, len(blocks), moved.seconds)
             good = True
         except Fenced:
             metrics.STALE_REFUSED.labels("read").inc()

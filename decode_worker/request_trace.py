@@ -12,12 +12,11 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.prefix.fetches import Fetch, FetchOutcome
-from pullfill.decode_worker.rules import BY_OUTAGE, Decision, Situation
+from pullfill.decode_worker.rules import BY_OUTAGE, Decision, Situation, expected
 from pullfill.errors import Outcome
 from pullfill.runtime import metrics, tracing
 from pullfill.runtime.tracing import PARENT, Context
@@ -35,24 +34,6 @@ _IN_SPAN = (
     "path", "reason", "prefix_hit_tokens", "fetched_tokens", "remote_tokens", "prefill_instance",
     "transport", "kv_bytes", "fallback", "outage",
 )  # fmt: skip
-
-
-@cache
-def _decision(path: str, reason: str) -> Any:
-    """Return the counter of a decision, cached. Both labels have few values."""
-    return metrics.DECISION.labels(path, reason)
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A remote prefill that was committed. at: when, by the clock of the traces."""
-
-    request_id: str
-    instance: str
-    transport: str
-    stages: StageTimings
-    kv_bytes: int
-    at: float
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,33 +58,24 @@ class _Spans:
 
 @dataclass(slots=True)
 class _RequestTrace:
-    """Times (`_at`) are those of the traces' clock.
+    """Times (`_at`) are those of the traces' clock. `ExplainRecord` says what most fields mean.
 
+    planned_fetch: number of tokens that are read from another decode worker. fetched: those that
+    have come. fetched_at: when that read ended. Infinite: nothing was read.
     claims: attempt, prefill worker and time of each claim.
     ended_at: when vLLM was told how the remote prefill had ended. outcome: how. Empty: not yet.
     again: its fetch has failed, so it will be decided about once more."""
 
     situation: Situation
     decision: Decision
+    decided_at: float
+    spans: _Spans | None
     expected: Expected | None = None
-    offloaded: int = 0
-    fallback: str | None = None
-    outage: str | None = None
-    loaded: bool = False
-    decided_at: float = 0.0
-    claims: list[tuple[int, str, float]] = field(default_factory=list)
-    kv_bytes: int = 0
-    transport: str | None = None
-    why_not_better: tuple[str, ...] = ()
-    queue_ms: float | None = None
-    committed_at: float | None = None
-    ended_at: float = 0.0
-    outcome: str = ""
-    stages: StageTimings | None = None
     choice: str | None = None
     predicted: PredictedMs | None = None
     outcome_ms: float | None = None
     regret_ms: float | None = None
+    offloaded: int = 0
     planned_fetch: int = 0
     fetched: int = 0
     fetched_from: str | None = None
@@ -112,7 +84,18 @@ class _RequestTrace:
     fetch_bytes: int = 0
     fetched_at: float = math.inf
     again: bool = False
-    spans: _Spans | None = None
+    claims: list[tuple[int, str, float]] = field(default_factory=list)
+    queue_ms: float | None = None
+    stages: StageTimings = field(default_factory=StageTimings)
+    kv_bytes: int = 0
+    transport: str | None = None
+    why_not_better: tuple[str, ...] = ()
+    committed_at: float = 0.0
+    ended_at: float = 0.0
+    outcome: str = ""
+    loaded: bool = False
+    fallback: str | None = None
+    outage: str | None = None
 
     @property
     def trace_id(self) -> str:
@@ -120,18 +103,8 @@ class _RequestTrace:
         return "" if self.spans is None else self.spans.request.trace
 
     @property
-    def prefill_instance(self) -> str | None:
-        return self.claims[-1][1] if self.claims else None
-
-    @property
-    def attempts(self) -> int:
-        return self.claims[-1][0] if self.claims else 0
-
-    @property
-    def commit_ms(self) -> float | None:
+    def commit_ms(self) -> float:
         """From the commit until vLLM schedules the request."""
-        if not self.loaded or self.committed_at is None:
-            return None
         return (self.ended_at - self.committed_at) * 1e3
 
 
@@ -139,7 +112,6 @@ class RequestTraces:
     """All requests of this worker that were decided and are not finished.
 
     outage: returns what is unreachable now, for people. Empty: nothing.
-    measured: is told of each commit, for later predictions. asyncio thread.
     apart: requests of the self-check. They are not recorded and not counted. By request id: a
     function that is called when the remote prefill is settled, with whether the KV was loaded.
     """
@@ -149,15 +121,12 @@ class RequestTraces:
         instance_id: str,
         clock: Clock = SYSTEM_CLOCK,
         outage: Callable[[], str] = lambda: "",
-        measured: Callable[[Measured], None] = lambda _: None,
     ) -> None:
         self._instance_id = instance_id
         self._clock = clock
+        self._outage = outage
         self._lock = threading.Lock()
         self._open: dict[str, _RequestTrace] = {}
-        self.outage = outage
-        self._outages: dict[str, tuple[str, float]] = {}
-        self.measured = measured
         self.apart: dict[str, Callable[[bool], None]] = {}
 
     def decided(
@@ -165,9 +134,10 @@ class RequestTraces:
         request_id: str,
         situation: Situation,
         decision: Decision,
-        expected: Expected | None = None,
+        *,
         offloaded: int = 0,
         fetched: int = 0,
+        predicted: PredictedMs | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Record the first decision of a request; later ones (after a fallback or a preemption)
@@ -175,60 +145,54 @@ class RequestTraces:
 
         offloaded: how many tokens of the hit come from vLLM's own KV offloading.
         fetched: how many will be read from another decode worker.
+        predicted: what the policy `cost` expects.
         headers: the request's trace headers."""
-        with self._lock:
-            before = self._open.get(request_id)
-            if request_id in self.apart or (before is not None and not before.again):
-                return
-            self._open[request_id] = trace = _RequestTrace(situation, decision, expected, offloaded)
-            trace.planned_fetch, trace.decided_at = fetched, self._clock.monotonic()
-            if before is not None:  # counted already
-                trace.fetched_from, trace.fetch = before.fetched_from, before.fetch
-                trace.fetch_ms, trace.fetched_at = before.fetch_ms, before.fetched_at
-                trace.fetch_bytes, trace.spans = before.fetch_bytes, before.spans
-            else:
-                trace.spans = _Spans.below(headers)
-            if decision.reason in BY_OUTAGE:
-                trace.outage = self._outage_now(decision.reason) or None
-        if before is None:
-            path = "remote" if decision.remote else "local"
-            _decision(path, decision.reason).inc()
-
-    def claimed(self, request_id: str, attempt: int, instance: str, queued_s: float) -> None:
-        """Note that a prefill worker holds the job now."""
         if request_id in self.apart:
             return
         with self._lock:
-            if (trace := self._open.get(request_id)) is not None:
-                trace.claims.append((attempt, instance, self._clock.monotonic()))
-                trace.queue_ms = queued_s * 1e3
-        metrics.observe_stage("queue", queued_s, trace.trace_id if trace is not None else "")
+            now, trace = self._clock.monotonic(), self._open.get(request_id)
+            if trace is None:
+                trace = _RequestTrace(situation, decision, now, _Spans.below(headers))
+                self._open[request_id] = trace
+                path = "remote" if decision.remote else "local"
+                metrics.DECISION.labels(path, decision.reason).inc()
+            elif not trace.again:
+                return
+            trace.situation, trace.decision, trace.decided_at = situation, decision, now
+            trace.expected = expected(situation, decision)
+            trace.offloaded, trace.planned_fetch, trace.again = offloaded, fetched, False
+            if predicted is not None and situation.costs is not None:
+                trace.choice, trace.predicted = situation.costs.choice.value, predicted
+            if decision.reason in BY_OUTAGE:
+                trace.outage = self._outage() or None
+
+    def claimed(self, request_id: str, attempt: int, instance: str, queued_s: float) -> None:
+        """Note that a prefill worker holds the job now."""
+        with self._lock:
+            if (trace := self._open.get(request_id)) is None:
+                return
+            trace.claims.append((attempt, instance, self._clock.monotonic()))
+            trace.queue_ms = queued_s * 1e3
+        metrics.observe_stage("queue", queued_s, trace.trace_id)
 
     def committed(
         self,
         request_id: str,
         stages: StageTimings,
         kv_bytes: int,
-        transport: str = "",
+        transport: str,
         why_not_better: tuple[str, ...] = (),
     ) -> None:
         """Note that the KV is in our blocks, and what the prefill worker has measured."""
-        if request_id in self.apart:
-            return
         with self._lock:
-            if (trace := self._open.get(request_id)) is not None:
-                trace.stages, trace.kv_bytes = stages, kv_bytes
-                trace.transport, trace.why_not_better = transport or None, why_not_better
-                trace.committed_at = self._clock.monotonic()
-        trace_id = trace.trace_id if trace is not None else ""
-        metrics.observe_stage("claim", stages.claim_ms / 1e3, trace_id)
-        metrics.observe_stage("prefix_read", stages.prefix_read_ms / 1e3, trace_id)
-        metrics.observe_stage("prefill", stages.prefill_ms / 1e3, trace_id)
-        metrics.observe_stage("kv_write", stages.kv_write_ms / 1e3, trace_id)
-        metrics.observe_stage("tail", stages.tail_ms / 1e3, trace_id)
-        if trace is not None and (instance := trace.prefill_instance) is not None:
-            at = self._clock.monotonic()
-            self.measured(Measured(request_id, instance, transport, stages, kv_bytes, at))
+            if (trace := self._open.get(request_id)) is None:
+                return
+            trace.stages, trace.kv_bytes = stages, kv_bytes
+            trace.transport, trace.why_not_better = transport or None, why_not_better
+            trace.committed_at = self._clock.monotonic()
+        for stage in ("claim", "prefix_read", "prefill", "kv_write", "tail"):
+            seconds = getattr(stages, f"{stage}_ms") / 1e3
+            metrics.observe_stage(stage, seconds, trace.trace_id)
 
     def fetched(self, fetch: Fetch) -> None:
         """Note how a fetch has ended that was begun. Engine thread."""
@@ -249,28 +213,11 @@ class RequestTraces:
             if (trace := self._open.get(request_id)) is not None and trace.fetch is None:
                 trace.fetched_from, trace.fetch = instance_id, outcome.value
 
-    def predicted(self, request_id: str, choice: str, predicted: PredictedMs | None) -> None:
-        """Note what was expected of the request, and what was chosen."""
-        with self._lock:
-            if (trace := self._open.get(request_id)) is not None and trace.choice is None:
-                trace.choice, trace.predicted = choice, predicted
-
     def first_token(self, request_id: str, outcome_ms: float, regret_ms: float | None) -> None:
         """Note how long the first token took since the decision."""
         with self._lock:
             if (trace := self._open.get(request_id)) is not None:
                 trace.outcome_ms, trace.regret_ms = outcome_ms, regret_ms
-
-    def _outage_now(self, reason: str) -> str:
-        """Return what is unreachable. Thousands of requests may ask in one turn of the engine.
-
-        reason: why the prompt stays here. Another reason is often the first sign of an outage."""
-        now = self._clock.monotonic()
-        said, at = self._outages.get(reason, ("", -math.inf))
-        if now - at > 0.05:
-            said = self.outage()
-            self._outages[reason] = said, now
-        return said
 
     def settled(self, request_id: str, outcome: Outcome) -> None:
         """Note that vLLM was told how the remote prefill ended. Engine thread."""
@@ -278,21 +225,22 @@ class RequestTraces:
         if (tell := self.apart.get(request_id)) is not None:
             tell(loaded)
             return
+        trace_id = ""
         with self._lock:
-            trace = self._open.get(request_id)
-            if trace is not None:
-                trace.loaded |= loaded
+            if (trace := self._open.get(request_id)) is not None:
+                trace_id = trace.trace_id
                 trace.outcome, trace.ended_at = outcome.value, self._clock.monotonic()
-            if trace is not None and loaded:
-                if (commit_ms := trace.commit_ms) is not None:
-                    metrics.observe_stage("commit", commit_ms / 1e3, trace.trace_id)
-            elif trace is not None and outcome is not Outcome.CANCELLED:
-                trace.fallback = outcome.value
-                if outcome in _AFTER_OUTAGE:
-                    trace.outage = self._outage_now(outcome.value) or None
+                if loaded:
+                    trace.loaded = True
+                    metrics.observe_stage("commit", trace.commit_ms / 1e3, trace_id)
+                elif outcome is not Outcome.CANCELLED:
+                    trace.fallback = outcome.value
+                    if outcome in _AFTER_OUTAGE:
+                        trace.outage = self._outage() or None
         if not loaded and outcome is not Outcome.CANCELLED:
-            seen = trace is not None and trace.trace_id
-            metrics.FALLBACK.labels(outcome.value).inc(1, {"trace_id": seen} if seen else None)
+            metrics.FALLBACK.labels(outcome.value).inc(
+                1, {"trace_id": trace_id} if trace_id else None
+            )
 
     def header(self, request_id: str) -> str:
         """Return the `traceparent` for those who work on its remote prefill. Empty: none."""
@@ -324,11 +272,12 @@ class RequestTraces:
         return record
 
     def _record(self, request_id: str, trace: _RequestTrace) -> ExplainRecord:
-        stages = trace.stages if trace.loaded else None
-        came = trace.loaded or trace.fetched > 0
+        loaded, stages = trace.loaded, trace.stages
+        came = loaded or trace.fetched > 0
+        attempts, prefill_instance, _ = trace.claims[-1] if trace.claims else (0, None, 0.0)
         return ExplainRecord(
             request_id=request_id,
-            path="remote" if trace.loaded else "local",
+            path="remote" if loaded else "local",
             reason=trace.decision.reason,
             prompt_tokens=trace.situation.prompt_tokens,
             prefix_hit_tokens=trace.situation.hit_tokens - trace.planned_fetch,
@@ -336,10 +285,10 @@ class RequestTraces:
             fetched_tokens=trace.fetched,
             fetched_from=trace.fetched_from,
             fetch=trace.fetch,
-            remote_tokens=trace.situation.remote_tokens if trace.loaded else 0,
+            remote_tokens=trace.situation.remote_tokens if loaded else 0,
             decode_instance=self._instance_id,
-            prefill_instance=trace.prefill_instance,
-            attempts=trace.attempts,
+            prefill_instance=prefill_instance,
+            attempts=attempts,
             fallback=trace.fallback,
             outage=trace.outage,
             expected_s=trace.expected,
@@ -349,16 +298,16 @@ class RequestTraces:
             regret_ms=trace.regret_ms,
             kv_bytes=trace.kv_bytes if came else 0,
             transport=trace.transport if came else None,
-            why_not_better=trace.why_not_better if trace.loaded else (),
+            why_not_better=trace.why_not_better if loaded else (),
             timings_ms=Timings(
                 queue=trace.queue_ms,
                 fetch=trace.fetch_ms,
-                commit=trace.commit_ms,
-                claim=stages.claim_ms if stages else None,
-                prefix_read=stages.prefix_read_ms if stages else None,
-                prefill=stages.prefill_ms if stages else None,
-                kv_write=stages.kv_write_ms if stages else None,
-                tail=stages.tail_ms if stages else None,
+                commit=trace.commit_ms if loaded else None,
+                claim=stages.claim_ms if loaded else None,
+                prefix_read=stages.prefix_read_ms if loaded else None,
+                prefill=stages.prefill_ms if loaded else None,
+                kv_write=stages.kv_write_ms if loaded else None,
+                tail=stages.tail_ms if loaded else None,
             ),
         )
 
@@ -376,10 +325,7 @@ def _send_spans(trace: _RequestTrace, spans: _Spans, record: ExplainRecord, now:
     fetch_began = trace.fetched_at - (trace.fetch_ms or 0.0) / 1e3
     if trace.fetched_at < math.inf:
         send(
-            "decode.prefix_fetch",
-            spans.request.child(),
-            spans.request,
-            fetch_began,
+            "decode.prefix_fetch", spans.request.child(), spans.request, fetch_began,
             trace.fetched_at,
             {
                 "pullfill.fetched_from": record.fetched_from,
@@ -388,41 +334,27 @@ def _send_spans(trace: _RequestTrace, spans: _Spans, record: ExplainRecord, now:
             },
             error="" if record.fetch == FetchOutcome.FETCHED.value else record.fetch or "",
             kind="CLIENT",
-        )
+        )  # fmt: skip
     for attempt, instance, at in trace.claims:
         told: dict[str, Any] = {"pullfill.attempt": attempt, "pullfill.prefill_instance": instance}
         send("queue.wait", spans.remote.child(), spans.remote, decided, at, told, kind="PRODUCER")
-    if trace.loaded and trace.committed_at is not None:
-        send(
-            "decode.commit",
-            spans.remote.child(),
-            spans.remote,
-            trace.committed_at,
-            trace.ended_at,
-            {},
-        )
+    if trace.loaded:
+        began, ended = trace.committed_at, trace.ended_at
+        send("decode.commit", spans.remote.child(), spans.remote, began, ended, {})
     if trace.decision.remote or trace.outcome:
         # Without an outcome its client has left. The prefill worker's spans name this one.
         outcome = trace.outcome or Outcome.CANCELLED.value
         send(
-            "decode.remote_prefill",
-            spans.remote,
-            spans.request,
-            decided,
-            trace.ended_at or now,
-            {"pullfill.outcome": outcome, "pullfill.attempts": trace.attempts},
+            "decode.remote_prefill", spans.remote, spans.request, decided, trace.ended_at or now,
+            {"pullfill.outcome": outcome, "pullfill.attempts": record.attempts},
             error="" if trace.loaded else outcome,
-        )
+        )  # fmt: skip
     send(
-        "decode.request",
-        spans.request,
-        spans.above,
-        min(decided, fetch_began),
-        now,
+        "decode.request", spans.request, spans.above, min(decided, fetch_began), now,
         {
             "gen_ai.request.id": record.request_id,
             "gen_ai.usage.prompt_tokens": record.prompt_tokens,
             **{f"pullfill.{name}": getattr(record, name) for name in _IN_SPAN},
         },
         kind="SERVER",
-    )
+    )  # fmt: skip

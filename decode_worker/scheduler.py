@@ -29,7 +29,6 @@ from pullfill.decode_worker.rules import (
     Decision,
     Situation,
     decide,
-    expected,
 )
 from pullfill.engine import groups, request_limits, speculation
 from pullfill.engine.groups import BlockOrder, cached_block
@@ -280,13 +279,13 @@ class DecodeScheduler:
             self._seats.take(request.request_id)
         if external_tokens > offloaded:
             count_as_computed(request, external_tokens - offloaded)
-        shown = expected(situation, decision)
-        self._traces.decided(
-            request.request_id, situation, decision, shown, offloaded, fetched,
-            headers=request.trace_headers,
-        )  # fmt: skip
+        predicted = None
         if self._meter is not None:
-            self._meter.admitted(request.request_id, situation, decision)
+            predicted = self._meter.admitted(request.request_id, situation, decision)
+        self._traces.decided(
+            request.request_id, situation, decision, offloaded=offloaded, fetched=fetched,
+            predicted=predicted, headers=request.trace_headers,
+        )  # fmt: skip
         if fetched and self._fetching is not None:
             hit = (situation.hit_tokens - fetched) // self._block_size
             blocks = tables[0][hit : hit + external_tokens // self._block_size]

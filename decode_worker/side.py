@@ -118,7 +118,6 @@ async def build(
     traces = RequestTraces(
         told.instance_id,
         outage=partial(outage, producer.health, etcd.health, peers, ledger),
-        measured=model.committed,
     )
     context = DecodeContext(
         told.instance_id,
@@ -158,7 +157,7 @@ async def build(
         producer,
         traces,
         peers=peers,
-        forecaster=model.workers,
+        model=model,
         wake=wake,
         instance_id=told.instance_id,
         compat_hash=engine.compat.hash(),

@@ -19,7 +19,7 @@ from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import request_limits
 from pullfill.engine.view import PrefillChunks
 from pullfill.errors import Outcome
-from pullfill.wire import RouterConfig, RouterPolicy
+from pullfill.wire import PredictedMs, RouterConfig, RouterPolicy
 
 # The length of prompt that tells an engine's rate.
 _RATE_TOKENS = 1024
@@ -96,16 +96,18 @@ class StepMeter:
             max(0.0, time.time() - request.arrival_time),
         )
 
-    def admitted(self, request_id: str, now: Situation, decision: Decision) -> None:
-        """Note that vLLM has taken a request as it was decided."""
+    def admitted(self, request_id: str, now: Situation, decision: Decision) -> PredictedMs | None:
+        """Note that vLLM has taken a request as it was decided. Returns what was predicted.
+
+        None: nothing was, or the request was preempted and comes again."""
         if now.costs is None:
-            return
+            return None
         chunks = now.config.policy is RouterPolicy.COST
-        told = self.model.admitted(request_id, now.costs, decision.remote, chunks=chunks)
-        if told is not None:  # else it was preempted
-            self._context.traces.predicted(request_id, now.costs.choice.value, told)
+        predicted = self.model.admitted(request_id, now.costs, decision.remote, chunks=chunks)
+        if predicted is not None:
             here_s = self.prefill_s(now.hit_tokens, now.remote_tokens)
             self.demand.decided(now, decision, here_s)
+        return predicted
 
     def prefill_s(self, start: int, tokens: int) -> float:
         """Return how long it takes to compute `tokens` after `start` others. 0: unknown."""

@@ -103,7 +103,7 @@ async def test_the_writing_of_each_commit_is_measured(tmp_path: Path) -> None:
         decode.look()
         for seed in range(3):
             await settled(decode.send(prompt(TOKENS + 1, seed=seed)))
-        told = decode.forecaster.forecast(
+        told = decode.model.workers.forecast(
             1, 1, 1, workers=1, loads=[], depth_tokens=0, own_tokens=0
         )
         assert told.write_s > 0
@@ -118,8 +118,8 @@ async def test_a_slow_link_counts_while_its_worker_is_connected(tmp_path: Path) 
         await reported(decode, prefill, Load(tokens_per_s=TOKENS))
         for link, seconds in ((prefill.name, 0.1), ("prefill-gone", 1000.0)):
             for _ in range(3):
-                decode.forecaster.wrote(link, 10, seconds)
+                decode.model.workers.wrote(link, 10, seconds)
         assert remote(decode, 1), "the slow one has left"
         for _ in range(8):  # as many as are remembered
-            decode.forecaster.wrote(prefill.name, 10, 1000.0)
+            decode.model.workers.wrote(prefill.name, 10, 1000.0)
         assert not remote(decode, 2)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.forecast import PrefillWorkers
+from pullfill.decode_worker.cost import CostModel
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.ledger import Entry, Ledger
 from pullfill.decode_worker.peers import Peers
@@ -62,7 +62,7 @@ class Decode:
             queue,
             RequestTraces(name),
             peers=Peers(),
-            forecaster=PrefillWorkers(),
+            model=CostModel(),
             wake=asyncio.Event(),
             instance_id=name,
             compat_hash=COMPAT.hash(),

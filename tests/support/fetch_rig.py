@@ -16,7 +16,7 @@ import pytest
 
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.forecast import PrefillWorkers
+from pullfill.decode_worker.cost import CostModel
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.peers import Peers
@@ -152,7 +152,7 @@ class FetchWorker:
         )  # fmt: skip
         queue: Any = None  # nobody uses it
         self.handoff = Handoff(
-            self.ledger, queue, self.traces, peers=Peers(), forecaster=PrefillWorkers(),
+            self.ledger, queue, self.traces, peers=Peers(), model=CostModel(),
             wake=asyncio.Event(), instance_id=name, compat_hash=COMPATIBLE.hash(),
         )  # fmt: skip
         self.control = ControlServer(

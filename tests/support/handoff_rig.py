@@ -23,7 +23,7 @@ import msgspec
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.forecast import PrefillWorkers
+from pullfill.decode_worker.cost import CostModel
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.outlook import Outlook
@@ -100,13 +100,13 @@ class DecodeHalf:
             on_event=lambda: loop.call_soon_threadsafe(self.step),
             on_action=lambda: loop.call_soon_threadsafe(self.handoff.wake.set),
         )
-        self.forecaster = PrefillWorkers()
+        self.model = CostModel()
         self.handoff = Handoff(
             self.ledger,
             producer,
             self.traces,
             peers=Peers(),
-            forecaster=self.forecaster,
+            model=self.model,
             wake=asyncio.Event(),
             instance_id=name,
             compat_hash=COMPATIBLE.hash(),
@@ -147,7 +147,7 @@ class DecodeHalf:
         )
         unused: Any = None
         self.outlook = Outlook(
-            self.context, producer, self.handoff.peers, self.forecaster, None, unused,
+            self.context, producer, self.handoff.peers, self.model.workers, None, unused,
             SimpleNamespace(num_gpu_blocks=1_000_000, block_size=BLOCK), 1,
             target_blocks=self.context.blocks.targets,
         )  # fmt: skip

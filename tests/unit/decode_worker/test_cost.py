@@ -24,8 +24,7 @@ from pullfill.decode_worker.cost import (
     Targets,
     miss,
 )
-from pullfill.decode_worker.forecast import Queue, span
-from pullfill.decode_worker.request_trace import Measured
+from pullfill.decode_worker.forecast import Measured, Queue, span
 from pullfill.decode_worker.rules import Decision, Situation, decide
 from pullfill.rate import FORGET_S
 from pullfill.wire import RouterConfig, RouterPolicy, StageTimings
@@ -68,7 +67,7 @@ class Rig:
         seconds = tokens * each_s
         self.clock.advance(seconds)
         stages = StageTimings(prefill_ms=seconds * 1e3)
-        self.model.committed(Measured(name, "p", "shm", stages, 0, self.clock.monotonic()))
+        self.model.committed(Measured(name, "p", stages, self.clock.monotonic()))
         self.model.settled(name, True)
         ((_, outcome),) = self.step(STEP_S, **{name: 1})
         return outcome

@@ -13,12 +13,12 @@ from pullfill.decode_worker.forecast import (
     BELIEVE_LINK_S,
     MAX_TIMEOUT_S,
     Forecast,
+    Measured,
     PrefillWorkers,
     Queue,
     span,
     timeouts,
 )
-from pullfill.decode_worker.request_trace import Measured
 from pullfill.prefill_worker.scheduler import Meter
 from pullfill.rate import FORGET_S
 from pullfill.wire import Load, RouterConfig, StageTimings
@@ -167,7 +167,7 @@ def taught(made: PrefillWorkers, clock: FakeClock, **each_s: float) -> None:
         for name, seconds in each_s.items():
             now = clock.monotonic()
             stages = StageTimings(prefill_ms=1024e3 * seconds)
-            done = Measured("r", name, "shm", stages, 0, now)
+            done = Measured("r", name, stages, now)
             made.observe(done, NOTHING, OWN, now - 1024 * seconds, now)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.forecast import PrefillWorkers
+from pullfill.decode_worker.cost import CostModel
 from pullfill.decode_worker.handoff import Handoff, OpenedJob
 from pullfill.decode_worker.ledger import Entry, Ledger, Settle
 from pullfill.decode_worker.peers import Peer, Peers
@@ -36,7 +36,7 @@ class Rig:
         self.peers = Peers()
         self.peers["p"] = Peer("p", "prefill-1", channel=None, heard=0.0)  # type: ignore[arg-type]
         self.handoff = Handoff(
-            self.ledger, queue, RequestTraces("d"), peers=self.peers, forecaster=PrefillWorkers(),
+            self.ledger, queue, RequestTraces("d"), peers=self.peers, model=CostModel(),
             wake=asyncio.Event(), instance_id="d", compat_hash="c",
         )  # fmt: skip
 

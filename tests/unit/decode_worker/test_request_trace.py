@@ -1,4 +1,4 @@
-"""What the record of a request tells: the outage beside it, and its spans."""
+"""The spans of a request."""
 
 from __future__ import annotations
 
@@ -12,33 +12,9 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.errors import Outcome
 from pullfill.runtime import tracing
-from tests.support.fakes import FakeClock
 
 HEADERS = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
 REMOTE = "decode.remote_prefill"
-
-
-def test_an_outage_is_asked_once_for_many_prompts_of_one_reason_and_again_for_another() -> None:
-    clock, asked, said = FakeClock(), 0, ""
-
-    def outage() -> str:
-        nonlocal asked
-        asked += 1
-        return said
-
-    traces = RequestTraces("d", clock, outage)
-    for name in "abcdef":
-        traces.decided(name, Situation(100, 0), Decision(True, "long_prompt"))
-    for name in "abc":
-        traces.settled(name, Outcome.CLAIM_TIMEOUT)
-    said = "no prefill worker claims jobs"
-    for name in "de":
-        traces.settled(name, Outcome.CLAIMS_STALLED)
-    assert asked == 2
-    clock.advance(1.0)
-    traces.settled("f", Outcome.CLAIM_TIMEOUT)
-    told = [traces.finish(name) for name in "abcdef"]
-    assert [one and one.outage for one in told] == [None] * 3 + [said] * 3
 
 
 @pytest.fixture

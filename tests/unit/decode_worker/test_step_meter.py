@@ -36,7 +36,7 @@ class Rig:
         self.config = RouterConfig(policy=RouterPolicy.COST)
         chunks: Any = self.chunks
         model = model_of(chunks, self.clock)
-        self.traces = RequestTraces("d", self.clock, measured=model.committed)
+        self.traces = RequestTraces("d", self.clock)
         context: Any = SimpleNamespace(traces=self.traces, router_config=lambda: self.config)
         self.meter = StepMeter(context, chunks, model, self.clock)
 
@@ -55,8 +55,8 @@ class Rig:
         costs = self.meter.predict(request, 0, Queue(), self.config)
         now = Situation(tokens, 0, config=self.config, costs=costs)
         stays = Decision(False, "queue_full")
-        self.traces.decided(name, now, stays)
-        self.meter.admitted(name, now, stays)
+        predicted = self.meter.admitted(name, now, stays)
+        self.traces.decided(name, now, stays, predicted=predicted)
 
 
 def pressure(rig: Rig) -> float:
