@@ -31,15 +31,15 @@ from pullfill.decode_worker.rules import Decision
 from pullfill.engine import requests
 from pullfill.engine.compat import dtype_of_kv, logprobs_are_cheap, rounding_digest
 from pullfill.engine.groups import Groups
-from pullfill.errors import HandoffError, PullfillError
+from pullfill.errors import HandoffError, RegistryUnavailable
 from pullfill.ids import new_job_id
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.directory import live_workers
+from pullfill.registry.directory import Directory
 from pullfill.registry.self_checks import SelfChecks, pair_of
 from pullfill.runtime import log, metrics
 from pullfill.runtime.lifecycle import end
 from pullfill.transfer.copying import copies_of, read_pages
-from pullfill.wire import Compat, SelfCheck, WorkerState
+from pullfill.wire import Compat, SelfCheck, WorkerRecord, WorkerState
 
 if TYPE_CHECKING:
     from pullfill.decode_worker.context import DecodeContext
@@ -56,6 +56,8 @@ exceed. Most of a comparison's time is the computation of these tokens."""
 LONGEST_S = 30.0
 """A comparison that takes longer is repeated. A decode worker waits for no more than this time to
 be compared: then it serves, and prefills every prompt itself."""
+
+_MEASURES = ("kv_difference", "kv_tolerance", "logprob_difference", "logprob_tolerance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +123,7 @@ class Checks:
 
         async def look() -> None:
             try:
-                async with asyncio.timeout(LONGEST_S):
-                    # Workers may leave the registry meanwhile. No watch tells that here.
-                    while await self._unknown(etcd, namespace):  # noqa: ASYNC110
-                        await asyncio.sleep(0.2)
-            except TimeoutError:
-                logger.debug("serving before all kinds of prefill workers are compared")
+                await self._all_compared(etcd, namespace)
             except Exception:  # routers would never see a worker that stays `checking`
                 logger.exception("the registry could not be looked at")
             self._joining = False
@@ -134,22 +131,33 @@ class Checks:
 
         self._tasks.append(asyncio.create_task(look(), name="self-checks of the registry"))
 
-    async def _unknown(self, etcd: EtcdClient, namespace: str) -> bool:
-        """Whether there is a kind of prefill worker without a result, as far as etcd tells."""
+    async def _all_compared(self, etcd: EtcdClient, namespace: str) -> None:
+        """Wait until each kind of prefill worker in the registry has a result. Not for longer than
+        LONGEST_S."""
+        directory, changed = Directory(etcd, namespace, ["prefill"]), asyncio.Event()
+        directory.subscribe(lambda _old, _new: changed.set())
+        unsubscribe = self._kept.subscribe(changed.set)
         try:
-            records = [worker.record for worker in await live_workers(etcd, namespace)]
-        except PullfillError as exc:
-            logger.debug("the registry cannot be read: %s", exc)
-            return True
-        return any(
-            record.role == "prefill"
-            and record.state is not WorkerState.DRAINING
+            async with asyncio.timeout(LONGEST_S):
+                await directory.start(LONGEST_S)
+                while any(map(self._unknown, directory.workers("prefill").values())):
+                    changed.clear()
+                    await changed.wait()
+        except (TimeoutError, RegistryUnavailable) as exc:
+            logger.debug("serving before all kinds of prefill workers are compared: %s", exc)
+        finally:
+            unsubscribe()
+            await directory.close()
+
+    def _unknown(self, record: WorkerRecord) -> bool:
+        """Whether a prefill worker will meet this one, and its kind has no result."""
+        return (
+            record.state is not WorkerState.DRAINING
             and record.instance_id != self._ours.instance_id
             and record.compat is not None
             and record.compat.hash() == self._ours.compat_hash
             and bool(pair := self._pair(record.computes))
             and pair not in self._kept.current
-            for record in records
         )
 
     # ------------------------------------------------------------------ what is told
@@ -181,10 +189,7 @@ class Checks:
                     "advice": None
                     if result is None or result.passed
                     else result.advice(peer.instance_id, self._ours.instance_id),
-                    "kv_difference": result and result.kv_difference,
-                    "kv_tolerance": result and result.kv_tolerance,
-                    "logprob_difference": result and result.logprob_difference,
-                    "logprob_tolerance": result and result.logprob_tolerance,
+                    **{name: getattr(result, name, None) for name in _MEASURES},
                 }
                 for peer, pair in self._peers.values()
                 for result in [self._kept.current.get(pair)]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
+from pullfill.decode_worker.self_check import Checks, Ours
+from pullfill.engine.groups import ONE_GROUP
 from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.self_checks import SelfChecks, clear, kept, pair_of
-from pullfill.wire import Hello, SelfCheck
+from pullfill.wire import Hello, SelfCheck, encode
 from tests.support.control_rig import Decode, FakeDirectory
 from tests.support.transfer_rigs import COMPAT
-from tests.support.workers import eventually
+from tests.support.workers import eventually, record
 
 
 def result(passed: bool) -> SelfCheck:
@@ -82,6 +84,29 @@ async def test_what_cannot_be_read_is_no_result(client: EtcdClient) -> None:
         assert await kept(client, "odd") == {}
     finally:
         await checks.close()
+
+
+async def test_a_decode_worker_is_checking_until_each_kind_has_a_result(client: EtcdClient) -> None:
+    for kind in ("a", "b"):
+        known = record(f"prefill-{kind}", role="prefill", compat=COMPAT, computes=kind)
+        await client.put(keys.worker("joins", "prefill", known.instance_id), encode(known))
+    results = await SelfChecks.started(client, "joins")
+    ours = Ours("d", COMPAT.hash(), "ours", 4, 4, 100, 1, "float32", "float32", ONE_GROUP)
+    checks, noted = Checks(ours, cast(Any, None), results), asyncio.Event()
+    try:
+        checks.join(client, "joins", noted.set)
+        results.keep(pair_of(COMPAT.hash(), "ours", "a"), result(passed=False))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await noted.wait()
+        assert checks.joining
+        results.keep(pair_of(COMPAT.hash(), "ours", "b"), result(passed=True))
+        async with asyncio.timeout(5):
+            await noted.wait()
+        assert not checks.joining
+    finally:
+        await checks.close()
+        await results.close()
 
 
 async def test_a_prefill_worker_follows_the_results(client: EtcdClient) -> None:

@@ -168,10 +168,10 @@ async def test_nobody_passes_of_whom_nothing_was_compared() -> None:
 async def test_an_unforeseen_answer_of_the_registry_keeps_no_worker_checking(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fails(*_: object) -> None:
+    def fails(*_: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(self_check, "live_workers", fails)
+    monkeypatch.setattr(self_check, "Directory", fails)
     noted = asyncio.Event()
     async with a_rig() as rig:
         assert rig.checks.joining
