@@ -190,9 +190,11 @@ class RequestTraces:
             trace.stages, trace.kv_bytes = stages, kv_bytes
             trace.transport, trace.why_not_better = transport or None, why_not_better
             trace.committed_at = self._clock.monotonic()
-        for stage in ("claim", "prefix_read", "prefill", "kv_write", "tail"):
-            seconds = getattr(stages, f"{stage}_ms") / 1e3
-            metrics.observe_stage(stage, seconds, trace.trace_id)
+        metrics.observe_stage("claim", stages.claim_ms / 1e3, trace.trace_id)
+        metrics.observe_stage("prefix_read", stages.prefix_read_ms / 1e3, trace.trace_id)
+        metrics.observe_stage("prefill", stages.prefill_ms / 1e3, trace.trace_id)
+        metrics.observe_stage("kv_write", stages.kv_write_ms / 1e3, trace.trace_id)
+        metrics.observe_stage("tail", stages.tail_ms / 1e3, trace.trace_id)
 
     def fetched(self, fetch: Fetch) -> None:
         """Note how a fetch has ended that was begun. Engine thread."""
