@@ -1,14 +1,21 @@
 """`make spine`: records one remote prefill in a real cluster, and prints its path.
 
 Which functions of pullfill run, in which file, process and thread, in the order of their first
-call. A function that also runs while the cluster is idle is no part of the path. The budgets are
-what `tests/integration/test_spine.py` checks: they may only fall.
+call. A function that also runs while the cluster is idle is no part of the path. Two counts:
+
+- all: every function, also properties, closures and methods of one line
+- hops: functions that call one of another file. Whoever reads these follows the request from file
+  to file. What calls only its own file is a detail of it. ASIDE is not counted
+
+`tests/integration/test_spine.py` checks both counts, which may only fall, and that the path is the
+one in docs/architecture.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +25,7 @@ from pathlib import Path
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.cluster import Cluster, until
 from tests.support.prompts import ask, going_away, random_prompt
-from tests.support.recorder import RECORD, Call, Window, path_of, read
+from tests.support.recorder import RECORD, Call, Window, read
 
 IDLE = 1
 IDLE_S = 12.0
@@ -62,7 +69,21 @@ CASES: dict[str, Callable[[Cluster], None]] = {
 }
 # Two runs differ by a few functions: a regular task may come by in one and not in the other.
 FILES, FUNCTIONS = 90, 512
-"""The budget of the case `plain` over shm."""
+"""The budget of the case `plain` over shm: all."""
+HOP_FILES, HOPS = 50, 150
+"""The same for hops."""
+ASIDE = (
+    "pullfill/runtime/", "pullfill/prefix/", "pullfill/rate.py", "pullfill/engine/kv_events.py",
+    "frontend/request_log.py", "frontend/routing/prefixes.py", "decode_worker/request_trace.py",
+    "decode_worker/prefix/block_events.py", "decode_worker/load.py", "decode_worker/demand.py",
+    "decode_worker/cost.py", "decode_worker/step_meter.py",
+)  # fmt: skip
+"""What only looks on: logs, metrics, traces, records, measurements, and who has cached what. No
+step of a request needs it."""
+
+ROOT = Path(__file__).resolve().parents[1]
+_ROW = re.compile(r"^\| (\d+) \| \*\*([\w ]+)\.\*\* .*? \| ([^|]+) \| [^|]+ \|$", re.M)
+_FUNCTION = re.compile(r"\[`([\w/]+\.py)`\]\(\.\./\1\) `(\w+)`")
 
 
 @contextmanager
@@ -90,7 +111,7 @@ def recorded(directory: Path, *flags: str) -> Iterator[tuple[Cluster, Path, Wind
 
 
 def record_cases(directory: Path, names: Sequence[str], *flags: str) -> dict[str, list[Call]]:
-    """The path of each case."""
+    """The calls of each case, and under the name `idle` those without one."""
     with recorded(directory, *flags) as (cluster, record, window):
         window.open(IDLE)
         time.sleep(IDLE_S)
@@ -100,12 +121,55 @@ def record_cases(directory: Path, names: Sequence[str], *flags: str) -> dict[str
             time.sleep(0.3)  # the ack and what is told afterwards
             window.open(0)
         calls = read(record)
-        return {name: path_of(calls, number, IDLE) for number, name in enumerate(names, IDLE + 1)}
+        numbered = enumerate(["idle", *names], IDLE)
+        return {name: [c for c in calls if c.window == number] for number, name in numbered}
 
 
-def sizes(path: Sequence[Call]) -> tuple[int, int]:
-    """The number of files and of functions."""
-    return len({c.file for c in path}), len({(c.file, c.function) for c in path})
+def path_of(calls: Sequence[Call], idle: Sequence[Call]) -> list[Call]:
+    """The calls of a case, without the functions that the same role also calls when idle."""
+    quiet = {(c.role, c.file, c.function) for c in idle}
+    return [c for c in calls if (c.role, c.file, c.function) not in quiet]
+
+
+def hops(path: Sequence[Call]) -> list[tuple[str, str]]:
+    """The functions of the path that call one of another file."""
+    on_path = {(c.file, c.function) for c in path if not c.file.startswith(ASIDE)}
+    ahead = {
+        (c.caller_file, c.caller)
+        for c in path
+        if c.file != c.caller_file and not c.file.startswith(ASIDE)
+    }
+    return sorted(on_path & ahead)
+
+
+def sizes(path: Sequence[Call]) -> tuple[int, int, int, int]:
+    """The number of files and of functions, of all and of hops."""
+    every = {(c.file, c.function) for c in path}
+    found = hops(path)
+    return len({f for f, _ in every}), len(every), len({f for f, _ in found}), len(found)
+
+
+def not_as_told(page: str, calls: Sequence[Call], idle: Sequence[Call]) -> list[str]:
+    """What the table of the page says that was not recorded, or not in this order.
+
+    A function that also runs while the cluster is idle has no place in the order."""
+    rows = [(int(n), title, _FUNCTION.findall(where)) for n, title, where in _ROW.findall(page)]
+    found = [] if [n for n, *_ in rows] == list(range(1, 10)) else ["not the steps 1 to 9"]
+    first: dict[tuple[str, str], float] = {}
+    for call in calls:
+        first.setdefault((call.file, call.function.split(".")[-1]), call.at)
+    quiet = {(c.file, c.function.split(".")[-1]) for c in idle}
+    ended = 0.0
+    for number, title, places in rows:
+        if not places:
+            found.append(f"step {number}, {title}: names no function")
+        found += [f"step {number}: {place} did not run" for place in places if place not in first]
+        times = [first[place] for place in places if place in first and place not in quiet]
+        if times:
+            if min(times) < ended:
+                found.append(f"step {number}, {title}: began before the step above it")
+            ended = max(ended, min(times))
+    return found
 
 
 def shown(path: Sequence[Call]) -> Iterator[str]:
@@ -123,11 +187,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="pullfill-spine-") as directory:
         names = chosen.case or list(CASES)
         found = record_cases(Path(directory), names, f"--transports={chosen.transports}")
-    for name, path in found.items():
+    paths = {name: path_of(found[name], found["idle"]) for name in names}
+    for name, path in paths.items():
         print(f"\n# {name}: {CASES[name].__doc__}")
         print("\n".join(shown(path)))
-    for name, path in found.items():
-        print(f"{name}: {sizes(path)[0]} files, {sizes(path)[1]} functions")
+        print(f"\n# {name}: hops")
+        print("\n".join(f"    {file} {function}" for file, function in hops(path)))
+    for name, path in paths.items():
+        files, functions, hop_files, count = sizes(path)
+        print(
+            f"{name}: {functions} functions in {files} files run. "
+            f"{count} of {hop_files} files hand the request on to another file"
+        )
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for name in names:
+        print(name, *not_as_told(page, found[name], found["idle"]), sep="\n    ")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -27,7 +26,9 @@ ROOMS = ("pullfill", "frontend", "decode_worker", "prefill_worker", "queue", "tr
 
 @dataclass(frozen=True, slots=True, order=True)
 class Call:
-    """The first call of a function in a window. at: in seconds; one clock for all processes."""
+    """The first call of a function in a window. at: in seconds; one clock for all processes.
+
+    caller_file, caller: the function of pullfill that it was called by. `-`: none."""
 
     at: float
     window: int
@@ -35,6 +36,8 @@ class Call:
     thread: str
     file: str
     function: str
+    caller_file: str
+    caller: str
 
 
 class Window:
@@ -59,11 +62,16 @@ def start(record: Path, role: str) -> None:
     """Record the calls of this process: of this thread and of those that start later."""
     byte = Window(record)._byte
     out = os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    ours: dict[CodeType, str] = {}
+    ours: dict[CodeType, str] = {}  # where each function is. Empty: not one of ours
     seen: set[tuple[int, CodeType]] = set()
 
     def place(code: CodeType) -> str:
         """`file function` of one of our functions, else nothing."""
+        if (where := ours.get(code)) is None:
+            where = ours[code] = _place(code)
+        return where
+
+    def _place(code: CodeType) -> str:
         path = os.path.realpath(code.co_filename)
         if not path.startswith(f"{ROOT}/") or code.co_name.startswith("<"):
             return ""
@@ -74,14 +82,15 @@ def start(record: Path, role: str) -> None:
         window = byte[0]
         if not window or event != "call" or (window, frame.f_code) in seen:
             return
-        code = frame.f_code
-        seen.add((window, code))
-        if (where := ours.get(code)) is None:
-            where = ours[code] = place(code)
-        if where:
-            thread = threading.current_thread().name.split("_")[0]
-            line = f"{time.monotonic():.6f} {window} {role} {thread.replace(' ', '-')} {where}\n"
-            os.write(out, line.encode())
+        seen.add((window, frame.f_code))
+        if not (where := place(frame.f_code)):
+            return
+        above, caller = frame.f_back, ""
+        while above is not None and not (caller := place(above.f_code)):
+            above = above.f_back
+        thread = threading.current_thread().name.split("_")[0].replace(" ", "-")
+        line = f"{time.monotonic():.6f} {window} {role} {thread} {where} {caller or '- -'}\n"
+        os.write(out, line.encode())
 
     threading.setprofile(on_event)
     sys.setprofile(on_event)
@@ -91,13 +100,6 @@ def read(record: Path) -> list[Call]:
     """All calls, in the order of time."""
     found = []
     for line in record.read_text().splitlines():
-        at, window, role, thread, file, function = line.split(" ", 5)
-        found.append(Call(float(at), int(window), role, thread, file, function))
+        at, window, *rest = line.split(" ")
+        found.append(Call(float(at), int(window), *rest))
     return sorted(found)
-
-
-def path_of(calls: Iterable[Call], window: int, idle: int) -> list[Call]:
-    """The calls of a window, without the functions that the same role also calls when idle."""
-    calls = list(calls)
-    quiet = {(c.role, c.file, c.function) for c in calls if c.window == idle}
-    return [c for c in calls if c.window == window and (c.role, c.file, c.function) not in quiet]
