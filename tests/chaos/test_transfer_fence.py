@@ -15,12 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pullfill.runtime.failpoints import ENV
 from pullfill.transfer.contract import KvLayout
 from pullfill.transfer.runs import BATCH_RUNS, plan
 from pullfill.transfer.shm.files import sweep
-from pullfill.wire import FenceToken, encode
 from tests.support.transfer_rigs import Region, shm_rig
+from tests.support.transfer_writer import FOREIGN, OURS, PATIENCE_S, Writer
 
 REPO = Path(__file__).parents[2]
 APART = (8 << 10) + 512
@@ -30,48 +29,6 @@ LAYOUT = KvLayout(
 """4096 runs that do not merge: four batches."""
 WRITTEN = LAYOUT.num_blocks * LAYOUT.block_bytes
 """Bytes of one write, 32 MiB; the rest of the region is padding."""
-FOREIGN, OURS = 0xEE, 0x11
-PATIENCE_S = 20.0
-
-
-class Writer:
-    """The child. `close` ends it whatever state it is in."""
-
-    def __init__(self, region: Region, directory: Path, failpoints: str = "") -> None:
-        path = directory / "descriptor.bin"
-        path.write_bytes(encode(region.descriptor))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.transfer_writer", str(path), str(FOREIGN)],
-            cwd=REPO,
-            env={**os.environ, ENV: failpoints, "OPENBLAS_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.line() == "ready"
-
-    def send(self, verb: str, token: FenceToken) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{verb} {token.slot} {token.epoch}\n")
-        self.process.stdin.flush()
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def wait_stopped(self) -> None:
-        stat = Path(f"/proc/{self.process.pid}/stat")
-        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(PATIENCE_S)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
 
 
 def wait_until(condition: Callable[[], bool]) -> float:
@@ -121,7 +78,7 @@ def test_writer_stopped_inside_a_batch_keeps_its_blocks(
     token = fences.open(range(64))
     writer = start("shm.write.batch=stop@2")
     writer.send("write", token)
-    writer.wait_stopped()
+    wait_until(writer.stopped)
     landed = foreign(region)
     assert 0 < landed < WRITTEN
     refusals = [fences.try_revoke(token) for _ in range(50) if not time.sleep(0.004)]
@@ -148,7 +105,7 @@ def test_writer_stopped_between_batches_is_fenced_at_once(
     token = fences.open(range(64))
     writer = start("shm.write.before_batch=stop@3")
     writer.send("write", token)
-    writer.wait_stopped()
+    wait_until(writer.stopped)
     assert 0 < foreign(region) < WRITTEN
     assert fences.try_revoke(token)
     region.data[:] = OURS
@@ -166,7 +123,7 @@ def test_writer_killed_inside_a_batch_frees_its_blocks(
     token = fences.open(range(64))
     writer = start("shm.write.batch=stop@2")
     writer.send("write", token)
-    writer.wait_stopped()
+    wait_until(writer.stopped)
     assert not fences.try_revoke(token)
     writer.signal(signal.SIGKILL)
     took = wait_until(lambda: fences.try_revoke(token))
@@ -188,7 +145,7 @@ def test_writer_stopped_at_any_moment(region: Region, start: Callable[..., Write
         wait_until(lambda: foreign(region) > 0)
         time.sleep(rng.random() * 0.01)
         writer.signal(signal.SIGSTOP)
-        writer.wait_stopped()
+        wait_until(writer.stopped)
         if not fences.try_revoke(token):
             held += 1
             assert not fences.try_revoke(token)

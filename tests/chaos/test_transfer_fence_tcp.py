@@ -13,16 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.chaos.test_transfer_fence import (
-    LAYOUT,
-    OURS,
-    PATIENCE_S,
-    WRITTEN,
-    Writer,
-    foreign,
-    wait_until,
-)
+from tests.chaos.test_transfer_fence import LAYOUT, WRITTEN, foreign, wait_until
 from tests.support.transfer_rigs import Region, tcp_rig
+from tests.support.transfer_writer import OURS, PATIENCE_S, Writer
 
 Start = Callable[..., Writer]
 
@@ -58,7 +51,7 @@ def test_blocks_of_a_stopped_writer_are_free_at_once(
     token = fences.open(range(64))
     writer = start(f"{point}=stop@2")
     writer.send("write", token)
-    writer.wait_stopped()
+    wait_until(writer.stopped)
     wait_until(lambda: foreign(region) >= 16 << 20)  # the first batch
     wait_until(lambda: fences.try_revoke(token))
     region.data[:] = OURS
@@ -79,7 +72,7 @@ def test_writer_killed_inside_a_batch_frees_its_blocks(region: Region, start: St
     token = fences.open(range(64))
     writer = start("stream.write.batch=stop@2")
     writer.send("write", token)
-    writer.wait_stopped()
+    wait_until(writer.stopped)
     writer.signal(signal.SIGKILL)
     wait_until(lambda: fences.try_revoke(token))
     region.data[:] = OURS
@@ -98,7 +91,7 @@ def test_writer_stopped_at_any_moment(region: Region, start: Start) -> None:
         wait_until(lambda: foreign(region) > 0)
         time.sleep(rng.random() * 0.02)
         writer.signal(signal.SIGSTOP)
-        writer.wait_stopped()
+        wait_until(writer.stopped)
         if not fences.try_revoke(token):
             held += 1
             wait_until(lambda token=token: fences.try_revoke(token))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from pullfill.transfer.cuda_ipc.ipc_transport import (
     export,
 )
 from pullfill.transfer.layout import dense_layout
-from pullfill.wire import FenceToken, encode
+from pullfill.wire import FenceToken
 from tests.support.fake_gpu import FakeDriver
 from tests.support.transfer_rigs import (
     DENSE,
@@ -32,55 +30,26 @@ from tests.support.transfer_rigs import (
     extent,
     memory_over,
 )
+from tests.support.transfer_writer import Writer
 
 BLOCKS = range(DENSE.num_blocks)
 OWN_PID = -1
 """Stands for the process that runs the test. Another process may have collected it."""
 
 
-class Writer:
-    """tests.support.ipc_writer, killed at the end."""
+def writing(region: Region, directory: Path) -> Writer:
+    return Writer(region, directory, fill=7, program="tests.support.ipc_writer")
 
-    def __init__(self, region: Region, directory: Path, fill: int) -> None:
-        path = directory / "descriptor"
-        path.write_bytes(encode(region.descriptor))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.ipc_writer", str(path), str(fill)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        path_gone = self.answer()
-        path.unlink()
-        assert path_gone == "ready"
 
-    def answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def ask(self, verb: str, token: FenceToken | None = None) -> str:
-        assert self.process.stdin is not None
-        words = [verb] if token is None else [verb, str(token.slot), str(token.epoch)]
-        self.process.stdin.write(" ".join(words) + "\n")
-        self.process.stdin.flush()
-        return self.answer()
-
-    def end(self) -> None:
-        """SIGKILL, and wait until the kernel says that it has ended (it stays a zombie)."""
-        self.process.kill()
-        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.process.kill()
-        self.process.communicate()
+def end(writer: Writer) -> None:
+    """SIGKILL, and wait until the kernel says that it has ended (it stays a zombie)."""
+    writer.process.kill()
+    os.waitid(os.P_PID, writer.process.pid, os.WEXITED | os.WNOWAIT)
 
 
 def test_a_writer_of_another_process(gpu_region: Region, tmp_path: Path) -> None:
     fences = gpu_region.owner.fences
-    with Writer(gpu_region, tmp_path, 7) as writer:
+    with writing(gpu_region, tmp_path) as writer:
         token = fences.open(BLOCKS)
         assert writer.ask("write", token) == "done"
         assert (gpu_region.pages == 7).all()
@@ -97,7 +66,7 @@ def test_a_free_lock_proves_nothing_before_the_writers_process_has_ended(
     """A killed process loses its locks when its files are closed; its device may copy on until the
     driver has ended its context. The time between is made long here."""
     fences = gpu_region.owner.fences
-    with Writer(gpu_region, tmp_path, 7) as writer:
+    with writing(gpu_region, tmp_path) as writer:
         token, other = fences.open(BLOCKS), fences.open([])
         assert writer.ask("start", token) == "queued"
         assert not fences.try_revoke(token), "the lock is held"
@@ -108,7 +77,7 @@ def test_a_free_lock_proves_nothing_before_the_writers_process_has_ended(
         assert fences.try_revoke(other), "no other grant is held up"
         writer.process.send_signal(signal.SIGSTOP)
         assert not fences.try_revoke(token)
-        writer.end()
+        end(writer)
         assert fences.try_revoke(token)
         assert fences.in_use == 0
     reborn = fences.open(BLOCKS)
@@ -119,12 +88,12 @@ def test_a_stopped_writer_holds_its_blocks_and_a_killed_one_frees_them(
     gpu_region: Region, tmp_path: Path
 ) -> None:
     fences = gpu_region.owner.fences
-    with Writer(gpu_region, tmp_path, 7) as writer:
+    with writing(gpu_region, tmp_path) as writer:
         token = fences.open(BLOCKS)
         assert writer.ask("start", token) == "queued"
         writer.process.send_signal(signal.SIGSTOP)
         assert not fences.try_revoke(token)
-        writer.end()
+        end(writer)
         assert fences.try_revoke(token)
     assert not (gpu_region.pages == 7).all()
 
@@ -133,7 +102,7 @@ def test_after_a_gpu_error_only_the_end_of_the_process_is_proof(
     gpu_region: Region, tmp_path: Path
 ) -> None:
     fences = gpu_region.owner.fences
-    with Writer(gpu_region, tmp_path, 7) as writer:
+    with writing(gpu_region, tmp_path) as writer:
         token, next_one = fences.open(BLOCKS), fences.open(BLOCKS)
         assert writer.ask("break", token).startswith("failed cuEventSynchronize")
         assert writer.ask("write", next_one).startswith("failed an earlier copy failed")
@@ -142,7 +111,7 @@ def test_after_a_gpu_error_only_the_end_of_the_process_is_proof(
         assert not fences.try_revoke(token), "closing the session lets go of nothing"
         assert writer.ask("unlock") == "unlocked"  # as when the process begins to die
         assert not fences.try_revoke(token), "its record still names the slot"
-        writer.end()
+        end(writer)
         assert fences.try_revoke(token)
         assert fences.try_revoke(next_one)
 

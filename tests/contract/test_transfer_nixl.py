@@ -18,18 +18,16 @@ import numpy as np
 import pytest
 
 from pullfill.errors import BadMessage, Fenced, TransferFailed
-from pullfill.runtime.failpoints import ENV
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent
 from pullfill.transfer.nixl.nixl_backend import NixlKind, NixlRuns, _checked
-from pullfill.wire import FenceToken, encode
 from tests.support.stream_held import served
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, stream_rig
+from tests.support.transfer_writer import FOREIGN, OURS, Writer
 from tests.support.waiting import eventually
 
 REPO = Path(__file__).parents[2]
-FOREIGN, OURS = 0xEE, 0x11
 
 needs_nixl = pytest.mark.skipif(
     util.find_spec("nixl") is None, reason="nixl is not installed (make install-nixl)"
@@ -117,43 +115,6 @@ print("fine")
 
 
 # ---------------------------------------------------------------------- writers that stop or die
-
-
-class Writer:
-    """tests.support.transfer_writer over nixl. `close` ends it whatever state it is in."""
-
-    def __init__(self, region: Region, directory: Path, failpoints: str) -> None:
-        path = directory / "descriptor.bin"
-        path.write_bytes(encode(region.descriptor))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.transfer_writer", str(path), str(FOREIGN)],
-            cwd=REPO,
-            env={**os.environ, ENV: failpoints, "OPENBLAS_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.line() == "ready"
-
-    def send(self, verb: str, token: FenceToken) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{verb} {token.slot} {token.epoch}\n")
-        self.process.stdin.flush()
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def stopped(self) -> bool:
-        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] == "T"
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(20)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
 
 
 @pytest.fixture
