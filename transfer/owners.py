@@ -1,8 +1,7 @@
 """The owner's side of a worker: the KV memory of its ranks, and all that it offers to peers.
 
-With tensor or pipeline parallelism each rank is a process of its own (vLLM's). It only computes;
-the worker's main process makes all copies. So each rank says where its memory is (`RankRegion`,
-sent over vLLM's handshake between its processes), and the main process maps it (`attach_ranks`).
+Each rank says where its memory is (`RankRegion`, sent over vLLM's handshake between its processes),
+and the main process, which makes all copies, maps it (`attach_ranks`).
 
 `Owner` has one fence file for all: a peer that maps the memory (shm, cuda_ipc) holds the fence
 itself; for what comes through the port (stream/), our receiving thread holds it.

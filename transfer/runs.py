@@ -2,8 +2,7 @@
 
 A *run* is contiguous in the source and in the target. `plan` turns pairs of (source block, target
 block) into a `CopyPlan`. Heads of a block, layers of a block and neighbouring blocks become one run
-where both layouts are dense. What does not merge, layers above all, lies at constant distances on
-both sides. The plan keeps it as `Rows`. `CopyPlan.batches` cuts a plan into bounded `Batch`es.
+where both layouts are dense. `CopyPlan.batches` cuts a plan into bounded `Batch`es.
 
 `stream_of` is for transports where each side knows only its own memory: the order of the bytes is
 the same on both sides, whatever their layouts.
@@ -36,6 +35,7 @@ BATCH_RUNS = 1024
 LIMITS = BATCH_BYTES, BATCH_RUNS
 
 
+# What does not merge, layers above all, lies at constant distances on both sides.
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Copies that repeat a run at constant distances.

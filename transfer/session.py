@@ -164,12 +164,8 @@ class GroupSession(PeerSession):
 
 
 def _side_by_side(parts: Sequence[Callable[[], MoveResult]]) -> list[MoveResult]:
-    """Run all parts at the same time, the first on this thread, and wait for all of them.
-
-    Raises the error of a part that failed. Fenced goes first, because only it tells that the grant
-    is gone. The other parts are not interrupted, because a session cannot be used after an
-    interrupt, and the next job needs it. Each part has a time limit of its own.
-    """
+    """Run all parts at the same time, the first on this thread, and wait for all of them. Raises
+    the error of a part that failed."""
     ends: list[Future[MoveResult]] = [Future() for _ in parts]
 
     def run(number: int) -> None:
@@ -185,7 +181,10 @@ def _side_by_side(parts: Sequence[Callable[[], MoveResult]]) -> list[MoveResult]
             run(number)
     if parts:
         run(0)
+    # After a failure the other parts go on, each for its own time limit: a session cannot be used
+    # after an interrupt, and the next job needs it.
     failures = [exc for end in ends if (exc := end.exception()) is not None]  # waits
     if failures:
+        # Only Fenced tells that the grant is gone.
         raise next((exc for exc in failures if isinstance(exc, Fenced)), failures[0])
     return [end.result() for end in ends]

@@ -4,9 +4,6 @@ The owner publishes its fence file and a handle on each rank's GPU memory (`IpcE
 session owns one opening of the handle and one open file description of the fence file. It copies on
 the stream that all sessions of the process share (gpu/copies.py). It waits for its batch before it
 lets go of the fence, so the fence covers every byte in flight.
-
-After a GPU error nobody knows what is in flight. Then the session never lets go of the fence, and
-only the end of this process is a proof (writers.py).
 """
 
 from __future__ import annotations
@@ -169,6 +166,8 @@ class IpcHold(ShmHold):
         self._record.begin(token.slot)
 
     def leave(self, token: FenceToken) -> None:
+        # After a GPU error nobody knows what is in flight. Then the fence is never left, and only
+        # the end of this process is a proof (writers.py).
         if self._settled():
             self._record.end()
             super().leave(token)

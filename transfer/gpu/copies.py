@@ -1,13 +1,8 @@
 """Copies many runs on one GPU, or between two, and returns when they are done.
 
-Each GPU of a process has one `Lane`: a stream, a kernel and buffers. All sessions take turns on it,
-because one batch uses the whole link anyway. Each session has a `GpuCopier`. It knows the link that
-it copies over (`Interconnect`), and so whether the kernel or the copy engines move a batch.
-
-A fence depends on `GpuCopier.settled`. It is False from the moment when something may be queued
-until the stream is synchronised. If that fails, it stays False: nobody knows whether the device
-still writes. The lane then takes no more copies of any session. A prefill worker that cannot copy
-is of no use, so it ends (`when_broken`).
+Each GPU of a process has one `Lane`: a stream, a kernel and buffers. Each session has a
+`GpuCopier`. It knows the link that it copies over (`Interconnect`), and so whether the kernel or
+the copy engines move a batch.
 """
 
 from __future__ import annotations
@@ -147,6 +142,7 @@ def kernel_for(device: int, stream: int) -> RunKernel | None:
         return None
 
 
+# All sessions take turns on it, because one batch uses the whole link anyway.
 class Lane:
     """What this process copies with on one device. Its user holds `lock`.
 
@@ -239,6 +235,7 @@ class Lane:
             yield replace(memory, address=here, nbytes=nbytes, layout=dense, device=None)
 
 
+# A prefill worker that cannot copy is of no use, so it ends.
 _watchers: list[Callable[[str], None]] = []
 
 
@@ -263,7 +260,9 @@ def lane_of(device: int) -> Lane:
 
 
 class GpuCopier:
-    """Callable (source address, target address, batch). One thread at a time."""
+    """Callable (source address, target address, batch). One thread at a time.
+
+    settled: nothing of this session is in flight. The fence is left only then."""
 
     def __init__(
         self, lane: Lane, link: Interconnect = SAME, *, queued: Callable[[], object] = lambda: None
@@ -281,6 +280,8 @@ class GpuCopier:
         runs = _absolute(target, source, batch)
         with self._lane.lock:
             self._lane.check()
+            # From here until the stream is synchronised something may be queued. If that fails it
+            # stays so: nobody knows whether the device still writes.
             self.settled = False
             try:
                 self._lane.copy(*runs, self._link, self._queued)

@@ -3,10 +3,6 @@
 Gathering into a buffer, scattering out of one, and copying into a peer's mapped blocks differ only
 in the addresses of the table.
 
-A program copies one piece of one run. All runs launch as many programs as the longest one. So a
-long run is cut into several rows of the table. Loads and stores are 16 bytes wide if 16 divides all
-addresses and lengths, as it does for KV pages. Otherwise they are one byte wide.
-
 With `TRITON_INTERPRET=1`, set before the import, the kernel runs on plain CPU memory, for tests.
 """
 
@@ -76,8 +72,10 @@ class RunKernel:
         """Queue copies of 4 GiB at most, between addresses that this device can reach."""
         if not len(nbytes):
             return
+        # All runs launch as many programs as the longest one. So long runs become several rows.
         target, source, nbytes = _cut(target, source, nbytes)
         count = len(nbytes)
+        # 16 divides all addresses and lengths of KV pages. Otherwise a load is one byte wide.
         wide = not int(np.bitwise_or.reduce(target | source | nbytes)) & 15
         rows = self._rows[:count]
         rows[:, 0] = source

@@ -1,11 +1,7 @@
 """Turns on a GPU. Who has a turn may have a transfer waiting there, and has memory to stage it in.
 
-A kernel of NCCL's occupies multiprocessors while it waits for the other side. So only `TURNS` of
-each side are on a GPU at a time. A peer takes its turn first, and its owner after that. A worker
-with role `both` is a peer of some workers and the owner for others. Each side has turns of its own,
-so nobody waits for a turn in a circle.
-
-Turns are made when the worker starts. Their memory is never given back (`CudaGpu.allocate`).
+A peer takes its turn first, and its owner after that. Turns are made when the worker starts. Their
+memory is never given back (`CudaGpu.allocate`).
 """
 
 from __future__ import annotations
@@ -25,6 +21,9 @@ from pullfill.transfer.gpu.cuda import Addresses, CudaStream, load, settle
 from pullfill.transfer.nccl import library
 from pullfill.transfer.runs import Iovec, Runs, pieces
 
+# A kernel of NCCL's occupies multiprocessors while it waits for the other side. So only so many of
+# each side are on a GPU at a time. A worker with both sides on is a peer of some workers and the
+# owner for others. Each side has turns of its own, so nobody waits for a turn in a circle.
 TURNS = 4
 # Seconds between two looks of a waiting session at its connection.
 TICK_S = 0.02

@@ -1,8 +1,7 @@
 """libnccl through ctypes: the calls that a two-rank, nonblocking communicator takes.
 
-Every communicator is made with `blocking = 0`, because only then NCCL allows an abort at any moment
-(NCCL's manual, "Fault Tolerance"). A call that cannot end at once returns ncclInProgress and goes
-on in a thread of NCCL's. `Nccl.busy` tells when it has ended.
+A call that cannot end at once returns ncclInProgress and goes on in a thread of NCCL's. `Nccl.busy`
+tells when it has ended.
 
 Not thread-safe for one GPU: the thread of `device.py` makes all calls.
 """
@@ -65,6 +64,7 @@ CONFIG_VERSION = 21700
 
 def nonblocking() -> Config:
     """NCCL_CONFIG_INITIALIZER, made nonblocking and with fewer thread blocks."""
+    # Only then NCCL allows an abort at any moment (NCCL's manual, "Fault Tolerance").
     return Config(
         size=ctypes.sizeof(Config), magic=MAGIC, version=CONFIG_VERSION, blocking=0,
         cga_cluster_size=UNDEFINED, min_ctas=UNDEFINED, max_ctas=MAX_CTAS, net_name=None,

@@ -4,9 +4,7 @@ Both sides cut a batch into messages of `MESSAGE_BYTES`, at the same places. A m
 contiguous in a side's memory goes straight from or into its KV blocks. The others go through memory
 of that side's turn (gpu_turns.py): one kernel gathers or scatters them there.
 
-A communicator takes time to make and some 50 MB. It is made with the first batch, and given up at
-the end of the session or after any fault. The peer decides (`NcclUse`). A peer whose owner has let
-go already is told by an error.
+The peer decides when a communicator is made and given up (`NcclUse`).
 """
 
 from __future__ import annotations
@@ -78,6 +76,8 @@ class NcclReady(Message, tag="nccl_ready", frozen=True, kw_only=True):
 T = TypeVar("T", NcclStart, NcclReady)
 
 
+# A communicator takes time to make and some 50 MB. It is made with the first batch, and given up at
+# the end of the session or after any fault.
 class _NcclBackend(LazyBackend[Communicator]):
     """What both sides share."""
 

@@ -1,9 +1,6 @@
 """One NIXL agent over one memory. No other file calls NIXL. One thread at a time uses an agent.
 
-The proof that nothing lands any more: a transfer that is done is done. One that is given up may
-still be in a queue of UCX or of the network card, and to release its handle does not promise to
-take it out. So the whole agent is closed: its worker, its endpoints, its registration of the
-memory. Without those, neither UCX nor a card can write there.
+The proof that nothing lands any more after a fault is `Agent.close`.
 """
 
 from __future__ import annotations
@@ -168,6 +165,9 @@ class Agent:
     def close(self) -> None:
         """Disconnect, deregister, destroy. When it returns, this agent moves nothing any more.
         After an error of the GPU it never returns, because nobody can know. Idempotent."""
+        # A transfer that was given up may still be in a queue of UCX or of the network card, and to
+        # release its handle does not promise to take it out. So the whole agent goes: its worker,
+        # its endpoints, its registration. Without those, neither UCX nor a card can write there.
         agent, self._agent = self._agent, None
         registered, self._registered = self._registered, None
         if agent is None:

@@ -4,10 +4,7 @@ write operation, and writes into it for a read. So the owner knows when nothing 
 For each batch the peer says where its bytes are (`NixlRuns`). Then it lets UCX make progress
 until the owner says that the bytes have moved. Nothing runs between batches.
 
-An agent is made at the first batch, dropped after any fault, and made again when needed. The peer
-counts its agents (`generation`), and sends an agent's metadata with the agent's
-first batch. When the owner meets a new agent of the peer it drops its own too, so that no NIXL
-connection outlives the agent at its other end.
+An agent is made at the first batch, dropped after any fault, and made again when needed.
 """
 
 from __future__ import annotations
@@ -98,6 +95,7 @@ class NixlOwner(LazyBackend[Agent]):
             return
         if not said.metadata:
             raise BadMessage("a new NIXL agent without its metadata")
+        # So no NIXL connection outlives the agent at its other end.
         self._drop()
         self._generation, self._metadata = said.generation, said.metadata
 

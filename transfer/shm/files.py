@@ -4,9 +4,7 @@ The worker's main process makes `pullfill-<instance>.fence` first. It holds an e
 first byte until it dies. Then the process of each rank makes `pullfill-<instance>-<rank>.kv`, which
 holds the KV bytes. The files are removed in the opposite order.
 
-So two kinds of files are orphans: a .fence whose first byte can be locked, with every .kv of its
-instance; and a .kv whose instance has no .fence. `sweep` unlinks them. A process that still maps an
-orphan keeps its pages, which nobody else uses.
+A process that still maps a file that was removed keeps its pages, which nobody else uses.
 """
 
 from __future__ import annotations
@@ -198,6 +196,8 @@ class Mapping:
 
 def sweep(directory: Path) -> list[str]:
     """Delete the shared memory files that dead workers of this user left. Returns their names."""
+    # Two kinds of files are orphans: a .fence whose first byte can be locked, with every .kv of its
+    # instance; and a .kv whose instance has no .fence.
     removed: list[str] = []
     names = sorted(n for n in os.listdir(directory) if n.startswith(PREFIX))
     for name in (n for n in names if n.endswith(".fence")):

@@ -1,8 +1,6 @@
 """The peer's side of the stream transports: dials the owner's port and says which blocks move.
 
 A session owns one connection at a time. A connection that broke is made anew at the next operation.
-If it broke during an operation, it is made anew at once: the owner ends connections to enforce a
-revoke, and only the owner knows whether the grant still stands.
 """
 
 from __future__ import annotations
@@ -227,6 +225,7 @@ class StreamSession(PeerSession):
 
     def _ask_why(self, fence: FenceToken, broken: TransferFailed) -> None:
         """After the connection broke, ask the owner anew. Raises Fenced if the grant is gone."""
+        # The owner ends connections to enforce a revoke. Only it knows whether the grant stands.
         try:
             connection, _ = self._connected()
             connection.send(encode(Operation(verb="write", fence=fence, blocks=b"")))

@@ -1,8 +1,5 @@
 """The payload on the protocol's own socket. The kernel gathers it from KV memory and scatters it
 into KV memory. Nothing is copied in this process, and no run is a Python object.
-
-Both ends make one system call for 1024 runs (`sendmsg`, `recvmsg` with MSG_WAITALL). Each call
-releases the GIL, and to get it back beside a busy engine thread takes time. So the calls are few.
 """
 
 from __future__ import annotations
@@ -18,6 +15,8 @@ from pullfill.transfer.runs import Iovec, Runs
 from pullfill.transfer.stream.backends import Backend, BackendKind
 from pullfill.transfer.stream.kv_protocol import SocketConnection, reason
 
+# Runs of one system call (`sendmsg`, `recvmsg` with MSG_WAITALL). Each call releases the GIL, and
+# to get it back beside a busy engine thread takes time. So the calls are few.
 _IOV_MAX = 1024
 _SCRATCH = 256 << 10
 
