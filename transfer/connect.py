@@ -15,7 +15,7 @@ import contextlib
 import importlib
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pullfill.config import TRANSPORTS
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
@@ -159,19 +159,15 @@ def backends(
         it can.
 
     Raises ConfigError when a name was chosen and does not work."""
+    if chosen is not None and "nixl" in chosen:
+        confine(host)
     found: dict[str, BackendKind] = {}
-    for name in _BACKENDS:
-        if name not in (set(_BACKENDS) - BY_NAME if chosen is None else chosen):
-            continue
-        if name == "nixl":
-            confine(host)
-        kind, why = _backend(name)
-        if kind is not None and why is None and kind.detail(memory) is None:
-            why = _NO_MEMORY
-        if kind is not None and why is None:
+    for name in _usable(_BACKENDS, chosen, memory):
+        kind = _kind(name)
+        if kind.detail(memory) is not None:
             found[name] = kind
         elif chosen is not None:
-            raise ConfigError(f"--transports {name}: {why}")
+            raise ConfigError(f"--transports {name}: {_NO_MEMORY}")
     return found
 
 
@@ -190,17 +186,23 @@ def peer_transports(
         "cuda_ipc": CudaIpcTransport(memory.device, others=gpus),
         "shm": ShmTransport(),
     }
-    transports: list[PeerTransport] = []
-    for name, transport in mapped.items():
-        if chosen is not None and name not in chosen:
+    found = [mapped[name] for name in _usable(mapped, chosen, memory)]
+    kinds = backends(chosen, memory, host)
+    return found + [StreamTransport(kind, key) for kind in kinds.values()]
+
+
+def _usable(
+    names: Iterable[str], chosen: Collection[str] | None, memory: LocalMemory
+) -> Iterator[str]:
+    """Those of `names` that may be used and work here. Raises ConfigError; see `backends`."""
+    for name in names:
+        if name in BY_NAME if chosen is None else name not in chosen:
             continue
-        why = _why_not_mapped(name, memory.device)
+        why = _why_not(name, memory.device)
         if why is None:
-            transports.append(transport)
+            yield name
         elif chosen is not None:
             raise ConfigError(f"--transports {name}: {why}")
-    kinds = backends(chosen, memory, host)
-    return transports + [StreamTransport(kind, key) for kind in kinds.values()]
 
 
 def why_absent(chosen: Collection[str] | None, memory: LocalMemory) -> dict[str, str]:
@@ -215,35 +217,30 @@ def why_absent(chosen: Collection[str] | None, memory: LocalMemory) -> dict[str,
 
 def survey(device: int | None, names: Iterable[str] = TRANSPORTS) -> Mapping[str, str | None]:
     """For people: each transport, best first, and why it does not work here. None: it works."""
-    answers: dict[str, str | None] = {}
-    for name in names:
-        if name not in _BACKENDS:
-            answers[name] = _why_not_mapped(name, device)
-            continue
-        _, answers[name] = _backend(name)
-        if name == "tcp" and device is not None:
-            answers[name] = _NO_MEMORY
-    return answers
+    return {name: _why_not(name, device) for name in names}
 
 
-def _backend(name: str) -> tuple[BackendKind | None, str | None]:
-    module, made = _BACKENDS[name]
-    try:
-        kind: BackendKind = getattr(importlib.import_module(module), made)()
-        return kind, kind.why_not()
-    except (ImportError, AttributeError, PullfillError) as exc:
-        return None, f"not installed ({exc})"
-
-
-def _why_not_mapped(name: str, device: int | None) -> str | None:
+def _why_not(name: str, device: int | None) -> str | None:
     if name == "shm":
         return None if device is None else "this worker's KV memory is on a GPU"
-    if device is None:
+    if name == "tcp" and device is not None:
+        return _NO_MEMORY
+    if name == "cuda_ipc" and device is None:
         return "this worker's KV memory is not on a GPU"
     try:
-        return why_no_proof(cuda.load(), device)
+        if name == "cuda_ipc":
+            return why_no_proof(cuda.load(), device or 0)
+        return _kind(name).why_not()
+    except (ImportError, AttributeError) as exc:
+        return f"not installed ({exc})"
     except PullfillError as exc:
         return str(exc)
+
+
+def _kind(name: str) -> BackendKind:
+    module, made = _BACKENDS[name]
+    kind: BackendKind = getattr(importlib.import_module(module), made)()
+    return kind
 
 
 if __name__ == "__main__":

@@ -145,7 +145,10 @@ def test_a_decode_worker_reads_what_the_fence_lets_it(name: str, tmp_path: Path)
 def test_a_transport_that_does_not_work_here_keeps_nobody_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connect, "_why_not_mapped", lambda *_: "MPS runs here")
+    def why_not(name: str, device: int | None) -> str | None:
+        return "MPS runs here" if name == "shm" else None
+
+    monkeypatch.setattr(connect, "_why_not", why_not)
     prefill = Prefill(tmp_path, frozenset({"tcp"}))
     ours = [memory_over(random_bytes(extent(DENSE), seed=6), DENSE)]
     reach = reach_for(ours, PULL, None)
