@@ -331,8 +331,9 @@ class Handoff:
         cannot = "cannot read job %s from %s: %s", ready.job_id, peer.instance_id
         watch = asyncio.create_task(self._watch_read(peer, ready, entry.stall_s))
         try:
-            moved, transport = await peer.reader.fetch(
-                ready, blocks, lambda: entry.state is JobState.READING
+            source = u32.unpack(ready.block_ids)
+            moved, transport = await peer.reader.read(
+                ready.fence, source, blocks, lambda: entry.state is JobState.READING
             )
             took_ms = (time.monotonic() - began) * 1e3
             timings = msgspec.structs.replace(

@@ -23,7 +23,7 @@ from pullfill.runtime.idle import IDLE_S, IdleTimer
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.connect import choose, connect, peer_transports, pulled_over, survey
 from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
-from pullfill.wire import FenceToken, KvMode, Ready, RegionDescriptor, u32
+from pullfill.wire import FenceToken, RegionDescriptor
 
 logger = log.get("decode_worker.reader")
 
@@ -83,18 +83,6 @@ class KvReader:
             self._idle.start()
         return not self._unreachable
 
-    async def fetch(
-        self, ready: Ready, blocks: Sequence[int], wanted: Callable[[], bool]
-    ) -> tuple[MoveResult, str]:
-        """Copy the blocks of `ready` into our `blocks`. Returns what moved, and the transport.
-
-        After it has returned or raised, no thread touches the blocks. If it is cancelled, the copy
-        goes on. Raises HandoffError, BadMessage and whatever `open_session` raises.
-
-        wanted: called when its thread gets to this read, and again once the session is open. False:
-        do not read."""
-        return await self.read(ready.fence, u32.unpack(ready.block_ids), blocks, wanted)
-
     async def read(
         self,
         fence: FenceToken,
@@ -102,11 +90,18 @@ class KvReader:
         target: Sequence[int],
         wanted: Callable[[], bool],
     ) -> tuple[MoveResult, str]:
-        """Copy the worker's blocks `source` into our blocks `target`, as `fetch`."""
+        """Copy the worker's blocks `source` into our blocks `target`. Returns what moved, and the
+        transport.
+
+        After it has returned or raised, no thread touches the blocks. If it is cancelled, the copy
+        goes on. Raises HandoffError, BadMessage and whatever `open_session` raises.
+
+        wanted: called when its thread gets to this read, and again once the session is open. False:
+        do not read."""
         loop = asyncio.get_running_loop()
         with self._idle.used():
             return await loop.run_in_executor(
-                self._thread, self._fetch, fence, list(source), list(target), wanted
+                self._thread, self._read, fence, list(source), list(target), wanted
             )
 
     def interrupt(self) -> None:
@@ -155,7 +150,7 @@ class KvReader:
         except RuntimeError as exc:
             logger.debug("not now: %s", exc)
 
-    def _fetch(
+    def _read(
         self,
         fence: FenceToken,
         source: Sequence[int],
@@ -217,16 +212,6 @@ class KvReader:
 
 
 def reach_for(
-    memories: Sequence[LocalMemory], options: WorkerOptions, key: ClusterKey | None
-) -> Reach | None:
-    """Return a function that opens a prefill worker's memory for reading. Raises ConfigError.
-
-    Returns None if this worker never reads: `--kv-mode` is not pull, or its own memory cannot be
-    reached. For the parameters see `reach_any`."""
-    return reach_any(memories, options, key) if options.kv_mode is KvMode.PULL else None
-
-
-def reach_any(
     memories: Sequence[LocalMemory], options: WorkerOptions, key: ClusterKey | None
 ) -> Reach | None:
     """Return a function that opens another worker's memory for reading. Raises ConfigError.

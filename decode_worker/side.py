@@ -165,20 +165,19 @@ async def build(
     computes = rounding_digest(config)
     leases = ReadLeases(
         context, thread, server.intake if server is not None else None, view,
-        compat=engine.compat, computes=computes, block_size=told.blocks.block_size,
-        pool=told.blocks.pool,
+        compat=engine.compat, computes=computes,
     )  # fmt: skip
     frontends = None
     if own_loop is not None and server is not None and blocks is not None:
         reports = LoadReports(view, server, partial(_wake_after, loop, wake_engine))
         frontends = Frontends(own_loop, server, reports, blocks, events, ledger, leases)
-    pull = options.kv_mode is KvMode.PULL
+    reach = reach_for(told.memories, options, key)
     control = ControlServer(
         handoff,
         instance_id=told.instance_id,
         compat=engine.compat,
         key=key,
-        reach=reach_for(told.memories, options, key) if pull else None,
+        reach=reach if options.kv_mode is KvMode.PULL else None,
         checks=checks,
         leases=leases,
     )
@@ -204,7 +203,7 @@ async def build(
         decode_instance=told.instance_id, compat=engine.compat.hash(), computes=computes
     )
     fetches = fetches_for(
-        context, hello, outlook.situation, meter.prefill_s, wake_engine, options, key
+        context, hello, reach, key, outlook.situation, meter.prefill_s, wake_engine
     )
     if fetches is not None:
         parts.push_async_callback(fetches.close)

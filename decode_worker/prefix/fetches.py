@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
-from pullfill.decode_worker.kv_reader import reach_any
+from pullfill.decode_worker.kv_reader import Reach
 from pullfill.decode_worker.prefix.holders import AGAIN_S, Holder, Holders, LeaseRefused
 from pullfill.decode_worker.rules import OF_THE_REQUEST, Situation, decide, first
 from pullfill.engine.groups import hash_at, keeps_all
@@ -46,7 +46,6 @@ from pullfill.wire import (
 
 if TYPE_CHECKING:
     from pullfill.net.security import ClusterKey
-    from pullfill.options import WorkerOptions
 
 logger = log.get("decode_worker.fetch")
 
@@ -163,9 +162,6 @@ class PrefixFetches:
       stopped delays one prompt by a few seconds. Afterwards it is not asked for a while.
     - If two prompts want the same prefix, the second one waits for the first, and then has a hit.
 
-    block_size: tokens of a block. block_bytes: bytes of a block over all layers and ranks.
-    pool: vLLM's BlockPool.
-    local_tokens: see `Situation`.
     situation: takes a request and its hit, and returns everything that a rule may look at.
     prefill_s: takes (start, tokens) and returns how long it takes to compute them here. 0: unknown.
     wake: wakes the engine thread."""
@@ -174,21 +170,15 @@ class PrefixFetches:
         self,
         context: DecodeContext,
         holders: Holders,
-        *,
-        block_size: int,
-        block_bytes: int,
-        pool: Any,
-        local_tokens: int,
         situation: Callable[[Any, int], Situation],
         prefill_s: Callable[[int, int], float],
         wake: Callable[[], None],
     ) -> None:
         self._context = context
         self._holders = holders
-        self._block_size = block_size
-        self._block_bytes = block_bytes
-        self._pool = pool
-        self._local_tokens = local_tokens
+        self._block_size = context.blocks.block_size
+        # Bytes of a block over all layers and ranks.
+        self._block_bytes = sum(memory.layout.block_bytes for memory in context.memories)
         self._situation = situation
         self._prefill_s = prefill_s
         self._wake = wake
@@ -278,7 +268,8 @@ class PrefixFetches:
         least = config.min_fetch_tokens
         if hint is None or not least or hint.instance_id == self._context.instance_id:
             return 0
-        end = min(hint.tokens, request.num_prompt_tokens - self._local_tokens) // size * size
+        blocks = self._context.blocks
+        end = min(hint.tokens, request.num_prompt_tokens - blocks.local_tokens) // size * size
         if end - hit < least or request.mm_features:
             return 0
         # No prefill worker is asked. So it does not matter whether one may load adapters.
@@ -286,7 +277,7 @@ class PrefixFetches:
         adapter = None if asked is None else self._context.adapters.for_others(asked)
         if not self._stays(request, end, adapter):
             return 0
-        key = hash_at(self._pool, size, request, end // size - 1)
+        key = hash_at(blocks.pool, size, request, end // size - 1)
         if self._waits(key):
             return None
         fetch = Fetch(
@@ -525,28 +516,18 @@ def _question(rid: int, fetch: Fetch) -> LeaseAsk:
 def fetches_for(
     context: DecodeContext,
     hello: LeaseHello,
+    reach: Reach | None,
+    key: ClusterKey | None,
     situation: Callable[[Any, int], Situation],
     prefill_s: Callable[[int, int], float],
     wake: Callable[[], None],
-    options: WorkerOptions,
-    key: ClusterKey | None,
 ) -> PrefixFetches | None:
     """Let this worker read prefixes from other ones. asyncio thread. None: it cannot.
 
-    The fetches must be closed before the KV memory. hello: says who this worker is. situation,
+    The fetches must be closed before the KV memory. hello, reach, key: see `Holders`. situation,
     prefill_s, wake: see `PrefixFetches`."""
-    blocks, reach = context.blocks, reach_any(context.memories, options, key)
-    caches = blocks.pool is not None and blocks.pool.enable_caching
+    pool = context.blocks.pool
+    caches = pool is not None and pool.enable_caching
     if reach is None or not keeps_all(context.groups) or not caches:
         return None
-    return PrefixFetches(
-        context,
-        Holders(hello, reach, key),
-        block_size=blocks.block_size,
-        block_bytes=sum(memory.layout.block_bytes for memory in context.memories),
-        pool=blocks.pool,
-        local_tokens=blocks.local_tokens,
-        situation=situation,
-        prefill_s=prefill_s,
-        wake=wake,
-    )
+    return PrefixFetches(context, Holders(hello, reach, key), situation, prefill_s, wake)

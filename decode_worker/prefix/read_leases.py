@@ -87,8 +87,7 @@ class ReadLeases:
     """Gives leases to all askers, and ends them.
 
     thread, intake: run work between steps, and prepare prompts meanwhile. None: nothing is leased.
-    block_size: tokens of a block.
-    computes: see `LeaseHello`. pool: vLLM's BlockPool.
+    computes: see `LeaseHello`.
     why_not: why nothing can be leased. Empty: something can."""
 
     def __init__(
@@ -100,8 +99,6 @@ class ReadLeases:
         *,
         compat: Compat,
         computes: str,
-        block_size: int,
-        pool: Any,
     ) -> None:
         self._context = context
         self._thread = thread
@@ -109,8 +106,8 @@ class ReadLeases:
         self._view = view
         self._compat = compat
         self._computes = computes
-        self._block_size = block_size
-        self._pool = pool
+        self._block_size = context.blocks.block_size
+        self._pool = context.blocks.pool
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._askers: set[_Asker] = set()

@@ -24,6 +24,7 @@ from pullfill.wire import (
     Heartbeat,
     RefuseReason,
     Revoke,
+    encode,
 )
 from tests.support import framing
 from tests.support.control_rig import BLOCKS, Decode, Prefill, Raw, commit_of, hello, until
@@ -132,34 +133,31 @@ async def test_another_compatibility_hash_is_told_goodbye(decode: Decode, raw: R
     assert prefill.lost == 0, "it was never up"
 
 
-@pytest.mark.parametrize("greeted", [False, True])
-async def test_garbage_closes_the_connection_and_is_counted(
-    decode: Decode, connect: Any, raw: Raw, greeted: bool
+@pytest.mark.parametrize(
+    ("greeted", "said"),
+    [
+        (False, b"\xc1\xc1"),
+        (True, b"\xc1\xc1"),
+        (True, encode(hello())),
+        (False, encode(Claim(rid=1, job_id="j", incarnation="i0"))),
+    ],
+    ids=["noise", "noise later", "a second hello", "a claim before hello"],
+)
+async def test_nonsense_closes_the_connection_and_is_counted(
+    decode: Decode, connect: Any, raw: Raw, greeted: bool, said: bytes
 ) -> None:
     counter = metrics.STALE_REFUSED.labels("message")
     before = counter._value.get()
     other = await connect()
+    decode.open()
     if greeted:
         await raw.hello()
-    framing.write_body(raw.writer, b"\xc1\xc1\xc1\xc1\xc1")
+    framing.write_body(raw.writer, said)
     assert await raw.ended()
     assert counter._value.get() == before + 1
     await until(lambda: len(decode.server.peers.pulling) == 1)
-    decode.open()
-    assert (await other.commit(await other.claim())).ok, "the others go on"
-
-
-async def test_a_second_hello_ends_the_connection(decode: Decode, raw: Raw) -> None:
-    await raw.hello()
-    raw.say(hello())
-    assert await raw.ended()
-
-
-async def test_a_claim_before_hello_ends_the_connection(decode: Decode, raw: Raw) -> None:
-    decode.open()
-    raw.say(Claim(rid=1, job_id="j", incarnation="i0"))
-    assert await raw.ended()
     assert decode.fences.in_use == 0
+    assert (await other.commit(await other.claim())).ok, "the others go on"
 
 
 # ------------------------------------------------------------------ revoke, quiet, deadline

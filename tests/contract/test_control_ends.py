@@ -12,6 +12,7 @@ import pytest
 
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.net.channel import split_address
+from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.wire import Claim, Grant, Welcome
 from tests.support.control_rig import Decode, Raw, hello, until
@@ -54,6 +55,26 @@ async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any) -> None
     await until(lambda: decode.ledger.find("j").attempt == 1)  # type: ignore[union-attr]
     await until(lambda: decode.fences.in_use == 0)
     assert (await other.claim()).attempt == 2
+
+
+async def test_a_grant_that_comes_with_the_cancellation_is_handed_back(
+    decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch = DecodeLink._on_message
+    asking: list[asyncio.Future[Grant]] = []
+
+    def dispatch_and_cancel(link: DecodeLink, message: Any) -> None:
+        dispatch(link, message)
+        asking[0].cancel()
+
+    monkeypatch.setattr(DecodeLink, "_on_message", dispatch_and_cancel)
+    prefill = await connect()
+    decode.open()
+    asking.append(asyncio.ensure_future(prefill.claim()))
+    with pytest.raises(asyncio.CancelledError):
+        await asking[0]
+    await until(lambda: decode.ledger.find("j").attempt == 1)  # type: ignore[union-attr]
+    await until(lambda: decode.fences.in_use == 0)
 
 
 async def test_stop_does_not_miss_its_own_cancellation(decode: Decode) -> None:

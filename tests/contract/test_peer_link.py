@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -173,6 +174,9 @@ async def test_a_silent_peer_is_let_go_and_dialled_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(peer_link, "ALIVE_INTERVAL_S", 0.05)
     async with connected(silent_s=0.25) as (link, peer):
         await until(lambda: peer.beats > 10)
+        # This process stands still, so what the peer says is not read.
+        asyncio.get_running_loop().call_soon(time.sleep, 0.4)
+        await until(lambda: peer.beats > 15)
         assert link.ends == [], "it answers"
         peer.answers = False
         await until(lambda: link.ends == ["silent", "lost"])

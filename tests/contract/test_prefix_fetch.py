@@ -89,7 +89,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
         interrupted = threading.Event()
-        real = KvReader._fetch
+        real = KvReader._read
 
         def fetch(reader: KvReader, fence: Any, source: Any, target: Any, wanted: Any) -> Any:
             self.reached.set()
@@ -103,7 +103,7 @@ class Gate:
                     raise TransferFailed("interrupted")
             return real(reader, fence, source, target, lambda: True)
 
-        monkeypatch.setattr(KvReader, "_fetch", fetch)
+        monkeypatch.setattr(KvReader, "_read", fetch)
         monkeypatch.setattr(KvReader, "interrupt", lambda _: interrupted.set())
 
 
@@ -564,13 +564,13 @@ async def test_reads_that_are_cut_off_at_any_moment(
 ) -> None:
     """Each loaded block is what computing gives, and no copy goes on after its prompt was told."""
     rng = random.Random(seed)
-    real = KvReader._fetch
+    real = KvReader._read
 
     def fetch(reader: KvReader, *args: Any) -> Any:
         time.sleep(rng.random() * 0.004)
         return real(reader, *args)
 
-    monkeypatch.setattr(KvReader, "_fetch", fetch)
+    monkeypatch.setattr(KvReader, "_read", fetch)
     monkeypatch.setattr(fetches, "_COPY_S", (0.0, 0.004))
     monkeypatch.setattr(Holders, "failed", lambda *_: None)  # else the first one ends them all
     talks = [prompt(PREFIX, seed=number) for number in range(3)]

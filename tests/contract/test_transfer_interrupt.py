@@ -147,7 +147,7 @@ def test_a_reader_that_is_closed_waits_for_nobody(
     reader = KvReader("prefill-1", lambda: rig.connect(mine, region))
     token = region.owner.fences.open(BLOCKS)
     failure = failure_of(
-        lambda: reader._fetch(token, BLOCKS, BLOCKS, lambda: True), stuck.reached, reader.close
+        lambda: reader._read(token, BLOCKS, BLOCKS, lambda: True), stuck.reached, reader.close
     )
     assert isinstance(failure, TransferFailed)
 
@@ -158,6 +158,6 @@ def test_a_reader_that_is_closed_begins_nothing(tmp_path: Path) -> None:
     reader = KvReader("prefill-1", lambda: rig.connect(mine, region))
     reader.close()
     with pytest.raises(HandoffError, match="leaving"):
-        reader._fetch(region.owner.fences.open([1]), [1], [1], lambda: True)
+        reader._read(region.owner.fences.open([1]), [1], [1], lambda: True)
     reader.close()
     region.owner.close()

@@ -112,10 +112,10 @@ def prepare(request: Any, data: memoryview) -> Any:
 class FetchWorker:
     """One decode worker. asyncio thread only.
 
-    told: fields of the situation. looks: how often it was asked for.
+    told: fields of the situation.
     prefill_s: what it takes to compute a prompt. Half of it is the time to ask a holder."""
 
-    def __init__(self, rig: Rig, name: str, *, computes: str = "c") -> None:
+    def __init__(self, rig: Rig, name: str) -> None:
         self.name = name
         self.region = rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
         self.pages = self.region.pages
@@ -129,7 +129,6 @@ class FetchWorker:
         )
         self.prefill_s = 4.0
         self.told: dict[str, Any] = {"prefill_workers": 0}
-        self.looks = 0
         self.served: dict[str, Served] = {}
         self.computed: set[str] = set()
         loop = asyncio.get_running_loop()
@@ -147,8 +146,7 @@ class FetchWorker:
             ranks=[SimpleNamespace(memory=self.region.memory)],  # type: ignore[list-item]
         )
         self.leases = ReadLeases(
-            self.context, self.host, FakeIntake(), self.view, compat=COMPATIBLE, computes=computes,  # type: ignore[arg-type]
-            block_size=BLOCK, pool=self.pool,
+            self.context, self.host, FakeIntake(), self.view, compat=COMPATIBLE, computes="c",  # type: ignore[arg-type]
         )  # fmt: skip
         queue: Any = None  # nobody uses it
         self.handoff = Handoff(
@@ -158,15 +156,14 @@ class FetchWorker:
         self.control = ControlServer(
             self.handoff, instance_id=name, compat=COMPATIBLE, leases=self.leases
         )
-        hello = LeaseHello(decode_instance=name, compat=COMPATIBLE.hash(), computes=computes)
+        hello = LeaseHello(decode_instance=name, compat=COMPATIBLE.hash(), computes="c")
         self.holders = Holders(
             hello,
             lambda regions: lambda: rig.transport.connect(self.region.memory, *regions),
             None,
         )
         self.fetches = PrefixFetches(
-            self.context, self.holders, block_size=BLOCK, block_bytes=LAYOUT.block_bytes,
-            pool=self.pool, local_tokens=1, situation=self._situation,
+            self.context, self.holders, situation=self._situation,
             prefill_s=lambda start, tokens: self.prefill_s,
             wake=lambda: loop.call_soon_threadsafe(self.step),
         )  # fmt: skip
@@ -180,7 +177,6 @@ class FetchWorker:
         )
 
     def _situation(self, request: Any, hit: int) -> Situation:
-        self.looks += 1
         return situation(request, hit, self.config, self.traces, **self.told)
 
     async def start(self) -> None:

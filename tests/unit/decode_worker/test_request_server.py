@@ -53,12 +53,9 @@ def test_requests_reach_the_engine_and_abort_does(rig: Rig) -> None:
     assert rig.request_server.active_requests == 0
 
 
-@pytest.mark.parametrize("apart", [-90.0, 90.0])
-def test_a_request_arrives_by_this_hosts_clock(
-    apart: float, rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_arrives_by_this_hosts_clock(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's scheduler compares arrivals of requests that come from several frontends."""
-    monkeypatch.setattr(rig.request_server._codec, "arrival_time", time.time() + apart)
+    monkeypatch.setattr(rig.request_server._codec, "arrival_time", time.time() - 90)
     before = time.time()
     rig.add("a")
     assert before <= rig.core.arrivals[0] <= time.time()
@@ -262,26 +259,6 @@ def test_a_request_that_is_aborted_in_the_intake_never_reaches_the_engine(rig: R
     rig.settle()
     assert rig.core.prepared == ["c", "a"]
     assert (rig.core.added, rig.core.aborted) == (["c", "a"], [])
-
-
-def test_one_small_message_of_a_turn_is_prepared_at_once(rig: Rig) -> None:
-    """Two wake-ups of threads cost more than it does. All others keep their order behind it."""
-    for name in ("a", "b"):
-        rig.peer.send_multipart((front_wire.ADD, name.encode(), bytes(40), b""))
-    go = rig.hold_intake()
-    intake = rig.request_server.intake
-    while intake._given - intake._taken < 3:  # what holds it, and both messages
-        assert rig.request_server._socket.poll(5000)
-        rig.request_server.receive()
-    assert rig.core.prepared == [], "something waits before them"
-    go.set()
-    rig.settle()
-    assert rig.core.added == ["a", "b"]
-    rig.add("c", settle=False)
-    assert rig.core.prepared == ["a", "b", "c"]
-    assert not rig.todo.empty(), "the engine takes it in with its next step"
-    rig.settle()
-    assert rig.core.added == ["a", "b", "c"]
 
 
 def test_a_large_message_is_never_prepared_on_the_engine_thread(
