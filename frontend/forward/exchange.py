@@ -187,7 +187,7 @@ async def reading(decode: Server, prefill: Server | None) -> AsyncGenerator[None
         yield
         return
     try:
-        async with prefill.read_by(decode):
+        async with prefill.watched(decode):
             yield
     except TimeoutError:
         what = f"decode server {decode.url} waits for KV, and prefill server {prefill.url}"

@@ -113,8 +113,8 @@ class Server:
     sources: which sources name it.
     model: the `root` of the model that it serves under our name.
     engine_id: what Mooncake's bootstrap service calls its engine.
-    waits: deadlines of requests that wait for it. They end when the server is lost.
-    readers: deadlines of requests that may still read its KV, with their decode servers.
+    waits: deadlines of requests that wait for it, and of those that may still read its KV, with
+    their decode servers. They end when the server is lost.
     streams: number of answers that are being read from it.
     lacking_until: it is left out until then, in seconds of the loop's clock."""
 
@@ -127,8 +127,7 @@ class Server:
     load: StockLoad | None = None
     misses: int = 0
     lacking_until: float = 0.0
-    waits: set[asyncio.Timeout] = field(default_factory=set)
-    readers: dict[asyncio.Timeout, Server] = field(default_factory=dict)
+    waits: dict[asyncio.Timeout, Server | None] = field(default_factory=dict)
     streams: int = 0
 
     @property
@@ -148,34 +147,25 @@ class Server:
         return self.kv if "://" in self.kv else f"http://{self.kv}"
 
     @contextlib.asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """While open, the wait of this task ends with TimeoutError when the server is lost."""
-        async with asyncio.timeout(None) as wait:
-            self.waits.add(wait)
-            try:
-                yield
-            finally:
-                self.waits.discard(wait)
+    async def watched(self, reader: Server | None = None) -> AsyncIterator[None]:
+        """While open, the wait of this task ends with TimeoutError when this server is lost.
 
-    @contextlib.asynccontextmanager
-    async def read_by(self, decode: Server) -> AsyncIterator[None]:
-        """While open, the wait of this task ends with TimeoutError when this server is lost and a
-        decode server may wait for its KV. vLLM would wait without end for a server that hangs."""
+        reader: a decode server that may wait for the KV of this one. vLLM would wait without end
+        for a server that hangs."""
         async with asyncio.timeout(None) as wait:
-            self.readers[wait] = decode
+            self.waits[wait] = reader
             try:
                 yield
             finally:
-                del self.readers[wait]
+                del self.waits[wait]
 
     def lose(self) -> None:
         """End all waits for this server. A decode server that computes all it has needs no KV."""
-        unread = [w for w, at in self.readers.items() if at.load is None or at.load.waiting]
-        _end((*self.waits, *unread))
+        _end(w for w, at in self.waits.items() if at is None or at.load is None or at.load.waiting)
 
     def misfits(self) -> None:
         """End all waits for KV of this server, which gives none."""
-        _end(self.readers)
+        _end(wait for wait, reader in self.waits.items() if reader is not None)
 
 
 # --------------------------------------------------------------------------- which gets a stage
@@ -433,7 +423,7 @@ class Servers:
                 self._ready[role] = now
 
     async def _watch(self, server: Server) -> None:
-        while server.state != "gone" or server.waits or server.readers or server.streams:
+        while server.state != "gone" or server.waits or server.streams:
             try:
                 await self._look(server)
             except ConfigError as exc:
@@ -522,7 +512,7 @@ class Servers:
 
 def _end(waits: Iterable[asyncio.Timeout]) -> None:
     now = asyncio.get_running_loop().time()
-    for wait in waits:
+    for wait in list(waits):
         if not wait.expired():
             wait.reschedule(now)
 
