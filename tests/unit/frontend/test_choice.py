@@ -282,6 +282,23 @@ def test_predicted_blocks_add_to_stored_ones() -> None:
     assert (found.view.instance_id, found.matched_tokens) == ("a", 1600)
 
 
+def test_a_worker_that_was_sent_as_much_as_another_has_stored_counts_like_it() -> None:
+    placement = Placer(random.Random(1))
+    half = Prompt(960, BLOCK, PROMPT.hashes[:60])
+    among = placement.candidates(["a", "b", "c"])
+    sent = placement.choose(DecodePolicy.ROUND_ROBIN, half, among, 0.0)
+    placement.send(sent, half, 0.0).end()
+    assert sent.view.instance_id == "a"
+    placement.fleet.report("b", 9000.0, 0.0, 1000.0)
+    found = placed(placement, b=60)
+    assert (found.view.instance_id, found.matched_tokens, found.reason) == ("a", 960, "prefix")
+
+
+def test_what_only_others_hold_does_not_count() -> None:
+    found = placed(Placer(random.Random(1)), gone=100, b=60)
+    assert (found.view.instance_id, found.matched_tokens, found.reason) == ("b", 960, "prefix")
+
+
 def test_a_worker_that_has_left_is_not_predicted_to_hold_anything() -> None:
     placement = Placer(random.Random(1))
     first = placed(placement)
