@@ -403,14 +403,13 @@ class Placer:
         held = held or HeldBlocks({})
         if not prompt.hashes or not prompt.block:
             return self.chooser.choose(policy, prompt, HeldBlocks({}), among)
-        known = held.blocks
-        held.stored = max((n for name, n in known.items() if name in among), default=0)
+        known = held.blocks = {name: n for name, n in held.blocks.items() if name in among}
+        held.stored = max(known.values(), default=0)
         # A hash names all blocks before it, too. So it is enough to look from the last stored on.
         begin = max(0, held.stored - 1)
         for number, blocks in self._predicted.match(prompt.hashes[begin:], now).items():
-            name = self._names[number]
-            known[name] = max(begin + blocks, known.get(name, 0))
-        held.blocks = {name: count for name, count in known.items() if name in among}
+            if (name := self._names[number]) in among:
+                known[name] = max(begin + blocks, known.get(name, 0))
         return self.chooser.choose(policy, prompt, held, among)
 
     def send(self, choice: WorkerChoice, prompt: Prompt, now: float) -> Share:

@@ -78,12 +78,3 @@ async def test_a_worker_whose_blocks_are_not_known_is_a_trouble_and_a_reason() -
     assert ready["ready"], "it is served like any other"
     assert ready["degraded"]
     assert [why for why in ready["reasons"] if why.startswith("decode-1: its cached blocks")]
-
-
-async def test_a_drain_ends_the_streams_of_the_live_page() -> None:
-    """They never end by themselves, and a drain waits for open responses."""
-    async with rig() as r:
-        one, closed = admin(r), list[bool]()
-        one.page = cast(Any, SimpleNamespace(close=lambda: closed.append(True)))
-        one.drain()
-    assert (one.draining, closed) == (True, [True])
