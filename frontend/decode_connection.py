@@ -4,8 +4,7 @@ Life: `connecting` → welcome → `ready` → (`draining`) → `closed`. On NOP
 A connection that breaks is closed for good. The dispatcher sends its requests elsewhere, and the
 pool opens a new connection if the worker is still listed.
 
-Owned by `decode_pool.WorkerPool`, used on its event loop only. One engine step of the worker is one
-callback here: ZMQ's file descriptor is watched, edge-triggered, without a future per message.
+Owned by `decode_pool.WorkerPool`, used on its event loop only.
 """
 
 from __future__ import annotations
@@ -107,6 +106,8 @@ class DecodeConnection:
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | curve.HANDSHAKE_FAILED
         )
+        # One engine step of the worker is one callback: ZMQ's file descriptor is watched,
+        # edge-triggered, without a future per message.
         self._loop.add_reader(self._monitor.fileno(), self._on_readable)
         self._loop.add_reader(self._socket.fileno(), self._on_readable)
         self._socket.connect(record.data)
@@ -149,10 +150,9 @@ class DecodeConnection:
         self.send(front_wire.ABRT, front_wire.encode_ids(wire_ids))
 
     def to_own_clock(self, outputs: Any) -> None:
-        """Convert the times in a far worker's outputs to this host's clock.
-
-        vLLM subtracts these times from each other, and a migrated answer has times of
-        two workers. The converted times are late by the delay of the first message."""
+        """Convert the times in a far worker's outputs to this host's clock."""
+        # vLLM subtracts these times from each other, and a migrated answer has times of two
+        # workers. The converted times are late by the delay of the first message.
         if self._ahead is None:
             self._ahead = outputs.timestamp - time.monotonic()
         outputs.timestamp -= self._ahead
@@ -256,10 +256,7 @@ class DecodeConnection:
                 self.trouble = ""  # HELO leaves now: from here on a break may have lost it
 
     def _on_handshake_failed(self, event: int) -> None:
-        """The keys of the two ends differ, or the worker died during the handshake.
-
-        An error that names the cause (`PROTOCOL`, `AUTH`) is final. After any other error ZMQ
-        tries again."""
+        """The keys of the two ends differ, or the worker died during the handshake."""
         if self._key is None:
             trouble = "it ends the handshake: has it a cluster key? Set [cluster] key_file here too"
         else:
@@ -267,6 +264,7 @@ class DecodeConnection:
                 f"it ends the handshake: has it no cluster key, or another than ours "
                 f"({self._key.fingerprint})? Check [cluster] key_file on both"
             )
+        # An error that names the cause (`PROTOCOL`, `AUTH`) is final. After others ZMQ tries again.
         if self.state is ConnectionState.CONNECTING and event != curve.NO_DETAIL:
             self.close(ConnectionState.REFUSED)
             self._pool.on_refused(self, trouble)

@@ -3,9 +3,7 @@
 The pool watches the registry's `workers/decode` keys. It opens one `DecodeConnection` to each
 worker of our model, and passes what happens on it to the `Dispatcher`.
 
-The connection says whether a worker is alive. The registry says whether it should get requests. If
-etcd is away for longer than a lease, a worker's key goes while its connection lives. Such a worker
-keeps its streams, and gets new requests only while no listed worker is ready.
+The connection says whether a worker is alive. The registry says whether it should get requests.
 """
 
 from __future__ import annotations
@@ -67,9 +65,8 @@ class WorkerPool:
         self._usable: list[DecodeConnection] = []
 
     def refuse_if_incompatible(self, namespace: str) -> None:
-        """Raise IncompatibleError, naming it, if a worker serves another model.
-
-        A namespace has one model. A frontend of another one would never serve a request."""
+        """Raise IncompatibleError, naming it, if a worker serves another model."""
+        # A namespace has one model. A frontend of another one would never serve a request.
         for record in (*self._directory.workers(DECODE).values(),
                        *self._directory.workers("prefill").values()):  # fmt: skip
             if not self._fits(record):
@@ -236,6 +233,8 @@ class WorkerPool:
             connection.state is ConnectionState.DRAINING
             for connection in self._connections.values()
         )
+        # If etcd is away for longer than a lease, a worker's key goes while its connection lives.
+        # Such a worker keeps its streams, and gets new requests only while no listed one is ready.
         self._usable = best or [connection for connection in usable if not connection.listed]
         if self._usable:
             self._ready.set()

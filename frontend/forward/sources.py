@@ -254,8 +254,7 @@ class Heartbeats:
 
     A server is known from its first heartbeat until it has sent none for `silence_s`. Then it
     finishes the requests it has, and gets no more. Its health is looked at as that of any other
-    server. Two servers may not share a role and a URL. While one is heard, heartbeats with another
-    KV address are refused. So two that contradict each other do not take turns.
+    server.
 
     socket: of `bind_heartbeats`. Nothing is ever sent. networks: of senders on other machines.
     publish: gets all servers that are heard, after each change.
@@ -366,6 +365,7 @@ class Heartbeats:
             self._heard[key] = _Heard(entry, now)
             self._changed = True
             return
+        # Two servers that share a role and a URL would take turns.
         if heard.entry != entry:
             raise ConfigError(
                 f"two {entry.role} servers say that they are {entry.url}, with the KV addresses "

@@ -32,10 +32,7 @@ class Balancer:
     policy: returns the policy to use now.
     prefixes: which worker holds which blocks. None: unknown.
     frontends: returns how many frontends serve the same workers.
-    min_fetch: returns `router.min_fetch_tokens`.
-
-    All choices of one answer (`n` > 1) go to one worker. So a prompt that kills workers kills only
-    one at a time, and its prefix is computed once."""
+    min_fetch: returns `router.min_fetch_tokens`."""
 
     def __init__(
         self,
@@ -64,6 +61,8 @@ class Balancer:
             self._look(workers, now)
         by_id = {worker.instance_id: worker for worker in workers}
         request = flight.request
+        # All choices of one answer (`n` > 1) go to one worker. So a prompt that kills workers kills
+        # only one at a time, and its prefix is computed once.
         several = migration.choice_of(request.request_id, request.external_req_id)
         before = self._together.pop(request.external_req_id, "") if several else ""
         names = [before] if before in by_id else by_id
@@ -78,9 +77,7 @@ class Balancer:
         return by_id[name]
 
     def holder(self, flight: Flight, worker: DecodeConnection) -> PrefixHolder | None:
-        """Return another worker that holds more of the prompt than the chosen one, if any.
-
-        It may drain: then its requests move, and its blocks are worth reading while it is there."""
+        """Return another worker that holds more of the prompt than the chosen one, if any."""
         least = self._min_fetch()
         if not least or self._prefixes is None or not self._block or self._prefixes.workers < 2:
             return None
@@ -92,6 +89,7 @@ class Balancer:
         own = held.pop(worker.instance_id, 0)
         if not held:
             return None
+        # It may drain: then its requests move, and its blocks are worth reading while it is there.
         best = max(held, key=lambda name: held[name])
         address = self._prefixes.control(best)
         if not address or (held[best] - own) * self._block < least:

@@ -118,10 +118,7 @@ class Share:
 class Fleet:
     """The views of the decode workers, by instance id.
 
-    A report covers the requests of this frontend, too. What it says beyond them is taken for the
-    load of other frontends until the next report. The own load is counted exactly:
-
-        load now = load of others at the last report + own load now"""
+    load now = load of others at the last report + own load now, which is counted exactly"""
 
     def __init__(self) -> None:
         self.views: dict[str, WorkerView] = {}
@@ -145,6 +142,8 @@ class Fleet:
         """Take a worker's report. Unknown workers are ignored."""
         view = self.views.get(instance_id)
         if view is not None:
+            # A report covers the requests of this frontend, too. What it says beyond them is taken
+            # for the load of other frontends until the next report.
             view.others_tokens = max(0.0, queued_tokens - view.own_tokens)
             view.others_blocks = max(0.0, active_blocks - view.own_blocks)
             view.free_blocks = free_blocks
@@ -276,12 +275,11 @@ class Chooser:
         return choice
 
     def _worth(self, prompt: Prompt, held: HeldBlocks, longest: int) -> float:
-        """What a held token counts: 1, or less if many prompts were equal up to there only.
-
-        Prompts of a conversation leave a prefix once each. Blocks that are only predicted are not
-        counted: prompts that come in one burst shall stay together."""
+        """What a held token counts: 1, or less if many prompts were equal up to there only."""
+        # Prompts that come in one burst shall stay together: their blocks are only predicted.
         if held.stored != longest:
             return 1.0
+        # Prompts of a conversation leave a prefix once each.
         end = prompt.hashes[longest - 1]
         seen = self._crowds.pop(end, 0)
         self._crowds[end] = seen + 1

@@ -140,8 +140,8 @@ def room_for(request: Any) -> int:
 def choice_of(request_id: str, external_id: str | None) -> str:
     """Return which of n > 1 choices a request is. Empty: it is not one of several.
 
-    For `2_cmpl-x-0-1234abcd` of `cmpl-x-0` it is `2`. With n > 1 vLLM makes one request for each
-    choice, each with n = 1."""
+    For `2_cmpl-x-0-1234abcd` of `cmpl-x-0` it is `2`."""
+    # With n > 1 vLLM makes one request for each choice, each with n = 1.
     choice, _, rest = request_id.partition("_")
     if not external_id or not choice.isdigit() or request_id.startswith(external_id):
         return ""
