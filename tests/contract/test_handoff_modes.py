@@ -343,12 +343,12 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         puller = prefill.puller
         memory = replace(prefill.local.memory, device=device)
-        engine: Any = SimpleNamespace(context=SimpleNamespace(memories=[memory]))
-        thread: Any = SimpleNamespace(dead=asyncio.Event())
+        engine: Any = SimpleNamespace(
+            context=SimpleNamespace(memories=[memory]), dead=asyncio.Event()
+        )
         (nats := ServerHealth("nats")).ok()
         service = PrefillService(
             engine,
-            thread,
             prefill.links,
             prefill.puller,
             prefill.budget,
