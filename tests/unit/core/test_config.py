@@ -12,6 +12,7 @@ from pullfill.config import (
     ClusterFile,
     ClusterRef,
     ProcessEntry,
+    ranks_of,
     read_cluster_file,
 )
 from pullfill.errors import ConfigError
@@ -75,3 +76,15 @@ class TestClusterRef:
         )
         assert set(shape) == {"namespace", "nats_url", "etcd_url", "frontend_url", "processes"}
         assert {"name", "role", "instance_id", "pid", "log"} <= set(shape["processes"][0])
+
+
+def test_ranks_are_counted_from_the_flags() -> None:
+    for flags, count in (
+        ([], 1),
+        (["-tp", "2", "--enforce-eager", "-pp=3"], 6),
+        (["--tensor_parallel_size=4", "--max-model-len", "8"], 4),
+        (["--tensor-parallel-size"], 1),
+        (["--max-num-seqs", "-tp", "0"], 1),
+        (["-tp", "2", "-pp", "2", "--tensor-parallel-size=4"], 8),
+    ):
+        assert ranks_of(flags) == count, flags

@@ -124,15 +124,6 @@ class Worker:
         return own
 
 
-def test_one_number_of_two_frontends_is_two_adapters_here(tmp_path: Path) -> None:
-    worker = Worker()
-    first = worker.enter("a", an_adapter(tmp_path / "a"), 1)
-    second = worker.enter("b", an_adapter(tmp_path / "b"), 1)
-    again = worker.enter("a", tmp_path / "a", 7)
-    assert (first.lora_int_id, second.lora_int_id, again.lora_int_id) == (1, 2, 1)
-    assert len(worker.core.loads) == 2, "each is loaded once"
-
-
 @pytest.mark.parametrize("load_inplace", [False, True])
 def test_other_files_at_the_same_path_are_another_adapter(
     load_inplace: bool, tmp_path: Path
@@ -140,6 +131,8 @@ def test_other_files_at_the_same_path_are_another_adapter(
     """vLLM knows cached KV by the adapter's name and path. Nothing of the old files may be hit."""
     worker, path = Worker(), an_adapter(tmp_path / "a", b"A")
     old = worker.add("x", path)
+    assert worker.add(identity("x", old), path, load_inplace=load_inplace) == old
+    assert len(worker.core.loads) == 1, "the same files are the same adapter"
     before = worker.enter(identity("x", old), path)
     weights = path / "adapter_model.safetensors"
     kept = weights.stat()
@@ -156,16 +149,6 @@ def test_other_files_at_the_same_path_are_another_adapter(
     assert (other.core.held, len(list(tmp_path.glob("pullfill-*/*")))) == ({}, 2), "no copy stays"
 
 
-def test_the_same_files_stay_what_they_are(tmp_path: Path) -> None:
-    worker, path = Worker(), an_adapter(tmp_path / "a")
-    told = worker.add("x", path)
-    for file in path.iterdir():
-        os.utime(file)
-    assert worker.add("x", path, load_inplace=True) == told
-    assert worker.add(identity("x", told), path) == told
-    assert len(worker.core.loads) == 1
-
-
 def test_vllm_never_loads_files_that_have_changed_under_a_request(tmp_path: Path) -> None:
     """With one place for adapters, the new files push out the old ones while a request uses them.
     Its next step loads them again."""
@@ -180,10 +163,12 @@ def test_vllm_never_loads_files_that_have_changed_under_a_request(tmp_path: Path
 
 
 def test_copies_of_files_are_kept_for_requests_and_as_many_as_vllm_keeps(tmp_path: Path) -> None:
+    """Two frontends may give two adapters one number."""
     worker = Worker(most=2)
     paths = [an_adapter(tmp_path / name, name.encode()) for name in "abcd"]
     a, b, c = (worker.enter(path.name, path, request_id=path.name) for path in paths[:3])
     assert all(Path(own.lora_path).exists() for own in (a, b, c)), "three requests use them"
+    assert [own.lora_int_id for own in (a, b, c)] == [1, 2, 3]
     del worker.core.scheduler.requests["a"], worker.core.scheduler.requests["c"]
     d = worker.enter("d", paths[3], request_id="d")
     assert [Path(own.lora_path).exists() for own in (a, b, c, d)] == [False, True, False, True]
@@ -208,14 +193,6 @@ def test_a_frontend_that_lags_behind_is_refused_and_a_newer_one_is_not(tmp_path:
         worker.enter(identity("x", new), b, 6)
     worker.enter(identity("x", old), a, 6)  # the same files, however often they were loaded
     worker.enter(identity("y", new), b, 6)
-
-
-def test_a_frontend_of_an_older_build_sends_the_name(tmp_path: Path) -> None:
-    worker, path = Worker(), an_adapter(tmp_path / "a")
-    own = worker.enter("x", path)
-    assert own.lora_name == identity("x", content(str(path)))
-    (path / "adapter_model.safetensors").write_bytes(b"longer")
-    assert worker.enter("x", path).lora_name == identity("x", content(str(path))) != own.lora_name
 
 
 def test_others_are_told_name_path_and_digest(tmp_path: Path) -> None:

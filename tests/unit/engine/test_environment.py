@@ -1,19 +1,30 @@
-"""What a worker settles for itself before it imports an engine."""
+"""The process of an engine: what it settles before it imports vLLM, its heap, its ranks."""
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pullfill.engine import environment
+from pullfill.engine.environment import Heap
+from pullfill.engine.host import EngineHost
+from tests.support.fakes import FakeClock
+
+REPO = Path(__file__).resolve().parents[3]
+PATIENCE_S = 20.0
 
 # Eight threads allocate at the same time; malloc_info lists the arenas that there are.
-CODE = """
+ARENAS = """
 import ctypes, sys, threading
 from pullfill.engine.environment import bound_arenas
 if sys.argv[1] == "bound":
@@ -37,7 +48,7 @@ libc.fclose(out)
 def arenas(argument: str, **env: str) -> int:
     clean = {k: v for k, v in os.environ.items() if k != "MALLOC_ARENA_MAX"}
     told = subprocess.run(
-        [sys.executable, "-c", CODE, argument], env=clean | env, capture_output=True, check=True
+        [sys.executable, "-c", ARENAS, argument], env=clean | env, capture_output=True, check=True
     )
     return told.stdout.count(b"<heap nr=")
 
@@ -108,3 +119,167 @@ def test_a_worker_on_one_core_computes_on_one_thread_with_openmp_loaded_before_p
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     cores = len(os.sched_getaffinity(0))
     assert done.stdout.split() == [str(cores), "1"], done.stderr
+
+
+def test_ranks_share_the_cores_and_are_not_pinned_to_one() -> None:
+    code = (
+        "import os; from pullfill.engine import environment\n"
+        "cores = len(os.sched_getaffinity(0))\n"
+        "environment.prepare(cpu=0, model='x', ranks=2)\n"
+        "assert len(os.sched_getaffinity(0)) == cores\n"
+        "assert os.environ['OMP_NUM_THREADS'] == str(max(1, cores // 2))"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, env=env, check=True)
+
+
+# --------------------------------------------------------------------------- heap
+
+# Blocks of 16 KiB, every other one freed: holes, each with whole pages, and no end to cut off.
+HOLES = """
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from pullfill.engine.environment import trim
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+blocks = [libc.malloc(16384) for _ in range(2000)]
+for block in blocks:
+    ctypes.memset(block, 1, 16384)
+for block in blocks[::2]:
+    libc.free(block)
+before = resident()
+trim()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+def test_a_trim_gives_holes_back() -> None:
+    told = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, check=True)
+    assert int(told.stdout) > 1000 * 8192
+
+
+IMPORTS = """
+import gc, weakref
+from pullfill.engine.environment import begin_imports, end_imports
+class Loop:
+    def __init__(self):
+        self.itself = self
+kept, gone = Loop(), weakref.ref(Loop())
+begin_imports()
+assert not gc.isenabled()
+end_imports()
+assert gc.isenabled() and gone() is None and gc.get_freeze_count()
+frozen = weakref.ref(kept)
+del kept
+gc.collect()
+assert frozen(), "it is looked at again"
+late = [Loop()]
+end_imports()
+assert gc.is_tracked(late) and any(one is late for one in gc.get_objects()), "not frozen again"
+"""
+
+
+def test_what_was_imported_is_not_looked_at_again() -> None:
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+
+
+def test_an_engine_shuts_down_without_collecting_garbage() -> None:
+    """vLLM's collections took seconds of CPU at the end of each worker."""
+    collections, real = list[str](), gc.collect
+    host: Any = EngineHost(SimpleNamespace())  # type: ignore[arg-type]
+    host.core = SimpleNamespace(shutdown=lambda: gc.collect())
+    gc.disable()
+    gc.callbacks.append(note := lambda phase, _: collections.append(phase))
+    try:
+        host.shutdown()
+        assert collections == []
+        assert gc.collect is real
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+
+
+def test_the_heap_is_trimmed_at_times_while_there_is_work() -> None:
+    clock, trims = FakeClock(), []
+    kept = Heap(clock, lambda: trims.append(clock.monotonic()), 30.0)
+    kept.after_step()
+    clock.advance(29.9)
+    kept.after_step()
+    assert not trims
+    clock.advance(300.0)
+    for _ in range(3):
+        kept.after_step()
+    assert len(trims) == 1
+    clock.advance(30.0)
+    kept.after_step()
+    assert len(trims) == 2
+
+
+# --------------------------------------------------------------------------- ranks
+
+MAIN = """
+import multiprocessing, signal, sys, time
+from pullfill.engine.environment import bind_to_parent
+
+def rank(pipe):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    bind_to_parent()
+    pipe.send(1)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    there, here = context.Pipe()
+    child = context.Process(target=rank, args=(here,), daemon=True)
+    child.start()
+    there.recv()
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def gone(pid: int) -> bool:
+    """Dead, if perhaps not yet buried."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.fixture
+def main_process(tmp_path: Path) -> subprocess.Popen[str]:
+    script = tmp_path / "main.py"
+    script.write_text(MAIN)
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    return subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env
+    )
+
+
+def test_a_rank_ignores_signals_of_the_group_and_dies_with_the_main_process(
+    main_process: subprocess.Popen[str],
+) -> None:
+    with main_process:
+        assert main_process.stdout is not None
+        pid = int(main_process.stdout.readline())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(pid, number)
+        # Still there once it has certainly been delivered: the kernel lists nothing as pending.
+        pending = [line for line in _status(pid) if line.startswith(("SigPnd", "ShdPnd"))]
+        assert all(int(line.split()[1], 16) == 0 for line in pending)
+        assert not gone(pid)
+        main_process.kill()
+        main_process.wait()
+        end = time.monotonic() + PATIENCE_S
+        while not gone(pid):
+            assert time.monotonic() < end, "it outlived the main process"
+            time.sleep(0.005)
+
+
+def _status(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/status").read_text().splitlines()

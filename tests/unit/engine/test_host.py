@@ -1,10 +1,7 @@
-"""The engine's loop around a core that is told what to do, and the heap of its process."""
+"""The engine's loop around a core that is told what to do."""
 
 from __future__ import annotations
 
-import gc
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,97 +11,9 @@ from typing import Any
 import pytest
 
 from pullfill.engine import host as hosts
-from pullfill.engine.environment import Heap
 from pullfill.engine.host import EngineHost
 from tests.support.engine_host import HostOf, looping
-from tests.support.fakes import FakeClock
 from tests.support.waiting import eventually
-
-# Blocks of 16 KiB, every other one freed: holes, each with whole pages, and no end to cut off.
-CODE = """
-import ctypes
-from pathlib import Path
-from pullfill.engine.environment import trim
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-blocks = [libc.malloc(16384) for _ in range(2000)]
-for block in blocks:
-    ctypes.memset(block, 1, 16384)
-for block in blocks[::2]:
-    libc.free(block)
-before = resident()
-trim()
-print(before - resident())
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
-def test_a_trim_gives_holes_back() -> None:
-    told = subprocess.run([sys.executable, "-c", CODE], capture_output=True, check=True)
-    assert int(told.stdout) > 1000 * 8192
-
-
-IMPORTS = """
-import gc, weakref
-from pullfill.engine.environment import begin_imports, end_imports
-class Loop:
-    def __init__(self):
-        self.itself = self
-kept, gone = Loop(), weakref.ref(Loop())
-begin_imports()
-assert not gc.isenabled()
-end_imports()
-assert gc.isenabled() and gone() is None and gc.get_freeze_count()
-frozen = weakref.ref(kept)
-del kept
-gc.collect()
-assert frozen(), "it is looked at again"
-late = [Loop()]
-end_imports()
-assert gc.is_tracked(late) and any(one is late for one in gc.get_objects()), "not frozen again"
-"""
-
-
-def test_what_was_imported_is_not_looked_at_again() -> None:
-    subprocess.run([sys.executable, "-c", IMPORTS], check=True)
-
-
-def test_an_engine_shuts_down_without_collecting_garbage() -> None:
-    """vLLM's collections took seconds of CPU at the end of each worker."""
-    collections, real = list[str](), gc.collect
-    host: Any = EngineHost(SimpleNamespace())  # type: ignore[arg-type]
-    host.core = SimpleNamespace(shutdown=lambda: gc.collect())
-    gc.disable()
-    gc.callbacks.append(note := lambda phase, _: collections.append(phase))
-    try:
-        host.shutdown()
-        assert collections == []
-        assert gc.collect is real
-    finally:
-        gc.callbacks.remove(note)
-        gc.enable()
-
-
-def test_the_heap_is_trimmed_at_times_while_there_is_work() -> None:
-    clock, trims = FakeClock(), []
-    kept = Heap(clock, lambda: trims.append(clock.monotonic()), 30.0)
-    kept.after_step()
-    clock.advance(29.9)
-    kept.after_step()
-    assert not trims
-    clock.advance(300.0)
-    for _ in range(3):
-        kept.after_step()
-    assert len(trims) == 1
-    clock.advance(30.0)
-    kept.after_step()
-    assert len(trims) == 2
-
-
-# ------------------------------------------------------------------ steps that do nothing
-
 
 REMOTE, WAITING, OVER = "waits for remote KV", "waits for blocks", "finished"
 STATUS = SimpleNamespace(WAITING_FOR_REMOTE_KVS=REMOTE, is_finished=lambda status: status is OVER)

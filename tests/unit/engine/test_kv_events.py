@@ -21,6 +21,7 @@ IMAGE = ("f3a9", 2)
     ("blocks", "salt", "count"),
     [
         (stored(None, None), "", 2),
+        (Stored(1, [b"a", b"b"], None, [1, 2], "", None), "", 2),
         (stored(("pepper",), None), "pepper", 2),
         (stored(("a",), ("a",), lora="a"), "", 2),
         (stored(("a", "pepper"), ("a",), lora="a"), "pepper", 2),
@@ -37,10 +38,6 @@ IMAGE = ("f3a9", 2)
 )
 def test_salt_and_blocks_that_depend_on_text_alone(blocks: Stored, salt: str, count: int) -> None:
     assert origin(blocks) == (salt, count)
-
-
-def test_no_keys_at_all() -> None:
-    assert origin(Stored(1, [b"a", b"b"], None, [1, 2], "", None)) == ("", 2)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pullfill import releases
-from pullfill.engine import check, release
+from pullfill.engine import release
 
 
 def members(version: str) -> set[str]:
@@ -28,11 +28,6 @@ def test_there_is_no_module_without_a_release() -> None:
     assert files == {
         type(release.of(version)).__module__.rpartition(".")[2] for version in releases.TORCH
     }
-
-
-def test_the_installed_release_is_chosen() -> None:
-    installed = check.base_version(check.require_version())
-    assert type(release.this) is type(release.of(installed))
 
 
 @pytest.mark.parametrize("version", releases.TORCH)

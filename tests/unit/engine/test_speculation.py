@@ -91,14 +91,3 @@ def test_only_the_drafter_that_looks_n_grams_up_is_compiled() -> None:
     assert calls == []
     speculation.compile_drafter(core("ngram"))
     assert calls == [(3,)]
-
-
-def test_a_runner_that_looks_n_grams_up_on_the_gpu_has_nothing_to_compile() -> None:
-    gpu = SimpleNamespace(model_runner=SimpleNamespace(speculator=object()))
-    core = SimpleNamespace(
-        vllm_config=SimpleNamespace(
-            speculative_config=SimpleNamespace(method="ngram", num_speculative_tokens=3)
-        ),
-        collective_rpc=lambda call, args: call(gpu, *args),
-    )
-    speculation.compile_drafter(core)
