@@ -29,15 +29,12 @@ def build_config(
     model: str,
     vllm_args: Sequence[str],
     *,
-    connector: str = "WorkerConnector",
-    module: str = "pullfill.worker.connector",
     kv_role: str,
     engine_id: str,
     extra: Mapping[str, str] | None = None,
 ) -> tuple[VllmConfig, str]:
     """Parse `vllm_args` and return (config, served model name).
 
-    connector, module: class and module of our KV connector.
     kv_role: vLLM's word for its direction.
     extra: what the connector's half in each rank's process must know.
 
@@ -66,8 +63,8 @@ def build_config(
     check_flags(args, current_platform.device_type, os.environ)
     offloading = kv_offloading.take(args, current_platform.device_type)
     ours: dict[str, Any] = {
-        "kv_connector": connector,
-        "kv_connector_module_path": module,
+        "kv_connector": "WorkerConnector",
+        "kv_connector_module_path": "pullfill.worker.connector",
         "kv_role": kv_role,
         "kv_connector_extra_config": dict(extra or {}),
     }

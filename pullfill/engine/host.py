@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import traceback
 from collections import deque
@@ -38,6 +37,10 @@ if TYPE_CHECKING:
     from pullfill.engine.tier import Tier
 
 logger = log.get("engine.host")
+
+# How long the loop sleeps while a request waits for what does not wake it, such as a grammar that
+# is compiled.
+_BLOCKED_MS = 2
 
 
 @cache
@@ -106,8 +109,7 @@ class EngineHost:
     """Owns the engine core and its thread's loop.
 
     log_stats: whether vLLM collects statistics in each step. They come with the outputs.
-    idle_ms: how long the loop sleeps without work. blocked_ms: the same while a request waits for
-    what does not wake the loop, such as a grammar that is compiled.
+    idle_ms: how long the loop sleeps without work.
     """
 
     def __init__(
@@ -116,10 +118,8 @@ class EngineHost:
         *,
         log_stats: bool = True,
         idle_ms: int = 1_000,
-        blocked_ms: int = 2,
     ) -> None:
         self._idle_ms = idle_ms
-        self._blocked_ms = blocked_ms
         self._config = config
         self._log_stats = log_stats
         self._hooks: list[EngineHooks] = []
@@ -129,8 +129,6 @@ class EngineHost:
         self._fd_handlers: dict[Any, Callable[[], None]] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._wakefd, zmq.POLLIN)
-        self.ready = threading.Event()
-        self.failure: BaseException | None = None
         self.core: EngineCore | None = None
         self._tier: Tier | None = None
         self._beat = 0
@@ -191,22 +189,12 @@ class EngineHost:
         return self.core
 
     def run(self, on_built: Callable[[EngineCore], None] = lambda _core: None) -> None:
-        """Build, then loop until `stop`. Sets `ready`, or `failure` and `ready`.
+        """Build, then loop until `stop`.
 
         What was built is still there when this returns or raises."""
-        try:
-            core = self.build()
-            on_built(core)
-        except BaseException as exc:
-            self.failure = exc
-            self.ready.set()
-            raise
-        self.ready.set()
-        try:
-            self._loop(core)
-        except BaseException as exc:
-            self.failure = exc
-            raise
+        core = self.build()
+        on_built(core)
+        self._loop(core)
 
     def shutdown(self) -> None:
         """After `run`: let vLLM free what it has, also the KV cache, and end its processes."""
@@ -251,7 +239,7 @@ class EngineHost:
             self.stepping = timeout == 0
             if executed or timeout == self._idle_ms:
                 self._blocked_at = None
-            elif timeout == self._blocked_ms and self._blocked_at is None:
+            elif timeout == _BLOCKED_MS and self._blocked_at is None:
                 self._blocked_at = time.monotonic()
 
     def _tell_failed(self, core: EngineCore, failure: Exception) -> None:
@@ -325,12 +313,12 @@ class EngineHost:
         if scheduler.finished_recving_kv_req_ids:
             return 0  # the next step schedules them
         if self._copies_run():
-            return self._blocked_ms
+            return _BLOCKED_MS
         status = _vllm().Status
         for request in scheduler.requests.values():
             waits = request.status is status.WAITING_FOR_REMOTE_KVS
             if not waits and not status.is_finished(request.status):
-                return 0 if executed else self._blocked_ms
+                return 0 if executed else _BLOCKED_MS
         return self._idle_ms
 
 

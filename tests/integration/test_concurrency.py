@@ -159,6 +159,7 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
     context = PrefillContext("prefill-1", files, scheduler=PrefillScheduler(host.wake, concurrency))
     contexts.install((context, context.scheduler))
     made: list[Prefills] = []
+    ready = threading.Event()
 
     def built(core: Any) -> None:
         life: Any = None
@@ -170,11 +171,12 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
         made[0].watch()
         if flags:
             made[0].keep_seats(core)
+        ready.set()
 
     thread = threading.Thread(target=host.run, args=(built,))
     thread.start()
     try:
-        assert host.ready.wait(120)
+        assert ready.wait(120)
         yield made[0]
     finally:
         host.stop()

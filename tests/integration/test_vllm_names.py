@@ -34,9 +34,7 @@ def test_flags_and_the_platform_are_looked_at_before_the_model(
     from vllm.platforms.interface import UnspecifiedPlatform
 
     def build(*flags: str) -> Any:
-        return build_config(
-            str(tmp_path), flags, connector="c", module="m", kv_role="kv_both", engine_id="e"
-        )
+        return build_config(str(tmp_path), flags, kv_role="kv_both", engine_id="e")
 
     with pytest.raises(ConfigError, match="--enable-sleep-mode: its memory"):
         build("--enable-sleep-mode")
@@ -63,9 +61,7 @@ def test_steps_overlap_only_if_asked(
     monkeypatch.setattr(args, "_is_cpu", lambda: False)
     monkeypatch.setattr(AsyncEngineArgs, "create_engine_config", make)
     with pytest.raises(ConfigError, match="that is all"):
-        build_config(
-            str(tmp_path), flags, connector="c", module="m", kv_role="kv_both", engine_id="e"
-        )
+        build_config(str(tmp_path), flags, kv_role="kv_both", engine_id="e")
     assert asked == [overlap]
 
 
