@@ -30,16 +30,14 @@ BLOCK = 64
 COUNT = 6
 
 
-@pytest.fixture(scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.long)])
-def cluster(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     path = ZOO["Falcon-H1 (Mamba-2)"].checkpoint()
     cluster = Cluster(tmp_path_factory.mktemp("states"), path, lease_ttl_s=10)
     try:
         cluster.start_servers()
         for role in ("decode", "prefill"):
-            cluster.launch(role, *MOCK, f"--transports={request.param}")
+            cluster.launch(role, *MOCK)
         cluster.launch("frontend", env={"VLLM_SERVER_DEV_MODE": "1"})
         cluster.wait_ready(*cluster.workers)
         cluster.set_router(policy="always_remote")
@@ -79,7 +77,7 @@ def test_the_workers_have_the_groups_of_the_model(cluster: Cluster) -> None:
         assert state.startswith("4xMamba(MAMBA2,align,")
 
 
-@pytest.mark.parametrize(("blocks", "beyond"), [(1, -1), (1, 0), (1, 1), (4, 2), (9, 0), (9, 3)])
+@pytest.mark.parametrize(("blocks", "beyond"), [(1, -1), (1, 1), (4, 2), (9, 0)])
 @pytest.mark.essential
 def test_kv_of_all_blocks_and_one_state_are_written(
     cluster: Cluster, blocks: int, beyond: int
@@ -93,7 +91,7 @@ def test_kv_of_all_blocks_and_one_state_are_written(
 
 @pytest.mark.parametrize(
     ("hit", "more"),
-    [(BLOCK, 1), (BLOCK, 30), (5 * BLOCK, BLOCK), (5 * BLOCK, BLOCK + 1), (5 * BLOCK, 400)],
+    [(BLOCK, 1), (5 * BLOCK, BLOCK), (5 * BLOCK, 400)],
 )
 def test_the_state_at_the_end_of_a_hit_is_read(cluster: Cluster, hit: int, more: int) -> None:
     """Only the decode worker has it. The prefill worker computes on from it."""
