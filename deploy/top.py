@@ -7,7 +7,6 @@ shown.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from typing import Annotated
@@ -46,18 +45,17 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 # Columns of a history. Each covers 20 s.
 _SPARK = 45
 # Lines of a screen besides workers, requests and marks.
-_FIXED = 14
+_FIXED = 12
 _MARKS = 3
 _STATES = {"ready": ("●", "green"), "draining": ("◆", "yellow"), "lost": ("✕", "bold red")}
-_LANES = {
-    "decode worker": (Stage.ROUTE, Stage.PROMPT),
-    "queue": (Stage.QUEUE,),
-    "prefill": (Stage.PREFILL,),
-    "KV": (Stage.KV,),
-    "answer": (Stage.DECODE,),
+_STAGES = {
+    Stage.ROUTE: ("decode worker", ""),
+    Stage.PROMPT: ("decode worker", ""),
+    Stage.QUEUE: ("queue", "yellow"),
+    Stage.PREFILL: ("prefill", "blue"),
+    Stage.KV: ("KV", "cyan"),
+    Stage.DECODE: ("answer", "green"),
 }
-_NAMES = {stage: lane for lane, stages in _LANES.items() for stage in stages}
-_STYLES = {"queue": "yellow", "prefill": "blue", "KV": "cyan", "answer": "green"}
 _SAID = {"outage": "does not answer", "lost": "is lost", "drain": "drains", "left": "left",
          "joined": "joined", "restarted": "was restarted"}  # fmt: skip
 
@@ -191,9 +189,7 @@ def screen(seen: Seen, trouble: str = "", height: int = 40) -> Group:
         _head(snapshot, trouble),
         *_figures(snapshot),
         _sparks(seen.points, snapshot.at),
-        _lanes(snapshot),
         _workers(workers[:rows], len(workers) - rows),
-        *_decisions(seen.points),
     ]
     if flows:
         parts.append(_flows(flows))
@@ -302,18 +298,6 @@ def _sparks(points: Sequence[Point], now: float) -> Table:
     return table
 
 
-def _lanes(snapshot: LiveSnapshot) -> Text:
-    text = Text("")
-    for number, (lane, stages) in enumerate(_LANES.items()):
-        flows = [flow for flow in snapshot.flows if flow.stage in stages]
-        longest = max((flow.stage_s or 0.0 for flow in flows), default=None)
-        text.append(" → " if number else "", style="dim")
-        text.append(f"{lane} ", style=_STYLES.get(lane, ""))
-        text.append(str(len(flows)), style="bold")
-        text.append(f" {seconds(longest)}" if longest is not None else "", style="dim")
-    return text
-
-
 def state(name: str) -> Text:
     """Return the state of a worker, with its sign."""
     sign, style = _STATES.get(name, ("•", ""))
@@ -341,15 +325,6 @@ def _workers(rows: Sequence[WorkerRow], hidden: int) -> RenderableType:
     return table
 
 
-def _decisions(points: Iterable[Point]) -> Iterator[Text]:
-    counts: Counter[str] = Counter()
-    for point in points:
-        counts.update(point.decisions)
-    if total := counts.total():
-        said = [f"{plain(name)} {100 * n / total:.0f} %" for name, n in counts.most_common(5)]
-        yield Text("prefilled: " + ", ".join(said), style="dim", no_wrap=True, overflow="ellipsis")
-
-
 def _interesting(flows: Iterable[Flow]) -> list[Flow]:
     """Requests on their way to a prefill worker and back first, then the oldest."""
     return sorted(flows, key=lambda f: (f.stage is Stage.DECODE, -f.age_s))
@@ -363,12 +338,11 @@ def _flows(flows: Sequence[Flow]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=18)
     for flow in flows:
-        lane = _NAMES[flow.stage]
+        stage, style = _STAGES[flow.stage]
         done = "" if flow.done is None else f"{100 * flow.done:.0f} %"
         tokens = flow.made if flow.stage is Stage.DECODE else flow.tokens
-        style = _STYLES.get(lane, "")
         table.add_row(
-            _name(flow.id[-24:]), Text(lane, style=style), seconds(flow.stage_s), done,
+            _name(flow.id[-24:]), Text(stage, style=style), seconds(flow.stage_s), done,
             count(tokens), _name(flow.prefill or flow.decode),
         )  # fmt: skip
     return table

@@ -153,7 +153,7 @@ def test_a_refusal_is_one_line_that_names_line_and_key(
     assert up.options is None
 
 
-@pytest.mark.parametrize("text", [b"model: \xff", b"model: \x01", b"[" * 5000])
+@pytest.mark.parametrize("text", [b"model: \xff", b"model: \x01", b"[" * 1500])
 def test_what_is_no_yaml_at_all(up: Up, text: bytes) -> None:
     with pytest.raises(ConfigError, match=f"{up.path}: not YAML: ") as caught:
         up(text)

@@ -63,11 +63,11 @@ async def test_a_straggler_that_dies_slowly_is_waited_for(
 
 
 SLOW_TO_END = """
-trap 'trap "exit 9" TERM; sleep 1.5; exit 7' TERM
+trap 'trap "exit 9" TERM; sleep 0.6; exit 7' TERM
 echo
 while :; do sleep 0.02; done
 """
-"""A process that takes 1.5 s to end after SIGTERM, with exit code 7. If it gets a second SIGTERM in
+"""A process that takes 0.6 s to end after SIGTERM, with exit code 7. If it gets a second SIGTERM in
 that time, its exit code is 9."""
 
 
@@ -84,10 +84,10 @@ def slow() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.mark.parametrize(
     ("role", "given", "started_with", "code"),
     [
-        ("frontend", 20.0, 0.5, 7),
+        ("frontend", 20.0, 0.2, 7),
         ("nats", 20.0, 20.0, 9),
         ("frontend", None, 20.0, 7),
-        ("frontend", None, 0.5, 9),
+        ("frontend", None, 0.2, 9),
     ],
 )
 async def test_frontends_have_as_long_as_workers_and_servers_have_not(
@@ -111,5 +111,5 @@ async def test_frontends_have_as_long_as_workers_and_servers_have_not(
         drain_s=started_with,
     )
     view = ProcessView(Console(file=io.StringIO()), "stopping")
-    assert await down.stop_in_order([entry], view, given, lambda: False, 0.5) == []
+    assert await down.stop_in_order([entry], view, given, lambda: False, 0.2) == []
     assert slow.wait() == code

@@ -81,7 +81,7 @@ def test_the_cluster_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) ->
         ("raise up.Interrupted", 130, "interrupted: everything that was started is stopped", 0),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1, "the start was killed by SIGKILL: clean up", 0),
         (f"time.sleep(0.2); {SIGNAL_THE_COMMAND}", 1, "killed by SIGTERM", 0),
-        (SIGNAL_THE_COMMAND, 1, "killed by SIGTERM", 1),
+        (SIGNAL_THE_COMMAND, 1, "killed by SIGTERM", 0.5),
     ],
     ids=["failed", "interrupted", "killed", "the command gets a signal", "and does not wait yet"],
 )
