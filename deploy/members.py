@@ -114,15 +114,7 @@ def ask_frontend(ref: ClusterRef, url: str, path: str) -> tuple[int, Any]:
         return code, None
 
 
-def frontend_ready(url: str) -> bool:
-    """Return whether the frontend can serve now."""
-    try:
-        return http_get(f"{url}/ready", 2.0)[0] == 200
-    except UnavailableError:
-        return False
-
-
-def why_not_ready(url: str, within_s: float) -> list[str]:
+def why_not_ready(url: str, within_s: float = 0.0) -> list[str]:
     """Return why the frontend cannot serve. Empty: it can, within this time."""
     end = time.monotonic() + within_s
     while True:

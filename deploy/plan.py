@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -230,13 +229,9 @@ def check_demo_model(exit_code: int, log: Path) -> None:
     if exit_code:
         directory = demo_directory()
         raise NotNow(
-            f"the demo model could not be made in {directory}: see {log}. Check the free space "
-            f"({shutil.disk_usage(_existing(directory)).free >> 20} MiB), then try again"
+            f"the demo model could not be made in {directory}: see {log}. Check the free space, then "
+            "try again"
         )
-
-
-def _existing(path: Path) -> Path:
-    return path if path.exists() else _existing(path.parent)
 
 
 def engine_arguments(options: UpOptions) -> list[str]:

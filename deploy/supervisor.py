@@ -194,7 +194,7 @@ async def wait_ready(
                 if (
                     spec.role != "frontend"
                     or not options.decode
-                    or await asyncio.to_thread(members.frontend_ready, url)
+                    or not await asyncio.to_thread(members.why_not_ready, url)
                 ):
                     children.view.set(name, "ready", spec.url)
                     del waiting[name]
@@ -315,7 +315,7 @@ class Keeper:
         while (pause := deaths.pause(time.monotonic(), blameless=blameless)) is not None:
             await self._sleep(pause)
             while name in SERVERS and self._disk_full() and not self.stopped():
-                await self._sleep(5.0)  # a full disk is seldom freed sooner
+                await self._sleep(1.0)
             try:
                 return await self.locked(lambda: self._start_again(name))
             except (PullfillError, OSError) as exc:
