@@ -229,8 +229,8 @@ def check_demo_model(exit_code: int, log: Path) -> None:
     if exit_code:
         directory = demo_directory()
         raise NotNow(
-            f"the demo model could not be made in {directory}: see {log}. Check the free space, then "
-            "try again"
+            f"the demo model could not be made in {directory}: see {log}. Check the free space, "
+            "then try again"
         )
 
 
