@@ -285,6 +285,7 @@ def test_no_proof_while_cuda_does_not_say_that_the_gpu_is_quiet(make: Make) -> N
         assert not fences.try_revoke(token)
     for _ in range(50):
         assert not fences.try_revoke(token)
+        time.sleep(0.002)  # the threads that would let go of the fence have time to do it
     place.world.set(dumb_streams=0)
     eventually(lambda: fences.try_revoke(token), "never proved")
     assert isinstance(writing.end(), Fenced)

@@ -326,6 +326,11 @@ def test_a_connection_that_broke_while_idle_is_made_anew(make: Make) -> None:
         wait_for(lambda: not connections())
         session.write_blocks(token, [1], [1])
         assert proxy.accepted == 2
+        proxy.reset()
+        wait_for(lambda: not connections())
+        region.owner.renew("i2")
+        with pytest.raises(Fenced, match="incarnation"):
+            session.write_blocks(token, [1], [1])
         session.close()
     assert_same(region.pages[:, 1], mine.pages[:, 1])
 
