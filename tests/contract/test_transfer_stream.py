@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from pullfill.errors import (
 )
 from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
+from pullfill.runtime import metrics
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.stream import kv_protocol, stream_server
 from pullfill.transfer.stream.kv_protocol import Answer, Operation, Status
@@ -368,3 +372,91 @@ def test_closing_the_owner_ends_a_receive_under_way(make: Make) -> None:
     assert isinstance(error, Fenced | TransferFailed)
     assert (region.data == 3).all()
     session.close()
+
+
+# --------------------------------------------------------------------------- room for connections
+
+
+def refused(why: str) -> float:
+    return metrics.KV_REFUSED.labels(why)._value.get()
+
+
+@pytest.mark.essential
+def test_connections_are_bounded_by_open_files(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stream_server.machine, "open_files", lambda: stream_server.FILES_SPARED + 4)
+    before, connected = refused("open_files"), metrics.KV_CONNECTIONS._value.get()
+    rig = make()
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    sessions = [rig.connect(mine, region) for _ in range(2)]
+    assert metrics.KV_CONNECTIONS._value.get() - connected == 2
+    with pytest.raises(PeerUnavailable):
+        rig.connect(mine, region)
+    assert refused("open_files") - before == 1
+    assert "ulimit -n" in caplog.text
+    sessions.pop().close()
+    wait_for(lambda: region.owner.connections == 1)  # type: ignore[attr-defined]
+    sessions.append(rig.connect(mine, region))
+    for session in sessions:
+        session.close()
+    wait_for(lambda: metrics.KV_CONNECTIONS._value.get() == connected)
+
+
+def test_only_strangers_are_few(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """A large fleet does not fill the port. None of its workers is warned of when it leaves."""
+    rig = make()
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    fleet = [rig.connect(mine, region) for _ in range(stream_server.MAX_STRANGERS + 16)]
+    assert region.owner.connections == len(fleet)  # type: ignore[attr-defined]
+    for session in fleet:
+        session.close()
+    wait_for(lambda: not connections())
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_a_fleet_that_connects_at_once_is_served_in_turn(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_server, "MAX_STRANGERS", 1)
+    monkeypatch.setattr(stream_server, "STRANGERS_S", 10.0)
+    rig = make()
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    silent = dial(region)
+    wait_for(lambda: len(connections()) == 1)
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(rig.connect, mine, region)
+        time.sleep(0.05)
+        assert not waiting.done()
+        silent.close()
+        waiting.result(10).close()
+
+
+def test_idle_connections_keep_no_peer_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 of them, renewed every 5 s, closed the port to everybody."""
+    monkeypatch.setattr(stream_server, "STRANGERS_S", 0.02)
+    before = refused("strangers")
+    rig = make()
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    idle = [dial(region) for _ in range(stream_server.MAX_STRANGERS)]
+    wait_for(lambda: len(connections()) == stream_server.MAX_STRANGERS)
+    for ended in range(3):
+        rig.connect(mine, region).close()
+        assert refused("strangers") - before == ended + 1, "they are bounded"
+        assert idle[ended].recv(1) == b"", "the oldest was ended"
+        idle.append(dial(region))
+        wait_for(lambda: len(connections()) == stream_server.MAX_STRANGERS)
+    for each in idle:
+        each.close()
+    wait_for(lambda: not connections())
+
+
+def test_a_worker_raises_its_limit_of_open_files() -> None:
+    """Of its own process: it is started with the 1024 that distributions give."""
+    script = (
+        "import resource; from pullfill.net import this_host;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300)); this_host.allow_open_files();"
+        "print(this_host.open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["300", "300"], done.stderr
