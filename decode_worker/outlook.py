@@ -6,14 +6,14 @@ Made once all parts of the process exist. Reads them on the engine thread, witho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.decode_worker.forecast import PrefillWorkers, Queue
+from pullfill.decode_worker.forecast import Queue
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.rules import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
@@ -37,39 +37,27 @@ _QUARANTINE_SHARE = 0.25
 class Outlook:
     """See the module.
 
-    cache: vLLM's cache configuration.
-    kv_bytes: bytes of all its blocks.
-    meter: predicts what prefills cost. None: nothing does.
-    engine: see `Situation`.
-    target_blocks: `JobBlocks.targets`. None: the model has one KV cache group that
-    keeps all blocks.
-    local_tokens: see `Situation`.
+    num_blocks: of the KV cache.
     draining: whether this worker refuses new requests."""
 
     context: DecodeContext
     producer: JetStreamProducer
     peers: Peers
-    forecaster: PrefillWorkers
+    meter: StepMeter
     checks: Checks | None
     etcd: ServerHealth
-    cache: Any
-    kv_bytes: int
-    meter: StepMeter | None = None
-    engine: str = ""
-    target_blocks: Callable[[int, int], int] | None = None
-    local_tokens: int = 1
+    num_blocks: int
     draining: bool = False
     _said: set[tuple[str, int]] = field(default_factory=set)
 
     def situation(self, request: Any, hit_tokens: int) -> Situation:
         """Return everything that a rule may look at. request: vLLM's Request."""
-        context, ledger, blocks = self.context, self.context.ledger, self.cache.num_gpu_blocks
+        context, ledger, blocks = self.context, self.context.ledger, self.context.blocks
         config = context.router_config()
         prompt_tokens: int = request.num_prompt_tokens
-        tokens = max(0, prompt_tokens - self.local_tokens - hit_tokens)
-        more = -(-tokens // self.cache.block_size)
-        if self.target_blocks is not None:
-            more = self.target_blocks(prompt_tokens, hit_tokens)
+        tokens = max(0, prompt_tokens - blocks.local_tokens - hit_tokens)
+        more = blocks.targets(prompt_tokens, hit_tokens)
+        kv_bytes = sum(memory.nbytes for memory in context.memories)
         self_check = self.checks.reason if self.checks else ""
         depth = self.producer.depth()
         # Our own jobs count once they are opened. They reach the queue later.
@@ -80,10 +68,10 @@ class Outlook:
         if adapter is not None:
             takes = any(peer.adapters for peer in pulling)
             adapter = context.adapters.for_others(adapter) if takes else None
-        forecast = self.forecaster.forecast(
+        forecast = self.meter.model.workers.forecast(
             tokens,
             more,
-            more * self.kv_bytes / blocks,
+            more * kv_bytes / self.num_blocks,
             workers=self.peers.pool if pulling else 0,
             loads=[peer.load for peer in pulling],
             depth_tokens=depth.depth_tokens,
@@ -92,17 +80,14 @@ class Outlook:
             # In a large fleet others may pull the job, and connect then.
             pulling=frozenset(pullers) if self.peers.pool <= len(pulling) else None,
         )
-        costs = None
-        if self.meter is not None:
-            jobs, ahead = max(depth.depth_jobs, own_jobs), max(depth.depth_tokens, own_tokens)
-            queue = Queue(pullers, self.peers.pool, jobs, ahead, more)
-            costs = self.meter.predict(request, hit_tokens, queue, config)
+        jobs, ahead = max(depth.depth_jobs, own_jobs), max(depth.depth_tokens, own_tokens)
+        queue = Queue(pullers, self.peers.pool, jobs, ahead, more)
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,
-            local_tokens=self.local_tokens,
+            local_tokens=blocks.local_tokens,
             config=config,
-            engine=self.engine,
+            engine=blocks.never or ("" if context.owner is not None else "no_transport"),
             fell_back=context.traces.fallback_of(request.request_id) is not None,
             adapter=adapter,
             takes_features=any(peer.features for peer in pulling),
@@ -112,29 +97,28 @@ class Outlook:
             queue_available=self.producer.available,
             claims_stalled=ledger.claims.stalled,
             queue_jobs=max(depth.depth_jobs - depth.in_flight, own_jobs),
-            quarantine_full=ledger.quarantined_blocks > int(blocks * _QUARANTINE_SHARE),
-            remote_kv=(ledger.target_blocks + more) / blocks,
+            quarantine_full=ledger.quarantined_blocks > int(self.num_blocks * _QUARANTINE_SHARE),
+            remote_kv=(ledger.target_blocks + more) / self.num_blocks,
             draining=self.draining,
             forecast=forecast,
-            costs=costs,
+            costs=self.meter.predict(request, hit_tokens, queue, config),
         )
 
     def _oversize(self, prompt_tokens: int, pulling: Sequence[Peer]) -> str:
         """Why no prefill worker can get a prompt of this length. Empty: one can."""
-        tokens = prompt_tokens - self.local_tokens
+        local_tokens = self.context.blocks.local_tokens
+        tokens = prompt_tokens - local_tokens
         longest = max((peer.max_prompt_tokens or math.inf for peer in pulling), default=math.inf)
         if tokens > longest:
             self._say(
                 PROMPT_TOO_LONG,
                 int(longest),
                 f"a prompt of {prompt_tokens} tokens stays here, like all of more than "
-                f"{longest + self.local_tokens}: no connected prefill worker takes them. Give one "
+                f"{longest + local_tokens}: no connected prefill worker takes them. Give one "
                 "a larger --max-model-len",
             )
             return PROMPT_TOO_LONG
-        blocks = -(-tokens // self.cache.block_size)
-        if self.target_blocks is not None:
-            blocks = self.target_blocks(prompt_tokens, 0)
+        blocks = self.context.blocks.targets(prompt_tokens, 0)
         size, most = u32.SIZE * (tokens + blocks) + _JOB_ROOM, self.producer.max_body
         if 0 < most < size:
             self._say(

@@ -159,7 +159,7 @@ class DecodeScheduler:
     situation: takes a request and its hit, and returns everything that a rule may look at.
     publish: `Handoff.publish`.
     queue_full: called when a prompt stays local because of the queue's depth. Must not block.
-    meter: measures steps, and decides by what they cost. None: nothing is measured.
+    meter: measures steps, and predicts what they cost.
     fetching: fetches prefixes from other decode workers. None: nothing can be fetched.
     tier: vLLM's own KV offloading, beside our connector. None: there is none.
     seats: of the requests whose KV is on its way.
@@ -174,8 +174,8 @@ class DecodeScheduler:
         situation: Callable[[Any, int], Situation],
         publish: Callable[[OpenedJob], None],
         traces: RequestTraces,
+        meter: StepMeter,
         queue_full: Callable[[], None] = lambda: None,
-        meter: StepMeter | None = None,
         fetching: PrefixFetches | None = None,
         tier: Tier | None = None,
         seats: Seats | None = None,
@@ -279,9 +279,7 @@ class DecodeScheduler:
             self._seats.take(request.request_id)
         if external_tokens > offloaded:
             count_as_computed(request, external_tokens - offloaded)
-        predicted = None
-        if self._meter is not None:
-            predicted = self._meter.admitted(request.request_id, situation, decision)
+        predicted = self._meter.admitted(request.request_id, situation, decision)
         self._traces.decided(
             request.request_id, situation, decision, offloaded=offloaded, fetched=fetched,
             predicted=predicted, headers=request.trace_headers,
@@ -388,8 +386,7 @@ class DecodeScheduler:
         """Publish the jobs that waited for steps to end.
 
         running: number of scheduled steps that have not run yet."""
-        if self._meter is not None:
-            self._meter.after_step(running)
+        self._meter.after_step(running)
         jobs: list[OpenedJob] = []
         while len(self._scheduled) > running:
             jobs += self._scheduled.popleft()
@@ -406,8 +403,7 @@ class DecodeScheduler:
 
         Requests that failed are reported by `collect`."""
         loaded = self.finish() if self.has_events else []
-        if self._meter is not None:
-            self._meter.before_step()
+        self._meter.before_step()
         return loaded
 
     def finish(self) -> list[str]:
@@ -419,7 +415,7 @@ class DecodeScheduler:
         # quarantine reaches the free list.
         for fetch in self._fetching.take() if self._fetching is not None else ():
             arrived = fetch.outcome is FetchOutcome.FETCHED
-            if self._meter is not None and not arrived:
+            if not arrived:
                 self._meter.finished(fetch.request_id)  # it is decided about anew
             self._traces.fetched(fetch)
             (loaded if arrived else self._failed).append(fetch.request_id)
@@ -438,8 +434,7 @@ class DecodeScheduler:
                     del self._waiting[request_id]
                     self._blocks.read_no_more(request_id)
                     self._traces.settled(request_id, outcome)
-                    if self._meter is not None:
-                        self._meter.settled(request_id, outcome)
+                    self._meter.settled(request_id, outcome)
                     (loaded if event.loaded else self._failed).append(request_id)
         self._seats.leave([*loaded, *self._failed])
         return loaded
@@ -450,8 +445,7 @@ class DecodeScheduler:
         vLLM's `build_connector_meta`: called once for each step, at the end of its scheduling.
 
         output: vLLM's SchedulerOutput."""
-        if self._meter is not None:
-            self._meter.scheduled(output)
+        self._meter.scheduled(output)
         self._scheduled.append(self._unpublished)
         self._unpublished = []
         if not self.has_work:
@@ -466,8 +460,7 @@ class DecodeScheduler:
         If the request still waits, vLLM frees its blocks when `collect` reports it."""
         self._decisions.pop(request_id, None)
         self._seats.leave([request_id])
-        if self._meter is not None:
-            self._meter.finished(request_id)
+        self._meter.finished(request_id)
         if self._fetching is not None:
             self._fetching.finished(request_id)
         if self._trials is not None:

@@ -185,20 +185,8 @@ async def build(
     parts.push_async_callback(control.stop)
 
     # What decides about a prompt.
-    outlook = Outlook(
-        context,
-        producer,
-        peers,
-        model.workers,
-        checks,
-        etcd.health,
-        config.cache_config,
-        sum(one.nbytes for one in told.memories),
-        meter=meter,
-        engine=told.blocks.never or ("" if told.owner is not None else "no_transport"),
-        target_blocks=told.blocks.targets,
-        local_tokens=told.blocks.local_tokens,
-    )
+    num_blocks = config.cache_config.num_gpu_blocks
+    outlook = Outlook(context, producer, peers, meter, checks, etcd.health, num_blocks)
     hello = LeaseHello(
         decode_instance=told.instance_id, compat=engine.compat.hash(), computes=computes
     )

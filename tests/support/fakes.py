@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
+from pullfill.decode_worker.cost import CostModel
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Situation
+from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import FenceToken, Grant, KvMode, PrefillJob, RouterConfig, u32
 
@@ -122,6 +125,13 @@ def situation(
     told["config"] = config
     told["fell_back"] = traces.fallback_of(request.request_id) is not None
     return Situation(request.num_prompt_tokens, hit_tokens, **(told | fields))
+
+
+def unmeasured(model: CostModel | None = None) -> Any:
+    """A StepMeter that measures no step and predicts nothing."""
+    meter = create_autospec(StepMeter, instance=True, model=model or CostModel())
+    meter.predict.return_value = meter.admitted.return_value = None
+    return meter
 
 
 def step(

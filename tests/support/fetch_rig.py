@@ -36,7 +36,7 @@ from pullfill.wire import (
     RouterPolicy,
     u32,
 )
-from tests.support.fakes import FakePool, FakeRequest, situation
+from tests.support.fakes import FakePool, FakeRequest, situation, unmeasured
 from tests.support.handoff_rig import COMPATIBLE, Served
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, compute, holds
 from tests.support.transfer_rigs import Rig
@@ -173,6 +173,7 @@ class FetchWorker:
             situation=self._situation,
             publish=self.handoff.publish,
             traces=self.traces,
+            meter=unmeasured(),
             fetching=self.fetches,
         )
 

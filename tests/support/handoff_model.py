@@ -29,7 +29,7 @@ from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
 from pullfill.errors import Fenced, Outcome
 from pullfill.wire import FenceToken, RefuseReason, RouterConfig, RouterPolicy
 from tests.support import said
-from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation
+from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation, unmeasured
 from tests.support.loopback import LoopbackFences
 
 BLOCK = 4
@@ -123,6 +123,7 @@ class HandoffModel:
             situation=lambda r, h: situation(r, h, config, traces),
             publish=self._opened.append,
             traces=traces,
+            meter=unmeasured(),
         )
 
     # ------------------------------------------------------------------ vLLM and its connector

@@ -51,7 +51,7 @@ from pullfill.wire import (
     WorkerState,
 )
 from tests.support.control_rig import FakeDirectory, until
-from tests.support.fakes import FakePool, FakeRequest, situation
+from tests.support.fakes import FakePool, FakeRequest, situation, unmeasured
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, KvEngine, compute, holds
 from tests.support.memory_queue import MemoryQueue
 from tests.support.nats import NatsServer
@@ -123,6 +123,7 @@ class DecodeHalf:
         blocks.pool = self.pool
         self.context = DecodeContext(
             instance_id=name,
+            owner=self.region.owner,
             incarnation=f"{name}-i0",
             router_config=lambda: self.config,
             traces=self.traces,
@@ -135,6 +136,7 @@ class DecodeHalf:
             situation=self._situation,
             publish=self.handoff.publish,
             traces=self.traces,
+            meter=unmeasured(),
         )
         self._rig = rig
 
@@ -147,9 +149,8 @@ class DecodeHalf:
         )
         unused: Any = None
         self.outlook = Outlook(
-            self.context, producer, self.handoff.peers, self.model.workers, None, unused,
-            SimpleNamespace(num_gpu_blocks=1_000_000, block_size=BLOCK), 1,
-            target_blocks=self.context.blocks.targets,
+            self.context, producer, self.handoff.peers, unmeasured(self.model), None, unused,
+            num_blocks=1_000_000,
         )  # fmt: skip
 
     def _situation(self, request: Any, hit: int) -> Situation:

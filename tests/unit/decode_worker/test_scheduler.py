@@ -18,7 +18,7 @@ from pullfill.errors import Outcome
 from pullfill.queue.contract import Urgency
 from pullfill.wire import MAX_TEXT, Adapter, Expected, RouterConfig, RouterPolicy
 from tests.support import said
-from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation
+from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation, unmeasured
 from tests.support.features import stand_in
 from tests.support.handoff_model import BLOCK, HandoffModel
 from tests.support.loopback import LoopbackFences
@@ -43,6 +43,7 @@ class Rig:
             situation=lambda r, h: situation(r, h, self.config, self.traces, **self.told),
             publish=self.published.append,
             traces=self.traces,
+            meter=unmeasured(),
             **parts,
         )
 
