@@ -36,9 +36,6 @@ BELIEVE_LINK_S = 10 * FORGET_S
 _SURE = 3
 # How many prefill workers are remembered.
 _MOST = 4096
-# One prediction looks at fewer than twice as many workers. If there are more, it takes every
-# second one, every third one, and so on.
-_ASKED = 32
 
 Span = tuple[float, float]
 
@@ -248,7 +245,7 @@ class PrefillWorkers:
         known = self._measured(queue.instances)
         lately = [worker for worker in known if worker.compute.fresh(now)] or known
         total = weights = 0.0
-        for worker in lately[:: max(1, len(lately) // _ASKED)]:
+        for worker in lately:
             alone = worker.compute.of(*own)
             compute = worker.compute.of(ahead[0] + own[0], ahead[1] + own[1])
             compute = max(alone, compute - done_s)

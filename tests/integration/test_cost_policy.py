@@ -6,10 +6,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import openai
 import pytest
 
-from tests.support.cluster import MODEL, Cluster, until
+from tests.support.cluster import Cluster, until
 from tests.support.oracle import Oracle
 from tests.support.outages import Asked, undisturbed
 from tests.support.prompts import Answer, ask, ask_all, random_prompt, truth
@@ -100,16 +99,3 @@ def test_a_prompt_that_must_stay_is_computed_in_chunks(cluster: Cluster, oracle:
         assert "local_chunked" in chosen
     finally:
         cluster.set_router(max_prefill_queue_size=64, itl_ms=50)
-
-
-def test_targets_that_are_no_times_are_refused(cluster: Cluster) -> None:
-    client = cluster.client()
-    for header in ("x-pullfill-ttft-ms", "x-pullfill-itl-ms"):
-        with pytest.raises(openai.BadRequestError, match=header):
-            client.completions.create(
-                model=MODEL, prompt=[20, 21], max_tokens=1, extra_headers={header: "soon"}
-            )
-    made = client.completions.create(
-        model=MODEL, prompt=[20, 21], max_tokens=1, extra_headers={"x-pullfill-ttft-ms": "75.5"}
-    )
-    assert made.choices

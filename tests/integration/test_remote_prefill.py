@@ -198,6 +198,9 @@ def test_every_decision_has_its_reason(cluster: Cluster) -> None:
     assert set(reasons) - {"no_prefill_worker"} == {"long_prompt"}
     short = random_prompt(100, seed=11)
     assert cluster.explain(ask(cluster, short).request_id)["reason"] == "short_prompt"
+    (decode,) = cluster.of("decode")
+    assert cluster.load_of(decode)["self_check"] == "passed"
+    assert not cluster.counter("pullfill_decision_total", reason="self_check"), "not a request"
 
 
 @pytest.mark.long

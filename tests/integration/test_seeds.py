@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.cluster import MODEL, Cluster
+from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
-from tests.support.prompts import SAMPLED, forget_decode_prefixes, random_prompt, sample, sampled
+from tests.support.prompts import forget_decode_prefixes, random_prompt, sample, sampled
 
 pytestmark = pytest.mark.engine
 
@@ -44,20 +44,3 @@ def test_seeds_side_by_side_do_not_disturb_each_other(cluster: Cluster, oracle: 
     with ThreadPoolExecutor(len(prompts)) as pool:
         got = list(pool.map(lambda p: sample(cluster, p, 40), prompts))
     assert got == sampled(oracle, prompts, 40)
-
-
-def test_every_choice_of_a_seeded_request_has_its_own_tokens(
-    cluster: Cluster, oracle: Oracle
-) -> None:
-    """With n > 1, vLLM gives choice i the seed s + i."""
-    cluster.set_router(policy="always_local")
-    prompt = random_prompt(LONG, seed=72)
-    answer = cluster.client().completions.create(
-        model=MODEL,
-        prompt=prompt,
-        max_tokens=8,
-        n=3,
-        extra_body={"return_token_ids": True, "ignore_eos": True, **SAMPLED},
-    )
-    got = [list(c.token_ids) for c in answer.choices]  # type: ignore[attr-defined]
-    assert got == [sampled(oracle, [prompt], seed=7 + i)[0] for i in range(3)]

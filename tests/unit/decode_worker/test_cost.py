@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pullfill.decode_worker import cost
 from pullfill.decode_worker.cost import (
     ITL_SHARE,
     MIN_CHUNK,
@@ -22,7 +18,6 @@ from pullfill.decode_worker.cost import (
     EngineRates,
     FirstToken,
     Targets,
-    miss,
 )
 from pullfill.decode_worker.forecast import Measured, Queue, span
 from pullfill.decode_worker.rules import Decision, Situation, decide
@@ -228,12 +223,6 @@ def test_a_prompt_at_once_goes_on_in_chunks_when_streams_begin(rig: Rig) -> None
     assert rig.compute(name, 1488).regret_ms is None, "it was predicted as another choice"
 
 
-@given(st.floats(1e-6, 1e3), st.floats(1e-3, 1e3))
-def test_a_miss_is_a_share(seconds: float, target: float) -> None:
-    assert 0 <= miss(seconds, target, 16.0) <= 1
-    assert miss(target, target, 16.0) == 0.5
-
-
 def test_when_a_prompt_that_went_away_must_begin_here(rig: Rig) -> None:
     """Its target less what computing it here takes. Never, if that is too late already."""
     took = 4000 * LOCAL_S + 4 * STEP_S
@@ -324,40 +313,3 @@ def test_nothing_is_left_of_requests_that_are_over() -> None:
 
 
 # ------------------------------------------------------------------ its price
-
-
-def test_a_decision_does_not_look_at_every_stream(rig: Rig) -> None:
-    """Compared within one run: ten times the streams, about the same time."""
-
-    def price() -> float:
-        times = []
-        for _ in range(50):
-            begin = time.perf_counter()
-            rig.model.predict(Queue(("p",), 1), Targets(1, 0.05), 0, 500)
-            times.append(time.perf_counter() - begin)
-        return min(times)
-
-    rig.streams(10)
-    few = price()
-    rig.streams(100)
-    assert price() < 3 * few
-
-
-def test_nor_at_every_prompt_that_is_away_or_here(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Thousands of them may wait, and after an outage all of those are computed here."""
-    always = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE)
-    names = [rig.ask(1000, config=always)[0] for _ in range(600)]
-    for name in names[300:]:
-        rig.model.settled(name, False)
-    looks = []
-
-    def looked(start: int, tokens: int) -> tuple[float, float]:
-        looks.append(tokens)
-        return span(start, tokens)
-
-    monkeypatch.setattr(cost, "span", looked)
-    rig.model.predict(Queue(("p",), 1), Targets(1, 0.05), 0, 500)
-    rig.model.scheduled({names[-1]: 256, "stream": 1}, 257)
-    assert len(looks) < 12

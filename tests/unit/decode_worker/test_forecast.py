@@ -207,15 +207,6 @@ def test_old_measurements_count_only_if_there_are_no_others() -> None:
     assert made.seconds(Queue(("slow", "fast"), 2), NOTHING, OWN, clock.monotonic()) < 2
 
 
-def test_of_many_workers_some_are_asked() -> None:
-    made, clock = forecaster()
-    names = tuple(f"p{number}" for number in range(256))
-    taught(made, clock, **{name: 0.001 + 1e-6 * (i % 7) for i, name in enumerate(names)})
-    now = clock.monotonic()
-    some = made.seconds(Queue(names[:64], 64), NOTHING, OWN, now)
-    assert made.seconds(Queue(names, 256), NOTHING, OWN, now) == pytest.approx(some, rel=0.01)
-
-
 # ------------------------------------------------------------------ what a prefill worker reports
 
 

@@ -103,14 +103,6 @@ def test_queued_closes_without_a_hold(how: str, outcome: Outcome) -> None:
     assert refused is (stale if how == "incarnation" else RefuseReason.CLOSED)
 
 
-def test_a_claim_after_the_deadline_closes_the_job_even_before_a_tick() -> None:
-    model = HandoffModel()
-    job = opened(model)
-    model.clock.advance(CLAIM_S)
-    assert model.claim(job, "a").refused is RefuseReason.CLOSED
-    assert told(model) == [Settle(job.request.request_id, Outcome.CLAIM_TIMEOUT)]
-
-
 def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
     model = HandoffModel()
     job, grant = granted(model)
@@ -274,16 +266,6 @@ def test_a_claim_takes_nothing_from_a_holder_that_is_alive(under_way: str) -> No
     model.drain()
 
 
-def test_no_fence_slot_is_a_wait_not_a_failure() -> None:
-    model = HandoffModel(slots=1)
-    _, first = granted(model)
-    job = opened(model, 1)
-    assert model.claim(job, "b").refused is RefuseReason.HELD
-    assert model.commit(first) is None
-    assert model.claim(job, "b").grant is not None
-    model.drain()
-
-
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_third_attempt_is_the_last(busy: bool) -> None:
     model = HandoffModel()
@@ -354,17 +336,6 @@ def test_a_request_waits_for_a_stopped_writer_a_tenth_of_a_second(how: str) -> N
     model.drain()
 
 
-def test_a_proof_in_the_last_moment_lets_the_job_go_on() -> None:
-    model = HandoffModel()
-    job, grant = granted(model)
-    assert model.begin_batch(grant)
-    model.gave_up(grant, retry=True)
-    model.end_batch(grant)
-    model.tick(0.2)  # the timer came late
-    assert model.claim(job, "b").grant is not None
-    model.drain()
-
-
 def test_a_publish_that_ends_after_its_job_was_given_up_is_cancelled() -> None:
     """Also while the blocks are still in quarantine."""
     model = HandoffModel()
@@ -375,19 +346,6 @@ def test_a_publish_that_ends_after_its_job_was_given_up_is_cancelled() -> None:
     model.abort(job)
     model.publish(job)
     assert job.cancelled_in_queue
-    model.drain()
-
-
-def test_with_the_last_worker_gone_nobody_waits_for_its_deadline() -> None:
-    """Unclaimed jobs and jobs that wait for another attempt are given up too."""
-    model = HandoffModel()
-    queued, (again, grant) = opened(model, 1), granted(model)
-    assert model.begin_batch(grant)
-    model.lose("a", others_alive=True)
-    model.lose("b", others_alive=False)
-    model.step()
-    assert (queued.reports, again.reports) == ([False], [False])
-    assert not set(again.job.blocks) & model.pool.free
     model.drain()
 
 
@@ -422,17 +380,6 @@ def test_ready_of_a_writer_that_still_writes_or_counts_wrong_is_refused() -> Non
     model.end_batch(grant)
     _, grant = granted(model)
     assert model.ready(grant, wrong_by=1) == "wrong_block_count"
-    model.drain()
-
-
-def test_what_could_not_be_read_is_computed_here() -> None:
-    model = HandoffModel()
-    job, grant = granted(model)
-    model.ready(grant)
-    assert model.end_read(model.reads[0], good=False) == "read_failed"
-    assert told(model) == [Settle(job.request.request_id, Outcome.PREFILL_FAILED)]
-    assert job.freed
-    assert job.cancelled_in_queue
     model.drain()
 
 

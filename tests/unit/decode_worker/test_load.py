@@ -79,13 +79,6 @@ def test_at_most_one_in_each_interval_and_the_last_state_is_sent(rig: Rig) -> No
     assert rig.sent[-1] == IDLE
 
 
-def test_the_loop_is_woken_once_for_all_changes_of_an_interval(rig: Rig) -> None:
-    rig.look(running=1)
-    for number in range(2, 9):
-        rig.look(LOAD_S / 10, running=number)
-    assert rig.wakes == [pytest.approx(0.9 * LOAD_S)]
-
-
 def test_tokens_that_are_computed_are_told_while_requests_run(rig: Rig) -> None:
     rig.look(running=1, uncached_tokens_queued=5000)
     rig.look(uncached_tokens_queued=3000)

@@ -54,14 +54,6 @@ def test_memory_out_of_reach_is_said_and_grants_nothing(caplog: pytest.LogCaptur
         NoFences().open([1])
 
 
-def test_prefill_worker_with_memory_out_of_reach_knows_its_shape_only() -> None:
-    context = WorkerContext("prefill-x")
-    memory.attach(context, OUT_OF_REACH, HEADS)
-    assert context.memories == []
-    assert context.geometry == Geometry(LAYERS, PAGE, "cuda")
-    memory.close(context)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_rank_is_published_and_nothing_is_left(tmp_path: Path, ranks: int) -> None:
     parts = ConnectorParts("decode-x", RegionFiles("decode-x", tmp_path))

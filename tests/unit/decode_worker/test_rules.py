@@ -118,43 +118,6 @@ def test_table(now: Situation, reason: str) -> None:
     assert told == Decision(reason in ("long_prompt", "policy_always_remote"), reason)
 
 
-@st.composite
-def situations(draw: st.DrawFn) -> Situation:
-    prompt = draw(st.integers(1, 2000))
-    return Situation(
-        prompt_tokens=prompt,
-        hit_tokens=draw(st.integers(0, prompt - 1)),
-        config=RouterConfig(
-            max_local_prefill_length=draw(st.integers(0, 1000)),
-            max_prefill_queue_size=draw(st.integers(0, 100)),
-        ),
-        prefill_workers=draw(st.integers(0, 2)),
-        queue_available=draw(st.booleans()),
-        queue_jobs=draw(st.integers(0, 100)),
-        quarantine_full=draw(st.booleans()),
-        remote_kv=draw(st.floats(0, 2)),
-        draining=draw(st.booleans()),
-        forecast=Forecast(wait_s=draw(st.floats(0, 20)), write_s=draw(st.floats(0, 100))),
-    )
-
-
-@given(situations(), st.integers(0, 2000), st.integers(0, 50))
-def test_what_is_better_here_or_worse_there_never_makes_it_remote(
-    now: Situation, more_hit: int, more_jobs: int
-) -> None:
-    hit = min(now.prompt_tokens - 1, now.hit_tokens + more_hit)
-    better = replace(now, hit_tokens=hit, queue_jobs=now.queue_jobs + more_jobs)
-    assert decide(REQUEST, now).remote or not decide(REQUEST, better).remote
-
-
-@given(situations())
-def test_always_remote_differs_only_in_length(now: Situation) -> None:
-    """What is remote under `conditional` is remote under `always_remote` too."""
-    config = replace(now.config, policy=RouterPolicy.ALWAYS_REMOTE)
-    always = replace(now, config=config)
-    assert not decide(REQUEST, now).remote or decide(REQUEST, always).remote
-
-
 # ------------------------------------------------------------------ what follows from a decision
 
 

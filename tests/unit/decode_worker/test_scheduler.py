@@ -106,12 +106,6 @@ def test_a_worker_that_speculates_computes_the_last_two_tokens(tokens: int) -> N
     assert len(job.blocks) == blocks
 
 
-def test_drafts_whose_kv_is_not_moved_keep_prompts_local() -> None:
-    rig = Rig()
-    rig.told["engine"] = "speculation"
-    assert rig.side.decide(FakeRequest("r", list(range(99))), 0) == (0, False)
-
-
 def test_more_blocks_than_needed_are_not_granted() -> None:
     """vLLM may hand over lookahead blocks; the writer gets none of them."""
     rig = Rig()
@@ -274,43 +268,6 @@ def test_the_hold_comes_before_the_report_that_frees() -> None:
     model.tick()
     model.step()
     model.drain()
-
-
-def test_proof_between_two_steps_holds_and_releases_in_one() -> None:
-    model = HandoffModel()
-    job = model.open(3)
-    assert job is not None
-    model.claim(job, "a")
-    assert model.begin_batch(model.grants[0])
-    model.tick(3600.0)
-    model.end_batch(model.grants[0])
-    model.tick()
-    model.step()
-    assert job.freed
-    assert job.reports == [False]
-    model.drain()
-
-
-def test_finished_while_waiting_is_reported_once() -> None:
-    rig = Rig()
-    rig.send(20)
-    rig.side.request_finished("r")
-    rig.side.request_finished("r")
-    assert rig.side.collect() == ([], ["r"])
-    rig.side.request_finished("r")
-    assert rig.side.collect() == ([], [])
-    assert rig.ledger.open_jobs == 0
-
-
-def test_finished_after_it_was_settled_but_before_the_step() -> None:
-    rig = Rig()
-    rig.send(20)
-    job = rig.published[0]
-    grant = said.grant(rig.ledger, job.job_id, "i", "a").grant
-    assert grant is not None
-    assert said.commit(rig.ledger, job.job_id, 1, "i", "a", 5) is None
-    rig.side.request_finished("r")
-    assert rig.side.collect() == (["r"], [])
 
 
 def test_what_came_before_a_step_is_told_before_it_and_what_failed_with_it() -> None:
