@@ -73,14 +73,6 @@ async def test_of_many_planners_one_orders(client: EtcdClient, ref: ClusterRef) 
     assert kv.version == 1
 
 
-async def test_an_order_that_cannot_be_read_is_replaced(
-    client: EtcdClient, ref: ClusterRef
-) -> None:
-    await client.put(keys.planner(ref.namespace), b"{")
-    assert (await step(ref)).moves
-    assert (await last_move(client, ref.namespace))[0] is not None
-
-
 async def test_an_order_that_is_refused_costs_a_pause(
     client: EtcdClient, ref: ClusterRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,16 +139,3 @@ async def test_exemplars_name_the_trace(tmp_path: Path, receiver: Receiver) -> N
     traced = {s.labels["stage"] for s in family.samples
               if s.exemplar and s.exemplar.labels == {"trace_id": TRACE}}  # fmt: skip
     assert traced == {"queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit"}
-
-
-async def test_what_is_not_traced_leaves_nothing(tmp_path: Path, receiver: Receiver) -> None:
-    async with Cluster(tmp_path) as cluster:
-        decode, _ = await cluster.decode(), await cluster.prefill()
-        unsampled = {"traceparent": f"00-{TRACE}-{ABOVE}-00"}
-        served = [
-            decode.send(prompt(20, seed=n), headers=h) for n, h in ((1, None), (2, unsampled))
-        ]
-        await settled(*served)
-        assert all(decode.right(s) for s in served)
-    tracing.close()
-    assert receiver.spans == []

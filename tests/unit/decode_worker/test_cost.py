@@ -148,15 +148,6 @@ def test_a_prompt_that_has_waited_is_late_sooner(rig: Rig) -> None:
     assert [one is not None and one.cost > 0.9 for one in there] == [False, True]
 
 
-def test_jobs_of_others_count_as_they_are_told(rig: Rig) -> None:
-    ahead = Queue(("p",), 1, jobs=3, tokens=3072).ahead(NOTHING, 0, 0, span(0, 1024))
-    assert ahead[0] == pytest.approx(12.0)
-    assert Queue(("p", "q"), 2, jobs=1, tokens=3072).ahead(NOTHING, 0, 0, (1, 1)) == NOTHING
-    waits = rig.model.predict(Queue(("p",), 1, 3, 9000), Targets(2.0, 0.05), 0, 1000).there
-    assert waits is not None
-    assert waits.ttft_s == pytest.approx(10_000 * REMOTE_S, rel=0.25)
-
-
 def test_our_own_jobs_progress_as_predicted(rig: Rig) -> None:
     queue = Queue(("p",), 1)
     for _ in range(2):
@@ -284,15 +275,6 @@ def test_steps_with_work_that_nobody_announced_teach_nothing(rig: Rig) -> None:
     for _ in range(20):
         rig.step(9.0, unknown=500)
     assert rig.model.rates.base(1) == before
-
-
-def test_first_tokens_of_one_step_are_told_in_the_order_of_the_commits(rig: Rig) -> None:
-    """Not in that of hashes, which differs from process to process. Each one changes the rates."""
-    always = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE)
-    names = [rig.ask(1000, config=always)[0] for _ in range(12)]
-    for name in names:
-        rig.model.settled(name, True)
-    assert [name for name, _ in rig.step(STEP_S, **dict.fromkeys(names, 1))] == names
 
 
 def test_nothing_is_left_of_requests_that_are_over() -> None:

@@ -10,7 +10,7 @@ from pullfill.decode_worker.demand import WINDOW_S, DemandMeter
 from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.snapshot import Demand
-from pullfill.wire import RouterConfig, RouterPolicy
+from pullfill.wire import RouterConfig
 from tests.support.fakes import FakeClock
 
 CONFIG = RouterConfig(max_local_prefill_length=512)
@@ -61,11 +61,6 @@ def test_the_backlog_of_the_time_without_one_is_gone_with_the_first_prefill_work
     assert told.prefill_demand == pytest.approx(3.0 / WINDOW_S), "an autoscaler keeps the worker"
 
 
-def test_the_backlog_is_open_work_over_the_rate_of_all() -> None:
-    rig = Rig()
-    assert rig.figures(open_tokens=9000, rates=[500, 1500], pool=3).backlog_s == pytest.approx(3.0)
-
-
 def test_the_last_rate_told_counts_when_the_prefill_workers_are_gone() -> None:
     rig = Rig()
     assert rig.figures().tokens_per_s == ASSUMED_TOKENS_PER_S
@@ -93,13 +88,6 @@ def test_which_prompts_want_a_prefill_worker(
     rig.prompt(reason, **told)
     assert rig.figures().prompts == wants
     assert (rig.figures().prefill_demand > 0) == wants
-
-
-def test_with_the_policy_always_remote_every_prompt_wants_one() -> None:
-    rig = Rig()
-    config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE)
-    rig.prompt("no_prefill_worker", tokens=20, config=config)
-    assert rig.figures().prompts == 1
 
 
 def test_fallbacks_are_missed() -> None:
@@ -134,9 +122,3 @@ def test_short_prompts_take_time_from_the_streams() -> None:
     assert rig.figures().pressure == pytest.approx(0.5)
     rig.meter.stepped(WINDOW_S / 2, 0.04, 0.05)
     assert rig.figures().pressure == pytest.approx(2 * 0.6)
-
-
-def test_the_pressure_is_the_largest_part() -> None:
-    rig = Rig()
-    assert rig.figures(kv=0.3, seats=0.2).pressure == 0.3
-    assert rig.figures(kv=0.3, seats=1.5).pressure == 1.5

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from itertools import count, pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pullfill.decode_worker.ledger import Entry, Ledger, Settle
 from pullfill.decode_worker.rules import Situation, decide
@@ -217,53 +215,3 @@ def test_a_prefill_worker_that_becomes_free_ends_the_pause(decode: Decode) -> No
     decode.ledger.prefill_free()
     decode.prompt()
     assert decode.decide() == "claims_stalled", "only one prompt finds out"
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    service_s=st.floats(0.1, 4 * CLAIM_S),
-    every_s=st.floats(0.02, 2.0),
-    at_once=st.integers(1, 3),
-)
-def test_under_overload_few_prompts_in_a_row_wait_the_claim_timeout(
-    service_s: float, every_s: float, at_once: int
-) -> None:
-    """One prefill worker computes `at_once` prompts at a time, oldest first, each for `service_s`.
-    Prompts come far faster. Between two claims at most STALLS prompts wait the claim timeout that
-    were queued after the first of the two. The prefill worker is never free for long."""
-    decode = Decode()
-    computing: list[tuple[float, str]] = []
-    waiting: list[str] = []
-    queued_at: dict[str, float] = {}
-    service_s = min(service_s, 2 * CLAIM_S)
-    claimed_at = free_since = decode.clock.now
-    late, free_s = 0, 0.0
-    end = decode.clock.now + 12 * max(service_s, CLAIM_S / 4)
-    for _ in range(400):
-        now = decode.clock.now
-        if now > end:
-            break
-        if decode.decide() == "long_prompt":
-            waiting.append(job := decode.prompt())
-            queued_at[f"r-{job}"] = now
-        for done in [item for item in computing if item[0] <= now]:
-            computing.remove(done)
-            if decode.ledger.find(done[1]):
-                decode.commits(done[1])
-            if not computing:
-                decode.ledger.prefill_free()
-                free_since = now
-        while waiting and len(computing) < at_once:
-            if decode.claims(next_one := waiting.pop(0)):
-                if not computing:
-                    free_s = max(free_s, now - free_since)
-                computing.append((now + service_s, next_one))
-                claimed_at, late = now, 0
-        decode.clock.advance(every_s)
-        decode.ledger.tick()
-        for event in decode.ledger.take_events():
-            if isinstance(event, Settle) and event.outcome is Outcome.CLAIM_TIMEOUT:
-                waited = decode.clock.now - queued_at[event.request_id]
-                late += waited >= CLAIM_S and queued_at[event.request_id] > claimed_at
-                assert late <= STALLS
-    assert free_s <= every_s + 0.01, "the next prompt was the trial"

@@ -102,18 +102,3 @@ def test_what_is_cached_of_the_window_is_held(cached: set[int], first: int) -> N
     rig.blocks.read_no_more("r")
     rig.blocks.read_no_more("r")
     assert rig.held() == set()
-
-
-def test_blocks_of_the_request_are_not_held() -> None:
-    """The prompt ends in the window of the hit: vLLM has kept the blocks from position 4 on."""
-    rig = Window({2, 3})
-    tables = [TABLES[0], [0] * 4 + [64, 65, *range(41, 48)]]
-    assert rig.blocks.read(REQUEST, tables, HIT, (0, 4)) == (
-        (0, 4), [11, 12, 13, 14, 15, 64, 16, 65],
-    )  # fmt: skip
-    assert rig.held() == set()
-
-
-def test_without_a_hit_nothing_is_looked_up() -> None:
-    rig = Window({0, 1, 2})
-    assert rig.blocks.read(REQUEST, TABLES, 0, (0, 10)) == ((0, 0), [])

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.ledger import Settle
 from pullfill.errors import Outcome
-from pullfill.wire import RouterPolicy
 from tests.support.fakes import FakeRequest
 from tests.support.handoff_model import BLOCK
 from tests.unit.decode_worker.test_scheduler import Rig
@@ -128,24 +126,3 @@ def test_a_job_that_ends_while_the_hit_is_loaded_is_reported_after_the_load(
     assert rig.side.collect() == ([], ["r"])
     assert not rig.side.has_work
     assert rig.published == []
-
-
-def test_after_a_fallback_the_tier_serves_the_hit() -> None:
-    rig, _ = rig_with(3 * BLOCK)
-    request = rig.send(PROMPT)
-    rig.ledger.give_up_all(Outcome.PREFILL_LOST)
-    rig.side.collect()
-    rig.side.tier_loaded(received("r"))
-    assert rig.side.collect() == ([], ["r"])
-    assert rig.side.decide(request, 0) == (0, False)
-
-
-def test_what_must_stay_local_is_loaded_all_the_same() -> None:
-    rig, tier = rig_with(3 * BLOCK)
-    rig.config = type(rig.config)(policy=RouterPolicy.ALWAYS_LOCAL)
-    request = FakeRequest("r", list(range(PROMPT)))
-    assert rig.side.decide(request, 0) == (0, False)
-    rig.side.enqueue(request, [list(range(10))], 0)
-    assert tier.claimed == set()
-    rig.side.tier_loaded(received("r"))
-    assert not any(isinstance(e, Settle) for e in rig.ledger.take_events())
