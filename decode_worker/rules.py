@@ -241,9 +241,14 @@ def no_prefill_worker(request: Any, now: Situation) -> Decision | None:
     return Decision(False, now.self_check or "no_prefill_worker")
 
 
-def oversize(request: Any, now: Situation) -> Decision | None:
-    """Reasons: prompt_too_long, job_too_large."""
-    return Decision(False, now.oversize) if now.oversize else None
+@stays
+def prompt_too_long(request: Any, now: Situation) -> object:
+    return now.oversize == PROMPT_TOO_LONG
+
+
+@stays
+def job_too_large(request: Any, now: Situation) -> object:
+    return now.oversize == JOB_TOO_LARGE
 
 
 @stays
@@ -314,8 +319,8 @@ OF_THE_REQUEST: tuple[Rule, ...] = (
 # What a prefill worker can take, and is worth it: the policy, then length, then load.
 OF_THE_CLUSTER: tuple[Rule, ...] = (
     policy_always_local, prefix_hit, short_prompt, draining, queue_unavailable, no_prefill_worker,
-    oversize, claims_stalled, quarantine_full, queue_full, queue_wait, slow_link, remote_full,
-    policy_always_remote, cost,
+    prompt_too_long, job_too_large, claims_stalled, quarantine_full, queue_full, queue_wait,
+    slow_link, remote_full, policy_always_remote, cost,
 )  # fmt: skip
 RULES = OF_THE_REQUEST + OF_THE_CLUSTER
 

@@ -89,6 +89,7 @@ def test_what_a_request_needs(fields: dict[str, Any], reason: str) -> None:
         # Without NATS no prefill worker pulls: the cause is told, not what follows from it.
         (replace(REMOTE, queue_available=False, prefill_workers=0), "queue_unavailable"),
         (replace(REMOTE, oversize="job_too_large"), "job_too_large"),
+        (replace(REMOTE, oversize="prompt_too_long", claims_stalled=True), "prompt_too_long"),
         (replace(REMOTE, claims_stalled=True), "claims_stalled"),
         (replace(REMOTE, quarantine_full=True), "quarantine_full"),
         (replace(GOOD, queue_jobs=63), "long_prompt"),
