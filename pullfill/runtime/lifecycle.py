@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,27 +98,20 @@ def exit_within(seconds: float, code: int) -> None:
 
     What `at_leave` has registered is called first, and has LAST_S at most.
     It does not matter what hangs: the event loop, or the reader of the log."""
-    message = "shutdown took longer than %g s: exiting at once"
-    cleaned = threading.Event()
 
-    def do_last() -> None:
+    def end_now() -> None:
+        time.sleep(seconds)
         try:
-            _do_last()
+            # In threads of their own: the reader of the log may hang, and so may what is done last.
+            told = ("shutdown took longer than %g s: exiting at once", seconds)
+            threading.Thread(target=logger.error, args=told, daemon=True).start()
+            last = threading.Thread(target=_do_last, daemon=True)
+            last.start()
+            last.join(LAST_S)
         finally:
-            cleaned.set()
+            os._exit(code)
 
-    def leave_now() -> None:
-        # If the process stood still (SIGSTOP, a paused VM), all timers are due at once. So the time
-        # between them is no promise, and KV in files would stay behind.
-        cleaned.wait(LAST_S)
-        os._exit(code)
-
-    say = threading.Timer(seconds, logger.error, (message, seconds))
-    clean = threading.Timer(seconds, do_last)
-    end = threading.Timer(seconds + 0.1, leave_now)
-    for timer in (say, clean, end):
-        timer.daemon = True
-        timer.start()
+    threading.Thread(target=end_now, daemon=True).start()
 
 
 _last: list[Callable[[], None]] = []
