@@ -15,8 +15,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 
 from pullfill import wire
 from pullfill.engine.kv_events import Change, Cleared, KvEvents, Places, Removed, Stored, origin
@@ -30,8 +29,6 @@ from pullfill.worker.ports import View
 logger = log.get("decode_worker.kv_events")
 
 RING_EVENTS = 1 << 16
-# Blocks that are hashed before other callbacks of the loop get their turn.
-_TURN_BLOCKS = 512
 # Steps in the queue. If there are more, the asyncio thread hangs, and all blocks are forgotten.
 _MOST_STEPS = 10_000
 # Messages of one answer that may wait for the engine thread, between two of its steps.
@@ -127,9 +124,6 @@ class BlockEvents:
         self._queue: deque[list[Change]] = deque()
         self._armed = False
         self._flushed_at = 0.0
-        self._todo: deque[Change] = deque()
-        self._op = Op.STORE
-        self._same = array("Q")
         self._told = 0
         self._answers: dict[bytes, asyncio.Task[None]] = {}
 
@@ -180,48 +174,21 @@ class BlockEvents:
     def _flush(self) -> None:
         failpoints.hit("decode.before_events")
         self._armed = False  # before the queue is emptied, so that nothing stays in it
+        # A step stores at most the blocks of its tokens, so hashing them takes a millisecond.
         while self._queue:
             for change in self._queue.popleft():
-                self._todo.extend(pieces(change, _TURN_BLOCKS))
-        self._turn()
-
-    def _turn(self) -> None:
-        """Apply the changes of some blocks, then send, or go on in the next turn of the loop."""
-        room = _TURN_BLOCKS
-        while self._todo and room > 0:
-            room -= self._apply(self._todo.popleft())
-        if self._todo:
-            self._loop.call_soon(self._turn)
-            return
-        self._settle()
+                self._apply(change)
         self._flushed_at = self._loop.time()
         self._publish()
 
-    def _apply(self, change: Change) -> int:
-        """Apply one change. Returns how many blocks it was about."""
+    def _apply(self, change: Change) -> None:
         if isinstance(change, Stored):
-            self._record(Op.STORE, self._held.store(change))
+            self._ring.append(Op.STORE, self._held.store(change))
         elif isinstance(change, Removed):
-            self._record(Op.REMOVE, self._held.remove(change))
+            self._ring.append(Op.REMOVE, self._held.remove(change))
         else:
             self._held.clear()
-            self._settle()
             self._ring.append(Op.CLEAR)
-            return 1
-        return len(change.handles)
-
-    def _record(self, op: Op, hashes: array[int]) -> None:
-        """Collect the hashes of changes of one kind. vLLM tells of each removed block alone."""
-        if op is not self._op:
-            self._settle()
-            self._op = op
-        self._same.extend(hashes)
-
-    def _settle(self) -> None:
-        """Number what was collected."""
-        if self._same:
-            self._ring.append(self._op, self._same)
-            self._same = array("Q")
 
     def _publish(self) -> None:
         """Send the new events to all that follow."""
@@ -249,20 +216,3 @@ class BlockEvents:
             del self._answers[identity]
         if not task.cancelled() and (exc := task.exception()) is not None:
             logger.error("a frontend could not be sent the cached blocks", exc_info=exc)
-
-
-def pieces(change: Change, most: int) -> Iterator[Change]:
-    """Cut stored blocks into changes of at most `most` blocks."""
-    if not isinstance(change, Stored) or len(change.handles) <= most:
-        yield change
-        return
-    size = len(change.tokens) // len(change.handles)
-    for start in range(0, len(change.handles), most):
-        stop = start + most
-        yield replace(
-            change,
-            handles=change.handles[start:stop],
-            parent=change.handles[start - 1] if start else change.parent,
-            tokens=change.tokens[start * size : stop * size],
-            keys=change.keys and change.keys[start:stop],
-        )

@@ -96,6 +96,7 @@ async def test_stop_settles_what_hangs_on_the_connections(decode: Decode, connec
     assert len(decode.server.peers.pulling) == 0
 
 
+@pytest.mark.parametrize("decode", [{"silent_s": 3600.0}], indirect=True)
 async def test_a_worker_that_connects_anew_has_left_its_old_connection(
     decode: Decode, connect: Any, raw: Raw
 ) -> None:

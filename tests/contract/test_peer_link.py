@@ -115,9 +115,9 @@ async def test_each_question_gets_its_own_answer_and_the_rest_is_told() -> None:
     async with connected() as (link, peer):
         both = [asyncio.create_task(link.claim(name)) for name in ("a", "b")]
         await until(lambda: len(peer.asked) == 2)
-        second, first = peer.answer("b"), peer.answer("a")
+        second, first, again = peer.answer("b"), peer.answer("a"), peer.answer("a")
         assert await asyncio.gather(*both) == [first, second]
-        again, revoke = peer.answer("a"), Revoke(job_id="j", attempt=1, reason="x")
+        revoke = Revoke(job_id="j", attempt=1, reason="x")
         peer.say(revoke)
         await until(lambda: link.messages == [revoke])
         assert link.unwanted == [again], "nobody waits for a second answer"

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from pullfill.decode_worker.prefix import block_events
-from pullfill.decode_worker.prefix.block_events import BlockEvents, Held, pieces
+from pullfill.decode_worker.prefix.block_events import BlockEvents, Held
 from pullfill.engine.kv_events import Change, Cleared, KvEvents, Places, Removed, Stored
 from pullfill.prefix import chain
 from pullfill.prefix.events import Replica, State
@@ -109,17 +109,6 @@ def test_a_block_counts_while_every_group_holds_it() -> None:
     assert list(held.remove(Removed(1, handles(A)[:1]))) == hashes(A)[:1]
     assert list(held.remove(Removed(2, handles(A)[:1]))) == []
     assert list(held.remove(Removed(2, handles(A)[1:2]))) == hashes(A)[1:2]
-
-
-@pytest.mark.parametrize("change", [stored(A), stored(A, after=1), stored(A, place=IN_CPU)])
-def test_pieces_come_to_the_same(change: Stored) -> None:
-    whole, cut = Held(ONE), Held(ONE)
-    for each in (whole, cut):
-        each.store(stored(A[:SIZE]))
-    parts = list(pieces(change, 3))
-    found = [one for part in parts for one in cut.store(part)]  # type: ignore[arg-type]
-    assert found == list(whole.store(change))
-    assert len(parts) == -(-len(change.handles) // 3)
 
 
 class FakeView:
@@ -284,7 +273,7 @@ async def test_followers_end_with_what_the_cache_holds(rig: Rig, seed: int) -> N
         if rng.random() < 0.1:
             await asyncio.sleep(0.002)
     second = rig.followers[b"second"]
-    await until(lambda: not rig.blocks._armed and not rig.blocks._todo)
+    await until(lambda: not rig.blocks._armed)
     assert set(rig.blocks._held._hashes) <= set(cached)
     known = rig.blocks._held._hashes.values()
     await until(lambda: first.holds(known) and second.holds(known))
