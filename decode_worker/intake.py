@@ -27,16 +27,16 @@ from pullfill.runtime import log
 logger = log.get("decode_worker.intake")
 
 SLICE_S = 0.0005
+# Messages up to this size may be prepared on the engine thread. 4 KiB is a prompt of 1,000 tokens,
+# about 0.2 ms of work.
 SMALL_BYTES = 4 << 10
-"""Messages up to this size may be prepared on the engine thread. 4 KiB is a prompt of 1,000 tokens,
-about 0.2 ms of work."""
+# The same limit while the engine takes no steps.
 SMALL_AT_REST_BYTES = 16 << 10
-"""The same limit while the engine takes no steps."""
+# Most bytes of messages that wait: 2,000 prompts of 128k tokens.
 MAX_BYTES = 1 << 30
-"""Most bytes of messages that wait: 2,000 prompts of 128k tokens."""
 
+# Yields between slices. Returns a function that the engine thread must run, or None.
 Preparation = Generator[None, None, Callable[[], None] | None]
-"""Yields between slices. Returns a function that the engine thread must run, or None."""
 
 
 class Intake:

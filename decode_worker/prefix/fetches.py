@@ -64,21 +64,21 @@ class FetchOutcome(enum.StrEnum):
     """What came of a hint. With all but FETCHED the prefix was computed."""
 
     FETCHED = "fetched"
+    # Reading was expected to take longer than computing.
     DEARER = "dearer"
-    """Reading was expected to take longer than computing."""
+    # This worker or the holder had too many such reads, or a step of the holder still ran.
     BUSY = "busy"
-    """This worker or the holder had too many such reads, or a step of the holder still ran."""
+    # The holder has too little of the prefix (any more).
     NOT_HELD = "not_held"
-    """The holder has too little of the prefix (any more)."""
+    # The holder could not be asked, did not answer in time, or may not be read.
     UNREACHABLE = "unreachable"
-    """The holder could not be asked, did not answer in time, or may not be read."""
+    # The copy broke off: the holder died, or was too slow.
     LOST = "lost"
-    """The copy broke off: the holder died, or was too slow."""
+    # The lease ended before the copy was confirmed: it took too long, or vLLM had no blocks, or the
+    # holder registered again.
     EXPIRED = "expired"
-    """The lease ended before the copy was confirmed: it took too long, or vLLM had no blocks, or
-    the holder registered again."""
+    # The request ended, or went another way.
     CANCELLED = "cancelled"
-    """The request ended, or went another way."""
 
 
 class LeaseAnswer(enum.Enum):

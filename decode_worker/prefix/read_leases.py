@@ -114,9 +114,9 @@ class ReadLeases:
         self._open = 0  # leases that are asked for, valid, or not proved quiet
         self._pinned = 0  # blocks that leases pin. Engine thread
         self._unproved = 0  # leases that have ended although their readers may still read
+        # Blocks of leases that have ended although their readers may still read, as a stopped
+        # process may.
         self.unproved_blocks = 0
-        """Blocks of leases that have ended although their readers may still read, as a stopped
-        process may."""
         self._closed = False
         self.why_not = ""
         if thread is None or intake is None:

@@ -14,9 +14,9 @@ import hmac
 from collections.abc import Iterable
 
 HEADER = "x-pullfill-proof"
-# As in Kerberos: hosts without time synchronisation are often minutes apart, seldom more than five.
+# How far the clocks of both machines may be apart, the way there included. As in Kerberos: hosts
+# without time synchronisation are often minutes apart, seldom more than five.
 VALID_S = 300
-"""How far the clocks of both machines may be apart, the way there included."""
 
 
 def digest(key: bytes) -> bytes:

@@ -28,8 +28,8 @@ _NATS_JWT = "NATS USER JWT"
 _NATS_SEED = "USER NKEY SEED"
 
 
+# Keys whose files others may read. All other files hold secrets.
 _PUBLIC = frozenset({"ca", "cert"})
-"""Keys whose files others may read. All other files hold secrets."""
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -188,8 +188,8 @@ class Security(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     path: str = ""
 
 
+# Everything off.
 OPEN = Security()
-"""Everything off."""
 
 SECTIONS: dict[str, type[_Section]] = {
     field.name: field.type for field in msgspec.structs.fields(Security) if field.name != "path"

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 
 SHM_DIR_ENV = "PULLFILL_SHM_DIR"
+# Enough for 32,000 KV connections. Not more: some programs loop over all allowed numbers.
 _OPEN_FILES = 1 << 16
-"""Enough for 32,000 KV connections. Not more: some programs loop over all allowed numbers."""
 
 
 def shm_dir() -> Path:

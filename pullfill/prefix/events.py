@@ -109,11 +109,11 @@ class Ring:
 class State(enum.StrEnum):
     """How far the index can be believed about a worker."""
 
+    # Nothing is known of it.
     COLD = "cold"
-    """Nothing is known of it."""
     WARM = "warm"
+    # Events are missing. What is known still counts.
     BEHIND = "behind"
-    """Events are missing. What is known still counts."""
 
 
 @dataclass(slots=True)
@@ -142,12 +142,12 @@ class Replica:
         self._slot = slot
         self._epoch = 0
         self._next = 0
+        # Number after the last event of this epoch that is known to exist.
         self._end = 0
-        """Number after the last event of this epoch that is known to exist."""
         self._filled = now
         self._asked: float | None = None
+        # (epoch, at, next page) of the snapshot that is coming in.
         self._pages: tuple[int, int, int] | None = None
-        """(epoch, at, next page) of the snapshot that is coming in."""
 
     @property
     def refused(self) -> int:
