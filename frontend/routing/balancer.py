@@ -30,7 +30,7 @@ class Balancer:
     """Owned by the `Dispatcher`, on its event loop. Never blocks.
 
     policy: returns the policy to use now.
-    prefixes: which worker holds which blocks. None: unknown.
+    prefixes: which worker holds which blocks.
     frontends: returns how many frontends serve the same workers.
     min_fetch: returns `router.min_fetch_tokens`."""
 
@@ -42,7 +42,7 @@ class Balancer:
         min_fetch: Callable[[], int] = lambda: 0,
     ) -> None:
         self._policy = policy
-        self._prefixes = prefixes
+        self._prefixes = prefixes or Prefixes(0)
         self._frontends = frontends
         self._min_fetch = min_fetch
         self._placement = Placer(random.Random())
@@ -79,7 +79,7 @@ class Balancer:
     def holder(self, flight: Flight, worker: DecodeConnection) -> PrefixHolder | None:
         """Return another worker that holds more of the prompt than the chosen one, if any."""
         least = self._min_fetch()
-        if not least or self._prefixes is None or not self._block or self._prefixes.workers < 2:
+        if not least or not self._block or self._prefixes.workers < 2:
             return None
         if _length(flight) <= least or not (hashes := self._hashed(flight).hashes):
             return None
@@ -138,10 +138,9 @@ class Balancer:
     # ---------------------------------------------------------------- inside
 
     def _place(self, flight: Flight, among: Candidates, now: float) -> WorkerChoice:
-        prompt, held = self._prompt(flight), None
-        if self._prefixes is not None and prompt.hashes:
-            held = self._prefixes.matched(prompt.hashes)
-            held.warm = self._warm
+        prompt = self._prompt(flight)
+        held = self._prefixes.matched(prompt.hashes)
+        held.warm = self._warm
         return self._placement.choose(self._policy(), prompt, among, now, held)
 
     def _look(self, workers: Sequence[DecodeConnection], now: float) -> None:
@@ -152,9 +151,8 @@ class Balancer:
         cached = [name for name, size in sizes.items() if size]
         # Workers of one model have blocks of one size. Others match nothing: their hashes differ.
         self._block = sizes[cached[0]] if cached else 0
-        if self._prefixes is not None:
-            known = sum(self._prefixes.state(name) in (State.WARM, State.BEHIND) for name in cached)
-            self._warm = 2 * known >= len(cached)
+        known = sum(self._prefixes.state(name) in (State.WARM, State.BEHIND) for name in cached)
+        self._warm = 2 * known >= len(cached)
 
     def _prompt(self, flight: Flight) -> Prompt:
         """What the policy is to know of the prompt: only `kv` needs its hashes."""
