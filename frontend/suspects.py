@@ -133,7 +133,7 @@ class Suspects:
             ]
             if not quiet and now < flight.waits_since + self._waits.apart:
                 return ()
-            workers = workers if len(quiet) in (0, len(workers)) else quiet
+            workers = quiet or workers
         if len(workers) < 2:
             return workers
 
@@ -145,8 +145,6 @@ class Suspects:
 
         crowds = [others(worker) for worker in workers]
         least = min(crowds)
-        if max(crowds) == least:
-            return workers  # for another list the balancer makes its tables anew
         return [w for w, crowd in zip(workers, crowds, strict=True) if crowd == least]
 
     def on_end(self, flight: Flight, finished: bool) -> None:
