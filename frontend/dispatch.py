@@ -375,9 +375,7 @@ class Dispatcher:
         if guilty(flight):  # `suspects` soon ends it, or finds that it is not
             self._waiting.hold(flight)
             return
-        ready = self._candidates()
-        if flight.avoid is not None and flight.avoid in ready:
-            ready = [w for w in ready if w is not flight.avoid]
+        ready = [worker for worker in self._candidates() if worker is not flight.avoid]
         workers = flight.with_room(ready)
         if not workers:
             if ready:
