@@ -50,9 +50,6 @@ class QueueConfig:
 
     max_jobs: jobs pending and in flight.
     max_bytes: size of all jobs. -1: no limit.
-    max_in_flight: deliveries in flight, over all workers, of jobs of each urgency. NATS
-    does not answer a pull at this limit, so it is far above the number of jobs.
-    max_age_s: a job is removed after this time. By then nobody waits for it.
     replicas: number of servers of a NATS cluster that hold each stream.
     """
 
@@ -63,8 +60,6 @@ class QueueConfig:
     ack_wait_s: float = 5.0
     max_deliver: int = 5
     publish_timeout_s: float = 0.5
-    max_in_flight: int = 1_000_000
-    max_age_s: float = 3600.0
     replicas: int = 1
 
 

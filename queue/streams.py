@@ -129,7 +129,7 @@ def _ns(seconds: float) -> int:
 
 def job_stream(names: Names, config: QueueConfig) -> Config:
     """Work-queue retention, file storage, refuse new jobs when full."""
-    return _stream(config, config.max_age_s) | {
+    return _stream(config) | {
         "name": names.stream,
         "description": "pullfill prefill jobs",
         "subjects": [names.all_jobs],
@@ -137,12 +137,13 @@ def job_stream(names: Names, config: QueueConfig) -> Config:
         "discard": "new",
         "max_msgs": config.max_jobs,
         "max_bytes": config.max_bytes,
+        "max_age": _ns(3600.0),  # by then nobody waits for the job
     }
 
 
 def dead_stream(names: Names, config: QueueConfig) -> Config:
     """The last dead letters, for people. Bounded in number, bytes and age."""
-    return _stream(config, max_age_s=7 * 86400.0) | {
+    return _stream(config) | {
         "name": names.dead_stream,
         "description": "pullfill jobs that nobody may try again",
         "subjects": [names.dead],
@@ -150,17 +151,17 @@ def dead_stream(names: Names, config: QueueConfig) -> Config:
         "discard": "old",
         "max_msgs": 1000,
         "max_bytes": DEAD_MAX_BYTES,
+        "max_age": _ns(7 * 86400.0),
     }
 
 
-def _stream(config: QueueConfig, max_age_s: float) -> Config:
+def _stream(config: QueueConfig) -> Config:
     return {
         "storage": "file",
-        "max_age": _ns(max_age_s),
         "max_consumers": -1,
         "max_msg_size": -1,
         "num_replicas": config.replicas,
-        "duplicate_window": _ns(min(120.0, max_age_s)),
+        "duplicate_window": _ns(120.0),
     }
 
 
@@ -176,7 +177,8 @@ def consumer(names: Names, config: QueueConfig, urgency: Urgency) -> Config:
         "ack_policy": "explicit",
         "ack_wait": _ns(config.ack_wait_s),
         "max_deliver": config.max_deliver,
-        "max_ack_pending": config.max_in_flight,
+        # Of all workers. NATS answers no pull at this limit, so it is far above the number of jobs.
+        "max_ack_pending": 1_000_000,
         "max_waiting": 2048,
         "replay_policy": "instant",
     }

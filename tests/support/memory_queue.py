@@ -1,7 +1,7 @@
 """The job queue in this process, without a server. It keeps every promise of queue/contract.py.
 
 `MemoryQueue` is the broker. Its `producer()` and `consumer()` share it. Message timers (ack_wait,
-nak delay, age, deduplication) follow an injected clock. `pull` waits in real time, so that a test
+nak delay, deduplication) follow an injected clock. `pull` waits in real time, so that a test
 whose fake clock stands still does not hang. Everything belongs to one asyncio loop.
 
 `offline = True` makes it behave like a server that is away.
@@ -111,10 +111,8 @@ class MemoryQueue:
 
     def expire(self) -> None:
         now = self.clock.monotonic()
-        for job in list(self.jobs.values()):
-            if now - job.stored_at > self.config.max_age_s:
-                del self.jobs[job.seq]
-            elif job.in_flight and job.ready_at <= now and job.deliveries < self.config.max_deliver:
+        for job in self.jobs.values():
+            if job.in_flight and job.ready_at <= now and job.deliveries < self.config.max_deliver:
                 job.in_flight = False
 
 
