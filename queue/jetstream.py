@@ -300,7 +300,8 @@ class JetStreamConsumer:
     """A `JobConsumer`. See the contract for what each method promises.
 
     A pull first asks for a job that is there now, one urgency after another. If there is none, it
-    asks the consumers of all urgencies at once, and takes the requests back when a job has come.
+    asks the consumers of all urgencies at once. Requests that still wait when a job has come are
+    for the next pull, or are taken back if none follows at once.
 
     streams: call its `configure` when the settings change.
     health: whether the server answers pulls.
@@ -320,7 +321,7 @@ class JetStreamConsumer:
         self._live: dict[Urgency, float] = {}
         self._broken: set[Urgency] = set()
         self._wake = asyncio.Event()
-        self._draining = self._known = False
+        self._draining = self._known = self._pulling = False
         self._repairing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -365,6 +366,7 @@ class JetStreamConsumer:
 
     async def pull(self, wait_s: float, *, urgent_only: bool = False) -> Delivery | None:
         job: JetStreamDelivery | None = None
+        self._pulling = True
         try:
             job = await self._next(wait_s, urgent_only)
         except QueueUnavailable as exc:
@@ -373,15 +375,28 @@ class JetStreamConsumer:
                 self.health.failed(str(exc), PULLS)
             raise
         finally:
-            while self._arrived:  # more than one came at once
-                self._spawn(self._arrived.popleft().nak())
-            if self._live:
-                withdrawn = self._withdraw()
-                if job is None:
-                    await asyncio.shield(withdrawn)
+            self._pulling = False
+            if job is None:
+                self._give_back()
+                if self._live:
+                    await asyncio.shield(self._withdraw())
         if job is not None:
             self._turns.took(job.urgency, job.tokens)
+            # An owner that pulls again at once does so before this runs.
+            asyncio.get_running_loop().call_soon(self._rest)
         return job
+
+    def _rest(self) -> None:
+        """Take nothing more, unless the owner pulls again."""
+        if not self._pulling:
+            self._give_back()
+            if self._live:
+                self._withdraw()
+
+    def _give_back(self) -> None:
+        """Give back the jobs that have arrived."""
+        while self._arrived:
+            self._spawn(self._arrived.popleft().nak())
 
     async def _next(self, wait_s: float, urgent_only: bool) -> JetStreamDelivery | None:
         """Return one job. None: none came within `wait_s`, or drain. Raises QueueUnavailable."""
@@ -391,12 +406,19 @@ class JetStreamConsumer:
         order = self._turns.order()
         if urgent_only:
             order = [one for one in order[:1] if one is Urgency.TIGHT]
-        for urgency in order:
-            await self._request(urgency, 0.0)
-            while urgency in self._live and not self._arrived:
-                await self._changed(math.inf)
-            if self._arrived:
-                return self._arrived.popleft()
+        if wait_s <= 0:
+            self._give_back()
+            if self._live:
+                await self._withdraw()
+        elif self._arrived:  # together with the last one
+            return self._arrived.popleft()
+        if not self._live:  # else nothing is there now: a request that waits would have brought it
+            for urgency in order:
+                await self._request(urgency, 0.0)
+                while urgency in self._live and not self._arrived:
+                    await self._changed(math.inf)
+                if self._arrived:
+                    return self._arrived.popleft()
         while wait_s > 0 and not self._draining:
             for urgency in order:
                 await self._request(urgency, REQUEST_S)
