@@ -29,7 +29,7 @@ from pullfill.decode_worker.rules import SELF_CHECK_FAILED as FAILED
 from pullfill.decode_worker.rules import SELF_CHECK_PENDING as PENDING
 from pullfill.decode_worker.rules import Decision
 from pullfill.engine import requests
-from pullfill.engine.compat import dtype_of_kv, logprobs_are_cheap, rounding_digest
+from pullfill.engine.compat import dtype_of_kv, rounding_digest
 from pullfill.engine.groups import Groups
 from pullfill.errors import HandoffError, RegistryUnavailable
 from pullfill.ids import new_job_id
@@ -426,14 +426,6 @@ def wanted_blocks(block_size: int) -> int:
     return max(least, min(most, TOKENS // block_size))
 
 
-def logprobs_to_ask(kv_dtype: str, best: int = 5) -> int | None:
-    """Return of how many most likely tokens the log probabilities are compared.
-
-    None: only KV is compared, because vLLM would first compile for seconds. If the KV cannot be
-    read as numbers, log probabilities are asked for all the same."""
-    return best if logprobs_are_cheap() or not difference.readable(kv_dtype) else None
-
-
 def checks_for(
     context: DecodeContext, config: Any, compat: Compat, submit: Submit | None, kept: SelfChecks
 ) -> tuple[Trials, Checks] | None:
@@ -452,7 +444,8 @@ def checks_for(
     kv_dtype = dtype_of_kv(config)
     trials = Trials(
         submit, context.traces, context.memories, context.groups,
-        logprobs_to_ask(kv_dtype),
+        # This worker samples in both prefills. So they say no more than the KV, if it can be read.
+        logprobs=None if difference.readable(kv_dtype) else 5,
     )  # fmt: skip
     ours = Ours(
         instance_id=context.instance_id,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,12 +148,6 @@ def dtype_of_kv(config: VllmConfig) -> str:
     """vLLM's name of the numbers in the KV cache."""
     kept = str(config.cache_config.cache_dtype)
     return str(config.model_config.dtype).removeprefix("torch.") if kept == "auto" else kept
-
-
-def logprobs_are_cheap() -> bool:
-    """Whether vLLM answers a question for log probabilities without compiling its helper first,
-    which takes seconds on the engine thread (engine/environment.py)."""
-    return os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
 def _rounding(config: Any) -> dict[str, Any]:

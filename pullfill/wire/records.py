@@ -395,8 +395,8 @@ class SelfCheck(Message, frozen=True, kw_only=True):
 
     kv_difference: largest relative difference of the KV of one block in one layer. None: this
     KV cache type cannot be read as numbers.
-    logprob_difference: largest difference of a log probability of the next token. None: vLLM would
-    compile something first, so it was not asked.
+    logprob_difference: largest difference of a log probability of the next token. None: the KV was
+    compared.
     kv_tolerance, logprob_tolerance: what rounding explains.
     """
 

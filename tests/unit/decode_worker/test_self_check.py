@@ -21,7 +21,6 @@ from pullfill.decode_worker.self_check import (
     Incomplete,
     Ours,
     Trials,
-    logprobs_to_ask,
     wanted_blocks,
 )
 from pullfill.engine.groups import ONE_GROUP
@@ -187,17 +186,6 @@ async def test_without_a_model_there_is_nothing_to_compare() -> None:
         rig.meet(computes="")
         assert rig.checks.reason == ""
         assert rig.results() == []
-
-
-@pytest.mark.parametrize(
-    ("kv_dtype", "cheap", "asked"),
-    [("float32", True, 5), ("float32", False, None), ("nvfp4", False, 5)],
-)
-def test_log_probabilities_are_asked_where_they_are_cheap_or_nothing_else_can_be_compared(
-    monkeypatch: pytest.MonkeyPatch, kv_dtype: str, cheap: bool, asked: int | None
-) -> None:
-    monkeypatch.setattr(self_check, "logprobs_are_cheap", lambda: cheap)
-    assert logprobs_to_ask(kv_dtype) == asked
 
 
 @pytest.mark.parametrize(("size", "blocks"), [(16, 4), (80, 3), (1056, 2)])
