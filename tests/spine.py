@@ -68,9 +68,9 @@ CASES: dict[str, Callable[[Cluster], None]] = {
     case.__name__: case for case in (plain, hit, chunks, cancel, killed)
 }
 # Two runs differ by a few functions: a regular task may come by in one and not in the other.
-FILES, FUNCTIONS = 90, 512
+FILES, FUNCTIONS = 89, 508
 """The budget of the case `plain` over shm: all."""
-HOP_FILES, HOPS = 50, 150
+HOP_FILES, HOPS = 36, 108
 """The same for hops."""
 ASIDE = (
     "pullfill/runtime/", "pullfill/prefix/", "pullfill/rate.py", "pullfill/engine/kv_events.py",
@@ -166,9 +166,10 @@ def not_as_told(page: str, calls: Sequence[Call], idle: Sequence[Call]) -> list[
         found += [f"step {number}: {place} did not run" for place in places if place not in first]
         times = [first[place] for place in places if place in first and place not in quiet]
         if times:
-            if min(times) < ended:
-                found.append(f"step {number}, {title}: began before the step above it")
-            ended = max(ended, min(times))
+            # A step may begin within the one above it. The last of its functions comes later.
+            if max(times) < ended:
+                found.append(f"step {number}, {title}: was over before the step above it")
+            ended = max(ended, *times)
     return found
 
 
@@ -197,11 +198,11 @@ def main() -> None:
         files, functions, hop_files, count = sizes(path)
         print(
             f"{name}: {functions} functions in {files} files run. "
-            f"{count} of {hop_files} files hand the request on to another file"
+            f"{count} functions in {hop_files} files hand the request on to another file"
         )
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    for name in names:
-        print(name, *not_as_told(page, found[name], found["idle"]), sep="\n    ")
+    if "hit" in found:  # the case that takes all steps
+        page = (ROOT / "docs" / "architecture.md").read_text()
+        print(*not_as_told(page, found["hit"], found["idle"]), sep="\n")
 
 
 if __name__ == "__main__":
