@@ -99,6 +99,3 @@ class NoFences:
 
     def try_revoke(self, token: FenceToken) -> bool:
         return True
-
-    def close(self) -> None:
-        """Nothing to give back."""

@@ -138,11 +138,6 @@ class OwnerFences(Protocol):
         """Slots not free: open, or dying and not yet proved."""
         ...
 
-    def close(self) -> None:
-        """Refuse every session's next batch. Proves nothing. Afterwards `open` and `try_revoke`
-        raise ConfigError."""
-        ...
-
 
 def proved(fences: OwnerFences, token: FenceToken) -> bool:
     """Revoke the fence, as `try_revoke`. An error of the kernel is logged, and proves nothing."""

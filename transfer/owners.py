@@ -195,9 +195,6 @@ class _HurriedFences(OwnerFences):
     def in_use(self) -> int:
         return self._base.in_use
 
-    def close(self) -> None:
-        self._base.close()
-
 
 def _mappable(rank: MappedRank, files: RegionFiles) -> dict[str, str]:
     """How peers of this host map a rank's memory: the transport's name, and its endpoint."""

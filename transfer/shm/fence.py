@@ -148,7 +148,8 @@ class ShmFences:
             return True
 
     def close(self) -> None:
-        """See OwnerFences. Drops the mapping. Idempotent."""
+        """Refuse every session's next batch. Proves nothing. Afterwards `open` and `try_revoke`
+        raise ConfigError. Idempotent."""
         with self._mutex:
             if self._closed:
                 return

@@ -202,7 +202,10 @@ class StreamSession(PeerSession):
     def _connected(self) -> tuple[SocketConnection, Backend]:
         """The connection and its backend, made anew if there is none or the owner ended it."""
         if self._connection is not None and self._connection.input_waits():
-            farewell = self._farewell(self._connection)
+            try:
+                farewell = decode(self._connection.receive(), Answer)
+            except (TransferFailed, BadMessage, AuthFailed):
+                farewell = None
             self._drop()
             if farewell is not None:
                 self._judge(farewell)
@@ -216,12 +219,6 @@ class StreamSession(PeerSession):
         assert self._connection is not None
         assert self._backend is not None
         return self._connection, self._backend
-
-    def _farewell(self, connection: SocketConnection) -> Answer | None:
-        try:
-            return decode(connection.receive(), Answer)
-        except (TransferFailed, BadMessage, AuthFailed):
-            return None
 
     def _ask_why(self, fence: FenceToken, broken: TransferFailed) -> None:
         """After the connection broke, ask the owner anew. Raises Fenced if the grant is gone."""
