@@ -1,7 +1,8 @@
 """The ledger: the state machine of every remote prefill of one decode worker.
 
 It decides who may write to which blocks, when a request goes on, and when blocks are free. The
-engine thread opens jobs and takes events. The asyncio thread grants, commits and takes actions.
+scheduler (engine thread) opens jobs and takes events. `Handoff` (asyncio thread) grants, commits
+and takes actions.
 Nothing here does I/O or knows vLLM. `Ledger` lives as long as the worker's KV memory.
 """
 

@@ -1,8 +1,8 @@
 """Where a prompt is prefilled, and why.
 
-`decide` walks RULES in order. The first rule that answers has decided, and its name is the reason
-that `pullfill explain` shows. A policy is a rule too. So a new reason is a new function here, and a
-line in RULES.
+The scheduler (scheduler.py) calls `decide` for each prompt. It walks RULES in order. The first rule
+that answers has decided, and its name is the reason that `pullfill explain` shows. A policy is a
+rule too. So a new reason is a new function here, and a line in RULES.
 
 A rule is a pure function of vLLM's Request and the `Situation`. It answers None if it does not
 mind. Rules run on the engine thread. Arguments and results are msgspec structs, because a frozen

@@ -10,11 +10,9 @@ import ipaddress
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from pullfill.config import ClusterRef, ranks_of, split_urls
 from pullfill.deploy import accelerator, machine, plan, vllm_flags
@@ -56,7 +54,10 @@ def run_worker(
     _apply(cores, local_model=os.path.isdir(model), ranks=ranks_of(arguments))
     extra = plan.role_flags(role, arguments, gpus=accelerator.gpu_count())
     options = replace(options, model=model, cores=cores)
-    return _entry(role)(ref, options, extra + vllm_flags.for_worker(arguments))
+    # It imports vLLM, which reads the environment.
+    from pullfill.worker.main import run
+
+    return run(role, ref, options, extra + vllm_flags.for_worker(arguments))
 
 
 def run_frontend(
@@ -71,7 +72,10 @@ def run_frontend(
     else:
         check_port("--own-port", options.host, options.own_port)
     _apply((), local_model=os.path.isdir(model))
-    return _entry("frontend")(ref, replace(options, model=model), arguments)
+    # It imports vLLM, which reads the environment.
+    from pullfill.frontend.main import run
+
+    return run(ref, replace(options, model=model), arguments)
 
 
 def _address_of(options: WorkerOptions) -> str:
@@ -143,17 +147,6 @@ def warn_if_exposed(role: str, host: str, security: Security) -> None:
 
 def _warn(text: str) -> None:
     print(f"WARNING: {text}", file=sys.stderr)
-
-
-def _entry(role: str) -> Callable[[ClusterRef, Any, list[str]], int]:
-    # Imported here: each imports vLLM, and the environment must be set before that.
-    if role in ("decode", "prefill"):
-        from pullfill.worker.main import run as worker
-
-        return partial(worker, role)
-    from pullfill.frontend.main import run as frontend
-
-    return frontend
 
 
 def _prepare(

@@ -1,4 +1,5 @@
-"""The job queue on NATS JetStream: `JetStreamProducer` (decode), `JetStreamConsumer` (prefill).
+"""The job queue on NATS JetStream. The decode side publishes jobs with a `JetStreamProducer`. The
+puller of the prefill side takes them with a `JetStreamConsumer`.
 
 nats_connection.py  one connection, redialled after each loss
 streams.py          names of streams and subjects; makes and checks the streams and the consumers
