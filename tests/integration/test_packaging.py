@@ -129,7 +129,7 @@ def test_the_command_and_the_module_are_the_same(venv: Path, tmp_path: Path) -> 
 def test_a_shell_completes_commands(venv: Path, tmp_path: Path) -> None:
     """What a user puts into ~/.bashrc, then TAB after `pullfill dr`."""
     script = (
-        'eval "$(_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION=1 pullfill --show-completion bash)"; '
+        'eval "$(_PULLFILL_COMPLETE=bash_source pullfill)"; '
         "COMP_WORDS=(pullfill dr) COMP_CWORD=1; _pullfill_completion pullfill; "
         'echo "${COMPREPLY[@]}"'
     )
