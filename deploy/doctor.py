@@ -47,7 +47,6 @@ def run(options: ClusterOptions) -> int:
 
 def _findings(options: ClusterOptions) -> Iterator[Finding]:
     for check in (
-        machine.python_version,
         machine.packages,
         machine.torch_add_ons,
         machine.server_binaries,

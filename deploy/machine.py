@@ -32,15 +32,6 @@ class Finding:
     advice: str = ""
 
 
-def python_version() -> Iterator[Finding]:
-    """Check that Python is new enough."""
-    found = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info[:2] >= install.MINIMUM:
-        yield Finding(OK, f"Python {found}")
-    else:
-        yield Finding(FAIL, f"Python {found} is too old", "make install PYTHON=python3.11 or newer")
-
-
 def _installed(*names: str) -> str | None:
     """Return the version of the first of these distributions that is installed."""
     for name in names:

@@ -580,17 +580,6 @@ class Supervisor:
                 future.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
 
-    @property
-    def _ref(self) -> ClusterRef:
-        """Where the cluster is. The URLs of its servers are known once those are ready."""
-        return ClusterRef(
-            self._cluster.namespace,
-            self._cluster.etcd_url,
-            self._cluster.nats_url,
-            self._state.path,
-            self._options.security,
-        )
-
     # ------------------------------------------------------------------ start
 
     async def _start_all(self) -> None:
@@ -606,7 +595,14 @@ class Supervisor:
         if options.decode + options.prefill + options.frontends and options.model == plan.DEMO:
             first.insert(0, self._make_demo_model())
         await asyncio.gather(*first)
-        ref = self._ref
+        cluster = self._cluster  # it has the addresses of the servers now
+        ref = ClusterRef(
+            cluster.namespace,
+            cluster.etcd_url,
+            cluster.nats_url,
+            self._state.path,
+            options.security,
+        )
         await self._store_settings(ref)
         specs = plan.worker_specs(options, ref, self._cluster_id)
         for spec in specs:
