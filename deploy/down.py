@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Annotated
 
+import click
+
 from pullfill.config import ClusterRef, ProcessEntry
 from pullfill.deploy.members import etcd_of, workers
 from pullfill.deploy.state import Locked, StateDir, identity, is_alive, send, start_time, tagged
@@ -47,7 +49,7 @@ def down(
 
 async def _down(state: StateDir, timeout_s: float | None) -> int:
     if not state.path.is_dir():
-        print(f"nothing runs from {state.path}")
+        click.echo(f"nothing runs from {state.path}")
         return 0
     hurry = asyncio.Event()
     for sig in (signal.SIGINT, signal.SIGTERM):
@@ -55,7 +57,7 @@ async def _down(state: StateDir, timeout_s: float | None) -> int:
     async with _locked(state, timeout_s):
         entries = await _entries(state)
         if not entries and state.launch() is None:
-            print(f"nothing runs from {state.path}")
+            click.echo(f"nothing runs from {state.path}")
             state.clear()
             return 0
         strangers = await _by_hand(state, entries)
@@ -66,9 +68,11 @@ async def _down(state: StateDir, timeout_s: float | None) -> int:
     text = f"stopped {len(live) - len(killed)} of {len(live)} processes in order"
     text += f", killed {', '.join(killed)}" if killed else ""
     text += f"; {gone} had ended before" if gone else ""
-    print(text)
+    click.echo(text)
     for name, pid in strangers:
-        print(f"{name} (pid {pid}) was started by hand and still runs: stop it with kill {pid}")
+        click.echo(
+            f"{name} (pid {pid}) was started by hand and still runs: stop it with kill {pid}"
+        )
     return 0 if not state.live() else 1
 
 
@@ -95,7 +99,7 @@ async def _locked(state: StateDir, timeout_s: float | None) -> AsyncIterator[Non
             # A supervisor that restarts a process holds the lock for less than half a second.
             if launch and not told and waited > 0.5 and not state.stopping():
                 pid = launch.supervisor.pid
-                print(f"stopping the `pullfill up` that is starting (pid {pid})")
+                click.echo(f"stopping the `pullfill up` that is starting (pid {pid})")
                 told = send(launch.supervisor, signal.SIGTERM)
             await asyncio.sleep(0.1)
         yield
@@ -128,7 +132,7 @@ async def _entries(state: StateDir) -> list[ProcessEntry]:
     except ConfigError as exc:
         launch = state.launch()
         count = await _kill_stragglers(launch.cluster_id) if launch else 0
-        print(f"{exc}; killed {count} process(es) of it, found by their environment")
+        click.echo(f"{exc}; killed {count} process(es) of it, found by their environment")
         return []
     return cluster.processes if cluster else []
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -60,27 +61,27 @@ async def _drain(ref: ClusterRef, instance_id: str, wait: bool, timeout_s: float
         process = identify(worker.pid) if worker.host_id == host_id() else None
         report = await asyncio.to_thread(ask_worker, worker)
         if await revoke_worker(etcd, ref.namespace, instance_id) is None:
-            print(f"{instance_id} is already leaving")
+            click.echo(f"{instance_id} is already leaving")
     if report is not None and report.pod:
-        print(
+        click.echo(
             f"{instance_id} runs in the pod {report.pod}: its Deployment starts it again when it "
             f"has drained. For one {worker.role} fewer run `kubectl annotate pod {report.pod} "
             "controller.kubernetes.io/pod-deletion-cost=-1`, then scale the Deployment down by one "
             "(`kubectl scale`; with KEDA lower its max)"
         )
     if not wait:
-        print(f"{instance_id} drains: it takes no new work and exits when its work is done")
+        click.echo(f"{instance_id} drains: it takes no new work and exits when its work is done")
         return 0
     took_s = await _until(
         f"{instance_id} drains", lambda: asyncio.to_thread(_gone, worker, process), timeout_s
     )
     if took_s is None:
-        print(
+        click.echo(
             f"{instance_id} still drains after {timeout_s:.0f} s: wait longer with "
             f"--timeout S, or end it with kill -9 {worker.pid} on {worker.host}"
         )
         return 1
-    print(f"{instance_id} is gone after {took_s:.1f} s")
+    click.echo(f"{instance_id} is gone after {took_s:.1f} s")
     return 0
 
 
@@ -125,9 +126,9 @@ def config_get(
     for name, value in ask_etcd(ref, all_of).items():
         shown = UNSET if value is None else value
         if key is None:
-            print(f"{name} {shown}")
+            click.echo(f"{name} {shown}")
         elif name == key:
-            print(shown)
+            click.echo(shown)
     return 0
 
 
@@ -143,16 +144,16 @@ def config_set(
         return await store(etcd, namespace, key, value)
 
     new = ask_etcd(ref, change)
-    print(f"{root_of(kind)}.{name} = {UNSET if new is None else new}")
+    click.echo(f"{root_of(kind)}.{name} = {UNSET if new is None else new}")
     return 0
 
 
 def recheck(ref: ClusterRef) -> int:
     """Remove all failed self-checks. Connected workers compare again at once."""
     if cleared := ask_etcd(ref, self_checks.clear):
-        print(f"forgot {len(cleared)} failed self-check(s); the workers compare again now")
+        click.echo(f"forgot {len(cleared)} failed self-check(s); the workers compare again now")
     else:
-        print("no self-check has failed: nothing to do")
+        click.echo("no self-check has failed: nothing to do")
     return 0
 
 
@@ -178,7 +179,7 @@ async def _change_role(
     async with etcd_of(ref) as etcd:
         await order(etcd, ref.namespace, instance_id, wanted, force=force)
         if wait_s is None:
-            print(f"{instance_id} is ordered to be {wanted}; `pullfill status` shows its role")
+            click.echo(f"{instance_id} is ordered to be {wanted}; `pullfill status` shows its role")
             return 0
         took_s = await _until(
             f"{instance_id} becomes {wanted}",
@@ -186,12 +187,12 @@ async def _change_role(
             wait_s,
         )
     if took_s is None:
-        print(
+        click.echo(
             f"{instance_id} is not {wanted} after {wait_s:.0f} s, but goes on trying: "
             "`pullfill status` shows what it does"
         )
         return 1
-    print(f"{instance_id} is {wanted} after {took_s:.1f} s")
+    click.echo(f"{instance_id} is {wanted} after {took_s:.1f} s")
     return 0
 
 
@@ -266,7 +267,7 @@ def suspects(
         return 0
     rows = posted(ref)
     if as_json:
-        print(json.dumps(rows))
+        click.echo(json.dumps(rows))
     else:
         Console().print(suspects_table(rows) if rows else "no request is refused", soft_wrap=True)
     return 0
@@ -291,7 +292,7 @@ def clear_suspects(ref: ClusterRef, fingerprint: str | None) -> None:
                 raise ConfigError(f"{name!r} is not refused; refused are: {known}")
         return chosen
 
-    print(f"allowed again: {', '.join(ask_etcd(ref, allow)) or 'nothing was refused'}")
+    click.echo(f"allowed again: {', '.join(ask_etcd(ref, allow)) or 'nothing was refused'}")
 
 
 def suspects_table(rows: list[dict[str, Any]]) -> Table:

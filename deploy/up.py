@@ -21,6 +21,8 @@ from shlex import quote
 from types import FrameType
 from typing import Annotated
 
+import click
+
 from pullfill.deploy import members, plan, vllm_flags
 from pullfill.deploy.state import StateDir, exit_words
 from pullfill.deploy.supervisor import Interrupted, Supervisor
@@ -114,20 +116,20 @@ def _say_ready(options: UpOptions, state: StateDir, detach: bool) -> None:
     if url := options.frontend_url:
         name = plan.served_name(options)
         body = json.dumps({"model": name, "prompt": "Hello", "max_tokens": 32})
-        print(
+        click.echo(
             f"ready: {url}/v1 serves {name}\n"
             f"  curl {url}/v1/completions -H 'content-type: application/json' -d {quote(body)}"
         )
     else:
-        print("ready (no frontend)")
+        click.echo("ready (no frontend)")
     if options.frontends and not options.decode:
         for why in members.why_not_ready(options.frontend_url, within_s=5.0):
-            print(f"  but not yet: {why}")
+            click.echo(f"  but not yet: {why}")
     where = "" if state.path == StateDir().path else f" --state-dir {quote(str(state.path))}"
     by_key = "" if detach else "Ctrl-C, or "
     if options.frontend_url:
-        print(f"  watch: {options.frontend_url}/pullfill/ui, or pullfill top{where}")
-    print(f"  logs: {state.logs}\n  stop: {by_key}pullfill down{where}")
+        click.echo(f"  watch: {options.frontend_url}/pullfill/ui, or pullfill top{where}")
+    click.echo(f"  logs: {state.logs}\n  stop: {by_key}pullfill down{where}")
 
 
 # --------------------------------------------------------------------------- --detach
