@@ -534,13 +534,13 @@ class Supervisor:
 
     async def _stop_rest(self) -> None:
         """Stop what runs and remove the record, unless `pullfill down` is doing that."""
-        self._view.title = "stopping pullfill"
+        view = self._view.named("stopping pullfill")
         while True:
             try:
                 with self._state.locked():
                     launch = self._state.launch()
                     if launch is None or launch.cluster_id == self._cluster_id:
-                        with self._view:
+                        with view:
                             return await self._take_down()
             except Locked:
                 if not any(is_alive(identity(entry)) for entry in self._cluster.processes):
@@ -548,11 +548,11 @@ class Supervisor:
                 await asyncio.sleep(POLL_S)
                 continue
             except ConfigError as exc:  # the directory is gone, and cannot be made again
-                self._view.say(str(exc), "yellow")
+                view.say(str(exc), "yellow")
             # Our record was deleted. There is none, or it is of another `up`.
-            with self._view:
+            with view:
                 entries = self._cluster.processes
-                await stop_in_order(entries, self._view, None, lambda: self._signals > 1)
+                await stop_in_order(entries, view, None, lambda: self._signals > 1)
             return
 
     async def _take_down(self, drain_s: float | None = None) -> None:

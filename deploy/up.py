@@ -32,7 +32,6 @@ from pullfill.net.security import load
 from pullfill.options import ClusterOptions, Flag, FrontendOptions, UpOptions, WorkerOptions
 
 SUPERVISOR_LOG = "supervisor"
-_LOG_WIDTH = 200
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -106,7 +105,7 @@ async def _up(options: UpOptions, state: StateDir, detach: bool, pipe: int | Non
         _say_ready(options, state, detach)
     if pipe is not None:
         _leave_terminal(state.log_of(SUPERVISOR_LOG), pipe)
-        view.console = SteadyConsole(width=_LOG_WIDTH)
+        view.to_log()
     await supervisor.watch(detached=detach)
     view.say("stopped")
     return 0

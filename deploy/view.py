@@ -12,6 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+# Columns of a log.
+_LOG_WIDTH = 200
 _BEGINNINGS = ("waiting", "starting", "draining", "stopping")
 _STYLES = {
     "waiting": "dim",
@@ -69,6 +71,15 @@ class ProcessView:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def named(self, title: str) -> Self:
+        """Give the table another title."""
+        self.title = title
+        return self
+
+    def to_log(self) -> None:
+        """Write lines for a log from now on: standard output is one."""
+        self.console = SteadyConsole(width=_LOG_WIDTH)
 
     def set(self, name: str, state: str, note: str = "") -> None:
         """Show that the process `name` is now `state`. Where there is no table, print a line."""

@@ -51,8 +51,7 @@ class ClusterView:
     fetch_s: how long a worker has to answer. ready_s: how much of it /ready waits for.
     again_s: /ready asks again after so long, and uses an answer for fresh_s.
     most_asked: workers that /ready asks in a second, at most. Reading their answers holds up token
-    streams.
-    with_jobs: ask for the open jobs, too (`Report.jobs`, `held`). Set while somebody looks."""
+    streams."""
 
     def __init__(
         self,
@@ -70,20 +69,20 @@ class ClusterView:
         self._directory = directory
         self.etcd = etcd
         self._namespace = namespace
-        self.with_jobs = False
         self._own_id = own_id
         self._fetch_s, self._ready_s, self._again_s = fetch_s, ready_s, again_s
         self._fresh_s, self._most_asked = fresh_s, most_asked
         self._session: aiohttp.ClientSession | None = None
-        self._looking: asyncio.Task[dict[str, Report | None]] | None = None
+        # By whether open jobs are asked for.
+        self._looking: dict[bool, asyncio.Task[dict[str, Report | None]]] = {}
         # The last report of each worker that was asked. None: it has never answered.
         self._last: dict[str, Report | None] = {}
         self._asked_at = -math.inf
 
     async def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        for task in self._looking.values():
+            task.cancel()
+        await asyncio.gather(*self._looking.values(), return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
@@ -101,11 +100,12 @@ class ClusterView:
         """Return the cluster of these reports (`cluster_of`)."""
         return cluster_of(reports, self.etcd.status(), self._directory.age_s, tokens_per_s)
 
-    async def reports(self) -> list[tuple[WorkerRecord, Report | None]]:
+    async def reports(self, *, jobs: bool = False) -> list[tuple[WorkerRecord, Report | None]]:
         """Return the record and the report of every worker. None: it does not answer.
 
-        A worker that joined after the others were asked is left out: it is not lost."""
-        reports = await self._look()
+        A worker that joined after the others were asked is left out: it is not lost.
+        jobs: with the open jobs (`Report.jobs`, `held`)."""
+        reports = await self._look(jobs)
         return [(r, reports[r.instance_id]) for r in self.records() if r.instance_id in reports]
 
     async def reasons(self) -> list[str]:
@@ -178,21 +178,23 @@ class ClusterView:
                 task.cancel()
         return None
 
-    def _look(self) -> asyncio.Task[dict[str, Report | None]]:
+    def _look(self, jobs: bool = False) -> asyncio.Task[dict[str, Report | None]]:
         """Return a task that fetches all reports. Calls during a fetch share it."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._ask_all())
-        return self._looking
+        for kind in (True, jobs):
+            if (task := self._looking.get(kind)) is not None and not task.done():
+                return task
+        self._looking[jobs] = task = asyncio.create_task(self._ask_all(jobs))
+        return task
 
-    async def _ask_all(self) -> dict[str, Report | None]:
+    async def _ask_all(self, jobs: bool) -> dict[str, Report | None]:
         self._asked_at = SYSTEM_CLOCK.monotonic()
         records = {record.instance_id: record for record in self.records()}
         self._last = {i: last for i, last in self._last.items() if i in records}
-        found = await asyncio.gather(*(self._ask(record) for record in records.values()))
+        found = await asyncio.gather(*(self._ask(record, jobs) for record in records.values()))
         return dict(zip(records, found, strict=True))
 
-    async def _ask(self, record: WorkerRecord) -> Report | None:
-        path = "/status?jobs" if self.with_jobs else "/status"
+    async def _ask(self, record: WorkerRecord, jobs: bool) -> Report | None:
+        path = "/status?jobs" if jobs else "/status"
         body = await self._fetch(record.http + path) if record.http else None
         report = read_report(body or b"")
         self._last[record.instance_id] = report or self._last.get(record.instance_id)

@@ -177,13 +177,11 @@ class LiveView:
         if self._task is not None:
             self._task.cancel()
         self._task = None
-        self._view.with_jobs = False
         self._meter.reset()
 
     # ---------------------------------------------------------------- the task
 
     async def _run(self) -> None:
-        self._view.with_jobs = True
         while True:
             began = time.monotonic()
             try:
@@ -198,7 +196,7 @@ class LiveView:
 
     async def _look(self) -> None:
         """Make one snapshot and give it to all viewers."""
-        reports = await self._view.reports()
+        reports = await self._view.reports(jobs=True)
         ended = await self._take_ended()
         now, flights = time.time(), list(self._flights())
         answers = ((f.worker.instance_id, len(f.tokens)) for f in flights if f.worker is not None)
