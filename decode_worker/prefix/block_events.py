@@ -13,7 +13,6 @@ There are as many handles as cached blocks.
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections import deque
 from collections.abc import Callable
 
@@ -44,46 +43,43 @@ class Held:
     def __init__(self, places: Places) -> None:
         self._size = places.block_size
         self._complete = places.complete
-        self._hashes: dict[bytes, int] = {}
-        self._places: dict[bytes, int] = {}
+        # By handle: our hash of the block, and the bits of where vLLM holds it (0: nowhere yet).
+        self._known: dict[bytes, tuple[int, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._hashes)
+        return len(self._known)
 
-    def store(self, stored: Stored) -> array[int]:
+    def store(self, stored: Stored) -> list[int]:
         """Note stored blocks. Returns the hashes of those that count from now on."""
         if stored.tokens:
             self._name(stored)
-        new = array("Q")
+        new = []
         for handle in stored.handles:
-            one = self._hashes.get(handle)
-            if one is None:
+            if (known := self._known.get(handle)) is None:
                 continue  # its KV depends on more than text, or it was removed before the copy
-            before = self._places[handle]
-            self._places[handle] = now = before | stored.place
+            one, before = known
+            now = before | stored.place
+            self._known[handle] = one, now
             if self._complete(now) and not self._complete(before):
                 new.append(one)
         return new
 
-    def remove(self, removed: Removed) -> array[int]:
+    def remove(self, removed: Removed) -> list[int]:
         """Note removed blocks. Returns the hashes of those that no longer count."""
-        gone = array("Q")
+        gone = []
         for handle in removed.handles:
-            before = self._places.get(handle)
-            if before is None:
+            if (known := self._known.pop(handle, None)) is None:
                 continue
+            one, before = known
             now = before & ~removed.place
             if self._complete(before) and not self._complete(now):
-                gone.append(self._hashes[handle])
+                gone.append(one)
             if now:
-                self._places[handle] = now
-            else:
-                del self._places[handle], self._hashes[handle]
+                self._known[handle] = one, now
         return gone
 
     def clear(self) -> None:
-        self._hashes.clear()
-        self._places.clear()
+        self._known.clear()
 
     def _name(self, stored: Stored) -> None:
         """Give the blocks their hashes. None if the block before them has none."""
@@ -92,14 +88,13 @@ class Held:
         if stored.parent is None:
             parent = chain.root(salt or None, stored.lora or None, self._size)
         else:
-            parent = self._hashes.get(stored.parent)
-        if parent is None or all(handle in self._hashes for handle in stored.handles):
+            parent, _ = self._known.get(stored.parent, (None, 0))
+        if parent is None or all(handle in self._known for handle in stored.handles):
             return
         tokens = u32.pack(stored.tokens[: count * self._size])
         found = chain.extend(parent, tokens, self._size)
         for handle, one in zip(stored.handles, found, strict=False):
-            self._hashes[handle] = one
-            self._places.setdefault(handle, 0)
+            self._known.setdefault(handle, (one, 0))
 
 
 class BlockEvents:

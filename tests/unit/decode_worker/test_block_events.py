@@ -274,7 +274,7 @@ async def test_followers_end_with_what_the_cache_holds(rig: Rig, seed: int) -> N
             await asyncio.sleep(0.002)
     second = rig.followers[b"second"]
     await until(lambda: not rig.blocks._armed)
-    assert set(rig.blocks._held._hashes) <= set(cached)
-    known = rig.blocks._held._hashes.values()
+    assert set(rig.blocks._held._known) <= set(cached)
+    known = [one for one, _ in rig.blocks._held._known.values()]
     await until(lambda: first.holds(known) and second.holds(known))
     assert first.replica.healing.differences == second.replica.healing.differences == 0
