@@ -16,7 +16,7 @@ from pullfill.net.this_host import allow_open_files
 from pullfill.options import LogFormat, WorkerOptions
 from pullfill.runtime import log, tracing
 from pullfill.runtime.lifecycle import leave
-from pullfill.worker.process import NO_OFFLOADING, ONE_RANK, WorkerProcess
+from pullfill.worker.process import NO_OFFLOADING, WorkerProcess
 
 # By name, as vLLM gets the connector: the rooms of the sides import this one.
 ROLES = {
@@ -80,8 +80,6 @@ def refuse(options: WorkerOptions, vllm_args: Sequence[str]) -> None:
     """Raise ConfigError for what a worker with two sides cannot do."""
     if any(arg.startswith("--kv-offloading") for arg in vllm_args):
         raise ConfigError(NO_OFFLOADING)
-    if ranks_of(list(vllm_args)) > 1:
-        raise ConfigError(ONE_RANK)
     if options.kv_port or options.advertise_kv:
         raise ConfigError(
             "--elastic needs a KV port for each role, and --kv-port and --advertise-kv name one: "

@@ -52,7 +52,6 @@ from pullfill.worker.sides import Engine, Role, Service
 from pullfill.worker.switch import Side, Switch
 
 NO_OFFLOADING = "--elastic does not work with vLLM's KV offloading: leave out one of them"
-ONE_RANK = "--elastic works with one rank: leave out --elastic, or -tp and -pp"
 
 
 class WorkerProcess:
@@ -202,8 +201,9 @@ class WorkerProcess:
         )
         tracing.begin(args.traces_endpoint(self._config), role.name, name)
         self._fingerprint = compat.fingerprint_as_run(self._config)
-        if self._elastic:
-            refuse_what_two_sides_cannot(self._config)
+        if self._elastic and kv_offloading.size_of(self._config):
+            # Here too: vLLM has several flags for it, and files of flags.
+            raise ConfigError(NO_OFFLOADING)
         for one in self._roles:
             one.adjust(self._config)
         host = EngineHost(self._config, log_stats=any(one.log_stats for one in self._roles))
@@ -317,15 +317,6 @@ class WorkerProcess:
         for side in self._switch.sides:
             if side.last is not None:  # gauges of a side that rests must not keep old values
                 side.last.refresh_metrics()
-
-
-def refuse_what_two_sides_cannot(config: Any) -> None:
-    """Raises ConfigError. config: vLLM's."""
-    # However it was asked for: vLLM has several flags for it, and files of flags.
-    if kv_offloading.size_of(config):
-        raise ConfigError(NO_OFFLOADING)
-    if config.parallel_config.world_size > 1:
-        raise ConfigError(ONE_RANK)
 
 
 async def _all(work: Any) -> None:

@@ -51,6 +51,21 @@ def test_two_round_trips_under_load(elastic: Cluster, worker: Worker, oracle: Or
 
 
 @pytest.mark.long
+def test_a_worker_with_two_ranks_changes_its_role(elastic: Cluster, oracle: Oracle) -> None:
+    """The main process copies for all ranks, in both roles."""
+    ranked = elastic.launch("decode", "--elastic", "--tensor-parallel-size=2")
+    elastic.wait_ready(ranked, within_s=200)
+    with Load(elastic, seed=3050) as load:
+        until(lambda: decoded_by(load, ranked), 60, "it decodes")
+        become(elastic, ranked, "prefill")
+        until(lambda: prefilled_by(load, ranked), 60, "it prefills")
+    load.check(oracle)
+    elastic.assert_clean()
+    assert ranked.stop() == 0
+    elastic.workers.remove(ranked)
+
+
+@pytest.mark.long
 def test_streams_that_run_are_finished(elastic: Cluster, worker: Worker, oracle: Oracle) -> None:
     """The worker leaves routing at once, and keeps its role until its streams have ended."""
     prompts = [random_prompt(60, seed=3100 + i) for i in range(4)]

@@ -1,4 +1,4 @@
-"""What a worker says of itself, and what one with both sides cannot do yet."""
+"""What a worker says of itself."""
 
 from __future__ import annotations
 
@@ -8,25 +8,9 @@ from typing import Any
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
 from pullfill.wire import WorkerState
-from pullfill.worker.process import WorkerProcess, refuse_what_two_sides_cannot
-
-
-def test_it_is_refused_however_it_was_asked_for() -> None:
-    """Its flags have several spellings, and may stand in a file."""
-    tier = {"kv_connector": "Tier", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
-    extra = {"connectors": [{"kv_connector": "Ours"}, tier]}
-    config: Any = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra)
-    )
-    with pytest.raises(ConfigError, match="KV offloading"):
-        refuse_what_two_sides_cannot(config)
-    extra["connectors"].remove(tier)
-    config.parallel_config = SimpleNamespace(world_size=2)
-    with pytest.raises(ConfigError, match="one rank"):
-        refuse_what_two_sides_cannot(config)
+from pullfill.worker.process import WorkerProcess
 
 
 @pytest.mark.parametrize(("role", "ready"), [("decode", False), ("prefill", True)])
