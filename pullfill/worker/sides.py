@@ -163,15 +163,14 @@ class Neighbour(Protocol):
 class Slack:
     """Whether the streams of a worker that is both leave time for prefill jobs.
 
-    Without streams there is time. Otherwise each step that computes a part of a job delays every
-    stream by the time of that step. So the worker pulls jobs only while such a step fits into the
-    target for the time between two tokens (`router.itl_ms`). It also pulls before the first step is
-    measured: a worker that always has streams would otherwise never measure one. When the streams
-    leave no time any more, jobs under way are finished. They are few (puller.py).
-
     requests: number of clients' requests that this worker has.
-    itl_s: the target for the time between two tokens.
+    itl_s: the target for the time between two tokens (`router.itl_ms`).
     calm_s: pulling begins again when the streams have left time for this long."""
+
+    # Each step that computes a part of a job delays every stream by the time of that step. So a
+    # worker with streams pulls only while such a step fits into the target. It also pulls before
+    # the first step is measured: one that always has streams would otherwise never measure one.
+    # When the streams leave no time any more, jobs under way are finished. They are few.
 
     def __init__(
         self,

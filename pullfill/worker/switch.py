@@ -2,21 +2,11 @@
 
     resting ──begin──▶ serving ──stop_taking──▶ draining ──finished──▶ resting
 
-Each role has a `Side` with this life. `Switch.run` follows the last order. First it drains the
-sides that must rest: they take no new work, and finish what they have. What is not finished within
-`drain_timeout_s` goes to other workers. Then it begins the other sides. If etcd or NATS does not
-answer, it waits before it drains. If a side cannot begin, it tries again until it works or another
-order comes. The engine runs on.
-
-What happens when something ends in the middle:
-
-- This process dies: its leases run out, as those of any worker. `pullfill up` starts it again in
-  the role of its command line.
-- SIGTERM, or the lease of a side that serves is revoked: the switch ends, the sides that serve
-  drain, and the process leaves.
-- A peer dies: its jobs and streams end like those of any worker, and the drain goes on.
-
-asyncio thread only.
+Each role has a `Side` with this life. `Switch.run` follows the last order: it drains the sides that
+must rest, then begins the others, and tries again until that works or another order comes. The
+engine runs on. If SIGTERM comes, or the lease of a side that serves is revoked, the sides that
+serve drain and the process leaves. If the process dies, `pullfill up` starts it again in the role
+of its command line. asyncio thread only.
 """
 
 from __future__ import annotations
@@ -52,11 +42,13 @@ class Side:
         self.service: Service | None = None
         self.last: Service | None = None
         self.draining = False
+        self._watch: asyncio.Task[None] | None = None
 
-    async def begin(self, wait_s: float) -> None:
+    async def begin(self, wait_s: float, revoked: asyncio.Event) -> None:
         """Register, and take work. Raises PullfillError. After any error the side rests.
 
-        wait_s: how long to try while etcd does not answer."""
+        wait_s: how long to try while etcd does not answer.
+        revoked: is set when somebody revokes the lease, until `end`."""
         try:
             service = await self._role.open(self._parts)
             membership = self._as_role(self.name, service)
@@ -64,6 +56,8 @@ class Side:
             self.membership = membership
             await membership.join(wait_s)
             await service.start(membership.refresh)
+            watch = _pass_on(membership.revoked, revoked)
+            self._watch = asyncio.create_task(watch, name=f"revoked {self.name}")
         except BaseException:
             await self.end()
             raise
@@ -90,6 +84,9 @@ class Side:
 
     async def end(self) -> None:
         """Leave the registry, and rest. Idempotent."""
+        if self._watch is not None:
+            self._watch.cancel()  # first: our own leaving is no order to drain
+            self._watch = None
         membership, self.membership = self.membership, None
         if membership is not None:
             await membership.leave()
@@ -117,7 +114,6 @@ class Switch:
         self._wanted = frozenset({first})
         self._drain_timeout_s = drain_timeout_s
         self._ordered = asyncio.Event()
-        self._watches: dict[str, asyncio.Task[None]] = {}
         self.revoked = asyncio.Event()
         self.told = ""
 
@@ -194,29 +190,16 @@ class Switch:
             raise UnavailableError(f"{' and '.join(down)} cannot be reached")
 
     async def _begin(self, side: Side, wait_s: float) -> None:
-        await side.begin(wait_s)
-        assert side.membership is not None
-        watch = self._watch(side.membership.revoked)
-        self._watches[side.name] = asyncio.create_task(watch, name=f"revoked {side.name}")
+        await side.begin(wait_s, self.revoked)
         logger.info("this worker is %s now", self.roles)
-
-    async def _watch(self, revoked: asyncio.Event) -> None:
-        await revoked.wait()
-        self.revoked.set()
 
     async def _rest(self, side: Side) -> None:
         self.told = f"drains its {side.name} side"
         logger.info("draining the %s side", side.name)
         await side.drain(self._drain_timeout_s)
         failpoints.hit("elastic.drained")
-        await self._end(side)
-        failpoints.hit("elastic.left")
-
-    async def _end(self, side: Side) -> None:
-        # First: our own leaving is no order to drain.
-        if (watch := self._watches.pop(side.name, None)) is not None:
-            watch.cancel()
         await side.end()
+        failpoints.hit("elastic.left")
 
     # ------------------------------------------------------------------ begin and end
 
@@ -237,7 +220,10 @@ class Switch:
 
     async def leave(self) -> None:
         """End all sides, for good."""
-        for side in self.serving:
-            await self._end(side)
         for side in self._sides.values():
             await side.end()
+
+
+async def _pass_on(event: asyncio.Event, to: asyncio.Event) -> None:
+    await event.wait()
+    to.set()
