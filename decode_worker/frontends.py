@@ -56,7 +56,7 @@ class Frontends:
 
     # ------------------------------------------------------------------ engine thread
 
-    def before_step(self) -> bool:
+    def before_step(self) -> None:
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + 0.05  # nothing that is looked at needs a faster reaction
             self._server.check_silent()
@@ -65,7 +65,6 @@ class Frontends:
             self.make_way()
             self._events.look()
         self._reports.look(now)
-        return False
 
     def after_step(self, running: int) -> None:
         """Outputs come to `on_outputs`."""

@@ -55,10 +55,9 @@ def _vllm() -> Any:
 class EngineHooks(Protocol):
     """What the host calls, all on the engine thread. These do nothing."""
 
-    def before_step(self) -> bool:
-        """Called before each step or sleep. Returns True if the engine must take a step even when
-        nothing is scheduled, because the connector has work."""
-        return False
+    def before_step(self) -> None:
+        """Called before each step or sleep."""
+        return None
 
     def after_step(self, running: int) -> None:
         """Called after each step.
@@ -211,9 +210,10 @@ class EngineHost:
             # the next step that has requests tells it as well. If nothing has come for long, the
             # next request may be far away. Then such a step is taken.
             scheduler: Any = core.scheduler
+            for hooks in self._hooks:
+                hooks.before_step()
             if not (
-                any([hooks.before_step() for hooks in self._hooks])
-                or self._copies_run()
+                self._copies_run()
                 or core.batch_queue
                 or (scheduler.has_requests() if quiet else scheduler.requests)
             ):

@@ -111,12 +111,11 @@ class OwnLoop(EngineHooks):
 
     # ------------------------------------------------------------------ called by the loop
 
-    def before_step(self) -> bool:
+    def before_step(self) -> None:
         for side in self._sides:
             report = side.before_step()
             if report.loaded or report.sent:
                 self._host.copied(report.loaded, report.sent)
-        return any(side.has_work for side in self._sides)
 
     def after_step(self, running: int) -> None:
         for side in self._sides:

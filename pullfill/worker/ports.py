@@ -63,7 +63,8 @@ class Steps(ABC):
     @property
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether there is something to report. Then the engine must take a step."""
+        """Whether `scheduled` has something to report. Then the engine must take a step, even if it
+        has no request to compute."""
 
 
 class EngineThread(Protocol):
