@@ -166,11 +166,14 @@ def test_a_rank_out_of_reach_leaves_nothing_connected(tmp_path: Path) -> None:
     prefill, decode = RankedWorker(WHOLE, seed=1), own(tmp_path, HALVES)
     with pytest.raises(PeerUnavailable):
         connect(prefill.memories, decode.descriptors, [BreaksAtRank1()])
+    first, second = decode.descriptors
+    renewed = msgspec.structs.replace(second, incarnation="i2")
+    for wrong in ([first], [second, first], [first, renewed]):
+        with pytest.raises(BadMessage, match="expected"):
+            connect(prefill.memories, wrong, [ShmTransport()])
     os.unlink(tmp_path / "pullfill-decode-1-1.kv")
     with pytest.raises(IncompatibleError, match="rank 1"):
         connect(prefill.memories, decode.descriptors, [ShmTransport()])
-    with pytest.raises(BadMessage, match="rank 0 of 2"):
-        connect(prefill.memories, decode.descriptors[:1], [ShmTransport()])
     decode.owner.close()
 
 

@@ -59,12 +59,6 @@ def test_engines_where_there_is_no_kernel() -> None:
     assert driver.engines == [False], "as the driver likes: the engines are slow within one GPU"
 
 
-def test_rows_are_spelled_out() -> None:
-    driver, copier = rig(SAME)
-    move(driver, copier, batch((0, 100, 50), (700, 300, 20), rows=Rows((3,), (1000,), (2000,))))
-    assert driver.copies == [6]
-
-
 def test_settled_only_when_the_device_is_done() -> None:
     driver, copier = rig()
     driver.fail_sync = True

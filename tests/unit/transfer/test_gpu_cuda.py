@@ -264,17 +264,6 @@ def test_mps(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         driver.shares_contexts(0)
 
 
-def test_no_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(cuda.ctypes, "PyDLL", missing)
-    cuda.load.cache_clear()
-    cuda.why_no_cuda.cache_clear()
-    assert "no CUDA driver" in (cuda.why_no_cuda() or "")
-    cuda.why_no_cuda.cache_clear()
-
-
 def test_settle_goes_on_until_the_gpu_answers() -> None:
     answers = iter([RuntimeError("no"), RuntimeError("no"), None])
     asked = []

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
 from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.errors import BadMessage, IncompatibleError
-from pullfill.transfer.contract import LocalMemory, Rect
+from pullfill.errors import IncompatibleError
+from pullfill.transfer.contract import Rect
 from pullfill.transfer.layout import (
     Route,
-    dense_layout,
     head_range,
     plan_routes,
-    rects_described,
 )
-from pullfill.wire import RegionDescriptor
-from tests.support.transfer_rigs import COMPAT
 
 Cells = dict[tuple[int, int, int], tuple[int, int]]
 """(rank, layer of the region, head of the region) → (layer, head) of the model."""
@@ -119,42 +114,3 @@ def test_what_nobody_holds_is_named() -> None:
 def test_heads_that_do_not_divide_are_refused(heads: int, tp: int) -> None:
     with pytest.raises(IncompatibleError, match=f"{heads} KV heads .* {tp} tensor-parallel"):
         head_range(heads, tp, 0)
-
-
-def descriptors(size: int, incarnation: str = "i1") -> list[RegionDescriptor]:
-    found = []
-    for rank in range(size):
-        first, heads = head_range(2, size, rank)
-        layout = dense_layout(LAYERS, 3, heads, 64)
-        memory = LocalMemory(0, LAYERS * 3 * heads * 64, layout, first_head=first)
-        assert memory.rect == Rect(first, heads, 0, LAYERS)
-        found.append(
-            RegionDescriptor(
-                instance_id="decode-a",
-                incarnation=incarnation,
-                rank=rank,
-                world_size=size,
-                host_id="h",
-                nbytes=memory.nbytes,
-                first_head=first,
-                compat=COMPAT,
-                endpoints={},
-                **asdict(layout),
-            )
-        )
-    return found
-
-
-def test_descriptors_of_one_worker_are_its_rectangles() -> None:
-    assert rects_described(descriptors(2)) == worker(2, 2)
-    assert rects_described(descriptors(1)) == worker(2, 1)
-
-
-def test_descriptors_that_do_not_belong_together_are_refused() -> None:
-    for wrong in (
-        descriptors(2)[:1],
-        descriptors(2)[::-1],
-        [descriptors(2)[0], descriptors(2, "i2")[1]],
-    ):
-        with pytest.raises(BadMessage, match="descriptor"):
-            rects_described(wrong)

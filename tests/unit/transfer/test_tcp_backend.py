@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pullfill.errors import AuthFailed, BadMessage, TransferFailed
+from pullfill.errors import BadMessage, TransferFailed
 from pullfill.transfer.runs import Runs
 from pullfill.transfer.stream.kv_protocol import SocketConnection
 from pullfill.transfer.stream.tcp_backend import TcpBackend
 from tests.support.transfer_rigs import random_bytes
 
 Pair = tuple[SocketConnection, SocketConnection]
-KEYS = (b"a" * 32, b"b" * 32)
 
 
 @pytest.fixture
@@ -141,31 +140,6 @@ def test_a_frame_that_is_too_long_takes_no_memory(links: Pair) -> None:
     here, there = links
     there.mark(struct.pack("<I", 2**32 - 1))
     with pytest.raises(BadMessage, match="4294967295"):
-        here.receive()
-
-
-@pytest.mark.parametrize("change", ["bit", "repeat", "unsealed"])
-def test_a_forged_frame_is_noticed(links: Pair, change: str) -> None:
-    here, there = links
-    here.seal(incoming=KEYS[0], outgoing=KEYS[1])
-    there.seal(incoming=KEYS[1], outgoing=KEYS[0])
-    there.send(b"word")
-    assert here.receive() == b"word"
-    here.send(b"back")
-    assert there.receive() == b"back"
-    if change == "unsealed":
-        there._out = None
-        there.send(b"word")
-    else:
-        assert there._out is not None
-        sealed = there._out.of_next(b"word") + b"word"
-        if change == "bit":
-            sealed = sealed[:-1] + b"e"
-        there.mark(struct.pack("<I", len(sealed)) + sealed)
-        if change == "repeat":
-            assert here.receive() == b"word"
-            there.mark(struct.pack("<I", len(sealed)) + sealed)
-    with pytest.raises(AuthFailed):
         here.receive()
 
 
