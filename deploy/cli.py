@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 from enum import Enum
+from functools import cached_property
 from importlib import import_module
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
@@ -100,9 +101,13 @@ class Command(click.Command):
         self._where = where
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*self._own, *super().get_params(ctx)]
+
+    @cached_property
+    def _own(self) -> list[click.Parameter]:
+        # `up` has some flags in two classes: of workers and of frontends.
         found = {_key(one): _click_parameter(one) for _, _, flags in self._parts() for one in flags}
-        first = [_file()] if self.name == "up" else []
-        return [*first, *found.values(), *super().get_params(ctx)]
+        return [*([_file()] if self.name == "up" else []), *found.values()]
 
     def invoke(self, ctx: click.Context) -> None:
         values: dict[str, Any] = {"vllm_args": ctx.args} if self.allow_extra_args else {}

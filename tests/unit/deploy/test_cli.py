@@ -6,13 +6,13 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from pullfill.deploy.state import StateDir
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.runtime.log import DEBUG_ENV
 
@@ -24,10 +24,11 @@ def error(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
     """`down` fails with the error that a test puts here."""
     errors: list[Exception] = []
 
-    def fail(state: StateDir) -> int:
+    def fail(work: Coroutine[Any, Any, int]) -> int:
+        work.close()
         raise errors[-1]
 
-    monkeypatch.setattr("pullfill.deploy.down.down", fail)
+    monkeypatch.setattr("pullfill.deploy.down.asyncio.run", fail)
     return errors
 
 
