@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 
 from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.layer import Layer
-from pullfill.frontend.forward.protocols import KvProtocol, dispatch_of, protocol_of
+from pullfill.frontend.forward.protocols import dispatch_of, protocol_of
 from pullfill.frontend.forward.servers import Servers
 from pullfill.frontend.forward.stock import Stock
 from pullfill.frontend.request_log import RequestLog
@@ -105,7 +105,6 @@ class ForwardRig:
     policy: DecodePolicy = DecodePolicy.ROUND_ROBIN
     share: float = 1.0
     workers: bool = False
-    patience_s: float = PATIENCE_S
     layer: Layer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,7 +151,7 @@ class ForwardRig:
             got.first.set()
             got.ended = not message.get("more_body", False)
 
-        async with asyncio.timeout(self.patience_s):
+        async with asyncio.timeout(PATIENCE_S):
             await self.layer(scope, receive, send)
         return got
 
@@ -193,53 +192,24 @@ async def forwarding(
         for fake in fakes:
             fake.fetches = dispatch == "single"
             await stack.enter_async_context(fake.running())
-        found = [sources.make("prefill", f.url, f.kv) for f in fakes[:prefill]]
-        found += [sources.make("decode", f.url, f.kv) for f in fakes[prefill:]]
-        rig = await stack.enter_async_context(
-            forwarding_to(
-                found if known else [],
-                name,
-                protocol_of(protocol),
-                dispatch,
-                silence_s,
-                key=key,
-                look_s=look_s,
-            )
-        )
-        rig.prefill, rig.decode = fakes[:prefill], fakes[prefill:]
-        if known and wait:
-            await rig.states(ready=len(fakes))
-        yield rig
-        await rig.idle()
-
-
-@asynccontextmanager
-async def forwarding_to(
-    found: Sequence[sources.StockEntry],
-    name: str,
-    spoken: KvProtocol,
-    dispatch: str | None = None,
-    silence_s: float = 10.0,
-    *,
-    model: str = "/m",
-    key: str = "",
-    look_s: float = 0.02,
-) -> AsyncIterator[ForwardRig]:
-    """A forwarder with these servers, ready or not. model: what they serve as `m`."""
-    async with AsyncExitStack() as stack:
         session = aiohttp.ClientSession(auto_decompress=False)
         stack.push_async_callback(session.close)
+        spoken, forwarder = protocol_of(protocol), ForwarderName(name)
+        order = dispatch_of(spoken, forwarder, Dispatch(dispatch) if dispatch else None)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(choice, "PREDICTED_BLOCKS", FEW_BLOCKS)
             servers = Servers(
-                session, ("m",), model, spoken, lambda: rig.policy, headers,
+                session, ("m",), "/m", spoken, lambda: rig.policy, headers,
                 look_s=look_s, answer_s=0.5,
             )  # fmt: skip
         stack.push_async_callback(servers.close)
-        forwarder = ForwarderName(name)
-        order = dispatch_of(spoken, forwarder, Dispatch(dispatch) if dispatch else None)
         stock = Stock(forwarder, spoken, order, servers, session, key=key, silence_s=silence_s)
-        rig = ForwardRig([], [], servers, stock, FakeApp(), RequestLog())
-        servers.set("test", found)
+        rig = ForwardRig(fakes[:prefill], fakes[prefill:], servers, stock, FakeApp(), RequestLog())
+        if known:
+            found = [sources.make("prefill", f.url, f.kv) for f in rig.prefill]
+            servers.set("test", found + [sources.make("decode", f.url, f.kv) for f in rig.decode])
+        if known and wait:
+            await rig.states(ready=len(fakes))
         yield rig
+        await rig.idle()

@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 
-from pullfill.frontend.forward.sources import StockEntry
 from tests.support import web
 from tests.support.etcd import free_ports
 from tests.support.zygote import Forked, zygote
@@ -32,14 +31,13 @@ one by 6 and rounds down for the seconds between two signs of life: less than 6 
 class StockVllm:
     """One server. `launch` it, then wait until it is `ready`.
 
-    role: `prefill` or `decode`. connector: it has one. hosts: KV goes over TCP, as between two.
+    role: `prefill` or `decode`. connector: it has one.
     flags, env: more of them."""
 
     role: str
     model: Path
     log: Path
     connector: bool = True
-    hosts: bool = False
     flags: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     ports: list[int] = field(default_factory=lambda: free_ports(2))
@@ -48,10 +46,6 @@ class StockVllm:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.ports[0]}"
-
-    @property
-    def entry(self) -> StockEntry:
-        return StockEntry(self.role, self.url)
 
     @property
     def alive(self) -> bool:
@@ -116,7 +110,7 @@ class StockVllm:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "UCX_TLS": "tcp,self" if self.hosts else "shm,tcp,self",
+            "UCX_TLS": "shm,tcp,self",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine has no other process for its model
             "VLLM_LOGGING_LEVEL": "WARNING",
