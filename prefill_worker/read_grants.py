@@ -20,7 +20,7 @@ from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
 from pullfill.transfer.connect import backends, pulled_over
-from pullfill.transfer.contract import OwnerFences
+from pullfill.transfer.contract import OwnerFences, proved
 from pullfill.transfer.owners import Owner
 from pullfill.wire import Compat, FenceToken, RegionDescriptor
 from pullfill.worker.context import WorkerContext
@@ -88,25 +88,18 @@ class ReadGrants:
 
         Returns whether it is proved that nobody reads the blocks any more."""
         fence = self._open.get(task)
-        return fence is None or self._fences is None or self._fences.try_revoke(fence)
+        return fence is None or self._fences is None or proved(self._fences, fence)
 
     async def let_go(self, task: PrefillTask) -> None:
         """Revoke the fence, wait for the proof, then let the engine free the blocks.
 
         Call it only for a cancelled task."""
-        pauses, proved = Backoff(0.002, 0.05), False
-        while not proved:
-            try:
-                proved = self.revoke(task)
-            except ConfigError as exc:
-                logger.debug("job %s keeps its blocks: %s", task.job_id, exc)  # we are leaving
-                return
-            except OSError:
-                logger.exception(
-                    "job %s: its fence could not be checked; trying again soon", task.job_id,
-                    extra=log.ids(job_id=task.job_id, attempt=task.attempt),
-                )  # fmt: skip
-            if not proved:
+        pauses = Backoff(0.002, 0.05)
+        try:
+            while not self.revoke(task):  # noqa: ASYNC110 (only asking tells)
                 await asyncio.sleep(pauses.next())
+        except ConfigError as exc:
+            logger.debug("job %s keeps its blocks: %s", task.job_id, exc)  # we are leaving
+            return
         self._open.pop(task, None)
         task.transfer_worker.let_go(task)

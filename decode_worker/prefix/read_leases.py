@@ -27,6 +27,7 @@ from pullfill.engine.groups import cached_run, keeps_all
 from pullfill.errors import BadMessage, ConfigError, OverloadedError
 from pullfill.net.channel import Channel
 from pullfill.runtime import failpoints, log, metrics
+from pullfill.transfer.contract import proved
 from pullfill.wire import (
     Compat,
     FenceToken,
@@ -308,18 +309,15 @@ class ReadLeases:
         """Revoke the fence, and look again until it is proved that nobody reads."""
         assert self._context.owner is not None
         try:
-            proved = self._context.owner.fences.try_revoke(lease.fence)
+            quiet = proved(self._context.owner.fences, lease.fence)
         except ConfigError as exc:
             logger.debug("leased blocks stay pinned: %s", exc)  # we are leaving
             return
-        except OSError:
-            logger.exception("the fence of a lease could not be checked; trying again soon")
-            proved = False
-        if proved == lease.unproved:
-            self.unproved_blocks += -len(lease.blocks) if proved else len(lease.blocks)
-            self._unproved += -1 if proved else 1
-            lease.unproved = not proved
-        if proved:
+        if quiet == lease.unproved:
+            self.unproved_blocks += -len(lease.blocks) if quiet else len(lease.blocks)
+            self._unproved += -1 if quiet else 1
+            lease.unproved = not quiet
+        if quiet:
             # Not before: so each read that the fence let pass has read what the block's hash says.
             self._submit(lambda: self._unpin(lease), wake=False)
         else:
