@@ -46,7 +46,6 @@ from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
 from pullfill.registry.self_checks import SelfChecks
-from pullfill.runtime import log
 from pullfill.snapshot import Demand
 from pullfill.transfer.gpu import copies
 from pullfill.transfer.shm.files import RegionFiles
@@ -63,8 +62,6 @@ from pullfill.wire import (
 )
 from pullfill.worker.context import SchedulerHalf
 from pullfill.worker.sides import Engine, Role, Service, Slack
-
-logger = log.get("decode_worker")
 
 
 async def build(
