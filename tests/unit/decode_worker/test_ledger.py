@@ -121,19 +121,6 @@ def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
 # ------------------------------------------------------------------ granted
 
 
-def test_granted_commit() -> None:
-    model = HandoffModel()
-    job, grant = granted(model)
-    assert model.commit(grant) is None
-    assert told(model) == [Settle(job.request.request_id, Outcome.COMMITTED)]
-    assert not job.freed, "the request goes on with its blocks"
-    assert not model.begin_batch(grant)
-    assert model.commit(grant) == "stale"
-    assert model.claim(job, "b").refused is RefuseReason.COMMITTED
-    model.drain()
-    assert not job.cancelled_in_queue, "a committed job is acked by its worker"
-
-
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize(
     ("how", "outcome"),
@@ -336,19 +323,6 @@ def test_a_request_waits_for_a_stopped_writer_a_tenth_of_a_second(how: str) -> N
     model.drain()
 
 
-def test_a_publish_that_ends_after_its_job_was_given_up_is_cancelled() -> None:
-    """Also while the blocks are still in quarantine."""
-    model = HandoffModel()
-    job = model.open(2)
-    assert job is not None
-    assert model.claim(job, "a").grant is not None
-    assert model.begin_batch(model.grants[-1])
-    model.abort(job)
-    model.publish(job)
-    assert job.cancelled_in_queue
-    model.drain()
-
-
 # ------------------------------------------------------------------ pull mode
 
 
@@ -368,18 +342,6 @@ def test_ready_read_committed(hits: int) -> None:
     assert job.reports == [True]
     with pytest.raises(AssertionError, match="read twice"):
         model.ledger.read_over(read, good=True)
-    model.drain()
-
-
-def test_ready_of_a_writer_that_still_writes_or_counts_wrong_is_refused() -> None:
-    model = HandoffModel()
-    job, grant = granted(model)
-    assert model.begin_batch(grant)
-    assert model.ready(grant) == "writer_not_quiet"
-    assert told(model)[-1] == Settle(job.request.request_id, Outcome.REJECTED)
-    model.end_batch(grant)
-    _, grant = granted(model)
-    assert model.ready(grant, wrong_by=1) == "wrong_block_count"
     model.drain()
 
 

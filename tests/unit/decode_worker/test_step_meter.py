@@ -91,14 +91,6 @@ def test_steps_that_overlap_are_told_apart() -> None:
     assert rig.meter.model.streams == 1
 
 
-def test_steps_with_many_drafts_are_steps_of_streams() -> None:
-    """With 12 drafts a stream gets up to 13 tokens in a step."""
-    rig = Rig()
-    for _ in range(20):
-        rig.step(0.01, a=13, b=13)
-    assert rig.meter.model.rates.base(2) == pytest.approx(0.01)
-
-
 def test_a_target_that_no_step_meets_asks_for_no_workers() -> None:
     """More decode workers would not help. One request alone could ask for dozens."""
     rig = Rig()
