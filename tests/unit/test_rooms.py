@@ -1,4 +1,5 @@
-"""Which room may import which, read from the source (docs/architecture.md)."""
+"""Rules that are read from the source: which room may import which (docs/architecture.md), private
+names in tests, fields that nobody reads."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,12 @@ def may_use(room: str, file: Path, package: str) -> bool:
     return False
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a file, which several rules look at."""
+    return ast.parse(source)
+
+
 def files_of(root: Path, room: str) -> list[Path]:
     """Python files of one room; the core is pullfill/ without the rooms in it."""
     folder = root / ROOMS[room][0]
@@ -119,7 +127,7 @@ def violations(root: Path) -> list[str]:
         package = "pullfill" if room == CORE else f"pullfill.{room}"
         for file in files_of(root, room):
             where = file.relative_to(root)
-            tree = ast.parse(file.read_text())
+            tree = parsed(file.read_text())
             if room in SIDES:
                 found += [f"{where}:{line} {what}" for line, what in not_by_ports(tree, package)]
             for line, module in imports(tree, package):
@@ -281,10 +289,57 @@ def test_uses_of_private_attributes_may_only_fall() -> None:
             f"{path.relative_to(ROOT)}:{node.lineno}: {node.attr}"
             for tree in ("tests", "benchmarks")
             for path in sorted((ROOT / tree).rglob("*.py"))
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(parsed(path.read_text()))
             if isinstance(node, ast.Attribute)
             and node.attr.startswith("_")
             and not node.attr.startswith("__")
             and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
         ]
     assert len(found) <= PRIVATE_USES, "use public names:\n" + "\n".join(found)
+
+
+# --------------------------------------------------------------------------- what is sent is read
+
+READ_WHOLE = {
+    "Compat": "hashed, and compared field by field with `differs_from`",
+    "ExplainRecord": "shown as JSON by `pullfill explain --json`",
+    "Expected": "part of ExplainRecord",
+    "PredictedMs": "part of ExplainRecord",
+    "Timings": "part of ExplainRecord",
+    "LoadReport": "shown as JSON in /pullfill/status",
+    "QueueStatus": "shown as JSON in /pullfill/status",
+}
+
+
+def unread(sources: list[str]) -> set[str]:
+    """Return each field of a struct of `sources` that no expression or pattern there reads.
+
+    Only names are compared. So a field that nobody reads is missed if another struct has a field of
+    the same name that somebody reads."""
+    fields, read = set[tuple[str, str]](), set[str]()
+    for source in sources:
+        for node in ast.walk(parsed(source)):
+            if isinstance(node, ast.ClassDef) and "Message" in map(ast.unparse, node.bases):
+                fields |= {
+                    (node.name, part.target.id)
+                    for part in node.body
+                    if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+                }
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                read.add(node.attr)
+            elif isinstance(node, ast.MatchClass):
+                read |= set(node.kwd_attrs)
+                if node.patterns:  # a pattern by position may read all fields of its class
+                    read.add(ast.unparse(node.cls))
+    return {f"{name}.{field}" for name, field in fields if not {name, field} & read}
+
+
+def test_every_field_of_the_wire_is_read_outside_of_tests() -> None:
+    with many_trees():
+        found = unread([file.read_text() for room in ROOMS for file in files_of(ROOT, room)])
+    assert {field for field in found if field.split(".")[0] not in READ_WHOLE} == set()
+
+
+def test_a_field_that_nobody_reads_is_found() -> None:
+    source = "class A(Message):\n  x: int\n  y: int\n\ndef f(a):\n  a.y = a.x"
+    assert unread([source]) == {"A.y"}
