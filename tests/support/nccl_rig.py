@@ -137,7 +137,8 @@ class Here:
 
     def __init__(self, world: World, peers: int = 1) -> None:
         self.world = world
-        self.devices = [Device(FakeGpu(world, f"GPU-{n}")) for n in range(1 + peers)]
+        gpus: list[Any] = [FakeGpu(world, f"GPU-{n}") for n in range(1 + peers)]
+        self.devices = [Device(gpu) for gpu in gpus]
         self.begin()
 
     def begin(self) -> None:
