@@ -73,7 +73,6 @@ class Admission:
     """See the module.
 
     wait_ready: takes seconds. Returns whether a decode worker can take requests within that time.
-    None: nobody waits for one.
     body_s: how long a client may take to send its request.
     send_s: clients that read nothing for so long while their connection's buffers are full are
     disconnected. This frees their admission slot.
@@ -85,7 +84,7 @@ class Admission:
     def __init__(
         self,
         app: App,
-        wait_ready: Callable[[float], Awaitable[bool]] | None,
+        wait_ready: Callable[[float], Awaitable[bool]],
         max_inflight: int,
         body_s: float = 60.0,
         send_s: float = 120.0,
@@ -140,7 +139,7 @@ class Admission:
         if refusal := _refusal(path, body):
             await self._refuse(send, *refusal)
         # Without this check a streamed request would get 200 before vLLM finds no worker.
-        elif path in TEXT_PATHS or not self._wait_ready or await self._wait_ready(WAITS.first):
+        elif path in TEXT_PATHS or await self._wait_ready(WAITS.first):
             await self._app(scope, replay(body, receive), send)
         else:
             await self._refuse(send, 503, "no_worker", NO_WORKER)

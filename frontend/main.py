@@ -329,22 +329,22 @@ class _Frontend:
         )
         admin.attach()
         app: App = front.app
+        wait_ready = pool.wait_ready
         if stock is not None:
-            app = layer.Layer(
+            app = both = layer.Layer(
                 app,
                 lambda: bool(pool.candidates()),
                 stock.stock,
                 lambda: settings.current.stock_share,
                 requests,
             )
+            wait_ready = both.wait_ready
 
         def fail_all() -> None:
             dispatcher.fail_all(_STOPPING)
             if stock is not None:
                 stock.servers.fail_all(_STOPPING)
 
-        # In front of stock servers too, a request is refused at once if nobody can take it.
-        wait_ready = pool.wait_ready if stock is None else None
         return Admission(app, wait_ready, options.max_inflight, requests=requests), admin, fail_all
 
     def _record(self, model: str, incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:

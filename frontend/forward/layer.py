@@ -208,6 +208,17 @@ class Layer:
             finally:
                 self._tell(call, answered_ms)
 
+    async def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until a side can serve, for `timeout_s` at most: the only server may restart.
+
+        Returns True also if none can: `__call__` says why."""
+        end = time.monotonic() + timeout_s
+        while (  # noqa: ASYNC110 - two sides, and neither can take requests: a rare case
+            not self._has_worker() and self._stock.trouble() and time.monotonic() < end
+        ):
+            await asyncio.sleep(0.05)
+        return True
+
     def _by_stock(self) -> bool:
         """Whether a stock server is to get the next request. Shares are kept exactly."""
         has_worker, share = self._has_worker(), self._share()

@@ -177,13 +177,18 @@ def read_file(path: str) -> tuple[StockEntry, ...]:
         raise ConfigError(f"{path}: {why}: {_FILE_FORM}") from None
     if len(rows) > MAX_SERVERS:
         raise ConfigError(f"{path} names {len(rows)} servers: {MAX_SERVERS} at most")
-    found = []
+    found: dict[tuple[str, str], StockEntry] = {}
     for number, row in enumerate(rows, 1):
         try:
-            found.append(make(row.role, row.url, row.kv))
+            entry = make(row.role, row.url, row.kv)
+            if (other := found.setdefault((entry.role, entry.url), entry)) != entry:
+                raise ConfigError(
+                    f"{entry.url} stands above already, with the KV address {other.kv!r} instead "
+                    f"of {entry.kv!r}: give each server its own URL"
+                )
         except ConfigError as exc:
             raise ConfigError(f"{path}, server {number}: {exc}") from None
-    return tuple(dict.fromkeys(found))
+    return tuple(found.values())
 
 
 # --------------------------------------------------------------------------- heartbeats

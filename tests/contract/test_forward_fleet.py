@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from pullfill.wire import DecodePolicy
-from tests.support.forward_rig import ForwardRig, forwarding, until
+from tests.support.forward_rig import PATIENCE_S, ForwardRig, forwarding, until
 
 
 async def stock_of(rig: ForwardRig, requests: int) -> int:
@@ -45,6 +47,20 @@ async def test_a_side_that_can_take_no_request_leaves_all_to_the_other() -> None
         assert await stock_of(rig, 4) == 4
         rig.workers = True
         assert await stock_of(rig, 4) == 0
+
+
+async def test_requests_wait_a_moment_for_a_server_that_comes_back() -> None:
+    async with forwarding() as rig:
+        rig.decode[0].alive = False
+        await rig.states(failing=1)
+        assert await rig.layer.wait_ready(0.0), "the answer says why it is refused"
+        assert (await rig.ask()).status == 503
+        waits = [asyncio.create_task(rig.layer.wait_ready(PATIENCE_S)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        assert not any(wait.done() for wait in waits)
+        rig.decode[0].alive = True
+        await asyncio.gather(*waits)
+        assert (await rig.ask()).status == 200
 
 
 async def test_decode_workers_get_what_stock_servers_cannot_serve() -> None:

@@ -144,6 +144,10 @@ def test_yaml_and_json(tmp_path: Path) -> None:
         ("role: decode", "Expected `array`, got `object`: give a list of servers"),
         ("- role: decode\n  url: ftp://a", "f, server 1: 'ftp://a' is no address of a server"),
         ("- {role: d, url: a:1}\n- {role: x, url: a:1}", "server 2: no role is called 'x'"),
+        (
+            "- {role: p, url: a:1, kv: 'k:2'}\n- {role: p, url: a:1, kv: 'k:3'}",
+            "server 2: http://a:1 stands above already, with the KV address 'k:2'",
+        ),
         ("- role: decode\n  url: http://a:1\n  kv: k k", "server 1: 'k k' is no KV address"),
         ("- role: decode\n  address: http://a:1", "unknown field `address` - at `$[0]`"),
         ("- role: decode\n  url:", "Expected `str`, got `null` - at `$[0].url`"),
