@@ -25,6 +25,7 @@ from weakref import WeakSet
 
 import aiohttp
 import msgspec
+from aiohttp.http import HttpProcessingError
 from etcd3.aio_client import AioClient
 from etcd3.baseclient import sem
 
@@ -50,7 +51,8 @@ class LeaseNotFound(RegistryUnavailable):
 
 
 class RevisionLost(RegistryUnavailable):
-    """The revision was compacted, or the store was made anew since."""
+    """The changes since a revision cannot be had: it was compacted, the store was made anew since,
+    or a message with changes is too long."""
 
 
 class Failure(msgspec.Struct):
@@ -479,10 +481,13 @@ class EtcdClient:
             try:
                 async with asyncio.timeout(idle_s) as deadline:
                     line = await response.content.readline()
-            except (*_FAILURES, ValueError) as exc:  # ValueError: the line is too long
+            except _FAILURES as exc:
                 if deadline.expired():
                     raise
                 raise self._lost(exc, at) from exc
+            except (ValueError, HttpProcessingError) as exc:  # by the release of aiohttp
+                # It would come again whenever the watch goes on from the same revision.
+                raise RevisionLost(f"etcd sent a line of more than {_LINE >> 20} MiB") from exc
             if not line:
                 raise self._lost(EOFError("etcd ended the stream"), at)
             yield line

@@ -172,7 +172,7 @@ async def watch_prefix(
                             yield event
             except TimeoutError:
                 continue  # silent for idle_s: renew
-            except _Lost as exc:
+            except (_Lost, RevisionLost) as exc:
                 _log.info("watch of %s: %s; reading it again", shown, exc)
                 known.rev = min(known.rev, 0)
                 continue
@@ -261,6 +261,9 @@ class Follower:
         either = asyncio.FIRST_COMPLETED
         try:
             await asyncio.wait({synced, task}, timeout=timeout_s, return_when=either)
+        except BaseException:
+            task.cancel()  # `close` does not know it yet
+            raise
         finally:
             synced.cancel()
         if not self._synced.is_set():

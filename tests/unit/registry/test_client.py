@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.net.security import ServerSecurity
 from pullfill.registry.client import EtcdClient, Failure, parse_url, prefix_end
+from pullfill.registry.watch import Follower, Synced, watch_prefix
 
 OLD = "etcdserver: revision of auth store is old"
 HEADER = {"header": {"revision": "7"}}
@@ -22,11 +23,12 @@ HEADER = {"header": {"revision": "7"}}
 
 class Member:
     """One member's JSON gateway. refuses: what it says to the next calls. hangs: it answers no
-    call."""
+    call. says: the next line of a watch, after the first one."""
 
     def __init__(self) -> None:
         self.refuses: list[dict[str, Any]] = []
         self.hangs = False
+        self.says = b""
         self.tokens = self.watches = self.calls = 0
         app = web.Application()
         app.router.add_get("/version", self._version)
@@ -65,6 +67,7 @@ class Member:
         answer = web.StreamResponse()
         await answer.prepare(request)
         await answer.write(json.dumps({"result": {"created": True, **HEADER}}).encode() + b"\n")
+        await answer.write(self.says)
         await asyncio.sleep(60)  # it says nothing more: it hears nothing of the others
         return answer
 
@@ -185,3 +188,34 @@ def test_urls() -> None:
             parse_url(bad)
     with pytest.raises(ConfigError, match="cannot read etcd URL 'http://x/path'"):
         parse_url("http://me:secret@x/path")
+
+
+async def test_a_line_that_is_too_long_ends_no_watch(
+    members: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys are read again, as after a compaction."""
+    monkeypatch.setattr("pullfill.registry.client._LINE", 1 << 10)
+    members[0].says = json.dumps({"result": {"cancel_reason": 2000 * "x"}}).encode() + b"\n"
+    client = await EtcdClient.connect(await members[0].start())
+    async with asyncio.timeout(5):
+        async for event in watch_prefix(client, "p/"):
+            assert isinstance(event, Synced)
+            if not event.first:
+                break
+    assert members[0].watches == 1
+    await client.close()
+
+
+async def test_a_follower_whose_start_is_cancelled_watches_no_more(members: list[Member]) -> None:
+    client = await EtcdClient.connect(await members[0].start())
+    members[0].hangs = True
+    before = asyncio.all_tasks()
+    follower = Follower(client, "p/", "what is there", print)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await follower.start()
+    await follower.close()
+    await asyncio.sleep(0)
+    left = [task.get_name() for task in asyncio.all_tasks() - before]
+    assert "what is there" not in left
+    await client.close()
