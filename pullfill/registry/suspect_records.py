@@ -50,6 +50,7 @@ class SuspectBoard:
         self._prefix = keys.suspects_prefix(namespace)
         self._follower = Follower(client, self._prefix, "the suspects", self._on_event)
         self._loop = asyncio.get_running_loop()
+        self._asking = asyncio.Lock()
         self._on_refused: Callable[[str], None]
 
     def start(self, on_refused: Callable[[str], None]) -> None:
@@ -124,8 +125,11 @@ class SuspectBoard:
         self._follower.write(lambda _: self._ask_time(key, entry), f"time of suspect {name}")
 
     async def _ask_time(self, key: bytes, entry: _Entry) -> None:
-        if (found := await self._client.get(key)) is not None:
-            entry.until = self._loop.time() + await self._client.lease_left_s(found.lease)
+        # One at a time: a frontend that starts is told of up to MAX_POSTED entries at once, and
+        # each call that runs has a connection of its own.
+        async with self._asking:
+            if (found := await self._client.get(key)) is not None:
+                entry.until = self._loop.time() + await self._client.lease_left_s(found.lease)
 
 
 def _rows(found: Iterable[tuple[SuspectRecord, float]]) -> list[dict[str, object]]:

@@ -13,8 +13,10 @@ import pytest
 from pullfill.config import ClusterRef
 from pullfill.deploy import operate
 from pullfill.errors import ConfigError
-from pullfill.registry.client import EtcdClient
+from pullfill.registry import keys
+from pullfill.registry.client import EtcdClient, KeyValue
 from pullfill.registry.suspect_records import SuspectBoard, posted
+from pullfill.wire import SuspectRecord, encode
 from tests.support.etcd import EtcdServer
 from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import request
@@ -120,3 +122,33 @@ async def test_entries_nobody_can_read_do_no_harm(etcd: EtcdServer, ns: str) -> 
         client = await EtcdClient.connect(etcd.url)
         assert [row["fingerprint"] for row in await posted(client, ns)] == ["beef"]
         await client.close()
+
+
+async def test_a_frontend_that_starts_asks_for_one_entry_at_a_time(
+    etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question has a connection of its own, and there may be 1000 entries."""
+    asking, most, real = 0, 0, EtcdClient.get
+
+    async def get(self: EtcdClient, key: str | bytes) -> KeyValue | None:
+        nonlocal asking, most
+        asking += 1
+        most = max(most, asking)
+        try:
+            return await real(self, key)
+        finally:
+            asking -= 1
+
+    monkeypatch.setattr(EtcdClient, "get", get)
+    client = await EtcdClient.connect(etcd.url, wait_s=10)
+    lease, _, _ = await client.grant_lease(60)
+    names = [f"{number:032x}" for number in range(20)]
+    for name in names:
+        record = SuspectRecord(fingerprint=name, deaths=2, prompt_tokens=1)
+        await client.put(keys.suspect(ns, name), encode(record), lease)
+    board = SuspectBoard(client, ns)
+    board.start(lambda _: None)
+    await until(lambda: len(board) == 20 and all(board.left_s(name) > 5 for name in names))
+    assert most == 1
+    await board.close()
+    await client.close()
