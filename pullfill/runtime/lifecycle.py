@@ -28,6 +28,8 @@ EXIT_S = 20.0
 of all steps add up to less. This one is for hangs that nobody thought of."""
 LAST_S = 5.0
 """Longest time that `exit_within` waits for what `at_leave` has registered."""
+# Longest time that it waits for its own line in the log, after that.
+_TELL_S = 0.1
 LEAVING_ENV = "PULLFILL_LEAVING_FILE"
 """Where `up` looks whether a process that died was told to leave. Such a process makes the file."""
 STEP_FAILED = 3
@@ -104,10 +106,12 @@ def exit_within(seconds: float, code: int) -> None:
         try:
             # In threads of their own: the reader of the log may hang, and so may what is done last.
             told = ("shutdown took longer than %g s: exiting at once", seconds)
-            threading.Thread(target=logger.error, args=told, daemon=True).start()
+            tell = threading.Thread(target=logger.error, args=told, daemon=True)
             last = threading.Thread(target=_do_last, daemon=True)
+            tell.start()
             last.start()
             last.join(LAST_S)
+            tell.join(_TELL_S)
         finally:
             os._exit(code)
 

@@ -81,6 +81,14 @@ def test_a_process_that_ends_early_leaves_nothing_behind(
     assert left.exists()
 
 
+def test_a_process_that_hangs_on_its_way_out_says_so() -> None:
+    """Though its log is slow. What is done last takes no time here."""
+    slow = "lifecycle.logger.error = lambda *_: (time.sleep(0.03), print('told', flush=True))"
+    with start(slow, HANGS) as process:
+        assert process.wait(20) == 3
+        assert process.stdout.readline() == "told\n"
+
+
 async def test_only_a_second_signal_forces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal after a revoked lease (`pullfill drain`, then `pullfill down`) is the first one."""
     ends: list[int] = []
