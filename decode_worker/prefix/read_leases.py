@@ -228,9 +228,9 @@ class ReadLeases:
     def _prepare(self, asker: _Asker, ask: LeaseAsk) -> Preparation:
         """Compute vLLM's block hashes of the prompt. Intake thread."""
         lora = None
-        if (adapter := ask.adapter) is not None:
-            lora = self._context.adapters.placed(lora_request(adapter))
         try:
+            if (adapter := ask.adapter) is not None:  # vLLM refuses e.g. one without a path
+                lora = self._context.adapters.placed(lora_request(adapter))
             request = requests.prefill_request(
                 "read-lease", (), cache_salt=ask.cache_salt, priority=0,
                 arrival_time=time.time(), lora_request=lora,

@@ -14,10 +14,10 @@ import pytest
 
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.prefix import fetches, holders, read_leases
-from pullfill.decode_worker.prefix.holders import Holders
+from pullfill.decode_worker.prefix.holders import Holders, LeaseRefused
 from pullfill.errors import PeerUnavailable, TransferFailed
 from pullfill.transfer.shm.fence import ShmHold
-from pullfill.wire import FenceToken, Lease, u32
+from pullfill.wire import Adapter, FenceToken, Lease, LeaseAsk, u32
 from tests.support.fetch_rig import LEAST, FetchWorker, without_vllm
 from tests.support.handoff_rig import Served
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS
@@ -494,6 +494,24 @@ async def test_a_connection_that_is_made_while_the_worker_leaves(pair: Pair) -> 
     with pytest.raises(PeerUnavailable):
         await using
     await until(lambda: not pair.holder.leases._askers)
+
+
+async def test_an_adapter_that_vllm_refuses_gets_an_answer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease that is asked for and never answered would count for ever."""
+
+    def refuse(_: Adapter) -> None:
+        raise ValueError("lora_path cannot be empty")
+
+    monkeypatch.setattr(read_leases, "lora_request", refuse)
+    adapter = Adapter(name="a", path="", content="c")
+    tokens = u32.pack(prompt(PREFIX))
+    holder = await pair.asker.holders.use(pair.holder.holds(PREFIX))
+    with pytest.raises(LeaseRefused, match="busy"):
+        await holder.lease(
+            lambda rid: LeaseAsk(rid=rid, token_ids=tokens, start=0, adapter=adapter), 5.0
+        )
 
 
 @pytest.mark.parametrize("wrong", ["beyond", "odd", "many", "late"])
