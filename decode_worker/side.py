@@ -135,10 +135,11 @@ async def build(
     if own_loop is not None:
         blocks = await own_loop.call(partial(BlockEvents, loop, view, events))
         parts.push_async_callback(blocks.close)
+        tasks = await own_loop.call(lambda: own_loop.tasks)  # it asks the ranks, as a step does
         server = RequestServer(
             own_loop,
             traces,
-            welcome=partial(_welcome, engine, events, own_loop.tasks),
+            welcome=partial(_welcome, engine, events, tasks),
             models=[engine.served_name, options.model],
             key=key,
             follow=blocks.follow,
