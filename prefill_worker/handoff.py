@@ -159,12 +159,12 @@ class Handoff:
         await self._find_link()
         asked = time.monotonic()
         while True:
+            self._done = loop.create_future()
             try:
                 grant = await self.link.claim(self.job_id, job.incarnation, self.first.ack_subject)
                 break
             except ConnectionLost:
                 await self._find_link()
-                self._done = loop.create_future()
             except ClaimRefused as exc:
                 wait_s = exc.retry_after_s
                 if exc.reason != RefuseReason.HELD.value or wait_s is None:
@@ -176,6 +176,8 @@ class Handoff:
                 else:
                     budget.waits(self.job_id)
                 await asyncio.sleep(wait_s)
+                if self._done.done():  # the connection was lost meanwhile
+                    await self._find_link()
         budget.granted(self.job_id)
         self.grant, self._holds_grant = grant, True
         if self._revoked >= grant.attempt:
@@ -230,7 +232,7 @@ class Handoff:
         limit = asyncio.timeout_at(until)
 
         def over(_: asyncio.Future[None]) -> None:
-            if not limit.expired():
+            with contextlib.suppress(RuntimeError):  # it has ended in the same moment
                 limit.reschedule(loop.time())
 
         try:

@@ -265,7 +265,46 @@ async def test_a_job_counts_while_the_inputs_of_others_are_sent(inputs: bool) ->
     assert worker.budget.tokens == 0
 
 
+async def test_a_connection_that_was_lost_and_made_again_while_the_job_was_held_ends_nothing() -> (
+    None
+):
+    """The grant came over the new one. Nobody else would settle the job."""
+    worker, delivery, asked = Worker(some_transfer_worker), Delivered(), 0
+
+    async def claim(*_: Any) -> Grant:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            asyncio.get_running_loop().call_soon(worker.link.jobs["j"].link_lost)
+            raise ClaimRefused("held", reason=RefuseReason.HELD, retry_after_s=0.01)
+        return worker.grant
+
+    worker.link.claim = claim
+    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    (await worker.computing()).end(None)
+    await worker.over()
+    assert (asked, delivery.verbs, worker.sent) == (2, ["ack"], [])
+
+
 # ------------------------------------------------------------------ waiting for the transfer worker
+
+
+async def test_memory_that_is_refused_at_once_and_a_revoke_end_the_attempt_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker, delivery = Worker(raising(OutOfReach("it was tried lately"))), Delivered()
+    real = worker.link.claim
+
+    async def claim(*asked: Any) -> Grant:
+        worker.revoke()
+        return await real(*asked)
+
+    worker.link.claim = claim
+    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    await asyncio.sleep(0)
+    assert delivery.verbs == []
+    assert not [r for r in caplog.records if r.name == "asyncio"]
 
 
 @pytest.mark.parametrize("end", ["revoke", "lost", "deadline", "revoke and lost"])
