@@ -356,6 +356,7 @@ class JetStreamConsumer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.connection.up:
             await self.connection.flush()
+        await self.letters.close()
         await self.connection.close()
 
     async def drain(self) -> None:
