@@ -249,6 +249,8 @@ class Cluster:
         """Until each is seen ready by the frontend, and prefill workers by every decode worker."""
         until(lambda: self.seen(workers), within_s, f"ready: {[w.role for w in workers]}")
         until(self.linked, 20.0, "every prefill worker connected to every decode worker")
+        # One that came before any decode worker was `ready` until it met the first.
+        until(lambda: self.seen(workers), 20.0, f"ready again: {[w.role for w in workers]}")
 
     def seen(self, workers: Sequence[Worker]) -> bool:
         """Whether the frontend sees each of them ready; notes their instance ids."""
@@ -275,12 +277,16 @@ class Cluster:
         return row.get("state") in self.up_states and connected
 
     def linked(self) -> bool:
-        """Whether every prefill worker is connected to every decode worker but itself."""
+        """Whether every prefill worker is connected to every decode worker but itself, and compared
+        with it: the job of a self-check would come in the way of a test, and meet its failpoints.
+        """
         entries = self.status()["workers"]
         prefill = {w["instance_id"] for w in entries if w["role"] == "prefill"}
         decode = [w for w in entries if w["role"] == "decode"]
         return all(
-            prefill <= {w["instance_id"], *w["load"].get("prefill_workers", ())} for w in decode
+            prefill <= {w["instance_id"], *w["load"].get("prefill_workers", ())}
+            and all(check.get("result") != "pending" for check in w["load"].get("self_checks", ()))
+            for w in decode
         )
 
     def stop(self) -> None:
