@@ -96,14 +96,18 @@ class Waiting:
 
     def _some(self) -> None:
         now, until = self._loop.time(), time.monotonic() + self._turn_s
-        while self._queue:
-            request_id = next(iter(self._queue))
-            flight = self._queue.pop(request_id)
-            if request_id in self._held:
-                self._place(flight, now)
-            if self._queue and time.monotonic() >= until:
+        try:
+            while self._queue:
+                request_id = next(iter(self._queue))
+                flight = self._queue.pop(request_id)
+                if request_id in self._held:
+                    self._place(flight, now)
+                if time.monotonic() >= until:
+                    break
+        finally:
+            # Also after an exception: else no request would ever be placed from here again.
+            if self._queue:
                 self._loop.call_soon(self._some)
-                return
 
 
 def patience_s(flight: Flight, waits: Waits, heard_at: float, lost: bool, now: float) -> float:

@@ -102,6 +102,25 @@ async def test_a_request_that_cannot_be_sent_harms_no_other_and_no_later_one(bre
     await until(lambda: set(third.flights) == {"b~2", "c~2"})
 
 
+async def test_a_request_whose_end_cannot_be_noted_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not even if it is the one that is being placed of many."""
+    raised = list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: raised.append(told))
+
+    def over(self: RequestLog, *told: Any) -> None:
+        raise RuntimeError("no span")
+
+    desk = Desk(request("a"), request("b"), request("c"))
+    monkeypatch.setattr(RequestLog, "over", over)
+    second = Worker("B")
+    second.refuse.add("a~1")
+    desk.lose(second)
+    await until(lambda: {"b~1", "c~1"} <= set(second.flights))
+    assert len(raised) == 1
+
+
 async def test_a_request_that_cannot_be_judged_harms_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
