@@ -185,6 +185,11 @@ def _click_parameter(one: Flag) -> click.Parameter:
         needed = not one.name.startswith("[")
         return click.Argument([_key(one)], metavar=one.name, type=form, required=needed)
     default = one.default.value if isinstance(one.default, Enum) else one.default
+
+    def refuse(_: click.Context, __: click.Parameter, value: Any) -> Any:
+        one.parse(value)  # here the file of `up` knows the line. `invoke` makes the field's value
+        return value
+
     return click.Option(
         [*one.name.split(), _key(one)],
         metavar=one.metavar,
@@ -193,6 +198,7 @@ def _click_parameter(one: Flag) -> click.Parameter:
         multiple=many,
         help=one.help,
         envvar=one.env,
+        callback=refuse,
         # The default of a flag that is parsed stands in its help.
         default=None if one.given else default,
         show_default=one.default != "",

@@ -6,13 +6,13 @@
     set: {router.policy: cost}
 
 The file has no options of its own: its values go through the command's parser, as texts, and count
-where a flag is not given. A refusal is one line. It names the file, the line and the key where the
-file is wrong, and the flag where its value is.
+where a flag is not given. A refusal is one line. It names the file, the line and the key.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Collection, Iterator
 from difflib import get_close_matches
@@ -29,6 +29,7 @@ VLLM_KEYS = ("vllm-args", "decode-args", "prefill-args")
 """Keys that hold flags for vLLM: a text, a list, or a mapping of flags and values."""
 SET = "set"
 NOT_IN_FILES = frozenset({"file", "help"})
+_KEY = re.compile(r"\s*([\w.-]+)\s*:(?:\s|$)")
 
 
 def read(path: str, context: click.Context) -> dict[str, Any]:
@@ -51,16 +52,18 @@ def read(path: str, context: click.Context) -> dict[str, Any]:
         param, where = params.get(key), f"{_where(path, node)}: {key}"
         if param is None:
             raise ConfigError(_unknown(_where(path, node), key, params))
+        if key in VLLM_KEYS:
+            value: Any = shlex.join(_vllm(path, key, node))
+        elif key == SET:
+            value = _settings(path, node)
+        else:
+            value = _text(where, node)
         try:
-            if key in VLLM_KEYS:
-                value: Any = shlex.join(_vllm(path, key, node))
-            elif key == SET:
-                value = _settings(path, node)
-            else:
-                value = _text(where, node)
             param.process_value(context, value)
         except click.BadParameter as exc:
             raise ConfigError(f"{where}: {exc.message}") from None
+        except ConfigError as exc:  # of the flag's `parse`
+            raise ConfigError(f"{where}: {exc}") from None
         values[str(param.name)] = value
     return values
 
@@ -78,15 +81,25 @@ def _unknown(where: str, key: str, known: Collection[str]) -> str:
 def _parsed(path: str) -> yaml.Node | None:
     """Return the nodes of the file, which know their lines. None: it is empty."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return yaml.compose(file, Loader=yaml.SafeLoader)
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+            text = file.read()
     except OSError as exc:
         raise ConfigError(f"cannot read {path} ({exc.strerror}): check --file") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
-        mark = getattr(exc, "problem_mark", None) or getattr(exc, "context_mark", None)
-        where = f"{path}, line {mark.line + 1}" if mark else path
-        why = getattr(exc, "problem", None) or next(iter(str(exc).splitlines()), "nested too deep")
-        raise ConfigError(f"{where}: not YAML: {why}") from None
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.reader.ReaderError as exc:
+        line = begin = text.count("\n", 0, exc.position)
+        why = f"the character {chr(exc.character)!r} is not allowed: give UTF-8 text"
+    except yaml.MarkedYAMLError as exc:
+        marks = [mark for mark in (exc.problem_mark, exc.context_mark) if mark]
+        line, begin = marks[0].line, min(mark.line for mark in marks)
+        why = str(exc.problem or exc.context)
+    except RecursionError:
+        line, begin, why = 0, -1, "nested too deep"
+    # The key that the broken part belongs to stands in this line or above.
+    above = (_KEY.match(each) for each in reversed(text.splitlines()[: begin + 1]))
+    key = next((f"{found[1]}: " for found in above if found), "")
+    raise ConfigError(f"{path}, line {line + 1}: {key}not YAML: {why}")
 
 
 def _pairs(path: str, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:

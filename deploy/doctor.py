@@ -47,6 +47,7 @@ def run(options: ClusterOptions) -> int:
 
 def _findings(options: ClusterOptions) -> Iterator[Finding]:
     for check in (
+        machine.python,
         machine.packages,
         machine.torch_add_ons,
         machine.server_binaries,

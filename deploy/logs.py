@@ -30,6 +30,10 @@ def show(
     command = ["tail", "-n", str(lines), *["-F"] * follow, "--"]
     try:
         return subprocess.run([*command, *chosen(state, name)]).returncode
+    except FileNotFoundError:
+        raise ConfigError(
+            f"no `tail` on this machine: install coreutils, or read the files in {state.logs}"
+        ) from None
     except KeyboardInterrupt:
         return 0  # how a user ends --follow
 

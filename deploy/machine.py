@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import platform
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from pullfill import releases
 from pullfill.deploy import accelerator, install, local_servers, plan
@@ -18,6 +22,7 @@ from pullfill.net.this_host import SHM_DIR_ENV, shm_dir
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 _SHM_FREE_WANTED = 512 << 20
+_FLOCK = "hhqqi4x"  # struct flock of Linux on 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,11 @@ class Finding:
     level: str
     what: str
     advice: str = ""
+
+
+def python() -> Iterator[Finding]:
+    """Tell which Python runs pullfill. One that is too old cannot even import this module."""
+    yield Finding(OK, f"Python {platform.python_version()} ({sys.executable})")
 
 
 def _installed(*names: str) -> str | None:
@@ -128,8 +138,7 @@ def compute() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Check that the directory of shared KV files has room."""
-    # A worker that starts removes the files of dead ones.
+    """Check that the directory of shared KV files has room, and holds no files of dead workers."""
     shm = shm_dir()
     if not shm.is_dir():
         advice = f"mount a tmpfs there, or name another with {SHM_DIR_ENV}: workers share KV in it"
@@ -144,6 +153,33 @@ def shared_memory() -> Iterator[Finding]:
         )
     else:
         yield Finding(OK, f"{shm} has {free >> 20} MiB free")
+    if left := _left_over(shm):
+        yield Finding(
+            WARN,
+            f"{len(left)} file(s) of dead workers in {shm}, e.g. {left[0].name}",
+            "the next worker that starts removes them, or: rm " + " ".join(map(str, left[:20])),
+        )
+
+
+def _left_over(shm: Path) -> list[Path]:
+    """Return the files of dead workers, by the rule of `transfer/shm/files.py`."""
+    # In this order, or a worker that starts meanwhile would seem to have no fence file.
+    kvs, fences = sorted(shm.glob("pullfill-*.kv")), sorted(shm.glob("pullfill-*.fence"))
+    alive = {fence.stem for fence in fences if _is_locked(fence)}
+    dead = [fence for fence in fences if fence.stem not in alive]
+    dead += [kv for kv in kvs if kv.stem.rpartition("-")[0] not in alive]
+    return [path for path in dead if path.exists()]
+
+
+def _is_locked(fence: Path) -> bool:
+    """Whether a process holds the lock of its first byte. True, too, if we may not find out."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+    try:
+        with fence.open("rb") as file:
+            found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked)
+    except OSError:
+        return True
+    return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
 
 
 def transports() -> Iterator[Finding]:

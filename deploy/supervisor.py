@@ -172,14 +172,19 @@ async def wait_ready(
 
     Start the workers that had to wait for another on their GPU.
     The caller holds the lock of the state directory if one has to wait. Raises StartFailed, and
-    RegistryUnavailable if etcd does not answer at first."""
+    RegistryUnavailable if etcd does not answer for SERVER_S."""
     waiting = {spec.name: spec for spec in specs}
-    deadline = time.monotonic() + options.ready_timeout_s
+    answered = time.monotonic()
+    deadline = answered + options.ready_timeout_s
     async with members.etcd_of(ref, wait_s=SERVER_S) as etcd:
         while waiting:
-            ready = dict[str, str]()
-            with suppress(RegistryUnavailable):  # it may be away for a while
+            try:
                 ready = await _ready(etcd, ref.namespace)
+                answered = time.monotonic()
+            except RegistryUnavailable:  # it may be away for a while
+                if time.monotonic() - answered > SERVER_S:
+                    raise
+                ready = {}
             for name, spec in list(waiting.items()):
                 if spec.after in waiting:
                     continue
@@ -521,7 +526,10 @@ class Supervisor:
         # Nothing was started if all servers are others' and there is no worker.
         while not stop.done() and (running or not kept):
             await asyncio.wait({stop, *running}, return_when=asyncio.FIRST_COMPLETED)
-            running = {task for task in running if not task.done()}
+            for task in [task for task in running if task.done()]:
+                running.discard(task)
+                if why := task.exception():
+                    self._view.say(f"a process is not watched any more: {why!r}", "bold red")
         if detached and any(entry.gave_up for entry in self._cluster.processes):
             await stop
         if self._stop.is_set() and not self._state.stopping():

@@ -139,7 +139,12 @@ def _check_name(flag: str) -> None:
     name = flag_name(flag).partition(".")[0]  # of --config.key
     if name in (LONG if flag.startswith("--") else SHORT) or flag.startswith("-O"):
         return
-    known = sorted(of_pullfill() | {f"--{long}" for long in LONG})
+    ours = of_pullfill()
+    if flag in ours:
+        raise ConfigError(
+            f"this command has no flag {flag}: see --help. Others of pullfill have it"
+        )
+    known = sorted(ours | {f"--{long}" for long in LONG})
     near = [long for long in known if long.startswith(f"--{name}")][:_FEW]
     near = near or get_close_matches(flag.replace("_", "-"), known, n=1)
     hint = f"did you mean {' or '.join(near)}?" if near else "--help lists those of pullfill"

@@ -125,8 +125,9 @@ def test_make_up_leaves_the_model_to_the_file(variable: list[str], called: str) 
 @pytest.mark.parametrize(
     ("text", "line", "told"),
     [
-        ("model: m/n\nport: [8000\ndecode: 2\n", 3, "not YAML: expected ',' or ']'"),
-        ("model: m/n\nport 8000\ndecode: 2\n", 3, "could not find expected ':'"),
+        ("model: m/n\nport: [8000\ndecode: 2\n", 3, "port: not YAML: expected ',' or ']'"),
+        ("model: m/n\nport 8000\ndecode: 2\n", 3, "model: not YAML: could not find expected ':'"),
+        ("\tdecode: 1\n", 1, "decode: not YAML: found character"),
         ("- a\n", 1, "give `KEY: VALUE` lines"),
         ("? [a]\n: b\n", 1, "a key must be a word"),
         ("decode: 1\ndecod: 2\n", 2, "no key 'decod': did you mean decode?"),
@@ -135,6 +136,8 @@ def test_make_up_leaves_the_model_to_the_file(variable: list[str], called: str) 
         ("model: {a: b}\n", 1, "model: give one value"),
         ("transports: &a [shm, *a]\n", 1, "transports: give one value, not a list in a list"),
         ("kv-mode: poll\n", 1, "kv-mode: "),
+        ("decode: 1\ntransports: [shm, udp]\n", 2, "transports: no transport is called 'udp'"),
+        ("decode-devices: a\n", 1, "decode-devices: --decode-devices 'a': give numbers"),
         ("set:\n  router.policy: never\n", 2, "set: router.policy: 'never' is not allowed"),
         ("vllm-args:\n  seed: 1\n  port: 9\n", 3, "--port in"),
         ("vllm-args:\n  a: {b: 2024-13-45}\n", 2, "vllm-args: a: month must be in 1..12"),
@@ -153,9 +156,17 @@ def test_a_refusal_is_one_line_that_names_line_and_key(
     assert up.options is None
 
 
-@pytest.mark.parametrize("text", [b"model: \xff", b"model: \x01", b"[" * 1500])
-def test_what_is_no_yaml_at_all(up: Up, text: bytes) -> None:
-    with pytest.raises(ConfigError, match=f"{up.path}: not YAML: ") as caught:
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"decode: 1\nmodel: \xc3\xa4\xff\n", r"line 2: model: not YAML: the character '\\udcff'"),
+        (b"decode: 1\nmodel: \xc3\xa4\x01\n", r"line 2: model: not YAML: the character '\\x01'"),
+        (b"\xff", "line 1: not YAML: the character"),
+        (b"[" * 5000, "line 1: not YAML: nested too deep"),
+    ],
+)  # fmt: skip
+def test_what_is_no_yaml_at_all(up: Up, text: bytes, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
         up(text)
     assert "\n" not in str(caught.value)
 

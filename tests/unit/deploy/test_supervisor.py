@@ -21,10 +21,11 @@ import pytest
 from rich.console import Console
 
 from pullfill import wire
-from pullfill.deploy import local_servers, plan
+from pullfill.deploy import local_servers, plan, supervisor
 from pullfill.deploy.state import StateDir, identity, is_alive, tagged
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.view import ProcessView
+from pullfill.errors import RegistryUnavailable
 from pullfill.registry.client import EtcdClient, KeyValue
 from tests.support.http_stub import serving
 from tests.support.waiting import eventually
@@ -39,6 +40,7 @@ class _Registry:
 
     ready_at: at which look a process that runs is ready.
     http: where workers answer /status.
+    away: whether etcd does not answer.
     """
 
     def __init__(self, state: StateDir) -> None:
@@ -46,11 +48,14 @@ class _Registry:
         self._looks: Counter[str] = Counter()
         self.http = ""
         self.ready_at = 2
+        self.away = False
 
     async def connect(self, *_: object, **__: object) -> Self:
         return self
 
     async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
+        if self.away:
+            raise RegistryUnavailable("etcd is away")
         self._looks.update(str(entry.instance_id) for entry in self._state.live())
         ready = [
             record(n, http=self.http) for n, looks in self._looks.items() if looks >= self.ready_at
@@ -180,6 +185,32 @@ async def test_an_interrupted_start_leaves_nothing(
         await starting
     assert tagged(launch.cluster_id) == []
     assert (rig.state.live(), rig.state.launch()) == ([], None)
+
+
+async def test_a_start_whose_etcd_goes_away_ends_soon(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after --ready-timeout."""
+    monkeypatch.setattr(supervisor, "SERVER_S", 0.1)
+    rig.add("decode-0")
+    rig.registry.away = True
+    async with asyncio.timeout(60.0):
+        with pytest.raises(RegistryUnavailable, match="etcd is away"):
+            await rig.supervisor(frontends=0).start()
+    assert rig.state.live() == []
+
+
+async def test_a_process_that_cannot_be_watched_is_told(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def keep(*_: object) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(supervisor.Keeper, "keep", keep)
+    rig.add("decode-0")
+    async with rig.up(frontends=0):
+        """Then it is stopped."""
+    assert "not watched any more: OSError('too many open files')" in rig.printed.getvalue()
 
 
 async def test_a_deleted_state_directory_leaves_nothing_running(rig: Rig) -> None:

@@ -40,6 +40,10 @@ class TestRefused:
         with pytest.raises(ConfigError, match=f"has a flag {flag.split('=')[0]}: .*{near}"):
             vllm_flags.check([flag, "1"] if "=" not in flag else [flag])
 
+    def test_a_flag_of_another_command(self) -> None:
+        result = runner.invoke(cli.app, ["up", "--cpu", "3"])
+        assert "this command has no flag --cpu: see --help" in str(result.exception)
+
     def test_all_flags_of_pullfill_are_known(self) -> None:
         taking = [cli.app.commands[name] for name in cli.FOR_VLLM]
         flags = set[str]().union(*(docs.flags(command) for command in taking))
