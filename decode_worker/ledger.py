@@ -817,9 +817,11 @@ class Ledger:
         self._give_up(entry, Outcome.QUARANTINED if early else Outcome.TIMEOUT)
 
     def _nobody_claimed(self, entry: Entry) -> None:
-        """Serve the job locally. If that opens the breaker, do so with every queued job. Jobs whose
-        deadline comes before their claim timeout do not count."""
-        counts = entry.in_queue and entry.queued_at + entry.claim_timeout_s <= entry.deadline
+        """Serve the job locally. If that opens the breaker, do so with every queued job. Jobs that
+        were published late do not count: they had less time to be claimed than others."""
+        # Nearly all of that time: the deadline counts from `open`, and may be the nearer bound.
+        most = 0.8 * min(entry.claim_timeout_s, entry.timeout_s)
+        counts = entry.in_queue and self._clock.monotonic() - entry.queued_at >= most
         opens = counts and self.claims.timed_out(entry.job_id, entry.queued_at)
         self._give_up(entry, Outcome.CLAIM_TIMEOUT if entry.published else Outcome.TIMEOUT)
         for other in list(self._jobs.values()) if opens else ():
@@ -854,8 +856,8 @@ class Ledger:
         """Wake the threads for which something is queued. Called without the lock."""
         if self._events:
             self._on_event()
-        earlier, self._earlier = self._earlier, False
-        if self._actions or earlier:
+        if self._actions or self._earlier:
+            self._earlier = False  # before the call: another thread may set it meanwhile
             self._on_action()
 
     def prefill_free(self) -> None:

@@ -33,7 +33,7 @@ class Decode:
         now = Situation(1000, 0, prefill_workers=1, queue_available=True, claims_stalled=stalled)
         return decide(FakeRequest("r", [1]), now).reason
 
-    def prompt(self, *, later: bool = False) -> str:
+    def prompt(self, *, later: bool = False, timeout_s: float = 3 * CLAIM_S) -> str:
         """Send a prompt that goes to the queue. Returns its job's id.
 
         later: `set_digest` is not called yet, so the job is not published."""
@@ -41,7 +41,7 @@ class Decode:
         job = f"j{next(self._jobs)}"
         self.ledger.open(
             Entry(
-                job, f"r-{job}", (1, 2), 0, timeout_s=3 * CLAIM_S, claim_timeout_s=CLAIM_S,
+                job, f"r-{job}", (1, 2), 0, timeout_s=timeout_s, claim_timeout_s=CLAIM_S,
                 stall_s=3 * CLAIM_S,
             )
         )  # fmt: skip
@@ -143,8 +143,23 @@ def test_a_trial_that_is_not_published_in_time_leaves_its_place_to_the_next_prom
     half_open.prompt()
 
 
-def test_jobs_whose_deadline_comes_before_the_claim_timeout_are_no_stalls(decode: Decode) -> None:
-    """They were published late. Nobody had the whole claim timeout to claim them."""
+@pytest.mark.parametrize("remote_s", [CLAIM_S, CLAIM_S / 2])
+def test_it_opens_too_where_a_job_has_no_more_time_than_its_claim(
+    decode: Decode, remote_s: float
+) -> None:
+    """`router.remote_timeout_s` is not above `router.claim_timeout_s`, and a job is published a
+    moment after it was opened. So its deadline comes first."""
+    for _ in range(STALLS):
+        job = decode.prompt(later=True, timeout_s=remote_s)
+        decode.clock.advance(0.01)
+        decode.ledger.set_digest(job, b"d")
+        assert decode.waited(job) == pytest.approx(remote_s - 0.01)
+    assert decode.outcomes() == [Outcome.CLAIM_TIMEOUT] * STALLS
+    assert decode.decide() == "claims_stalled"
+
+
+def test_jobs_that_were_published_late_are_no_stalls(decode: Decode) -> None:
+    """Their deadline came first. Nobody had the whole claim timeout to claim them."""
     for _ in range(STALLS):
         job = decode.prompt(later=True)
         decode.clock.advance(2.5 * CLAIM_S)
