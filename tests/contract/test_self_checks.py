@@ -16,7 +16,7 @@ from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.self_checks import SelfChecks, clear, kept, pair_of
-from pullfill.wire import Hello, SelfCheck, encode
+from pullfill.wire import Hello, SelfCheck, WorkerState, encode
 from tests.support.control_rig import Decode, FakeDirectory
 from tests.support.transfer_rigs import COMPAT
 from tests.support.workers import eventually, record
@@ -87,8 +87,13 @@ async def test_what_cannot_be_read_is_no_result(client: EtcdClient) -> None:
 
 
 async def test_a_decode_worker_is_checking_until_each_kind_has_a_result(client: EtcdClient) -> None:
-    for kind in ("a", "b"):
-        known = record(f"prefill-{kind}", role="prefill", compat=COMPAT, computes=kind)
+    """A worker that drains is not waited for, nor one that has left."""
+    state = {"drains": WorkerState.DRAINING}
+    for kind in ("a", "b", "leaves", "drains"):
+        known = replace(
+            record(f"prefill-{kind}", role="prefill", compat=COMPAT, computes=kind),
+            state=state.get(kind, WorkerState.READY),
+        )
         await client.put(keys.worker("joins", "prefill", known.instance_id), encode(known))
     results = await SelfChecks.started(client, "joins")
     ours = Ours("d", COMPAT.hash(), "ours", 4, 4, 100, 1, "float32", "float32", ONE_GROUP)
@@ -101,6 +106,10 @@ async def test_a_decode_worker_is_checking_until_each_kind_has_a_result(client: 
                 await noted.wait()
         assert checks.joining
         results.keep(pair_of(COMPAT.hash(), "ours", "b"), result(passed=True))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await noted.wait()
+        await client.delete(keys.worker("joins", "prefill", "prefill-leaves"))
         async with asyncio.timeout(5):
             await noted.wait()
         assert not checks.joining

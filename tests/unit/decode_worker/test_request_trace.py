@@ -1,4 +1,4 @@
-"""The spans of a request."""
+"""What the record of a request tells, and its spans."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ from pullfill.runtime import tracing
 
 HEADERS = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
 REMOTE = "decode.remote_prefill"
+
+
+def test_the_first_decision_and_the_outage_of_its_fallback_are_told() -> None:
+    """vLLM asks again after the fallback. That says nothing new."""
+    said = ""
+    traces = RequestTraces("d", outage=lambda: said)
+    traces.decided("r", Situation(100, 0), Decision(True, "long_prompt"))
+    said = "NATS is away"
+    traces.settled("r", Outcome.CLAIM_TIMEOUT)
+    said = ""
+    traces.decided("r", Situation(100, 0), Decision(False, "fallback"))
+    told = traces.finish("r")
+    assert told is not None
+    assert (told.path, told.reason) == ("local", "long_prompt")
+    assert (told.fallback, told.outage) == ("claim_timeout", "NATS is away")
 
 
 @pytest.fixture
