@@ -239,7 +239,7 @@ class DecodeLinks:
         self.activity = activity
         self._kept = kept
         self._on_checked: Callable[[], None] = lambda: None
-        self._was_checking = ""
+        self._was_checking: str | None = None
         self.idle_s = idle_s
         self.silent_s = silent_s
         self._most = most
@@ -254,23 +254,24 @@ class DecodeLinks:
         self._gone: dict[str, WorkerRecord | None] = {}
         self._changed = asyncio.Event()
         self._started = self._closed = False
-        self._unsubscribe: list[Callable[[], None]] = []
         self.standing: set[str] = set()
         self.leaving = False
         self.why_not = ""
         self.trials: asyncio.Queue[Trial] = asyncio.Queue()
+        # Before `start`: this worker registers before that, and `checking` says as what.
+        self._unsubscribe = [directory.subscribe(self._on_change)]
+        for role in ("prefill", "decode"):
+            for record in directory.workers(role).values():
+                self._on_change(None, record)
 
     def start(self, on_checked: Callable[[], None] = lambda: None) -> None:
-        """Connect to the decode workers in the directory, and follow its changes.
+        """Connect to the decode workers in the directory, now and when it changes.
 
-        on_checked: called when `checking` has changed."""
+        on_checked: called now, because this worker may have registered with another `checking`, and
+        when `checking` has changed."""
         self._on_checked = on_checked
-        self._unsubscribe.append(self._directory.subscribe(self._on_change))
         if self._kept is not None:
             self._unsubscribe.append(self._kept.subscribe(self._refresh))
-        for role in ("prefill", "decode"):
-            for record in self._directory.workers(role).values():
-                self._on_change(None, record)
         self._started = True
         self._refresh()
 
