@@ -201,9 +201,8 @@ class WorkerProcess:
         )
         tracing.begin(args.traces_endpoint(self._config), role.name, name)
         self._fingerprint = compat.fingerprint_as_run(self._config)
-        if self._elastic and kv_offloading.size_of(self._config):
-            # Here too: vLLM has several flags for it, and files of flags.
-            raise ConfigError(NO_OFFLOADING)
+        if self._elastic:
+            refuse_offloading(self._config)
         for one in self._roles:
             one.adjust(self._config)
         host = EngineHost(self._config, log_stats=any(one.log_stats for one in self._roles))
@@ -317,6 +316,13 @@ class WorkerProcess:
         for side in self._switch.sides:
             if side.last is not None:  # gauges of a side that rests must not keep old values
                 side.last.refresh_metrics()
+
+
+def refuse_offloading(config: Any) -> None:
+    """Raises ConfigError, however it was asked for. config: vLLM's."""
+    # Main looks at the flags before anything is loaded. But vLLM has several, and files of flags.
+    if kv_offloading.size_of(config):
+        raise ConfigError(NO_OFFLOADING)
 
 
 async def _all(work: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -278,12 +278,12 @@ async def test_the_memory_is_quiet_before_it_is_freed(adapter: Any, model_path: 
     assert probe.turns == turns
 
 
-@adapters
-async def test_a_decode_side_starts_without_what_an_adapter_may_lack(
-    adapter: Any, model_path: Path, etcd: EtcdServer, nats: NatsServer, client: EtcdClient, ns: str
-) -> None:
-    """No thread, no requests of its own, no request server: clients come another way."""
-    options = WorkerOptions(model=str(model_path), instance_id="ports-1")
+@asynccontextmanager
+async def decode_role(
+    adapter: Any, model: Path, ns: str, etcd: EtcdServer, nats: NatsServer, client: EtcdClient
+) -> AsyncIterator[tuple[DecodeRole, Made, Callable[[Engine[Any]], Awaitable[None]]]]:
+    """A decode role, its engine, and what builds its side around an engine."""
+    options = WorkerOptions(model=str(model), instance_id="ports-1")
     role = DecodeRole(ClusterRef(ns, etcd.url, nats.url), options)
 
     def sides(wake: Callable[[], None], files: RegionFiles) -> tuple[Any, SchedulerHalf]:
@@ -294,9 +294,20 @@ async def test_a_decode_side_starts_without_what_an_adapter_may_lack(
         await role.watch(client, parts)
         queue = await Settings(client, ns, QueueSettings).start()
         parts.push_async_callback(queue.close)
-        made = await parts.enter_async_context(adapter(model_path, sides))
-        engine = replace(made.engine, thread=None, submit=None, own_loop=None)
-        await role.build(engine, queue, parts)
+        made = await parts.enter_async_context(adapter(model, sides))
+        yield role, made, lambda engine: role.build(engine, queue, parts)
+
+
+@adapters
+async def test_a_decode_side_starts_without_what_an_adapter_may_lack(
+    adapter: Any, model_path: Path, etcd: EtcdServer, nats: NatsServer, client: EtcdClient, ns: str
+) -> None:
+    """No thread, no requests of its own, no request server: clients come another way."""
+    async with (
+        decode_role(adapter, model_path, ns, etcd, nats, client) as (role, made, build),
+        AsyncExitStack() as parts,
+    ):
+        await build(replace(made.engine, thread=None, submit=None, own_loop=None))
         service = await role.open(parts)
         output = await asyncio.wrap_future(made.submit.add(request("a")))
         assert len(output.new_token_ids) == 1
@@ -314,3 +325,26 @@ async def test_a_decode_side_starts_without_what_an_adapter_may_lack(
         await service.stop_taking()
         await service.finished()
         await role.close()
+
+
+async def test_ranks_are_asked_on_the_engine_thread_alone(
+    model_path: Path,
+    etcd: EtcdServer,
+    nats: NatsServer,
+    client: EtcdClient,
+    ns: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that has died never answers. The asyncio thread must go on, and see that."""
+    from vllm.v1.engine.core import EngineCore
+
+    asked: list[str] = []
+
+    def tasks(core: Any) -> tuple[str, ...]:
+        asked.append(threading.current_thread().name)
+        return ("generate",)
+
+    monkeypatch.setattr(EngineCore, "get_supported_tasks", tasks)
+    async with decode_role(own_loop, model_path, ns, etcd, nats, client) as (_, made, build):
+        await build(made.engine)
+        assert set(asked) == {"engine"}

@@ -1,4 +1,4 @@
-"""What a worker says of itself."""
+"""What a worker says of itself, and what one with both sides cannot do."""
 
 from __future__ import annotations
 
@@ -8,9 +8,23 @@ from typing import Any
 import pytest
 
 from pullfill.config import ClusterRef
+from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
 from pullfill.wire import WorkerState
-from pullfill.worker.process import WorkerProcess
+from pullfill.worker.process import WorkerProcess, refuse_offloading
+
+
+def test_both_sides_and_offloading_are_refused_however_they_were_asked_for() -> None:
+    """Answers could be wrong. The flags have several spellings, and may stand in a file."""
+    tier = {"kv_connector": "Tier", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+    extra = {"connectors": [{"kv_connector": "Ours"}, tier]}
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra)
+    )
+    with pytest.raises(ConfigError, match="KV offloading"):
+        refuse_offloading(config)
+    extra["connectors"].remove(tier)
+    refuse_offloading(config)
 
 
 @pytest.mark.parametrize(("role", "ready"), [("decode", False), ("prefill", True)])
