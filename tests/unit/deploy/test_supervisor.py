@@ -26,6 +26,7 @@ from pullfill.deploy.state import StateDir, identity, is_alive, tagged
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
+from pullfill.net.security import Security, ServerSecurity
 from pullfill.registry.client import EtcdClient, KeyValue
 from tests.support.http_stub import serving
 from tests.support.waiting import eventually
@@ -40,6 +41,7 @@ class _Registry:
 
     ready_at: at which look a process that runs is ready.
     http: where workers answer /status.
+    login: what a client must show.
     away: whether etcd does not answer.
     """
 
@@ -48,9 +50,11 @@ class _Registry:
         self._looks: Counter[str] = Counter()
         self.http = ""
         self.ready_at = 2
+        self.login = ServerSecurity()
         self.away = False
 
-    async def connect(self, *_: object, **__: object) -> Self:
+    async def connect(self, *_: object, security: ServerSecurity, **__: object) -> Self:
+        assert security == self.login
         return self
 
     async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
@@ -88,7 +92,8 @@ class Rig:
 
     def supervisor(self, **options: Any) -> Supervisor:
         servers = {"nats_url": "nats://h", "etcd_url": "http://h"}
-        given = plan.UpOptions(**({"model": "org/m"} | servers | options))
+        security = Security(etcd=self.registry.login)
+        given = plan.UpOptions(**({"model": "org/m", "security": security} | servers | options))
         return Supervisor(
             given,
             self.state,
@@ -134,6 +139,13 @@ async def test_a_worker_starts_when_the_one_before_it_on_its_gpu_is_ready(rig: R
             "decode-0 starting", "decode-1 starting", "prefill-0 waiting",
             "decode-0 ready", "decode-1 ready", "prefill-0 starting", "prefill-0 ready",
         ]  # fmt: skip
+
+
+async def test_up_shows_the_login_of_the_security_file_to_etcd(rig: Rig) -> None:
+    rig.registry.login = ServerSecurity(user="u", password_file="p")
+    rig.add("decode-0")
+    async with rig.up(frontends=0) as printed:
+        assert "ready" in printed[-1]
 
 
 async def test_a_server_whose_port_is_taken_gets_another(

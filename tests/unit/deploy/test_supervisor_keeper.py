@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from pullfill.deploy.supervisor import (
     Keeper,
 )
 from pullfill.deploy.view import ProcessView
+from pullfill.errors import ConfigError
 from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
 from tests.support.small_disk import full, small_disk
 from tests.support.waiting import eventually
@@ -171,6 +172,23 @@ async def test_five_deaths_end_it_with_the_last_lines_of_the_log(rig: Rig) -> No
     assert "nats: gave up" in told
     assert "reason 4" in told
     assert "the supervisor (pid 0) is gone" in told
+
+
+async def test_a_lock_that_cannot_be_opened_costs_one_try(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.launch("decode-0", "sleep 60")
+    opened = rig.state.locked
+
+    def locked() -> AbstractContextManager[None]:
+        monkeypatch.setattr(rig.state, "locked", opened)
+        raise ConfigError("too many open files")
+
+    monkeypatch.setattr(rig.state, "locked", locked)
+    async with rig.keeping("decode-0"):
+        rig.children["decode-0"].kill()
+        await until(lambda: rig.recorded()["decode-0"].restarts == 1)
+    assert "decode-0 was not started again: too many open files" in rig.said()
 
 
 async def test_no_restart(rig: Rig) -> None:
