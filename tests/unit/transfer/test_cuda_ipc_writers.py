@@ -87,6 +87,20 @@ def test_not_being_able_to_look_is_no_proof(
     assert not has_ended(word)
 
 
+def test_many_descriptors_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """select() cannot look at descriptors above 1023."""
+    real = os.pidfd_open
+
+    def high(pid: int) -> int:
+        fd = real(pid)
+        os.dup2(fd, 1500, inheritable=False)
+        os.close(fd)
+        return 1500
+
+    monkeypatch.setattr(os, "pidfd_open", high)
+    assert not has_ended(process_word(os.getpid()))
+
+
 def test_a_process_that_proc_hides_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """/proc may be mounted so that it shows no processes of other users (hidepid=2)."""
     word = process_word(os.getpid())
