@@ -191,7 +191,7 @@ class WorkerProcess:
         name, role = self._instance_id, self._first
         # One engine has one KV memory. The second side has a fence file of its own: so a new
         # incarnation of the one side does not void what the other side has granted.
-        files = [RegionFiles(name), RegionFiles(f"{name}-r")][: len(self._roles)]
+        files = [RegionFiles(name + end) for end in ("", "-r")[: len(self._roles)]]
         self._config, self._served_name = args.build_config(
             self._options.model,
             self._vllm_args,

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from pullfill.transfer.gpu import copies
 from pullfill.transfer.gpu.copies import NVLINK, PCIE, SAME, GpuCopier, Interconnect, Lane, link_to
 from pullfill.transfer.runs import Batch, Rows
 from tests.support.fake_gpu import FakeDriver
+from tests.support.transfer_rigs import DENSE, extent, memory_over
 
 NEAR = Interconnect("near", small_run=1024, batch_bytes=1 << 20)
 
@@ -71,6 +73,9 @@ def test_settled_only_when_the_device_is_done() -> None:
     with pytest.raises(TransferFailed, match="restart"):
         move(driver, other, batch((0, 0, 16)))
     assert other.settled, "it queued nothing"
+    memory = replace(memory_over(driver.allocate(extent(DENSE)).data, DENSE), device=0)
+    with pytest.raises(TransferFailed, match="restart"), driver.lane(0).fetched(memory, [1]):
+        pass
 
 
 def test_a_worker_that_can_copy_no_more_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
