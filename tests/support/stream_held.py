@@ -12,8 +12,8 @@ from pullfill.wire import FenceToken
 from tests.support.transfer_rigs import Region
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    give_up = time.monotonic() + 20
+def wait_for(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    give_up = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < give_up, "it never came"
         time.sleep(0.001)
@@ -25,7 +25,8 @@ def served(region: Region) -> list[Any]:
 
 
 def revoke(region: Region, token: FenceToken) -> None:
-    wait_for(lambda: region.owner.fences.try_revoke(token))
+    # Within half of a connection's stall time, which would end the owner's receive as well.
+    wait_for(lambda: region.owner.fences.try_revoke(token), 10.0)
 
 
 class Held:

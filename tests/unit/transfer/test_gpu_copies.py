@@ -16,6 +16,7 @@ import pytest
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu import copies
 from pullfill.transfer.gpu.copies import NVLINK, PCIE, SAME, GpuCopier, Interconnect, Lane, link_to
+from pullfill.transfer.nccl import gpu_turns
 from pullfill.transfer.runs import Batch, Rows
 from tests.support.fake_gpu import FakeDriver
 from tests.support.transfer_rigs import DENSE, extent, memory_over
@@ -101,6 +102,29 @@ def test_a_launch_that_failed_half_way_is_waited_for() -> None:
     assert driver.copies == [1], "what was queued is over"
     driver.launch_error = None
     move(driver, copier, batch((0, 0, 16), (32, 32, 16)))
+
+
+def test_nccl_lets_go_of_its_blocks_only_when_the_gpu_is_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It copies between KV blocks and the memory that it stages them in."""
+    driver = FakeDriver()
+    monkeypatch.setattr(gpu_turns, "load", lambda: driver)
+    monkeypatch.setattr(gpu_turns, "lane_of", driver.lane)
+    gpu = gpu_turns.CudaGpu(0)
+    source, target = (driver.allocate(4096).data for _ in range(2))
+    source[:] = 7
+    runs = [np.array([n], np.uint64) for n in (target.ctypes.data, source.ctypes.data, 4096)]
+    driver.fail_sync = True
+    with ThreadPoolExecutor(1) as pool:
+        copying = pool.submit(gpu.copy, *runs)
+        time.sleep(0.1)
+        assert not copying.done(), "nobody knows whether the GPU still writes"
+        driver.fail_sync, driver.error = False, ""
+        with pytest.raises(TransferFailed, match="copying within the GPU failed"):
+            copying.result(20)
+    with pytest.raises(TransferFailed, match="restart"):
+        gpu.copy(*runs)
 
 
 def test_sessions_take_turns() -> None:
