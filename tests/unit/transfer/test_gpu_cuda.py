@@ -14,7 +14,7 @@ import pytest
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu import cuda
-from pullfill.transfer.gpu.cuda import CudaDriver, _CopyAttributes, _Handle, settle
+from pullfill.transfer.gpu.cuda import CudaDriver, _Handle, settle
 
 MEMORY = np.zeros(1 << 16, np.uint8)
 BASE = MEMORY.ctypes.data
@@ -180,11 +180,6 @@ def test_devices_links_and_buffers(library: Library) -> None:
     assert driver.stage(0, 4096) == (BASE, BASE + 4096)
 
 
-def test_structures_are_as_large_as_cudas() -> None:
-    assert ctypes.sizeof(_Handle) == 64
-    assert ctypes.sizeof(_CopyAttributes) == 24
-
-
 def test_export_and_open(library: Library) -> None:
     driver = CudaDriver()
     assert driver.allocation(0, BASE + 1000) == (BASE, len(MEMORY), True)
@@ -284,14 +279,15 @@ def test_memory_of_another_gpu_has_an_extent(library: Library) -> None:
     assert driver.extent(0, BASE + 5) == (BASE, len(MEMORY))
 
 
-def test_settings_that_cannot_be_read_are_no_proof(
-    library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(cuda, "_SETTINGS", tmp_path / "params")
+def test_settings_that_cannot_be_read(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path) -> str:
+        raise FileNotFoundError(path)
+
     driver = CudaDriver()
-    with pytest.raises(TransferFailed, match="settings cannot be read"):
+    monkeypatch.setattr(Path, "read_text", missing)
+    with pytest.raises(TransferFailed, match="settings cannot be read: /proc/driver/nvidia/params"):
         driver.settings()
-    (tmp_path / "params").write_text("EnableMSI: 1")
+    monkeypatch.setattr(Path, "read_text", lambda _: "EnableMSI: 1")
     assert driver.settings() == "EnableMSI: 1"
 
 
