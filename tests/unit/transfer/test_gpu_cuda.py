@@ -58,9 +58,6 @@ class Library:
     def _cuDeviceGet(self, device: Any, ordinal: int) -> None:
         device._obj.value = 100 + ordinal
 
-    def _cuDeviceGetUuid_v2(self, uuid: Any, device: ctypes.c_int) -> None:
-        ctypes.memmove(uuid, bytes([device.value] * 16), 16)
-
     def _cuDeviceCanAccessPeer(self, yes: Any, device: ctypes.c_int, peer: ctypes.c_int) -> None:
         yes._obj.value = device.value < peer.value
 
@@ -98,20 +95,8 @@ class Library:
         assert attribute == 133
         value._obj.value = self.mps
 
-    def _cuDeviceGetP2PAttribute(
-        self, value: Any, attribute: int, source: ctypes.c_int, target: ctypes.c_int
-    ) -> None:
-        assert attribute == 3
-        value._obj.value = source.value < target.value
-
     def _cuCtxSynchronize(self) -> None:
         self._do(len(self.queued))
-
-    def _cuMemAlloc_v2(self, address: Any, nbytes: ctypes.c_size_t) -> None:
-        address._obj.value = BASE
-
-    def _cuMemAllocHost_v2(self, address: Any, nbytes: ctypes.c_size_t) -> None:
-        address._obj.value = BASE + nbytes.value
 
     def _cuEventCreate(self, event: Any, flags: int) -> None:
         assert flags == 3, "whoever waits for it sleeps"
@@ -168,16 +153,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 def triples(*rows: tuple[int, int, int]) -> list[np.ndarray]:
     table = np.array(rows, np.uint64)
     return [table[:, 0] + np.uint64(BASE), table[:, 1] + np.uint64(BASE), table[:, 2]]
-
-
-def test_devices_links_and_buffers(library: Library) -> None:
-    driver = CudaDriver()
-    assert driver.count() == 2
-    assert driver.uuid(1) == "65" * 16
-    assert [driver.can_map(*pair) for pair in ((0, 1), (1, 0), (1, 1))] == [True, False, True]
-    assert (driver.fast_link(0, 1), driver.fast_link(1, 0)) == (True, False)
-    assert library.current is None, "looking makes no context"
-    assert driver.stage(0, 4096) == (BASE, BASE + 4096)
 
 
 def test_export_and_open(library: Library) -> None:
@@ -238,17 +213,6 @@ def test_errors_carry_cudas_name(library: Library, name: str) -> None:
         copy()
 
 
-def test_a_waiting_thread_sleeps(library: Library) -> None:
-    """cuStreamSynchronize keeps a core busy unless the context was made otherwise."""
-    stream = CudaDriver().stream(0)
-    before = MEMORY.copy()
-    stream.copy_batch(*triples((0, 5000, 100)))
-    assert (MEMORY == before).all()
-    stream.synchronize()
-    assert (MEMORY[:100] == before[5000:5100]).all()
-    assert library.calls[-2:] == ["cuEventRecord", "cuEventSynchronize"]
-
-
 def test_a_stream_is_done_or_busy_or_failed(library: Library) -> None:
     """CUDA_ERROR_NOT_READY is 600; whatever else is no answer to wait on."""
     stream = CudaDriver().stream(0)
@@ -269,26 +233,6 @@ def test_the_whole_context_can_be_waited_for(library: Library) -> None:
     library.codes["cuCtxSynchronize"] = 700
     with pytest.raises(TransferFailed, match="cuCtxSynchronize: CUDA_ERROR_700"):
         driver.synchronize(0)
-
-
-def test_memory_of_another_gpu_has_an_extent(library: Library) -> None:
-    library.ordinal = 1
-    driver = CudaDriver()
-    with pytest.raises(TransferFailed, match="not memory of device 0"):
-        driver.allocation(0, BASE)
-    assert driver.extent(0, BASE + 5) == (BASE, len(MEMORY))
-
-
-def test_settings_that_cannot_be_read(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: Path) -> str:
-        raise FileNotFoundError(path)
-
-    driver = CudaDriver()
-    monkeypatch.setattr(Path, "read_text", missing)
-    with pytest.raises(TransferFailed, match="settings cannot be read: /proc/driver/nvidia/params"):
-        driver.settings()
-    monkeypatch.setattr(Path, "read_text", lambda _: "EnableMSI: 1")
-    assert driver.settings() == "EnableMSI: 1"
 
 
 def test_mps(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
