@@ -18,11 +18,9 @@ _KEEP = 0.7
 # for example when all of them have the same x1 and x2.
 _STAY = 0.02
 # An observation counts as at most so many times the expected value, and at least the fraction.
-# So one pause of the machine does not spoil the fit. If the next one is as far off, the speed
-# has changed, and what was learned before is forgotten.
+# So one pause of the machine does not spoil the fit, the second observation included. If the next
+# one is as far off, the speed has changed, and what was learned before is forgotten.
 _CLIP = 4.0
-# Observations before an unexpected one is clipped.
-_SURE = 3
 
 
 class Rate:
@@ -52,7 +50,7 @@ class Rate:
             return
         left = _KEEP * 0.5 ** (max(0.0, now - self.at) / (FORGET_S / 4)) if self.count else 0.0
         expected = self.of(x1, x2)
-        if self.count >= _SURE and expected > 0:
+        if expected > 0:
             within = min(max(y, expected / _CLIP), expected * _CLIP)
             if within == y:
                 self._clipped = False

@@ -19,6 +19,15 @@ def fitted(a: float, b: float, rounds: int = 8) -> Rate:
     return rate
 
 
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_one_pause_among_the_first_observations_is_soon_forgotten(bad: int) -> None:
+    """A process that was stopped for 20 s in its second read kept all prompts local for minutes."""
+    rate = Rate()
+    for number in range(4):
+        rate.observe(10.0, 0.0, 20.0 if number == bad else 0.01, float(number))
+    assert rate.of(10.0) < 0.05
+
+
 @given(st.floats(0.01, 10), st.floats(0, 10))
 def test_it_finds_both_numbers(a: float, b: float) -> None:
     rate = fitted(a, b)
