@@ -20,6 +20,11 @@ MEMORY = np.zeros(1 << 16, np.uint8)
 BASE = MEMORY.ctypes.data
 
 
+def put(into: Any, value: Any) -> None:
+    """As a C function does with what ctypes passes by reference."""
+    into._obj.value = value
+
+
 class Library:
     """libcuda as ctypes shows it. Takes ctypes values only, as a C function would. Copies are done
     when their event is waited for: an event stands for what was queued when it was recorded (CUDA
@@ -50,19 +55,22 @@ class Library:
         assert flags == 0
 
     def _cuGetErrorName(self, code: int, name: Any) -> None:
-        name._obj.value = f"CUDA_ERROR_{code}".encode()
+        put(name, f"CUDA_ERROR_{code}".encode())
 
     def _cuDeviceGetCount(self, count: Any) -> None:
-        count._obj.value = 2
+        put(count, 2)
 
     def _cuDeviceGet(self, device: Any, ordinal: int) -> None:
-        device._obj.value = 100 + ordinal
+        put(device, 100 + ordinal)
+
+    def _cuDeviceGetUuid_v2(self, uuid: Any, device: ctypes.c_int) -> None:
+        ctypes.memmove(uuid, bytes([device.value] * 16), 16)
 
     def _cuDeviceCanAccessPeer(self, yes: Any, device: ctypes.c_int, peer: ctypes.c_int) -> None:
-        yes._obj.value = device.value < peer.value
+        put(yes, device.value < peer.value)
 
     def _cuDevicePrimaryCtxRetain(self, context: Any, device: ctypes.c_int) -> None:
-        context._obj.value = device.value + 1000
+        put(context, device.value + 1000)
 
     def _cuCtxSetCurrent(self, context: ctypes.c_void_p) -> None:
         self.current = context.value
@@ -70,10 +78,11 @@ class Library:
     def _cuPointerGetAttribute(self, data: Any, attribute: int, pointer: ctypes.c_uint64) -> None:
         assert self.current is not None
         inside = BASE <= pointer.value < BASE + len(MEMORY)
-        data._obj.value = {2: 2 if inside else 1, 9: self.ordinal, 10: self.exportable}[attribute]
+        put(data, {2: 2 if inside else 1, 9: self.ordinal, 10: self.exportable}[attribute])
 
     def _cuMemGetAddressRange_v2(self, base: Any, size: Any, pointer: ctypes.c_uint64) -> None:
-        base._obj.value, size._obj.value = BASE, len(MEMORY)
+        put(base, BASE)
+        put(size, len(MEMORY))
 
     def _cuIpcGetMemHandle(self, handle: Any, pointer: ctypes.c_uint64) -> None:
         text = f"handle of {pointer.value}".encode().ljust(64)
@@ -81,7 +90,7 @@ class Library:
 
     def _cuIpcOpenMemHandle_v2(self, base: Any, handle: _Handle, flags: ctypes.c_uint) -> None:
         assert flags.value == 1
-        base._obj.value = int(bytes(handle).split()[2])
+        put(base, int(bytes(handle).split()[2]))
 
     def _cuIpcCloseMemHandle(self, pointer: ctypes.c_uint64) -> None:
         assert pointer.value == BASE
@@ -89,18 +98,30 @@ class Library:
     def _cuStreamCreate(self, stream: Any, flags: int) -> None:
         assert flags == 1
         assert self.current is not None
-        stream._obj.value = 77
+        put(stream, 77)
 
     def _cuDeviceGetAttribute(self, value: Any, attribute: int, device: ctypes.c_int) -> None:
         assert attribute == 133
-        value._obj.value = self.mps
+        put(value, self.mps)
+
+    def _cuDeviceGetP2PAttribute(
+        self, value: Any, attribute: int, source: ctypes.c_int, target: ctypes.c_int
+    ) -> None:
+        assert attribute == 3
+        put(value, source.value < target.value)
 
     def _cuCtxSynchronize(self) -> None:
         self._do(len(self.queued))
 
+    def _cuMemAlloc_v2(self, address: Any, nbytes: ctypes.c_size_t) -> None:
+        put(address, BASE)
+
+    def _cuMemAllocHost_v2(self, address: Any, nbytes: ctypes.c_size_t) -> None:
+        put(address, BASE + nbytes.value)
+
     def _cuEventCreate(self, event: Any, flags: int) -> None:
         assert flags == 3, "whoever waits for it sleeps"
-        event._obj.value = 88
+        put(event, 88)
 
     def _cuEventRecord(self, event: ctypes.c_void_p, stream: ctypes.c_void_p) -> None:
         assert (event.value, stream.value) == (88, 77)
@@ -153,6 +174,16 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 def triples(*rows: tuple[int, int, int]) -> list[np.ndarray]:
     table = np.array(rows, np.uint64)
     return [table[:, 0] + np.uint64(BASE), table[:, 1] + np.uint64(BASE), table[:, 2]]
+
+
+def test_devices_links_and_buffers(library: Library) -> None:
+    driver = CudaDriver()
+    assert driver.count() == 2
+    assert driver.uuid(1) == "65" * 16
+    assert [driver.can_map(*pair) for pair in ((0, 1), (1, 0), (1, 1))] == [True, False, True]
+    assert (driver.fast_link(0, 1), driver.fast_link(1, 0)) == (True, False)
+    assert library.current is None, "looking makes no context"
+    assert driver.stage(0, 4096) == (BASE, BASE + 4096)
 
 
 def test_export_and_open(library: Library) -> None:
@@ -213,6 +244,17 @@ def test_errors_carry_cudas_name(library: Library, name: str) -> None:
         copy()
 
 
+def test_a_waiting_thread_sleeps(library: Library) -> None:
+    """cuStreamSynchronize keeps a core busy unless the context was made otherwise."""
+    stream = CudaDriver().stream(0)
+    before = MEMORY.copy()
+    stream.copy_batch(*triples((0, 5000, 100)))
+    assert (MEMORY == before).all()
+    stream.synchronize()
+    assert (MEMORY[:100] == before[5000:5100]).all()
+    assert library.calls[-2:] == ["cuEventRecord", "cuEventSynchronize"]
+
+
 def test_a_stream_is_done_or_busy_or_failed(library: Library) -> None:
     """CUDA_ERROR_NOT_READY is 600; whatever else is no answer to wait on."""
     stream = CudaDriver().stream(0)
@@ -233,6 +275,26 @@ def test_the_whole_context_can_be_waited_for(library: Library) -> None:
     library.codes["cuCtxSynchronize"] = 700
     with pytest.raises(TransferFailed, match="cuCtxSynchronize: CUDA_ERROR_700"):
         driver.synchronize(0)
+
+
+def test_memory_of_another_gpu_has_an_extent(library: Library) -> None:
+    library.ordinal = 1
+    driver = CudaDriver()
+    with pytest.raises(TransferFailed, match="not memory of device 0"):
+        driver.allocation(0, BASE)
+    assert driver.extent(0, BASE + 5) == (BASE, len(MEMORY))
+
+
+def test_settings_that_cannot_be_read(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    driver = CudaDriver()
+    monkeypatch.setattr(Path, "read_text", missing)
+    with pytest.raises(TransferFailed, match="settings cannot be read: /proc/driver/nvidia/params"):
+        driver.settings()
+    monkeypatch.setattr(Path, "read_text", lambda _: "EnableMSI: 1")
+    assert driver.settings() == "EnableMSI: 1"
 
 
 def test_mps(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
