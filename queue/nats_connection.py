@@ -342,6 +342,10 @@ class NatsConnection:
                     self._cause = f"no answer for {PING_WAIT_S:g} s"
                     return
         finally:
+            # Whoever closes may do so between a PING and its answer. The client would log the
+            # answer, which nobody waits for any more, as an error with a traceback.
+            if client._reading_task is not None:
+                client._reading_task.cancel()
             await end(ping, ended)
 
     def _drop(self) -> None:
