@@ -160,5 +160,5 @@ class Frontends:
                 await asyncio.sleep(_FLUSH_S)
 
     def close(self) -> None:
-        """End the socket. The engine's thread is over: so frontends notice now."""
+        """Close the socket, so that frontends notice at once. The engine thread has ended."""
         self._server.close()

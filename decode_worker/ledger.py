@@ -817,8 +817,9 @@ class Ledger:
         self._give_up(entry, Outcome.QUARANTINED if early else Outcome.TIMEOUT)
 
     def _nobody_claimed(self, entry: Entry) -> None:
-        """Serve the job locally. If that opens the breaker, do so with every queued job. Jobs that
-        were published late do not count: they had less time to be claimed than others."""
+        """Serve the job locally. If that opens the breaker, serve every queued job locally.
+
+        A job that was published late does not count: it had less time to be claimed."""
         # Nearly all of that time: the deadline counts from `open`, and may be the nearer bound.
         most = 0.8 * min(entry.claim_timeout_s, entry.timeout_s)
         counts = entry.in_queue and self._clock.monotonic() - entry.queued_at >= most

@@ -4,8 +4,8 @@ A *run* is contiguous in the source and in the target. `plan` turns pairs of (so
 block) into a `CopyPlan`. Heads of a block, layers of a block and neighbouring blocks become one run
 where both layouts are dense. `CopyPlan.batches` cuts a plan into bounded `Batch`es.
 
-`stream_of` is for transports where each side knows only its own memory: the order of the bytes is
-the same on both sides, whatever their layouts.
+Over some transports each side knows only its own memory. `stream_of` gives such a side its runs, in
+an order that does not depend on its layout: the bytes arrive in the order in which they are sent.
 """
 
 from __future__ import annotations
