@@ -122,7 +122,7 @@ class Frontends:
         return self._server.active_requests
 
     def status(self) -> dict[str, int]:
-        """For /status: the cached blocks that frontends are told of."""
+        """Return what /status shows of the cached blocks that frontends are told of."""
         return self._blocks.status()
 
     async def dismiss(self, draining: bool) -> None:

@@ -279,7 +279,7 @@ class ClaimBreaker:
     A claim timeout counts as a stall if no job of this decode worker was claimed while the job
     waited, even while prefill workers compute other jobs: the next prompts would wait as long.
     Each trial that nobody claims doubles the pause. A prefill worker that becomes idle ends it.
-    Called under the ledger's lock; `stalled` may be read from any thread."""
+    Call it under the ledger's lock. Any thread may read `stalled`."""
 
     #   CLOSED ──stalls──▶ OPEN ──pause──▶ HALF-OPEN ──next prompt is queued──▶ TRIAL
     #      ▲                ▲                  ▲                                  │

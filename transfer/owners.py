@@ -268,7 +268,7 @@ class Owner:
             self._address = advertise or self._server.address
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
-        """What `RegionDescriptor.endpoints` of this rank says: transport name -> address."""
+        """Return the address of each transport of this rank, for `RegionDescriptor.endpoints`."""
         found = dict(self._mapped[rank])
         for name, kind in self._kinds.items():
             detail = kind.detail(self._memories[rank])
