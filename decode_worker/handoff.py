@@ -276,8 +276,10 @@ class Handoff:
 
     def progress(self, peer: Peer, progress: Progress) -> None:
         """Note what has been written since the last report."""
-        self._model.workers.wrote(peer.instance_id, progress.blocks, progress.write_s)
-        self.ledger.progress(progress, peer.name)
+        # A writer that was given up may have been stopped in its write: that time says nothing
+        # about the link.
+        if self.ledger.progress(progress, peer.name):
+            self._model.workers.wrote(peer.instance_id, progress.blocks, progress.write_s)
 
     # ------------------------------------------------------------------ step 8: commit
 

@@ -527,19 +527,21 @@ class Ledger:
         current = (entry.attempt, entry.writer) == (said.attempt, writer)
         return entry if current and entry.state in states else None
 
-    def progress(self, said: Progress | Ready, writer: str) -> None:
+    def progress(self, said: Progress | Ready, writer: str) -> bool:
         """Note that the current attempt has made progress. Its job gets `stall_s` from now.
 
         So a deadline that was estimated too short does not end an attempt that makes progress.
 
-        said: `Ready` if our reader has read a part of the blocks."""
+        said: `Ready` if our reader has read a part of the blocks.
+        Returns False if it is not the current attempt."""
         with self._lock:
             if (entry := self._held(said, writer, *UNDER_WAY)) is None:
-                return
+                return False
             if isinstance(said, Progress):
                 entry.written += said.blocks
                 self._count(entry)
             entry.deadline = max(entry.deadline, self._clock.monotonic() + entry.stall_s)
+            return True
 
     # ------------------------------------------------------------------ commit, or ready and read
 

@@ -19,7 +19,8 @@ _KEEP = 0.7
 _STAY = 0.02
 # An observation counts as at most so many times the expected value, and at least the fraction.
 # So one pause of the machine does not spoil the fit, the second observation included. If the next
-# one is as far off, the speed has changed, and what was learned before is forgotten.
+# one is as far off in the same direction, the speed has changed, and what was learned before is
+# forgotten.
 _CLIP = 4.0
 
 
@@ -32,7 +33,7 @@ class Rate:
 
     def __init__(self) -> None:
         self._s11 = self._s12 = self._s22 = self._t1 = self._t2 = 0.0
-        self._clipped = False
+        self._clipped = 0
         self.a = self.b = self.at = 0.0
         self.count = 0
 
@@ -52,12 +53,11 @@ class Rate:
         expected = self.of(x1, x2)
         if expected > 0:
             within = min(max(y, expected / _CLIP), expected * _CLIP)
-            if within == y:
-                self._clipped = False
-            elif self._clipped:
-                left, self._clipped = 0.0, False
+            off = (y > within) - (y < within)
+            if off and off == self._clipped:
+                left, self._clipped = 0.0, 0
             else:
-                y, self._clipped = within, True
+                y, self._clipped = within, off
         # The error of a time grows with its length. So each weighs by its size, and not by its
         # square: with one x this gives the sum of the times over the sum of the sizes.
         w = 1.0 / max(x1 + x2, 1e-9)

@@ -61,9 +61,9 @@ def ready(
 
 def progress(
     ledger: Ledger, job_id: str, attempt: int, incarnation: str, writer: str, blocks: int = 0
-) -> None:
+) -> bool:
     said = Progress(job_id=job_id, attempt=attempt, incarnation=incarnation, blocks=blocks)
-    ledger.progress(said, writer)
+    return ledger.progress(said, writer)
 
 
 def gave_up(

@@ -59,6 +59,14 @@ def test_one_pause_of_the_machine_is_clipped_and_a_second_one_is_a_change() -> N
     assert rate.of(1.0, 0.5) > 20.0
 
 
+def test_a_fast_outlier_before_a_pause_is_no_change() -> None:
+    """Small writes vary by more than a factor of four. One before a pause kept prompts local."""
+    rate = fitted(1.0, 0.0, rounds=50)
+    rate.observe(1.0, 0.5, 0.01, 50.0)
+    rate.observe(1.0, 0.5, 1000.0, 51.0)
+    assert rate.of(1.0, 0.5) < 2.0
+
+
 @given(st.lists(st.tuples(st.floats(0, 20), st.floats(0, 400), st.floats(0, 100)), max_size=30))
 def test_it_never_goes_below_zero(seen: list[tuple[float, float, float]]) -> None:
     rate = Rate()

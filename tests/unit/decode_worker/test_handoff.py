@@ -17,6 +17,7 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import features
 from pullfill.errors import Outcome, QueueFull
 from pullfill.queue.contract import Receipt, Urgency
+from pullfill.wire import Progress
 from tests.support import said
 from tests.support.control_rig import until
 from tests.support.loopback import LoopbackFences
@@ -35,10 +36,17 @@ class Rig:
         queue: Any = self
         self.peers = Peers()
         self.peers["p"] = Peer("p", "prefill-1", channel=None, heard=0.0)  # type: ignore[arg-type]
+        self.model = CostModel()
         self.handoff = Handoff(
-            self.ledger, queue, RequestTraces("d"), peers=self.peers, model=CostModel(),
+            self.ledger, queue, RequestTraces("d"), peers=self.peers, model=self.model,
             wake=asyncio.Event(), instance_id="d", compat_hash="c",
         )  # fmt: skip
+
+    def write_within_s(self) -> float:
+        """How long a job of ten blocks may take."""
+        return self.model.workers.forecast(
+            160, 10, 1e3, workers=1, loads=[], depth_tokens=0, own_tokens=0
+        ).commit_within_s
 
     def claimed(self, receipt: Receipt) -> None:
         self.claims.append(receipt.job_id)
@@ -180,3 +188,13 @@ async def test_a_job_opened_while_the_last_worker_left_is_served_here() -> None:
     assert rig.ledger.take_events() == [Settle("r-j", Outcome.PREFILL_LOST)]
     assert rig.stored == []
     await rig.handoff.close()
+
+
+async def test_a_writer_that_was_given_up_says_nothing_about_its_link() -> None:
+    """It may have been stopped in its write for a minute. That kept later prompts local."""
+    rig = Rig()
+    late = Progress(job_id="gone", attempt=1, incarnation="i", blocks=4, write_s=60.0)
+    before = rig.write_within_s()
+    for _ in range(3):
+        rig.handoff.progress(rig.peers["p"], late)
+    assert rig.write_within_s() == before

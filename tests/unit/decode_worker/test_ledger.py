@@ -190,7 +190,7 @@ def test_wrong_writer_attempt_or_incarnation_changes_nothing() -> None:
     for words in ((job_id, 1, "i0", "b"), (job_id, 2, "i0", "a"), (job_id, 1, "i9", "a")):
         assert said.commit(ledger, *words, job.targets) == "stale"
         said.gave_up(ledger, *words, retry=False)
-        said.progress(ledger, *words, 1)
+        assert not said.progress(ledger, *words, 1)
     assert said.commit(ledger, "nope", 1, "i0", "a", 1) == "stale"
     assert said.grant(ledger, "nope", "i0", "a").refused is RefuseReason.UNKNOWN_JOB
     ledger.writer_lost("b", others_alive=True)
