@@ -26,7 +26,7 @@ from pathlib import Path
 import griffe
 from griffe import BreakageKind as Kind
 
-from pullfill.engine import check, migration
+from tools import vllm_names
 
 Object = griffe.Object | griffe.Alias
 GONE = Kind.OBJECT_REMOVED.value
@@ -50,8 +50,8 @@ class Uses:
         # Files that name vLLM come first: a word there is most likely a member of its classes.
         for file in sorted(texts, key=lambda file: "vllm" not in texts[file]):
             self._read(texts[file], str(file.relative_to(package.parent)))
-        for lists in (check.WORKER_NAMES, check.FRONTEND_NAMES, migration.REQUIRED_NAMES):
-            for module, paths in lists.items():
+        for names in vllm_names.ALL:
+            for module, paths in names.items():
                 for path in paths:
                     name = f"{module}.{path.replace(':', '.')}"
                     self.exact.setdefault(name, self.exact.get(module, ""))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pullfill.config import NO_DATA_PARALLEL, ranks_of
-from pullfill.engine import check, kv_offloading, speculation
+from pullfill.engine import kv_offloading, speculation
 from pullfill.errors import ConfigError, NotNow, PullfillError
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ def build_config(
 
     Raises ConfigError naming what is wrong with the flags or the model path.
     """
-    check.require_names(check.WORKER_NAMES)
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform

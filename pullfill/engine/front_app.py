@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.routing import Match
 
-from pullfill.engine import check
 from pullfill.engine.args import flag_parser, flags_read, model_read
 from pullfill.errors import ConfigError
 from pullfill.runtime import log
@@ -75,13 +74,10 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
     """Parse vLLM's server flags and read the model's config and generation defaults.
 
     Flags that only concern an engine are accepted and unused, so that all roles can be given the
-    same ones. Raises ConfigError (bad flag, bad model path), IncompatibleError (other vLLM).
-    """
+    same ones. Raises ConfigError (bad flag, bad model path)."""
     from pullfill.engine import migration, release
 
     _do_without_device()
-    check.require_names(check.FRONTEND_NAMES)
-    check.require_names(migration.REQUIRED_NAMES)
     args = _parse(model, vllm_args)
     args.host, args.port = host, port
     from vllm.config import LoRAConfig, ParallelConfig, VllmConfig

@@ -54,20 +54,8 @@ _WITHOUT_HISTORY = {
 # request migrates, because a new one may matter (`why_never`). A migration is not exact if the
 # answer depends on which tokens are prompt and which are output, or on state that died with the
 # worker.
-FIELDS = _NEUTRAL.keys() | _ADJUSTED | _CHECKED | _WITHOUT_HISTORY
-
-REQUIRED_NAMES = {
-    "vllm.sampling_params": tuple(
-        f"SamplingParams:{name}" for name in sorted(_NEUTRAL.keys() | _ADJUSTED | _CHECKED)
-    ),
-    "vllm.v1.engine": (
-        "EngineCoreRequest:prompt_token_ids",
-        "EngineCoreRequest:prompt_embeds",
-        "EngineCoreRequest:sampling_params",
-        "EngineCoreOutput:new_token_ids",
-        "EngineCoreOutput:events",
-    ),
-}
+TOUCHED = _NEUTRAL.keys() | _ADJUSTED | _CHECKED
+FIELDS = TOUCHED | _WITHOUT_HISTORY
 
 
 def why_never(args: Any, fields: Iterable[str]) -> str:

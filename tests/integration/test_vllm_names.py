@@ -16,13 +16,14 @@ import pytest
 import pullfill
 from pullfill import releases
 from pullfill.deploy import vllm_flags
-from pullfill.engine import args, check, migration
+from pullfill.engine import args, check
 from pullfill.engine.args import build_config, flag_parser, flags_read
 from pullfill.engine.kv import attention_of_rank, device_of, executor_without_model
 from pullfill.errors import ConfigError
 from tests.support.chart import pods, render, the_container
 from tests.support.flags import split
 from tests.support.late import Late
+from tools.vllm_names import missing
 
 torch: Any = Late("torch")
 
@@ -165,8 +166,9 @@ def test_the_mock_needs_no_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.essential
 def test_the_installed_vllm_has_every_name() -> None:
     """What is listed, and what is imported, also in functions that no test runs."""
-    for names in (check.WORKER_NAMES, check.FRONTEND_NAMES, migration.REQUIRED_NAMES):
-        check.require_names(names)
+    assert missing() == []
+    bad = "Nothing", "FrontendHello:nothing", "FrontendCodec.nothing", "HELO:field"
+    assert len(missing([{"pullfill.engine.front_wire": ("FrontendHello:model", *bad)}])) == len(bad)
     walk = os.walk(Path(pullfill.__file__).parent, followlinks=True)  # the rooms are links
     files = [Path(top, name) for top, _, names in walk for name in names if name.endswith(".py")]
     imported = {

@@ -1,4 +1,4 @@
-"""The installed vLLM: another version, pickle, or a missing internal name is refused."""
+"""The installed vLLM: another version, or pickle, is refused."""
 
 from __future__ import annotations
 
@@ -29,15 +29,3 @@ def test_pickle_on_the_wire_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     with pytest.raises(IncompatibleError, match="pickle"):
         check.require_version()
-
-
-@pytest.mark.parametrize(
-    "path", ["Nothing", "FrontendHello:nothing", "FrontendCodec.nothing", "HELO:field"]
-)
-def test_a_missing_internal_name_is_named(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    monkeypatch.setattr(check, "installed_builds", lambda: {"vllm": releases.VLLM})
-    check.require_names(
-        {"pullfill.engine.front_wire": ("FrontendHello:model", "FrontendCodec.outputs")}
-    )
-    with pytest.raises(IncompatibleError, match=r"pullfill\.engine\.front_wire"):
-        check.require_names({"pullfill.engine.front_wire": (path,)})
