@@ -88,6 +88,7 @@ class Campaign:
                 workers = 2 if name == TWO else 1
                 flags = [flag for flag in FLAGS if not flag.startswith(KV_FLAG)]
                 flags.append(f"{KV_FLAG}={CACHE * 2 // workers}")
+                flags += ["--frontends", str(self._options.frontends)]
                 self.quiet.look(2.0)
                 folder = self._base / f"{number}-{workers}"
                 folder.mkdir()
@@ -202,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, default=DEFAULT, help="JSON lines, Mooncake's format")
     parser.add_argument("--speed", type=float, default=4.0, help="times the trace's own")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--frontends", type=int, default=1, help="at one port, of both clusters")
     title = "A trace on two decode workers, by the choice of the decode worker"
     return command.main("decode-policy", title, parser.parse_args(argv), run)
 

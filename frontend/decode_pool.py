@@ -34,12 +34,35 @@ DECODE = "decode"
 IDLE_TICKS = 2
 
 
+def refuse_other_models(
+    directory: Directory, names: Sequence[str], model: str, namespace: str
+) -> None:
+    """Raise IncompatibleError, naming it, if a worker serves another model.
+
+    names: as of `WorkerPool`. model: that of this frontend."""
+    # A namespace has one model. A frontend of another one would never serve a request.
+    for record in (*directory.workers(DECODE).values(), *directory.workers("prefill").values()):
+        if not _fits(record, names):
+            raise IncompatibleError(
+                f"this frontend cannot join namespace {namespace!r}: its model is {model!r}, but "
+                f"that of {record.role} worker {record.instance_id} on {record.host} is "
+                f"{record.model!r}; start it with the same --model and --served-model-name, or in "
+                "another --namespace",
+                field="model",
+            )
+
+
+def _fits(record: WorkerRecord, names: Sequence[str]) -> bool:
+    return record.model in names or record.model_path in names
+
+
 class WorkerPool:
-    """All connections of this frontend. Call `start` after `Dispatcher.bind`. `stop` closes them.
+    """All connections of this frontend, from `start` to `stop`.
 
     names: a worker serves our model if its `model` or `model_path` is one of these.
-    key: the cluster key, if the cluster has one.
+    dispatcher: hears which workers may take requests, and what they send.
     prefixes: which worker holds which blocks.
+    key: the cluster key, if the cluster has one.
     """
 
     def __init__(
@@ -47,15 +70,16 @@ class WorkerPool:
         directory: Directory,
         hello: front_wire.FrontendHello,
         names: Sequence[str],
+        dispatcher: Dispatcher,
+        prefixes: Prefixes,
         key: ClusterKey | None = None,
-        prefixes: Prefixes | None = None,
     ) -> None:
-        self.prefixes = prefixes or Prefixes(0)
+        self.prefixes = prefixes
         self._directory = directory
         self._hello = hello
-        self._names = frozenset(names)
+        self._names = names
         self._key = key
-        self._dispatcher: Dispatcher
+        self._dispatcher = dispatcher
         self._context: zmq.Context[Any] = zmq.Context(1)
         self._connections: dict[str, DecodeConnection] = {}
         self._refused: dict[str, tuple[str, str]] = {}
@@ -64,23 +88,8 @@ class WorkerPool:
         self._stopped = False
         self._usable: list[DecodeConnection] = []
 
-    def refuse_if_incompatible(self, namespace: str) -> None:
-        """Raise IncompatibleError, naming it, if a worker serves another model."""
-        # A namespace has one model. A frontend of another one would never serve a request.
-        for record in (*self._directory.workers(DECODE).values(),
-                       *self._directory.workers("prefill").values()):  # fmt: skip
-            if not self._fits(record):
-                raise IncompatibleError(
-                    f"this frontend cannot join namespace {namespace!r}: its model is "
-                    f"{self._hello.model!r}, but that of {record.role} worker "
-                    f"{record.instance_id} on {record.host} is {record.model!r}; start it with the "
-                    "same --model and --served-model-name, or in another --namespace",
-                    field="model",
-                )
-
-    async def start(self, dispatcher: Dispatcher) -> None:
+    def start(self) -> None:
         """Connect to what is listed and follow changes."""
-        self._dispatcher = dispatcher
         self._directory.subscribe(lambda old, new: self.refresh())
         self.refresh()
         self._ticker = asyncio.create_task(self._tick(), name="frontend-ping")
@@ -158,7 +167,7 @@ class WorkerPool:
             return
         if self._refused.get(name, ("",))[0] == record.incarnation:
             return
-        if not self._fits(record):
+        if not _fits(record, self._names):
             reason = f"serves model {record.model!r}, not {self._hello.model!r}"
             self._refuse(name, record, reason)
             return
@@ -168,9 +177,6 @@ class WorkerPool:
             )
         except zmq.ZMQError as exc:
             self._refuse(name, record, f"cannot connect to {record.data!r}: {exc}")
-
-    def _fits(self, record: WorkerRecord) -> bool:
-        return not self._names.isdisjoint((record.model, record.model_path))
 
     def _refuse(self, name: str, record: WorkerRecord, reason: str) -> None:
         self._refused[name] = (record.incarnation, reason)
@@ -236,6 +242,7 @@ class WorkerPool:
         # If etcd is away for longer than a lease, a worker's key goes while its connection lives.
         # Such a worker keeps its streams, and gets new requests only while no listed one is ready.
         self._usable = best or [connection for connection in usable if not connection.listed]
+        self._dispatcher.on_usable(self._usable)
         if self._usable:
             self._ready.set()
         else:

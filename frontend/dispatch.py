@@ -26,7 +26,7 @@ from pullfill.engine.blame import Fault, explained
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
-from pullfill.frontend.flight import WAITS, Flight, Waits, ids_of, keep_room, likely, name_of
+from pullfill.frontend.flight import WAITS, Flight, Waits, ids_of, keep_room, likely
 from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of, refused_id
 from pullfill.frontend.routing.balancer import Balancer
 from pullfill.frontend.suspects import Suspects, guilty
@@ -79,10 +79,6 @@ class Waiting:
         if (held := self._held.pop(request_id, None)) is not None:
             held[1].cancel()
 
-    def of(self, fingerprint: str) -> list[Flight]:
-        """The waiting requests with this fingerprint."""
-        return [flight for flight, _ in self._held.values() if name_of(flight) == fingerprint]
-
     def soon(self, flights: Iterable[Flight]) -> None:
         """Place these requests soon. A lost worker may leave hundreds, so in slices of `turn_s`."""
         idle = not self._queue
@@ -122,7 +118,7 @@ def patience_s(flight: Flight, waits: Waits, heard_at: float, lost: bool, now: f
 class Dispatcher:
     """Implements `engine.front_client.DecodePort`.
 
-    candidates: returns the workers that may take requests.
+    sink: gets the outputs, and hears which requests have failed.
     board: the requests that all frontends refuse.
     never: why no answer can migrate with this configuration. Empty: answers can.
     flights: the requests submitted and not ended, by id. Read it only.
@@ -130,20 +126,20 @@ class Dispatcher:
 
     def __init__(
         self,
+        sink: DecodeClient,
         codec: Any,
         balancer: Balancer,
         requests: RequestLog,
-        candidates: Callable[[], Sequence[DecodeConnection]],
         board: SuspectBoard,
         *,
         never: str = "",
         waits: Waits = WAITS,
     ) -> None:
+        self._sink = sink
         self._codec = codec
         self._requests = requests
-        self._candidates = candidates
         self._never = never
-        self._sink: DecodeClient
+        self._workers: Sequence[DecodeConnection] = ()
         self._loop = asyncio.get_running_loop()
         self.flights: dict[str, Flight] = {}
         self._waiting = Waiting(
@@ -157,12 +153,8 @@ class Dispatcher:
         self._tasks: tuple[str, ...] | None = None
         self._leaving = ""
         self.suspects = Suspects(
-            board, self.flights.values, candidates, self._waiting.all_soon, waits
+            board, self.flights.values, lambda: self._workers, self._waiting.all_soon, waits
         )
-
-    def bind(self, sink: DecodeClient) -> None:
-        """Set where outputs go. Call it before the first worker is connected."""
-        self._sink = sink
 
     @property
     def in_flight(self) -> int:
@@ -202,11 +194,12 @@ class Dispatcher:
         flight = Flight(request, request_id, record, NO_WORKER)
         flight.deadline = now + self._waits.first
         self.flights[request_id] = flight
-        if refusal := refused_id(request_id) or self.suspects.meet(flight):
-            self._fail(flight, refusal, REFUSED)
+        if why := refused_id(request_id):
+            self._fail(flight, why, REFUSED)
         elif self._leaving:
             self._fail(flight, self._leaving)
         else:
+            self.suspects.meet(flight)
             self._try(flight, self.route, now)
 
     def abort(self, request_ids: Sequence[str], *, answered: bool = False) -> None:
@@ -222,7 +215,7 @@ class Dispatcher:
             worker.abort(ids)
 
     async def call(self, method: str, args: Sequence[Any], timeout_s: float) -> list[Any]:
-        if not (workers := list(self._candidates())):
+        if not (workers := self._workers):
             raise PeerUnavailable(NO_WORKER)
         call_id = next(self._calls)
         frames = self._codec.encode((call_id, method, tuple(args)))
@@ -242,6 +235,10 @@ class Dispatcher:
         return self._tasks
 
     # ---------------------------------------------------------------- from the pool
+
+    def on_usable(self, workers: Sequence[DecodeConnection]) -> None:
+        """Requests may go to these workers from now on. The list is not changed afterwards."""
+        self._workers = workers
 
     def on_ready(self, worker: DecodeConnection) -> None:
         """Send waiting requests: this worker takes requests from now on."""
@@ -369,17 +366,15 @@ class Dispatcher:
             _log.exception("%s cannot be sent to a worker", flight.record.key, extra=ids_of(flight))
             self._fail(flight, explained(exc, "the frontend"), OURS)
 
-    def on_refused(self, fingerprint: str) -> None:
-        """Frontends refuse these requests from now on: end those that wait for a worker."""
-        for flight in self._waiting.of(fingerprint):
-            self._fail(flight, self.suspects.sentence(flight), REFUSED)
-
     def route(self, flight: Flight, now: float) -> None:
         """Step 2: send a request to a worker, or let it wait for one."""
+        if refusal := self.suspects.refusal(flight):
+            self._fail(flight, refusal, REFUSED)
+            return
         if guilty(flight):  # `suspects` soon ends it, or finds that it is not
             self._waiting.hold(flight)
             return
-        ready = [worker for worker in self._candidates() if worker is not flight.avoid]
+        ready = [worker for worker in self._workers if worker is not flight.avoid]
         workers = flight.with_room(ready)
         if not workers:
             if ready:
@@ -440,9 +435,6 @@ class Dispatcher:
                 message = f"{reason}, and another cannot continue it exactly: {why}; send it again"
                 self._fail(flight, message, "not_exact")
                 return
-        if flight.deaths and self.suspects.refused(flight):
-            self._fail(flight, self.suspects.sentence(flight), REFUSED)
-            return
         if flight.attempt >= MAX_MIGRATIONS or flight.request.resumable:
             self._fail(flight, f"{reason}; given up after {flight.attempt} attempts", "given_up")
             return

@@ -32,7 +32,7 @@ from pullfill.engine import check, environment, front_app, front_wire
 from pullfill.errors import ConfigError, NotNow, PullfillError, exit_code
 from pullfill.frontend.admission import Admission, App
 from pullfill.frontend.cluster_view import ROLES, ClusterView
-from pullfill.frontend.decode_pool import WorkerPool
+from pullfill.frontend.decode_pool import WorkerPool, refuse_other_models
 from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.flight import Waits
 from pullfill.frontend.forward import layer
@@ -267,47 +267,48 @@ class _Frontend:
         def frontends() -> int:
             return len(directory.workers("frontend"))
 
+        names = (*prepared.names, options.model)
+        refuse_other_models(directory, names, model, cluster.namespace)
+        board = SuspectBoard(etcd, cluster.namespace, lambda: settings.current.refuse_s)
+        board.start()
+        stack.push_async_callback(board.close)
+        prefixes = Prefixes(options.prefix_index_blocks)
+        balancer = Balancer(
+            lambda: settings.current.decode_policy,
+            prefixes,
+            frontends,
+            lambda: settings.current.min_fetch_tokens,
+        )
+        requests = RequestLog()
+        adapters = AdapterBoard(etcd, cluster.namespace)
+        stack.push_async_callback(adapters.close)
+        front = await front_app.FrontApp.build(
+            prepared,
+            lambda client: Dispatcher(
+                client,
+                front_wire.FrontendCodec(),
+                balancer,
+                requests,
+                board,
+                never=prepared.never,
+                waits=Waits(restart=options.restart_wait_s),
+            ),
+            adapters,
+            view.response_elsewhere,
+        )
+        stack.push_async_callback(front.close)
+        dispatcher = front.client.port
+        assert isinstance(dispatcher, Dispatcher)
+        if prepared.args.enable_lora:
+            await adapters.start(front.client.adapters.on_change, options.connect_timeout_s)
         hello = front_wire.FrontendHello(
             frontend_instance=self._instance_id,
             vllm_version=check.require_version(),
             model=model,
         )
-        pool = WorkerPool(
-            directory,
-            hello,
-            (*prepared.names, options.model),
-            cluster.security.cluster.load(),
-            Prefixes(options.prefix_index_blocks),
-        )
-        pool.refuse_if_incompatible(cluster.namespace)
-        board = SuspectBoard(etcd, cluster.namespace, lambda: settings.current.refuse_s)
-        stack.push_async_callback(board.close)
-        requests = RequestLog()
-        dispatcher = Dispatcher(
-            front_wire.FrontendCodec(),
-            Balancer(
-                lambda: settings.current.decode_policy,
-                pool.prefixes,
-                frontends,
-                lambda: settings.current.min_fetch_tokens,
-            ),
-            requests,
-            pool.candidates,
-            board,
-            never=prepared.never,
-            waits=Waits(restart=options.restart_wait_s),
-        )
-        board.start(dispatcher.on_refused)
-        adapters = AdapterBoard(etcd, cluster.namespace)
-        stack.push_async_callback(adapters.close)
-        front = await front_app.FrontApp.build(
-            prepared, dispatcher, adapters, view.response_elsewhere
-        )
-        stack.push_async_callback(front.close)
-        dispatcher.bind(front.client)
-        if prepared.args.enable_lora:
-            await adapters.start(front.client.adapters.on_change, options.connect_timeout_s)
-        await pool.start(dispatcher)
+        key = cluster.security.cluster.load()
+        pool = WorkerPool(directory, hello, names, dispatcher, prefixes, key)
+        pool.start()
         stack.push_async_callback(pool.stop)
         live = LiveView(
             view,

@@ -5,7 +5,7 @@ drains gives back what it does not finish, so nothing is in flight when it ends.
 the deaths at which it was in flight. A request that its user sends again goes on counting. From its
 first death on, it goes to the worker with the fewest other such requests (`around`). At two deaths
 it ends with an error, and for `router.refuse_s` all frontends refuse its fingerprint
-(`registry.suspect_records`). The requests like it that wait for a worker end too.
+(`registry.suspect_records`). Requests like it that are at a worker go on there.
 
 Each frontend counts its own requests. Single event loop. Costs one call per request at its end.
 """
@@ -44,20 +44,20 @@ class Suspects:
 
     flights: returns all requests of this frontend that have not ended.
     ready: returns the workers that take requests.
-    on_excused: called when requests count fewer deaths than before."""
+    on_judged: called when requests count fewer deaths than before, or are refused from now on."""
 
     def __init__(
         self,
         board: SuspectBoard,
         flights: Callable[[], Iterable[Flight]],
         ready: Callable[[], Sequence[DecodeConnection]],
-        on_excused: Callable[[], None],
+        on_judged: Callable[[], None],
         waits: Waits,
     ) -> None:
         self._board = board
         self._flights = flights
         self._ready = ready
-        self._on_excused = on_excused
+        self._on_judged = on_judged
         self._waits = waits
         # Each connection sends its own heartbeats, so their ends are noticed up to two intervals
         # apart.
@@ -66,25 +66,36 @@ class Suspects:
         self._died: dict[str, tuple[str, float]] = {}
         self._unanswered: dict[str, tuple[dict[str, int], float]] = {}
 
-    def meet(self, flight: Flight) -> str:
-        """Check a new request. Returns why it is refused. Empty: it is not."""
-        if not self._unanswered and not len(self._board):
-            return ""  # a fingerprint costs one pass over the prompt
-        name = name_of(flight)
-        if (left_s := self._board.left_s(name)) > 0:
-            counters.SUSPECTS.labels("refused").inc()
-            return (
-                f"requests with the fingerprint {name} are refused for another {left_s:.0f} s: "
-                f"decode workers died with one like it. To allow it before: pullfill suspects "
-                f"clear {name}"
-            )
-        deaths, at = self._unanswered.get(name, ({}, 0.0))
+    def meet(self, flight: Flight) -> None:
+        """Count for a new request the deaths of one like it that got no answer."""
+        if not self._unanswered:
+            return  # a fingerprint costs one pass over the prompt
+        deaths, at = self._unanswered.get(name_of(flight), ({}, 0.0))
         if at + self._board.refuse_s > self._loop.time():
             flight.deaths = dict(deaths)
-        if not guilty(flight):
+        if guilty(flight):
+            self._convict(flight)
+
+    def refusal(self, flight: Flight) -> str:
+        """Return why no worker may get a request, for its user. Empty: one may."""
+        if not len(self._board):
             return ""
-        self._convict(flight)
-        return self.sentence(flight)
+        name = name_of(flight)
+        if (left_s := self._board.left_s(name)) <= 0:
+            return ""
+        allow = f"to allow it before: pullfill suspects clear {name}"
+        if not guilty(flight):
+            counters.SUSPECTS.labels("refused").inc()
+            return (
+                f"requests with the fingerprint {name} are refused for another {left_s:.0f} s, "
+                f"because decode workers died with one like it; {allow}"
+            )
+        workers = ", ".join(process.partition("@")[0] for process in flight.deaths)
+        return (
+            f"{len(flight.deaths)} decode workers died while this request was in flight "
+            f"({workers}), so it is not sent again. Requests with its fingerprint {name} are "
+            f"refused for {left_s:.0f} s; {allow}"
+        )
 
     def on_death(self, worker: DecodeConnection, flights: Sequence[Flight]) -> None:
         """A worker was lost with these requests in flight."""
@@ -152,37 +163,21 @@ class Suspects:
         if not flight.deaths:
             return
         self._unanswered.pop(name_of(flight), None)
-        if not finished and not self.refused(flight):
+        if not finished and self._board.left_s(name_of(flight)) <= 0:
             _keep(self._unanswered, name_of(flight), (flight.deaths, self._loop.time()))
-
-    def sentence(self, flight: Flight) -> str:
-        """Return the message for the user of a request that is refused."""
-        if not guilty(flight):
-            return self.meet(flight)  # one like it is
-        workers = ", ".join(process.partition("@")[0] for process in flight.deaths)
-        name = name_of(flight)
-        return (
-            f"{len(flight.deaths)} decode workers died while this request was in flight "
-            f"({workers}), so it is not sent again. Requests with its fingerprint {name} are "
-            f"refused for {self._board.refuse_s:.0f} s; to allow it before: pullfill suspects "
-            f"clear {name}"
-        )
-
-    def refused(self, flight: Flight) -> bool:
-        """Whether requests like one that was at a death are refused."""
-        return self._board.left_s(name_of(flight)) > 0
 
     def _judge(self, flight: Flight) -> None:
         if flight in self._flights() and guilty(flight):  # else it has ended, or was excused
             self._convict(flight)
 
     def _convict(self, flight: Flight) -> None:
-        """Refuse the request. The board ends it, and those like it that wait."""
+        """Refuse the request, and those like it."""
         counters.SUSPECTS.labels("convicted").inc()
         tokens = len(flight.request.prompt_token_ids or ())
-        _log.error("requests with this fingerprint are refused now: %s", self.sentence(flight))
         self._unanswered.pop(name_of(flight), None)
         self._board.post(name_of(flight), len(flight.deaths), tokens)
+        _log.error("requests with this fingerprint are refused now: %s", self.refusal(flight))
+        self._on_judged()
 
     def _excuse(self, processes: Sequence[str]) -> None:
         """These deaths count for nobody."""
@@ -191,7 +186,7 @@ class Suspects:
         for process in processes:
             del self._died[process]
         _forget(processes, counts)
-        self._on_excused()
+        self._on_judged()
 
 
 def guilty(flight: Flight) -> bool:

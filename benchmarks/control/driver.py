@@ -30,6 +30,7 @@ from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.flight import Flight
 from pullfill.frontend.request_log import RequestLog
 from pullfill.frontend.routing.balancer import Balancer
+from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.live_settings import Settings
@@ -70,18 +71,17 @@ class Driver:
             vllm_version=check.require_version(),
             model="demo",
         )
-        self.pool = WorkerPool(directory, hello, ("demo", model), None)
         self._explain = RequestLog(limit=100_000)
         board: Any = Alone()
         self._port = Dispatcher(
+            cast(Any, self),
             front_wire.FrontendCodec(),
             Sticky(lambda: DecodePolicy.RANDOM),
             self._explain,
-            self.pool.candidates,
             board,
         )
-        self._port.bind(cast(Any, self))
-        await self.pool.start(self._port)
+        self.pool = WorkerPool(directory, hello, ("demo", model), self._port, Prefixes(0))
+        self.pool.start()
 
     # ---------------------------------------------------------------- called by the dispatcher
 

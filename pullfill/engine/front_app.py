@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,10 +152,12 @@ class FrontApp:
     _watch: asyncio.Task[None]
 
     @staticmethod
-    async def build(prepared: Prepared, port: DecodePort, board: Board, ask: Ask) -> FrontApp:
+    async def build(
+        prepared: Prepared, port_of: Callable[[DecodeClient], DecodePort], board: Board, ask: Ask
+    ) -> FrontApp:
         """Make AsyncLLM and the app on the running loop.
 
-        port: must not deliver outputs before this returns.
+        port_of: makes the port. It must not deliver outputs before this returns.
         board: the LoRA adapters of the cluster.
         ask: asks other frontends for a stored response that this one does not have."""
         from vllm import envs
@@ -166,7 +168,7 @@ class FrontApp:
         from pullfill.engine import front_patches
         from pullfill.engine.front_client import DecodeClient, FrontLLM
 
-        client = DecodeClient(prepared.config, port, board)
+        client = DecodeClient(prepared.config, port_of, board)
         args = prepared.args
         with _core_client(client):
             engine = FrontLLM(

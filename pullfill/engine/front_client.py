@@ -158,16 +158,20 @@ async def _with_prompt_logprobs(outputs: AsyncIterator[Any]) -> AsyncIterator[An
 
 class DecodeClient(EngineCoreClient):  # type: ignore[misc]
     """See the module. Set `processor` (vLLM's OutputProcessor) and `renderer` before the first
-    request."""
+    request.
 
-    def __init__(self, vllm_config: Any, port: DecodePort, board: Board) -> None:
+    port_of: makes the port, which sends its outputs to this client."""
+
+    def __init__(
+        self, vllm_config: Any, port_of: Callable[[DecodeClient], DecodePort], board: Board
+    ) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
         self.processor: Any = None
         self.renderer: Any = None
         self._config = vllm_config
-        self._port = port
-        self.adapters = FrontAdapters(port, board, _SLOW * UTILITY_TIMEOUT_S)
+        self.port = port_of(self)
+        self.adapters = FrontAdapters(self.port, board, _SLOW * UTILITY_TIMEOUT_S)
         self._queue: deque[EngineCoreOutputs] = deque()
         self._wake = asyncio.Event()
         self._reader: asyncio.Task[Any] | None = None
@@ -196,11 +200,11 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
                 return  # it has failed, or was aborted meanwhile
         if request.sampling_params is not None:
             release.this.settle_watermark(request.sampling_params, self._config)
-        self._port.submit(request)
+        self.port.submit(request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         # vLLM's task that reads outputs finds stop strings. Other tasks abort for clients.
-        self._port.abort(request_ids, answered=asyncio.current_task() is self._reader)
+        self.port.abort(request_ids, answered=asyncio.current_task() is self._reader)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         self._reader = asyncio.current_task()
@@ -249,7 +253,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         )
         # `AsyncLLM.generate` replaces most other errors.
         queue.put(InputStreamError(failure(message, fault)))
-        self._port.abort([other for other in rest if other != request_id])
+        self.port.abort([other for other in rest if other != request_id])
 
     def joined(self, welcome: DecodeWelcome) -> None:
         """A worker takes requests now."""
@@ -285,7 +289,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
     # ---------------------------------------------------------------- utilities
 
     def supported_tasks(self) -> tuple[str, ...]:
-        return self._port.supported_tasks() or ("generate",)
+        return self.port.supported_tasks() or ("generate",)
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         return self.supported_tasks()
@@ -293,7 +297,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
     async def _all(self, method: str, *args: Any, slow: bool = False) -> list[Any]:
         timeout = _SLOW * UTILITY_TIMEOUT_S if slow else UTILITY_TIMEOUT_S
         try:
-            return await self._port.call(method, args, timeout)
+            return await self.port.call(method, args, timeout)
         except PeerUnavailable as exc:
             raise failure(str(exc), Fault.WORKERS) from None
 

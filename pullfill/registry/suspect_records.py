@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -51,13 +52,9 @@ class SuspectBoard:
         self._follower = Follower(client, self._prefix, "the suspects", self._on_event)
         self._loop = asyncio.get_running_loop()
         self._asking = asyncio.Lock()
-        self._on_refused: Callable[[str], None]
 
-    def start(self, on_refused: Callable[[str], None]) -> None:
-        """Begin to watch. Entries arrive soon; until then nobody is refused.
-
-        on_refused: called with each fingerprint that is refused from now on."""
-        self._on_refused = on_refused
+    def start(self) -> None:
+        """Begin to watch. Entries arrive soon; until then nobody is refused."""
         self._follower.begin()
 
     async def close(self) -> None:
@@ -93,7 +90,6 @@ class SuspectBoard:
         record = SuspectRecord(fingerprint=fingerprint, deaths=deaths, prompt_tokens=prompt_tokens)
         full = len(self._entries) >= MAX_POSTED
         self._entries[fingerprint] = _Entry(record, self._loop.time() + ttl_s, stored=False)
-        self._on_refused(fingerprint)
         if full:
             _log.warning(
                 "suspect %s is refused by this frontend only: etcd holds %d already",
@@ -105,7 +101,7 @@ class SuspectBoard:
         self._follower.write(lambda left_s: self._write(key, record, left_s), key, ttl_s)
 
     async def _write(self, key: str, record: SuspectRecord, left_s: float) -> None:
-        lease, _, _ = await self._client.grant_lease(int(left_s))
+        lease, _, _ = await self._client.grant_lease(math.ceil(left_s))
         await self._client.put(key, encode(record), lease)
 
     def _on_event(self, event: Put | Delete) -> None:
@@ -120,7 +116,6 @@ class SuspectBoard:
             return
         # Refused first: to ask etcd for the time takes a moment.
         entry = self._entries[record.fingerprint] = _Entry(record, 0.0, stored=True)
-        self._on_refused(record.fingerprint)
         key = event.key
         self._follower.write(lambda _: self._ask_time(key, entry), f"time of suspect {name}")
 

@@ -295,7 +295,7 @@ class Follower:
     async def _write(
         self, work: Callable[[float], Awaitable[object]], name: str, until: float
     ) -> None:
-        while (left_s := until - time.monotonic()) > 1:
+        while (left_s := until - time.monotonic()) > 0:
             try:
                 await work(left_s)
                 return

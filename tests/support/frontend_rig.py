@@ -32,10 +32,6 @@ class Alone:
 
     def __init__(self) -> None:
         self.refused: dict[str, int] = {}
-        self._on_refused: Callable[[str], None]
-
-    def start(self, on_refused: Callable[[str], None]) -> None:
-        self._on_refused = on_refused
 
     def __len__(self) -> int:
         return len(self.refused)
@@ -47,7 +43,6 @@ class Alone:
 
     def post(self, fingerprint: str, deaths: int, prompt_tokens: int) -> None:
         self.refused[fingerprint] = deaths
-        self._on_refused(fingerprint)
 
 
 @dataclass
@@ -126,24 +121,16 @@ async def rig(
     hello = front_wire.FrontendHello(
         frontend_instance="frontend-t", vllm_version=check.require_version(), model="m"
     )
-    pool = WorkerPool(directory, hello, ["m"], prefixes=prefixes)
+    prefixes = prefixes or Prefixes(0)
     requests = RequestLog()
     sink: Any = Sink()
     board = Alone() if board is None else board
     with pytest.MonkeyPatch.context() as patch:  # to touch 13 MB takes longer than most tests
         patch.setattr(choice, "PREDICTED_BLOCKS", 1 << 10)
-        balancer = Balancer(lambda: policy, pool.prefixes)
-    dispatcher = Dispatcher(
-        PlainCodec(),
-        balancer,
-        requests,
-        pool.candidates,
-        board,
-        waits=waits,
-    )
-    dispatcher.bind(sink)
-    board.start(dispatcher.on_refused)
-    await pool.start(dispatcher)
+        balancer = Balancer(lambda: policy, prefixes)
+    dispatcher = Dispatcher(sink, PlainCodec(), balancer, requests, board, waits=waits)
+    pool = WorkerPool(directory, hello, ["m"], dispatcher, prefixes)
+    pool.start()
     try:
         yield Rig(directory, pool, dispatcher, requests, sink)
     finally:

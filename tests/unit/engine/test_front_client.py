@@ -43,7 +43,7 @@ def welcome(name: str, max_model_len: int) -> DecodeWelcome:
 
 def test_prompts_are_limited_by_the_smallest_worker_that_is_there() -> None:
     configured, port = config(), cast("Any", Port())
-    client = front_client.DecodeClient(configured, port, cast("Any", None))
+    client = front_client.DecodeClient(configured, lambda _: port, cast("Any", None))
     cached = "default_chat_tok_params"
     client.renderer = SimpleNamespace()
     seen = []
@@ -65,7 +65,7 @@ def test_prompts_are_limited_by_the_smallest_worker_that_is_there() -> None:
 
 async def test_an_abort_by_the_reader_of_outputs_is_a_stop_string() -> None:
     port: Any = Port()
-    client = front_client.DecodeClient(config(), port, cast("Any", None))
+    client = front_client.DecodeClient(config(), lambda _: port, cast("Any", None))
 
     async def read() -> None:
         """As `AsyncLLM._run_output_handler` does."""
@@ -131,7 +131,7 @@ async def test_each_choice_of_a_stream_finds_the_log_probabilities_of_the_prompt
 
 
 async def test_a_request_whose_adapter_was_unloaded_is_refused_and_not_sent() -> None:
-    client = front_client.DecodeClient(config(), cast("Any", Port()), cast("Any", None))
+    client = front_client.DecodeClient(config(), lambda _: cast("Any", Port()), cast("Any", None))
     told: list[Any] = []
     states = {"r": SimpleNamespace(queue=SimpleNamespace(put=told.append), parent_req=None)}
     client.processor = SimpleNamespace(
@@ -149,7 +149,7 @@ async def test_a_request_whose_adapter_was_unloaded_is_refused_and_not_sent() ->
 async def test_vllms_gauges_are_the_sum_of_the_workers_that_are_there() -> None:
     """They kept the load of a worker that had left, until another one told something."""
     port: Any = Port()
-    client = front_client.DecodeClient(config(), port, cast("Any", None))
+    client = front_client.DecodeClient(config(), lambda _: port, cast("Any", None))
     client.renderer = SimpleNamespace()
     seen = []
 

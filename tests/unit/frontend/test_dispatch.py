@@ -10,6 +10,7 @@ import pytest
 from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault
 from pullfill.errors import IncompatibleError, PeerUnavailable
+from pullfill.frontend.decode_pool import refuse_other_models
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.flight import Waits
 from pullfill.wire import MAX_TEXT, DecodePolicy, WorkerState
@@ -163,9 +164,9 @@ async def test_a_refused_or_foreign_worker_is_named_and_not_used() -> None:
         assert len(r.pool.refusals()) == 1
         told = r"namespace 'n': its model is 'm', but that of decode worker decode-2 .* is 'other'"
         with pytest.raises(IncompatibleError, match=told):
-            r.pool.refuse_if_incompatible("n")
+            refuse_other_models(r.directory, ("m",), "m", "n")  # type: ignore[arg-type]
         r.directory.remove("decode-2")
-        r.pool.refuse_if_incompatible("n")
+        refuse_other_models(r.directory, ("m",), "m", "n")  # type: ignore[arg-type]
 
 
 async def test_utility_calls_reach_every_worker_and_all_end() -> None:

@@ -62,22 +62,23 @@ class Desk:
         self.workers: list[Worker] = [Worker("A")]
         self.sink = Family()
         self.dispatcher = Dispatcher(
+            self.sink,
             PlainCodec(),
             Balancer(lambda: DecodePolicy.ROUND_ROBIN),
             RequestLog(),
-            lambda: self.workers,  # type: ignore[arg-type,return-value]
             Alone(),  # type: ignore[arg-type]
             waits=waits,
         )
+        self.dispatcher.on_usable(self.workers)  # type: ignore[arg-type]
         self.sink.dispatcher = self.dispatcher
         self.sink.open = {r.request_id for r in requests}
-        self.dispatcher.bind(self.sink)
         for item in requests:
             self.dispatcher.submit(item)
 
     def lose(self, *left: Worker) -> None:
         """The first worker leaves us, alive; these are there then."""
         gone, self.workers = self.workers[0], list(left)
+        self.dispatcher.on_usable(self.workers)  # type: ignore[arg-type]
         self.dispatcher.on_lost(gone, "x", died=False)  # type: ignore[arg-type]
 
     def say(self, name: str, *tokens: int) -> None:
@@ -179,7 +180,7 @@ async def test_choices_that_fail_together_are_counted_once() -> None:
     assert (list(seeded.sink.failures), second.flights) == (["a1"], {})
     assert seeded.dispatcher.in_flight == 0
     later = Desk(waits=waits)
-    later.workers = []
+    later.dispatcher.on_usable([])
     later.sink.open = {"a1", "a2"}
     for name in ("a1", "a2"):
         later.dispatcher.submit(request(name))
