@@ -29,6 +29,7 @@ from pullfill.deploy.members import (
     workers,
 )
 from pullfill.deploy.state import StateDir, full_disk, identity, is_alive
+from pullfill.deploy.view import plain
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.snapshot import Cluster, WorkerRow, cluster_of
 from pullfill.wire import ServerStatus
@@ -50,8 +51,10 @@ def status(ref: ClusterRef, url: OneUrl = None, as_json: AsJson = False) -> int:
         return 0
     console = Console()
     cluster = msgspec.convert(state, Cluster)
+    if models := {row.model for row in cluster.workers}:
+        console.print(Text(f"model {', '.join(sorted(models))}"))
     console.print(workers_table(cluster.workers))
-    for text in state_lines(cluster):
+    for text in (*load_lines(cluster.workers), *state_lines(cluster)):
         console.print(text, highlight=False, soft_wrap=True)
     full = not url and ref.state_dir and full_disk(ref.state_dir)
     for line in [*process_lines(here), *filter(None, [full])]:
@@ -102,11 +105,9 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
     return told | {"suspects": operate.posted(ref)}
 
 
-def workers_table(rows: Sequence[WorkerRow]) -> Group:
-    """Return a table with a row for each worker, then what else is not 0 in their load.
-
-    Fits 80 columns. Instance ids are never shortened."""
-    table, loads = Table(box=None, padding=(0, 1, 0, 0)), list[Text]()
+def workers_table(rows: Sequence[WorkerRow]) -> Table:
+    """Return a table with a row for each worker. Instance ids are never shortened."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column(
         "instance", no_wrap=True, min_width=max((len(r.instance_id) for r in rows), default=0)
     )
@@ -120,18 +121,23 @@ def workers_table(rows: Sequence[WorkerRow]) -> Group:
         state = Text(row.state, style=_STATE_STYLES.get(row.state, ""))
         kv = "" if row.kv is None else f"{100 * row.kv:.0f} %"
         work = ("" if jobs is None else str(jobs) for jobs in (row.running, row.waiting))
-        table.add_row(row.instance_id, row.role, state, kv, *work, row.host, str(row.pid))
+        name, host = Text(plain(row.instance_id)), Text(plain(row.host))
+        table.add_row(name, row.role, state, kv, *work, host, str(row.pid))
+    if not rows:
+        table.add_row("(no workers)")
+    return table
+
+
+def load_lines(rows: Sequence[WorkerRow]) -> Iterator[Text]:
+    """Yield for each worker what else is not 0 in its load."""
+    for row in rows:
         more = [
             f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}"
             for name, value in [("restarts", row.restarts), *row.load.items()]
             if isinstance(value, int | float | str) and value and name not in _IN_COLUMNS
         ]
         if more:
-            loads.append(Text(f"{row.instance_id}: {' '.join(more)}"))
-    if not rows:
-        return Group(Text("(no workers)"))
-    models = ", ".join(sorted({row.model for row in rows}))
-    return Group(Text(f"model {models}"), table, *loads)
+            yield Text(f"{row.instance_id}: {' '.join(more)}")
 
 
 def stock_table(rows: list[dict[str, Any]]) -> Group:

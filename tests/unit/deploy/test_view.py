@@ -1,4 +1,4 @@
-"""Lines about processes that start, where there is no terminal."""
+"""Lines about processes that start."""
 
 from __future__ import annotations
 
