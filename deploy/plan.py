@@ -296,11 +296,6 @@ def _ranks_in(pool: Pool, options: UpOptions, ranks: Mapping[str, int]) -> list[
     return [ranks[role] for role in pool.roles for _ in range(getattr(options, role))]
 
 
-def other_cores(options: UpOptions) -> tuple[int, ...]:
-    """Return the cores of frontends once all processes are ready. Empty: any."""
-    return cores_left(placements(options), options.decode, usable_cores())
-
-
 def renewed(spec: ProcessSpec) -> ProcessSpec:
     """Return the spec to start the process again. Workers and frontends get a new instance id."""
     if spec.instance_id is None:
@@ -350,12 +345,11 @@ def worker_spec(
     else:
         flags = vllm_flags.for_worker(flags)
     argv = role_command(role, cluster, model, replace(told, instance_id=instance)) + flags
-    base = {**os.environ, CLUSTER_ENV: cluster_id}
     return ProcessSpec(
         name=name,
         role=role,
         argv=argv,
-        env=worker_env(base, place, local_model=os.path.isdir(model)),
+        env={"PYTHONUNBUFFERED": "1", **os.environ, CLUSTER_ENV: cluster_id, **device_env(place)},
         instance_id=instance,
         url=url,
         drain_s=options.drain_s(role),
@@ -403,23 +397,13 @@ def role_flags(role: str, arguments: Sequence[str], *, gpus: int) -> list[str]:
     return [f"--max-num-batched-tokens={PREFILL_CHUNK}"]
 
 
-def worker_env(base: Mapping[str, str], placement: Place, *, local_model: bool) -> dict[str, str]:
-    """Return the environment of a worker or frontend. Variables that the user has set stay.
-
-    On GPUs a worker sees only its own devices.
-    """
-    ours = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    env = {**ours, **base}
-    if local_model:
-        env.setdefault("HF_HUB_OFFLINE", "1")
-    if placement.gpus:
-        visible = accelerator.visible(base)
-        names = [visible[gpu] if visible else str(gpu) for gpu in placement.gpus]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-    if placement.cores:
-        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        env.setdefault("OMP_NUM_THREADS", str(max(1, len(placement.cores) // placement.ranks)))
-    return env
+def device_env(place: Place) -> dict[str, str]:
+    """Return the variable by which a worker on GPUs sees only its own devices."""
+    if not place.gpus:
+        return {}
+    visible = accelerator.visible(os.environ)
+    names = [visible[gpu] if visible else str(gpu) for gpu in place.gpus]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
 def usable_cores() -> list[int]:
@@ -501,12 +485,10 @@ class Place:
     """Where one worker runs.
 
     cores: CPU cores. Empty: any. The worker's ranks share them.
-    gpus: indices among the GPUs that this process may use.
-    ranks: number of processes that compute."""
+    gpus: indices among the GPUs that this process may use."""
 
     cores: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
-    ranks: int = 1
 
 
 def place(
@@ -523,11 +505,11 @@ def place(
     if gpus:
         ends = list(accumulate(ranks))
         return [
-            Place(gpus=tuple(gpus[i % len(gpus)] for i in range(end - count, end)), ranks=count)
+            Place(gpus=tuple(gpus[i % len(gpus)] for i in range(end - count, end)))
             for count, end in zip(ranks, ends, strict=True)
         ]
     if not cores:
-        return [Place(ranks=count) for count in ranks]
+        return [Place() for _ in ranks]
     # To share cores with another worker costs more than more threads bring.
     share = 1 if one_core else max(1, len(cores) // max(1, sum(ranks)))
     places: list[Place] = []
@@ -536,7 +518,7 @@ def place(
         width = min(share * count, len(cores))
         if start + width > len(cores):
             start = 0
-        places.append(Place(cores=tuple(cores[start : start + width]), ranks=count))
+        places.append(Place(cores=tuple(cores[start : start + width])))
         start += width
     return places
 
@@ -553,20 +535,3 @@ def starts_after(places: Sequence[Place]) -> list[int | None]:
         before.append(max((last[gpu] for gpu in place.gpus if gpu in last), default=None))
         last.update(dict.fromkeys(place.gpus, index))
     return before
-
-
-def cores_left(workers: Sequence[Place], decode: int, cores: Sequence[int]) -> tuple[int, ...]:
-    """Return the cores for frontends: those that no worker is pinned to, else the decode workers'.
-
-    Empty: any, since no worker is pinned.
-
-    workers: where each worker runs, first the decode workers.
-    decode: the number of decode workers.
-    """
-    # A frontend works for each decoded token. On a decode worker's core it slows only the answers
-    # that it serves. On a prefill worker's core it would slow every prompt that waits.
-    taken = {core for place in workers for core in place.cores}
-    if not taken:
-        return ()
-    free = tuple(core for core in cores if core not in taken)
-    return free or tuple(dict.fromkeys(core for place in workers[:decode] for core in place.cores))

@@ -1,7 +1,7 @@
 """`pullfill decode | prefill | frontend`: one process that joins a cluster.
 
-vLLM reads the environment (cores, threads, offline hub) when it is imported. So the environment is
-set here first. Then the role's own `run` is imported and called.
+vLLM reads the environment and the cores when it is imported. So they are set here first. Then the
+role's own `run` is imported and called.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
-from pullfill.config import ClusterRef, ranks_of, split_urls
+from pullfill.config import ClusterRef, split_urls
 from pullfill.deploy import accelerator, machine, plan, vllm_flags
 from pullfill.deploy.local_servers import check_port, port_problem, split_url
 from pullfill.deploy.state import Launch, StateDir
@@ -50,10 +49,15 @@ def run_worker(
     ref, model, arguments = _prepare(role, options, cluster, vllm_args)
     warn_if_exposed(role, options.host, ref.security)
     _warn_if_unreachable(role, options.host, ref)
-    cores = cores_of(options, ref, small=model == plan.resolve_model(plan.DEMO))
-    _apply(cores, local_model=os.path.isdir(model), ranks=ranks_of(arguments))
+    if missing := sorted(set(options.cores) - set(plan.usable_cores())):
+        raise ConfigError(f"--cpu: there is no core {missing[0]} here (0-{os.cpu_count()})")
+    if model == plan.resolve_model(plan.DEMO):
+        # It is small: more threads cost more than they do.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.cores:
+        os.sched_setaffinity(0, options.cores)
     extra = plan.role_flags(role, arguments, gpus=accelerator.gpu_count())
-    options = replace(options, model=model, cores=cores)
+    options = replace(options, model=model)
     # It imports vLLM, which reads the environment.
     from pullfill.worker.main import run
 
@@ -71,7 +75,6 @@ def run_frontend(
         check_port("--port", options.host, options.port)
     else:
         check_port("--own-port", options.host, options.own_port)
-    _apply((), local_model=os.path.isdir(model))
     # It imports vLLM, which reads the environment.
     from pullfill.frontend.main import run
 
@@ -188,39 +191,3 @@ def _model_and_flags(
     if model == plan.DEMO:
         base = plan.engine_flags(model, gpus=accelerator.gpu_count(), workers=2)
     return model, [*base, *vllm_args]
-
-
-def cores_of(options: WorkerOptions, ref: ClusterRef, *, small: bool) -> tuple[int, ...]:
-    """Return the cores to pin the worker to. Empty: any.
-
-    small: the model needs one core only. Raises ConfigError."""
-    usable = plan.usable_cores()
-    if missing := sorted(set(options.cores) - set(usable)):
-        raise ConfigError(f"--cpu: there is no core {missing[0]} here (0-{os.cpu_count()})")
-    if options.cores:
-        return options.cores
-    if not small or not options.pin or len(usable) < 2 or accelerator.gpu_count():
-        return ()
-    return (_quietest_core(usable, ref),)
-
-
-def _quietest_core(usable: list[int], ref: ClusterRef) -> int:
-    """Return the core that the fewest processes of the local cluster are pinned to."""
-    weight = dict.fromkeys(usable, 0)
-    if ref.state_dir is not None:
-        with suppress(ConfigError):
-            for entry in StateDir(ref.state_dir).live():
-                with suppress(OSError):
-                    mask = os.sched_getaffinity(entry.pid)
-                    if len(mask) == 1 and mask <= weight.keys():
-                        # A decode worker suffers more from company: each step of its streams waits.
-                        weight[min(mask)] += 3 if entry.role == "decode" else 2
-    return min(usable, key=lambda core: (weight[core], core))
-
-
-def _apply(cores: tuple[int, ...], *, local_model: bool, ranks: int = 1) -> None:
-    """Pin this process, and set the environment that vLLM reads when it is imported."""
-    if cores:
-        os.sched_setaffinity(0, cores)
-    placement = plan.Place(cores=cores, ranks=ranks)
-    os.environ.update(plan.worker_env(os.environ, placement, local_model=local_model))

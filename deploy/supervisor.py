@@ -33,7 +33,6 @@ from pullfill.deploy.state import (
     Launch,
     Locked,
     StateDir,
-    confine,
     exit_words,
     full_disk,
     identify,
@@ -216,14 +215,6 @@ async def _ready(etcd: EtcdClient, namespace: str) -> dict[str, str]:
     return {r.instance_id: r.http for r in found if r.state is not WorkerState.DRAINING}
 
 
-def keep_frontends_off(options: UpOptions, children: Children, names: Sequence[str]) -> None:
-    """Keep those of these processes that are frontends off the cores of prefill workers."""
-    if cores := plan.other_cores(options):
-        for name in names:
-            if children.entry(name).role == "frontend":
-                confine(children[name].pid, cores)
-
-
 # --------------------------------------------------------------------------- what dies is restarted
 
 
@@ -336,7 +327,6 @@ class Keeper:
         if old.instance_id:
             remove_shared_memory([old.instance_id])
         self._children.launch(spec, restarts=old.restarts + 1)
-        keep_frontends_off(self._options, self._children, [name])
 
     async def _give_up(self, name: str) -> None:
         what = f"gave up after {MAX_DEATHS} deaths in {WINDOW_S:.0f} s"
@@ -621,9 +611,6 @@ class Supervisor:
         if not specs:
             return
         await wait_ready(options, self._children, ref, specs)
-        # Frontends no longer compete with the workers for a quick start. NATS and etcd use little
-        # and stay where they find room.
-        keep_frontends_off(options, self._children, [spec.name for spec in specs])
         if options.prefill:
             await self._wait_checked(ref, specs)
 

@@ -74,18 +74,6 @@ class TestPlacement:
         found = plan.place(ranks, cores=cores, gpus=(), one_core=one_core)
         assert [place.cores for place in found] == expected
 
-    def test_frontends_get_free_cores_or_those_that_decode(self) -> None:
-        def others(decode: int, prefill: int, cores: list[int], one_core: bool) -> tuple[int, ...]:
-            found = plan.place([1] * (decode + prefill), cores=cores, gpus=(), one_core=one_core)
-            return plan.cores_left(found, decode, cores)
-
-        assert others(1, 1, [0, 1], True) == (0,)
-        assert others(1, 2, [4, 5, 6, 7], True) == (7,)
-        assert others(1, 1, [0, 1, 2, 3], False) == (0, 1)
-        assert others(3, 1, [0, 1], True) == (0, 1)
-        assert others(0, 2, [0, 1], True) == ()
-        assert plan.cores_left([plan.Place(gpus=(0,))], 1, [0, 1]) == ()
-
     @pytest.mark.parametrize(
         ("ranks", "gpus", "expected", "after"),
         [
@@ -104,17 +92,6 @@ class TestPlacement:
         found = plan.place(ranks, cores=[0, 1], gpus=gpus, one_core=True)
         assert [(place.gpus, place.cores) for place in found] == [(own, ()) for own in expected]
         assert plan.starts_after(found) == after
-
-    def test_environment(self) -> None:
-        pinned = plan.Place(cores=(3,))
-        env = plan.worker_env({"OMP_NUM_THREADS": "7"}, pinned, local_model=True)
-        assert env["OMP_NUM_THREADS"] == "7"
-        assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-        assert env["HF_HUB_OFFLINE"] == "1"
-        second = plan.Place(gpus=(1,))
-        env = plan.worker_env({"CUDA_VISIBLE_DEVICES": "4,5"}, second, local_model=False)
-        assert env["CUDA_VISIBLE_DEVICES"] == "5"
-        assert "HF_HUB_OFFLINE" not in env
 
 
 class TestModel:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +14,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
-from pullfill.deploy import cli, run_role
-from pullfill.deploy.state import Launch, StateDir, start_time
+from pullfill.config import CLUSTER_FILE, ClusterFile
+from pullfill.deploy import cli
+from pullfill.deploy.state import Launch, StateDir
 from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
 
@@ -135,29 +133,3 @@ class TestRoles:
         assert (
             "which only this machine reaches, but etcd is at 10.0.0.9" in result.output
         ) is warned
-
-    def test_a_worker_by_hand_goes_where_the_least_is(
-        self, state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Beside the prefill worker, not beside the decode worker."""
-        self._cluster(state_dir, tmp_path / "m")
-        cluster = StateDir(state_dir).cluster()
-        assert cluster is not None
-        homes: dict[int, set[int]] = {}
-        with ExitStack() as running:
-            for role, home in (("decode", {0}), ("prefill", {1}), ("frontend", {0, 1})):
-                process = running.enter_context(subprocess.Popen(["sleep", "60"]))
-                running.callback(process.kill)
-                homes[process.pid] = home
-                entry = ProcessEntry(
-                    name=role, role=role, instance_id=None, pid=process.pid, log=""
-                )
-                entry.started = start_time(process.pid) or 0
-                cluster.processes.append(entry)
-            StateDir(state_dir).write_cluster(cluster)
-            monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
-            monkeypatch.setattr(os, "sched_getaffinity", lambda pid: homes.get(pid, {0, 1}))
-            ref = ClusterRef("n", "e", "q", state_dir)
-            assert run_role.cores_of(WorkerOptions(), ref, small=True) == (1,)
-            assert run_role.cores_of(WorkerOptions(), ref, small=False) == ()
-            assert run_role.cores_of(WorkerOptions(pin=False), ref, small=True) == ()
