@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -21,11 +19,11 @@ from pullfill.config import ClusterRef, split_urls
 from pullfill.deploy import local_servers, machine, members
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
 from pullfill.deploy.state import StateDir, full_disk, identity, is_alive
-from pullfill.deploy.status import start_another
+from pullfill.deploy.status import ask, start_another
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.options import ClusterOptions
 from pullfill.registry import self_checks
-from pullfill.wire import WorkerRecord
+from pullfill.wire import SelfCheck, WorkerRecord
 
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 _PAIRS = 32
@@ -59,7 +57,6 @@ def _findings(options: ClusterOptions) -> Iterator[Finding]:
     try:
         ref = options.find_to_ask()
     except ConfigError as exc:
-        yield from machine.default_port()
         yield Finding(WARN, "no cluster to look at", str(exc))
     else:
         yield from processes(ref)
@@ -102,28 +99,6 @@ def processes(ref: ClusterRef) -> Iterator[Finding]:
 # --------------------------------------------------------------------------- the cluster
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What the checks of a cluster look at.
-
-    no_nats: why NATS does not answer. None: it does.
-    statuses: what each frontend answers to /pullfill/status, by its id."""
-
-    ref: ClusterRef
-    workers: Sequence[WorkerRecord] = ()
-    no_nats: str | None = None
-    statuses: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-
-    def of(self, role: str) -> list[WorkerRecord]:
-        return [worker for worker in self.workers if worker.role == role]
-
-    @property
-    def stock(self) -> list[dict[str, Any]]:
-        """What frontends say of stock vLLM servers, a row for each."""
-        rows = [row for told in self.statuses.values() for row in told.get("stock", ())]
-        return list({(row["role"], row["url"]): row for row in rows}.values())
-
-
 def cluster(ref: ClusterRef) -> Iterator[Finding]:
     """Check that the servers answer, the workers fit together, and no job is dead-lettered."""
     no_nats = local_servers.nats_ready(ref.nats_url, 2.0)
@@ -135,49 +110,34 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
             yield Finding(FAIL, why, "start it, or give its address with --nats / --etcd")
     try:
         workers = members.ask_etcd(ref, members.workers, wait_s=2.0)
+        results = members.ask_etcd(ref, self_checks.kept, wait_s=2.0).values()
     except PullfillError as exc:
         yield Finding(FAIL, f"the registry cannot be read: {exc}", "see etcd above")
         return
-    seen = Seen(ref, workers, no_nats, statuses(ref, workers))
-    for check in (fit, stock, lengths, pairs, prefixes, compared, keys, frontends, jobs):
-        yield from check(seen)
+    yield from fit(workers, by_stock=_served_by_stock(ref))
+    yield from pairs(workers)
+    yield from compared(list(results))
+    yield from keys(ref, workers)
+    if not any(w.role == "frontend" for w in workers) and not members.local_urls(ref):
+        yield Finding(WARN, "no frontend", "start one: pullfill frontend")
+    if no_nats is None:
+        yield from dead_letters(ref)
 
 
-def statuses(ref: ClusterRef, workers: Iterable[WorkerRecord]) -> dict[str, dict[str, Any]]:
-    """Return what each frontend answers to /pullfill/status, by its id."""
-    found = {}
-    for frontend in (w for w in workers if w.role == "frontend" and w.http):
-        with suppress(UnavailableError):
-            _, status = members.ask_frontend(ref, frontend.http, "/pullfill/status")
-            if isinstance(status, dict):
-                found[frontend.instance_id] = status
-    return found
+def _served_by_stock(ref: ClusterRef) -> bool:
+    """Whether stock vLLM servers decode, as a frontend tells."""
+    with suppress(UnavailableError):
+        rows = ask(ref).get("stock", ())
+        return any(row["role"] == "decode" and row["state"] == "ready" for row in rows)
+    return False
 
 
-def _serves(row: dict[str, Any]) -> bool:
-    return bool(row["state"] == "ready")
-
-
-def stock(seen: Seen) -> Iterator[Finding]:
-    """Tell which stock vLLM servers take requests, and why others do not."""
-    for role in ("prefill", "decode"):
-        if count := sum(row["role"] == role and _serves(row) for row in seen.stock):
-            yield Finding(OK, f"{count} stock {role} server(s) ready")
-    for row in seen.stock:
-        who = f"stock {row['role']} server {row['url']} is {row['state']}"
-        if row["state"] == "refused":
-            what, _, advice = str(row["why"]).rpartition(": ")
-            yield Finding(WARN, f"{who}: {what}", advice)
-        elif not _serves(row):
-            yield Finding(WARN, f"{who}: {row['why']}", "look whether it runs, and at its log")
-
-
-def fit(seen: Seen) -> Iterator[Finding]:
+def fit(workers: Sequence[WorkerRecord], *, by_stock: bool = False) -> Iterator[Finding]:
     """Check that there are decode and prefill workers, and that they can exchange KV.
 
-    Where stock vLLM servers decode, there need be no workers."""
-    by_stock = any(row["role"] == "decode" and _serves(row) for row in seen.stock)
-    decode, prefill = seen.of("decode"), seen.of("prefill")
+    by_stock: stock vLLM servers decode, so there need be no workers."""
+    decode = [worker for worker in workers if worker.role == "decode"]
+    prefill = [worker for worker in workers if worker.role == "prefill"]
     if decode:
         yield Finding(OK, f"{len(decode)} decode worker(s) registered")
     elif not by_stock:
@@ -199,62 +159,28 @@ def fit(seen: Seen) -> Iterator[Finding]:
             )
 
 
-def lengths(seen: Seen) -> Iterator[Finding]:
-    """Tell which prefill workers take shorter prompts than some decode worker."""
-    longest = max((w.max_model_len for w in seen.of("decode")), default=0)
-    for worker in seen.of("prefill"):
-        if 0 < worker.max_model_len < longest:
-            yield Finding(
-                WARN,
-                f"{worker.instance_id} takes prompts of up to {worker.max_model_len} tokens, and "
-                f"decode workers take up to {longest}",
-                "longer ones go to other prefill workers or stay local: --max-model-len",
-            )
-
-
-def pairs(seen: Seen) -> Iterator[Finding]:
+def pairs(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
     """Tell for each pair of workers which transport it uses, and why no better one."""
     shown = 0
-    for writer in seen.of("prefill"):
+    for writer in (w for w in workers if w.role == "prefill"):
         if not writer.http or (report := members.ask_worker(writer)) is None:
             continue
-        for reader in seen.of("decode"):
+        for reader in (w.instance_id for w in workers if w.role == "decode"):
             shown += 1
             if shown > _PAIRS:
                 yield Finding(OK, "... and more pairs of workers")
                 return
-            route = report.routes.get(reader.instance_id)
-            names = writer.instance_id, reader.instance_id
+            route = report.routes.get(reader)
             if route is None:
-                yield Finding(OK, "{} has written nothing to {} yet".format(*names))
+                yield Finding(OK, f"{writer.instance_id} has written nothing to {reader} yet")
                 continue
             why = "; ".join(f"not {reason}" for reason in route.get("why_not_better", ()))
-            what = "{} writes to {} over {}".format(*names, route.get("transport"))
-            yield Finding(OK, what, why)
+            over = route.get("transport")
+            yield Finding(OK, f"{writer.instance_id} writes to {reader} over {over}", why)
 
 
-def prefixes(seen: Seen) -> Iterator[Finding]:
-    """Tell which frontends do not know the cached blocks of which decode workers."""
-    known = set[str]()
-    for frontend, status in seen.statuses.items():
-        for row in status.get("workers", ()):
-            prefix = row.get("routing", {}).get("prefix", {})
-            if prefix.get("state") == "warm":
-                known.add(row["instance_id"])
-            if trouble := prefix.get("trouble"):
-                what = f"{frontend} does not know what {row['instance_id']} has cached"
-                yield Finding(WARN, what, trouble)
-    if known:
-        yield Finding(OK, f"frontends know the cached blocks of {len(known)} decode worker(s)")
-
-
-def compared(seen: Seen) -> Iterator[Finding]:
+def compared(results: Sequence[SelfCheck]) -> Iterator[Finding]:
     """Tell which self-checks have failed. If none has, say how many pairs have passed."""
-    try:
-        results = members.ask_etcd(seen.ref, self_checks.kept, wait_s=2.0).values()
-    except PullfillError as exc:
-        yield Finding(WARN, f"self-checks cannot be read: {exc}", "see etcd above")
-        return
     failed = [result for result in results if not result.passed]
     for result in failed:
         what, _, advice = result.advice().partition(". ")
@@ -263,12 +189,12 @@ def compared(seen: Seen) -> Iterator[Finding]:
         yield Finding(OK, f"self-check passed for {len(results)} kind(s) of worker pairs")
 
 
-def keys(seen: Seen) -> Iterator[Finding]:
+def keys(ref: ClusterRef, workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
     """Tell the cluster key, and which workers have refused somebody with another."""
-    key = seen.ref.security.cluster.load()
+    key = ref.security.cluster.load()
     if key is not None:
         yield Finding(OK, f"cluster key {key.fingerprint}")
-    for worker in (w for w in seen.workers if w.http and w.role != "frontend"):
+    for worker in (w for w in workers if w.http and w.role != "frontend"):
         with suppress(UnavailableError):
             text = members.http_get(f"{worker.http}/metrics", 2.0)[1].decode("utf-8", "replace")
             values = re.findall(r"^pullfill_auth_refused_total\{.*\} ([0-9.e+]+)$", text, re.M)
@@ -280,22 +206,13 @@ def keys(seen: Seen) -> Iterator[Finding]:
                 )
 
 
-def frontends(seen: Seen) -> Iterator[Finding]:
-    """Check that clients can ask somebody."""
-    if not seen.of("frontend") and not members.local_urls(seen.ref):
-        yield Finding(WARN, "no frontend", "start one: pullfill frontend")
-
-
-def jobs(seen: Seen) -> Iterator[Finding]:
-    """Check that NATS takes the jobs of long prompts. Count the jobs that nobody may try again."""
-    if seen.no_nats is not None:
-        return
+def dead_letters(ref: ClusterRef) -> Iterator[Finding]:
+    """Count the jobs that nobody may try again."""
     try:
-        max_payload, found = asyncio.run(ask_nats(seen.ref))
+        found = asyncio.run(ask_nats(ref))
     except Exception as exc:
         yield Finding(WARN, f"dead letters cannot be counted: {exc}", "see NATS above")
         return
-    yield from payload(max_payload, seen)
     for stream, count in found.items():
         if count:
             yield Finding(
@@ -307,26 +224,8 @@ def jobs(seen: Seen) -> Iterator[Finding]:
         yield Finding(OK, "no dead letters")
 
 
-def payload(max_payload: int, seen: Seen) -> Iterator[Finding]:
-    """Check that a job of the longest prompt is no larger than NATS takes."""
-    from pullfill.queue.nats_connection import RAISE_PAYLOAD
-
-    longest = max((w.max_model_len for w in seen.of("decode")), default=0)
-    # 4 bytes for each token and for each block (of 16 tokens, as a rule), 12 KiB for the rest.
-    most = (max_payload - (12 << 10)) * 4 // 17
-    if most < longest:
-        yield Finding(
-            WARN,
-            f"NATS takes messages of {max_payload} bytes: prompts of more than about {most} tokens "
-            f"stay local (job_too_large), and decode workers take up to {longest}",
-            RAISE_PAYLOAD,
-        )
-
-
-async def ask_nats(ref: ClusterRef) -> tuple[int, dict[str, int]]:
-    """Return max_payload, and the number of dead letters by stream.
-
-    Raises what the client of NATS raises."""
+async def ask_nats(ref: ClusterRef) -> dict[str, int]:
+    """Return the number of dead letters by stream. Raises what the client of NATS raises."""
     import nats
 
     async def quiet(_: Exception) -> None:
@@ -343,10 +242,9 @@ async def ask_nats(ref: ClusterRef) -> tuple[int, dict[str, int]]:
         **ref.security.nats.options(),
     )
     try:
-        max_payload = client.max_payload
         streams = await client.jetstream(timeout=2).streams_info()
     finally:
         await client.close()
     ours = re.compile(rf"PULLFILL-{re.escape(ref.namespace)}-.*-dead")
     counts = {str(stream.config.name): stream.state.messages for stream in streams}
-    return max_payload, {name: count for name, count in counts.items() if ours.fullmatch(name)}
+    return {name: count for name, count in counts.items() if ours.fullmatch(name)}

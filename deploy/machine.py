@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
 import shutil
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 from pullfill import releases
 from pullfill.deploy import accelerator, install, local_servers, plan
@@ -22,7 +19,6 @@ from pullfill.net.this_host import SHM_DIR_ENV, shm_dir
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 _SHM_FREE_WANTED = 512 << 20
-_FLOCK = "hhqqi4x"  # struct flock of Linux on 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +134,7 @@ def compute() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Check that the directory of shared KV files has room, and holds no files of dead workers."""
+    """Check that the directory of shared KV files has room."""
     shm = shm_dir()
     if not shm.is_dir():
         advice = f"mount a tmpfs there, or name another with {SHM_DIR_ENV}: workers share KV in it"
@@ -153,33 +149,6 @@ def shared_memory() -> Iterator[Finding]:
         )
     else:
         yield Finding(OK, f"{shm} has {free >> 20} MiB free")
-    if left := _left_over(shm):
-        yield Finding(
-            WARN,
-            f"{len(left)} file(s) of dead workers in {shm}, e.g. {left[0].name}",
-            "the next worker that starts removes them, or: rm " + " ".join(map(str, left[:20])),
-        )
-
-
-def _left_over(shm: Path) -> list[Path]:
-    """Return the files of dead workers, by the rule of `transfer/shm/files.py`."""
-    # In this order, or a worker that starts meanwhile would seem to have no fence file.
-    kvs, fences = sorted(shm.glob("pullfill-*.kv")), sorted(shm.glob("pullfill-*.fence"))
-    alive = {fence.stem for fence in fences if _is_locked(fence)}
-    dead = [fence for fence in fences if fence.stem not in alive]
-    dead += [kv for kv in kvs if kv.stem.rpartition("-")[0] not in alive]
-    return [path for path in dead if path.exists()]
-
-
-def _is_locked(fence: Path) -> bool:
-    """Whether a process holds the lock of its first byte. True, too, if we may not find out."""
-    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
-    try:
-        with fence.open("rb") as file:
-            found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked)
-    except OSError:
-        return True
-    return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
 
 
 def transports() -> Iterator[Finding]:
@@ -198,9 +167,3 @@ def transports() -> Iterator[Finding]:
         yield Finding(OK, f"KV can move over {', '.join(works)} on this machine", others)
     else:
         yield Finding(FAIL, "no transport works on this machine", others)
-
-
-def default_port() -> Iterator[Finding]:
-    """Check that `pullfill up` could listen where it does by default."""
-    if why := local_servers.port_problem("127.0.0.1", 8000):
-        yield Finding(WARN, f"port 8000 is taken ({why})", "pullfill up --port N")

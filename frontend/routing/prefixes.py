@@ -5,7 +5,7 @@ index that all share (pullfill/prefix/). `WorkerPool` calls this when a connecti
 block events, or is lost. All on its event loop.
 
 A worker whose events are missing is served like any other, but its blocks are unknown. So it is
-told: `troubles`, for /ready, `pullfill status` and `pullfill doctor`, and a metric.
+told: `troubles`, for /ready and `pullfill status`, and a metric.
 """
 
 from __future__ import annotations

@@ -76,8 +76,7 @@ async def test_jobs_dead_letters_and_surveys_with_the_rights_of_one_namespace(
             while await dead() != {"poison", "used up"}:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         login = nats.url.replace("://", f"://demo:{PASSWORD}@")
-        max_payload, counted = await doctor.ask_nats(ClusterRef("demo", "", login))
-        assert (max_payload, *counted.values()) == (8 << 20, 2)
+        assert [*(await doctor.ask_nats(ClusterRef("demo", "", login))).values()] == [2]
     finally:
         await asyncio.gather(producer.close(), consumer.close())
     assert "Violation" not in nats.log.read_text()

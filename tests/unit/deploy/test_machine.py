@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +13,6 @@ from pullfill.deploy import accelerator, machine, plan
 from pullfill.deploy.machine import FAIL, WARN
 from pullfill.errors import ConfigError
 from pullfill.net.this_host import SHM_DIR_ENV
-from pullfill.transfer.shm.files import RegionFiles, create_kv
 
 
 @pytest.fixture
@@ -61,21 +59,6 @@ def test_packages_that_cannot_work_are_refused_before_anything_starts(
         machine.refuse_wrong_packages()
     versions["torchvision"] = "0.28.0+cpu"
     machine.refuse_wrong_packages()
-
-
-def test_shared_memory_of_dead_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
-    for name in ("decode-1", "prefill-2"):  # one that lives, one that was killed
-        files = RegionFiles(name, tmp_path)
-        create_kv(tmp_path, name, 0, 4096)
-        if name == "decode-1":
-            assert not [f for f in machine.shared_memory() if "dead workers" in f.what]
-            continue
-        os.close(files.fence_fd)
-    (finding,) = [f for f in machine.shared_memory() if "dead workers" in f.what]
-    assert (finding.level, finding.what[:9]) == (WARN, "2 file(s)")
-    left = [f"{tmp_path}/pullfill-prefill-2.fence", f"{tmp_path}/pullfill-prefill-2-0.kv"]
-    assert finding.advice.endswith(f"rm {' '.join(left)}")
 
 
 def test_missing_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
