@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
 logger = log.get("decode_worker.request_server")
 _WITHOUT_PAYLOAD = (front_wire.PING, front_wire.BYE)
-# Statistics are held back for this long, so that one message carries those of several steps. While
-# there is no output, the engine thread looks for held statistics once a second.
-_STATS_S = 0.25
-_MOST_STATS = 1000  # the statistics of at most this many steps are held
 # Methods of the engine core that a frontend may call.
 UTILITIES = frozenset({
     "get_supported_tasks", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache",
@@ -83,8 +79,7 @@ class RequestServer:
         self._gate: CurveAuth | None = None
         self.intake = Intake(loop.submit, lambda: loop.stepping)
         self._follow = follow
-        self._stats = HeldStats()
-        self._owed: dict[int, Any] = {}
+        self._stats: Any = None  # of the last step, until all frontends have its levels
         self._first = self.draining = False
         self.address = ""
 
@@ -325,24 +320,18 @@ class RequestServer:
 
     def send_outputs(self, outputs: dict[int, Any]) -> None:
         """Send one step's outputs, each to the frontend that its request came from."""
-        now = self._clock.monotonic()
         for index, batch in outputs.items():
-            if batch.scheduler_stats is not None:
-                self._stats.hold(batch.scheduler_stats, now)
-                batch.scheduler_stats = None
-            if requests.only_stats(batch):
-                continue
             records = [r for r in map(self._look, batch.outputs) if r is not None]
-            if (frontend := self._by_index.get(index)) is None:
+            frontend = self._by_index.get(index)
+            if batch.scheduler_stats is not None:
+                self._stats = batch.scheduler_stats
+                if frontend is None and not batch.outputs:
+                    # Without outputs vLLM gives a step's statistics to client 0, which may be gone.
+                    frontend = next(iter(self._frontends.values()), None)
+            if frontend is None:
                 continue
-            if self._stats.due(now):
-                *older, batch.scheduler_stats = self._take_stats(frontend)
-                self._send_stats(frontend, older)
             last = (front_wire.LAST, front_wire.encode_explain(records)) if records else ()
             self._send(frontend, *(last or (front_wire.OUT,)), *self._codec.encode(batch))
-        if self._frontends and self._stats.turned_idle():  # by an abort: no output is left to come
-            frontend = next(iter(self._frontends.values()))
-            self._send_stats(frontend, self._take_stats(frontend))
 
     def _look(self, output: Any) -> wire.ExplainRecord | None:
         """Correct an output. Returns its request's record if it is the last one."""
@@ -353,23 +342,6 @@ class RequestServer:
             requests.explain_error(output, made)
         self._forget(output.request_id)
         return self._traces.finish(output.request_id)
-
-    def _take_stats(self, frontend: Frontend) -> list[Any]:
-        """Take the held statistics, for one frontend. The others get the levels: at once if no
-        request is left, else from `check_silent`."""
-        idle_before, held = self._stats.told_idle, self._stats.take()
-        others, made = {*self._by_index} - {frontend.index}, requests.levels_of(held[-1])
-        if not self._stats.told_idle:
-            self._owed = dict.fromkeys(others, made)
-        elif not idle_before:
-            self._owed = {}
-            for index in others:
-                self._send_stats(self._by_index[index], [made])
-        return held
-
-    def _send_stats(self, frontend: Frontend, held: Iterable[Any]) -> None:
-        for made in map(requests.stats_outputs, held):
-            self._send_out(frontend, made)
 
     def tell(self, *parts: Any) -> None:
         """Send a message to all frontends. Never blocks."""
@@ -391,21 +363,23 @@ class RequestServer:
         self._loop.submit(send)
 
     def check_silent(self) -> None:
-        """Drop frontends that said nothing for too long; cheap, call often."""
+        """Drop frontends that said nothing for too long. Cheap: it looks once a second.
+
+        The others get the levels of the last step, such as the number of running requests. vLLM
+        gives the statistics of a step to one of them."""
         if (now := self._clock.monotonic()) < self._next_check:
             return
         self._next_check = now + 1.0
         if any(f.silent(now) for f in self._frontends.values()):
             self.receive()  # what waited while the engine was busy counts as heard
+        stats, self._stats = self._stats, None
         for frontend in list(self._frontends.values()):
             if frontend.clogged:
                 self._drop(frontend, "does not read what it is sent")
             elif frontend.silent(self._clock.monotonic()):
                 self._drop(frontend, f"silent for {front_wire.SILENCE_S:.0f} s")
-            elif self._stats.due(now):
-                self._send_stats(frontend, self._take_stats(frontend))
-            elif (levels := self._owed.pop(frontend.index, None)) is not None:
-                self._send_stats(frontend, [levels])
+            elif stats is not None:
+                self._send_out(frontend, requests.stats_outputs(requests.levels_of(stats)))
 
     def _drop(self, frontend: Frontend, why: str) -> None:
         lost = list(frontend.requests)
@@ -499,56 +473,6 @@ def _check_fits(request: Any, prompt_tokens: int, max_model_len: int, config: An
     if prompt_tokens >= max_model_len:
         raise BadMessage(f"{prompt_tokens} prompt tokens, at most {max_model_len - 1}")
     speculation.check_params(config, request.sampling_params)
-
-
-class HeldStats:
-    """Holds the statistics of engine steps until they are sent.
-
-    They are sent with the first output after _STATS_S, or after a second without an output. The
-    statistics of several steps are added up into one, because a message per step costs more than
-    the step's tokens. Once a step's statistics could not be added to others, all are sent with the
-    next output. Those of a step that leaves no request are sent at once: no step may follow.
-
-    told_idle: what was sent last says that no request is left."""
-
-    def __init__(self) -> None:
-        self._held: list[Any] = []
-        self._odd = False
-        self._since = 0.0
-        self.told_idle = True
-
-    def hold(self, stats: Any, now: float) -> None:
-        """Hold the SchedulerStats of one step. Beyond _MOST_STATS steps the oldest are dropped.
-
-        now: seconds of a monotonic clock."""
-        if not self._held:
-            self._since = now
-        self._held.append(stats)
-        del self._held[:-_MOST_STATS]
-
-    def due(self, now: float) -> bool:
-        """Whether the statistics must be sent with the next output. now: as for `hold`."""
-        return bool(self._held) and (
-            now - self._since > _STATS_S or self._odd or requests.stats_idle(self._held[-1])
-        )
-
-    def turned_idle(self) -> bool:
-        """Whether the statistics must be sent without an output: they say that no request is left,
-        and those sent before said that some are."""
-        return bool(self._held) and not self.told_idle and requests.stats_idle(self._held[-1])
-
-    def take(self) -> list[Any]:
-        """Remove and return everything held, oldest first. What can be added up is one entry."""
-        held, self._held, self._odd = self._held, [], False
-        told, plain = list[Any](), False
-        for stats in held:
-            if plain:
-                requests.add_up_stats(stats, told.pop())
-            told.append(stats)
-            plain = requests.stats_plain(stats)
-            self._odd |= not plain
-        self.told_idle = requests.stats_idle(told[-1])
-        return told
 
 
 def _utility(loop: OwnLoop, method: str, args: list[Any]) -> Callable[[], Any]:

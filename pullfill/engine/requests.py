@@ -10,12 +10,10 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import fields
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
-from pullfill.engine import front_wire, release
+from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault
 from pullfill.engine.environment import untrack
 from pullfill.wire import u32
@@ -168,11 +166,6 @@ _LEVELS = frozenset({
     "num_kv_fetch_reqs_by_stage", "kv_cache_usage", "waiting_lora_adapters",
     "running_lora_adapters",
 })  # fmt: skip
-_HITS = ("prefix_cache_stats", "connector_prefix_cache_stats")
-# Fields of vLLM's PrefixCacheStats that add up.
-_COUNTS = (
-    "requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits",
-)  # fmt: skip
 
 
 def count_as_computed(request: Any, tokens: int) -> None:
@@ -248,17 +241,6 @@ def utility_outputs(call_id: int, result: Any, failure: str | None) -> Any:
     return EngineCoreOutputs(utility_output=answer)
 
 
-def only_stats(batch: Any) -> bool:
-    """Whether EngineCoreOutputs tell the scheduler's statistics and nothing else."""
-    return not (
-        batch.outputs
-        or batch.utility_output
-        or batch.finished_requests
-        or batch.wave_complete is not None
-        or batch.start_wave is not None
-    )
-
-
 def stats_outputs(stats: Any) -> Any:
     """EngineCoreOutputs that tell these statistics and nothing else."""
     from vllm.v1.engine import EngineCoreOutputs
@@ -269,38 +251,3 @@ def stats_outputs(stats: Any) -> Any:
 def levels_of(stats: Any) -> Any:
     """SchedulerStats that have the levels of others, and no counts."""
     return type(stats)(**{name: v for name, v in vars(stats).items() if name in _LEVELS})
-
-
-def stats_idle(stats: Any) -> bool:
-    """Whether SchedulerStats say that the engine has no request."""
-    return not (stats.num_running_reqs or stats.num_waiting_reqs or stats.num_skipped_waiting_reqs)
-
-
-def stats_plain(stats: Any) -> bool:
-    """Whether SchedulerStats can be added to newer ones: they hold levels and prefix cache counts
-    only. What we do not know cannot be added."""
-    if any(_others(stats.__class__)(stats)):
-        return False
-    hits, more = stats.prefix_cache_stats, stats.connector_prefix_cache_stats
-    return not (hits.reset or (more is not None and more.reset))
-
-
-@cache
-def _others(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """Gets all other fields of SchedulerStats."""
-    return attrgetter(*[f.name for f in fields(kind) if f.name not in {*_LEVELS, *_HITS}])
-
-
-def add_up_stats(newer: Any, older: Any) -> None:
-    """Add `stats_plain` SchedulerStats of an older step to newer ones, which keep their levels."""
-    for name in _HITS:
-        more = getattr(older, name)
-        if more is None or not (more.requests or more.preempted_requests):
-            continue
-        total = getattr(newer, name)
-        if total is None or not (total.requests or total.preempted_requests):
-            setattr(newer, name, more)
-            continue
-        for count in _COUNTS:
-            setattr(total, count, getattr(total, count) + getattr(more, count))
-        release.this.add_hits_by_source(total, more)

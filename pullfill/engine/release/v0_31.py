@@ -14,9 +14,6 @@ class Release(v0_32.Release):
 
     convolves_float32 = False
 
-    def add_hits_by_source(self, total: Any, more: Any) -> None:
-        """Do nothing."""
-
     def structured_outputs(self, args: Any) -> Any:
         config = args.structured_outputs_config
         for flag in ("reasoning_parser", "reasoning_parser_plugin"):

@@ -25,11 +25,6 @@ class Release:
         "prompt_logprob_start",
     )
 
-    def add_hits_by_source(self, total: Any, more: Any) -> None:
-        """Add up prefix cache hits by the cache that they come from. Both: PrefixCacheStats."""
-        for source, hits in more.hits_by_source.items():
-            total.hits_by_source[source] = total.hits_by_source.get(source, 0) + hits
-
     def structured_outputs(self, args: Any) -> Any:
         """Return the StructuredOutputsConfig of vLLM's EngineArgs."""
         return args.create_structured_outputs_config()
