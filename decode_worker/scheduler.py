@@ -39,6 +39,7 @@ from pullfill.ids import new_job_id
 from pullfill.queue.contract import urgency_of
 from pullfill.runtime import failpoints
 from pullfill.worker.context import (
+    LATER,
     ByPosition,
     KeptFrom,
     SchedulerHalf,
@@ -48,7 +49,6 @@ from pullfill.worker.context import (
 from pullfill.worker.ports import StepReport
 
 if TYPE_CHECKING:
-    from pullfill.decode_worker.context import ConnectorParts
     from pullfill.decode_worker.prefix.fetches import PrefixFetches
     from pullfill.decode_worker.self_check import Trials
     from pullfill.decode_worker.step_meter import StepMeter
@@ -56,10 +56,14 @@ if TYPE_CHECKING:
     from pullfill.transfer.owners import RankRegion
 
 
+def _all_kept(tokens: int) -> tuple[int, ...]:
+    return (0,)
+
+
 class JobBlocks:
     """Which of vLLM's blocks jobs read and write, and who keeps them meanwhile. Engine thread.
 
-    Made when vLLM constructs the connector. vLLM then binds its block pool and its managers.
+    Made when vLLM constructs the connector. vLLM then binds its block pool.
 
     local_tokens: see `Situation`.
     never: why this engine exchanges no KV with others. Empty: it does.
@@ -73,9 +77,13 @@ class JobBlocks:
         self.local_tokens = local_tokens
         self.never = never
         self.pool: Any = None
-        self.kept_from: Callable[[int], tuple[int, ...]] = lambda _tokens: (0,)
+        self.kept_from: KeptFrom = _all_kept
         self._read: dict[str, list[Any]] = {}
         self._held: dict[str, list[Any]] = {}
+
+    def bind(self, pool: Any, kept_from: KeptFrom = _all_kept) -> None:
+        """Take vLLM's BlockPool, and what tells which blocks vLLM keeps."""
+        self.pool, self.kept_from = pool, kept_from
 
     def longest_kept(self, tokens: int) -> int:
         """Return the longest prompt, of `tokens` at most, of which vLLM keeps every block.
@@ -474,51 +482,62 @@ class DecodeHalf(SchedulerHalf):
     """What this side answers vLLM through the connector, from the construction of the engine on.
 
     The calls about requests go to `DecodeScheduler`, which is made once the engine is built
-    (side.py). Before that, vLLM only tells what there is: memory of each rank, and blocks."""
+    (side.py). Before that, vLLM only tells what there is: memory of each rank, and blocks.
 
-    def __init__(self, parts: ConnectorParts) -> None:
-        self._parts = parts
+    blocks: made when vLLM constructs the connector.
+    why_not: what is missing for other processes to reach the memory. Empty: nothing."""
+
+    _scheduler: DecodeScheduler = LATER
+    blocks: JobBlocks
+    why_not = ""
+
+    def begin(self, scheduler: DecodeScheduler) -> None:
+        """Ask this scheduler from now on."""
+        self._scheduler = scheduler
 
     def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
         never = "speculation" if speculation.why_local(vllm_config) else ""
         if groups.why_local(vllm_config, kv_cache_config):
             never = "kv_groups"
-        self._parts.blocks = JobBlocks(
+        self.blocks = JobBlocks(
             vllm_config.cache_config.block_size, speculation.local_tokens(vllm_config), never
         )
 
     def attached(self, context: WorkerContext, first: RankRegion) -> None:
-        self._parts.why_not = first.why_not
+        self.why_not = first.why_not
 
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
-        self._parts.blocks.kept_from = kept_from
-        self._parts.blocks.pool = manager.block_pool
+        self.blocks.bind(manager.block_pool, kept_from)
         self._by_position = by_position
 
+    @property
+    def _begun(self) -> bool:
+        return self._scheduler is not None
+
     def matched(self, request: Any, hit_tokens: int) -> tuple[int | None, bool]:
-        return self._parts.scheduler.decide(request, hit_tokens)
+        return self._scheduler.decide(request, hit_tokens)
 
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
-        self._parts.scheduler.enqueue(request, self._by_position(tables), external_tokens)
+        self._scheduler.enqueue(request, self._by_position(tables), external_tokens)
 
     def loaded(self, output: Any) -> None:
-        self._parts.scheduler.tier_loaded(output)
+        self._scheduler.tier_loaded(output)
 
     def before_step(self) -> StepReport:
-        return StepReport(set(self._parts.scheduler.before_step() if self._parts.begun else ()))
+        return StepReport(set(self._scheduler.before_step() if self._begun else ()))
 
     def scheduled(self, output: Any) -> StepReport:
-        loaded, failed = self._parts.scheduler.collect(output)
+        loaded, failed = self._scheduler.collect(output)
         return StepReport(set(loaded), set(failed))
 
     def step_done(self, running: int) -> None:
-        if self._parts.begun:
-            self._parts.scheduler.step_done(running)
+        if self._begun:
+            self._scheduler.step_done(running)
 
     def finished(self, request_id: str, tables: Tables) -> bool:
-        self._parts.scheduler.request_finished(request_id, tables)
+        self._scheduler.request_finished(request_id, tables)
         return False
 
     @property
     def has_work(self) -> bool:
-        return self._parts.begun and self._parts.scheduler.has_work
+        return self._begun and self._scheduler.has_work

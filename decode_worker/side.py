@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from pullfill.config import ClusterRef
-from pullfill.decode_worker.context import ConnectorParts, DecodeContext
+from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.frontends import Frontends
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import JobState, Ledger
 from pullfill.decode_worker.load import LoadReports, demand_of, jobs_of, load_of, show_demand
-from pullfill.decode_worker.memory import NoFences, describe, open_memory
 from pullfill.decode_worker.outlook import Outlook, outage
 from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.prefix.block_events import BlockEvents
@@ -38,18 +38,24 @@ from pullfill.decode_worker.step_meter import StepMeter, model_of
 from pullfill.engine import front_wire
 from pullfill.engine.compat import rounding_digest
 from pullfill.engine.kv_events import KvEvents
-from pullfill.errors import BadMessage, ClaimRefused, Outcome
+from pullfill.errors import BadMessage, ClaimRefused, ConfigError, Outcome, OverloadedError
 from pullfill.ids import new_incarnation
+from pullfill.net.security import ClusterKey
 from pullfill.options import WorkerOptions
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
 from pullfill.registry.self_checks import SelfChecks
+from pullfill.runtime import log
 from pullfill.snapshot import Demand
+from pullfill.transfer.connect import backends
 from pullfill.transfer.gpu import copies
+from pullfill.transfer.owners import Owner
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import (
+    Compat,
+    FenceToken,
     KvMode,
     LeaseHello,
     PrefillJob,
@@ -60,12 +66,15 @@ from pullfill.wire import (
     WorkerRecord,
     decode,
 )
-from pullfill.worker.context import SchedulerHalf
+from pullfill.worker.context import WorkerContext
 from pullfill.worker.sides import Engine, Role, Service, Slack
+
+logger = log.get("decode_worker.side")
 
 
 async def build(
-    engine: Engine[ConnectorParts],
+    engine: Engine[WorkerContext],
+    half: DecodeHalf,
     etcd: EtcdClient,
     cluster: ClusterRef,
     options: WorkerOptions,
@@ -102,10 +111,10 @@ async def build(
 
     # The KV memory, and who may write to it.
     incarnation = new_incarnation()
-    told.owner = open_memory(told, incarnation, options, key)
+    told.opened(owner := open_memory(told, half.why_not, incarnation, options, key))
     wake = asyncio.Event()
     ledger = Ledger(
-        told.owner.fences if told.owner is not None else NoFences(),
+        owner.fences if owner is not None else NoFences(),
         incarnation=incarnation,
         kv_mode=options.kv_mode,
         on_event=wake_engine,
@@ -121,13 +130,12 @@ async def build(
         told.files,
         told.geometry,
         told.ranks,
-        told.owner,
+        owner,
         told.adapters,
-        incarnation=incarnation,
         router_config=lambda: router.current,
         traces=traces,
         ledger=ledger,
-        blocks=told.blocks,
+        blocks=half.blocks,
     )
 
     # The frontends' socket.
@@ -194,7 +202,7 @@ async def build(
     if fetches is not None:
         parts.push_async_callback(fetches.close)
     scheduler = DecodeScheduler(
-        told.blocks,
+        half.blocks,
         ledger,
         situation=outlook.situation,
         publish=handoff.publish,
@@ -208,83 +216,69 @@ async def build(
         trials=trials,
     )
     return DecodeSide(
-        engine, context, scheduler, frontends, control, leases, outlook, checks, meter, options,
-        partial(_join, checks, etcd, cluster.namespace),
+        engine, context, partial(half.begin, scheduler), frontends, control, leases, outlook,
+        checks, meter, options, partial(_join, checks, etcd, cluster.namespace),
     )  # fmt: skip
 
 
+@dataclass(eq=False)
 class DecodeSide(Service):
     """See Service.
 
+    answer: from then on this side answers vLLM.
     frontends: None if another loop than ours steps the engine. Clients then come to vLLM's server.
     join: begins the self-checks with the workers in the registry."""
 
-    def __init__(
-        self,
-        engine: Engine[ConnectorParts],
-        context: DecodeContext,
-        scheduler: DecodeScheduler,
-        frontends: Frontends | None,
-        control: ControlServer,
-        leases: ReadLeases,
-        outlook: Outlook,
-        checks: Checks | None,
-        meter: StepMeter,
-        options: WorkerOptions,
-        join: Callable[[Callable[[], None]], None],
-    ) -> None:
-        self.context = context
-        self._engine = engine
-        self._scheduler = scheduler
-        self._frontends = frontends
-        self._control = control
-        self._leases = leases
-        self._outlook = outlook
-        self._checks = checks
-        self._meter = meter
-        self._options = options
-        self._join = join
-        self._ledger = context.ledger
-        self._drains = self._rests = False
+    engine: Engine[WorkerContext]
+    context: DecodeContext
+    answer: Callable[[], None]
+    frontends: Frontends | None
+    control: ControlServer
+    leases: ReadLeases
+    outlook: Outlook
+    checks: Checks | None
+    meter: StepMeter
+    options: WorkerOptions
+    join: Callable[[Callable[[], None]], None]
+    _drains = _rests = False
 
     async def begin(self) -> None:
         """From now on this side answers the engine. Listen for frontends. Raises NotNow."""
-        self._engine.context.scheduler = self._scheduler
-        if self._frontends is not None:
-            await self._frontends.begin(self._options.host, self._options.data_port)
+        self.answer()
+        if self.frontends is not None:
+            await self.frontends.begin(self.options.host, self.options.data_port)
 
     @property
     def requests(self) -> int:
         """Number of clients' requests that are not finished, as far as this side is told."""
-        return self._frontends.requests if self._frontends is not None else 0
+        return self.frontends.requests if self.frontends is not None else 0
 
     def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
-        incarnation, told = record.incarnation, self._engine.context
-        self.context.incarnation = incarnation
-        self._ledger.new_incarnation(incarnation)
-        self._leases.renew()
-        described = describe(told.owner, incarnation, self._engine.compat)
+        incarnation = record.incarnation
+        self.context.ledger.new_incarnation(incarnation)
+        self.leases.renew()
+        described = describe(self.context.owner, incarnation, self.engine.compat)
         record = msgspec.structs.replace(
             record,
-            data=self._frontends.address if self._frontends is not None else "",
-            control=self._options.advertise_control or self._control.address,
-            computes=self._checks.computes if self._checks else "",
+            data=self.frontends.address if self.frontends is not None else "",
+            control=self.options.advertise_control or self.control.address,
+            computes=self.checks.computes if self.checks else "",
         )
         return record, described
 
     async def start(self, note: Callable[[], None]) -> None:
         # Frontends and prefill workers connect by themselves once the worker is registered.
-        self._join(note)
+        self.join(note)
 
     def checking(self) -> str:
-        if self._checks is None or not self._checks.joining:
+        if self.checks is None or not self.checks.joining:
             return ""
         return f"{SELF_CHECK_PENDING}: the registry lists prefill workers of a new kind"
 
     async def resume(self) -> None:
         """Serve again after a drain. Call it before the worker registers again."""
-        self._drains = self._outlook.draining = self._rests = False
-        self._leases.reopen()
+        self._drains = self.outlook.draining = self._rests = False
+        self.leases.reopen()
         await self._dismiss(draining=False)
 
     async def rest(self, within_s: float = 5.0) -> None:
@@ -293,71 +287,71 @@ class DecodeSide(Service):
         within_s: a stuck engine ends those of the frontends later, or never.
         The ledger goes on: it frees the blocks of writers that are not proved quiet yet."""
         self._rests = True
-        self._control.dismiss()
-        self._leases.renew()
+        self.control.dismiss()
+        self.leases.renew()
         with contextlib.suppress(TimeoutError):  # the process must be able to leave
             async with asyncio.timeout(within_s):
                 await self._dismiss(draining=True)
 
     async def _dismiss(self, draining: bool) -> None:
-        if self._frontends is not None:
-            await self._frontends.dismiss(draining)
+        if self.frontends is not None:
+            await self.frontends.dismiss(draining)
 
     def reasons(self) -> list[str]:
-        return self._outlook.reasons()
+        return self.outlook.reasons()
 
     def told(self) -> dict[str, Any]:
         return {}
 
     def status(self) -> dict[str, Any]:
         load = load_of(
-            self._engine,
-            self._ledger,
+            self.engine,
+            self.context.ledger,
             self.requests,
-            self._control.peers,
-            self._leases,
-            self._checks,
+            self.control.peers,
+            self.leases,
+            self.checks,
         )
-        if self._frontends is not None:
-            load["prefix"] = self._frontends.status()
+        if self.frontends is not None:
+            load["prefix"] = self.frontends.status()
         load["demand"] = msgspec.to_builtins(self._demand())
-        return {"load": load, **self._outlook.servers()}
+        return {"load": load, **self.outlook.servers()}
 
     def jobs(self) -> dict[str, Any]:
-        return {"jobs": msgspec.to_builtins(jobs_of(self._ledger))}
+        return {"jobs": msgspec.to_builtins(jobs_of(self.context.ledger))}
 
     def refresh_metrics(self) -> None:
-        self._outlook.refresh_metrics()
+        self.outlook.refresh_metrics()
         show_demand(Demand() if self._rests else self._demand())
 
     def _demand(self) -> Demand:
-        return demand_of(self._engine, self._ledger, self._control.peers, self._meter)
+        return demand_of(self.engine, self.context.ledger, self.control.peers, self.meter)
 
     def engine_stuck(self, stuck: bool) -> None:
-        self._outlook.draining = stuck or self._drains
+        self.outlook.draining = stuck or self._drains
         if stuck:
-            self._ledger.give_up_all(Outcome.ENGINE_STUCK, but_granted=True)
+            self.context.ledger.give_up_all(Outcome.ENGINE_STUCK, but_granted=True)
 
     async def stop_taking(self) -> None:
-        self._drains = self._outlook.draining = True
-        if self._frontends is not None:
-            self._frontends.start_drain()
+        self._drains = self.outlook.draining = True
+        if self.frontends is not None:
+            self.frontends.start_drain()
 
     async def finished(self) -> None:
-        if self._frontends is not None:
-            await self._frontends.idle(self._engine.dead)
-        await self._leases.drain()
+        if self.frontends is not None:
+            await self.frontends.idle(self.engine.dead)
+        await self.leases.drain()
 
     async def give_up(self) -> None:
-        if self._frontends is not None:
-            await self._frontends.migrate()
+        if self.frontends is not None:
+            await self.frontends.migrate()
 
     async def engine_gone(self, hangs: bool) -> None:
-        if self._frontends is not None and not hangs:
-            self._frontends.close()
+        if self.frontends is not None and not hangs:
+            self.frontends.close()
 
 
-class DecodeRole(Role[ConnectorParts]):
+class DecodeRole(Role[WorkerContext]):
     """See Role. It is the Neighbour of a prefill side in the same worker."""
 
     name, kv_role = "decode", "kv_consumer"
@@ -378,22 +372,23 @@ class DecodeRole(Role[ConnectorParts]):
     def adjust(self, config: Any) -> None:
         self._events.switch_on(config)
 
-    def make_context(self, wake: Callable[[], None], files: RegionFiles) -> ConnectorParts:
-        return ConnectorParts(str(self._options.instance_id), files)
+    def make_context(self, wake: Callable[[], None], files: RegionFiles) -> WorkerContext:
+        return WorkerContext(str(self._options.instance_id), files)
 
-    def make_half(self, context: ConnectorParts) -> SchedulerHalf:
-        return DecodeHalf(context)
+    def make_half(self, context: WorkerContext) -> DecodeHalf:
+        self._half = DecodeHalf()
+        return self._half
 
     async def build(
         self,
-        engine: Engine[ConnectorParts],
+        engine: Engine[WorkerContext],
         queue: Settings[QueueSettings],
         parts: AsyncExitStack,
     ) -> None:
         """The side lives as long as the engine. While it rests no peer is connected to it, but its
         ledger goes on, because blocks may still be in quarantine."""
         self._side = await build(
-            engine, self._etcd, self._cluster, self._options, router=self._router,
+            engine, self._half, self._etcd, self._cluster, self._options, router=self._router,
             queue=queue, kept=self._kept, events=self._events, parts=parts,
         )  # fmt: skip
         await self._side.begin()
@@ -430,6 +425,87 @@ def take_back(body: bytes, instance_id: str, ledger: Ledger) -> bool:
     return True
 
 
+# ---------------------------------------------------------------------- KV memory
+
+
+def open_memory(
+    context: WorkerContext,
+    why_not: str,
+    incarnation: str,
+    options: WorkerOptions,
+    key: ClusterKey | None,
+) -> Owner | None:
+    """Let prefill workers reach the memory of every rank, over each transport that works here.
+
+    Returns None if no transport reaches it: this worker then prefills every prompt itself. Closing
+    the owner removes the files, too. Raises ConfigError if the port is taken, or if the user has
+    named transports and none of them reaches the memory.
+
+    why_not: what is missing for that, as a rank has told."""
+    names: list[str] = []
+    if context.ranks and context.files is not None:
+        owner = Owner(
+            context.files,
+            context.ranks,
+            incarnation,
+            instance_id=context.instance_id,
+            kinds=backends(options.transports, context.memories[0], options.host),
+            key=key,
+            offered=options.transports,
+        )
+        try:
+            owner.listen(options.host, options.kv_port, options.advertise_kv)
+            # A transport that misses one rank brings no KV.
+            found = [set(owner.endpoints(rank)) for rank in range(len(context.ranks))]
+            names = sorted(set.intersection(*found))
+            if not names and options.transports is not None:
+                raise ConfigError(
+                    f"--transports {','.join(sorted(options.transports))}: none of them reaches "
+                    "this worker's KV memory (pullfill doctor says why)"
+                )
+        except BaseException:
+            owner.close()
+            raise
+        if names:
+            layouts = [memory.layout for memory in context.memories]
+            logger.info(
+                "KV cache shared over %s: %d blocks of %d bytes on %d ranks", ", ".join(names),
+                layouts[0].num_blocks, sum(layout.block_bytes for layout in layouts), len(layouts),
+            )  # fmt: skip
+            return owner
+        owner.close()
+    logger.warning(
+        "no transport reaches this worker's KV memory: every prompt is prefilled by this worker%s",
+        why_not and f" ({why_not})",
+    )
+    return None
+
+
+def describe(owner: Owner | None, incarnation: str, compat: Compat) -> list[RegionDescriptor]:
+    """Describe the memory of each rank under `incarnation`. Empty: no transport reaches it.
+
+    From now on sessions and descriptors of the last incarnation are refused."""
+    if owner is None:
+        return []
+    owner.renew(incarnation)
+    return owner.describe(compat)
+
+
+class NoFences:
+    """OwnerFences of memory that no other process can reach. Every grant is refused."""
+
+    in_use = 0
+
+    def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
+        raise OverloadedError("no transport reaches this worker's KV memory")
+
+    def try_revoke(self, token: FenceToken) -> bool:
+        return True
+
+
+# ---------------------------------------------------------------------- small parts of `build`
+
+
 def _wake_after(loop: asyncio.AbstractEventLoop, wake: Callable[[], None], delay_s: float) -> None:
     """Have the engine's loop take a turn after so many seconds. Engine thread."""
     loop.call_soon_threadsafe(loop.call_later, delay_s, wake)
@@ -443,7 +519,7 @@ def _join(
 
 
 def _welcome(
-    engine: Engine[ConnectorParts], events: KvEvents, tasks: list[str], draining: bool
+    engine: Engine[WorkerContext], events: KvEvents, tasks: list[str], draining: bool
 ) -> front_wire.DecodeWelcome:
     config = engine.view.config
     return front_wire.DecodeWelcome(

@@ -56,7 +56,7 @@ def open_region(
         key=key,
         offered=names,
     )
-    context.owner = owner
+    context.opened(owner)
     owner.listen(host, port, advertise)
     return tuple(owner.describe(compat))
 

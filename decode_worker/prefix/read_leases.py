@@ -266,7 +266,7 @@ class ReadLeases:
         # Referenced in vLLM's pool, a block is neither evicted nor reused.
         self._pool.touch(blocks)
         self._pinned += len(blocks)
-        lease = _Lease(next(self._numbers), fence, blocks, self._context.incarnation)
+        lease = _Lease(next(self._numbers), fence, blocks, self._context.ledger.incarnation)
         self._tell(partial(self._given, asker, ask, lease))
 
     def _given(self, asker: _Asker, ask: LeaseAsk, lease: _Lease) -> None:
@@ -293,7 +293,7 @@ class ReadLeases:
         failpoints.hit("decode.before_lease_end")
         lease = asker.leases.get(said.lease)
         # Another incarnation has announced its memory anew: what was read may be of another life.
-        valid = lease is not None and lease.incarnation == self._context.incarnation
+        valid = lease is not None and lease.incarnation == self._context.ledger.incarnation
         if lease is not None:
             self._over(asker, lease)
         asker.channel.write(LeaseEnded(rid=said.rid, valid=valid))

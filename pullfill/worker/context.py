@@ -46,6 +46,10 @@ class WorkerContext:
     owner: Owner | None = None
     adapters: Adapters = field(default_factory=Adapters)
 
+    def opened(self, owner: Owner | None) -> None:
+        """Remember who lets peers reach the memory. The worker closes it after the engine."""
+        self.owner = owner
+
     @property
     def memories(self) -> list[LocalMemory]:
         """Of all ranks, in order."""

@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pullfill.decode_worker.context import ConnectorParts
-from pullfill.decode_worker.memory import offer
+from pullfill.decode_worker.side import open_memory
 from pullfill.errors import BadMessage, ConfigError, Fenced, PeerUnavailable, TransferFailed
 from pullfill.options import WorkerOptions
 from pullfill.runtime import failpoints
@@ -30,6 +29,7 @@ from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.owners import Owner
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import RegionDescriptor
+from pullfill.worker.context import WorkerContext
 from tests.support.fake_gpu import FakeDriver
 from tests.support.transfer_rigs import (
     COMPAT,
@@ -234,9 +234,9 @@ class GpuRanks:
         """[layer, block, head of the whole model, byte]."""
         return np.concatenate([pages(data, self.layout) for data in self.data], axis=2)
 
-    def parts(self, directory: Path) -> ConnectorParts:
+    def parts(self, directory: Path) -> WorkerContext:
         """Of a decode worker."""
-        made = ConnectorParts("decode-1", RegionFiles("decode-1", directory))
+        made = WorkerContext("decode-1", RegionFiles("decode-1", directory))
         made.ranks = self.mapped
         return made
 
@@ -261,7 +261,7 @@ def test_every_head_gets_where_it_belongs(
     tmp_path: Path, driver: FakeDriver, mine: int, theirs: int
 ) -> None:
     decode, prefill = GpuRanks(driver, theirs, 1), GpuRanks(driver, mine, 50)
-    owner = offer(decode.parts(tmp_path), "i1", OPTIONS, None)
+    owner = open_memory(decode.parts(tmp_path), "", "i1", OPTIONS, None)
     assert owner is not None
     transport = CudaIpcTransport(0, lambda: driver, driver.lane)
     openings = sum(driver.openings.values())
@@ -305,7 +305,7 @@ def test_memory_that_one_of_our_ranks_cannot_reach_is_out_of_reach(
 ) -> None:
     """Another transport is taken then. Rank 0 alone would say that this one works."""
     decode, prefill = GpuRanks(driver, 1, 1), GpuRanks(driver, 2, 50)
-    owner = offer(decode.parts(tmp_path), "i1", OPTIONS, None)
+    owner = open_memory(decode.parts(tmp_path), "", "i1", OPTIONS, None)
     assert owner is not None
     (descriptor,) = seen_by_others(owner)
     gpus = [memory.device for memory in prefill.memories if memory.device is not None]
@@ -327,5 +327,5 @@ def test_what_misses_one_rank_is_not_offered(
     monkeypatch.setattr(Owner, "endpoints", lambda owner, rank: {} if rank else whole(owner, rank))
     options = WorkerOptions(model="m", transports=frozenset({"cuda_ipc"}))
     with pytest.raises(ConfigError, match="none of them reaches"):
-        offer(decode.parts(tmp_path), "i1", options, None)
+        open_memory(decode.parts(tmp_path), "", "i1", options, None)
     decode.close()

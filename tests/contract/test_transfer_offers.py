@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pullfill.decode_worker.context import ConnectorParts
-from pullfill.decode_worker.memory import offer
+from pullfill.decode_worker.side import open_memory
 from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
 from pullfill.transfer.connect import choose, why_not_better
@@ -23,6 +22,7 @@ from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import Commit, RegionDescriptor, StageTimings, decode, encode
+from pullfill.worker.context import WorkerContext
 from tests.support.transfer_rigs import COMPAT, DENSE, extent
 
 
@@ -99,9 +99,9 @@ def test_memory_that_nothing_reaches_is_served_alone_unless_a_transport_was_aske
 ) -> None:
     # GPU memory of a kind that has no IPC handle, on a machine without NCCL.
     memory = LocalMemory(address=1 << 40, nbytes=extent(DENSE), layout=DENSE, device=0)
-    parts = ConnectorParts("decode-1", RegionFiles("decode-1", tmp_path))
+    parts = WorkerContext("decode-1", RegionFiles("decode-1", tmp_path))
     parts.ranks = [MappedRank(memory)]
-    make = partial(offer, parts, "i1", WorkerOptions(model="m", transports=asked), None)
+    make = partial(open_memory, parts, "", "i1", WorkerOptions(model="m", transports=asked), None)
     if asked is None:
         assert make() is None
     else:

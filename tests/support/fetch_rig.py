@@ -134,10 +134,9 @@ class FetchWorker:
         loop = asyncio.get_running_loop()
         self.ledger = Ledger(self.region.owner.fences, incarnation=f"{name}-i0")
         blocks = JobBlocks(BLOCK)
-        blocks.pool = self.pool
+        blocks.bind(self.pool)
         self.context = DecodeContext(
             instance_id=name,
-            incarnation=f"{name}-i0",
             router_config=lambda: self.config,
             traces=self.traces,
             ledger=self.ledger,

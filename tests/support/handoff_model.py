@@ -116,7 +116,7 @@ class HandoffModel:
             claim_timeout_s=CLAIM_S,
         )
         blocks = JobBlocks(BLOCK)
-        blocks.pool = self.pool
+        blocks.bind(self.pool)
         self.side = DecodeScheduler(
             blocks,
             self.ledger,

@@ -120,11 +120,10 @@ class DecodeHalf:
         self.config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=timeout_s)
         self.outlook: Outlook | None = None
         blocks = JobBlocks(BLOCK)
-        blocks.pool = self.pool
+        blocks.bind(self.pool)
         self.context = DecodeContext(
             instance_id=name,
             owner=self.region.owner,
-            incarnation=f"{name}-i0",
             router_config=lambda: self.config,
             traces=self.traces,
             ledger=self.ledger,

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pullfill.decode_worker.context import ConnectorParts
-from pullfill.decode_worker.memory import NoFences, describe, open_memory
+from pullfill.decode_worker.side import NoFences, describe, open_memory
 from pullfill.engine.kv import Geometry, total_heads
 from pullfill.errors import IncompatibleError, OverloadedError
 from pullfill.options import WorkerOptions
@@ -37,13 +36,13 @@ def told(directory: Path, ranks: int) -> dict[tuple[int, int], RankRegion]:
     return found
 
 
-def opened(parts: ConnectorParts, told: dict[tuple[int, int], RankRegion]) -> Owner | None:
-    parts.why_not = memory.attach(parts, told, HEADS).why_not
-    return open_memory(parts, "i0", WorkerOptions(model="m"), None)
+def opened(parts: WorkerContext, told: dict[tuple[int, int], RankRegion]) -> Owner | None:
+    why_not = memory.attach(parts, told, HEADS).why_not
+    return open_memory(parts, why_not, "i0", WorkerOptions(model="m"), None)
 
 
 def test_memory_out_of_reach_is_said_and_grants_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    parts = ConnectorParts("decode-x")
+    parts = WorkerContext("decode-x")
     lacks = {rank: replace(one, why_not="no driver") for rank, one in OUT_OF_REACH.items()}
     assert opened(parts, lacks) is None
     assert parts.memories == []
@@ -56,7 +55,7 @@ def test_memory_out_of_reach_is_said_and_grants_nothing(caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_rank_is_published_and_nothing_is_left(tmp_path: Path, ranks: int) -> None:
-    parts = ConnectorParts("decode-x", RegionFiles("decode-x", tmp_path))
+    parts = WorkerContext("decode-x", RegionFiles("decode-x", tmp_path))
     owner = opened(parts, told(tmp_path, ranks))
     assert owner is not None
     assert parts.geometry == Geometry(LAYERS, PAGE, "cpu")

@@ -36,7 +36,7 @@ class Rig:
         self.traces = RequestTraces("decode-1", self.clock)
         self.pool = FakePool(64)
         self.blocks = JobBlocks(BLOCK)
-        self.blocks.pool = self.pool
+        self.blocks.bind(self.pool)
         self.side = DecodeScheduler(
             self.blocks,
             self.ledger,

@@ -80,7 +80,7 @@ class Window:
         self.pool = FakePool(80, SIZE)
         self.pool.cached = {(f"h{at}", 1): 60 + at for at in cached}
         self.blocks = JobBlocks(SIZE)
-        self.blocks.pool = self.pool
+        self.blocks.bind(self.pool)
         self.blocks.kept_from = lambda tokens: (0, max(0, tokens - WINDOW + 1) // SIZE)
 
     def held(self) -> set[int]:

@@ -21,8 +21,8 @@ def decode_side(part: Any, outlook: Any, frontends: Any) -> DecodeSide:
     """A side whose parts do nothing."""
     unused: Any = None
     return DecodeSide(
-        part, part, part, frontends, part, part, outlook, None, unused, WorkerOptions(model="m"),
-        lambda _: None,
+        part, part, unused, frontends, part, part, outlook, None, unused, WorkerOptions(model="m"),
+        unused,
     )  # fmt: skip
 
 
