@@ -36,17 +36,18 @@ def told(directory: Path, ranks: int) -> dict[tuple[int, int], RankRegion]:
     return found
 
 
-def opened(parts: WorkerContext, told: dict[tuple[int, int], RankRegion]) -> Owner | None:
-    why_not = memory.attach(parts, told, HEADS).why_not
-    return open_memory(parts, why_not, "i0", WorkerOptions(model="m"), None)
+def opened(context: WorkerContext, told: dict[tuple[int, int], RankRegion]) -> Owner | None:
+    why_not = memory.attach(context, told, HEADS).why_not
+    context.opened(open_memory(context, why_not, "i0", WorkerOptions(model="m"), None))
+    return context.owner
 
 
 def test_memory_out_of_reach_is_said_and_grants_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    parts = WorkerContext("decode-x")
+    context = WorkerContext("decode-x")
     lacks = {rank: replace(one, why_not="no driver") for rank, one in OUT_OF_REACH.items()}
-    assert opened(parts, lacks) is None
-    assert parts.memories == []
-    assert parts.geometry == Geometry(LAYERS, PAGE, "cuda")
+    assert opened(context, lacks) is None
+    assert context.memories == []
+    assert context.geometry == Geometry(LAYERS, PAGE, "cuda")
     assert "every prompt is prefilled by this worker (no driver)" in caplog.text
     assert describe(None, "i1", COMPAT) == []
     with pytest.raises(OverloadedError):
@@ -55,10 +56,10 @@ def test_memory_out_of_reach_is_said_and_grants_nothing(caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_rank_is_published_and_nothing_is_left(tmp_path: Path, ranks: int) -> None:
-    parts = WorkerContext("decode-x", RegionFiles("decode-x", tmp_path))
-    owner = opened(parts, told(tmp_path, ranks))
+    context = WorkerContext("decode-x", RegionFiles("decode-x", tmp_path))
+    owner = opened(context, told(tmp_path, ranks))
     assert owner is not None
-    assert parts.geometry == Geometry(LAYERS, PAGE, "cpu")
+    assert context.geometry == Geometry(LAYERS, PAGE, "cpu")
     found = describe(owner, "i1", COMPAT)
     assert [(d.rank, d.world_size, d.first_head) for d in found] == [
         (rank, ranks, rank) for rank in range(ranks)
@@ -66,15 +67,6 @@ def test_every_rank_is_published_and_nothing_is_left(tmp_path: Path, ranks: int)
     endpoints = [ShmEndpoint.decode(d.endpoints["shm"]) for d in found]
     assert len({e.kv for e in endpoints}) == ranks
     assert {e.fence for e in endpoints} == {str(tmp_path / "pullfill-decode-x.fence")}
-    owner.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_prefill_worker_maps_its_ranks_and_removes_their_files(tmp_path: Path) -> None:
-    context = WorkerContext("decode-x")
-    context.files = RegionFiles("decode-x", tmp_path)
-    memory.attach(context, told(tmp_path, 2), HEADS)
-    assert [m.first_head for m in context.memories] == [0, 1]
     memory.close(context)
     assert list(tmp_path.iterdir()) == []
 
@@ -87,11 +79,9 @@ def config(**changes: int | bool) -> SimpleNamespace:
     )
 
 
-def test_heads_of_a_model_as_its_caches_hold_them() -> None:
-    assert (total_heads(config()), total_heads(config(mla=True))) == (8, 1)
-
-
 @pytest.mark.parametrize("way", ["decode", "prefill"])
 def test_context_parallelism_is_refused(way: str) -> None:
+    """Without it a model has the heads that its caches hold."""
+    assert (total_heads(config()), total_heads(config(mla=True))) == (8, 1)
     with pytest.raises(IncompatibleError, match="context parallelism"):
         total_heads(config(**{f"{way}_context_parallel_size": 2}))
