@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pullfill.engine import features
 from pullfill.errors import (
@@ -31,9 +31,10 @@ from pullfill.errors import (
 from pullfill.net.peer_link import ConnectionLost
 from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.reach import OutOfReach
-from pullfill.prefill_worker.task import PrefillTask, TooLong, attempt_span, check
+from pullfill.prefill_worker.task import PrefillTask, TooLong, check
 from pullfill.queue.contract import Delivery
 from pullfill.runtime import failpoints, log, metrics, tracing
+from pullfill.runtime.lifecycle import end
 from pullfill.wire import (
     DrainAck,
     Grant,
@@ -78,7 +79,7 @@ class Handoff:
     running: runs `run`. The owner sets it.
     succeeded: whether the job was committed. None: it still runs, or others do the rest.
     link: the connection over which it is claimed, and that brought the grant.
-    task: what the engine and the transfer worker do for the attempt, while they do it.
+    task: what the engine and the transfer worker do for the attempt.
     _done: the end of the attempt. None when all KV is written, else what has ended it. There is a
     new one for each claim, because a connection may break before its answer comes."""
 
@@ -97,14 +98,13 @@ class Handoff:
         self.task: PrefillTask | None = None
         self._settled: Delivery | None = None
         self._token_ids: list[int] = []
-        self._claim_ms = 0.0
+        self._began = self._asked = self._granted = time.monotonic()
         # Set from the grant until the decode worker is told that the attempt is over.
         self._holds_grant = False
         self._revoked = 0  # the newest attempt that the decode worker has taken back
 
     async def run(self) -> None:
         """Take the job through its steps. Whatever ends it, see that its message is settled."""
-        began = time.monotonic()
         try:
             try:
                 await self._steps()
@@ -125,7 +125,7 @@ class Handoff:
             await self.settle("nak")
         finally:
             self._leave_link()
-            self._record_span(began)
+            self._send_spans()
 
     async def _steps(self) -> None:
         self._read_message()
@@ -182,13 +182,10 @@ class Handoff:
         self.grant, self._holds_grant = grant, True
         if self._revoked >= grant.attempt:
             self._fail(Revoked("revoked before it began"))
-        granted = time.monotonic()
-        self._claim_ms = (granted - asked) * 1e3
+        self._asked, self._granted = asked, time.monotonic()
         _GRANTED.inc()
         failpoints.hit("prefill.after_claim")
         log.about(attempt=grant.attempt)
-        if (span := attempt_span(job.trace, self.job_id, grant.attempt)) is not None:
-            tracing.record("prefill.claim", span.child(), span, asked, granted, {}, kind="CLIENT")
 
     async def _find_link(self) -> None:
         link = await self._puller.links.find(self.job.decode_instance, trial=self.trial)
@@ -228,22 +225,17 @@ class Handoff:
 
     async def _reach_memory(self, until: float) -> TransferWorker:
         """Connect to the decode worker's KV memory, until the attempt ends or its deadline."""
-        loop = asyncio.get_running_loop()
-        limit = asyncio.timeout_at(until)
-
-        def over(_: asyncio.Future[None]) -> None:
-            with contextlib.suppress(RuntimeError):  # it has ended in the same moment
-                limit.reschedule(loop.time())
-
+        connects = asyncio.create_task(self.link.transfer.get())
+        left_s = until - asyncio.get_running_loop().time()
         try:
-            async with limit:
-                self._done.add_done_callback(over)
-                return await self.link.transfer.get()
-        except (PullfillError, TimeoutError):
+            ends: set[asyncio.Future[Any]] = {connects, self._done}
+            await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             self._check_alive()
-            raise
+            if not connects.done():
+                raise TimeoutError
+            return connects.result()
         finally:
-            self._done.remove_done_callback(over)
+            await end(connects)  # it only waits: the attempt to connect goes on for other jobs
 
     async def _until_written(self, task: PrefillTask, until: float, every_s: float = 1.0) -> None:
         """Wait until all KV is written. Raises what ends the task, or TimeoutError.
@@ -266,7 +258,7 @@ class Handoff:
             # Copies for other jobs count, too, while this one waits behind them.
             if computed > last_computed or (task.submitted > 0 and moved > last_moved):
                 last_blocks, blocks = blocks, task.written_blocks
-                last_s, write_s = write_s, task.write_s
+                last_s, write_s = write_s, task.seconds("write")
                 progress = Progress(
                     job_id=self.job_id,
                     attempt=task.attempt,
@@ -284,7 +276,7 @@ class Handoff:
     async def commit(self, task: PrefillTask) -> None:
         """Tell the decode worker that all blocks are written, or kept in pull mode. Then ack."""
         failpoints.hit("prefill.before_commit")
-        timings = task.timings(self._claim_ms)
+        timings = task.timings((self._granted - self._asked) * 1e3)
         if task.mode is KvMode.PULL:
             fence = self._puller.read_grants.open(task)
             reply = await self.link.commit(
@@ -370,8 +362,7 @@ class Handoff:
             self._done.exception()  # or asyncio complains if nobody waits for it any more
 
     def _end_task(self) -> None:
-        task, self.task = self.task, None
-        if task is None:
+        if (task := self.task) is None:
             return
         task.cancel()
         self._puller.engine.end(task)
@@ -513,8 +504,14 @@ class Handoff:
                 except QueueUnavailable as exc:  # the queue delivers the message again
                     logger.warning("job %s is no dead letter yet: %s", self.job_id, exc)
 
-    def _record_span(self, began: float) -> None:
-        """Record `prefill.attempt`, from the delivery until the job is over here.
+    def _send_spans(self) -> None:
+        """Send the spans of this delivery, once the job is over here.
+
+        prefill.attempt     from the delivery until the message is settled
+          prefill.claim     from the claim to the grant
+          prefill.compute   from the first step to the last
+          transfer.read     each read of the prefix
+          transfer.write    each write of finished blocks
 
         A second attempt is linked to the first, wherever that one ran. A delivery that gets no
         grant makes no attempt: it has a random span of the same name."""
@@ -522,23 +519,34 @@ class Handoff:
         if job is None or (remote := tracing.read(job.trace)) is None:
             return
         number = self.grant.attempt if hasattr(self, "grant") else 0
-        tracing.record(
-            "prefill.attempt",
-            remote.attempt(self.job_id, number) if number else remote.child(),
-            remote,
-            began,
-            time.monotonic(),
-            {
-                "pullfill.job_id": self.job_id,
-                "pullfill.attempt": number,
-                "pullfill.delivery": self.first.number,
-                "pullfill.decode_instance": job.decode_instance,
-                "gen_ai.request.id": job.request_id,
-            },
-            links=(remote.attempt(self.job_id, number - 1),) if number > 1 else (),
-            error="" if self.succeeded else "not committed here",
-            kind="CONSUMER",
-        )
+        span = remote.attempt(self.job_id, number) if number else remote.child()
+        told = {
+            "pullfill.job_id": self.job_id,
+            "pullfill.attempt": number,
+            "pullfill.delivery": self.first.number,
+            "pullfill.decode_instance": job.decode_instance,
+            "gen_ai.request.id": job.request_id,
+        }
+        links = (remote.attempt(self.job_id, number - 1),) if number > 1 else ()
+        error = "" if self.succeeded else "not committed here"
+        now, send = time.monotonic(), tracing.record
+        send(
+            "prefill.attempt", span, remote, self._began, now, told,
+            links=links, error=error, kind="CONSUMER",
+        )  # fmt: skip
+        if number:
+            send("prefill.claim", span.child(), span, self._asked, self._granted, {}, kind="CLIENT")
+        if (task := self.task) is None:
+            return
+        if task.first_step:
+            failure = "" if task.failure is None else str(task.failure) or repr(task.failure)
+            tokens = {"gen_ai.usage.prompt_tokens": len(task.token_ids)}
+            began, ended = task.first_step, task.last_compute or now
+            send("prefill.compute", span.child(), span, began, ended, tokens, error=failure)
+        transport = task.transfer_worker.transport
+        for verb, ended, move in task.moves:
+            about = {"pullfill.transport": transport, "pullfill.bytes": move.nbytes}
+            send(f"transfer.{verb}", span.child(), span, ended - move.seconds, ended, about)
 
 
 async def _drained(link: DecodeLink, task: PrefillTask) -> None:

@@ -1,7 +1,8 @@
 """One granted prefill on this worker, from claim to commit.
 
 Shared by three threads: asyncio (owner, creates and ends it), engine (schedules blocks), transfer
-worker (copies them). Fields say who writes them; `lock` guards the counters two threads touch.
+worker (copies them). The task is the record of the attempt: the timings of its commit, its spans
+and its place on the live page are read from it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from pullfill.engine import features
 from pullfill.engine.groups import BlockOrder
 from pullfill.errors import BadMessage, HandoffError
 from pullfill.ids import job_digest
-from pullfill.runtime import tracing
-from pullfill.runtime.tracing import Context
+from pullfill.transfer.contract import Direction, MoveResult
 from pullfill.wire import (
     MAX_TEXT,
     Commit,
@@ -34,13 +33,6 @@ from pullfill.wire import (
 
 class TooLong(HandoffError):
     """This worker's context is shorter than the decode worker's."""
-
-
-def attempt_span(trace: str, job_id: str, number: int) -> Context | None:
-    """Return the span of an attempt: `prefill.attempt`, below the decode worker's
-    `decode.remote_prefill`. None: it is not traced. trace: as in `PrefillJob`."""
-    remote = tracing.read(trace)
-    return None if remote is None else remote.attempt(job_id, number)
 
 
 def check(
@@ -78,7 +70,6 @@ def check(
         )
 
 
-@dataclass(slots=True, eq=False)
 class PrefillTask:
     """See the module. A position counts blocks of the prompt.
 
@@ -89,71 +80,62 @@ class PrefillTask:
     remote_blocks: the decode worker's blocks: first those that may be read, then those to write.
     readable, written: which blocks of each KV cache group they are.
     features: vLLM's multimodal inputs of the prompt.
-    well: whether `on_done` was called with None.
     first_target: the first position whose blocks are written. Before it is the decode worker's hit.
     positions: number of positions.
+    request: vLLM's.
     scheduled: positions before this one are computed, or will be after the steps planned so far.
+    outstanding: copies that are planned, submitted or kept. submitted: only those submitted.
+    moves: each read of the prefix and write of blocks that has ended, and when.
+    failure: what ended it, if it ended badly.
     kept: pull mode: our block for each target block. The decode worker may read them until
     `TransferWorker.let_go`, which calls `on_let_go`.
-    span: of the attempt. None: it is not traced.
     """
 
-    job: PrefillJob
-    grant: Grant
-    token_ids: list[int]
-    block_size: int
-    transfer_worker: Any
-    on_done: Callable[[BaseException | None], None]
-    on_computed: Callable[[], object] = lambda: None
-    # of the job and the grant
-    request_id: str = field(init=False)
-    job_id: str = field(init=False)
-    attempt: int = field(init=False)
-    mode: KvMode = field(init=False)
-    remote_blocks: list[int] = field(init=False)
-    readable: BlockOrder = field(init=False)
-    written: BlockOrder = field(init=False)
-    features: Sequence[Any] = field(init=False)
-    span: Context | None = field(init=False)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    # transfer worker, under lock; not to be confused with outstanding, which counts planned and
-    # kept ones too
-    submitted: int = 0
-    on_quiet: list[Callable[[], object]] = field(default_factory=list)
-    # engine thread
-    request: Any = None
-    first_target: int = field(init=False)
-    positions: int = field(init=False)
-    scheduled: int = 0
-    read_asked: bool = False
-    freed_by_report: bool = False
-    # engine and transfer worker threads, under lock
-    outstanding: int = 0
-    cancelled: bool = False
-    ended: bool = False
-    well: bool = False
-    written_blocks: int = 0
-    written_bytes: int = 0
-    write_s: float = 0.0
-    read_s: float = 0.0
-    kept: dict[int, int] = field(default_factory=dict)
-    kept_bytes: int = 0
-    on_let_go: Callable[[PrefillTask, BaseException | None], None] | None = None
-    # timing, monotonic seconds
-    started: float = field(default_factory=time.monotonic)
-    first_step: float = 0.0
-    last_compute: float = 0.0
-
-    def __post_init__(self) -> None:
-        job, grant, tokens = self.job, self.grant, len(self.token_ids)
+    def __init__(
+        self,
+        job: PrefillJob,
+        grant: Grant,
+        token_ids: list[int],
+        block_size: int,
+        transfer_worker: Any,
+        on_done: Callable[[BaseException | None], None],
+        on_computed: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.job, self.grant, self.token_ids = job, grant, token_ids
         self.job_id, self.attempt, self.mode = job.job_id, grant.attempt, grant.mode
         self.request_id = f"{job.job_id}.{grant.attempt}"
+        self.block_size = block_size
+        self.transfer_worker = transfer_worker
+        self.on_done, self.on_computed = on_done, on_computed
         self.remote_blocks = u32.unpack(job.block_ids)
         self.readable, self.written = BlockOrder(job.read_from), BlockOrder(job.kept_from)
-        self.features = features.decode(grant.features, tokens) if grant.features else ()
-        self.span = attempt_span(job.trace, job.job_id, grant.attempt)
-        self.scheduled = self.first_target = job.hit_tokens // self.block_size
-        self.positions = -(-tokens // self.block_size)
+        self.features: Sequence[Any] = ()
+        if grant.features:
+            self.features = features.decode(grant.features, len(token_ids))
+        self.first_target = job.hit_tokens // block_size
+        self.positions = -(-len(token_ids) // block_size)
+        # Engine thread. Times are monotonic.
+        self.request: Any = None
+        self.scheduled = self.first_target
+        self.read_asked = self.freed_by_report = False
+        self.started = time.monotonic()
+        self.first_step = self.last_compute = 0.0
+        # Any thread, under the lock.
+        self.lock = threading.Lock()
+        self.outstanding = self.submitted = 0
+        self.cancelled = self.ended = False
+        self.failure: BaseException | None = None
+        self.on_quiet: list[Callable[[], object]] = []
+        self.kept: dict[int, int] = {}
+        self.kept_bytes = 0
+        self.on_let_go: Callable[[PrefillTask, BaseException | None], None] | None = None
+        # The transfer worker's thread.
+        self.written_blocks = 0
+        self.moves: list[tuple[Direction, float, MoveResult]] = []
+
+    def seconds(self, verb: Direction) -> float:
+        """How long its reads, or its writes, have taken so far."""
+        return sum(move.seconds for did, _, move in self.moves if did == verb)
 
     @property
     def targets(self) -> list[int]:
@@ -198,9 +180,9 @@ class PrefillTask:
         computed = self.last_compute or self.started
         return StageTimings(
             claim_ms=claim_ms,
-            prefix_read_ms=self.read_s * 1e3,
+            prefix_read_ms=self.seconds("read") * 1e3,
             prefill_ms=max(0.0, computed - (self.first_step or self.started)) * 1e3,
-            kv_write_ms=self.write_s * 1e3,
+            kv_write_ms=self.seconds("write") * 1e3,
             tail_ms=max(0.0, time.monotonic() - computed) * 1e3,
         )
 
@@ -212,7 +194,7 @@ class PrefillTask:
             attempt=self.attempt,
             incarnation=self.grant.incarnation,
             blocks=self.written_blocks,
-            kv_bytes=self.written_bytes,
+            kv_bytes=sum(move.nbytes for verb, _, move in self.moves if verb == "write"),
             timings=timings,
             transport=self.transfer_worker.transport[:MAX_TEXT],
             why_not_better=tuple(self.transfer_worker.why_not_better),
@@ -271,29 +253,8 @@ class PrefillTask:
         with self.lock:
             if self.ended:
                 return
-            self.ended, self.well = True, failure is None
-        if self.first_step:
-            # From the first step to the last.
-            self._record(
-                "prefill.compute",
-                self.first_step,
-                self.last_compute or time.monotonic(),
-                {"gen_ai.usage.prompt_tokens": len(self.token_ids)},
-                error="" if failure is None else str(failure) or type(failure).__name__,
-            )
+            self.ended, self.failure = True, failure
         self.on_done(failure)
-
-    def moved(self, verb: str, transport: str, seconds: float, nbytes: int) -> None:
-        """Record a read of the prefix, or a write of finished blocks, that has just ended."""
-        now = time.monotonic()
-        attributes = {"pullfill.transport": transport, "pullfill.bytes": nbytes}
-        self._record(f"transfer.{verb}", now - seconds, now, attributes)
-
-    def _record(
-        self, name: str, began: float, ended: float, attributes: dict[str, Any], error: str = ""
-    ) -> None:
-        if (span := self.span) is not None:
-            tracing.record(name, span.child(), span, began, ended, attributes, error=error)
 
     def cancel(self) -> None:
         """Queued copies of this task become no-ops; a running batch ends by itself."""

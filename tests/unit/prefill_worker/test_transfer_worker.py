@@ -12,7 +12,7 @@ from pullfill.errors import Fenced, HandoffError
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.runtime import metrics
-from pullfill.transfer.contract import MoveResult
+from pullfill.transfer.contract import Direction, MoveResult, PeerSession
 from pullfill.transfer.layout import dense_layout
 from pullfill.wire import FenceToken, KvMode
 from tests.support.fakes import prefill_task, wait_for
@@ -24,10 +24,10 @@ BYTES = random_bytes(extent(LAYOUT), seed=3)
 MEMORY = memory_over(BYTES, LAYOUT)
 
 
-class Session:
+class Session(PeerSession):
     """A PeerSession that writes down what it is asked; `gate` clear makes it stop in a copy."""
 
-    transport = "fake"
+    transport, moved_bytes = "fake", 0
 
     def __init__(self) -> None:
         self.done: list[tuple[str, list[int], list[int]]] = []
@@ -37,26 +37,17 @@ class Session:
         self.fenced = False
         self.closed = 0
         self.interrupted = 0
-        self.moved_bytes = 0
 
-    def _move(self, verb: str, source: Sequence[int], target: Sequence[int]) -> MoveResult:
+    def move(
+        self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
+    ) -> MoveResult:
+        assert fence == FENCE
         self.entered.set()
         assert self.gate.wait(10)
         if self.fenced:
             raise Fenced("revoked")
         self.done.append((verb, list(source), list(target)))
         return MoveResult(len(source), 100 * len(source), 0.001)
-
-    def write_blocks(
-        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
-        assert fence == FENCE
-        return self._move("write", source, target)
-
-    def read_blocks(
-        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
-        return self._move("read", source, target)
 
     def interrupt(self) -> None:
         self.interrupted += 1
@@ -110,8 +101,27 @@ def test_in_order_and_counted(transfer_worker: TransferWorker, session: Session)
     assert session.done == [("read", [5], [0]), ("write", [1], [6]), ("write", [2], [7])]
     assert (calls.callbacks, calls.ends) == ([None] * 3, [None])
     task = calls.task
-    assert (task.written_blocks, task.written_bytes) == (2, 200)
+    assert (task.written_blocks, task.seconds("write")) == (2, 0.002)
     assert task.outstanding == 0
+
+
+def test_a_small_copy_in_shared_memory_is_made_at_once_if_it_comes_next(
+    transfer_worker: TransferWorker, session: Session
+) -> None:
+    """Two wake-ups of threads would take longer."""
+    session.transport = "shm"
+    first = Calls(transfer_worker)
+    transfer_worker.read(first.task, [5], [0], first.done)
+    transfer_worker.write(first.task, [1], [6], True, first.done)
+    assert (first.callbacks, first.ends, first.task.outstanding) == ([None] * 2, [None], 0)
+    session.transport = "tcp"  # its peer may hang
+    second = held_in_the_first_of_two(transfer_worker, session)
+    session.transport = "shm"
+    transfer_worker.write(second.task, [3], [5], False, second.done)
+    assert second.callbacks == []
+    session.gate.set()
+    wait_for(lambda: len(second.callbacks) == 3)
+    assert session.done[-1] == ("write", [3], [5])
 
 
 def test_a_failed_write_ends_the_task_and_the_rest_is_dropped(
@@ -143,6 +153,7 @@ def held_in_the_first_of_two(transfer_worker: TransferWorker, session: Session) 
     """Two writes. The first waits in its copy for `session.gate`."""
     calls = Calls(transfer_worker)
     session.gate.clear()
+    session.entered.clear()
     transfer_worker.write(calls.task, [1], [6], False, calls.done)
     transfer_worker.write(calls.task, [2], [7], True, calls.done)
     assert session.entered.wait(10)
