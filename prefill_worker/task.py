@@ -23,7 +23,6 @@ from pullfill.wire import (
     Commit,
     FenceToken,
     Grant,
-    KvMode,
     PrefillJob,
     Ready,
     StageTimings,
