@@ -10,7 +10,6 @@ told: `troubles`, for /ready and `pullfill status`, and a metric.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -57,7 +56,6 @@ class Prefixes:
         self._names: dict[int, str] = {}
         self._untold: dict[str, str] = {}
         self._numbers = itertools.count()
-        self._tidying = False
         counters.PREFIX_BLOCKS.set_function(lambda: float(len(self._index)))
 
     # ---------------------------------------------------------------- questions
@@ -144,10 +142,9 @@ class Prefixes:
         if question is not None:
             self._ask(followed, question, now)
         self._count(followed)
-        self._tidy()
 
     def forget(self, connection: DecodeConnection, now: float) -> None:
-        """Forget a worker whose connection is lost. Memory is freed later, a little at a time."""
+        """Forget a worker whose connection is lost."""
         self._untold.pop(connection.instance_id, None)
         followed = self._followed.get(connection.instance_id)
         if followed is None:
@@ -155,7 +152,6 @@ class Prefixes:
         del self._followed[connection.instance_id]
         followed.replica.forget(now)
         del self._names[followed.number]
-        self._tidy()
 
     def tick(self, now: float) -> None:
         """Ask silent workers again, and set the gauge. Call about once a second."""
@@ -189,16 +185,3 @@ class Prefixes:
         for name, now, then in zip(healing.__slots__, healed, before, strict=True):
             counters.PREFIX_GAPS.labels(name).inc(now - then)
         followed.healed = healed
-
-    def _tidy(self) -> None:
-        if self._tidying:
-            return
-        self._tidying = True
-        asyncio.get_running_loop().call_soon(self._tidy_more)
-
-    def _tidy_more(self) -> None:
-        # So many seconds before other callbacks get their turn.
-        if self._index.tidy(0.001):
-            self._tidying = False
-        else:
-            asyncio.get_running_loop().call_soon(self._tidy_more)

@@ -144,9 +144,8 @@ class Replica:
         self._next = 0
         # Number after the last event of this epoch that is known to exist.
         self._end = 0
-        self._filled = now
         self._asked: float | None = None
-        # (epoch, at, next page) of the snapshot that is coming in.
+        # (epoch, at, next page) of the snapshot that is coming in. Nothing is believed meanwhile.
         self._pages: tuple[int, int, int] | None = None
 
     @property
@@ -173,7 +172,6 @@ class Replica:
     def forget(self, now: float) -> None:
         """The worker is gone: its blocks are forgotten at once."""
         self._index.forget(self._slot)
-        self._index.discard(self._slot)
         self._believe(0, 0)
         self._asked = self._pages = None
         self._become(State.COLD, now)
@@ -186,6 +184,7 @@ class Replica:
                 return self._restart(now)
             self._index.forget(self._slot)
             self._believe(events.epoch, 0)
+            self._pages = None
         self._end = max(self._end, events.first + len(events.ops))
         if events.first > self._next:
             if self.state is State.WARM:
@@ -200,10 +199,6 @@ class Replica:
         done = self._next == self._end
         if done and events.held is not None and self._differs(events.held, events.digest):
             self.healing.differences += 1
-            return self._restart(now)
-        # After blocks were refused, a snapshot is asked for rarely, once there is room for them.
-        rarely = now - self._filled >= 30 * RETRY_S
-        if self.refused and self._index.room > self.refused and rarely:
             return self._restart(now)
         if done:
             self._asked = None
@@ -230,18 +225,17 @@ class Replica:
             self.healing.duplicates += 1
             return None
         if page.page == 0:
-            self._index.discard(self._slot)
+            self._index.forget(self._slot)
+            self._believe(0, 0)
             self._pages = (page.epoch, page.at, 0)
         if self._pages != (page.epoch, page.at, page.page):
             return self._restart(now)
-        self._index.stage(self._slot, _numbers(page.hashes))
+        self._index.store(self._slot, _numbers(page.hashes))
         self._pages = (page.epoch, page.at, page.page + 1)
         # A snapshot that still comes in is not asked for again.
         self._asked = now
         if page.last:
-            self._index.adopt(self._slot)
             self.healing.snapshots += 1
-            self._filled = now
             self._pages = None
             self._believe(page.epoch, page.at)
             self._end = page.upto

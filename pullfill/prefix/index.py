@@ -1,29 +1,23 @@
 """Which workers hold which blocks: a dict from the hash of a block to a set of workers.
 
-A set is an int, in which each worker has a bit. A worker that is forgotten leaves its bit behind.
-No lookup sees it any more, and `tidy` removes it later. docs/decisions.md says what a lookup takes.
+A set is an int, in which each worker has a bit, so a lookup takes one step for each block, however
+many workers there are. docs/decisions.md (50) says how long it takes.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-# The dict is cut into so many small ones, by the hash. So no call takes long: neither one in which
-# a dict grows, nor a step of `tidy`.
-_PARTS = 1024
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
-    """One worker's bit. digest: the hashes xored. refused: blocks for which there was no room."""
+class _Held:
+    """What one worker holds. digest: the hashes xored. refused: blocks for which was no room."""
 
     bit: int
-    blocks: int = 0
+    blocks: set[int] = field(default_factory=set)
     digest: int = 0
     refused: int = 0
 
@@ -32,8 +26,8 @@ class PrefixIndex:
     """A bounded set of (worker, block hash). A worker is a number that the owner gives.
 
     max_blocks: how many different blocks are kept at most. Blocks beyond that are refused, which
-    `store` and `refused` tell: removals make room again. A block takes about 90 bytes, and one at
-    several workers up to 50 more, and 4 for each 30 workers."""
+    `apply` and `refused` tell: removals make room again. A block takes about 150 bytes, and 40 more
+    for each further worker that holds it."""
 
     def __init__(self, max_blocks: int) -> None:
         if max_blocks < 1:
@@ -43,15 +37,10 @@ class PrefixIndex:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all workers, now."""
-        self._parts: list[dict[int, int]] = [{} for _ in range(_PARTS)]
-        self._blocks = 0
-        self._slots: dict[int, _Slot] = {}
-        self._staged: dict[int, _Slot] = {}
-        self._dead: deque[tuple[_Slot, Iterator[dict[int, int]]]] = deque()
-        self._seen = 0  # the bits that lookups see
-        self._used = 0  # the bits that were given out
-        self._names: dict[int, int] = {}
+        """Forget all workers."""
+        self._holders: dict[int, int] = {}
+        self._workers: dict[int, _Held] = {}
+        self._names: dict[int, int] = {}  # workers by their bits
 
     def store(self, worker: int, hashes: Sequence[int]) -> int:
         """The worker holds these blocks now. Returns how many were refused, for want of room."""
@@ -61,48 +50,35 @@ class PrefixIndex:
         """Store (ops[i] = 1) or remove (0) hashes[i], in order. Returns how many were refused.
 
         Unknown blocks that are to be removed are ignored."""
-        if (slot := self._slots.get(worker)) is None:
-            slot = self._slots[worker] = self._take(worker)
-            self._seen |= slot.bit
-        return self._change(slot, ops, hashes)
+        if (held := self._workers.get(worker)) is None:
+            held = self._workers[worker] = _Held(self._free_bit())
+            self._names[held.bit] = worker
+        bit, blocks, holders, refused = held.bit, held.blocks, self._holders, 0
+        for op, one in zip(ops, hashes, strict=True):
+            if bool(op) is (one in blocks):
+                continue
+            found = holders.get(one, 0)
+            if op:
+                if not found and len(holders) >= self._max:
+                    refused += 1
+                    continue
+                blocks.add(one)
+                holders[one] = found | bit if found else bit  # most blocks share this int
+            else:
+                blocks.remove(one)
+                if found == bit:
+                    del holders[one]
+                else:
+                    holders[one] = found ^ bit
+            held.digest ^= one
+        held.refused += refused
+        return refused
 
     def forget(self, worker: int) -> None:
-        """The worker holds nothing any more. Returns at once; `tidy` gives the memory back."""
-        if (slot := self._slots.pop(worker, None)) is not None:
-            self._seen ^= slot.bit
-            self._retire(slot)
-
-    def stage(self, worker: int, hashes: Sequence[int]) -> int:
-        """Like `store`, for a snapshot that is not complete: `match` does not see it yet."""
-        if (slot := self._staged.get(worker)) is None:
-            slot = self._staged[worker] = self._take(worker)
-        return self._change(slot, b"\1" * len(hashes), hashes)
-
-    def adopt(self, worker: int) -> None:
-        """The worker holds exactly what was staged for it. Returns at once, as `forget`."""
-        self.forget(worker)
-        if (slot := self._staged.pop(worker, None)) is not None:
-            self._slots[worker] = slot
-            self._seen |= slot.bit
-
-    def discard(self, worker: int) -> None:
-        """Forget what was staged for the worker. Returns at once, as `forget`."""
-        if (slot := self._staged.pop(worker, None)) is not None:
-            self._retire(slot)
-
-    def tidy(self, max_s: float) -> bool:
-        """Work for about max_s seconds on what `forget` left. Returns True when all is done."""
-        end = time.perf_counter() + max_s
-        while self._dead:
-            slot, parts = self._dead[0]
-            for part in parts if slot.blocks else ():
-                held = [one for one, found in part.items() if found & slot.bit]
-                self._change(slot, bytes(len(held)), held)
-                if time.perf_counter() >= end:
-                    return False
-            self._dead.popleft()
-            self._used ^= slot.bit
-        return True
+        """The worker holds nothing any more. Takes about 10 ms for 60,000 blocks."""
+        if (held := self._workers.get(worker)) is not None:
+            self.apply(worker, bytes(len(held.blocks)), [*held.blocks])
+            del self._workers[worker], self._names[held.bit]
 
     def match(self, hashes: Sequence[int]) -> dict[int, int]:
         """How many leading blocks each worker holds; workers that lack the first are left out."""
@@ -113,95 +89,50 @@ class PrefixIndex:
 
         Of workers that hold the longest prefix and are more than that, each call gives others.
         Returns also how many of these are left out."""
-        left, runs = self._seen, list[tuple[int, int]]()
+        left = self._holders.get(hashes[0], 0) if hashes else 0
+        runs: list[tuple[int, int]] = []
         for count, one in enumerate(hashes):
-            lost = left & ~self._parts[one % _PARTS].get(one, 0)
-            if lost:
+            if lost := left & ~self._holders.get(one, 0):
                 runs.append((lost, count))
                 left ^= lost
-                if not left:
-                    break
+            if not left:
+                break
         runs.append((left, len(hashes)))
         found: dict[int, int] = {}
         for bits, count in reversed(runs):
-            if not bits or not count:
-                continue
             if not found and (ties := bits.bit_count()) > most:
                 later = bits >> self._turn << self._turn
                 in_turn = itertools.chain(_each(later), _each(bits ^ later))
                 named = list(itertools.islice(in_turn, most))
                 self._turn = named[-1].bit_length()
-                return {self._names[bit.bit_length()]: count for bit in named}, ties - most
+                return {self._names[bit]: count for bit in named}, ties - most
             for bit in itertools.islice(_each(bits), most - len(found)):
-                found[self._names[bit.bit_length()]] = count
+                found[self._names[bit]] = count
         return found, 0
 
     def blocks(self, worker: int) -> int:
         """How many blocks the worker holds."""
-        slot = self._slots.get(worker)
-        return 0 if slot is None else slot.blocks
+        held = self._workers.get(worker)
+        return 0 if held is None else len(held.blocks)
 
     def digest(self, worker: int) -> int:
         """The low 63 bits of the worker's hashes xored: equal sets have equal digests."""
-        slot = self._slots.get(worker)
-        return 0 if slot is None else slot.digest & (2**63 - 1)
+        held = self._workers.get(worker)
+        return 0 if held is None else held.digest & (2**63 - 1)
 
     def refused(self, worker: int) -> int:
-        """How many of the blocks that the worker holds or held were refused."""
-        slot = self._slots.get(worker)
-        return 0 if slot is None else slot.refused
-
-    @property
-    def room(self) -> int:
-        """How many more different blocks may be stored."""
-        return self._max - self._blocks
+        """How many blocks of the worker were refused."""
+        held = self._workers.get(worker)
+        return 0 if held is None else held.refused
 
     def __len__(self) -> int:
-        """How many different blocks are kept, those included that `tidy` has not reached."""
-        return self._blocks
+        """How many different blocks are kept."""
+        return len(self._holders)
 
-    def _change(self, slot: _Slot, ops: bytes, hashes: Sequence[int]) -> int:
-        bit, refused = slot.bit, 0
-        for op, one in zip(ops, hashes, strict=True):
-            part = self._parts[one % _PARTS]
-            found = part.get(one, 0)
-            if op:
-                if found & bit:
-                    continue
-                if not found:
-                    if self._blocks >= self._max and not self._make_room():
-                        refused += 1
-                        continue
-                    self._blocks += 1
-                part[one] = found | bit if found else bit  # most blocks share this int
-                slot.blocks += 1
-            elif found & bit:
-                if found == bit:
-                    del part[one]
-                    self._blocks -= 1
-                else:
-                    part[one] = found ^ bit
-                slot.blocks -= 1
-            else:
-                continue
-            slot.digest ^= one
-        slot.refused += refused
-        return refused
-
-    def _make_room(self) -> bool:
-        while self._blocks >= self._max and not self.tidy(0.001):
-            pass
-        return self._blocks < self._max
-
-    def _take(self, worker: int) -> _Slot:
-        """A new slot with the lowest free bit: the lower the bits, the smaller the ints."""
-        bit = ~self._used & (self._used + 1)
-        self._used |= bit
-        self._names[bit.bit_length()] = worker
-        return _Slot(bit)
-
-    def _retire(self, slot: _Slot) -> None:
-        self._dead.append((slot, iter(self._parts)))
+    def _free_bit(self) -> int:
+        """The lowest one: the lower the bits, the smaller the ints."""
+        used = sum(self._names)
+        return ~used & (used + 1)
 
 
 def _each(bits: int) -> Iterator[int]:

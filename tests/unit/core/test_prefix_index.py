@@ -26,7 +26,6 @@ class Model(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex(len(PROMPT))
         self.held: dict[int, set[int]] = {}
-        self.staged: dict[int, set[int]] = {}
 
     @rule(worker=WORKERS, blocks=CHOICES, seed=st.integers(0, 9))
     def apply(self, worker: int, blocks: list[int], seed: int) -> None:
@@ -41,28 +40,6 @@ class Model(RuleBasedStateMachine):
         self.index.forget(worker)
         self.held.pop(worker, None)
 
-    @rule(worker=WORKERS, blocks=CHOICES)
-    def stage(self, worker: int, blocks: list[int]) -> None:
-        assert self.index.stage(worker, blocks) == 0
-        self.staged.setdefault(worker, set()).update(blocks)
-
-    @rule(worker=WORKERS)
-    def adopt(self, worker: int) -> None:
-        self.index.adopt(worker)
-        self.held.pop(worker, None)
-        if worker in self.staged:
-            self.held[worker] = self.staged.pop(worker)
-
-    @rule(worker=WORKERS)
-    def discard(self, worker: int) -> None:
-        self.index.discard(worker)
-        self.staged.pop(worker, None)
-
-    @rule(seconds=st.sampled_from([0.0, 1.0]))
-    def tidy(self, seconds: float) -> None:
-        if self.index.tidy(seconds):
-            assert len(self.index) == len(set().union(*self.held.values(), *self.staged.values()))
-
     @rule(blocks=CHOICES)
     def match(self, blocks: list[int]) -> None:
         assert self.index.match(blocks) == self.leading(blocks)
@@ -70,6 +47,7 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def equal(self) -> None:
         assert self.index.match(PROMPT) == self.leading(PROMPT)
+        assert len(self.index) == len(set().union(*self.held.values()))
         for worker, held in self.held.items():
             assert self.index.blocks(worker) == len(held)
             digest = functools.reduce(operator.xor, held, 0)
@@ -108,7 +86,7 @@ def test_of_many_workers_those_that_hold_most_are_named() -> None:
 def test_blocks_beyond_the_limit_are_refused_and_counted() -> None:
     index = PrefixIndex(10)
     assert index.store(1, PROMPT) == 6
-    assert (index.refused(1), len(index), index.room) == (6, 10, 0)
+    assert (index.refused(1), len(index)) == (6, 10)
     assert index.store(2, PROMPT[:10]) == 0
     index.forget(1)
     index.forget(2)

@@ -7,7 +7,7 @@ from array import array
 import msgspec
 import pytest
 
-from pullfill.prefix.events import RETRY_S, Replica, Ring, State
+from pullfill.prefix.events import Replica, Ring, State
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire.codec import decode, encode
 from pullfill.wire.prefix import MAX_EVENTS, Op, PrefixEvents, PrefixFollow, PrefixPage
@@ -112,22 +112,6 @@ def test_blocks_that_the_index_refused_are_not_asked_for_again(pair: Pair) -> No
     assert pair.replica.state is State.WARM
     assert pair.index.refused(5) == 1
     assert pair.replica.healing.differences == 0
-
-
-def test_refused_blocks_are_fetched_once_there_is_room(pair: Pair) -> None:
-    pair.index = PrefixIndex(4)
-    pair.replica = Replica(pair.index, 5, 0)
-    pair.index.store(1, [91, 92, 93])
-    pair.ring.append(Op.STORE, [1, 2, 3])
-    pair.heal(pair.replica.ask(0))
-    assert pair.replica.refused == 2
-    pair.index.apply(1, bytes(3), [91, 92, 93])
-    (beat,) = pair.news() and pair.news()
-    assert pair.replica.take(beat, 15 * RETRY_S) is None
-    pair.now = 30 * RETRY_S
-    pair.heal(pair.replica.take(beat, pair.now))
-    assert pair.equal()
-    assert pair.replica.refused == 0
 
 
 def test_events_that_no_ring_sends_are_refused(pair: Pair) -> None:

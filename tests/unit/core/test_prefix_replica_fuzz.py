@@ -120,7 +120,6 @@ class Faults(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, RETRY_S]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.index.tidy(0.0)
 
     def bring(self, which: int, message: bytes) -> None:
         follow = self.replicas[which].take(decode(message, ToFrontend), self.now)
