@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.gpu.copies import BATCH_RUNS, PCIE, SAME, GpuCopier, Lane, lane_of
+from pullfill.transfer.gpu.copies import BATCH_RUNS, BETWEEN, SAME, GpuCopier, Lane, lane_of
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Batch
@@ -46,7 +46,7 @@ def test_the_driver_is_there() -> None:
 def test_every_byte_and_no_other(way: str, length: int, unit: int) -> None:
     lane = lane_of(0) if way == "kernel" else Lane(load(), 0, lambda *_: None)
     assert lane.has_kernel == (way == "kernel")
-    copier = GpuCopier(lane, SAME if way == "kernel" else PCIE)
+    copier = GpuCopier(lane, SAME if way == "kernel" else BETWEEN)
     source = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8, device="cuda:0")
     target = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8, device="cuda:0")
     expected = target.clone()

@@ -90,14 +90,12 @@ class FakeDriver:
     """CudaDriver, for calls from any thread. Sees the devices named in `devices`.
 
     apart: pairs of devices that cannot reach each other.
-    nvlinks: pairs that NVLink joins.
     mps: whether processes share contexts.
     module: the kernel module's settings. None: they cannot be read.
     """
 
     devices: tuple[str, ...] = ("gpu-a", "gpu-b")
     apart: frozenset[tuple[int, int]] = frozenset()
-    nvlinks: frozenset[tuple[int, int]] = frozenset()
     mps: bool = False
     module: str | None = SETTINGS
     fail_sync: bool = False
@@ -181,9 +179,6 @@ class FakeDriver:
 
     def can_map(self, device: int, other: int) -> bool:
         return (device, other) not in self.apart
-
-    def fast_link(self, device: int, other: int) -> bool:
-        return (device, other) in self.nvlinks
 
     def shares_contexts(self, device: int) -> bool:
         return self.mps

@@ -7,14 +7,11 @@ the copy engines move a batch.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING, Any
-from uuid import UUID
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,10 +30,6 @@ if TYPE_CHECKING:
 BATCH_RUNS = 32768
 
 
-# A revoke waits for one batch, so a batch should take about 2 ms. Within an H100 and an H200 it
-# took 1.2 to 2.5 ms (docs/operations.md). Nobody has measured the links between GPUs yet: their
-# sizes follow from the speeds that they are sold with. `make bench-gpu ARGS=--peer` prints how long
-# a batch takes, and the run length from which copy engines are faster.
 @dataclass(frozen=True, slots=True)
 class Interconnect:
     """The link between the GPU that copies and the memory that it copies from or to.
@@ -56,13 +49,16 @@ class Interconnect:
         return self.batch_bytes, BATCH_RUNS
 
 
-# Within one GPU, the engines take the copies of a batch one after the other. So the kernel was
-# faster on an H100 whatever the runs (up to 1 MiB; see results/gpu-h100-80gb-hbm3.md).
+# A revoke waits for one batch, so a batch should take about 2 ms. Within an H100 and an H200, 2 GiB
+# took 1.2 to 2.5 ms (docs/operations.md).
+# There, the engines take the copies of a batch one after the other. So the kernel was faster on an
+# H100 whatever the runs (up to 1 MiB; see results/gpu-h100-80gb-hbm3.md).
 SAME = Interconnect("one GPU", small_run=1 << 62, batch_bytes=2 << 30)
-# Between GPUs, engines reach the link's speed (354 GiB/s over NVLink, same place) and leave the
-# multiprocessors to the model. They cost about 1 us for each copy.
-NVLINK = Interconnect("NVLink", small_run=256 << 10, batch_bytes=512 << 20)
-PCIE = Interconnect("PCIe", small_run=32 << 10, batch_bytes=64 << 20)
+# Between GPUs, engines reach the link's speed and leave the multiprocessors to the model. They cost
+# about 1 us for each copy. By the speeds that links are sold with, this batch takes 0.4 ms over
+# NVLink and 2 to 5 ms over PCIe. Nobody has measured them: `make bench-gpu ARGS=--peer` prints how
+# long a batch takes, and the run length from which copy engines are faster.
+BETWEEN = Interconnect("two GPUs", small_run=32 << 10, batch_bytes=128 << 20)
 
 
 def visible(driver: CudaDriver) -> dict[str, int]:
@@ -71,53 +67,8 @@ def visible(driver: CudaDriver) -> dict[str, int]:
 
 
 def link_to(driver: CudaDriver, device: int, uuid: str) -> Interconnect:
-    """The link from `device` to the GPU with this UUID. CUDA_VISIBLE_DEVICES may hide that GPU."""
-    other = visible(driver).get(uuid)
-    if other == device:
-        return SAME
-    if other is None:
-        fast = nvlink(driver.uuid(device), uuid)
-    else:
-        fast = driver.fast_link(device, other)
-    return NVLINK if fast else PCIE
-
-
-# NVIDIA's management library also knows GPUs that CUDA_VISIBLE_DEVICES hides. `pullfill up` hides
-# from each worker the GPUs of all others.
-_NVML = "libnvidia-ml.so.1"
-_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
-_OK = 0  # NVML_SUCCESS, and NVML_P2P_STATUS_OK
-
-
-@cache
-def _nvml() -> Any:
-    """The library, ready for calls. None: there is none."""
-    try:
-        library = ctypes.CDLL(_NVML)
-        return library if library.nvmlInit_v2() == _OK else None
-    except (OSError, AttributeError):
-        return None
-
-
-def nvlink(uuid: str, other: str) -> bool:
-    """Whether NVLink joins two GPUs. False, too, if NVML cannot say.
-
-    uuid, other: in hexadecimal, as `CudaDriver.uuid` gives them."""
-    if (library := _nvml()) is None:
-        return False
-    handles = []
-    for each in (uuid, other):
-        try:
-            name = ctypes.c_char_p(f"GPU-{UUID(each)}".encode())
-        except ValueError:
-            return False
-        handle = ctypes.c_void_p()
-        if library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) != _OK:
-            return False
-        handles.append(handle)
-    status = ctypes.c_int(-1)
-    code = library.nvmlDeviceGetP2PStatus(*handles, ctypes.c_int(_NVLINK), ctypes.byref(status))
-    return bool(code == _OK and status.value == _OK)
+    """The link from `device` to the GPU with this UUID, which CUDA_VISIBLE_DEVICES may hide."""
+    return SAME if visible(driver).get(uuid) == device else BETWEEN
 
 
 logger = log.get("transfer.gpu")

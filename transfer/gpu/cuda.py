@@ -41,7 +41,6 @@ _BLOCKING_EVENT = 1 | 2  # CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines, from 13.1 on
 _MPS_ENABLED = 133  # CU_DEVICE_ATTRIBUTE_MPS_ENABLED
-_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: NVLink has them
 _MEMORY_TYPE, _DEVICE_ORDINAL, _IPC_CAPABLE = 2, 9, 10  # CUpointer_attribute
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 _INVALID_VALUE, _NOT_READY, _NOT_SUPPORTED = 1, 600, 801
@@ -169,12 +168,6 @@ class CudaDriver:
             return True
         yes = ctypes.c_int()
         self.call("cuDeviceCanAccessPeer", ctypes.byref(yes), self._cu(device), self._cu(other))
-        return bool(yes.value)
-
-    def fast_link(self, device: int, other: int) -> bool:
-        """Whether the two GPUs are joined by NVLink rather than by PCIe."""
-        yes, pair = ctypes.c_int(), (self._cu(device), self._cu(other))
-        self.call("cuDeviceGetP2PAttribute", ctypes.byref(yes), _NATIVE_ATOMICS, *pair)
         return bool(yes.value)
 
     def shares_contexts(self, device: int) -> bool:
