@@ -302,7 +302,7 @@ class Owner:
     @property
     def connections(self) -> int:
         """How many peers are connected to the port."""
-        return self._server.connections
+        return len(self._server.peers)
 
     def renew(self, incarnation: str) -> None:
         """Take a new incarnation, after the owner registered again. Sessions and descriptors of the

@@ -21,7 +21,7 @@ def wait_for(condition: Callable[[], object], within_s: float = 20.0) -> None:
 
 def served(region: Region) -> list[Any]:
     """The peers that the owner's threads serve."""
-    return list(region.owner._server._peers)  # type: ignore[attr-defined]
+    return region.owner._server.peers  # type: ignore[attr-defined]
 
 
 def revoke(region: Region, token: FenceToken) -> None:

@@ -12,15 +12,13 @@ backend; then one `Answer` from the owner.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
-import errno
-import os
 import select
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any, cast
 
 from msgspec import Meta
@@ -123,12 +121,7 @@ class Answer(Message, tag="answer", frozen=True, kw_only=True):
 STALL_S = 30.0
 _LENGTH = struct.Struct("<I")
 _TIMEVAL = struct.Struct("@qq")
-_NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_AGAIN = (errno.EAGAIN, errno.EINTR)
-
-_quick = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL
-_quick.recv.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
-_quick.recv.restype = ctypes.c_ssize_t
+_LOOK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
 
 class SocketConnection:
@@ -139,16 +132,11 @@ class SocketConnection:
     makes no progress for `stall_s`. An idle connection waits without a limit of its own: the kernel
     ends it if the other host is gone."""
 
-    # Beside a busy engine thread, each call that released the GIL may wait half a millisecond for
-    # it. So marks, which are small and usually there already, are first looked for without
-    # releasing it (`_peek`).
-
     def __init__(self, sock: socket.socket, stall_s: float = STALL_S) -> None:
         self._sock = sock
         self._mutex = threading.Lock()
         self._in: Seal | None = None
         self._out: Seal | None = None
-        self._byte = ctypes.create_string_buffer(1)
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -190,7 +178,7 @@ class SocketConnection:
         """Send one frame, sealed if there is a cluster key."""
         if self._out is not None:
             body = self._out.add(body)
-        with _as_failures():
+        with as_failures():
             self._sock.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self, limit: int = 1 << 20) -> bytes:
@@ -204,7 +192,7 @@ class SocketConnection:
     def _exactly(self, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
         view, got = memoryview(data), 0
-        with _as_failures():
+        with as_failures():
             while got < nbytes:
                 if self._until is not None:
                     left = self._until - time.monotonic()
@@ -221,35 +209,32 @@ class SocketConnection:
 
     def mark(self, mark: bytes) -> None:
         """Send one byte."""
-        with _as_failures():
+        with as_failures():
             self._sock.sendall(mark)
 
     def take_mark(self) -> bytes:
         """The next byte from the peer."""
-        if (ready := self._peek(0)) is not None:
-            if not ready:
-                raise TransferFailed("the connection is closed")
-            return ready
         return bytes(self._exactly(1))
 
     def input_waits(self) -> bool:
         """Whether there is something to read. Also when the peer left."""
-        return self._peek(socket.MSG_PEEK) is not None
+        try:
+            self._sock.recv(1, _LOOK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
 
     def wait_for_input(self) -> bool:
         """Wait until the peer says something. False: it left, or `interrupt`."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         poll.poll()
-        return bool(self._peek(socket.MSG_PEEK))
-
-    def _peek(self, flags: int) -> bytes | None:
-        """One byte. b"": the peer left. None: there is nothing yet."""
-        got = _quick.recv(self.fd, self._byte, 1, flags | _NOW)
-        if got < 0:
-            code = ctypes.get_errno()
-            return None if code in _AGAIN else b""
-        return self._byte.raw if got else b""
+        try:
+            return bool(self._sock.recv(1, _LOOK))
+        except OSError:
+            return False
 
     # ------------------------------------------------------------------ the end
 
@@ -277,20 +262,14 @@ class SocketConnection:
 
 
 @contextlib.contextmanager
-def _as_failures():  # type: ignore[no-untyped-def]
+def as_failures() -> Iterator[None]:
+    """Turn errors of the socket into TransferFailed."""
     try:
         yield
     except BlockingIOError:
         raise TransferFailed("the peer makes no progress") from None
     except OSError as exc:
         raise TransferFailed(f"the connection broke: {exc.strerror or exc}") from exc
-
-
-def reason(code: int) -> str:
-    """For people: what an `errno` means. For backends that call the kernel themselves."""
-    if code == errno.EAGAIN:
-        return "the peer makes no progress"
-    return f"the connection broke: {os.strerror(code)}"
 
 
 # A frame of the opening may take so long, and all of it twice that: whoever connects and says

@@ -281,12 +281,10 @@ log = logging.getLogger(__name__)
 FILES_EACH = 2
 # File descriptors that KV connections must leave for the rest of the process.
 FILES_SPARED = 256
-# Connections, at most, that have not sent their hello yet.
-MAX_STRANGERS = 64
-# A further connection waits until one of them has sent its hello, or has been silent for so long. A
-# silent one is ended, so it keeps nobody out. A fleet that connects at the same time is served one
-# after the other.
-STRANGERS_S = 1.0
+# Connections, at most, that have not sent their hello yet. One more ends the oldest of them, so
+# that whoever connects and says nothing keeps nobody out. A hello takes a few milliseconds, so a
+# fleet of any size that connects at the same time has far fewer.
+MAX_STRANGERS = 512
 # A batch of a peer that is alive ends within this time. A revoke interrupts one that takes longer.
 # This decides when a connection is given up. It proves nothing.
 PATIENCE_S = 0.02
@@ -302,10 +300,9 @@ class StreamServer:
         self._key = key
         self._stall_s = stall_s
         self._mutex = threading.Lock()
-        self._fewer_strangers = threading.Condition(self._mutex)
-        self._peers: set[ServedPeer] = set()
-        self._strangers: dict[SocketConnection, float] = {}  # and when each came, in this order
-        self._threads: set[threading.Thread] = set()
+        # By the threads that serve them, in the order in which they came. Each is in one of these.
+        self._strangers: dict[threading.Thread, SocketConnection] = {}
+        self._peers: dict[threading.Thread, ServedPeer] = {}
         self._closed = False
         self._accepting: threading.Thread | None = None
         self._listening: socket.socket | None = None
@@ -320,13 +317,16 @@ class StreamServer:
         except (OSError, OverflowError) as exc:
             raise NotNow(f"cannot listen for KV on {host}:{port}: {exc}") from exc
         self.address = f"tcp://{host}:{self._listening.getsockname()[1]}"
-        self._accepting = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._accepting = threading.Thread(
+            target=self._accept, args=(self._listening,), name="kv-accept", daemon=True
+        )
         self._accepting.start()
 
     @property
-    def connections(self) -> int:
-        """How many peers have sent their hello."""
-        return len(self._peers)
+    def peers(self) -> list[ServedPeer]:
+        """Those that have sent their hello."""
+        with self._mutex:
+            return list(self._peers.values())
 
     def interrupt(self, token: FenceToken) -> None:
         """A revoke of `token` was not proved: end our batches under it that take too long. Never
@@ -335,41 +335,32 @@ class StreamServer:
         # receive has ended, the next `try_revoke` proves. So a stopped or dead peer keeps nothing
         # in quarantine.
         now = time.monotonic()
-        with self._mutex:
-            inside = [peer for peer in self._peers if peer.inside == token]
-        for peer in inside:
+        for peer in self.peers:
             peer.hurry(token, now, PATIENCE_S)
 
     def close(self) -> None:
         """Tell every peer and end every thread. Idempotent. The fence refuses new batches already,
         or is about to; what is under way is interrupted."""
         with self._mutex:
-            if self._closed:
-                return
             self._closed = True
-            self._fewer_strangers.notify_all()
         if self._listening is not None:
             with contextlib.suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)
         if self._accepting is not None:
             self._accepting.join(5.0)  # then every thread that there is has been started
         with self._mutex:
-            peers, strangers = list(self._peers), list(self._strangers)
-        for peer in peers:
+            peers, strangers = dict(self._peers), dict(self._strangers)
+        for peer in peers.values():
             peer.end()
-        for connection in strangers:
+        for connection in strangers.values():
             connection.interrupt()
-        with self._mutex:
-            threads = list(self._threads)
-        for thread in threads:
+        for thread in (*peers, *strangers):
             if thread is not threading.current_thread():
                 thread.join(5.0)
 
     # ------------------------------------------------------------------ threads
 
-    def _accept(self) -> None:
-        listening = self._listening
-        assert listening is not None
+    def _accept(self, listening: socket.socket) -> None:
         with listening:
             while not self._closed:
                 try:
@@ -381,35 +372,36 @@ class StreamServer:
                     self._complain(f"cannot accept KV connections: {exc}")
                     time.sleep(0.05)  # no descriptor left: others may be given back
                     continue
-                self._begin(sock, str(address[0]))
+                host = str(address[0])
+                try:
+                    self._begin(sock, host)
+                except (OSError, RuntimeError, TransferFailed) as exc:
+                    self._complain(f"refused a KV connection from {host}: {exc}")
+                    sock.close()
 
     def _begin(self, sock: socket.socket, host: str) -> None:
-        try:
-            connection = SocketConnection(sock)
-        except OSError as exc:
-            self._complain(f"refused a KV connection from {host}: {exc}")
-            sock.close()
-            return
+        """Start a thread for a stranger. Raises OSError (it has left), RuntimeError (there can be
+        no further thread) and TransferFailed (there is no room)."""
+        connection = SocketConnection(sock)
         thread = threading.Thread(
             target=self._serve, args=(connection, host), name=f"kv-{host}", daemon=True
         )
+        with self._mutex:
+            self._check_room()
+            self._strangers[thread] = connection
         try:
-            with self._mutex:
-                self._check_room()
-                self._strangers[connection] = time.monotonic()
-                self._threads.add(thread)
             thread.start()  # waits until it runs, so not under the mutex
-        except TransferFailed as exc:
-            self._complain(f"refused a KV connection from {host}: {exc}")
-            self._end(None, connection, thread)
-        except RuntimeError as exc:
+        except RuntimeError:
             KV_REFUSED.labels("threads").inc()
-            self._complain(f"ended a KV connection from {host}: {exc}")
-            self._end(None, connection, thread)
+            with self._mutex:
+                self._strangers.pop(thread, None)
+            raise
 
     def _check_room(self) -> None:
         """Raise TransferFailed if there is no room for another connection. The caller holds the
         mutex."""
+        if self._closed:
+            raise TransferFailed("this worker leaves")
         held = len(self._peers) + len(self._strangers)
         most = (machine.open_files() - FILES_SPARED) // FILES_EACH
         if held >= most:
@@ -418,35 +410,14 @@ class StreamServer:
                 f"{held} KV connections are all that the limit of {machine.open_files()} open "
                 "files allows: raise it (ulimit -n) and restart this worker"
             )
-        while len(self._strangers) >= MAX_STRANGERS and not self._closed:
-            oldest, came = next(iter(self._strangers.items()))
-            left = came + STRANGERS_S - time.monotonic()
-            if left > 0:
-                self._fewer_strangers.wait(left)
-                continue
+        if len(self._strangers) >= MAX_STRANGERS:
             KV_REFUSED.labels("strangers").inc()
             self._complain(
                 f"{MAX_STRANGERS} KV connections have sent no hello: ending the oldest one to let "
                 "others in. Check who connects to the KV port"
             )
-            del self._strangers[oldest]
-            oldest.interrupt()  # its thread ends it
-        if self._closed:
-            raise TransferFailed("this worker leaves")
-
-    def _end(
-        self, peer: ServedPeer | None, connection: SocketConnection, thread: threading.Thread
-    ) -> None:
-        if peer is not None:
-            peer.close()
-        connection.close()
-        with self._mutex:
-            self._strangers.pop(connection, None)
-            self._fewer_strangers.notify_all()
-            if peer is not None:
-                self._peers.discard(peer)
-                KV_CONNECTIONS.dec()
-            self._threads.discard(thread)
+            oldest = next(iter(self._strangers))
+            self._strangers.pop(oldest).interrupt()  # its thread ends it
 
     def _serve(self, connection: SocketConnection, host: str) -> None:
         """Serve a stranger who becomes a peer, until it leaves."""
@@ -465,7 +436,13 @@ class StreamServer:
             log.debug("KV connection from %s: %s", host, exc)
         except Exception:
             log.exception("a KV connection from %s failed", host)
-        self._end(peer, connection, threading.current_thread())
+        if peer is not None:
+            peer.close()
+        connection.close()
+        with self._mutex:
+            self._strangers.pop(threading.current_thread(), None)
+            if self._peers.pop(threading.current_thread(), None) is not None:
+                KV_CONNECTIONS.dec()
 
     def _admit(self, connection: SocketConnection) -> ServedPeer:
         """Shake hands. Whoever is refused is told why."""
@@ -478,9 +455,8 @@ class StreamServer:
             raise
         connection.set_stall(self._stall_s)
         with self._mutex:
-            self._strangers.pop(connection, None)
-            self._fewer_strangers.notify_all()
-            self._peers.add(peer)
+            self._strangers.pop(threading.current_thread(), None)
+            self._peers[threading.current_thread()] = peer
             KV_CONNECTIONS.inc()
             leaving = self._closed
         if leaving:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import socket
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.runs import Iovec, Runs
 from pullfill.transfer.stream.backends import Backend, BackendKind
-from pullfill.transfer.stream.kv_protocol import SocketConnection, reason
+from pullfill.transfer.stream.kv_protocol import SocketConnection, as_failures
 
 # Runs of one system call (`sendmsg`, `recvmsg` with MSG_WAITALL). Each call releases the GIL, and
 # to get it back beside a busy engine thread takes time. So the calls are few.
@@ -110,8 +111,11 @@ def _after(chunk: Iovec, done: int) -> Iovec:
 
 
 def _fail(got: int) -> None:
+    if got == 0:
+        raise TransferFailed("the connection is closed")
     code = ctypes.get_errno()
-    raise TransferFailed("the connection is closed" if got == 0 else reason(code))
+    with as_failures():
+        raise OSError(code, os.strerror(code))
 
 
 class TcpKind(BackendKind):
