@@ -7,10 +7,6 @@ the messages were put, as work for the engine thread.
 A small message is prepared at once, on the engine thread, if nothing waits before it: two wake-ups
 of threads cost more than it does. The engine thread does so for one message each turn of its loop.
 
-All of this is Python, so it holds the GIL. The intake thread therefore works for SLICE_S and then
-pauses for as long while the engine takes steps: a step waits for the GIL half of its time at worst,
-and not at all while the model computes.
-
 Lifecycle: `start` once, `put` from the engine thread, `close` at the end. The thread is a daemon:
 nobody waits for a preparation under way.
 """
@@ -19,14 +15,12 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 from pullfill.runtime import log
 
 logger = log.get("decode_worker.intake")
 
-SLICE_S = 0.0005
 # Messages up to this size may be prepared on the engine thread. 4 KiB is a prompt of 1,000 tokens,
 # about 0.2 ms of work.
 SMALL_BYTES = 4 << 10
@@ -35,8 +29,9 @@ SMALL_AT_REST_BYTES = 16 << 10
 # Most bytes of messages that wait: 2,000 prompts of 128k tokens.
 MAX_BYTES = 1 << 30
 
-# Yields between slices. Returns a function that the engine thread must run, or None.
-Preparation = Generator[None, None, Callable[[], None] | None]
+# What the engine thread must run once a message is prepared.
+Work = Callable[[], None]
+Preparation = Callable[[], Work | None]
 
 
 class Intake:
@@ -52,7 +47,6 @@ class Intake:
         self._waiting: queue.SimpleQueue[tuple[Preparation, int] | None] = queue.SimpleQueue()
         self._put = self._done = 0
         self._given = self._taken = 0
-        self._since = 0.0
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="intake", daemon=True).start()
@@ -87,11 +81,7 @@ class Intake:
 
     def work(self) -> bool:
         """Wait for the next preparation and run it. Returns False after `close`."""
-        rested = self.idle
-        taken = self._waiting.get()
-        if rested:
-            self._since = time.perf_counter()
-        if taken is None:
+        if (taken := self._waiting.get()) is None:
             return False
         preparation, size = taken
         self._prepare(preparation)
@@ -101,21 +91,7 @@ class Intake:
 
     def _prepare(self, preparation: Preparation, here: bool = False) -> None:
         try:
-            while True:
-                next(preparation)
-                if not here:
-                    self._pause()
-        except StopIteration as end:
-            if (work := end.value) is not None:
+            if (work := preparation()) is not None:
                 self._submit(work, wake=not here)
         except Exception:
             logger.exception("a frontend's message failed; it is ignored")
-        if not here:
-            self._pause()
-
-    def _pause(self) -> None:
-        if time.perf_counter() - self._since < SLICE_S:
-            return
-        # A sleep of 0 s also releases the GIL, for the asyncio thread.
-        time.sleep(SLICE_S if self._busy() else 0)
-        self._since = time.perf_counter()

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from pullfill import wire
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.intake import Intake, Preparation
+from pullfill.decode_worker.intake import Intake, Work
 from pullfill.decode_worker.prefix.block_events import Send
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire, request_limits, requests, speculation
@@ -232,22 +233,21 @@ class RequestServer:
             return self._refuse(frontend, request_id, RuntimeError("it is here already"))
         here, self._first = self._first, False
         taken = Request(request_id, frontend)
-        preparation = self._prepare(taken, payload, time.time())
+        preparation = partial(self._prepare, taken, payload, time.time())
         if not self.intake.put(preparation, sum(map(len, payload)), here=here):
             # Too much waits here. Another worker may have room.
             return self._give_back(frontend, request_id)
         frontend.requests.add(request_id)
         self._taken[request_id] = taken
 
-    def _prepare(self, taken: Request, payload: list[Any], arrived: float) -> Preparation:
-        """Decode and check a request. See `Preparation`.
+    def _prepare(self, taken: Request, payload: list[Any], arrived: float) -> Work | None:
+        """Decode and check a request. Runs as a `Preparation`.
 
         arrived: when it came, in seconds since 1970 by this host's clock."""
         try:
             request, tokens = self._codec.request(payload)
         except BadMessage as exc:
             return self._unreadable(taken.frontend, front_wire.ADD, exc)
-        yield
         try:
             if not taken.wanted:
                 return None
@@ -259,7 +259,7 @@ class RequestServer:
             if request.lora_request is not None:
                 request.lora_request = self._loop.adapters.named(request.lora_request)
             failpoints.hit("decode.intake")
-            made = yield from self._loop.prepare(request, tokens)
+            made = self._loop.prepare(request, tokens)
         except Exception as exc:
             failure = exc  # Python deletes `exc` at the end of this block
             return lambda: self._enter(taken, None, failure)
@@ -299,16 +299,16 @@ class RequestServer:
             self._send(frontend, front_wire.EXPL, front_wire.encode_explain(records))
 
     def _utility(self, frontend: Frontend, payload: list[Any]) -> None:
-        if not self.intake.put(self._prepare_utility(frontend, payload), sum(map(len, payload))):
+        prepare = partial(self._prepare_utility, frontend, payload)
+        if not self.intake.put(prepare, sum(map(len, payload))):
             raise BadMessage("too many requests wait before a utility call")
 
-    def _prepare_utility(self, frontend: Frontend, payload: list[Any]) -> Preparation:
+    def _prepare_utility(self, frontend: Frontend, payload: list[Any]) -> Work | None:
         """Decode a utility call. Runs on the intake thread."""
         try:
             call_id, method, args = self._codec.utility(payload)
         except BadMessage as exc:
             return self._unreadable(frontend, front_wire.UTIL, exc)
-        yield
 
         def reply(answer: Any) -> None:
             self._loop.submit(lambda: self._send_out(frontend, answer))

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.decode_worker.intake import Preparation
+from pullfill.decode_worker.intake import Work
 from pullfill.engine import requests
 from pullfill.engine.adapters import lora_request
 from pullfill.engine.groups import cached_run, keeps_all
@@ -222,10 +222,10 @@ class ReadLeases:
     def _put(self, asker: _Asker, ask: LeaseAsk) -> None:
         """Engine thread."""
         assert self._intake is not None
-        if not self._intake.put(self._prepare(asker, ask), len(ask.token_ids)):
+        if not self._intake.put(partial(self._prepare, asker, ask), len(ask.token_ids)):
             self._tell(partial(self._unfilled, asker, ask, BUSY))
 
-    def _prepare(self, asker: _Asker, ask: LeaseAsk) -> Preparation:
+    def _prepare(self, asker: _Asker, ask: LeaseAsk) -> Work:
         """Compute vLLM's block hashes of the prompt. Intake thread."""
         lora = None
         try:
@@ -235,7 +235,7 @@ class ReadLeases:
                 "read-lease", (), cache_salt=ask.cache_salt, priority=0,
                 arrival_time=time.time(), lora_request=lora,
             )  # fmt: skip
-            made = yield from self._view.prepare(request, memoryview(ask.token_ids))
+            made = self._view.prepare(request, memoryview(ask.token_ids))
         except Exception:
             logger.exception("cannot hash a prompt of %s", asker.name)
             return lambda: self._tell(partial(self._unfilled, asker, ask, BUSY))

@@ -42,7 +42,7 @@ from pullfill.wire import MAX_TEXT
 _log = log.get("engine.front_client")
 
 UTILITY_TIMEOUT_S = 10.0
-# Utilities that move weights or caches have so many times longer.
+# To load an adapter, or to end a profile, may take so many times longer.
 _SLOW = 12
 # Cached properties of vLLM's renderer that hold `max_model_len`.
 _CACHED_LIMITS = ("default_cmpl_tok_params", "default_chat_tok_params")
@@ -287,6 +287,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
                 self.renderer.__dict__.pop(name, None)
 
     # ---------------------------------------------------------------- utilities
+    # Workers refuse vLLM's other ones.
 
     def supported_tasks(self) -> tuple[str, ...]:
         return self.port.supported_tasks() or ("generate",)
@@ -301,9 +302,6 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         except PeerUnavailable as exc:
             raise failure(str(exc), Fault.WORKERS) from None
 
-    async def _first(self, method: str, *args: Any, slow: bool = False) -> Any:
-        return (await self._all(method, *args, slow=slow))[0]
-
     async def reset_mm_cache_async(self) -> None:
         await self._all("reset_mm_cache")
 
@@ -315,24 +313,6 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
     async def reset_encoder_cache_async(self) -> None:
         await self._all("reset_encoder_cache")
 
-    async def sleep_async(self, level: int = 1, mode: Any = "abort") -> None:
-        await self._all("sleep", level, mode, slow=True)
-
-    async def wake_up_async(self, tags: list[str] | None = None) -> bool:
-        return all(await self._all("wake_up", tags, slow=True))
-
-    async def is_sleeping_async(self) -> bool:
-        return any(await self._all("is_sleeping"))
-
-    async def pause_scheduler_async(self, mode: Any = "abort", clear_cache: bool = True) -> None:
-        await self._all("pause_scheduler", mode, clear_cache, slow=True)
-
-    async def resume_scheduler_async(self) -> None:
-        await self._all("resume_scheduler")
-
-    async def is_scheduler_paused_async(self) -> bool:
-        return any(await self._all("is_scheduler_paused"))
-
     async def profile_async(self, is_start: bool = True, *args: Any) -> None:
         await self._all("profile", is_start, *args, slow=True)
 
@@ -342,15 +322,3 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         except PullfillError as exc:
             raise failure(str(exc), Fault.WORKERS) from None
         return True
-
-    async def remove_lora_async(self, lora_id: int) -> bool:
-        return all(await self._all("remove_lora", lora_id))
-
-    async def list_loras_async(self) -> set[int]:
-        return set(await self._first("list_loras"))
-
-    async def pin_lora_async(self, lora_id: int) -> bool:
-        return all(await self._all("pin_lora", lora_id))
-
-    async def get_weight_version_async(self) -> str:
-        return str(await self._first("get_weight_version"))

@@ -6,7 +6,7 @@ read, and two of its limits are changed between steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine import release, requests
@@ -109,7 +109,7 @@ class EngineView:
         """Return the seats of this engine. reserve: whether they count (`--reserve-seats`)."""
         return Seats(self._core if reserve else None)
 
-    def prepare(self, request: Any, tokens: memoryview) -> Generator[None, None, Any]:
+    def prepare(self, request: Any, tokens: memoryview) -> Any:
         """Make vLLM's Request. See `engine.requests.prepare`. Any thread."""
         return requests.prepare(self._core, request, tokens)
 

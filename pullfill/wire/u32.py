@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 
 from pullfill.errors import BadMessage
@@ -31,12 +31,6 @@ def _packed(values: Iterable[int]) -> bytes:
     if sys.byteorder == "big":
         out.byteswap()
     return out.tobytes()
-
-
-def pieces(data: memoryview, count: int) -> Iterator[list[int]]:
-    """Decode in lists of `count` values, so that the caller can pause in between."""
-    for start in range(0, len(data), 4 * count):
-        yield unpack(data[start : start + 4 * count])
 
 
 def unpack(data: bytes | memoryview) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -136,7 +136,7 @@ class OwnLoop(EngineHooks):
         """Whether the last turn of the loop took a step."""
         return self._host.stepping
 
-    def prepare(self, request: Any, tokens: memoryview) -> Generator[None, None, Any]:
+    def prepare(self, request: Any, tokens: memoryview) -> Any:
         """See `engine.requests.prepare`."""
         return requests.prepare(self._core, request, tokens)
 

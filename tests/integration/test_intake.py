@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
 from typing import Any
 
 import pytest
 
 from pullfill.engine import front_wire
-from pullfill.engine.requests import TRACKED, prefill_request, prepare
+from pullfill.engine.requests import UNTRACKED, prefill_request, prepare
 from tests.support.prompts import random_prompt
 
 
-@pytest.mark.parametrize("length", [0, 5, 16, 1023, 1024, 1040, 5000])
+@pytest.mark.parametrize("length", [0, 5, 16, 5000])
 @pytest.mark.parametrize("salt", [None, "tenant"])
 def test_a_prepared_request_has_the_block_hashes_of_vllm(length: int, salt: str | None) -> None:
     from vllm.utils.hashing import sha256
@@ -34,23 +33,15 @@ def test_a_prepared_request_has_the_block_hashes_of_vllm(length: int, salt: str 
     )
     request, tokens = front_wire.WorkerCodec().request(front_wire.FrontendCodec().encode(sent))
     assert not request.prompt_token_ids
-    made = _end_of(prepare(core, request, tokens))
+    made = prepare(core, request, tokens)
     plain = Request.from_engine_core_request(sent, core.request_block_hasher)
     assert made.prompt_token_ids == plain.prompt_token_ids
     assert list(made.all_token_ids) == list(plain.all_token_ids)
     assert made.block_hashes == plain.block_hashes
     assert len(made.block_hashes) == length // 16
     lists = (made.prompt_token_ids, made._all_token_ids, made.block_hashes)
-    long = length > TRACKED
+    long = length > UNTRACKED
     assert not (long and any(map(gc.is_tracked, lists))), "100 prompts cost 0.3 s a collection"
     for request in (made, plain):
         request.append_output_token_ids(list(range(20)))
     assert made.block_hashes == plain.block_hashes, "the answer's blocks are hashed as well"
-
-
-def _end_of(steps: Generator[None, None, Any]) -> Any:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -137,12 +137,11 @@ class Rig:
         """Until everything that was put into the intake so far is with the engine."""
         last: list[bool] = []
 
-        def barrier() -> Generator[None, None, Callable[[], None]]:
-            yield
+        def barrier() -> Callable[[], None]:
             return lambda: last.append(True)
 
         intake = self.request_server.intake
-        intake.put(barrier(), 0)
+        intake.put(barrier, 0)
         while not last:
             self.todo.get(timeout=5)()
         # Its thread notes a moment later that it is idle.
@@ -152,12 +151,11 @@ class Rig:
         """The intake thread does nothing until the event is set."""
         held, go = threading.Event(), threading.Event()
 
-        def hold() -> Generator[None, None, None]:
+        def hold() -> None:
             held.set()
             go.wait(5)
-            yield
 
-        self.request_server.intake.put(hold(), 0)
+        self.request_server.intake.put(hold, 0)
         assert held.wait(5)
         return go
 
