@@ -130,7 +130,7 @@ class Budget:
     def granted(self, job_id: str) -> None:
         self._charges[job_id].granted = True
         self.counts(job_id)
-        self.room.set()  # one less waits, and a tight job may now go past it in the engine
+        self.room.set()  # one less waits
 
     def counts(self, job_id: str) -> None:
         """Note that the job is granted, or will be without another claim."""
@@ -347,22 +347,18 @@ class Puller:
         """Pull one job and start it. If there is no room for it, or no job, wait for a while."""
         await self._wait_for_credits()
         waiting, free = self.budget.waiting, self.budget.free
-        granted, full = len(self._jobs) - waiting, free <= 0
-        # A tight job (queue/contract.py) may exceed the budget, up to twice the budget, if the
-        # engine has a second prompt: it goes past that one in the engine. Otherwise nothing is
-        # gained, and another worker may be free sooner.
-        no_room = full and not (granted > 1 and free > -self.budget.limit)
-        if self.paused or no_room or granted >= self._max_jobs or waiting >= MAX_WAITING:
+        full = len(self._jobs) - waiting >= self._max_jobs or waiting >= MAX_WAITING
+        if self.paused or full or free <= 0:
             await self._wait_for_room(WAIT_S)
             return
         leaves = asyncio.get_running_loop().time() < self._leave_until
         pulling = self._pulling = asyncio.timeout(None)
         # A worker with room waits for a job, and so gets it before one that only asks.
-        wait_s = 0.0 if leaves or full else WAIT_S
+        wait_s = 0.0 if leaves else WAIT_S
         try:
             try:
                 async with pulling:
-                    delivery = await self._consumer.pull(wait_s, urgent_only=full)
+                    delivery = await self._consumer.pull(wait_s)
             finally:
                 self._pulling = None
         except Exception as exc:
@@ -374,9 +370,7 @@ class Puller:
             return
         self._pauses.reset()
         if delivery is None:
-            if full:
-                await self._wait_for_room(_LOOK_S)
-            elif leaves:
+            if leaves:
                 await asyncio.sleep(_LOOK_S)
         elif self.paused:
             await delivery.nak()

@@ -198,10 +198,8 @@ class JobConsumer(Protocol):
     def max_deliver(self) -> int:
         """Number of deliveries of one job, after which it becomes a dead letter."""
 
-    async def pull(self, wait_s: float, *, urgent_only: bool = False) -> Delivery | None:
+    async def pull(self, wait_s: float) -> Delivery | None:
         """Return one job. Waits for it, at most `wait_s`. None: there is none, or after `drain`.
-
-        urgent_only: take nothing but a tight job whose turn it is. `wait_s` must be 0.
 
         Raises QueueUnavailable if the server cannot be reached within `wait_s`. A pull that is
         cancelled gives back what it has taken. Between two pulls that do not follow each other at

@@ -1,23 +1,21 @@
 """Dead letters: jobs nobody may try again, moved to a bounded second stream for people.
 
 A job gets here by `term`, or because `max_deliver` deliveries ended in silence. In the second case
-the server keeps the message, and sends one advisory when the last `ack_wait` ends, to whoever
-listens. So all consumers listen, in a queue group, and also sweep: the last delivery may have ended
-the only worker. Two workers that move the same job leave one record (`Nats-Msg-Id`).
+the server keeps the message, and sends one advisory when the last `ack_wait` ends, to one of the
+consumers. If there is none at that moment, the message stays until its decode worker deletes it,
+or for an hour. Two workers that move the same job leave one record (`Nats-Msg-Id`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import contextlib
 from typing import Annotated
 
 import msgspec
 from nats.aio.msg import Msg
 
 from pullfill.errors import PullfillError
-from pullfill.queue.contract import DeadLetter, Urgency
+from pullfill.queue.contract import DeadLetter
 from pullfill.queue.nats_connection import (
     API_TIMEOUT_S,
     HEADER_ROOM,
@@ -25,14 +23,10 @@ from pullfill.queue.nats_connection import (
     NatsConnection,
     read_reply,
 )
-from pullfill.queue.streams import DELIVERIES, JOB_ID, MSG_ID, REASON, Names, consumer_of
+from pullfill.queue.streams import DELIVERIES, JOB_ID, MSG_ID, REASON, Names
 from pullfill.runtime import log, metrics
-from pullfill.runtime.lifecycle import end
 
 logger = log.get("queue")
-
-SWEEP_S = 30.0
-"""Seconds between two sweeps. Until then the job counts in the depth."""
 
 
 class DeadLetters:
@@ -41,7 +35,6 @@ class DeadLetters:
     def __init__(self, connection: NatsConnection, names: Names) -> None:
         self._connection = connection
         self._names = names
-        self._task: asyncio.Task[None] | None = None
 
     async def write(self, letter: DeadLetter) -> None:
         """Store one record. The same job again changes nothing. Raises QueueUnavailable."""
@@ -70,11 +63,6 @@ class DeadLetters:
         """Move jobs that used up their deliveries. Call it on each new connection."""
         subject = f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{self._names.stream}.*"
         await self._connection.client.subscribe(subject, queue="pullfill", cb=self._on_advisory)
-        if self._task is None:
-            self._task = asyncio.create_task(self._sweep_for_ever(), name="queue-sweep")
-
-    async def close(self) -> None:
-        await end(self._task)
 
     async def _on_advisory(self, msg: Msg) -> None:
         try:
@@ -82,30 +70,6 @@ class DeadLetters:
             await self._move(advisory.stream_seq, advisory.deliveries)
         except (PullfillError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as exc:
             logger.warning("could not move a job that used up its deliveries: %s", exc)
-
-    async def _sweep_for_ever(self) -> None:
-        while True:
-            if self._connection.up:
-                with contextlib.suppress(PullfillError, KeyError, TypeError, ValueError):
-                    for urgency in Urgency:
-                        await self._sweep(urgency)
-            await asyncio.sleep(SWEEP_S)
-
-    async def _sweep(self, urgency: Urgency) -> None:
-        """Move the jobs of one urgency whose advisory nobody heard."""
-        stream, api = self._names.stream, self._connection.api
-        about = await api(f"CONSUMER.INFO.{stream}.{consumer_of(urgency)}")
-        # Such a message was delivered, and is not in flight. The server does not list those in
-        # flight, so nothing is moved while there are any.
-        seq, last = 0, 0 if about["num_ack_pending"] else about["delivered"]["stream_seq"]
-        while seq < last:
-            ask = {"seq": seq + 1, "next_by_subj": self._names.jobs_of(urgency)}
-            try:
-                answer = await api(f"STREAM.MSG.GET.{stream}", ask)
-            except ApiError:
-                return  # there is none
-            if (seq := int(answer["message"]["seq"])) <= last:
-                await self._move(seq, 0)
 
     async def _move(self, seq: int, deliveries: int) -> None:
         message = await get_message(self._connection, self._names.stream, seq)

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -54,8 +55,6 @@ BUSY_REFRESH_S = 0.2
 not answer, and while the depth keeps jobs local."""
 STEADY_REFRESH_S = 1.0
 """The same, at most. Own changes count in between."""
-MAX_HOLES = 20_000
-"""Messages that are gone from the middle of the stream. 100,000 cost 17 ms of the loop."""
 JETSTREAM, STORAGE, PULLS = "jetstream", "storage", "pulls"
 """The parts of the server's health: whether it counts jobs, stores them, and answers pulls."""
 _STORES_NOTHING = (
@@ -64,33 +63,18 @@ _STORES_NOTHING = (
 )
 
 
-# ---------------------------------------------------------------------- the decode worker's side
+class QueueEnd(ABC):
+    """One connection to NATS, and the streams over it. Not started before `connect`.
 
+    streams: call its `configure` when the settings change."""
 
-class JetStreamProducer:
-    """A `JobProducer`. See the contract for what each method promises.
-
-    Circuit breaker: one publish or count without an answer opens it. Then `available` is False and
-    nothing is published. The next count that is answered closes it. So a server that hangs costs
-    one `publish_timeout_s`, once.
-
-    streams: call its `configure` when the settings change.
-    health: whether the server counts and stores jobs."""
+    role: ClassVar[str]
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self.connection = streams.connection
         self.health = self.connection.health
         self._names = streams.names
-        self._depth = DepthCache()
-        self.depth = self._depth.status
-        self._answering = False
-        self._holds, self._held_until = Backoff(BUSY_REFRESH_S, longest_s=30.0), -math.inf
-        self._holes = 0
-        self._loop = asyncio.get_running_loop()
-        self._kick = asyncio.Event()
-        self._cancels = asyncio.Semaphore(64)  # NATS would not answer thousands in time
-        self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
     async def connect(
@@ -101,14 +85,48 @@ class JetStreamProducer:
         settings: QueueSettings = NOT_SET,
         wait_s: float = 30.0,
         connect_options: Mapping[str, Any] | None = None,
-    ) -> JetStreamProducer:
+    ) -> Self:
         """Connect, and make the streams if they are not there.
 
         Raises QueueUnavailable after `wait_s`, ConfigError."""
-        self = cls(Streams(NatsConnection(url, "producer", connect_options), config, settings))
+        self = cls(Streams(NatsConnection(url, cls.role, connect_options), config, settings))
         await self.connection.start(wait_s, self._connected, self._on_down)
-        self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
         return self
+
+    @abstractmethod
+    async def _connected(self) -> None:
+        """A connection was made. What fails over the first one is raised by `connect`."""
+
+    @abstractmethod
+    def _on_down(self) -> None:
+        """A connection was lost."""
+
+
+# ---------------------------------------------------------------------- the decode worker's side
+
+
+class JetStreamProducer(QueueEnd):
+    """A `JobProducer`. See the contract for what each method promises.
+
+    Circuit breaker: one publish or count without an answer opens it. Then `available` is False and
+    nothing is published. The next count that is answered closes it. So a server that hangs costs
+    one `publish_timeout_s`, once.
+
+    health: whether the server counts and stores jobs."""
+
+    role = "producer"
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__(streams)
+        self._names = streams.names
+        self._depth = DepthCache()
+        self.depth = self._depth.status
+        self._answering = False
+        self._holds, self._held_until = Backoff(BUSY_REFRESH_S, longest_s=30.0), -math.inf
+        self._loop = asyncio.get_running_loop()
+        self._kick = asyncio.Event()
+        self._cancels = asyncio.Semaphore(64)  # NATS would not answer thousands in time
+        self._watcher: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
         await end(self._watcher)
@@ -169,8 +187,7 @@ class JetStreamProducer:
     async def gone(self, receipts: Sequence[Receipt]) -> list[Receipt]:
         if not (receipts and self._answering):
             return []
-        # To list the holes costs time per hole. Beyond MAX_HOLES only the first message counts.
-        ask = {"deleted_details": self._holes <= MAX_HOLES}
+        ask = {"deleted_details": True}
         try:
             info = await self.connection.api(f"STREAM.INFO.{self._names.stream}", ask, self._wait_s)
         except QueueUnavailable as exc:
@@ -179,7 +196,6 @@ class JetStreamProducer:
             self._trip(exc)  # it is made again
             return list(receipts)
         state, stream_id = info["state"], str(info["created"])
-        self._holes = int(state.get("num_deleted", 0))
         holes = set(state.get("deleted") or ())
         return [
             receipt
@@ -213,9 +229,10 @@ class JetStreamProducer:
     # ------------------------------------------------------------------ breaker and depth
 
     async def _connected(self) -> None:
-        if self._watcher is None:  # `connect` raises what goes wrong over the first connection
+        if self._watcher is None:
             await self.streams.ensure()
             await self._look()
+            self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
 
     def _on_down(self) -> None:
         self.streams.stream_id = ""
@@ -297,24 +314,23 @@ GRACE_S = 1.0
 _FOUND_NOTHING = frozenset({"404", "408"})
 
 
-class JetStreamConsumer:
+class JetStreamConsumer(QueueEnd):
     """A `JobConsumer`. See the contract for what each method promises.
 
     A pull first asks for a job that is there now, one urgency after another. If there is none, it
     asks the consumers of all urgencies at once. Requests that still wait when a job has come are
     for the next pull, or are taken back if none follows at once.
 
-    streams: call its `configure` when the settings change.
     health: whether the server answers pulls.
     _live: requests without an answer, and when each counts as unanswered.
     _broken: urgencies whose consumer did not answer, or not as it should. They are asked again once
     `_repair` has looked after the stream."""
 
+    role = "consumer"
+
     def __init__(self, streams: Streams) -> None:
-        self.streams = streams
-        self.connection = streams.connection
-        self.health = self.connection.health
-        self.letters = DeadLetters(self.connection, streams.names)
+        super().__init__(streams)
+        self.letters = DeadLetters(self.connection, self._names)
         self._turns = Turns()
         self._subscription: Subscription | None = None
         self._inbox = ""
@@ -325,21 +341,6 @@ class JetStreamConsumer:
         self._draining = self._known = self._pulling = False
         self._repairing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @classmethod
-    async def connect(
-        cls,
-        url: str,
-        config: QueueConfig,
-        *,
-        settings: QueueSettings = NOT_SET,
-        wait_s: float = 30.0,
-        connect_options: Mapping[str, Any] | None = None,
-    ) -> JetStreamConsumer:
-        """As `JetStreamProducer.connect`."""
-        self = cls(Streams(NatsConnection(url, "consumer", connect_options), config, settings))
-        await self.connection.start(wait_s, self._connected, self._on_down)
-        return self
 
     @property
     def ack_wait_s(self) -> float:
@@ -356,7 +357,6 @@ class JetStreamConsumer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.connection.up:
             await self.connection.flush()
-        await self.letters.close()
         await self.connection.close()
 
     async def drain(self) -> None:
@@ -366,11 +366,11 @@ class JetStreamConsumer:
 
     # ------------------------------------------------------------------ pull
 
-    async def pull(self, wait_s: float, *, urgent_only: bool = False) -> Delivery | None:
+    async def pull(self, wait_s: float) -> Delivery | None:
         job: JetStreamDelivery | None = None
         self._pulling = True
         try:
-            job = await self._next(wait_s, urgent_only)
+            job = await self._next(wait_s)
         except QueueUnavailable as exc:
             # Then it is JetStream that does not work. `_repair` may know why.
             if self.connection.up and not self.health.fails(PULLS):
@@ -400,14 +400,12 @@ class JetStreamConsumer:
         while self._arrived:
             self._spawn(self._arrived.popleft().nak())
 
-    async def _next(self, wait_s: float, urgent_only: bool) -> JetStreamDelivery | None:
+    async def _next(self, wait_s: float) -> JetStreamDelivery | None:
         """Return one job. None: none came within `wait_s`, or drain. Raises QueueUnavailable."""
         until = asyncio.get_running_loop().time() + wait_s
         if not await self.connection.wait_up(wait_s):
             raise QueueUnavailable(f"NATS at {self.connection.shown_url} is not connected")
         order = self._turns.order()
-        if urgent_only:
-            order = [one for one in order[:1] if one is Urgency.TIGHT]
         if wait_s <= 0:
             self._give_back()
             if self._live:
@@ -450,7 +448,7 @@ class JetStreamConsumer:
         self._live[urgency] = asyncio.get_running_loop().time() + wait_s + GRACE_S
         how = b'"expires":%d' % int(wait_s * 1e9) if wait_s else b'"no_wait":true'
         await self.connection.publish(
-            f"$JS.API.CONSUMER.MSG.NEXT.{self.streams.names.stream}.{consumer_of(urgency)}",
+            f"$JS.API.CONSUMER.MSG.NEXT.{self._names.stream}.{consumer_of(urgency)}",
             b'{"batch":1,%b}' % how,
             reply=f"{self._inbox}.{urgency.label}",
         )
@@ -504,7 +502,7 @@ class JetStreamConsumer:
             # nats-py's `unsubscribe` would drop what comes meanwhile. Its `drain` writes a PING
             # that may overtake the UNSUB. A request is written after it.
             await self.connection.client._send_unsubscribe(subscription._id)
-            await self.connection.api(f"STREAM.INFO.{self.streams.names.stream}", timeout_s=GRACE_S)
+            await self.connection.api(f"STREAM.INFO.{self._names.stream}", timeout_s=GRACE_S)
         with contextlib.suppress(nats.errors.Error, OSError):
             await subscription.unsubscribe()
 
@@ -518,7 +516,7 @@ class JetStreamConsumer:
 
     async def _connected(self) -> None:
         if not self._known:
-            await self.streams.ensure()  # `connect` raises what goes wrong
+            await self.streams.ensure()
             self._known = True
         else:
             self._break(*Urgency, why="a new connection")

@@ -261,6 +261,8 @@ async def test_hand_back_frees_the_job_of_a_dead_worker_and_no_other(bench: Benc
     receipt = await bench.producer.publish("other", b"", 1)
     job = await bench.consumer.pull(SOON_S)
     mine = await bench.producer.publish("mine", b"", 1)
+    with pytest.raises(BadMessage):  # tests/unit/queue/test_streams.py has more
+        await bench.producer.nak("$JS.ACK.OTHER.prefill-normal.1.1.1.1.0", receipt)
     with pytest.raises(BadMessage, match="another job"):
         await bench.producer.nak(job.ack_subject, mine)
     await bench.producer.nak(job.ack_subject, None)
@@ -268,22 +270,6 @@ async def test_hand_back_frees_the_job_of_a_dead_worker_and_no_other(bench: Benc
     again = await (await bench.add_consumer()).pull(SOON_S)
     assert (again.job_id, again.number) == ("other", 2)
     await again.ack()
-
-
-@pytest.mark.parametrize(
-    "subject",
-    [
-        "",
-        "pullfill.test.x.job.1",
-        "$JS.API.STREAM.DELETE.X",
-        "$JS.ACK.OTHER.prefill-normal.1.1.1.1.0",
-        "$JS.ACK.>",
-        "$JS.ACK.a.prefill-normal.1.1.1.1.0\r\nPUB x 0",
-    ],
-)
-async def test_hand_back_refuses_what_is_no_ack_subject_of_ours(bench: Bench, subject: str) -> None:
-    with pytest.raises(BadMessage):
-        await bench.producer.nak(subject, None)
 
 
 async def test_depth_counts_jobs_and_tokens(bench: Bench) -> None:
@@ -413,13 +399,3 @@ async def test_a_worker_that_waits_at_all_takes_one_job_and_leaves_the_others(be
         assert (job.job_id, job.number) == (name, 1)
         await job.ack()
     await first.ack()
-
-
-async def test_a_worker_may_take_nothing_but_urgent_jobs(bench: Bench) -> None:
-    await publish(bench, ("normal", 100, NORMAL))
-    assert await bench.consumer.pull(0.0, urgent_only=True) is None
-    await publish(bench, ("tight", 100, TIGHT))
-    job = await bench.consumer.pull(0.0, urgent_only=True)
-    assert job.job_id == "tight"
-    await job.ack()
-    assert await handed_out(bench, 1) == ["normal"]

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavailable
-from pullfill.queue import dead_letters as dead_letters_of_queue
 from pullfill.queue import nats_connection
 from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt, Urgency
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
@@ -126,30 +125,6 @@ def silence(end: Any, monkeypatch: pytest.MonkeyPatch, *about: str) -> list[str]
 
 
 # ------------------------------------------------------------------ a server that comes and goes
-
-
-async def test_jobs_whose_last_worker_died_become_dead_letters(
-    nats: NatsServer, config: QueueConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server says once that the deliveries are used up, and then nobody is there to hear it."""
-    monkeypatch.setattr(dead_letters_of_queue, "SWEEP_S", 0.1)
-    config = replace(config, max_deliver=1, ack_wait_s=0.3)
-    producer, dies = await both(nats, config)
-    await producer.publish("a", b"body", 10)
-    assert await dies.pull(5)
-    await dies.close()
-    pending = f"CONSUMER.INFO.{producer.streams.names.stream}.{NORMAL}"
-    async with asyncio.timeout(HANG_S):
-        while (await producer.connection.api(pending))["num_ack_pending"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    await producer.publish("b", b"other", 10)
-    comes = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
-    async with asyncio.timeout(HANG_S):
-        while not (letters := await dead_letters(producer.connection, config)):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    assert [(one.job_id, one.body) for one in letters] == [("a", b"body")]
-    assert await comes.pull(5), "what waits is no dead letter"
-    await asyncio.gather(producer.close(), comes.close())
 
 
 async def test_nobody_there_ends_with_advice(

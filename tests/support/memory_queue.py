@@ -74,7 +74,7 @@ class MemoryQueue:
         if all(known.job_id != job.job_id for known in self.dead):
             self.dead.append(DeadLetter(job.job_id, reason, job.deliveries, job.body))
 
-    def take(self, turns: Turns, *, urgent_only: bool = False) -> Job | None:
+    def take(self, turns: Turns) -> Job | None:
         """Return the job that a worker with these turns gets now.
 
         A job that has used up its deliveries becomes a dead letter here, as on the server."""
@@ -87,10 +87,7 @@ class MemoryQueue:
                 self.bury(job, "max_deliver")
             else:
                 ready.setdefault(job.urgency, job)
-        order = turns.order()
-        if urgent_only:
-            order = [one for one in order[:1] if one is Urgency.TIGHT]
-        for urgency in order:
+        for urgency in turns.order():
             if (taken := ready.get(urgency)) is not None:
                 taken.deliveries += 1
                 taken.in_flight = True
@@ -213,14 +210,14 @@ class MemoryConsumer:
         self.ack_wait_s = queue.config.ack_wait_s
         self.max_deliver = queue.config.max_deliver
 
-    async def pull(self, wait_s: float, *, urgent_only: bool = False) -> Delivery | None:
+    async def pull(self, wait_s: float) -> Delivery | None:
         queue, loop = self._queue, asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         while not self._draining:
-            if not queue.offline and (job := queue.take(self._turns, urgent_only=urgent_only)):
+            if not queue.offline and (job := queue.take(self._turns)):
                 return MemoryDelivery(queue, job)
             left = deadline - loop.time()
-            if left <= 0 or urgent_only:
+            if left <= 0:
                 queue.check_online()
                 break
             queue.changed.clear()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pullfill.errors import ClaimRefused, QueueUnavailable
-from pullfill.prefill_worker import puller as puller_module
 from pullfill.prefill_worker.puller import Budget, Puller, budget_of
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
@@ -56,11 +55,10 @@ class Worker:
             max_prompt_tokens=100, **more,
         )  # fmt: skip
 
-    async def pull(self, wait_s: float, *, urgent_only: bool = False) -> Any:
-        if not urgent_only:
-            self.asked.append(self.puller.in_flight)
-            self.waits.append(wait_s)
-        return await self._consumer.pull(wait_s, urgent_only=urgent_only)
+    async def pull(self, wait_s: float) -> Any:
+        self.asked.append(self.puller.in_flight)
+        self.waits.append(wait_s)
+        return await self._consumer.pull(wait_s)
 
     async def _find(self, name: str, **_: bool) -> Any:
         self.started.append(name)
@@ -145,34 +143,6 @@ async def test_each_job_starts_before_the_next_is_asked_for() -> None:
 @pytest.mark.parametrize(("step", "budget"), [(1024, 4096), (2048, 4096), (8192, 16384)])
 def test_the_budget_is_two_steps_but_not_of_small_ones(step: int, budget: int) -> None:
     assert budget_of(step) == budget
-
-
-async def test_a_tight_job_goes_past_the_prompt_that_waits_in_the_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Beyond the budget, once over. Others wait for room, and so does a tight one without need."""
-    monkeypatch.setattr(puller_module, "WAIT_S", 60.0)  # the grant itself makes it look again
-    worker = Worker(Budget(1000, claim_s=60.0))
-    worker.puller.start()
-    await worker.publish("one", 1000)
-    await worker.runs("one")
-    worker.grant("one")
-    await worker.publish("two", 10)
-    await worker.publish("tight", 10, Urgency.TIGHT)
-    await asyncio.sleep(0.05)
-    await worker.runs("one")  # more would gain nothing: the engine has no second prompt
-    await worker.end("one")
-    await worker.runs("one", "tight", "two")
-    await worker.publish("big", 1000)
-    await worker.runs("one", "tight", "two", "big")
-    worker.grant("tight", "two", "big")
-    await worker.publish("next", 10)
-    for number in range(3):
-        await worker.publish(f"tight{number}", 600, Urgency.TIGHT)
-    await until(lambda: len(worker.started) == 6)
-    await asyncio.sleep(0.05)
-    await worker.runs("one", "tight", "two", "big", "tight0", "tight1")
-    await worker.puller.close()
 
 
 async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> None:
