@@ -23,7 +23,6 @@ from pullfill.errors import (
     ClaimRefused,
     Fenced,
     HandoffError,
-    OtherVersion,
     PeerUnavailable,
     PullfillError,
     QueueUnavailable,
@@ -398,11 +397,6 @@ class Handoff:
     async def _not_begun(self, why: PullfillError | TimeoutError) -> None:
         """Settle a job that this worker did not begin, or leave that to its holder."""
         match why:
-            case OtherVersion():
-                # A worker of its version can do it. After the last delivery its decode worker must
-                # see that nobody will.
-                logger.warning("job %s is left to other workers: %s", self.job_id, why)
-                await self.settle("ack" if self._last_delivery else "nak", delay_s=_AGAIN_RENEWED_S)
             case BadMessage():
                 self.succeeded = False
                 logger.error("job %s is poison, dead-lettered: %s", self.job_id, why)

@@ -12,6 +12,7 @@ import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK, Clock
@@ -31,59 +32,44 @@ MAX_RANKS = 1024
 """More than any engine has. A descriptor that says more is refused, so etcd is asked no further."""
 
 
-class TransferWorkers:
-    """Makes the transfer workers of a prefill worker.
+async def open_transfer_worker(
+    record: WorkerRecord,
+    *,
+    memories: Sequence[LocalMemory],
+    directory: Directory,
+    compat: Compat,
+    transports: Sequence[PeerTransport],
+    absent: Mapping[str, str],
+    credits: Credits,
+    copiers: weakref.WeakSet[TransferWorker],
+) -> TransferWorker:
+    """Connect to a decode worker's KV memory, each rank over the best transport.
 
     memories: our own KV memory, of each rank. directory: has the descriptors.
     transports: the ones that we have, best first.
     absent: why other transports are not among them, for people.
-    copiers: those that may still copy. They outlive their connections."""
+    copiers: gets the transfer worker, which may still copy when its connection has ended.
 
-    def __init__(
-        self,
-        memories: Sequence[LocalMemory],
-        directory: Directory,
-        compat: Compat,
-        transports: Sequence[PeerTransport],
-        credits: Credits,
-        absent: Mapping[str, str],
-        copiers: weakref.WeakSet[TransferWorker],
-    ) -> None:
-        self._memories = memories
-        self._directory = directory
-        self._compat = compat
-        self._transports = transports
-        self._credits = credits
-        self._absent = absent
-        self._copiers = copiers
-
-    async def open(self, record: WorkerRecord) -> TransferWorker:
-        """Connect to a decode worker's KV memory, each rank over the best transport.
-
-        Raises IncompatibleError, TransferFailed and PeerUnavailable. The last also for descriptors
-        or answers that cannot be read: those are the decode worker's fault, never that of a job."""
-        if not self._memories:
-            raise IncompatibleError("no transport reaches this worker's KV memory", field="device")
-        name, find = record.instance_id, self._directory.descriptor
-        loop, thread = asyncio.get_running_loop(), SerialExecutor()
-        try:
-            first = await find(name, 0, expect=self._compat)
-            if first.world_size > MAX_RANKS:
-                raise BadMessage(f"{name} says it has {first.world_size} ranks")
-            more = [await find(name, n, expect=self._compat) for n in range(1, first.world_size)]
-            # On a thread of its own: it may wait for a worker that does not answer.
-            better = await loop.run_in_executor(
-                thread, why_not_better, first, self._transports, self._absent
-            )
-            session = await loop.run_in_executor(
-                thread, connect, self._memories, [first, *more], self._transports
-            )
-        except BadMessage as exc:
-            raise PeerUnavailable(f"cannot connect to the KV memory: {exc}") from exc
-        logger.info("writing to %s over %s", name, session.transport)
-        made = TransferWorker(session, name, self._memories, self._credits.open(name), better)
-        self._copiers.add(made)
-        return made
+    Raises IncompatibleError, TransferFailed and PeerUnavailable. The last also for descriptors or
+    answers that cannot be read: those are the decode worker's fault, never that of a job."""
+    if not memories:
+        raise IncompatibleError("no transport reaches this worker's KV memory", field="device")
+    name, find = record.instance_id, directory.descriptor
+    # On a thread of its own: it may wait for a worker that does not answer.
+    run = partial(asyncio.get_running_loop().run_in_executor, SerialExecutor())
+    try:
+        first = await find(name, 0, expect=compat)
+        if first.world_size > MAX_RANKS:
+            raise BadMessage(f"{name} says it has {first.world_size} ranks")
+        more = [await find(name, n, expect=compat) for n in range(1, first.world_size)]
+        better = await run(why_not_better, first, transports, absent)
+        session = await run(connect, memories, [first, *more], transports)
+    except BadMessage as exc:
+        raise PeerUnavailable(f"cannot connect to the KV memory: {exc}") from exc
+    logger.info("writing to %s over %s", name, session.transport)
+    made = TransferWorker(session, name, memories, credits, better)
+    copiers.add(made)
+    return made
 
 
 class OutOfReach(PeerUnavailable):

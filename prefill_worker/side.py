@@ -25,7 +25,7 @@ from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.puller import Budget, Puller, budget_of
-from pullfill.prefill_worker.reach import TransferWorkers
+from pullfill.prefill_worker.reach import open_transfer_worker
 from pullfill.prefill_worker.read_grants import ReadGrants, open_region
 from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
@@ -47,6 +47,8 @@ from pullfill.worker.context import SchedulerHalf
 from pullfill.worker.sides import Engine, Neighbour, Role, Service
 
 logger = log.get("prefill_worker")
+
+_KEPT_S = 1.0  # how long a drain waits after the last job
 
 
 class PrefillRole(Role[PrefillContext]):
@@ -110,15 +112,6 @@ class PrefillRole(Role[PrefillContext]):
             limit=features.limits(engine.view.config.model_config),
         )
 
-    async def open(self, parts: AsyncExitStack) -> Service:
-        service = await self.open_side(
-            self._engine, self._tasks, self._queue, self._hello, parts, self._own
-        )
-        if self._beside is not None:
-            looks = asyncio.create_task(self._yield(self._beside, service.puller), name="slack")
-            parts.push_async_callback(end, looks)
-        return service
-
     def _own(self, delivery: Delivery) -> bool:
         return self._beside is not None and self._beside.take_back(delivery.body)
 
@@ -149,19 +142,10 @@ class PrefillRole(Role[PrefillContext]):
             max_prompt_tokens=int(config.model_config.max_model_len) - 1,
         )
 
-    async def open_side(
-        self,
-        engine: Engine[PrefillContext],
-        tasks: PrefillEngine,
-        queue: Settings[QueueSettings],
-        hello: Hello,
-        parts: AsyncExitStack,
-        take_back: Callable[[Delivery], bool] = lambda _: False,
-    ) -> PrefillService:
-        """Build what pulls and runs jobs. Closing `parts` ends it, and the memory stays open.
-
-        take_back: see Puller."""
-        options, config, context = self._options, engine.view.config, engine.context
+    async def open(self, parts: AsyncExitStack) -> Service:
+        """Build what pulls and runs jobs. Closing `parts` ends it, and the memory stays open."""
+        options, engine, queue = self._options, self._engine, self._queue
+        config, context = engine.view.config, engine.context
         consumer = await JetStreamConsumer.connect(
             self._cluster.nats_url,
             QueueConfig(namespace=self._cluster.namespace, compat_hash=engine.compat.hash()),
@@ -184,11 +168,13 @@ class PrefillRole(Role[PrefillContext]):
         if memories := context.memories:
             transports = peer_transports(options.transports, memories, self._key, options.host)
             absent = why_absent(options.transports, memories[0])
-        workers = TransferWorkers(
-            memories, self._directory, engine.compat, transports, credits, absent, self.copiers
-        )
+        reach = partial(
+            open_transfer_worker, memories=memories, directory=self._directory,
+            compat=engine.compat, transports=transports, absent=absent, credits=credits,
+            copiers=self.copiers,
+        )  # fmt: skip
         links = DecodeLinks(
-            self._directory, hello, engine.compat, workers.open, self._key,
+            self._directory, self._hello, engine.compat, reach, self._key,
             load=context.scheduler.load, activity=budget.activity, kept=self._kept,
             most=options.standing_links,
         )  # fmt: skip
@@ -196,23 +182,21 @@ class PrefillRole(Role[PrefillContext]):
 
         read_grants = ReadGrants(context.owner.fences if context.owner else None)
         puller = Puller(
-            consumer, links, tasks, budget, credits, read_grants, consumer.health,
-            max_prompt_tokens=hello.max_prompt_tokens, take_back=take_back,
+            consumer, links, self._tasks, budget, credits, read_grants, consumer.health,
+            max_prompt_tokens=self._hello.max_prompt_tokens, take_back=self._own,
         )  # fmt: skip
         parts.push_async_callback(puller.close)
+        if self._beside is not None:
+            yields = asyncio.create_task(self._yield(self._beside, puller), name="slack")
+            parts.push_async_callback(end, yields)
         healths = [consumer.health, self._etcd.health]
-        return PrefillService(engine, links, puller, budget, credits, healths, hello)
+        return PrefillService(engine, links, puller, budget, credits, healths, self._hello)
 
 
 class PrefillService(Service):
     """See Service.
 
-    healths: of NATS and of etcd.
-    kept_s: how long a drain waits after the last job for reads and copies that may still go on."""
-
-    # They usually end within milliseconds, but those of a stopped decode worker do not end. The
-    # blocks that it reads stay allocated, until this process ends. If the engine stays (elastic):
-    # until the read has ended.
+    healths: of NATS and of etcd."""
 
     def __init__(
         self,
@@ -223,7 +207,6 @@ class PrefillService(Service):
         credits: Credits,
         healths: list[ServerHealth],
         hello: Hello,
-        kept_s: float = 1.0,
     ) -> None:
         self._engine = engine
         self._links = links
@@ -232,7 +215,6 @@ class PrefillService(Service):
         self._credits = credits
         self._healths = healths
         self._computes = hello.computes
-        self._kept_s = kept_s
 
     def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         # Decode workers get our regions with Hello.
@@ -294,9 +276,12 @@ class PrefillService(Service):
     async def finished(self) -> None:
         dead = self._engine.dead
         await until(self.puller.no_jobs, dead)
+        # Reads and copies that still go on usually end within milliseconds. Those of a stopped
+        # decode worker do not: the blocks that it reads stay allocated until this process ends, or,
+        # if the engine stays, until the read ends.
         frees = any(memory.freed_at_exit for memory in self._engine.context.memories)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if frees else self._kept_s):
+            async with asyncio.timeout(None if frees else _KEPT_S):
                 await until(self.puller.idle, dead)
 
     async def give_up(self) -> None:

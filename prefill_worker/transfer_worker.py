@@ -60,7 +60,8 @@ class TransferWorker:
     `close` ends it. Operations that are queued then fail. Operations that are submitted later fail
     at once, on the caller's thread.
 
-    memories: the memory of each rank that the session copies from, for credits.
+    name: the decode worker's.
+    memories: the memory of each rank that the session copies from.
     why_not_better: why no better transport than the session's is used, for people."""
 
     def __init__(
@@ -68,12 +69,12 @@ class TransferWorker:
         session: PeerSession,
         name: str,
         memories: Sequence[LocalMemory],
-        account: Account | None = None,
+        credits: Credits,
         why_not_better: Sequence[str] = (),
     ) -> None:
         self._session = session
         self.why_not_better = tuple(why_not_better)
-        self._account = account
+        self._credits, self._account = credits, credits.open(name)
         self._block_bytes = sum(memory.layout.block_bytes for memory in memories)
         self._name = name
         self._thread = SerialExecutor()
@@ -152,8 +153,7 @@ class TransferWorker:
                 if not self._put(self._end_session):
                     self._end_session()  # nothing runs where a new thread is needed
         self._session.interrupt()
-        if self._account is not None:
-            self._account.close()
+        self._credits.add(self._account, 0, close=True)
 
     def join(self, timeout_s: float) -> bool:
         """After `close`: wait until nothing is copied any more. False: not in time."""
@@ -183,8 +183,8 @@ class TransferWorker:
     def _charge(self, verb: str, nbytes: int) -> None:
         """Add to the bytes under way. nbytes: negative when they are over."""
         metrics.KV_IN_FLIGHT.labels(verb).inc(nbytes)
-        if self._account is not None and verb != "read":
-            self._account.add(nbytes)
+        if verb != "read":
+            self._credits.add(self._account, nbytes)
 
     def _submit(self, operation: _Operation) -> None:
         task = operation.task
@@ -285,21 +285,12 @@ _NO_THREAD = "this worker cannot start a thread for the copy"
 # --------------------------------------------------------------------------- credits
 
 
+@dataclass(slots=True, eq=False)
 class Account:
-    """The account of one decode worker. After `close` further charges have no effect."""
+    """What one decode worker is charged with, in bytes."""
 
-    def __init__(self, credits: Credits, peer: str) -> None:
-        self._credits = credits
-        self.peer = peer
-        self.used = 0
-
-    def add(self, nbytes: int) -> None:
-        """Charge bytes. Negative: refund them."""
-        self._credits.move(self, nbytes)
-
-    def close(self) -> None:
-        """Refund everything that is still charged, and end the account. Idempotent."""
-        self._credits.move(self, 0, last=True)
+    peer: str
+    used: int = 0
 
 
 class Credits:
@@ -311,26 +302,45 @@ class Credits:
 
     An account may exceed the limit by the prefill budget. Any thread.
 
-    limit_bytes: for each decode worker.
+    limit: bytes for each decode worker.
     on_room: called when no account is at its limit any more. Any thread, no lock held."""
 
-    def __init__(
-        self,
-        limit_bytes: int,
-        *,
-        on_room: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.limit = limit_bytes
+    def __init__(self, limit: int, *, on_room: Callable[[], object] = lambda: None) -> None:
+        self.limit = limit
         self._on_room = on_room
         self._lock = threading.Lock()
         self._accounts: list[Account] = []
 
     def open(self, peer: str) -> Account:
         """Open an account. A peer that has reconnected has two until the old one is closed."""
-        account = Account(self, peer)
+        account = Account(peer)
         with self._lock:
             self._accounts.append(account)
         return account
+
+    def add(self, account: Account, nbytes: int, *, close: bool = False) -> None:
+        """Charge bytes. Negative: refund them. Without effect after `close`.
+
+        close: refund everything that is still charged, and end the account."""
+        with self._lock:
+            if account not in self._accounts:
+                return
+            was_full = account.used >= self.limit
+            account.used = 0 if close else account.used + nbytes
+            if close:
+                self._accounts.remove(account)
+            room = was_full and all(one.used < self.limit for one in self._accounts)
+        if room:
+            self._on_room()
+
+    @property
+    def used(self) -> dict[str, int]:
+        """Bytes by decode worker."""
+        used: dict[str, int] = {}
+        with self._lock:
+            for one in sorted(self._accounts, key=lambda one: one.peer):
+                used[one.peer] = used.get(one.peer, 0) + one.used
+        return used
 
     @property
     def gone(self) -> list[str]:
@@ -340,36 +350,13 @@ class Credits:
         with self._lock:
             return sorted({one.peer for one in self._accounts if one.used >= self.limit})
 
-    @property
-    def used(self) -> dict[str, int]:
-        """Bytes by decode worker."""
-        with self._lock:
-            return {
-                peer: sum(a.used for a in self._accounts if a.peer == peer)
-                for peer in sorted({a.peer for a in self._accounts})
-            }
-
     def describe(self) -> dict[str, Any]:
         """For /status."""
         return {"limit_bytes": self.limit, "used_bytes": self.used, "gone": self.gone}
 
     def refresh_metrics(self) -> None:
         """Set the gauges. Called before a scrape."""
-        used = list(self.used.values())
-        for what, value in (
-            ("limit", self.limit), ("most", max(used, default=0)), ("all", sum(used)),
-        ):  # fmt: skip
-            metrics.KV_CREDITS.labels(what).set(value)
-
-    def move(self, account: Account, nbytes: int, *, last: bool = False) -> None:
-        """Charge an account. last: and close it."""
-        with self._lock:
-            if account not in self._accounts:
-                return
-            was_full = account.used >= self.limit
-            account.used = 0 if last else account.used + nbytes
-            if last:
-                self._accounts.remove(account)
-            room = was_full and all(one.used < self.limit for one in self._accounts)
-        if room:
-            self._on_room()
+        used = self.used.values()
+        metrics.KV_CREDITS.labels("limit").set(self.limit)
+        metrics.KV_CREDITS.labels("most").set(max(used, default=0))
+        metrics.KV_CREDITS.labels("all").set(sum(used))

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from pullfill.errors import PeerUnavailable
-from pullfill.prefill_worker.reach import MAX_RANKS, TransferWorkers
+from pullfill.prefill_worker.reach import MAX_RANKS, open_transfer_worker
 from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.stream.stream_peer import StreamTransport
@@ -82,10 +82,10 @@ def stranger() -> Iterator[str]:
 async def opened(memories: list[LocalMemory], *descriptors: RegionDescriptor) -> Any:
     directory: Any = Registry(*descriptors)
     transports = [StreamTransport(TcpKind())]
-    workers = TransferWorkers(
-        memories, directory, COMPATIBLE, transports, Credits(1 << 30), {}, WeakSet()
-    )
-    return await workers.open(RECORD)
+    return await open_transfer_worker(
+        RECORD, memories=memories, directory=directory, compat=COMPATIBLE, transports=transports,
+        absent={}, credits=Credits(1 << 30), copiers=WeakSet(),
+    )  # fmt: skip
 
 
 async def test_what_is_right_is_reached(served: tuple[list[LocalMemory], RegionDescriptor]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.errors import HandoffError, TransferFailed
 from pullfill.net.channel import split_address
-from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.transfer.stream import kv_protocol
@@ -120,7 +120,9 @@ def test_a_transfer_worker_that_is_closed_lets_its_engine_go_on(
     rig: Rig, pair: tuple[Region, Local], stuck: Stuck
 ) -> None:
     region, mine = pair
-    transfer_worker = TransferWorker(rig.connect(mine, region), "decode-1", [mine.memory])
+    transfer_worker = TransferWorker(
+        rig.connect(mine, region), "decode-1", [mine.memory], Credits(1 << 20)
+    )
     ends: list[BaseException | None] = []
     token = region.owner.fences.open(BLOCKS)
     task = prefill_task(

@@ -306,8 +306,7 @@ class PrefillHalf:
         region = self._cluster.decodes[record.instance_id].region
         connect = self._cluster.rig.connect
         session = await asyncio.to_thread(connect, self.local, region)
-        account = self.credits.open(record.instance_id)
-        return TransferWorker(session, record.instance_id, [self.local.memory], account)
+        return TransferWorker(session, record.instance_id, [self.local.memory], self.credits)
 
     async def stop(self) -> None:
         await self.puller.close()

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from pullfill.engine.host import EngineHost, Pulse
 from pullfill.engine.life import EngineLife, EngineWatchdog, Health
 from pullfill.errors import EngineStuck, NotNow
-from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.transfer.contract import LocalMemory, MoveResult
 from pullfill.transfer.layout import dense_layout
 from pullfill.worker import memory
@@ -289,7 +289,7 @@ class Session:
         self.inside, self.go_on = threading.Event(), threading.Event()
         self.freed_under_it: bool | None = None
 
-    def write_blocks(self, *_: object) -> MoveResult:
+    def move(self, *_: object) -> MoveResult:
         self.inside.set()
         assert self.go_on.wait(PATIENCE_S)
         self.freed_under_it = self._host.freed.is_set()
@@ -306,7 +306,7 @@ async def test_a_prefill_worker_waits_for_its_last_copy_before_the_memory_goes()
     async with running(host) as engine:
         session, owner = Session(host), Owner(engine, host)
         transfer_worker = TransferWorker(
-            session, "decode-1", [LocalMemory(0, 0, dense_layout(1, 1, 1, 1))]
+            session, "decode-1", [LocalMemory(0, 0, dense_layout(1, 1, 1, 1))], Credits(1)
         )  # type: ignore[arg-type]
         task = prefill_task(transfer_worker, tokens=[1], block=1)
         transfer_worker.write(task, [0], [0], True, lambda *_: None)

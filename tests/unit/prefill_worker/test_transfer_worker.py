@@ -83,7 +83,7 @@ def credits() -> Credits:
 
 @pytest.fixture
 def transfer_worker(session: Session, credits: Credits) -> Iterator[TransferWorker]:
-    transfer_worker = TransferWorker(session, "decode-1", [MEMORY], credits.open("decode-1"))
+    transfer_worker = TransferWorker(session, "decode-1", [MEMORY], credits)
     yield transfer_worker
     session.gate.set()
     transfer_worker.close()
@@ -402,48 +402,33 @@ def test_a_read_costs_no_credit(
     assert used(credits) == 0
 
 
-def test_charged_and_given_back() -> None:
+def test_there_is_room_once_nobody_is_at_the_limit() -> None:
     rooms: list[int] = []
     credits = Credits(100, on_room=lambda: rooms.append(1))
     one, two = credits.open("decode-1"), credits.open("decode-2")
-    one.add(60)
-    two.add(99)
+    credits.add(one, 60)
+    credits.add(two, 99)
     assert credits.gone == []
-    one.add(40)
-    two.add(1)
+    credits.add(one, 40)
+    credits.add(two, 1)
     assert credits.gone == ["decode-1", "decode-2"]
-    assert credits.describe() == {
-        "limit_bytes": 100,
-        "used_bytes": {"decode-1": 100, "decode-2": 100},
-        "gone": ["decode-1", "decode-2"],
-    }
-    one.add(-1)
+    assert credits.used == {"decode-1": 100, "decode-2": 100}
+    credits.add(one, -1)
     assert rooms == [], "the other has none"
-    two.add(-100)
+    credits.add(two, -70)
     assert rooms == [1]
-    assert credits.used == {"decode-1": 99, "decode-2": 0}
+    credits.refresh_metrics()
+    found = {w: metrics.KV_CREDITS.labels(w)._value.get() for w in ("limit", "most", "all")}
+    assert found == {"limit": 100, "most": 99, "all": 129}
 
 
 def test_a_closed_account_is_written_off() -> None:
     rooms: list[int] = []
     credits = Credits(100, on_room=lambda: rooms.append(1))
-    old = credits.open("decode-1")
-    old.add(500)
-    new = credits.open("decode-1")
-    new.add(7)
+    old, new = credits.open("decode-1"), credits.open("decode-1")
+    credits.add(old, 500)
+    credits.add(new, 7)
     assert credits.used == {"decode-1": 507}
-    old.close()
-    old.close()
-    old.add(-500)
-    old.add(500)
-    assert credits.used == {"decode-1": 7}
-    assert (credits.gone, rooms) == ([], [1])
-
-
-def test_metrics() -> None:
-    credits = Credits(1000)
-    for name, nbytes in (("a", 10), ("b", 30)):
-        credits.open(name).add(nbytes)
-    credits.refresh_metrics()
-    found = {w: metrics.KV_CREDITS.labels(w)._value.get() for w in ("limit", "most", "all")}
-    assert found == {"limit": 1000, "most": 30, "all": 40}
+    for nbytes, close in ((0, True), (0, True), (-500, False), (500, False)):
+        credits.add(old, nbytes, close=close)
+    assert (credits.used, credits.gone, rooms) == ({"decode-1": 7}, [], [1])
