@@ -16,7 +16,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -39,6 +39,7 @@ from pullfill.wire import RoleMove, WorkerRole
 # --------------------------------------------------------------------------- the plan
 
 PREFILL, DECODE = "prefill", "decode"
+OTHER = {PREFILL: DECODE, DECODE: PREFILL}
 _TRACE = 0.01
 """For a smaller need, no decode worker becomes a prefill worker."""
 
@@ -56,6 +57,7 @@ class PlanSettings:
     settle_s: how long the same move must be right. So moves do not oscillate.
     cool_down_s, reverse_s: pause before the next move, and before one in the other direction. The
     second is never shorter.
+    absent_s: how long to wait for a worker that was ordered to change and is not registered.
     min_decode, min_prefill: least number of workers that stay."""
 
     prefill_use: float = flag(
@@ -72,6 +74,7 @@ class PlanSettings:
         20.0, "--apply waits at least S seconds after a change", metavar="S", least=0
     )
     reverse_s: float = 120.0
+    absent_s: float = 30.0
     min_decode: int = flag(1, "--apply keeps at least N decode workers", metavar="N", least=1)
     min_prefill: int = flag(0, "--apply keeps at least N prefill workers", metavar="N", least=0)
 
@@ -121,27 +124,18 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """One worker changes its role."""
-
-    instance_id: str
-    before: str
-    after: str
-
-
-@dataclass(frozen=True, slots=True)
 class PlanState:
     """What one look at the cluster passes to the next one.
 
     wanted, since: the role that should get a worker, and since when. Empty: neither.
-    moved_to, moved_at: the new role of the worker that moved last, and when.
-    noted: the revision in etcd of the last order that was taken into account."""
+    last, revision: the last order of any planner, and the revision of its key in etcd.
+    moved_at: when this planner has seen that order first. Clocks of machines differ."""
 
     wanted: str = ""
     since: float = 0.0
-    moved_to: str = ""
-    moved_at: float = -math.inf
-    noted: int = 0
+    last: RoleMove | None = None
+    revision: int = 0
+    moved_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +143,15 @@ class Plan:
     """One look at the cluster.
 
     backlog_s: the sum of all backlogs. missed: share of long prompts computed by decode workers.
-    moves: what to do now, one move at most. reasons: why, or why there is no move."""
+    move: the worker that should change to the other role now. reason: why, or why there is none."""
 
     prefill: Need
     decode: Need
     backlog_s: float
     missed: float
-    moves: tuple[Move, ...] = ()
-    reasons: tuple[str, ...] = ()
-    state: PlanState = field(default_factory=PlanState)
+    state: PlanState
+    move: PlanMember | None = None
+    reason: str = ""
 
 
 def observe(status: Mapping[str, Any], at: float) -> Observation:
@@ -173,7 +167,7 @@ def observe(status: Mapping[str, Any], at: float) -> Observation:
         joins = row["role"] == DECODE and row["state"] == "checking"
         if row["state"] == "draining" or joins or "switch" in load:
             changing.append(name)
-        if row["state"] != "ready" or row["role"] not in (PREFILL, DECODE):
+        if row["state"] != "ready" or row["role"] not in OTHER:
             continue
         if row["role"] == PREFILL and name in decodes:
             continue
@@ -185,13 +179,12 @@ def observe(status: Mapping[str, Any], at: float) -> Observation:
 
 
 def plan(seen: Observation, state: PlanState, settings: PlanSettings) -> Plan:
-    """Return what is right now. The caller carries out `moves`, or passes `state` as it was."""
+    """Return what is right now. The caller carries out `move`, or passes `state` as it was."""
     told = list(seen.demands.values())
     backlog = sum(one.backlog_s for one in told)
     prompts, missed = sum(one.prompts for one in told), sum(one.missed for one in told)
-    prefill = _prefill(seen, told, backlog, prompts, missed, settings)
-    decode = _decode(seen, told, settings)
-    found = Plan(prefill, decode, backlog, missed / prompts if prompts else 0.0, state=state)
+    prefill, decode = _prefill(seen, backlog, prompts, missed, settings), _decode(seen, settings)
+    found = Plan(prefill, decode, backlog, missed / prompts if prompts else 0.0, state)
     able = {member.role for member in seen.members if member.elastic}
     to = _better(prefill, decode, settings, able)
     if not to:
@@ -201,31 +194,23 @@ def plan(seen: Observation, state: PlanState, settings: PlanSettings) -> Plan:
             why = f"more {' and '.join(short)} workers are needed, but no other one can be spared"
         if short and not able:
             why += " (only workers with --elastic can change their role)"
-        return replace(found, reasons=(why,), state=replace(state, wanted=""))
+        return replace(found, reason=why, state=replace(state, wanted=""))
     if state.wanted != to:
         state = replace(state, wanted=to, since=seen.at)
     if why := _not_yet(seen, state, settings, to):
-        return replace(found, reasons=(why,), state=state)
-    before = DECODE if to == PREFILL else PREFILL
-    givers = [member for member in seen.of(before) if member.elastic]
+        return replace(found, reason=why, state=state)
+    givers = [member for member in seen.of(OTHER[to]) if member.elastic]
     one = min(givers, key=lambda member: (member.busy, member.instance_id))
-    move = Move(one.instance_id, before, to)
     need = prefill if to == PREFILL else decode
     why = f"{one.instance_id} to {to}: {need.need:.2g} {to} workers are needed, there: {need.now}"
-    done = PlanState(moved_to=to, moved_at=seen.at)
-    return replace(found, moves=(move,), reasons=(why,), state=done)
+    return replace(found, move=one, reason=why, state=replace(state, wanted=""))
 
 
 def _prefill(
-    seen: Observation,
-    told: list[Demand],
-    backlog: float,
-    prompts: int,
-    missed: int,
-    settings: PlanSettings,
+    seen: Observation, backlog: float, prompts: int, missed: int, settings: PlanSettings
 ) -> Need:
     now = len(seen.of(PREFILL))
-    busy = sum(one.prefill_demand for one in told)
+    busy = sum(one.prefill_demand for one in seen.demands.values())
     late = max(0.0, backlog - settings.backlog_s) * max(1, now) / settings.drain_s
     need = busy / settings.prefill_use + late
     right = _right(now, need, settings.min_prefill, settings.band)
@@ -236,23 +221,18 @@ def _prefill(
     return Need(PREFILL, now, need, right, why)
 
 
-def _decode(seen: Observation, told: list[Demand], settings: PlanSettings) -> Need:
-    now = len(seen.of(DECODE))
+def _decode(seen: Observation, settings: PlanSettings) -> Need:
     # A decode worker that has just started reports nothing yet. It is taken for idle.
-    need = sum(one.pressure for one in told) / settings.decode_use
+    now, told = len(seen.of(DECODE)), list(seen.demands.values())
+    pressure = sum(one.pressure for one in told)
+    need = pressure / settings.decode_use
     right = _right(now, need, settings.min_decode, settings.band)
     why = "no decode worker reports"
     if told:
-        fullest = max(told, key=lambda one: one.pressure)
-        parts = {
-            "streams": fullest.streams,
-            "KV cache": fullest.kv,
-            "number of requests": fullest.seats,
-        }
-        part = max(parts, key=lambda name: parts[name])
-        mean = sum(one.pressure for one in told) / len(told)
-        why = f"the mean pressure is {mean:.2g}, {settings.decode_use:.2g} is right"
-        why += f"; the highest is {fullest.pressure:.2g}, from the {part}"
+        one = max(told, key=lambda one: one.pressure)
+        parts = {"streams": one.streams, "KV cache": one.kv, "number of requests": one.seats}
+        why = f"the mean pressure is {pressure / len(told):.2g}, {settings.decode_use:.2g} is right"
+        why += f"; the highest is {one.pressure:.2g}, from the {max(parts, key=parts.__getitem__)}"
     return Need(DECODE, now, need, right, why)
 
 
@@ -302,16 +282,25 @@ def _worst(prefill: float, prefills: int, decode: float, decodes: int, band: flo
 def _not_yet(seen: Observation, state: PlanState, settings: PlanSettings, to: str) -> str:
     """Return why a move has to wait. Empty: now is the time."""
     short = f"more {to} workers are needed"
-    if seen.changing:
-        names = ", ".join(seen.changing)
-        return f"{short}; waiting for {names} to join, to drain or to change its role"
-    pause = settings.cool_down_s
-    if state.moved_to not in ("", to):
-        pause = max(pause, settings.reverse_s)
-    left = max(
-        state.moved_at + pause - seen.at if state.moved_to else 0.0,
+    changing, left, last = (
+        list(seen.changing),
         state.since + settings.settle_s - seen.at,
+        state.last,
     )
+    if last is not None:
+        arrived = any(
+            (m.instance_id, m.role) == (last.instance_id, last.after) for m in seen.members
+        )
+        # Between its two roles a worker is registered in none. It may also have died.
+        if not arrived and seen.at - state.moved_at < settings.absent_s:
+            changing.append(last.instance_id)
+        pause = settings.cool_down_s
+        if last.after != to:
+            pause = max(pause, settings.reverse_s)
+        left = max(left, state.moved_at + pause - seen.at)
+    if changing:
+        names = ", ".join(dict.fromkeys(changing))
+        return f"{short}; waiting for {names} to join, to drain or to change its role"
     return f"{short}; if that stays so, a worker changes in {left:.0f} s" if left > 0 else ""
 
 
@@ -335,15 +324,13 @@ def show(
     watch_s = watch_s or (5.0 if apply else 0.0)
     while True:
         try:
-            found = step(ref, settings, state) if apply else look(ref, settings, state)
+            found = look(ref, settings, state, apply=apply)
         except PullfillError as exc:
             if not looked:
                 raise
             complain(exc)
         else:
-            looked = True
-            # Without --apply nobody has made the move, so it must not start a pause.
-            state = found.state if apply or not found.moves else state
+            looked, state = True, found.state
             if as_json:
                 print(json.dumps(told(found)), flush=True)
             else:
@@ -353,70 +340,9 @@ def show(
         time.sleep(watch_s)
 
 
-def look(ref: ClusterRef, settings: PlanSettings, state: PlanState) -> Plan:
-    """Ask the cluster, and plan."""
-    return plan(_seen(ref), state, settings)
-
-
-def step(ref: ClusterRef, settings: PlanSettings, state: PlanState) -> Plan:
-    """Ask the cluster, plan, and order the move if there is one."""
-    last, revision = ask_etcd(ref, last_move)
-    seen = _seen(ref)
-    if last is not None:
-        seen, state = remembered(last, revision, time.time() - last.at, seen, state)
-    found = plan(seen, state, settings)
-    for move in found.moves:
-
-        async def carry_out(etcd: EtcdClient, namespace: str, move: Move = move) -> bool:
-            return await _carry_out(etcd, namespace, move, revision)
-
-        if not ask_etcd(ref, carry_out):
-            why = "another planner has ordered a change of role at this moment"
-            return replace(found, moves=(), reasons=(why,), state=state)
-    return found
-
-
-def remembered(
-    last: RoleMove,
-    revision: int,
-    age_s: float,
-    seen: Observation,
-    state: PlanState,
-    absent_s: float = 30.0,
-) -> tuple[Observation, PlanState]:
-    """Add the last order of any planner to what is known.
-
-    revision: of its key in etcd. age_s: how old it is by the wall clocks of two machines.
-    absent_s: how long to wait for a worker that is not registered. It may have died."""
-    # Clocks differ and are set. So each order is dated once, then its age is by our own clock.
-    if revision != state.noted:
-        state = replace(state, noted=revision)
-        if (at := seen.at - max(0.0, age_s)) > state.moved_at:
-            state = replace(state, moved_to=str(last.after), moved_at=at)
-    age_s = seen.at - state.moved_at
-    arrived = any(
-        (member.instance_id, member.role) == (last.instance_id, last.after)
-        for member in seen.members
-    )
-    # Between its two roles a worker is registered in none.
-    if not arrived and age_s < absent_s and last.instance_id not in seen.changing:
-        seen = replace(seen, changing=(*seen.changing, last.instance_id))
-    return seen, state
-
-
-async def _carry_out(etcd: EtcdClient, namespace: str, move: Move, revision: int) -> bool:
-    """Order the move. False: another planner was faster."""
-    # Noted first: other planners find it there, and so does this one after a restart. If it dies
-    # between note and order, no role changes, and the pause passes.
-    after = WorkerRole(move.after)
-    noted = RoleMove(instance_id=move.instance_id, after=after, at=time.time())
-    if not await note_move(etcd, namespace, noted, revision):
-        return False
-    await operate.order(etcd, namespace, move.instance_id, after)
-    return True
-
-
-def _seen(ref: ClusterRef) -> Observation:
+def look(ref: ClusterRef, settings: PlanSettings, state: PlanState, *, apply: bool) -> Plan:
+    """Ask the cluster, and plan. apply: order the move if there is one."""
+    last, revision = ask_etcd(ref, last_move) if apply else (None, 0)
     seen = observe(ask(ref), time.monotonic())
     # Without a decode worker no request is served, so a prefill worker must become one.
     rescue = not seen.of(DECODE) and any(member.elastic for member in seen.of(PREFILL))
@@ -425,23 +351,41 @@ def _seen(ref: ClusterRef) -> Observation:
             "no decode worker says how much it has to do: see `pullfill status`, or start one with "
             "`pullfill decode`"
         )
-    return seen
+    if revision != state.revision:
+        state = replace(state, last=last, revision=revision, moved_at=seen.at)
+    found = plan(seen, state, settings)
+    if not apply or (move := found.move) is None:
+        # Without --apply nobody makes the move, so it stays wanted.
+        return found if found.move is None else replace(found, state=state)
+    after = WorkerRole(OTHER[move.role])
+
+    async def carry_out(etcd: EtcdClient, namespace: str) -> bool:
+        # Noted first: other planners find it there, and so does this one after a restart. If it
+        # dies between note and order, no role changes, and the pause passes.
+        noted = RoleMove(instance_id=move.instance_id, after=after, at=time.time())
+        if not await note_move(etcd, namespace, noted, revision):
+            return False
+        await operate.order(etcd, namespace, move.instance_id, after)
+        return True
+
+    if ask_etcd(ref, carry_out):
+        return found
+    why = "another planner has ordered a change of role at this moment"
+    return replace(found, move=None, reason=why, state=state)
 
 
 def told(found: Plan) -> dict[str, Any]:
-    """Return the show for JSON. moves: with `--apply`, those that were ordered in this look."""
+    """Return the plan for JSON. moves: with `--apply`, those that were ordered in this look."""
     roles = {need.role: asdict(need) for need in (found.prefill, found.decode)}
     for need in roles.values():
         del need["role"]
+    moves = [(one.instance_id, one.role, OTHER[one.role]) for one in (found.move,) if one]
     return {
         **roles,
         "backlog_s": found.backlog_s,
         "missed": found.missed,
-        "moves": [
-            {"instance_id": move.instance_id, "from": move.before, "to": move.after}
-            for move in found.moves
-        ],
-        "reasons": list(found.reasons),
+        "moves": [dict(zip(("instance_id", "from", "to"), move, strict=True)) for move in moves],
+        "reasons": [found.reason],
     }
 
 
@@ -451,7 +395,6 @@ def shown(found: Plan) -> Group:
     for column in ("role", "now", "needed", "right", "why"):
         table.add_column(column, justify="left" if column in ("role", "why") else "right")
     for need in (found.prefill, found.decode):
-        style = "" if need.right == need.now else "yellow"
-        right = Text(str(need.right), style=style)
+        right = Text(str(need.right), style="" if need.right == need.now else "yellow")
         table.add_row(need.role, str(need.now), f"{need.need:.2f}", right, need.why)
-    return Group(table, *(Text(f"change of role: {why}") for why in found.reasons))
+    return Group(table, Text(f"change of role: {found.reason}"))

@@ -10,7 +10,7 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import operate, planner
-from pullfill.deploy.planner import Move, Plan, PlanSettings, PlanState
+from pullfill.deploy.planner import Plan, PlanMember, PlanSettings, PlanState
 from pullfill.errors import UnavailableError
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
@@ -47,12 +47,12 @@ async def ref(
 
 async def step(ref: ClusterRef) -> Plan:
     """One look of a planner that has just started."""
-    return await asyncio.to_thread(planner.step, ref, NOW, PlanState())
+    return await asyncio.to_thread(planner.look, ref, NOW, PlanState(), apply=True)
 
 
 async def test_a_move_is_an_order_to_the_worker(client: EtcdClient, ref: ClusterRef) -> None:
     found = await step(ref)
-    assert found.moves == (Move("decode-1", "decode", "prefill"),)
+    assert found.move == PlanMember("decode-1", "decode", 1)
     ordered = await client.get(keys.role_order(ref.namespace, "decode-1"))
     assert ordered is not None
     assert decode(ordered.value, RoleOrder).role is WorkerRole.PREFILL
@@ -61,13 +61,13 @@ async def test_a_move_is_an_order_to_the_worker(client: EtcdClient, ref: Cluster
     assert last is not None
     assert (last.instance_id, last.after) == ("decode-1", WorkerRole.PREFILL)
     again = await step(ref)
-    assert (again.moves, (await last_move(client, ref.namespace))[1]) == ((), revision)
+    assert (again.move, (await last_move(client, ref.namespace))[1]) == (None, revision)
 
 
 @pytest.mark.essential
 async def test_of_many_planners_one_orders(client: EtcdClient, ref: ClusterRef) -> None:
     plans = await asyncio.gather(*(step(ref) for _ in range(6)))
-    assert sum(len(one.moves) for one in plans) == 1
+    assert sum(one.move is not None for one in plans) == 1
     kv = await client.get(keys.planner(ref.namespace))
     assert kv is not None
     assert kv.version == 1
@@ -80,4 +80,4 @@ async def test_an_order_that_is_refused_costs_a_pause(
     with pytest.raises(UnavailableError, match="does not answer"):
         await step(ref)
     assert await client.get(keys.role_order(ref.namespace, "decode-1")) is None
-    assert not (await step(ref)).moves
+    assert not (await step(ref)).move

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from pullfill.deploy import planner
 from pullfill.deploy.planner import (
     DECODE,
     PREFILL,
-    Move,
     Observation,
     PlanMember,
     PlanSettings,
@@ -24,11 +22,18 @@ from pullfill.deploy.planner import (
     plan,
 )
 from pullfill.errors import UnavailableError
-from pullfill.registry.client import KeyValue
 from pullfill.snapshot import Demand
-from pullfill.wire import RoleMove, WorkerRole, decode
+from pullfill.wire import RoleMove, WorkerRole
 
 NOW = PlanSettings(settle_s=0.0)
+
+
+def moved(found: planner.Plan) -> tuple[str, str]:
+    """The worker that changes, and its new role."""
+    assert found.move is not None
+    return found.move.instance_id, planner.OTHER[found.move.role]
+
+
 ENOUGH = "each role has enough workers"
 NONE_TO_SPARE = "more {} workers are needed, but no other one can be spared"
 
@@ -89,10 +94,10 @@ def test_decode_workers_for_an_autoscaler(decodes: int, streams: float, right: i
 
 def test_the_idlest_worker_changes_to_the_role_that_is_short() -> None:
     found = plan(seen(1, 3, long=1.2, streams=1.0), PlanState(), NOW)
-    assert found.moves == (Move("d2", DECODE, PREFILL),)
-    assert found.reasons == ("d2 to prefill: 1.7 prefill workers are needed, there: 1",)
+    assert moved(found) == ("d2", PREFILL)
+    assert found.reason == "d2 to prefill: 1.7 prefill workers are needed, there: 1"
     found = plan(seen(3, 1, long=0.3, streams=1.4), PlanState(), NOW)
-    assert found.moves == (Move("p2", PREFILL, DECODE),)
+    assert moved(found) == ("p2", DECODE)
 
 
 @pytest.mark.parametrize(
@@ -107,54 +112,62 @@ def test_the_idlest_worker_changes_to_the_role_that_is_short() -> None:
 )
 def test_no_move_without_a_gain(observation: Observation, why: str) -> None:
     found = plan(observation, PlanState(), NOW)
-    assert (found.moves, found.reasons) == ((), (why,))
+    assert (found.move, found.reason) == (None, why)
 
 
 def test_long_prompts_get_a_first_prefill_worker_if_one_can_be_spared() -> None:
-    assert plan(seen(0, 2, long=0.1, streams=0.5), PlanState(), NOW).moves
-    assert not plan(seen(0, 2, streams=0.5), PlanState(), NOW).moves
-    assert not plan(seen(0, 2, long=0.005, streams=0.5), PlanState(), NOW).moves, "hardly any"
+    assert plan(seen(0, 2, long=0.1, streams=0.5), PlanState(), NOW).move
+    assert not plan(seen(0, 2, streams=0.5), PlanState(), NOW).move
+    assert not plan(seen(0, 2, long=0.005, streams=0.5), PlanState(), NOW).move, "hardly any"
 
 
 def test_the_last_prefill_worker_goes_when_nothing_is_for_it() -> None:
     observation = seen(1, 2, streams=2.5)
-    assert plan(observation, PlanState(), NOW).moves == (Move("p0", PREFILL, DECODE),)
-    assert not plan(observation, PlanState(), replace(NOW, min_prefill=1)).moves
+    assert moved(plan(observation, PlanState(), NOW)) == ("p0", DECODE)
+    assert not plan(observation, PlanState(), replace(NOW, min_prefill=1)).move
 
 
 def test_only_elastic_workers_change_their_role() -> None:
     observation = seen(1, 3, long=1.2, streams=1.0)
     fixed = tuple(replace(m, elastic=m.instance_id == "d0") for m in observation.members)
     found = plan(replace(observation, members=fixed), PlanState(), NOW)
-    assert found.moves == (Move("d0", DECODE, PREFILL),)
+    assert moved(found) == ("d0", PREFILL)
     fixed = tuple(replace(member, elastic=False) for member in fixed)
     found = plan(replace(observation, members=fixed), PlanState(), NOW)
-    assert not found.moves
-    assert "--elastic" in found.reasons[0]
+    assert not found.move
+    assert "--elastic" in found.reason
 
 
 def test_a_shortage_must_last() -> None:
     settings = PlanSettings(settle_s=10.0)
     first = plan(seen(1, 3, long=1.2, at=100.0), PlanState(), settings)
-    assert not first.moves
-    assert first.reasons == (
-        "more prefill workers are needed; if that stays so, a worker changes in 10 s",
-    )
+    assert not first.move
+    short = "more prefill workers are needed; if that stays so, a worker changes in 10 s"
+    assert first.reason == short
     calm = plan(seen(1, 3, long=0.2, at=105.0), first.state, settings)
     again = plan(seen(1, 3, long=1.2, at=106.0), calm.state, settings)
-    assert not plan(seen(1, 3, long=1.2, at=115.0), again.state, settings).moves
-    assert plan(seen(1, 3, long=1.2, at=116.0), again.state, settings).moves
+    assert not plan(seen(1, 3, long=1.2, at=115.0), again.state, settings).move
+    assert plan(seen(1, 3, long=1.2, at=116.0), again.state, settings).move
 
 
 def test_pauses_after_a_move_are_longer_before_one_back() -> None:
     settings = PlanSettings(settle_s=0.0, cool_down_s=60.0, reverse_s=120.0)
-    moved = plan(seen(1, 4, long=2.0, at=0.0), PlanState(), settings).state
-    assert moved.moved_to == PREFILL
-    assert not plan(seen(2, 3, long=2.0, at=59.0), moved, settings).moves
-    assert plan(seen(2, 3, long=2.0, at=60.0), moved, settings).moves
+    last = RoleMove(instance_id="p1", after=WorkerRole.PREFILL, at=0.0)
+    after = PlanState(last=last)
+    assert not plan(seen(2, 3, long=2.0, at=59.0), after, settings).move
+    assert plan(seen(2, 3, long=2.0, at=60.0), after, settings).move
     back = seen(2, 3, streams=4.0, at=119.0)
-    assert not plan(back, moved, settings).moves
-    assert plan(replace(back, at=120.0), moved, settings).moves
+    assert not plan(back, after, settings).move
+    assert plan(replace(back, at=120.0), after, settings).move
+
+
+def test_nobody_is_ordered_while_the_last_one_is_on_its_way_unless_it_died() -> None:
+    settings = replace(NOW, cool_down_s=0.0)
+    on_its_way = PlanState(last=RoleMove(instance_id="x", after=WorkerRole.PREFILL, at=0.0))
+    found = plan(seen(2, 3, long=2.0, at=29.0), on_its_way, settings)
+    assert not found.move
+    assert "waiting for x to join" in found.reason
+    assert plan(seen(2, 3, long=2.0, at=30.0), on_its_way, settings).move
 
 
 def test_the_observation_is_read_from_the_status() -> None:
@@ -202,7 +215,7 @@ def cluster(**demand: float) -> dict[str, Any]:
 def found(monkeypatch: pytest.MonkeyPatch) -> planner.Plan:
     told = cluster(prefill_demand=0.5, backlog_s=4.0, pressure=0.6, kv=0.6, prompts=8, missed=8)
     monkeypatch.setattr(planner, "ask", lambda _: told)
-    return planner.look(REF, PlanSettings(settle_s=0.0), PlanState())
+    return planner.look(REF, NOW, PlanState(), apply=False)
 
 
 def test_json(found: planner.Plan) -> None:
@@ -232,53 +245,35 @@ def test_without_a_report_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> N
 # ------------------------------------------------------------------ --apply
 
 
-class Etcd:
-    """The planner's key. between: runs once between a planner's read and its write."""
-
-    def __init__(self) -> None:
-        self.value, self.revision = b"", 0
-        self.between: Callable[[], None] | None = None
-
-    async def get(self, key: str) -> KeyValue | None:
-        assert key == "/pullfill/default/planner"
-        return KeyValue(value=self.value, mod_revision=self.revision) if self.revision else None
-
-    async def put_if(self, key: str, value: bytes, *, mod_revision: int) -> bool:
-        between, self.between = self.between, None
-        if between is not None:
-            between()
-        if mod_revision != self.revision:
-            return False
-        self.value, self.revision = value, self.revision + 1
-        return True
-
-    @property
-    def move(self) -> RoleMove:
-        return decode(self.value, RoleMove)
-
-
 class Rig:
-    """Planners of one cluster, which wants its first prefill worker."""
+    """Planners of one cluster, which wants its first prefill worker. kept: the key in etcd."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.etcd, self.orders = Etcd(), list[tuple[str, str]]()
+        self.kept: list[RoleMove] = []
+        self.orders = list[tuple[str, str]]()
         self.told = cluster(prefill_demand=0.5)
         monkeypatch.setattr(planner, "ask", lambda _: self.told)
-        monkeypatch.setattr(planner, "ask_etcd", self._ask_etcd)
+        monkeypatch.setattr(
+            planner, "ask_etcd", lambda _, question: asyncio.run(question(None, "default"))
+        )
+        monkeypatch.setattr(planner, "last_move", self._last)
+        monkeypatch.setattr(planner, "note_move", self._note)
         monkeypatch.setattr(planner.operate, "order", self._order)
 
-    def _ask_etcd(self, _: ClusterRef, question: Callable[[Any, str], Awaitable[Any]]) -> Any:
-        async def ask() -> Any:
-            return await question(self.etcd, "default")
+    async def _last(self, *_: object) -> tuple[RoleMove | None, int]:
+        return (self.kept[-1] if self.kept else None), len(self.kept)
 
-        return asyncio.run(ask())
+    async def _note(self, _: object, namespace: str, move: RoleMove, revision: int) -> bool:
+        assert revision == len(self.kept)
+        self.kept.append(move)
+        return True
 
-    async def _order(self, _: Etcd, namespace: str, instance_id: str, wanted: WorkerRole) -> None:
-        assert self.etcd.move.instance_id == instance_id, "first noted, then ordered"
+    async def _order(self, _: object, namespace: str, instance_id: str, wanted: WorkerRole) -> None:
+        assert self.kept[-1].instance_id == instance_id, "first noted, then ordered"
         self.orders.append((instance_id, wanted))
 
-    def step(self, settings: PlanSettings = PlanSettings(settle_s=0.0)) -> planner.Plan:  # noqa: B008
-        return planner.step(REF, settings, PlanState())
+    def step(self, settings: PlanSettings = NOW) -> planner.Plan:
+        return planner.look(REF, settings, PlanState(), apply=True)
 
 
 @pytest.fixture
@@ -292,40 +287,17 @@ def test_a_planner_that_starts_again_keeps_the_pause(rig: Rig) -> None:
     rig.told["workers"].append(cluster()["workers"][1] | {"instance_id": "decode-3"})
     rig.told["workers"][0]["load"]["demand"]["prefill_demand"] = 1.5
     again = rig.step()
-    assert not again.moves
-    assert "if that stays so, a worker changes in" in again.reasons[0]
-    assert rig.step(PlanSettings(settle_s=0.0, cool_down_s=0.0)).moves
-
-
-def test_nobody_is_ordered_while_the_last_one_is_on_its_way(rig: Rig) -> None:
-    rig.step()
-    rig.told["workers"][1]["instance_id"] = "decode-4"  # decode-2 is registered in no role
-    found = rig.step(PlanSettings(settle_s=0.0, cool_down_s=0.0))
-    assert not found.moves
-    assert "decode-2" in found.reasons[0]
+    assert not again.move
+    assert "if that stays so, a worker changes in" in again.reason
+    assert rig.step(replace(NOW, cool_down_s=0.0)).move
 
 
 def test_without_a_decode_worker_a_prefill_worker_becomes_one(rig: Rig) -> None:
     """Two orders at the same time, or one and a death, may leave none."""
     row = {"instance_id": "p", "role": "prefill", "state": "ready", "load": {"elastic": "prefill"}}
     rig.told = {"workers": [row]}
-    assert rig.step().moves
+    assert rig.step().move
     assert rig.orders == [("p", WorkerRole.DECODE)]
     rig.told = {"workers": [row | {"load": {}}]}
     with pytest.raises(UnavailableError, match="pullfill status"):
         rig.step()
-
-
-def test_a_worker_that_died_on_its_way_is_not_waited_for_for_ever() -> None:
-    seen = Observation(500.0, (PlanMember("p", PREFILL), PlanMember("d", DECODE)), {})
-    gone = RoleMove(instance_id="x", after=WorkerRole.PREFILL, at=1000.0)
-    now, state = planner.remembered(gone, 7, 30.0 - 1, seen, PlanState())
-    assert now.changing == ("x",)
-    assert (state.moved_to, state.moved_at) == ("prefill", 500.0 - 30.0 + 1)
-    assert planner.remembered(gone, 7, 30.0, seen, PlanState())[0] == seen
-    arrived = replace(seen, members=(*seen.members, PlanMember("x", PREFILL)))
-    assert planner.remembered(gone, 7, 1.0, arrived, PlanState())[0] == arrived
-    ahead, state = planner.remembered(gone, 7, -50.0, seen, PlanState())
-    assert (ahead.changing, state.moved_at) == (("x",), 500.0)
-    later = replace(seen, at=520.0)
-    assert planner.remembered(gone, 8, -50.0, later, state)[1].moved_at == 520.0, "another order"
