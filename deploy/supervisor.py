@@ -17,7 +17,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError, PullfillError, RegistryUnavailable, UnavailableError
 from pullfill.net.this_host import pid_space
 from pullfill.options import UpOptions
-from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import store as store_setting
 from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
 from pullfill.wire import WorkerState
@@ -156,63 +155,6 @@ class Children:
         for child in self._running.values():
             with suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=1)
-
-
-# --------------------------------------------------------------------------- until all are ready
-
-
-async def wait_ready(
-    options: UpOptions,
-    children: Children,
-    ref: ClusterRef,
-    specs: Sequence[plan.ProcessSpec],
-) -> None:
-    """Wait until all are ready: workers and frontends are when etcd says so.
-
-    Start the workers that had to wait for another on their GPU.
-    The caller holds the lock of the state directory if one has to wait. Raises StartFailed, and
-    RegistryUnavailable if etcd does not answer for SERVER_S."""
-    waiting = {spec.name: spec for spec in specs}
-    answered = time.monotonic()
-    deadline = answered + options.ready_timeout_s
-    async with members.etcd_of(ref, wait_s=SERVER_S) as etcd:
-        while waiting:
-            try:
-                ready = await _ready(etcd, ref.namespace)
-                answered = time.monotonic()
-            except RegistryUnavailable:  # it may be away for a while
-                if time.monotonic() - answered > SERVER_S:
-                    raise
-                ready = {}
-            for name, spec in list(waiting.items()):
-                if spec.after in waiting:
-                    continue
-                if name not in children.names:
-                    children.launch(spec)
-                    deadline = time.monotonic() + options.ready_timeout_s
-                children.raise_if_dead(name)
-                url = ready.get(str(spec.instance_id))
-                if url is None:
-                    continue
-                # Stock vLLM servers may come later, by heartbeats for example.
-                if (
-                    spec.role != "frontend"
-                    or not options.decode
-                    or not await asyncio.to_thread(members.why_not_ready, url)
-                ):
-                    children.view.set(name, "ready", spec.url)
-                    del waiting[name]
-            if waiting and time.monotonic() > deadline:
-                name = next(iter(waiting))
-                why = f"was not ready after {options.ready_timeout_s:.0f} s"
-                raise StartFailed(children.describe(name, why))
-            await asyncio.sleep(2 * POLL_S)
-
-
-async def _ready(etcd: EtcdClient, namespace: str) -> dict[str, str]:
-    """Return the own URL of each member that is registered and stays, by instance id."""
-    found = await members.workers(etcd, namespace)
-    return {r.instance_id: r.http for r in found if r.state is not WorkerState.DRAINING}
 
 
 # --------------------------------------------------------------------------- what dies is restarted
@@ -491,12 +433,20 @@ class Supervisor:
                 )
             )
             self._state.write_cluster(self._cluster)
+            starting = asyncio.create_task(self._start_all())
+            stopped = asyncio.create_task(self._stop.wait())
+            stopped.add_done_callback(lambda _: starting.cancel())
             try:
-                await self._interruptible(self._start_all())
-            except BaseException:
+                await starting
+            except BaseException as exc:
+                interrupted = isinstance(exc, asyncio.CancelledError) and self._stop.is_set()
                 await self._take_down(5.0)
                 self._children.reap()
+                if interrupted:
+                    raise Interrupted from None
                 raise
+            finally:
+                stopped.cancel()
 
     async def watch(self, *, detached: bool) -> None:
         """Restart what dies, until a signal, `pullfill down`, or the end of every process.
@@ -565,19 +515,6 @@ class Supervisor:
         for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(sig, on_signal)
 
-    async def _interruptible(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        stop = asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Interrupted
-            task.result()
-        finally:
-            for future in (task, stop):
-                future.cancel()
-            await asyncio.gather(task, stop, return_exceptions=True)
-
     # ------------------------------------------------------------------ start
 
     async def _start_all(self) -> None:
@@ -610,9 +547,52 @@ class Supervisor:
                 self._children.launch(spec)
         if not specs:
             return
-        await wait_ready(options, self._children, ref, specs)
+        await self._wait_ready(ref, specs)
         if options.prefill:
             await self._wait_checked(ref, specs)
+
+    async def _wait_ready(self, ref: ClusterRef, specs: Sequence[ProcessSpec]) -> None:
+        """Wait until all are ready: workers and frontends are when etcd says so.
+
+        Start the workers that had to wait for another on their GPU. Raises StartFailed, and
+        RegistryUnavailable if etcd does not answer for SERVER_S."""
+        children, ready_s = self._children, self._options.ready_timeout_s
+        waiting = {spec.name: spec for spec in specs}
+        answered = time.monotonic()
+        deadline = answered + ready_s
+        async with members.etcd_of(ref, wait_s=SERVER_S) as etcd:
+            while waiting:
+                ready: dict[str, str] = {}
+                try:
+                    for one in await members.workers(etcd, ref.namespace):
+                        if one.state is not WorkerState.DRAINING:
+                            ready[one.instance_id] = one.http
+                    answered = time.monotonic()
+                except RegistryUnavailable:  # it may be away for a while
+                    if time.monotonic() - answered > SERVER_S:
+                        raise
+                for name, spec in list(waiting.items()):
+                    if spec.after in waiting:
+                        continue
+                    if name not in children.names:
+                        children.launch(spec)
+                        deadline = time.monotonic() + ready_s
+                    children.raise_if_dead(name)
+                    url = ready.get(str(spec.instance_id))
+                    if url is not None and await self._serves(spec, url):
+                        self._view.set(name, "ready", spec.url)
+                        del waiting[name]
+                if waiting and time.monotonic() > deadline:
+                    why = f"was not ready after {ready_s:.0f} s"
+                    raise StartFailed(children.describe(next(iter(waiting)), why))
+                await asyncio.sleep(2 * POLL_S)
+
+    async def _serves(self, spec: ProcessSpec, url: str) -> bool:
+        """Whether it can serve. url: where it answers itself."""
+        # Stock vLLM servers may come later, by heartbeats for example.
+        if spec.role != "frontend" or not self._options.decode:
+            return True
+        return not await asyncio.to_thread(members.why_not_ready, url)
 
     async def _make_demo_model(self) -> None:
         self._view.set("demo model", "starting", "made on first use")
@@ -649,7 +629,7 @@ class Supervisor:
             setattr(self._cluster, f"{name}_url", url)
             argv = command(self._state.path / name, port)
             env = {**os.environ, CLUSTER_ENV: self._cluster_id}
-            spec = plan.ProcessSpec(name=name, role=name, argv=argv, env=env)
+            spec = ProcessSpec(name=name, role=name, argv=argv, env=env)
             self._children.launch(spec, note=url)
             try:
                 return await self._server_ready(name, url, problem)
@@ -672,7 +652,7 @@ class Supervisor:
                 )
             await asyncio.sleep(POLL_S / 2)
 
-    async def _wait_checked(self, ref: ClusterRef, specs: list[plan.ProcessSpec]) -> None:
+    async def _wait_checked(self, ref: ClusterRef, specs: list[ProcessSpec]) -> None:
         """Wait for the self-checks of the decode workers. If they take too long, say so.
 
         Until a self-check is over, the decode worker prefills every prompt itself."""
