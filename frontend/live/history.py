@@ -67,10 +67,6 @@ class TokenMeter:
     Nothing is counted as tokens come: a look sums up the answers under way and those that ended."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Nobody looks any more. The next look is a first one."""
         self._at: float | None = None
         self._ended: Counter[str] = Counter()
         self._total: Counter[str] = Counter()

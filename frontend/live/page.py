@@ -16,9 +16,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 import msgspec
@@ -31,7 +29,7 @@ from starlette.responses import (
     StreamingResponse,
 )
 from starlette.routing import Route
-from starlette.types import Message, Send
+from starlette.types import Send
 
 from pullfill.errors import OverloadedError
 from pullfill.frontend import counters
@@ -67,33 +65,15 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _log = log.get("frontend.live")
 
 
-@dataclass(slots=True, eq=False)
-class _Viewer:
-    """pending: what it has not taken yet. behind: it needs a whole snapshot next."""
-
-    fresh: asyncio.Event = field(default_factory=asyncio.Event)
-    pending: bytes | None = None
-    behind: bool = True
-
-    def put(self, part: bytes, whole: Callable[[], bytes]) -> None:
-        if self.behind:
-            self.pending, self.behind = whole(), False
-        elif self.pending is not None:
-            self.behind = True
-        else:
-            self.pending = part
-        self.fresh.set()
-
-
 class LiveView:
     """Makes the snapshots, while somebody looks.
 
     The first viewer starts one task for all viewers. Each second it asks every worker for its
-    report, takes what has ended from the request log, and gives every viewer the new snapshot as
-    JSON, made once. When the last viewer has gone, the task ends. Then nothing is asked.
+    report, takes what has ended from the request log, and makes one snapshot. When the last viewer
+    has gone, the task ends. Then nothing is asked.
 
-    A viewer that has not taken the last snapshot in time misses the next ones. It gets a whole one
-    later, so what waits for a viewer is bounded.
+    Each viewer takes the newest snapshot. Who has missed one gets it whole, with the history. So
+    nothing waits for a viewer.
 
     Single event loop. `close` ends all viewers: a frontend that drains does not wait for them.
 
@@ -124,18 +104,19 @@ class LiveView:
         self._period_s, self._quiet_s = period_s, quiet_s
         self._frontend, self._model, self._since = frontend, model, since
         self.marks = Marks()
+        self.viewers = 0
         self._series = Series()
-        self._viewers: set[_Viewer] = set()
+        self._meter = TokenMeter()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self._broken = False  # the last look has failed
         self._serial = 0
         self._ended: deque[Ended] = deque(maxlen=RECENT)
-        self._meter = TokenMeter()
-
-    @property
-    def viewers(self) -> int:
-        return len(self._viewers)
+        # The last snapshot, its JSON, its number. An event that is set when the next one is there.
+        self._snapshot: LiveSnapshot | None = None
+        self._part = b""
+        self._number = 0
+        self._next = asyncio.Event()
 
     def watch(self) -> AsyncGenerator[bytes, None]:
         """Return snapshots as JSON until `close`. The first one is whole.
@@ -143,41 +124,53 @@ class LiveView:
         If there is no snapshot for `quiet_s`, empty bytes are sent to show that the connection is
         alive. While snapshots fail nothing is sent, so viewers time out.
         Raises OverloadedError if there are too many viewers."""
-        if len(self._viewers) >= MAX_VIEWERS:
+        if self.viewers >= MAX_VIEWERS:
             raise OverloadedError(f"{MAX_VIEWERS} viewers look already: close another page")
         return self._watch()
 
     async def _watch(self) -> AsyncGenerator[bytes, None]:
-        viewer = _Viewer()
-        self._viewers.add(viewer)
+        self.viewers += 1
         if self._task is None and not self._closed:
             self._task = asyncio.create_task(self._run(), name="live view")
+        taken, seen = self._number, False
         try:
             while not self._closed:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._quiet_s):
-                        await viewer.fresh.wait()
-                viewer.fresh.clear()
-                body, viewer.pending = viewer.pending, None
-                if body is not None or not (self._closed or self._broken):
-                    yield body or b""
+                if taken == self._number:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(self._quiet_s):
+                            await self._next.wait()
+                if taken != self._number:
+                    missed = not seen or taken + 1 != self._number
+                    taken, seen = self._number, True
+                    yield self._encoded(whole=missed)
+                elif not (self._closed or self._broken):
+                    yield b""
         finally:
-            self._viewers.discard(viewer)
-            if not self._viewers:
+            self.viewers -= 1
+            if not self.viewers:
                 self._stop()
+
+    def _encoded(self, *, whole: bool) -> bytes:
+        assert self._snapshot is not None
+        if not whole:
+            return self._part
+        points = self._series.points(self._snapshot.at)
+        ended = tuple(self._ended)
+        return msgspec.json.encode(
+            msgspec.structs.replace(self._snapshot, whole=True, ended=ended, points=points)
+        )
 
     def close(self) -> None:
         """End all viewers. Later ones end at once."""
         self._closed = True
         self._stop()
-        for viewer in self._viewers:
-            viewer.fresh.set()
+        self._next.set()
 
     def _stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
         self._task = None
-        self._meter.reset()
+        self._meter = TokenMeter()
 
     # ---------------------------------------------------------------- the task
 
@@ -212,7 +205,7 @@ class LiveView:
             self._series.sampled(now, seconds, sum(tokens.values()), cluster.backlog_s, points)
         flows, hidden = flows_of(flights, reports, time.monotonic())
         figures = self._series.now(now, sum(rates.values()))
-        snapshot = LiveSnapshot(
+        self._snapshot = LiveSnapshot(
             at=now,
             frontend=self._frontend,
             model=self._model,
@@ -232,24 +225,10 @@ class LiveView:
             points=self._series.points(now, 2),
             marks=self.marks.marks(),
         )
-        self._publish(snapshot)
-
-    def _publish(self, snapshot: LiveSnapshot) -> None:
-        @cache
-        def whole() -> bytes:
-            """The snapshot with the history, made at most once."""
-            return msgspec.json.encode(
-                msgspec.structs.replace(
-                    snapshot,
-                    whole=True,
-                    ended=tuple(self._ended),
-                    points=self._series.points(snapshot.at),
-                )
-            )
-
-        part = msgspec.json.encode(snapshot)
-        for viewer in self._viewers:
-            viewer.put(part, whole)
+        self._part = msgspec.json.encode(self._snapshot)  # once for all viewers
+        self._number += 1
+        self._next.set()
+        self._next = asyncio.Event()
 
     async def _take_ended(self) -> list[Ended]:
         """Return the requests that have ended since the last look, oldest first, and count them."""
@@ -273,33 +252,20 @@ class LiveView:
 # --------------------------------------------------------------------------- HTTP
 
 
-# sse-starlette, once used, looks twice a second for ever whether the server ends, and replaces a
-# method of uvicorn's server. Here nothing may run when nobody looks.
+# Not sse-starlette: once used, it looks twice a second for ever whether the server ends.
 class EventStream(StreamingResponse):
-    """Server-sent events, one for each body of JSON in one line. Ends with its source.
+    """Server-sent events, one for each body of JSON in one line.
 
-    An empty body becomes a comment, which viewers ignore: the connection is alive.
-    It ends at once when the client disconnects, or takes nothing for `send_s` seconds."""
+    An empty body becomes a comment, which viewers ignore: the connection is alive."""
 
-    def __init__(self, source: AsyncGenerator[bytes, None], send_s: float = 10.0) -> None:
+    def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         super().__init__(_events(source), headers=headers, media_type="text/event-stream")
         self._source = source
-        self._send_s = send_s
 
     async def stream_response(self, send: Send) -> None:
-        async def in_time(message: Message) -> None:
-            async with asyncio.timeout(self._send_s):
-                await send(message)
-
-        try:
-            await super().stream_response(in_time)
-        except TimeoutError:
-            _log.warning("disconnected a viewer that read nothing for %g s", self._send_s)
-        except OSError:
-            pass  # it has gone
-        finally:
-            await self._source.aclose()
+        async with aclosing(self._source):  # a client that leaves is a viewer no longer
+            await super().stream_response(send)
 
 
 async def _events(source: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

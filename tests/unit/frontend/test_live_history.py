@@ -76,8 +76,6 @@ def test_tokens_between_two_looks_are_those_under_way_and_those_that_ended() -> 
     assert (seconds, tokens) == (2.0, {"a": 30, "b": 3})
     _, tokens = meter.look(8.0, [], [])
     assert tokens["a"] == 0, "an answer that was cancelled counts nothing back"
-    meter.reset()
-    assert meter.look(99.0, [("a", 5)], []) == (0.0, {})
 
 
 # --------------------------------------------------------------------------- marks

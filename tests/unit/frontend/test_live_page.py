@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from pullfill.errors import OverloadedError
 from pullfill.frontend.live import page as live_page
-from pullfill.frontend.live.page import FILES, EventStream
+from pullfill.frontend.live.page import FILES
 
 
 class Live:
@@ -24,7 +24,7 @@ class Live:
     def __init__(self) -> None:
         self.bodies: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.full = False
-        self.over = 0
+        self.over = asyncio.Event()
 
     def watch(self) -> AsyncIterator[bytes]:
         if self.full:
@@ -36,16 +36,18 @@ class Live:
             while (body := await self.bodies.get()) is not None:
                 yield body
         finally:
-            self.over += 1
+            self.over.set()
 
 
-def client(live: Live) -> httpx.AsyncClient:
+def app(live: Any) -> Starlette:
     async def request(found: Request) -> Response:
         return JSONResponse({"request_id": found.path_params["request_id"]})
 
-    made: Any = live
-    app = Starlette(routes=live_page.routes(made, request))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t")
+    return Starlette(routes=live_page.routes(live, request))
+
+
+def client(live: Live) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app(live)), base_url="http://t")
 
 
 async def test_every_file_that_the_page_names_is_there_and_runs_nothing_of_others() -> None:
@@ -108,39 +110,21 @@ async def test_events_end_with_their_source() -> None:
     assert (refused.status_code, refused.json()["error"]) == (503, "too many look")
 
 
-class Peer:
-    """One ASGI connection. deaf: what is sent to it is never taken."""
+@pytest.mark.parametrize("taken", [2, 99], ids=["while it sends", "while it waits"])
+async def test_a_viewer_that_disconnects_ends_its_source(taken: int) -> None:
+    live, sent = Live(), list[Any]()
+    live.bodies.put_nowait(b"{}")
 
-    def __init__(self, deaf: bool = False) -> None:
-        self.sent: list[Any] = []
-        self.gone = asyncio.Event()
-        self._deaf = deaf
-
-    async def receive(self) -> Any:
-        await self.gone.wait()
+    async def receive() -> Any:
+        while len(sent) < 3:  # noqa: ASYNC110 - the stream has no event to wait for
+            await asyncio.sleep(0)
         return {"type": "http.disconnect"}
 
-    async def send(self, message: Any) -> None:
-        if self._deaf and message["type"] == "http.response.body":
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) > taken:
             await asyncio.Event().wait()
-        self.sent.append(message)
 
-
-async def test_a_viewer_that_disconnects_ends_its_source() -> None:
-    live, peer = Live(), Peer()
-    live.bodies.put_nowait(b"{}")
-    running = asyncio.ensure_future(
-        EventStream(live.watch())({"type": "http"}, peer.receive, peer.send)
-    )
-    while len(peer.sent) < 3:  # noqa: ASYNC110 - the stream has no event to wait for
-        await asyncio.sleep(0)
-    assert live.over == 0
-    peer.gone.set()
-    await asyncio.wait_for(running, 5)
-    assert live.over == 1
-
-
-async def test_a_viewer_that_reads_nothing_is_disconnected() -> None:
-    peer = Peer(deaf=True)
-    stream = EventStream(Live().watch(), send_s=0.02)
-    await asyncio.wait_for(stream({"type": "http"}, peer.receive, peer.send), 5)
+    scope = {"type": "http", "method": "GET", "path": "/pullfill/ui/events", "headers": []}
+    await asyncio.wait_for(app(live)(scope, receive, send), 5)
+    await asyncio.wait_for(live.over.wait(), 5)
