@@ -2,9 +2,7 @@
 
 The routes, the structs and the history are the real ones. Workers, requests and what happens to
 them are scripted: eight workers, a burst of long prompts, an outage of NATS, a drain. The numbers
-are made up, and the same each time. Run it to look at the page:
-
-    python -m tests.support.live_script [PORT]
+are made up, and the same each time.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -66,14 +63,18 @@ class ScriptedLive:
     evil: the name of one request attacks the page.
     closed: ends all streams within a second."""
 
-    def __init__(self, seed: int = 7, *, evil: bool = True) -> None:
+    def __init__(self, *, evil: bool = True) -> None:
         self.closed = False
         self._evil = 20 if evil else -1
-        self._random = random.Random(seed)
+        self._random = random.Random(7)
         self._series = Series()
         self._began = time.time()
         self._ended: list[Ended] = []
-        self._past()
+        for step in range(-int(HISTORY_S / STEP_S), 1):
+            ago = step * STEP_S
+            for _ in range(round(10 * self._busy(ago)) + 2):
+                self._end(ago - STEP_S * self._random.random())
+            self._sample(ago, STEP_S)
 
     async def watch(self) -> AsyncIterator[bytes]:
         whole = True
@@ -90,110 +91,62 @@ class ScriptedLive:
         wave = 0.42 + 0.12 * math.sin(ago / 70) + 0.05 * math.sin(ago / 11)
         return min(0.97, wave + (0.42 if BURST[0] < ago < BURST[1] else 0.0))
 
-    def _past(self) -> None:
-        steps = int(HISTORY_S / STEP_S)
-        for index in range(-steps, 1):
-            ago = index * STEP_S
-            away = OUTAGE[0] < ago < OUTAGE[1]
-            busy = self._busy(ago)
-            for _ in range(round(10 * busy + self._random.random() * 4)):
-                at = self._began + ago - self._random.random() * STEP_S
-                self._end(self._request(at, busy, away))
-            self._sample(self._began + ago, busy, away)
-
-    def _sample(self, at: float, busy: float, away: bool, seconds: float = STEP_S) -> None:
+    def _sample(self, ago: float, seconds: float) -> None:
+        busy = self._busy(ago)
         rate = 900 * busy + 40 * self._random.random()
-        backlog = None if away else max(0.0, 9 * (busy - 0.45) + self._random.random() * 0.4)
         points = {}
         for number, name in enumerate(DECODE):
-            share = min(0.99, busy * (0.8 + 0.1 * number) + self._random.random() * 0.04)
+            share = min(0.99, busy * (0.8 + 0.1 * number))
             points[name] = WorkerPoint(share, round(22 * share), round(6 * busy**3), rate / 5)
         for number, name in enumerate(PREFILL):
-            jobs = min(4, round(6 * busy - number + self._random.random()))
-            points[name] = WorkerPoint(0.6 * busy, max(0, jobs), 0, 5200 + 300 * number)
-        self._series.sampled(at, seconds, rate * seconds, backlog, points)
+            points[name] = WorkerPoint(0.6 * busy, max(0, round(6 * busy) - number), 0, 5200.0)
+        backlog = None if OUTAGE[0] < ago < OUTAGE[1] else max(0.1, 9 * (busy - 0.45))
+        self._series.sampled(self._began + ago, seconds, rate * seconds, backlog, points)
 
-    def _request(self, at: float, busy: float, away: bool) -> Ended:
-        rnd = self._random
+    def _end(self, ago: float) -> Ended:
+        """Note a request that ended at that time."""
+        rnd, busy, away = self._random, self._busy(ago), OUTAGE[0] < ago < OUTAGE[1]
         remote = rnd.random() < 0.45 and not away
-        prompt = (
-            round(rnd.lognormvariate(8.3, 0.5)) if remote else round(rnd.lognormvariate(5, 0.7))
-        )
-        queue = max(2.0, 1500 * max(0.0, busy - 0.5) * rnd.random() + rnd.random() * 9)
-        prefill = prompt / 5.4
-        ttft = queue + prefill + 22 if remote else 30 + prompt / 3.1 * (0.7 + 0.6 * rnd.random())
-        itl = 17 + 26 * busy**2 + rnd.random() * 6
-        made = rnd.randrange(40, 400)
-        path, reason = ("remote", "long_prompt") if remote else ("local", rnd.choice(LOCAL))
-        if away and not remote:
-            reason = "queue_unavailable"
-        return Ended(
-            id=f"chatcmpl-{rnd.getrandbits(48):012x}",
-            at=at,
-            path=path,
-            reason=reason,
-            prompt=prompt,
-            made=made,
-            ttft_ms=ttft,
-            itl_ms=itl,
-            total_ms=ttft + itl * made,
-            good=ttft < 1500 and itl < 40,
-            predicted_ms=ttft * (0.9 + 0.25 * rnd.random()),
-            decode=rnd.choice(DECODE[:4]),
+        prompt = rnd.randrange(2000, 8000) if remote else rnd.randrange(60, 400)
+        queue, prefill = 2.0 + 1500 * max(0.0, busy - 0.5) * rnd.random(), prompt / 5.4
+        ttft = queue + prefill + 22 if remote else 30 + prompt / 3.1
+        itl, made = 17 + 26 * busy**2 + rnd.random() * 6, rnd.randrange(40, 400)
+        reason = "long_prompt" if remote else "queue_unavailable" if away else rnd.choice(LOCAL)
+        row = Ended(
+            id=f"chatcmpl-{rnd.getrandbits(48):012x}", at=self._began + ago,
+            path="remote" if remote else "local", reason=reason, prompt=prompt, made=made,
+            ttft_ms=ttft, itl_ms=itl, total_ms=ttft + itl * made, good=ttft < 1500 and itl < 40,
+            predicted_ms=ttft * 0.97, decode=rnd.choice(DECODE[:4]),
             prefill=rnd.choice(PREFILL) if remote else "",
             stages={"queue": queue, "prefill": prefill, "tail": 8.0} if remote else {},
-        )
-
-    def _end(self, row: Ended) -> None:
+        )  # fmt: skip
         self._series.ended(row)
         self._ended = [*self._ended, row][-RECENT:]
+        return row
 
-    def _flows(self, now: float, busy: float) -> list[Flow]:
-        """Requests that go through the stages again and again."""
-        flows = []
-        for number in range(26):
-            phase = (now - self._began + number * 14 / 26) % 14
-            common = {
-                "id": EVIL if number == self._evil
-                else f"chatcmpl-{number * 7919:05x}b{number:02d}",
-                "age_s": phase, "tokens": 2600 + 311 * number, "decode": DECODE[number % 4],
-            }  # fmt: skip
-            prefill = PREFILL[number % 3]
-            if phase < 0.25:
-                flow = Flow(stage=Stage.PROMPT, stage_s=phase, **common)
-            elif phase < 3.0:
-                flow = Flow(stage=Stage.QUEUE, stage_s=phase - 0.25, **common)
-            elif phase < 6.5:
-                done = (phase - 3.0) / 3.5
-                flow = Flow(
-                    stage=Stage.PREFILL, stage_s=phase - 3.0, done=done, prefill=prefill,
-                    queue_s=2.75, prefill_s=phase - 3.0, attempt=1, **common,
-                )  # fmt: skip
-            elif phase < 7.7:
-                flow = Flow(
-                    stage=Stage.KV, stage_s=phase - 6.5, done=0.86, prefill=prefill, queue_s=2.75,
-                    prefill_s=3.5, attempt=1, **common,
-                )  # fmt: skip
-            else:
-                made = round(40 * (phase - 7.7))
-                flow = Flow(stage=Stage.DECODE, stage_s=phase - 7.7, made=made, **common)
-            flows.append(flow)
-        return sorted(flows, key=lambda flow: -flow.age_s)
+    def _flow(self, number: int, age_s: float) -> Flow:
+        """A request that goes through the stages in 14 s, again and again."""
+        begins = {Stage.PROMPT: 0.0, Stage.QUEUE: 0.25, Stage.PREFILL: 3.0, Stage.KV: 6.5,
+                  Stage.DECODE: 7.7}  # fmt: skip
+        stage, begin = [pair for pair in begins.items() if pair[1] <= age_s][-1]
+        with_prefill = stage in (Stage.PREFILL, Stage.KV)
+        return Flow(
+            id=EVIL if number == self._evil else f"chatcmpl-{number * 7919:05x}b{number:02d}",
+            stage=stage, stage_s=age_s - begin, age_s=age_s, tokens=2600 + 311 * number,
+            made=round(40 * (age_s - begin)) if stage is Stage.DECODE else 0,
+            done=(age_s - begin) / 3.5 if with_prefill else None, decode=DECODE[number % 4],
+            prefill=PREFILL[number % 3] if with_prefill else "", attempt=int(with_prefill),
+            queue_s=2.75 if with_prefill else None, prefill_s=3.5 if with_prefill else None,
+        )  # fmt: skip
 
     def snapshot(self, whole: bool) -> LiveSnapshot:
-        now = time.time()
-        busy = self._busy(now - self._began)
-        fresh = [self._request(now, busy, False)]
-        for row in fresh:
-            self._end(row)
-        self._sample(now, busy, False, 1.0)
+        now, began = time.time(), self._began
+        fresh = self._end(now - began)
+        self._sample(now - began, 1.0)
         points = self._series.points(now, None if whole else 2)
-        workers = tuple(
-            self._worker(name, points[-1].workers[name]) for name in (*DECODE, *PREFILL)
-        )
-        backlog = points[-1].backlog_s
-        figures = self._series.now(now, points[-1].tokens_per_s or 0.0)
-        began = self._began
+        last = points[-1]
+        flows = [self._flow(n, (now - began + n * 14 / 26) % 14) for n in range(26)]
+        figures = self._series.now(now, last.tokens_per_s or 0.0)
         return LiveSnapshot(
             at=now,
             frontend="frontend-0-5d21",
@@ -203,39 +156,18 @@ class ScriptedLive:
             targets_ms=(1500.0, 40.0),
             servers={name: ServerStatus(up=True, since_s=900.0) for name in ("nats", "etcd")},
             queue=QueueStatus(depth_jobs=6, depth_tokens=23_480),
-            now=msgspec.structs.replace(figures, backlog_s=backlog, in_flight=26),
-            workers=workers,
-            flows=tuple(self._flows(now, busy)),
-            ended=tuple(self._ended if whole else fresh),
+            now=msgspec.structs.replace(figures, backlog_s=last.backlog_s, in_flight=26),
+            workers=tuple(_worker(n, last.workers[n]) for n in (*DECODE, *PREFILL)),
+            flows=tuple(sorted(flows, key=lambda flow: -flow.age_s)),
+            ended=tuple(self._ended) if whole else (fresh,),
             points=points,
             marks=(
-                Mark(
-                    at=began + OUTAGE[0], until=began + OUTAGE[1], kind="outage", who="nats",
-                    text="nats://10.0.0.4:4222: connection refused",
-                ),
+                Mark(at=began + OUTAGE[0], until=began + OUTAGE[1], kind="outage", who="nats",
+                     text="nats://10.0.0.4:4222: connection refused"),
                 Mark(at=began - 340, kind="joined", who=PREFILL[2], text="prefill"),
                 Mark(at=began - 75, kind="drain", who=DRAINING),
             ),
         )  # fmt: skip
-
-    def _worker(self, name: str, point: WorkerPoint) -> WorkerRow:
-        role = name.partition("-")[0]
-        draining = name == DRAINING
-        return WorkerRow(
-            instance_id=name,
-            role=role,
-            state="draining" if draining else "ready",
-            model="demo-8b",
-            host="10.0.0.7",
-            pid=4242,
-            kv=0.08 if draining else point.kv,
-            running=2 if draining else point.running,
-            waiting=0 if draining else point.waiting,
-            tokens_per_s=point.tokens_per_s,
-            backlog_s=0.3 if role == "decode" else None,
-            pressure=point.kv if role == "decode" else None,
-            load={"kv_blocks": 4096, "open_jobs": 3},
-        )
 
     def record(self, request_id: str) -> ExplainRecord:
         return ExplainRecord(
@@ -266,6 +198,17 @@ class ScriptedLive:
         )  # fmt: skip
 
 
+def _worker(name: str, point: WorkerPoint) -> WorkerRow:
+    decode, draining = name in DECODE, name == DRAINING
+    return WorkerRow(
+        instance_id=name, role=name.partition("-")[0], state="draining" if draining else "ready",
+        model="demo-8b", host="10.0.0.7", pid=4242, kv=0.08 if draining else point.kv,
+        running=2 if draining else point.running, waiting=0 if draining else point.waiting,
+        tokens_per_s=point.tokens_per_s, backlog_s=0.3 if decode else None,
+        pressure=point.kv if decode else None, load={"kv_blocks": 4096, "open_jobs": 3},
+    )  # fmt: skip
+
+
 def app(live: ScriptedLive) -> Starlette:
     async def request(found: Request) -> Response:
         body = msgspec.json.encode(live.record(found.path_params["request_id"]))
@@ -292,7 +235,3 @@ def serving(port: int = 0, admin: tuple[str, ...] = (), evil: bool = True) -> It
     finally:
         live.closed = server.should_exit = True
         thread.join(10)
-
-
-if __name__ == "__main__":
-    uvicorn.run(app(ScriptedLive()), port=int(sys.argv[1]) if sys.argv[1:] else 8899)
