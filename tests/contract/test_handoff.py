@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from pullfill.errors import Outcome
 from pullfill.queue.contract import Urgency
-from pullfill.wire import WIRE_VERSION, PrefillJob, decode, encode, u32
+from pullfill.wire import PrefillJob, decode, encode, u32
 from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import Cluster, hold, prompt, settled, stuck_in_a_write, until
 from tests.support.kv_engine import BLOCK
@@ -246,26 +246,6 @@ async def test_poison_and_forgery_write_nothing(
         assert decode.right(again), "the worker lives"
         await cluster.check_clean()
         assert prefill.budget.completed == 1
-
-
-async def test_a_job_of_another_wire_version_is_left_to_a_worker_that_can_read_it(
-    tmp_path: Path,
-) -> None:
-    newer = forged(v=WIRE_VERSION + 1)
-    async with Cluster(tmp_path, wrap=lambda inner: Tampered(inner, newer)) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill()
-        served = decode.send(prompt(20))
-        jobs = cluster.queue.jobs
-        await until(
-            lambda: (one := jobs.get(1)) is not None and one.deliveries and not one.in_flight
-        )
-        await prefill.puller.stop()
-        delivery = await cluster.queue.consumer().pull(30.0)
-        assert delivery.number == 2
-        assert not cluster.queue.dead
-        await delivery.ack()
-        await settled(served)
-        await cluster.check_clean()
 
 
 async def test_a_prompt_longer_than_the_worker_takes_is_local_and_no_poison(tmp_path: Path) -> None:
